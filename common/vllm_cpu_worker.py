@@ -1,0 +1,29 @@
+"""Attention and worker of the CPU platform (`common/vllm_cpu.py`), imported by vLLM-Omni by name once the platform is known."""
+from contextlib import nullcontext
+
+from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
+from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
+
+
+class CpuSDPAImpl(SDPAImpl):
+    def forward(self, query, key, value, attn_metadata=None):  # the base class dispatches to known accelerators only
+        return self._forward_impl(query, key, value, attn_metadata)
+
+
+class CpuSDPABackend(SDPABackend):
+    @staticmethod
+    def get_impl_cls():
+        return CpuSDPAImpl
+
+
+class CpuDiffusionWorker(DiffusionWorker):
+    """Sleep mode needs CUDA's virtual memory; on CPU there is no device memory to give back."""
+
+    def sleep(self, level=1):
+        return 0
+
+    def wake_up(self, tags=None):
+        return True
+
+    def _maybe_get_memory_pool_context(self, tag):
+        return nullcontext()

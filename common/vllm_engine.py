@@ -1,0 +1,209 @@
+"""The vLLM-Omni engine process: SDE sampling with trajectories and log-probs in the native pipeline, adapters pushed as tensors.
+
+Run by `common/rollout.py` as `python -m common.vllm_engine FD`. The pipeline below is vLLM-Omni's own with two hooks that every native
+denoising loop passes through; `sde_step` is the trainer's. Where there is no GPU, vLLM-Omni's platform is `common/vllm_cpu.py`.
+"""
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+import torch
+
+import common  # noqa: F401  (repairs torchvision before vllm imports it)
+from common.sde import draw_noise, sde_step
+
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm_omni.diffusion.data import DiffusionOutput
+from vllm_omni.diffusion.diffusion_engine import DiffusionEngine
+from vllm_omni.diffusion.models.sd3.pipeline_sd3 import StableDiffusion3Pipeline
+from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+from vllm_omni.lora.request import LoRARequest
+
+LORA_ID = 1
+
+
+class SDERolloutMixin:
+    """Stochastic steps, fp32 latents and exact timesteps for a native pipeline, and what was sampled in its output.
+
+    Requests carry their common settings in extra_args["rollout"] and their own seed in the prompt; a request without settings (the
+    start-up dummy run) passes through unchanged.
+    """
+
+    supports_request_batch = True
+    _run = None  # state of the batch under way
+    _pending_lora = None
+    bound_lora_modules = 0
+
+    def forward(self, req, *args, **kwargs):
+        batch = req if isinstance(req, DiffusionRequestBatch) else DiffusionRequestBatch(requests=[req])
+        settings = (batch.sampling_params_list[0].extra_args or {}).get("rollout")
+        if settings is None:
+            return super().forward(batch, *args, **kwargs)
+        generators = [torch.Generator().manual_seed(prompt["seed"]) for prompt in batch.prompts]
+        self._run = run = {**settings, "generators": generators, "step": 0, "latents": [], "means": [], "log_probs": [], "stds": []}
+        try:
+            outputs = super().forward(batch, *args, **kwargs)
+        finally:
+            self._run = None
+        if run["step"] != len(run["timesteps"]):
+            raise RuntimeError(f"the pipeline took {run['step']} steps, the schedule has {len(run['timesteps'])}")
+        latents = torch.stack(run["latents"], 1).cpu()  # (B, T + 1, ...)
+        means, log_probs, stds = (torch.stack(run[k], 1).cpu() if run[k] else torch.zeros(len(latents), 0) for k in ("means", "log_probs", "stds"))
+        return [DiffusionOutput(output={"payload": {"image": output.output}, "metadata": {"rollout": {"prev_sample_means": means[i], "transition_stds": stds[i]}}},
+                                trajectory_latents=latents[i], trajectory_log_probs=log_probs[i], to_cpu=True) for i, output in enumerate(outputs)]
+
+    def prepare_latents(self, *args, **kwargs):
+        if self._run is None:
+            return super().prepare_latents(*args, **kwargs)
+        run = self._run
+        latents = draw_noise((len(run["generators"]), *run["latent_shape"]), run["generators"], self.device)
+        run["latents"].append(latents)
+        return latents
+
+    def predict_noise_maybe_with_cfg(self, do_true_cfg, true_cfg_scale, positive_kwargs, negative_kwargs, *args, **kwargs):
+        if self._run is not None:
+            for branch in (positive_kwargs, negative_kwargs) if do_true_cfg else (positive_kwargs,):
+                latents = branch["hidden_states"]
+                branch["timestep"] = self._run["timesteps"][self._run["step"]].to(self.device).expand(len(latents))  # fp32: the native loop rounds it to the model's dtype
+                branch["hidden_states"] = latents.to(self.od_config.dtype)
+        return super().predict_noise_maybe_with_cfg(do_true_cfg, true_cfg_scale, positive_kwargs, negative_kwargs, *args, **kwargs)
+
+    def scheduler_step_maybe_with_cfg(self, noise_pred, t, latents, do_true_cfg, *args, **kwargs):
+        run = self._run
+        if run is None:
+            return super().scheduler_step_maybe_with_cfg(noise_pred, t, latents, do_true_cfg, *args, **kwargs)
+        i, sigmas = run["step"], run["sigmas"]
+        stochastic = i in run["sde_steps"]
+        out = sde_step(latents, noise_pred, sigmas[i], sigmas[i + 1], run["noise_level"] if stochastic else 0.0, sde_type=run["sde_type"],
+                       sigma_max=sigmas[1], generator=run["generators"])
+        run["latents"].append(out.prev_sample)
+        if stochastic:
+            run["means"].append(out.prev_sample_mean)
+            run["log_probs"].append(out.log_prob)
+            run["stds"].append(out.transition_std)
+        run["step"] += 1
+        return out.prev_sample
+
+    def _load_diffusion_lora_adapter(self, *, lora_request, lora_path, dtype):
+        """vLLM-Omni's hook: the adapter that was pushed, from tensors instead of a folder."""
+        tensors, config = self._pending_lora
+        helper = PEFTHelper.from_dict(config)
+        model = LoRAModel.from_lora_tensors(lora_model_id=lora_request.lora_int_id, tensors=tensors, peft_helper=helper, device="cpu", dtype=dtype,
+                                            model_vocab_size=None, weights_mapper=None)
+        return model, helper
+
+    def _validate_diffusion_lora_binding(self, *, lora_model, bound_lora_names):
+        """vLLM-Omni's hook after binding: how many of the adapter's modules act."""
+        self.bound_lora_modules = len(bound_lora_names)
+
+
+class StableDiffusion3Rollout(SDERolloutMixin, StableDiffusion3Pipeline):
+    pass
+
+
+PIPELINES = {"StableDiffusion3Pipeline": "common.vllm_engine.StableDiffusion3Rollout"}
+
+
+class RolloutDiffusionEngine(DiffusionEngine):
+    """Hands the pipeline's tensors through instead of converting them to PIL."""
+
+    def _init_process_hooks(self, od_config):
+        super()._init_process_hooks(od_config)
+        self.post_process_func = None
+        self._post_process_accepts_sampling_params = False
+
+
+class RolloutWorkerExtension(CustomPipelineWorkerExtension):
+    def push_lora(self, tensors, config):
+        pipeline = self.model_runner.pipeline
+        pipeline._pending_lora = ({k: v.clone() for k, v in tensors.items()}, config)  # vLLM scales lora_B in place
+        request = LoRARequest(lora_name="policy", lora_int_id=LORA_ID, lora_path="/pushed-as-tensors")
+        try:
+            self.remove_lora(LORA_ID)
+            if not self.add_lora(request):
+                raise RuntimeError("vLLM-Omni did not take the adapter")
+            self.lora_manager.set_active_adapter(request)
+        finally:
+            pipeline._pending_lora = None
+        return pipeline.bound_lora_modules
+
+
+def generate(omni, request, lora):
+    """A RolloutRequest -> the fields of Trajectories as CPU tensors, one engine request per image, in the request's order."""
+    settings = {"timesteps": request.timesteps, "sigmas": request.sigmas.tolist(), "sde_steps": request.sde_steps, "noise_level": request.noise_level,
+                "sde_type": request.sde_type, "latent_shape": request.latent_shape}
+    params = OmniDiffusionSamplingParams(
+        height=request.height, width=request.width, num_inference_steps=len(request.timesteps), guidance_scale=request.guidance_scale,
+        lora_request=LoRARequest(lora_name="policy", lora_int_id=LORA_ID, lora_path="/pushed-as-tensors") if lora else None,
+        extra_args={"rollout": settings})
+    negative = {f"negative_{k}": v[0] for k, v in (request.negative_conditioning or {}).items()}
+    prompts = [{**{k: v[row] for k, v in request.conditioning.items()}, **negative, "seed": seed}
+               for row, seed in zip(request.prompt_index.tolist(), request.seeds, strict=True)]
+    outputs = omni.generate(prompts, params, use_tqdm=False)
+    outputs = sorted(outputs, key=lambda output: int(output.request_id.split("_")[0]))  # they come in completion order
+    rollouts = [output.multimodal_output["metadata"]["rollout"] for output in outputs]
+    return {"latents": torch.stack([output.trajectory_latents for output in outputs]).clone(),
+            "prev_sample_means": torch.stack([rollout["prev_sample_means"] for rollout in rollouts]).clone(),
+            "log_probs": torch.stack([output.trajectory_log_probs for output in outputs]).clone(),
+            "transition_stds": torch.stack([rollout["transition_stds"] for rollout in rollouts]).clone(),
+            "images": torch.cat([image.float() for output in outputs for image in output.images]).clone()}
+
+
+def rpc(omni, method, *args):
+    """collective_rpc returns errors as dicts; raise them."""
+    results = omni.engine.collective_rpc(method, args=args)
+    while isinstance(results, list):
+        results = results[0]
+    if isinstance(results, dict) and results.get("error"):
+        raise RuntimeError(str(results["error"]))
+    return results
+
+
+def exit_with_parent():
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def serve(connection):
+    def reply(ok, value):
+        connection.send_bytes(pickle.dumps((ok, value), protocol=pickle.HIGHEST_PROTOCOL))
+
+    start, omni = time.time(), None
+    options = pickle.loads(connection.recv_bytes())
+    try:
+        from vllm_omni.entrypoints import Omni
+
+        omni = Omni(**options, enforce_eager=True, engine_backend="common.vllm_engine.RolloutDiffusionEngine",
+                    custom_pipeline_args={"pipeline_class": PIPELINES["StableDiffusion3Pipeline"]},
+                    worker_extension_cls="common.vllm_engine.RolloutWorkerExtension", distributed_executor_backend="uni")
+        reply(True, time.time() - start)
+    except Exception:
+        reply(False, traceback.format_exc())
+        return
+    while True:
+        try:
+            operation, args, kwargs = pickle.loads(connection.recv_bytes())
+        except EOFError:  # the trainer closed its end
+            break
+        try:
+            if operation == "generate":
+                reply(True, generate(omni, *args, **kwargs))
+            else:
+                reply(True, rpc(omni, operation, *args))
+        except Exception:
+            reply(False, traceback.format_exc())
+    omni.close()
+
+
+if __name__ == "__main__":
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    serve(Connection(int(sys.argv[1])))
