@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import common  # noqa: F401  (repairs torchvision next to a CPU torch)
+
 import matplotlib
 import numpy as np
 import torch
@@ -26,7 +27,14 @@ import torch.nn.functional as F
 import tyro
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from PIL import Image, ImageDraw, ImageFont
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
 
 HEIGHT, WIDTH = 32, 96
 FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSerif",

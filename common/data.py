@@ -5,10 +5,11 @@ from pathlib import Path
 import torch
 
 
-def read_prompts(path):
+def read_prompts(path, rewards=None):
     """Read prompts from a .txt file (one a line) or a .jsonl file ({"prompt": ..., anything else is metadata}).
 
-    Returns two lists of the same length: prompts (str) and metadata (dict, empty for .txt). Blank lines are skipped.
+    Returns two lists of the same length: prompts (str) and metadata (dict, empty for .txt). Blank lines are skipped. Each
+    prompt is shown to the rewards ({name: function}) that have a `check`.
 
     Raises:
         ValueError: naming the file and, where there is one, the line at fault.
@@ -31,7 +32,12 @@ def read_prompts(path):
             if not isinstance(record, dict) or not isinstance(record.get("prompt"), str) or not record["prompt"].strip():
                 raise ValueError(f'{path}:{number}: a record needs "prompt", a non-empty string')
         prompts.append(record.pop("prompt"))
-        metadata.append({**record, "source": f"{path}:{number}"})
+        metadata.append(record)
+        for reward in (rewards or {}).values():
+            try:
+                getattr(reward, "check", str)(prompts[-1])
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
     if not prompts:
         raise ValueError(f"{path}: no prompts")
     return prompts, metadata

@@ -1,13 +1,17 @@
-"""What differs between model families: encoding prompts, predicting the velocity, decoding latents. One small object each.
+"""What differs between model families: encoding prompts, the schedule, the velocity, decoding. One small object each.
 
-A family's functions take the diffusers pipeline (or its transformer) and reuse the pipeline's own parts. `conditioning` is a dict of
-tensors, (B, ...) each: what the transformer is told about the prompts.
+`conditioning` is a dict of tensors, (B, ...) each: what the transformer is told about B prompts. A family reuses the diffusers
+pipeline's own parts; nothing here knows an algorithm.
 """
 import json
 from pathlib import Path
 
+from common.sde import sigma_schedule
+
 import torch
+import transformers
 from diffusers import DiffusionPipeline
+from diffusers.utils.logging import disable_progress_bar
 
 
 class StableDiffusion3:
@@ -15,31 +19,35 @@ class StableDiffusion3:
 
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
-    @staticmethod
-    def encode_prompts(pipe, prompts, max_sequence_length):
+    def __init__(self, pipe):
+        self.pipe, self.transformer = pipe, pipe.transformer
+
+    @torch.no_grad()
+    def encode_prompts(self, prompts, max_sequence_length):
         """Prompts (list of B) -> {"prompt_embeds": (B, L, C), "pooled_prompt_embeds": (B, P)} in the text encoders' dtype."""
-        prompt_embeds, _, pooled_prompt_embeds, _ = pipe.encode_prompt(
-            prompt=prompts, prompt_2=None, prompt_3=None, do_classifier_free_guidance=False, max_sequence_length=max_sequence_length,
-            device=pipe.text_encoder.device)
+        prompt_embeds, _, pooled_prompt_embeds, _ = self.pipe.encode_prompt(
+            prompt=prompts, prompt_2=None, prompt_3=None, do_classifier_free_guidance=False,
+            max_sequence_length=max_sequence_length, device=self.pipe.text_encoder.device)
         return {"prompt_embeds": prompt_embeds, "pooled_prompt_embeds": pooled_prompt_embeds}
 
-    @staticmethod
-    def latent_shape(pipe, height, width):
-        """(C, H / 8, W / 8) of one image's latents, and its number of image tokens (for dynamic shifting)."""
-        channels, patch = pipe.transformer.config.in_channels, pipe.transformer.config.patch_size
-        h, w = height // pipe.vae_scale_factor, width // pipe.vae_scale_factor
-        return (channels, h, w), (h // patch) * (w // patch)
+    def schedule(self, num_inference_steps, height, width):
+        """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""
+        h, w = height // self.pipe.vae_scale_factor, width // self.pipe.vae_scale_factor
+        patch = self.transformer.config.patch_size
+        timesteps, sigmas = sigma_schedule(self.pipe.scheduler, num_inference_steps, (h // patch) * (w // patch))
+        return timesteps, sigmas, (self.transformer.config.in_channels, h, w)
 
-    @staticmethod
-    def predict_velocity(transformer, latents, timesteps, conditioning, negative_conditioning=None, guidance_scale=1.0):
-        """v (B, ...) fp32 at fp32 latents (B, ...) and timesteps (B,) in (0, 1000].
+    def predict_velocity(self, latents, timestep, conditioning, negative_conditioning=None, guidance_scale=1.0):
+        """v (B, ...) in fp32 at fp32 latents (B, ...) and one timestep in (0, 1000], kept a float.
 
-        Guidance above 1 adds the negative branch: v_neg + guidance_scale (v_pos - v_neg), with gradient through both.
+        Guidance above 1 adds the negative branch (one row, for all): v_neg + guidance_scale (v_pos - v_neg), with
+        gradient through both.
         """
         def forward(c):
-            return transformer(
-                hidden_states=latents.to(c["prompt_embeds"].dtype), timestep=timesteps, encoder_hidden_states=c["prompt_embeds"],
-                pooled_projections=c["pooled_prompt_embeds"], return_dict=False)[0].float()
+            prompt_embeds, pooled = (c[k].expand(len(latents), *c[k].shape[1:]) for k in ("prompt_embeds", "pooled_prompt_embeds"))
+            timesteps = timestep.to(latents.device).expand(len(latents))
+            return self.transformer(hidden_states=latents.to(prompt_embeds.dtype), timestep=timesteps, return_dict=False,
+                                    encoder_hidden_states=prompt_embeds, pooled_projections=pooled)[0].float()
 
         velocity = forward(conditioning)
         if guidance_scale > 1:
@@ -47,18 +55,19 @@ class StableDiffusion3:
             velocity = negative + guidance_scale * (velocity - negative)
         return velocity
 
-    @staticmethod
-    def decode(pipe, latents):
+    @torch.no_grad()
+    def decode(self, latents):
         """Latents (B, ...) -> list of B PIL images, as the pipeline decodes them."""
-        latents = latents.to(pipe.vae.device, pipe.vae.dtype) / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor
-        return pipe.image_processor.postprocess(pipe.vae.decode(latents, return_dict=False)[0])
+        vae = self.pipe.vae
+        latents = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
+        return self.pipe.image_processor.postprocess(vae.decode(latents, return_dict=False)[0])
 
 
 FAMILIES = {"StableDiffusion3Pipeline": StableDiffusion3}
 
 
 def find_family(model):
-    """Family of a diffusers folder or hub id, from its model_index.json, before anything is loaded.
+    """Family class of a diffusers folder or hub id, from its model_index.json, before anything is loaded.
 
     Raises:
         ValueError: naming what is missing, or the pipelines that are supported.
@@ -67,24 +76,25 @@ def find_family(model):
     if folder.is_dir():
         index = folder / "model_index.json"
         if not index.is_file():
-            raise ValueError(f"model {model}: not a diffusers pipeline (no model_index.json)")
+            raise ValueError(f"--model {model}: not a diffusers pipeline (no model_index.json)")
         name = json.loads(index.read_text())["_class_name"]
     else:
         try:
             name = DiffusionPipeline.load_config(model)["_class_name"]
         except OSError as error:
-            raise ValueError(f"model {model}: neither a folder nor a model that can be fetched: {str(error).splitlines()[0]}") from None
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"--model {model}: neither a folder nor a model that can be fetched: {reason}") from None
     if name not in FAMILIES:
-        raise ValueError(f"model {model}: {name} is not supported; supported: {', '.join(FAMILIES)}")
+        raise ValueError(f"--model {model}: {name} is not supported; supported: {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
-def load_pipeline(model, dtype, device):
-    """Frozen diffusers pipeline in eval mode; the VAE stays fp32 (its rounding would show in the images)."""
-    pipe = DiffusionPipeline.from_pretrained(model, torch_dtype=dtype)
+def load_model(family, model, dtype, device):
+    """The family's object around its frozen diffusers pipeline, in eval mode. The VAE stays fp32: its rounding would show."""
+    disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    pipe = DiffusionPipeline.from_pretrained(model, dtype={"default": dtype, "vae": torch.float32})
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval().to(device)
-    pipe.vae.to(torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return family(pipe)

@@ -14,6 +14,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 
 @dataclass
@@ -26,13 +27,13 @@ class RolloutRequest:
     seeds: list[int]  # (B,), each image's noise: its initial latents first, then one draw per SDE step
     timesteps: torch.Tensor  # (T,) fp32 in (0, 1000]
     sigmas: torch.Tensor  # (T + 1,) fp32
+    latent_shape: tuple[int, ...]  # (C, h, w) of one image
     sde_steps: tuple[int, ...]  # the W stochastic steps, of 0..T-1; the others are ODE steps
-    noise_level: float
     sde_type: str
+    noise_level: float
     guidance_scale: float
     height: int
     width: int
-    latent_shape: tuple[int, ...]
 
     def select(self, rows):
         """The same request for some of its images; conditioning is expanded to one row per image."""
@@ -46,11 +47,23 @@ class RolloutRequest:
 class Trajectories:
     """What was sampled, in the request's order. fp32."""
 
-    latents: torch.Tensor  # (B, T + 1, ...), from initial noise to the final latents
+    latents: torch.Tensor  # (B, T + 1, ...), from initial noise to the final latents; (B, 1, ...), the final ones, where W is 0
     prev_sample_means: torch.Tensor  # (B, W, ...), of the W SDE steps
     log_probs: torch.Tensor  # (B, W), the engine's own
     transition_stds: torch.Tensor  # (B, W)
     images: list  # B PIL images
+
+    @staticmethod
+    def from_steps(initial, outputs, images):
+        """From the initial latents (B, ...) and the SDEStepOutput of all T steps, SDE and ODE."""
+        latents, sde = [initial, *(o.prev_sample for o in outputs)], [o for o in outputs if o.log_prob is not None]
+        if not sde:
+            return Trajectories(latents[-1][:, None], *[initial.new_zeros(len(initial), 0)] * 3, images)
+        columns = ([o.prev_sample_mean for o in sde], [o.log_prob for o in sde], [o.transition_std for o in sde])
+        return Trajectories(torch.stack(latents, 1), *(torch.stack(column, 1) for column in columns), images)
+
+    def to(self, device):
+        return Trajectories(*(getattr(self, f.name).to(device) for f in fields(self)[:-1]), self.images)
 
     @staticmethod
     def cat(parts):
@@ -105,17 +118,35 @@ class VLLMEngine:
             self.startup_s, self.ready = self._receive("start"), True
         return self.startup_s
 
-    def generate(self, request, images=True, lora=True):
-        """Sample a RolloutRequest; `lora=False` samples the bare base model. Returns Trajectories without images decoded to PIL:
-        `images` holds the decoded fp32 tensor (B, 3, H, W) in [-1, 1], or None."""
-        return Trajectories(**self._call("generate", request, lora=lora))
+    def generate(self, request, lora=True):
+        """Sample a RolloutRequest with the adapter last pushed, or (`lora=False`) with the base model. Returns Trajectories."""
+        fields = self._call("generate", request, lora=lora)
+        return Trajectories(**{**fields, "images": [Image.fromarray(pixels) for pixels in fields["images"].numpy()]})
 
     def push_lora(self, tensors, config):
-        """Replace the adapter: {module.lora_A.weight: tensor} as peft names them, and {"r", "lora_alpha", "target_modules"}.
+        """Replace the adapter: {"module.lora_A.weight": tensor} on the CPU, as peft names them, and its LoraConfig.
 
-        Returns the number of modules the engine bound; it raises where one finds no module.
+        Returns the number of modules the engine bound.
         """
-        return self._call("push_lora", {k: v.detach().cpu() for k, v in tensors.items()}, config)
+        config = {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": sorted(config.target_modules), "peft_type": "LORA", "bias": "none"}
+        return self._call("push_lora", tensors, config)
+
+    def verify_push(self, tensors, config, request):
+        """Push the adapter for the first time, and prove that pushing works: an adapter of the same modules with noise in its
+        zero matrices must bind every module and change the image of `request` (the base's must then be as before).
+
+        Raises:
+            EngineError: saying which of the two failed.
+        """
+        base = self.generate(request, lora=False)
+        generator = torch.Generator().manual_seed(0)
+        probe = {k: torch.randn(v.shape, generator=generator).to(v) * 0.1 if "lora_B" in k else v for k, v in tensors.items()}
+        bound, modules = self.push_lora(probe, config), len(tensors) // 2
+        if bound != modules:
+            raise EngineError(f"the engine bound {bound} of the adapter's {modules} modules")
+        if torch.equal(self.generate(request).latents, base.latents):
+            raise EngineError("a pushed adapter changes nothing in the engine's images")
+        self.push_lora(tensors, config)
 
     def close(self):
         if self.process.poll() is None:

@@ -1,5 +1,6 @@
 """The run folder: arguments and source, metrics, curves, image grids, adapters and checkpoints written so that a kill loses none."""
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from PIL import Image, ImageDraw
+from tqdm import tqdm
 
 
 def create_run_folder(folder, args, script):
@@ -56,43 +58,56 @@ def atomic_folder(path):
 
 
 class MetricLog:
-    """One JSON line a step in metrics.jsonl; the same to wandb with `track`. NaN and infinity are refused by name."""
+    """One JSON line a step in metrics.jsonl; after an evaluation also its image grid and the curves; wandb with `track`."""
 
-    def __init__(self, folder, args=None, track=False, project=None):
-        self.path, self.wandb = Path(folder) / "metrics.jsonl", None
+    def __init__(self, folder, args=None, track=False):
+        self.folder, self.wandb = Path(folder), None
         if track:
             import wandb
 
-            self.wandb = wandb.init(project=project, name=Path(folder).name, dir=folder, config=asdict(args))
+            self.wandb = wandb
+            wandb.init(project="cleanflow", name=self.folder.name, dir=folder, config=asdict(args))
 
-    def log(self, step, metrics, images=None):
-        """`images`: list of (PIL image, caption) for wandb's table."""
-        metrics = {k: float(v) for k, v in metrics.items()}
-        bad = [k for k, v in metrics.items() if not torch.isfinite(torch.tensor(v))]
+    def log(self, step, metrics, grid=None):
+        """Write finite numbers under their names; `grid` is the evaluation's list of (PIL image, caption).
+
+        Raises:
+            ValueError: naming the metrics that are NaN or infinite.
+        """
+        metrics = {name: float(value) for name, value in metrics.items()}
+        bad = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
-            raise ValueError(f"step {step}: not a finite number: {', '.join(f'{k} = {metrics[k]}' for k in bad)}")
-        with open(self.path, "a") as file:
+            raise ValueError(f"step {step}: not a finite number: {', '.join(bad)}")
+        with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"training/global_step": step, **metrics}) + "\n")
+        if grid:
+            save_grid(self.folder / f"grid_{step:04d}.png", *zip(*grid, strict=True))
+            plot_curves(self.folder)
+            tqdm.write(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in metrics.items() if k.startswith("val/")))
         if self.wandb:
-            table = {"val/images": [self._wandb_image(*pair) for pair in images]} if images else {}
-            self.wandb.log({**metrics, **table}, step=step)
-
-    @staticmethod
-    def _wandb_image(image, caption):
-        import wandb
-
-        return wandb.Image(image, caption=caption)
+            images = {"val/images": [self.wandb.Image(image, caption=caption) for image, caption in grid]} if grid else {}
+            self.wandb.log({**metrics, **images}, step=step)
 
     def close(self):
         if self.wandb:
             self.wandb.finish()
 
 
+def speed_metrics(timing, step, num_images, world_size):
+    """Seconds by phase -> timing_s/*, and for a training step also per image and as throughput (images/s per rank)."""
+    metrics = {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+    if "step" in timing:
+        metrics |= {f"timing_per_image_ms/{name}": 1000 * timing[name] / num_images for name in ("gen", "reward", "update_actor")}
+        metrics |= {"perf/time_per_step": timing["step"], "perf/throughput": num_images / timing["step"] / world_size,
+                    "perf/total_num_images": step * num_images}
+    return metrics
+
+
 CURVES = {  # file panel -> metrics drawn in it
     "reward": ("critic/rewards/mean", "val/"),
     "zero-std groups, clip fraction": ("critic/rewards/zero_std_ratio", "actor/pg_clipfrac"),
     "gradient norm": ("actor/grad_norm",),
-    "engine against trainer, |log-prob difference|": ("rollout_corr/logprob_abs_diff_max",),
+    "engine against trainer, |log-prob difference|": ("rollout_corr/logprob_abs_diff_mean", "rollout_corr/logprob_abs_diff_max"),
 }
 
 
@@ -100,8 +115,8 @@ def plot_curves(folder):
     """Draw curves.png from metrics.jsonl: a panel for each entry of CURVES; validation rewards with their standard error."""
     rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     figure, panels = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
-    for panel, (title, prefixes) in zip(panels.flat, CURVES.items(), strict=True):
-        names = sorted({k for row in rows for k in row if k.startswith(prefixes) and not k.endswith("/stderr")})
+    for panel, (title, wanted) in zip(panels.flat, CURVES.items(), strict=True):
+        names = sorted({k for row in rows for k in row if k in wanted or (k.startswith("val/") and "val/" in wanted and k.endswith("/mean"))})
         for name in names:
             points = [(row["training/global_step"], row[name], row.get(f"{name.rpartition('/')[0]}/stderr")) for row in rows if name in row]
             steps, values, errors = zip(*points, strict=True)
@@ -129,6 +144,12 @@ def save_grid(path, images, captions, columns=8, scale=None):
         sheet.paste(image.resize((width, height), Image.NEAREST), corner)
         ImageDraw.Draw(sheet).text((corner[0] + 1, corner[1] + height), caption, fill="black")
     sheet.save(path)
+
+
+def save_checkpoint(folder, state):
+    """Write `state` (tensors and plain values) as folder/state.pt; the folder is the previous one or this one, whole."""
+    with atomic_folder(folder) as temporary:
+        torch.save(state, temporary / "state.pt")
 
 
 def save_adapter(folder, pipe_class, tensors, lora_config):

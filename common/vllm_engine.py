@@ -11,11 +11,10 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
-import torch
-
 import common  # noqa: F401  (repairs torchvision before vllm imports it)
 from common.sde import draw_noise, sde_step
 
+import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm_omni.diffusion.data import DiffusionOutput
@@ -54,7 +53,7 @@ class SDERolloutMixin:
             self._run = None
         if run["step"] != len(run["timesteps"]):
             raise RuntimeError(f"the pipeline took {run['step']} steps, the schedule has {len(run['timesteps'])}")
-        latents = torch.stack(run["latents"], 1).cpu()  # (B, T + 1, ...)
+        latents = torch.stack(run["latents"] if run["sde_steps"] else run["latents"][-1:], 1).cpu()  # (B, T + 1, ...)
         means, log_probs, stds = (torch.stack(run[k], 1).cpu() if run[k] else torch.zeros(len(latents), 0) for k in ("means", "log_probs", "stds"))
         return [DiffusionOutput(output={"payload": {"image": output.output}, "metadata": {"rollout": {"prev_sample_means": means[i], "transition_stds": stds[i]}}},
                                 trajectory_latents=latents[i], trajectory_log_probs=log_probs[i], to_cpu=True) for i, output in enumerate(outputs)]
@@ -123,7 +122,7 @@ class RolloutDiffusionEngine(DiffusionEngine):
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def push_lora(self, tensors, config):
         pipeline = self.model_runner.pipeline
-        pipeline._pending_lora = ({k: v.clone() for k, v in tensors.items()}, config)  # vLLM scales lora_B in place
+        pipeline._pending_lora = ({f"base_model.model.transformer.{k}": v for k, v in tensors.items()}, config)
         request = LoRARequest(lora_name="policy", lora_int_id=LORA_ID, lora_path="/pushed-as-tensors")
         try:
             self.remove_lora(LORA_ID)
@@ -153,7 +152,12 @@ def generate(omni, request, lora):
             "prev_sample_means": torch.stack([rollout["prev_sample_means"] for rollout in rollouts]).clone(),
             "log_probs": torch.stack([output.trajectory_log_probs for output in outputs]).clone(),
             "transition_stds": torch.stack([rollout["transition_stds"] for rollout in rollouts]).clone(),
-            "images": torch.cat([image.float() for output in outputs for image in output.images]).clone()}
+            "images": torch.cat([quantize(image) for output in outputs for image in output.images])}  # (B, H, W, 3) uint8
+
+
+def quantize(image):
+    """Decoded image(s) (1, 3, H, W) in [-1, 1] -> (1, H, W, 3) uint8, as diffusers' image processor rounds them."""
+    return ((image.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def rpc(omni, method, *args):

@@ -1,0 +1,58 @@
+"""Joining torchrun's world, and the two small things every script needs in it."""
+import os
+import resource
+import time
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+
+def setup_distributed():
+    """Join torchrun's world. Returns rank, world size and this rank's device; on CPU the ranks share the cores.
+
+    Raises:
+        ValueError: the script was not started by torchrun.
+    """
+    if "RANK" not in os.environ:
+        raise ValueError("start it with torchrun, for example: torchrun --standalone flow_grpo.py")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))  # torchrun would leave each rank one
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def gather(tensor):
+    """(B, ...) of every rank -> (world size, B, ...), the same on all of them."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.stack(parts)
+
+
+def gather_objects(value):
+    """One picklable value of every rank -> the list of them, by rank."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, value)
+    return parts
+
+
+def max_memory_gb(device):
+    """Peak memory of this rank so far: allocated on its GPU, or resident on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+@contextmanager
+def timed(timing, name):
+    """Add the block's seconds, of this rank, to timing[name]; waits for the GPU."""
+    start = time.perf_counter()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    timing[name] = timing.get(name, 0.0) + time.perf_counter() - start
