@@ -13,18 +13,17 @@ What it does otherwise than the paper and its code:
 import gc
 import itertools
 import math
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from common.data import GroupSampler, read_prompts
-from common.distributed import gather, gather_objects, max_memory_gb, setup_distributed, timed
+from common.distributed import gather, gather_objects, launched_world_size, max_memory_gb, setup_distributed, timed
 from common.models import find_family, load_model
 from common.rewards import load_rewards, reward_metrics, score_images
 from common.rollout import RolloutRequest, Trajectories, VLLMEngine, check_engine
-from common.run import MetricLog, create_run_folder, save_adapter, save_checkpoint, speed_metrics
+from common.run import MetricLog, check_run_folder, create_run_folder, save_adapter, save_checkpoint, speed_metrics
 from common.sde import SDEType, draw_noise, image_seed, random_window_start, sde_step
 
 import torch
@@ -120,18 +119,19 @@ class Args:
 
 
 # ==== 2 SETUP =========================================================================================================
-def check_args(args, world_size):
+def check_args(args):
     """Refuse what cannot work before any model loads. Returns the model family, the rewards and the two prompt sets."""
     family, rewards = find_family(args.model), load_rewards(args.reward)
     check_engine(args.rollout)
+    check_run_folder(Path("runs") / args.name)
     if len(args.reward_weights) != len(args.reward):
         raise ValueError(f"--reward_weights: {len(args.reward_weights)} weights for {len(args.reward)} rewards")
     if args.group_size < 2:
         raise ValueError(f"--group_size {args.group_size}: a group needs at least 2 images to compare")
-    num_images, shards = args.num_prompts * args.group_size, args.updates_per_rollout * world_size
-    if num_images % (shards * args.micro_batch_size):
+    num_images = args.num_prompts * args.group_size
+    if num_images % (unit := args.updates_per_rollout * launched_world_size() * args.micro_batch_size):
         raise ValueError(f"--num_prompts x --group_size = {num_images} images do not divide into --updates_per_rollout "
-                         f"x ranks x --micro_batch_size = {shards * args.micro_batch_size}")
+                         f"x ranks x --micro_batch_size = {unit}")
     (low, high), size, last = args.sde_window_range, args.sde_window_size, args.num_inference_steps - 1
     if size and not 0 <= low <= high - size <= last - size:
         raise ValueError(f"--sde_window_range {low} {high}: no window of {size} fits in it and in 0 to {last - 1}")
@@ -338,15 +338,13 @@ def rollout_metrics(advantages, difference, sde_steps):
             **{f"rollout_corr/logprob_abs_diff_max/{i}": difference[..., w].max() for w, i in enumerate(sde_steps)}}
 
 
-def main(args):
-    family, rewards, train_set, eval_set = check_args(args, int(os.environ.get("WORLD_SIZE", 1)))
-    rank, world_size, device = setup_distributed()
+def main(args, family, rewards, train_set, eval_set):
+    rank, world_size, device, began = *setup_distributed(), time.perf_counter()
     folder, num_images = Path("runs") / args.name, args.num_prompts * args.group_size
     if rank == 0:
         create_run_folder(folder, args, __file__)
         print(f"{args.num_prompts} prompts x {args.group_size} images = {num_images} images a rollout, for "
               f"{args.updates_per_rollout} optimizer steps of {num_images // args.updates_per_rollout} images each")
-    dist.barrier()  # the folder is there
     log = MetricLog(folder, args, args.track) if rank == 0 else None
     engine = start_engine(args, folder, rank, device)
     model, params = load_policy(args, family, device)
@@ -357,10 +355,10 @@ def main(args):
     if engine:
         probe = make_request(args, model, eval_set[0][:1], torch.tensor([0]), [0], args.num_inference_steps, ())
         engine.verify_push(full_adapter(model.transformer), lora_config, probe)
+    timing, skipped_in_a_row = {"startup": time.perf_counter() - began}, 0
 
-    skipped_in_a_row = 0
     for step in (bar := tqdm(range(args.num_steps + 1), disable=rank > 0)):
-        timing, metrics, grid, start = {}, {}, None, time.perf_counter()
+        metrics, grid, start = {}, None, time.perf_counter()
         if step:  # step 0 only evaluates
             with timed(timing, "gen"):
                 prompt_rows, prompt_index, image_index = sampler.draw()  # (P,), (B,), (B,): our B of N images
@@ -414,18 +412,19 @@ def main(args):
                     save(args, folder, model, optimizer, sampler, step)
         if log:
             log.log(step, metrics | speed_metrics(timing, step, num_images, world_size), grid)
+        timing = {}
 
-    if engine:
-        engine.close()
-    if log:
-        log.close()
+    for opened in filter(None, (engine, log)):
+        opened.close()
     del model, params, optimizer
     gc.collect()  # FSDP's threads end with their modules: without this about half of the CPU runs abort at exit
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__, config=(tyro.conf.FlagConversionOff,))
     try:
-        main(tyro.cli(Args, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+        checked = check_args(args)
     except ValueError as error:
         raise SystemExit(f"{Path(__file__).name}: error: {error}") from None
+    main(args, *checked)

@@ -1,9 +1,9 @@
 """What the five scripts share: SDE maths, rewards, data, model families, rollout engines, the run folder.
 
-Importing this package repairs one thing: next to a CPU build of torch, the registry's torchvision (linked against CUDA) dies on
-import with "operator torchvision::nms does not exist", and transformers imports torchvision. Declaring the operators' schemas
-first is enough for the parts that are used; torchaudio and torchcodec fail the same way and are hidden. The scripts import
-`common` before diffusers. Nothing happens on a CUDA build, or where torchvision loads.
+Importing this package repairs one thing: next to a CPU build of torch, the registry's torchvision (linked against CUDA)
+dies on import with "operator torchvision::nms does not exist", and transformers imports torchvision. Declaring the
+operators' schemas first is enough for the parts that are used; torchaudio and torchcodec fail the same way and are
+hidden. The scripts import `common` before diffusers. Nothing happens on a CUDA build, or where torchvision loads.
 """
 import sys
 
@@ -20,8 +20,9 @@ def _repair_torchvision():
     except RuntimeError:
         for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
             del sys.modules[name]
+        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
         for operator in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            torch.library.define(f"torchvision::{operator}", schema)
         sys.modules["torchaudio"] = sys.modules["torchcodec"] = None
 
 

@@ -8,8 +8,8 @@ import torch
 def read_prompts(path, rewards=None):
     """Read prompts from a .txt file (one a line) or a .jsonl file ({"prompt": ..., anything else is metadata}).
 
-    Returns two lists of the same length: prompts (str) and metadata (dict, empty for .txt). Blank lines are skipped. Each
-    prompt is shown to the rewards ({name: function}) that have a `check`.
+    Returns two lists of the same length: prompts (str) and metadata (dict, empty for .txt). Blank lines are skipped.
+    Each prompt is shown to the rewards ({name: function}) that have a `check`.
 
     Raises:
         ValueError: naming the file and, where there is one, the line at fault.
@@ -29,7 +29,8 @@ def read_prompts(path, rewards=None):
                 record = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-            if not isinstance(record, dict) or not isinstance(record.get("prompt"), str) or not record["prompt"].strip():
+            prompt = record.get("prompt") if isinstance(record, dict) else None
+            if not isinstance(prompt, str) or not prompt.strip():
                 raise ValueError(f'{path}:{number}: a record needs "prompt", a non-empty string')
         prompts.append(record.pop("prompt"))
         metadata.append(record)
@@ -46,29 +47,31 @@ def read_prompts(path, rewards=None):
 class GroupSampler:
     """Draws the next `prompts_per_step` prompts, `group_size` images each, and says which of those images a rank makes.
 
-    Prompts come in the order of a permutation seeded by (seed, epoch), one epoch after another; a draw may span two epochs. The
-    state is one number, the prompts drawn so far: the same whatever the number of ranks or of workers.
+    Prompts come in the order of a permutation seeded by (seed, epoch), one epoch after another; a draw may span two
+    epochs. The state is one number, the prompts drawn so far: the same whatever the number of ranks or of workers.
 
-    The global images of a step are numbered prompt by prompt. They are cut into `num_updates` consecutive mini-batches (one per
-    optimizer step), and each mini-batch into `world_size` consecutive shards, so that every optimizer step sees the same images
-    on any number of ranks.
+    The global images of a step are numbered prompt by prompt. They are cut into `num_updates` consecutive mini-batches
+    (one per optimizer step), and each mini-batch into `world_size` consecutive shards, so that every optimizer step
+    sees the same images on any number of ranks.
     """
 
     def __init__(self, num_prompts, prompts_per_step, group_size, seed, num_updates=1, rank=0, world_size=1):
         if prompts_per_step * group_size % (num_updates * world_size):
-            raise ValueError(f"{prompts_per_step} prompts x {group_size} images do not divide into {num_updates} updates x {world_size} ranks")
-        self.num_prompts, self.prompts_per_step, self.group_size, self.seed = num_prompts, prompts_per_step, group_size, seed
+            raise ValueError(f"{prompts_per_step} prompts x {group_size} images do not divide into "
+                             f"{num_updates} updates x {world_size} ranks")
+        self.num_prompts, self.seed = num_prompts, seed
+        self.prompts_per_step, self.group_size = prompts_per_step, group_size
         images = torch.arange(prompts_per_step * group_size).view(num_updates, world_size, -1)
         self.image_index = images[:, rank].flatten()  # (B,) global numbers of this rank's images
         self.position = 0
 
     def draw(self):
-        """Returns prompt rows (prompts_per_step,) of the step, then, for this rank's B images, their prompt's place among them
-        (B,) and their global image number (B,). Global over ranks, every drawn prompt occurs exactly group_size times."""
+        """Returns prompt rows (prompts_per_step,) of the step, then, for this rank's B images, their prompt's place
+        among them (B,) and their global number (B,). Over all ranks, each prompt drawn occurs group_size times."""
         places = range(self.position, self.position + self.prompts_per_step)
-        rows = torch.tensor([self._permutation(place // self.num_prompts)[place % self.num_prompts] for place in places])
+        rows = [self._permutation(place // self.num_prompts)[place % self.num_prompts] for place in places]
         self.position += self.prompts_per_step
-        return rows, self.image_index // self.group_size, self.image_index
+        return torch.tensor(rows), self.image_index // self.group_size, self.image_index
 
     def _permutation(self, epoch):
         if getattr(self, "_epoch", None) != epoch:

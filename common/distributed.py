@@ -1,6 +1,7 @@
 """Joining torchrun's world, and the two small things every script needs in it."""
 import os
 import resource
+import sys
 import time
 from contextlib import contextmanager
 
@@ -8,21 +9,26 @@ import torch
 import torch.distributed as dist
 
 
-def setup_distributed():
-    """Join torchrun's world. Returns rank, world size and this rank's device; on CPU the ranks share the cores.
+def launched_world_size():
+    """The number of ranks torchrun starts.
 
     Raises:
         ValueError: the script was not started by torchrun.
     """
-    if "RANK" not in os.environ:
-        raise ValueError("start it with torchrun, for example: torchrun --standalone flow_grpo.py")
+    if "WORLD_SIZE" not in os.environ:
+        raise ValueError(f"start it with torchrun: torchrun --standalone {sys.argv[0]}")
+    return int(os.environ["WORLD_SIZE"])
+
+
+def setup_distributed():
+    """Join torchrun's world. Returns rank, world size and this rank's device; on CPU the ranks share the cores."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))  # torchrun would leave each rank one
+        torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))  # torchrun leaves each rank one
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return dist.get_rank(), dist.get_world_size(), device
 

@@ -1,7 +1,7 @@
 """What differs between model families: encoding prompts, the schedule, the velocity, decoding. One small object each.
 
-`conditioning` is a dict of tensors, (B, ...) each: what the transformer is told about B prompts. A family reuses the diffusers
-pipeline's own parts; nothing here knows an algorithm.
+`conditioning` is a dict of tensors, (B, ...) each: what the transformer is told about B prompts. A family reuses the
+diffusers pipeline's own parts; nothing here knows an algorithm.
 """
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ class StableDiffusion3:
 
     @torch.no_grad()
     def encode_prompts(self, prompts, max_sequence_length):
-        """Prompts (list of B) -> {"prompt_embeds": (B, L, C), "pooled_prompt_embeds": (B, P)} in the text encoders' dtype."""
+        """B prompts -> {"prompt_embeds": (B, L, C), "pooled_prompt_embeds": (B, P)} in the text encoders' dtype."""
         prompt_embeds, _, pooled_prompt_embeds, _ = self.pipe.encode_prompt(
             prompt=prompts, prompt_2=None, prompt_3=None, do_classifier_free_guidance=False,
             max_sequence_length=max_sequence_length, device=self.pipe.text_encoder.device)
@@ -44,9 +44,10 @@ class StableDiffusion3:
         gradient through both.
         """
         def forward(c):
-            prompt_embeds, pooled = (c[k].expand(len(latents), *c[k].shape[1:]) for k in ("prompt_embeds", "pooled_prompt_embeds"))
-            timesteps = timestep.to(latents.device).expand(len(latents))
-            return self.transformer(hidden_states=latents.to(prompt_embeds.dtype), timestep=timesteps, return_dict=False,
+            prompt_embeds, pooled = (
+                c[k].expand(len(latents), *c[k].shape[1:]) for k in ("prompt_embeds", "pooled_prompt_embeds"))
+            t = timestep.to(latents.device).expand(len(latents))
+            return self.transformer(hidden_states=latents.to(prompt_embeds.dtype), timestep=t, return_dict=False,
                                     encoder_hidden_states=prompt_embeds, pooled_projections=pooled)[0].float()
 
         velocity = forward(conditioning)
@@ -90,7 +91,7 @@ def find_family(model):
 
 
 def load_model(family, model, dtype, device):
-    """The family's object around its frozen diffusers pipeline, in eval mode. The VAE stays fp32: its rounding would show."""
+    """The family's object around its frozen pipeline, in eval mode. The VAE stays fp32: its rounding would show."""
     disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     pipe = DiffusionPipeline.from_pretrained(model, dtype={"default": dtype, "vae": torch.float32})

@@ -1,8 +1,9 @@
 """Rewards: plain functions `(images, prompts, metadata) -> scores`.
 
-images: list of B PIL images (RGB); prompts: list of B strings; metadata: list of B dicts (the other fields of a .jsonl prompt
-file). scores: B floats, higher is better. A reward may carry an attribute `check`, a function `(prompt)` that raises ValueError
-for a prompt it cannot score; it runs on every prompt before any model loads. A reward that fails raises: it never returns 0 instead.
+images: list of B PIL images (RGB); prompts: list of B strings; metadata: list of B dicts (the other fields of a .jsonl
+prompt file). scores: B floats, higher is better. A reward may carry an attribute `check`, a function `(prompt)` that
+raises ValueError for a prompt it cannot score; it runs on every prompt before any model loads. A reward that fails
+raises: it never returns 0 instead.
 """
 import functools
 import importlib.util
@@ -41,7 +42,7 @@ def _recognizer():
     logging.getLogger("RapidOCR").setLevel(logging.WARNING)
     return RapidOCR(params={
         "Global.use_det": False, "Global.use_cls": False, "Global.log_level": "warning",
-        "Rec.rec_img_shape": [3, 48, 48],  # the least width: shorter lines are not padded to 320 pixels, which costs 1.7x
+        "Rec.rec_img_shape": [3, 48, 48],  # least width: shorter lines are not padded to 320 pixels, which costs 1.7x
         "EngineConfig.onnxruntime.intra_op_num_threads": torch.get_num_threads()})
 
 
@@ -59,7 +60,7 @@ def recognize(images):
 
 
 def ocr_score(recognized, target, contains=False):
-    """1 - min(Levenshtein, len(target)) / len(target), in [0, 1]; `contains`: 1 wherever the target occurs in what was read."""
+    """1 - min(Levenshtein, len(target)) / len(target), in [0, 1]; `contains`: 1 if the target is in what was read."""
     recognized = "".join(recognized.split()).lower()
     if contains and target in recognized:
         return 1.0
@@ -67,13 +68,14 @@ def ocr_score(recognized, target, contains=False):
 
 
 def ocr(images, prompts, metadata):
-    """max(1 - Levenshtein / len, 0) of the recognised against the quoted text (Flow-GRPO, arXiv 2505.05470, section 4.1)."""
+    """max(1 - Levenshtein / len, 0) of recognised against quoted text (Flow-GRPO, arXiv 2505.05470, section 4.1)."""
     return [ocr_score(text, quoted_text(prompt)) for text, prompt in zip(recognize(images), prompts, strict=True)]
 
 
 def ocr_contains(images, prompts, metadata):
     """The same with the reference code's exemption: distance 0 where the target is contained in the recognised text."""
-    return [ocr_score(text, quoted_text(prompt), contains=True) for text, prompt in zip(recognize(images), prompts, strict=True)]
+    pairs = zip(recognize(images), prompts, strict=True)
+    return [ocr_score(text, quoted_text(prompt), contains=True) for text, prompt in pairs]
 
 
 ocr.check = ocr_contains.check = quoted_text
@@ -110,7 +112,8 @@ def load_rewards(names):
         path, _, attribute = name.rpartition(":")
         if not path:
             if name not in REWARDS:
-                raise ValueError(f"--reward {name}: unknown; use one of {', '.join(REWARDS)}, or path/to/file.py:function")
+                raise ValueError(f"--reward {name}: unknown; use one of {', '.join(REWARDS)}, "
+                                 "or path/to/file.py:function")
             functions[name] = REWARDS[name]
             continue
         if not Path(path).is_file():
@@ -147,8 +150,8 @@ def score_images(rewards, images, prompts, metadata):
 def reward_metrics(scores, totals, names, group_size):
     """Statistics of one rollout: scores (N, R) by reward, totals (N,) their weighted sums, group by group.
 
-    std_mean is the mean over groups of the population standard deviation; zero_std_ratio the share of groups whose images
-    all score the same, from which nothing is learned.
+    std_mean is the mean over groups of the population standard deviation; zero_std_ratio the share of groups whose
+    images all score the same, from which nothing is learned.
     """
     stds = totals.view(-1, group_size).std(1, correction=0)  # (P,)
     return {

@@ -1,7 +1,7 @@
-"""What a rollout is asked for and what it gives back, whichever engine makes it; and the vLLM-Omni engine as a child process.
+"""What a rollout is asked for and gives back, whichever engine makes it; and the vLLM-Omni engine as a child process.
 
-The local engine is a loop in each script (sample with the training transformer itself). The vLLM-Omni engine lives in a process of
-its own (`common/vllm_engine.py`), clean of torchrun's environment, and is reached over a pipe with bounded waits.
+The local engine is a loop in each script (sample with the training transformer itself). The vLLM-Omni engine has a
+process of its own (`common/vllm_engine.py`), clean of torchrun's environment, reached over a pipe with bounded waits.
 """
 import importlib.util
 import os
@@ -19,10 +19,10 @@ from PIL import Image
 
 @dataclass
 class RolloutRequest:
-    """B images of U prompts. Everything the policy is, apart from its weights, is in here; both engines get the same."""
+    """B images of U prompts: everything the policy is, apart from its weights. Both engines get the same."""
 
     conditioning: dict[str, torch.Tensor]  # of the U distinct prompts, (U, ...) each
-    negative_conditioning: dict[str, torch.Tensor] | None  # of the one negative prompt, (1, ...) each; None without guidance
+    negative_conditioning: dict[str, torch.Tensor] | None  # of the one negative prompt, (1, ...); None without guidance
     prompt_index: torch.Tensor  # (B,), each image's row of `conditioning`
     seeds: list[int]  # (B,), each image's noise: its initial latents first, then one draw per SDE step
     timesteps: torch.Tensor  # (T,) fp32 in (0, 1000]
@@ -47,7 +47,7 @@ class RolloutRequest:
 class Trajectories:
     """What was sampled, in the request's order. fp32."""
 
-    latents: torch.Tensor  # (B, T + 1, ...), from initial noise to the final latents; (B, 1, ...), the final ones, where W is 0
+    latents: torch.Tensor  # (B, T + 1, ...), from noise to final latents; (B, 1, ...), the final ones, where W is 0
     prev_sample_means: torch.Tensor  # (B, W, ...), of the W SDE steps
     log_probs: torch.Tensor  # (B, W), the engine's own
     transition_stds: torch.Tensor  # (B, W)
@@ -85,29 +85,33 @@ class EngineError(RuntimeError):
 class VLLMEngine:
     """A vLLM-Omni engine in a child process.
 
-    It serves one rank. The child ends when this process does, however that ends; a call either returns, or raises EngineError with the
-    child's traceback (or the end of its log) within `timeout_s`.
+    It serves one rank. The child ends when this process does, however that ends; a call either returns, or raises
+    EngineError with the child's traceback (or the end of its log) within `timeout_s`.
     """
 
     def __init__(self, model, dtype, max_num_seqs, log_file, timeout_s, visible_device=None, num_threads=None):
-        """Start loading at once; the first call waits for it. `visible_device`: CUDA index for the child, or None on CPU."""
+        """Start loading at once; the first call waits. `visible_device`: CUDA index for the child, or None on CPU."""
         self.timeout_s, self.log_file = timeout_s, Path(log_file)
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
         self.connection, child = Pipe()
         env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_") and k not in (
-            "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
-            "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")}
+            "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+            "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")}
         here = Path(__file__).parent
-        env |= {"VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": os.pathsep.join([str(here.parent), str(here / "vllm_plugin"), env.get("PYTHONPATH", "")])}
+        python_path = [str(here.parent), str(here / "vllm_plugin"), env.get("PYTHONPATH", "")]
+        env |= {"VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": os.pathsep.join(python_path)}
         if Path(model).is_dir():
             env["HF_HUB_OFFLINE"] = "1"
         if visible_device is not None:
-            visible = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            env["CUDA_VISIBLE_DEVICES"] = visible[visible_device] if len(visible) > visible_device else str(visible_device)
+            names = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            env["CUDA_VISIBLE_DEVICES"] = names[visible_device] if len(names) > visible_device else str(visible_device)
         else:
-            env |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(num_threads)}
+            env |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                    "OMP_NUM_THREADS": str(num_threads)}
         with open(self.log_file, "ab") as log:
-            self.process = subprocess.Popen([sys.executable, "-m", "common.vllm_engine", str(child.fileno())], env=env, stdin=subprocess.DEVNULL,
-                                            stdout=log, stderr=log, pass_fds=[child.fileno()])
+            command = [sys.executable, "-m", "common.vllm_engine", str(child.fileno())]
+            self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                            pass_fds=[child.fileno()])
         child.close()
         self._send({"model": str(model), "dtype": str(dtype).removeprefix("torch."), "max_num_seqs": max_num_seqs})
         self.ready = False
@@ -119,7 +123,7 @@ class VLLMEngine:
         return self.startup_s
 
     def generate(self, request, lora=True):
-        """Sample a RolloutRequest with the adapter last pushed, or (`lora=False`) with the base model. Returns Trajectories."""
+        """RolloutRequest -> Trajectories, with the adapter last pushed or (`lora=False`) with the base model."""
         fields = self._call("generate", request, lora=lora)
         return Trajectories(**{**fields, "images": [Image.fromarray(pixels) for pixels in fields["images"].numpy()]})
 
@@ -128,19 +132,21 @@ class VLLMEngine:
 
         Returns the number of modules the engine bound.
         """
-        config = {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": sorted(config.target_modules), "peft_type": "LORA", "bias": "none"}
+        config = {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": sorted(config.target_modules),
+                  "peft_type": "LORA", "bias": "none"}
         return self._call("push_lora", tensors, config)
 
     def verify_push(self, tensors, config, request):
-        """Push the adapter for the first time, and prove that pushing works: an adapter of the same modules with noise in its
-        zero matrices must bind every module and change the image of `request` (the base's must then be as before).
+        """Push the adapter for the first time, and prove that pushing works: an adapter of the same modules with noise
+        in its zero matrices must bind every module and change the image of `request` (the base's must be as before).
 
         Raises:
             EngineError: saying which of the two failed.
         """
         base = self.generate(request, lora=False)
         generator = torch.Generator().manual_seed(0)
-        probe = {k: torch.randn(v.shape, generator=generator).to(v) * 0.1 if "lora_B" in k else v for k, v in tensors.items()}
+        probe = {k: torch.randn(v.shape, generator=generator).to(v) * 0.1 if "lora_B" in k else v
+                 for k, v in tensors.items()}
         bound, modules = self.push_lora(probe, config), len(tensors) // 2
         if bound != modules:
             raise EngineError(f"the engine bound {bound} of the adapter's {modules} modules")
@@ -182,10 +188,12 @@ class VLLMEngine:
         except (EOFError, ConnectionResetError):
             raise EngineError(self._describe_death(f"during {operation}")) from None
         if not ok:
-            raise EngineError(f"the rollout engine failed during {operation}; its traceback (log: {self.log_file}):\n{value}")
+            raise EngineError(f"the rollout engine failed during {operation}; its traceback "
+                              f"(log: {self.log_file}):\n{value}")
         return value
 
     def _describe_death(self, when):
         self.process.wait(10)
         tail = self.log_file.read_text(errors="replace").splitlines()[-15:]
-        return "\n".join([f"the rollout engine died {when} (exit code {self.process.returncode}); the end of its log, {self.log_file}:", *tail])
+        return "\n".join([f"the rollout engine died {when} (exit code {self.process.returncode}); "
+                          f"the end of its log, {self.log_file}:", *tail])

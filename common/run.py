@@ -1,4 +1,4 @@
-"""The run folder: arguments and source, metrics, curves, image grids, adapters and checkpoints written so that a kill loses none."""
+"""The run folder: arguments, source, metrics, curves, image grids, adapters and checkpoints; a kill loses none."""
 import json
 import math
 import os
@@ -18,15 +18,15 @@ from PIL import Image, ImageDraw
 from tqdm import tqdm
 
 
-def create_run_folder(folder, args, script):
-    """Make `folder` with args.json (the arguments as used, and the git hash) and a copy of the script.
-
-    Raises:
-        ValueError: the folder already holds a run.
-    """
-    folder = Path(folder)
-    if (folder / "metrics.jsonl").exists():
+def check_run_folder(folder):
+    """Raises ValueError where `folder` already holds a run, which would be overwritten."""
+    if (Path(folder) / "metrics.jsonl").exists():
         raise ValueError(f"{folder} already holds a run: choose another --name, or remove it")
+
+
+def create_run_folder(folder, args, script):
+    """Make `folder`, with args.json (the arguments as used, the command, the git hash) and a copy of the script."""
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(script).parent, capture_output=True, text=True)
     record = {"command": " ".join(sys.argv), "git_hash": git.stdout.strip() or None, "args": asdict(args)}
@@ -58,7 +58,7 @@ def atomic_folder(path):
 
 
 class MetricLog:
-    """One JSON line a step in metrics.jsonl; after an evaluation also its image grid and the curves; wandb with `track`."""
+    """One JSON line a step in metrics.jsonl; after an evaluation also an image grid and curves; wandb with `track`."""
 
     def __init__(self, folder, args=None, track=False):
         self.folder, self.wandb = Path(folder), None
@@ -85,8 +85,9 @@ class MetricLog:
             plot_curves(self.folder)
             tqdm.write(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in metrics.items() if k.startswith("val/")))
         if self.wandb:
-            images = {"val/images": [self.wandb.Image(image, caption=caption) for image, caption in grid]} if grid else {}
-            self.wandb.log({**metrics, **images}, step=step)
+            if grid:
+                metrics["val/images"] = [self.wandb.Image(image, caption=caption) for image, caption in grid]
+            self.wandb.log(metrics, step=step)
 
     def close(self):
         if self.wandb:
@@ -97,7 +98,8 @@ def speed_metrics(timing, step, num_images, world_size):
     """Seconds by phase -> timing_s/*, and for a training step also per image and as throughput (images/s per rank)."""
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing.items()}
     if "step" in timing:
-        metrics |= {f"timing_per_image_ms/{name}": 1000 * timing[name] / num_images for name in ("gen", "reward", "update_actor")}
+        metrics |= {f"timing_per_image_ms/{name}": 1000 * timing[name] / num_images
+                    for name in ("gen", "reward", "update_actor")}
         metrics |= {"perf/time_per_step": timing["step"], "perf/throughput": num_images / timing["step"] / world_size,
                     "perf/total_num_images": step * num_images}
     return metrics
@@ -107,21 +109,25 @@ CURVES = {  # file panel -> metrics drawn in it
     "reward": ("critic/rewards/mean", "val/"),
     "zero-std groups, clip fraction": ("critic/rewards/zero_std_ratio", "actor/pg_clipfrac"),
     "gradient norm": ("actor/grad_norm",),
-    "engine against trainer, |log-prob difference|": ("rollout_corr/logprob_abs_diff_mean", "rollout_corr/logprob_abs_diff_max"),
+    "engine against trainer, |log-prob difference|": (
+        "rollout_corr/logprob_abs_diff_mean", "rollout_corr/logprob_abs_diff_max"),
 }
 
 
 def plot_curves(folder):
-    """Draw curves.png from metrics.jsonl: a panel for each entry of CURVES; validation rewards with their standard error."""
+    """Draw curves.png from metrics.jsonl: a panel per entry of CURVES; validation rewards with their standard error."""
     rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     figure, panels = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
     for panel, (title, wanted) in zip(panels.flat, CURVES.items(), strict=True):
-        names = sorted({k for row in rows for k in row if k in wanted or (k.startswith("val/") and "val/" in wanted and k.endswith("/mean"))})
+        names = sorted({k for row in rows for k in row
+                        if k in wanted or (k.startswith("val/") and "val/" in wanted and k.endswith("/mean"))})
         for name in names:
-            points = [(row["training/global_step"], row[name], row.get(f"{name.rpartition('/')[0]}/stderr")) for row in rows if name in row]
+            points = [(row["training/global_step"], row[name], row.get(f"{name.rpartition('/')[0]}/stderr"))
+                      for row in rows if name in row]
             steps, values, errors = zip(*points, strict=True)
             if name.startswith("val/"):
-                panel.errorbar(steps, values, yerr=errors, marker="o", markersize=4, capsize=2, color="black", label=name, zorder=3)
+                panel.errorbar(steps, values, yerr=errors, marker="o", markersize=4, capsize=2, color="black",
+                               label=name, zorder=3)
             else:
                 panel.plot(steps, values, linewidth=1.5, label=name)
         panel.set(title=title, xlabel="step")
@@ -147,7 +153,7 @@ def save_grid(path, images, captions, columns=8, scale=None):
 
 
 def save_checkpoint(folder, state):
-    """Write `state` (tensors and plain values) as folder/state.pt; the folder is the previous one or this one, whole."""
+    """Write `state` (tensors and plain values) as folder/state.pt; the folder is the previous or this one, whole."""
     with atomic_folder(folder) as temporary:
         torch.save(state, temporary / "state.pt")
 
@@ -155,7 +161,8 @@ def save_checkpoint(folder, state):
 def save_adapter(folder, pipe_class, tensors, lora_config):
     """Write a LoRA as diffusers does, for `pipe.load_lora_weights(folder)`.
 
-    tensors: {"module.lora_A.weight": tensor} relative to the transformer; the alpha and rank travel in the file's metadata.
+    tensors: {"module.lora_A.weight": tensor} relative to the transformer; alpha and rank travel in the file's metadata.
     """
     with atomic_folder(folder) as temporary:
-        pipe_class.save_lora_weights(temporary, transformer_lora_layers=tensors, transformer_lora_adapter_metadata=lora_config.to_dict())
+        pipe_class.save_lora_weights(temporary, transformer_lora_layers=tensors,
+                                     transformer_lora_adapter_metadata=lora_config.to_dict())

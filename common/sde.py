@@ -1,7 +1,7 @@
 """Stochastic sampling steps for flow-matching models, and the noise and schedule they use. Pure torch.
 
-Convention: x_s = (1 - s) x0 + s noise with s = sigma in [0, 1] (1 is pure noise); the model predicts v = noise - x0; sampling
-runs sigma downwards, so dt = sigma_next - sigma < 0.
+Convention: x_s = (1 - s) x0 + s noise with s = sigma in [0, 1] (1 is pure noise); the model predicts v = noise - x0;
+sampling runs sigma downwards, so dt = sigma_next - sigma < 0.
 """
 import hashlib
 import math
@@ -22,8 +22,8 @@ class SDEStepOutput(NamedTuple):
     transition_std: torch.Tensor  # (B,), standard deviation of the injected noise
 
 
-def sde_step(sample, model_output, sigma, sigma_next, noise_level, *, sde_type: SDEType = "sde", sigma_max=None, prev_sample=None,
-             noise=None, generator=None) -> SDEStepOutput:
+def sde_step(sample, model_output, sigma, sigma_next, noise_level, *, sde_type: SDEType = "sde", sigma_max=None,
+             prev_sample=None, noise=None, generator=None) -> SDEStepOutput:
     """One step from `sigma` to `sigma_next`: prev_sample = mean + std * eps, and the log-density of where it landed.
 
     With x = sample, v = model_output, s = sigma, dt = sigma_next - sigma, x0 = x - s v, noise_hat = x + (1 - s) v:
@@ -35,8 +35,8 @@ def sde_step(sample, model_output, sigma, sigma_next, noise_level, *, sde_type: 
       mean = x0 (1 - sigma_next) + noise_hat sqrt(sigma_next^2 - std^2)
 
     log_prob is the *mean* over all non-batch elements of the Normal(mean, std) log-density at the detached prev_sample
-    (published clip ranges depend on the mean); for "cps" it is -mean((prev_sample - mean)^2), unscaled, as in that paper's code.
-    At noise_level 0 every type is the Euler ODE step x + v dt.
+    (published clip ranges depend on the mean); for "cps" it is -mean((prev_sample - mean)^2), unscaled, as in that
+    paper's code. At noise_level 0 every type is the Euler ODE step x + v dt.
 
     Args:
         sample, model_output: (B, ...), any float dtype; the arithmetic is fp32, or fp64 if `sample` is.
@@ -45,7 +45,7 @@ def sde_step(sample, model_output, sigma, sigma_next, noise_level, *, sde_type: 
         sigma_max: stands for sigma in the denominator of "sde" where sigma exceeds it: the schedule's second sigma.
         prev_sample: (B, ...), score this sample instead of drawing one.
         noise: (B, ...), the eps to use; wins over `generator`.
-        generator: a torch.Generator, or a list of one per image (each draws its own image, so batching does not matter).
+        generator: a torch.Generator, or a list, one per image (each draws its own image, so batching does not matter).
 
     Raises:
         ValueError: sigma_next >= sigma; "sde" at sigma 1 without sigma_max; scoring a step whose std is 0.
@@ -86,7 +86,8 @@ def sde_step(sample, model_output, sigma, sigma_next, noise_level, *, sde_type: 
             raise ValueError(f"{step} is deterministic for some samples of the batch only")
         return SDEStepOutput(mean, None, mean, transition_std)
     if prev_sample is None:
-        prev_sample = mean + expand(std) * (draw_noise(x.shape, generator, x.device, dtype) if noise is None else noise.to(x.device, dtype))
+        eps = draw_noise(x.shape, generator, x.device, dtype) if noise is None else noise.to(x.device, dtype)
+        prev_sample = mean + expand(std) * eps
     square = (prev_sample.detach().to(dtype) - mean) ** 2
     if sde_type == "cps":
         log_prob = -square
@@ -96,18 +97,19 @@ def sde_step(sample, model_output, sigma, sigma_next, noise_level, *, sde_type: 
 
 
 def draw_noise(shape, generator=None, device="cpu", dtype=torch.float32):
-    """Standard normal noise of `shape` (B, ...). With a list of B generators each image has its own; drawn where the generator
-    lives (the CPU, by our protocol), then moved: the same numbers on any device."""
+    """Standard normal noise of `shape` (B, ...). With a list of B generators each image has its own; drawn where the
+    generator lives (the CPU, by our protocol), then moved: the same numbers on any device."""
     if isinstance(generator, list | tuple):
         if len(generator) != shape[0]:
             raise ValueError(f"{len(generator)} generators for a batch of {shape[0]}")
-        return torch.stack([torch.randn(shape[1:], generator=g, device=g.device, dtype=dtype) for g in generator]).to(device)
+        draws = [torch.randn(shape[1:], generator=g, device=g.device, dtype=dtype) for g in generator]
+        return torch.stack(draws).to(device)
     where = device if generator is None else generator.device
     return torch.randn(shape, generator=generator, device=where, dtype=dtype).to(device)
 
 
 def image_seed(seed, step, index):
-    """Seed of one image's noise, from (run seed, training step, global image index) alone: the same on any number of ranks.
+    """An image's noise seed, from (run seed, training step, global image index) alone: the same on any number of ranks.
 
     An image's generator draws its initial latents first, then once for each SDE step; ODE steps draw nothing.
     """
@@ -117,8 +119,8 @@ def image_seed(seed, step, index):
 def sigma_schedule(scheduler, num_inference_steps, image_seq_len):
     """The sampler's own schedule: timesteps (T,) in (0, 1000] and sigmas (T + 1,) from about 1 to 0, fp32 on the CPU.
 
-    `scheduler` is a diffusers FlowMatchEulerDiscreteScheduler; with its dynamic shifting, mu grows linearly with the number of
-    image tokens, as the FLUX, Qwen-Image and SD3 pipelines compute it. Timesteps stay floats.
+    `scheduler` is a diffusers FlowMatchEulerDiscreteScheduler; with its dynamic shifting, mu grows linearly with the
+    number of image tokens, as the FLUX, Qwen-Image and SD3 pipelines compute it. Timesteps stay floats.
     """
     mu = None
     if scheduler.config.get("use_dynamic_shifting"):
@@ -130,7 +132,7 @@ def sigma_schedule(scheduler, num_inference_steps, image_seq_len):
 
 
 def random_window_start(seed, step, size, window_range):
-    """First step of an SDE window of `size` steps: uniform over [lo, hi - size], both included, from Random(seed + step).
+    """First step of an SDE window of `size` steps: uniform over [lo, hi - size], inclusive, from Random(seed + step).
 
     One draw per training step, the same for every sample and every rank.
     """

@@ -1,7 +1,7 @@
 """The CPU platform that vLLM-Omni's diffusion engine lacks.
 
-vLLM-Omni finds it through the entry point in `vllm_plugin/`, a folder that `rollout.py` puts on the engine process's path: no
-install, and nothing outside that process sees it.
+vLLM-Omni finds it through the entry point in `vllm_plugin/`, a folder that `rollout.py` puts on the engine process's
+path: no install, and nothing outside that process sees it.
 """
 import psutil
 import torch
@@ -91,7 +91,7 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
 
 def _keep_linear_weight(layer, remove_weight):
-    """vLLM's CPU backend prepacks each linear weight and drops the parameter; an engine that takes new weights must keep it."""
+    """vLLM's CPU backend prepacks linear weights and drops the parameter; an engine that takes new weights keeps it."""
     layer.cpu_linear = torch.nn.functional.linear
 
 

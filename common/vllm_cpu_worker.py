@@ -1,4 +1,4 @@
-"""Attention and worker of the CPU platform (`common/vllm_cpu.py`), imported by vLLM-Omni by name once the platform is known."""
+"""Attention and worker of the CPU platform (`common/vllm_cpu.py`), which vLLM-Omni imports by name once it is known."""
 from contextlib import nullcontext
 
 from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl

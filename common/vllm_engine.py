@@ -1,7 +1,8 @@
-"""The vLLM-Omni engine process: SDE sampling with trajectories and log-probs in the native pipeline, adapters pushed as tensors.
+"""The vLLM-Omni engine process: SDE sampling, trajectories and log-probs in the native pipeline, adapters as tensors.
 
-Run by `common/rollout.py` as `python -m common.vllm_engine FD`. The pipeline below is vLLM-Omni's own with two hooks that every native
-denoising loop passes through; `sde_step` is the trainer's. Where there is no GPU, vLLM-Omni's platform is `common/vllm_cpu.py`.
+Run by `common/rollout.py` as `python -m common.vllm_engine FD`. The pipeline below is vLLM-Omni's own with two hooks
+that every native denoising loop passes through; `sde_step` is the trainer's. Where there is no GPU, vLLM-Omni's
+platform is `common/vllm_cpu.py`.
 """
 import os
 import pickle
@@ -31,8 +32,8 @@ LORA_ID = 1
 class SDERolloutMixin:
     """Stochastic steps, fp32 latents and exact timesteps for a native pipeline, and what was sampled in its output.
 
-    Requests carry their common settings in extra_args["rollout"] and their own seed in the prompt; a request without settings (the
-    start-up dummy run) passes through unchanged.
+    Requests carry their common settings in extra_args["rollout"] and their own seed in the prompt; a request without
+    settings (the start-up dummy run) passes through unchanged.
     """
 
     supports_request_batch = True
@@ -46,7 +47,8 @@ class SDERolloutMixin:
         if settings is None:
             return super().forward(batch, *args, **kwargs)
         generators = [torch.Generator().manual_seed(prompt["seed"]) for prompt in batch.prompts]
-        self._run = run = {**settings, "generators": generators, "step": 0, "latents": [], "means": [], "log_probs": [], "stds": []}
+        self._run = run = {**settings, "generators": generators, "step": 0,
+                           "latents": [], "means": [], "log_probs": [], "stds": []}
         try:
             outputs = super().forward(batch, *args, **kwargs)
         finally:
@@ -54,9 +56,12 @@ class SDERolloutMixin:
         if run["step"] != len(run["timesteps"]):
             raise RuntimeError(f"the pipeline took {run['step']} steps, the schedule has {len(run['timesteps'])}")
         latents = torch.stack(run["latents"] if run["sde_steps"] else run["latents"][-1:], 1).cpu()  # (B, T + 1, ...)
-        means, log_probs, stds = (torch.stack(run[k], 1).cpu() if run[k] else torch.zeros(len(latents), 0) for k in ("means", "log_probs", "stds"))
-        return [DiffusionOutput(output={"payload": {"image": output.output}, "metadata": {"rollout": {"prev_sample_means": means[i], "transition_stds": stds[i]}}},
-                                trajectory_latents=latents[i], trajectory_log_probs=log_probs[i], to_cpu=True) for i, output in enumerate(outputs)]
+        means, log_probs, stds = (torch.stack(run[k], 1).cpu() if run[k] else torch.zeros(len(latents), 0)
+                                  for k in ("means", "log_probs", "stds"))
+        rollouts = [{"prev_sample_means": means[i], "transition_stds": stds[i]} for i in range(len(latents))]
+        return [DiffusionOutput(output={"payload": {"image": output.output}, "metadata": {"rollout": rollouts[i]}},
+                                trajectory_latents=latents[i], trajectory_log_probs=log_probs[i], to_cpu=True)
+                for i, output in enumerate(outputs)]
 
     def prepare_latents(self, *args, **kwargs):
         if self._run is None:
@@ -66,13 +71,16 @@ class SDERolloutMixin:
         run["latents"].append(latents)
         return latents
 
-    def predict_noise_maybe_with_cfg(self, do_true_cfg, true_cfg_scale, positive_kwargs, negative_kwargs, *args, **kwargs):
+    def predict_noise_maybe_with_cfg(self, do_true_cfg, true_cfg_scale, positive_kwargs, negative_kwargs,
+                                     *args, **kwargs):
         if self._run is not None:
+            timestep = self._run["timesteps"][self._run["step"]]  # fp32: the native loop rounds it to the model's dtype
             for branch in (positive_kwargs, negative_kwargs) if do_true_cfg else (positive_kwargs,):
                 latents = branch["hidden_states"]
-                branch["timestep"] = self._run["timesteps"][self._run["step"]].to(self.device).expand(len(latents))  # fp32: the native loop rounds it to the model's dtype
+                branch["timestep"] = timestep.to(self.device).expand(len(latents))
                 branch["hidden_states"] = latents.to(self.od_config.dtype)
-        return super().predict_noise_maybe_with_cfg(do_true_cfg, true_cfg_scale, positive_kwargs, negative_kwargs, *args, **kwargs)
+        return super().predict_noise_maybe_with_cfg(do_true_cfg, true_cfg_scale, positive_kwargs, negative_kwargs,
+                                                    *args, **kwargs)
 
     def scheduler_step_maybe_with_cfg(self, noise_pred, t, latents, do_true_cfg, *args, **kwargs):
         run = self._run
@@ -80,8 +88,8 @@ class SDERolloutMixin:
             return super().scheduler_step_maybe_with_cfg(noise_pred, t, latents, do_true_cfg, *args, **kwargs)
         i, sigmas = run["step"], run["sigmas"]
         stochastic = i in run["sde_steps"]
-        out = sde_step(latents, noise_pred, sigmas[i], sigmas[i + 1], run["noise_level"] if stochastic else 0.0, sde_type=run["sde_type"],
-                       sigma_max=sigmas[1], generator=run["generators"])
+        out = sde_step(latents, noise_pred, sigmas[i], sigmas[i + 1], run["noise_level"] if stochastic else 0.0,
+                       sde_type=run["sde_type"], sigma_max=sigmas[1], generator=run["generators"])
         run["latents"].append(out.prev_sample)
         if stochastic:
             run["means"].append(out.prev_sample_mean)
@@ -94,8 +102,9 @@ class SDERolloutMixin:
         """vLLM-Omni's hook: the adapter that was pushed, from tensors instead of a folder."""
         tensors, config = self._pending_lora
         helper = PEFTHelper.from_dict(config)
-        model = LoRAModel.from_lora_tensors(lora_model_id=lora_request.lora_int_id, tensors=tensors, peft_helper=helper, device="cpu", dtype=dtype,
-                                            model_vocab_size=None, weights_mapper=None)
+        model = LoRAModel.from_lora_tensors(
+            lora_model_id=lora_request.lora_int_id, tensors=tensors, peft_helper=helper, device="cpu", dtype=dtype,
+            model_vocab_size=None, weights_mapper=None)
         return model, helper
 
     def _validate_diffusion_lora_binding(self, *, lora_model, bound_lora_names):
@@ -135,13 +144,13 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
 
 def generate(omni, request, lora):
-    """A RolloutRequest -> the fields of Trajectories as CPU tensors, one engine request per image, in the request's order."""
-    settings = {"timesteps": request.timesteps, "sigmas": request.sigmas.tolist(), "sde_steps": request.sde_steps, "noise_level": request.noise_level,
-                "sde_type": request.sde_type, "latent_shape": request.latent_shape}
+    """RolloutRequest -> fields of Trajectories as CPU tensors; one engine request per image, in the request's order."""
+    settings = {"timesteps": request.timesteps, "sigmas": request.sigmas.tolist(), "sde_steps": request.sde_steps,
+                "noise_level": request.noise_level, "sde_type": request.sde_type, "latent_shape": request.latent_shape}
+    adapter = LoRARequest(lora_name="policy", lora_int_id=LORA_ID, lora_path="/pushed-as-tensors") if lora else None
     params = OmniDiffusionSamplingParams(
-        height=request.height, width=request.width, num_inference_steps=len(request.timesteps), guidance_scale=request.guidance_scale,
-        lora_request=LoRARequest(lora_name="policy", lora_int_id=LORA_ID, lora_path="/pushed-as-tensors") if lora else None,
-        extra_args={"rollout": settings})
+        height=request.height, width=request.width, num_inference_steps=len(request.timesteps),
+        guidance_scale=request.guidance_scale, lora_request=adapter, extra_args={"rollout": settings})
     negative = {f"negative_{k}": v[0] for k, v in (request.negative_conditioning or {}).items()}
     prompts = [{**{k: v[row] for k, v in request.conditioning.items()}, **negative, "seed": seed}
                for row, seed in zip(request.prompt_index.tolist(), request.seeds, strict=True)]
@@ -152,7 +161,7 @@ def generate(omni, request, lora):
             "prev_sample_means": torch.stack([rollout["prev_sample_means"] for rollout in rollouts]).clone(),
             "log_probs": torch.stack([output.trajectory_log_probs for output in outputs]).clone(),
             "transition_stds": torch.stack([rollout["transition_stds"] for rollout in rollouts]).clone(),
-            "images": torch.cat([quantize(image) for output in outputs for image in output.images])}  # (B, H, W, 3) uint8
+            "images": torch.cat([quantize(image) for output in outputs for image in output.images])}  # (B, H, W, 3)
 
 
 def quantize(image):
@@ -186,9 +195,10 @@ def serve(connection):
     try:
         from vllm_omni.entrypoints import Omni
 
-        omni = Omni(**options, enforce_eager=True, engine_backend="common.vllm_engine.RolloutDiffusionEngine",
+        omni = Omni(**options, enforce_eager=True, distributed_executor_backend="uni",
                     custom_pipeline_args={"pipeline_class": PIPELINES["StableDiffusion3Pipeline"]},
-                    worker_extension_cls="common.vllm_engine.RolloutWorkerExtension", distributed_executor_backend="uni")
+                    engine_backend="common.vllm_engine.RolloutDiffusionEngine",
+                    worker_extension_cls="common.vllm_engine.RolloutWorkerExtension")
         reply(True, time.time() - start)
     except Exception:
         reply(False, traceback.format_exc())

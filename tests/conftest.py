@@ -1,0 +1,32 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+EMBEDDED = ROOT / "assets" / "embedded"
+SMALL = ["--num_prompts", "4", "--group_size", "4", "--micro_batch_size", "4", "--num_inference_steps", "6"]
+SMALL += ["--eval_num_inference_steps", "6"]
+
+
+def torchrun(folder, script, *args, nproc=1, check=True, timeout=420):
+    """Run a script of the repository as a user does, in `folder`. Returns the finished process, output as text."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    done = subprocess.run([*command, str(ROOT / script), *map(str, args)], cwd=folder, env=env, text=True, timeout=timeout,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert not check or done.returncode == 0, done.stdout[-6000:]
+    return done
+
+
+def read_metrics(run):
+    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+
+
+def few_eval_prompts(folder, count=8):
+    """A file with the first held-out prompts, for runs whose evaluation should be short."""
+    path = Path(folder) / "eval.txt"
+    path.write_text("\n".join((ROOT / "assets" / "eval_prompts.txt").read_text().splitlines()[:count]) + "\n")
+    return ["--eval_prompts", path]

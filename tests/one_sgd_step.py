@@ -1,0 +1,39 @@
+"""One SGD update of flow_grpo.py's policy on 16 images with made-up advantages; saves the LoRA. Run by torchrun."""
+import dataclasses
+import gc
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import flow_grpo
+from common.data import GroupSampler
+from common.distributed import setup_distributed
+
+import torch
+
+
+def main(path, micro_batch_size):
+    world_size = int(os.environ["WORLD_SIZE"])
+    args = dataclasses.replace(flow_grpo.Args(), rollout="local", micro_batch_size=micro_batch_size, updates_per_rollout=1,
+                               num_inference_steps=5, max_grad_norm=1e9)
+    rank, world_size, device = setup_distributed()
+    model, params = flow_grpo.load_policy(args, flow_grpo.find_family(args.model), device)
+    sampler = GroupSampler(4, 4, 4, 0, 1, rank, world_size)
+    _, prompt_index, image_index = sampler.draw()
+    prompts = [f'a red sign that says "{i}{i}{i}"' for i in range(4)]
+    request = flow_grpo.make_request(args, model, prompts, prompt_index, (image_index + 100).tolist(), 5, (0, 1, 2, 3))
+    out = flow_grpo.rollout(args, model, None, request)
+    advantages = torch.linspace(-2, 2, 16)[image_index]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    flow_grpo.update(args, model, params, optimizer, request, out.latents, out.log_probs, advantages)
+    adapter = flow_grpo.full_adapter(model.transformer)
+    if rank == 0:
+        torch.save(adapter, path)
+    del model, params, optimizer
+    gc.collect()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,227 @@
+"""flow_grpo.py run as users run it, under torchrun, on the embedded model with both engines and one and two ranks."""
+import dataclasses
+import subprocess
+import sys
+
+import common.rollout
+import flow_grpo
+from common.models import find_family, load_model
+from tests.conftest import EMBEDDED, ROOT, SMALL, few_eval_prompts, read_metrics, torchrun
+
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+from PIL import Image
+
+EXPECTED = ["critic/rewards/mean", "critic/rewards/max", "critic/rewards/min", "critic/rewards/std_mean", "critic/rewards/zero_std_ratio", "critic/rewards/group_size", "critic/rewards/ocr/mean", "critic/advantages/mean", "critic/advantages/max", "critic/advantages/min", "actor/loss", "actor/pg_clipfrac", "actor/pg_clipfrac_higher", "actor/pg_clipfrac_lower", "actor/ratio_mean", "actor/ratio_std", "actor/ppo_kl", "actor/grad_norm", "actor/lr", "actor/skipped_steps", "rollout_corr/logprob_abs_diff_mean", "rollout_corr/logprob_abs_diff_max", "timing_s/gen", "timing_s/reward", "timing_s/old_log_prob", "timing_s/adv", "timing_s/update_actor", "timing_s/update_weights", "timing_s/step", "timing_per_image_ms/gen", "perf/throughput", "perf/time_per_step", "perf/total_num_images", "perf/max_memory_gb", "training/epoch", "training/global_step"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One short run for each engine and number of ranks, made on first use: run(rollout, nproc) -> its folder."""
+    folder, done = tmp_path_factory.mktemp("runs"), {}
+
+    def run(rollout, nproc):
+        if (rollout, nproc) not in done:
+            name = f"{rollout}{nproc}"
+            out = torchrun(folder, "flow_grpo.py", "--name", name, "--rollout", rollout, "--num_steps", 2, *SMALL,
+                           "--updates_per_rollout", 2, "--micro_batch_size", 4, *few_eval_prompts(folder), nproc=nproc)
+            done[rollout, nproc] = folder / "runs" / name, out.stdout
+        return done[rollout, nproc]
+
+    return run
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("rollout", ["local", "vllm"])
+def test_a_run_leaves_what_the_readme_promises(runs, rollout, nproc):
+    run, stdout = runs(rollout, nproc)
+    rows = read_metrics(run)
+    assert [row["training/global_step"] for row in rows] == [0, 1, 2]
+    assert not set(EXPECTED) - set(rows[1])
+    assert {"val/ocr/mean", "val/ocr/stderr"} <= set(rows[0]) & set(rows[2])
+    for file in ("args.json", "source.py", "curves.png", "grid_0000.png", "grid_0002.png", "checkpoint/state.pt",
+                 "adapter/pytorch_lora_weights.safetensors"):
+        assert (run / file).stat().st_size > 0, file
+    assert (run / "source.py").read_text() == (ROOT / "flow_grpo.py").read_text()
+    assert Image.open(run / "grid_0000.png").size == Image.open(run / "grid_0002.png").size
+    assert "reward=" in stdout  # the progress bar
+    for row in rows[1:]:
+        assert row["actor/grad_norm"] > 0 and row["actor/skipped_steps"] == 0
+        assert row["rollout_corr/logprob_abs_diff_max"] <= (0 if rollout == "local" else 2e-6)
+    state = torch.load(run / "checkpoint" / "state.pt", weights_only=True)
+    assert state["step"] == 2 and state["sampler"] == {"position": 8}
+    assert any(v.abs().max() > 0 for k, v in state["adapter"].items() if "lora_B" in k)
+
+
+@pytest.mark.parametrize("other", [("local", 2), ("vllm", 1), ("vllm", 2)])
+def test_ranks_and_engines_agree(runs, other):
+    """Invariant 11: the same images, rewards and first updates whatever makes them."""
+    first, second = read_metrics(runs("local", 1)[0]), read_metrics(runs(*other)[0])
+    assert second[0]["val/ocr/mean"] == pytest.approx(first[0]["val/ocr/mean"], abs=1e-9)
+    for name in ("critic/rewards/mean", "critic/rewards/std_mean", "critic/advantages/max"):
+        assert second[1][name] == pytest.approx(first[1][name], abs=1e-9), name
+    for name in ("actor/loss", "actor/grad_norm"):
+        assert second[1][name] == pytest.approx(first[1][name], abs=1e-5), name
+        assert second[2][name] == pytest.approx(first[2][name], rel=2e-2, abs=1e-4), name  # after an Adam step
+
+
+def test_one_sgd_step_is_the_same_on_any_ranks_and_micro_batches(tmp_path):
+    """Invariant 11: accumulated micro-batches equal one big batch, one rank equals two; SGD does not magnify round-off."""
+    adapters = {}
+    for name, nproc, micro in (("big", 1, 16), ("micro", 1, 4), ("ranks", 2, 4)):
+        torchrun(tmp_path, "tests/one_sgd_step.py", tmp_path / f"{name}.pt", micro, nproc=nproc)
+        adapters[name] = torch.load(tmp_path / f"{name}.pt")
+    assert max(v.abs().max() for k, v in adapters["big"].items() if "lora_B" in k) > 1e-4
+    for other in ("micro", "ranks"):
+        for key, value in adapters["big"].items():
+            torch.testing.assert_close(adapters[other][key], value, rtol=0, atol=1e-6, msg=f"{other}: {key}")
+
+
+def test_saved_adapter_gives_the_trainers_image_in_stock_diffusers(tmp_path):
+    """Invariant 18, through save_adapter and StableDiffusion3Pipeline.load_lora_weights; merged equals adapter."""
+    from common.run import save_adapter
+    from common.sde import draw_noise
+
+    model, args, config = policy_without_fsdp()
+    request = flow_grpo.make_request(args, model, ['a red sign that says "4711"'], torch.tensor([0]), [7], 6, ())
+    trained = flow_grpo.sample_locally(model, request)
+    adapter = flow_grpo.get_peft_model_state_dict(model.transformer)
+    names = {name.rpartition(".")[0].rpartition(".lora_")[0] for name in adapter}
+    targets = model.lora_target_modules
+    expected = {n for n, m in StableDiffusion3Pipeline.from_pretrained(EMBEDDED).transformer.named_modules()
+                if isinstance(m, torch.nn.Linear) and n.endswith(tuple("." + t for t in targets))}
+    assert names == expected  # every intended module matched
+    save_adapter(tmp_path / "adapter", StableDiffusion3Pipeline, adapter, config)
+
+    pipe = StableDiffusion3Pipeline.from_pretrained(EMBEDDED)
+    latents = draw_noise((1, *request.latent_shape), [torch.Generator().manual_seed(7)])
+
+    def image():
+        return pipe('a red sign that says "4711"', num_inference_steps=6, guidance_scale=1.0, height=32, width=96,
+                    max_sequence_length=16, latents=latents, output_type="latent").images
+
+    base = image()
+    pipe.load_lora_weights(tmp_path / "adapter")
+    with_adapter = image()
+    torch.testing.assert_close(with_adapter, trained.latents[:, -1], rtol=0, atol=1e-5)
+    assert (with_adapter - base).abs().max() > 1e-2
+    pipe.fuse_lora()
+    torch.testing.assert_close(image(), with_adapter, rtol=0, atol=1e-4)
+
+
+def test_evaluation_leaves_weights_and_rng_alone_and_repeats_itself(one_rank):
+    """Invariant 19."""
+    model, args, _ = policy_without_fsdp()
+    rewards, prompts = {"ocr": lambda images, prompts, metadata: [0.5] * len(images)}, ['a sign that says "12"'] * 3
+    before, rng = {k: v.clone() for k, v in model.transformer.state_dict().items()}, torch.get_rng_state()
+    grids = [flow_grpo.evaluate(args, model, None, rewards, prompts, [{}] * 3)[1] for _ in range(2)]
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(torch.equal(before[k], v) for k, v in model.transformer.state_dict().items())
+    assert all(a.tobytes() == b.tobytes() for (a, _), (b, _) in zip(*grids, strict=True))
+    assert grids[0][0][0].tobytes() != grids[0][1][0].tobytes()  # one prompt, another seed: another image
+
+
+def test_rescoring_a_trajectory_gives_its_log_probs(one_rank):
+    """Invariant 6: unchanged weights, the same micro-batches: equal to the last bit, for guidance and each sde_type."""
+    for sde_type, guidance in (("sde", 1.0), ("sde", 3.0), ("dance", 1.0), ("cps", 1.0), ("cps_gauss", 2.0)):
+        model, args, _ = policy_without_fsdp(sde_type=sde_type, guidance_scale=guidance, micro_batch_size=2)
+        prompts, index = ['a red sign that says "12"', 'a blue sign that says "345"'], torch.tensor([0, 0, 1, 1])
+        request = flow_grpo.make_request(args, model, prompts, index, [1, 2, 3, 4], 6, (1, 2, 4))
+        trajectories = flow_grpo.rollout(args, model, None, request)
+        assert trajectories.latents.shape == (4, 7, 8, 8, 24) and trajectories.prev_sample_means.shape == (4, 3, 8, 8, 24)
+        log_probs = flow_grpo.recompute_log_probs(args, model, request, trajectories.latents)
+        assert torch.equal(log_probs, trajectories.log_probs) and log_probs.isfinite().all()
+
+
+def test_constant_reward_changes_nothing(tmp_path):
+    """Invariants 12 and 20."""
+    (tmp_path / "mine.py").write_text("def constant(images, prompts, metadata):\n    return [0.1] * len(images)\n")
+    torchrun(tmp_path, "flow_grpo.py", "--rollout", "local", "--num_steps", 2, *SMALL, *few_eval_prompts(tmp_path), "--reward",
+             tmp_path / "mine.py:constant")
+    rows = read_metrics(tmp_path / "runs" / "flow_grpo")
+    assert [row["actor/loss"] for row in rows[1:]] == [0, 0] and rows[1]["critic/rewards/zero_std_ratio"] == 1
+    state = torch.load(tmp_path / "runs" / "flow_grpo" / "checkpoint" / "state.pt", weights_only=True)
+    assert all(v.abs().max() == 0 for k, v in state["adapter"].items() if "lora_B" in k)
+    model, _, _ = policy_without_fsdp(trained=False)
+    for name, value in flow_grpo.get_peft_model_state_dict(model.transformer).items():
+        assert torch.equal(state["adapter"][name], value), name
+
+
+def test_a_reversed_reward_goes_the_other_way(tmp_path):
+    """Invariant 20, on file size, which a few steps move a lot."""
+    final = {}
+    for name in ("jpeg_compressibility", "jpeg_incompressibility"):
+        torchrun(tmp_path, "flow_grpo.py", "--name", name, "--rollout", "local", "--num_steps", 6, *SMALL, "--reward", name,
+                 "--learning_rate", 3e-3, *few_eval_prompts(tmp_path, 16))
+        rows = read_metrics(tmp_path / "runs" / name)
+        final[name] = rows[-1][f"val/{name}/mean"] - rows[0][f"val/{name}/mean"]
+    assert final["jpeg_compressibility"] > 0 and final["jpeg_incompressibility"] > 0
+
+
+ERRORS = {
+    "--reward nonsense": "--reward nonsense: unknown; use one of ocr, ocr_contains, jpeg_compressibility",
+    "--reward no/such.py:f": "--reward no/such.py:f: no such file no/such.py",
+    "--reward_weights 1.0 2.0": "--reward_weights: 2 weights for 1 rewards",
+    "--group_size 1": "--group_size 1: a group needs at least 2 images",
+    "--num_prompts 15": "120 images do not divide into --updates_per_rollout x ranks x --micro_batch_size = 128",
+    "--sde_window_size 4 --sde_window_range 7 11": "--sde_window_range 7 11: no window of 4 fits in it and in 0 to 8",
+    "--noise_level 0": "--noise_level 0.0: without noise there is no log-prob to train",
+    "--model no/such/model": "--model no/such/model: ",
+    "--train_prompts plain.txt": 'plain.txt:2: OCR needs a prompt with text in double quotes, got: a sign',
+}
+
+
+@pytest.mark.parametrize("arguments", ERRORS)
+def test_bad_arguments_end_in_one_clear_line(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    (tmp_path / "plain.txt").write_text('a sign that says "1"\na sign\n')
+    with pytest.raises(ValueError) as error:
+        flow_grpo.check_args(flow_grpo.tyro.cli(flow_grpo.Args, args=arguments.split()))
+    assert ERRORS[arguments] in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_vllm_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(common.rollout.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install -r requirements.txt .*or pass --rollout local"):
+        flow_grpo.check_args(flow_grpo.Args())
+
+
+def test_an_error_is_one_line_on_the_screen(tmp_path):
+    done = subprocess.run([sys.executable, ROOT / "flow_grpo.py", "--group_size", "1"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "flow_grpo.py: error: --group_size 1: a group needs at least 2 images to compare\n"
+
+
+def test_a_run_is_not_overwritten_and_torchrun_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match="start it with torchrun: torchrun --standalone "):
+        flow_grpo.check_args(flow_grpo.Args())
+    (tmp_path / "runs" / "old").mkdir(parents=True)
+    (tmp_path / "runs" / "old" / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match="runs/old already holds a run: choose another --name"):
+        flow_grpo.check_args(flow_grpo.Args(name="old"))
+
+
+def policy_without_fsdp(trained=True, **changes):
+    """The embedded model with flow_grpo's LoRA, in this process and unsharded; `trained` gives it a LoRA that acts."""
+    args = dataclasses.replace(flow_grpo.Args(), num_inference_steps=6, eval_num_inference_steps=6, **changes)
+    model = load_model(find_family(EMBEDDED), EMBEDDED, torch.float32, torch.device("cpu"))
+    config = flow_grpo.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, init_lora_weights="gaussian",
+                                  target_modules=list(model.lora_target_modules))
+    torch.manual_seed(args.seed)
+    model.transformer.add_adapter(config)
+    if trained:
+        for name, p in model.transformer.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(p, std=0.05)
+    return model, args, config
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

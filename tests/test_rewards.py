@@ -1,0 +1,215 @@
+"""Rewards against hand numbers, a real OCR network, and real JPEG files."""
+import io
+
+from common.rewards import (
+    REWARDS,
+    jpeg_compressibility,
+    jpeg_incompressibility,
+    levenshtein,
+    load_rewards,
+    ocr,
+    ocr_contains,
+    ocr_score,
+    quoted_text,
+    recognize,
+    reward_metrics,
+    score_images,
+)
+
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+
+# ---- OCR -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("a", "b", "distance"), [
+    ("", "", 0), ("", "abc", 3), ("abc", "", 3), ("abc", "abc", 0), ("abc", "abd", 1), ("abc", "ab", 1),
+    ("bc", "abc", 1), ("kitten", "sitting", 3), ("saturday", "sunday", 3), ("flaw", "lawn", 2), ("12", "21", 2),
+    ("intention", "execution", 5), ("4711", "1174", 4), ("aaaa", "a", 3),
+])
+def test_levenshtein(a, b, distance):
+    assert levenshtein(a, b) == levenshtein(b, a) == distance
+
+
+@pytest.mark.parametrize(("recognized", "target", "plain", "contains"), [
+    ("4711", "4711", 1.0, 1.0),
+    ("4718", "4711", 0.75, 0.75),
+    ("47", "4711", 0.5, 0.5),
+    ("", "4711", 0.0, 0.0),
+    ("kitten", "sitting", 4 / 7, 4 / 7),
+    ("a4711", "4711", 0.75, 1.0),  # the exemption
+    ("471147114711", "4711", 0.0, 1.0),  # repeated text: 8 deletions, capped at 4
+    ("9876543210", "ab", 0.0, 0.0),  # capped at len(target)
+    ("4 7\t1\n1", "4711", 1.0, 1.0),
+    ("\u3000HeLLo World\u00a0", "helloworld", 1.0, 1.0),
+])
+def test_ocr_score(recognized, target, plain, contains):
+    assert ocr_score(recognized, target) == pytest.approx(plain, abs=1e-15)
+    assert ocr_score(recognized, target, contains=True) == pytest.approx(contains, abs=1e-15)
+
+
+def test_quoted_text():
+    assert quoted_text('a sign "47 11" by "someone"') == "4711"
+    assert quoted_text('"New\tYork\u00a0 CITY"') == "newyorkcity"
+    for prompt in ("a sign", 'a sign "12', 'a sign ""', 'a sign " \t"', ""):
+        with pytest.raises(ValueError, match="double quotes"):
+            quoted_text(prompt)
+
+
+def sign(text, ink="black", ground="white"):
+    image = Image.new("RGB", (96, 32), ground)
+    ImageDraw.Draw(image).text((8, 2), text, fill=ink, font=ImageFont.load_default(size=24))
+    return image
+
+
+@pytest.fixture(scope="module")
+def signs():
+    blank = Image.new("RGB", (96, 32), "grey")
+    return [sign("4711"), sign("305", "navy", "khaki"), blank, sign("88", "white", "darkgreen")]
+
+
+def test_ocr_reads_an_image(signs):
+    prompts = ['a sign "4711"', 'a sign "47 11"', 'a sign "4718"', 'a sign "471"', 'a sign "71"', 'a sign "ab"']
+    images = [signs[0]] * len(prompts)
+    # Levenshtein 0, 0, 1 of 4, 1 of 3, 2 of 2, 4 capped at 2
+    assert ocr(images, prompts, [{}] * 6) == pytest.approx([1, 1, 3 / 4, 2 / 3, 0, 0], abs=1e-12)
+    assert ocr_contains(images, prompts, [{}] * 6) == pytest.approx([1, 1, 3 / 4, 1, 1, 0], abs=1e-12)
+    with pytest.raises(ValueError, match="double quotes"):
+        ocr(images[:1], ["a sign"], [{}])
+    with pytest.raises(ValueError):  # a prompt for each image
+        ocr(images[:2], prompts[:1], [{}])
+
+
+def test_ocr_is_deterministic_and_blind_to_neighbours(signs):
+    together = recognize(signs)
+    assert together[0] == "4711"
+    assert len(together) == 4
+    assert recognize(signs) == together
+    assert [recognize([image])[0] for image in signs] == together
+    assert recognize(signs[::-1]) == together[::-1]
+    wide = sign("305", "navy", "khaki").resize((384, 32))
+    assert recognize([wide, signs[0]])[1] == "4711"  # a long line next to it pads nothing
+
+
+def test_ocr_checks_prompts():
+    for reward in (REWARDS["ocr"], REWARDS["ocr_contains"]):
+        reward.check('a sign "1"')
+        with pytest.raises(ValueError):
+            reward.check("a sign")
+
+
+# ---- JPEG ------------------------------------------------------------------------------------------------------------
+def test_jpeg_rewards():
+    generator = torch.Generator().manual_seed(0)
+    noise = Image.fromarray(torch.randint(0, 256, (64, 64, 3), generator=generator, dtype=torch.uint8).numpy())
+    images = [noise, Image.new("RGB", (64, 64), "red"), sign("4711").convert("RGBA")]
+    expected = []
+    for image in images:
+        file = io.BytesIO()
+        image.convert("RGB").save(file, "JPEG", quality=95)
+        expected.append(-len(file.getvalue()) / 500_000)
+    scores = jpeg_compressibility(images, [""] * 3, [{}] * 3)
+    assert scores == pytest.approx(expected, rel=1e-12)
+    assert scores[0] < scores[1] < 0  # small files score high
+    assert -0.03 < scores[0] < -0.006  # 4096 pixels of noise: about 2 bytes each
+    assert jpeg_incompressibility(images, [""] * 3, [{}] * 3) == pytest.approx([-score for score in expected], rel=1e-12)
+
+
+# ---- load_rewards ----------------------------------------------------------------------------------------------------
+def test_load_rewards_by_name():
+    assert load_rewards(["ocr"]) == {"ocr": ocr}
+    both = load_rewards(["jpeg_incompressibility", "ocr_contains"])
+    assert list(both.items()) == [("jpeg_incompressibility", jpeg_incompressibility), ("ocr_contains", ocr_contains)]
+
+
+def test_unknown_reward_lists_the_names():
+    with pytest.raises(ValueError) as error:
+        load_rewards(["ocr", "ocrr"])
+    for word in ("ocrr", "ocr_contains", "jpeg_compressibility", "jpeg_incompressibility", "path/to/file.py:function"):
+        assert word in str(error.value)
+
+
+def test_load_a_users_function(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text("number = 3\n\ndef width(images, prompts, metadata):\n    return [number * i.width for i in images]\n")
+    rewards = load_rewards([f"{path}:width", "ocr"])
+    assert list(rewards) == ["width", "ocr"]
+    assert rewards["width"]([sign("1")], [""], [{}]) == [288]
+    for name in (f"{path}:height", f"{path}:number", f"{path}:"):
+        with pytest.raises(ValueError) as error:
+            load_rewards([name])
+        assert "has no function" in str(error.value)
+        assert str(path) in str(error.value)
+    with pytest.raises(ValueError, match="no such file .*nowhere.py"):
+        load_rewards([f"{tmp_path}/nowhere.py:width"])
+
+
+def test_two_rewards_of_one_name(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def ocr(images, prompts, metadata):\n    return [0.0] * len(images)\n")
+    for names in (["ocr", "ocr"], ["ocr", f"{path}:ocr"]):
+        with pytest.raises(ValueError, match="two rewards of the same name"):
+            load_rewards(names)
+
+
+# ---- score_images ----------------------------------------------------------------------------------------------------
+def reward(*scores):
+    return lambda images, prompts, metadata: list(scores)
+
+
+IMAGES, PROMPTS, METADATA = [sign("1"), sign("2")], ["first", "second"], [{}, {}]
+
+
+def test_several_rewards_are_columns_in_order():
+    rewards = {"b": reward(0.1, 2), "a": reward(3, 4), "c": lambda *_: torch.tensor([5.0, 6.0])}
+    scores = score_images(rewards, IMAGES, PROMPTS, METADATA)
+    assert scores.dtype == torch.float64
+    assert scores.tolist() == [[0.1, 3, 5], [2, 4, 6]]
+
+
+def test_rewards_are_given_images_prompts_and_metadata():
+    seen = []
+    metadata = [{"n": 1}, {"n": 2}]
+    score_images({"a": lambda *args: seen.append(args) or [0, 0]}, IMAGES, PROMPTS, metadata)
+    assert seen == [(IMAGES, PROMPTS, metadata)]
+
+
+@pytest.mark.parametrize("bad", [reward(1.0), reward(1.0, 2.0, 3.0), reward([1.0], [2.0]), lambda *_: 1.0])
+def test_wrong_number_of_scores(bad):
+    with pytest.raises(ValueError, match="reward broken: expected 2 scores"):
+        score_images({"fine": reward(1, 2), "broken": bad}, IMAGES, PROMPTS, METADATA)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_score_that_is_not_finite(value):
+    with pytest.raises(ValueError) as error:
+        score_images({"fine": reward(1, 2), "broken": reward(1.0, value)}, IMAGES, PROMPTS, METADATA)
+    assert "reward broken" in str(error.value)
+    assert "image 1 (prompt: second)" in str(error.value)
+
+
+def test_a_reward_that_raises_is_never_a_score():
+    def fails(images, prompts, metadata):
+        raise ConnectionError("the judge is down")
+
+    with pytest.raises(ConnectionError, match="the judge is down"):
+        score_images({"fine": reward(1, 2), "broken": fails}, IMAGES, PROMPTS, METADATA)
+
+
+# ---- reward_metrics --------------------------------------------------------------------------------------------------
+def test_reward_metrics_by_hand():
+    scores = torch.tensor([[1, 0], [0, 1], [0, 0], [0, 2], [.5, 0], [.25, .25]], dtype=torch.float64)
+    totals = scores.sum(1)  # 1, 1 | 0, 2 | .5, .5: population deviations 0, 1, 0
+    metrics = {name: float(value) for name, value in reward_metrics(scores, totals, ["a", "b"], 2).items()}
+    assert metrics == pytest.approx({
+        "critic/rewards/mean": 5 / 6, "critic/rewards/max": 2, "critic/rewards/min": 0, "critic/rewards/group_size": 2,
+        "critic/rewards/std_mean": 1 / 3, "critic/rewards/zero_std_ratio": 2 / 3,
+        "critic/rewards/a/mean": 1.75 / 6, "critic/rewards/b/mean": 3.25 / 6}, abs=1e-12)
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, 1 / 3])
+@pytest.mark.parametrize("num_prompts", [1, 2, 16])
+@pytest.mark.parametrize("group_size", [3, 8, 24])
+def test_a_group_of_equal_rewards_counts_whatever_the_value(value, num_prompts, group_size):
+    totals = torch.full((num_prompts * group_size,), value, dtype=torch.float64)
+    assert reward_metrics(totals[:, None], totals, ["a"], group_size)["critic/rewards/zero_std_ratio"] == 1

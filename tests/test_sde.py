@@ -1,0 +1,358 @@
+"""The stochastic step against torch.distributions, hand numbers, and the noise-free propagation of a Gaussian."""
+import itertools
+import math
+from collections import Counter
+
+from common.sde import draw_noise, image_seed, random_window_start, sde_step, sigma_schedule
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+TYPES = ("sde", "dance", "cps", "cps_gauss")
+GAUSSIAN = ("sde", "dance", "cps_gauss")
+
+
+def batch(dtype=torch.float64, seed=0, shape=(3, 2, 4, 5)):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(3)]  # x, v and one more
+
+
+def schedule(steps, shift=3.0):
+    return sigma_schedule(FlowMatchEulerDiscreteScheduler(shift=shift), steps, 64)
+
+
+# ---- the step against hand numbers -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(("sde_type", "x", "v", "s", "s_next", "noise_level", "mean", "std"), [
+    # q^2 = .64: 2 (1 - .64 .25 / 1) - 1 (1 + .64 .5 / 1) (-.25)
+    ("sde", 2.0, -1.0, 0.5, 0.25, 0.8, 2.01, 0.4),
+    ("dance", 2.0, -1.0, 0.5, 0.25, 0.8, 2.01, 0.4),
+    # q^2 = .25 .8 / .2 = 1: (1 - .2 / 1.6) + 2 (1 + .2 / 1.6) (-.2)
+    ("sde", 1.0, 2.0, 0.8, 0.6, 0.5, 0.425, math.sqrt(0.2)),
+    # q^2 = .25: (1 - .25 .2 / 1.6) + 2 (1 + .25 .2 / 1.6) (-.2)
+    ("dance", 1.0, 2.0, 0.8, 0.6, 0.5, 0.55625, 0.5 * math.sqrt(0.2)),
+    # sin(pi / 6) = 1/2, x0 = 1 - 1.6, noise_hat = 1 + .4: -.6 .4 + 1.4 sqrt(.36 - .09)
+    ("cps", 1.0, 2.0, 0.8, 0.6, 1 / 3, -0.24 + 1.4 * math.sqrt(0.27), 0.3),
+    ("cps_gauss", 1.0, 2.0, 0.8, 0.6, 1 / 3, -0.24 + 1.4 * math.sqrt(0.27), 0.3),
+])
+def test_mean_and_std_by_hand(sde_type, x, v, s, s_next, noise_level, mean, std):
+    x, v = torch.full((1, 1), x, dtype=torch.float64), torch.full((1, 1), v, dtype=torch.float64)
+    out = sde_step(x, v, s, s_next, noise_level, sde_type=sde_type, noise=torch.full((1, 1), 2.0))
+    assert out.prev_sample_mean.item() == pytest.approx(mean, abs=1e-12)
+    assert out.transition_std.item() == pytest.approx(std, abs=1e-12)
+    assert out.prev_sample.item() == pytest.approx(mean + 2 * std, abs=1e-12)
+
+
+# ---- invariant 1: the log-density ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+@pytest.mark.parametrize("sde_type", GAUSSIAN)
+def test_log_prob_is_the_mean_normal_log_density(sde_type, dtype, tolerance):
+    x, v, elsewhere = batch(dtype)
+    drawn = sde_step(x, v, 0.8, 0.65, 0.6, sde_type=sde_type, generator=torch.Generator().manual_seed(1))
+    scored = sde_step(x, v, 0.8, 0.65, 0.6, sde_type=sde_type, prev_sample=elsewhere)
+    for out, where in ((drawn, drawn.prev_sample), (scored, elsewhere)):
+        normal = torch.distributions.Normal(out.prev_sample_mean.double(), out.transition_std[0].double())
+        expected = normal.log_prob(where.double()).mean((1, 2, 3))
+        assert out.log_prob.shape == out.transition_std.shape == (3,)
+        assert out.log_prob.dtype == dtype
+        torch.testing.assert_close(out.log_prob.double(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(scored.prev_sample, elsewhere)
+    assert scored.log_prob.unique().numel() == 3  # by sample, not over the batch
+
+
+def test_cps_log_prob_is_the_unscaled_square():
+    x, v, elsewhere = batch()
+    out = sde_step(x, v, 0.8, 0.65, 0.6, sde_type="cps", prev_sample=elsewhere)
+    expected = -(elsewhere - out.prev_sample_mean).square().mean((1, 2, 3))
+    torch.testing.assert_close(out.log_prob, expected, rtol=1e-12, atol=0)
+    gauss = sde_step(x, v, 0.8, 0.65, 0.6, sde_type="cps_gauss", prev_sample=elsewhere)
+    assert torch.equal(out.prev_sample_mean, gauss.prev_sample_mean)
+    # log-ratio_cps = 2 std^2 log-ratio_gauss
+    other = [sde_step(x, v + 0.1, 0.8, 0.65, 0.6, sde_type=kind, prev_sample=elsewhere).log_prob
+             for kind in ("cps", "cps_gauss")]
+    variance = gauss.transition_std.square()
+    torch.testing.assert_close(other[0] - out.log_prob, 2 * variance * (other[1] - gauss.log_prob))
+
+
+@pytest.mark.parametrize("sde_type", TYPES)
+def test_scoring_what_was_drawn_gives_the_same_bits(sde_type):
+    x, v, _ = batch(torch.float32)
+    drawn = sde_step(x, v, 0.8, 0.65, 0.6, sde_type=sde_type, generator=torch.Generator().manual_seed(1))
+    scored = sde_step(x, v, 0.8, 0.65, 0.6, sde_type=sde_type, prev_sample=drawn.prev_sample)
+    assert torch.equal(drawn.log_prob, scored.log_prob)
+
+
+@pytest.mark.parametrize("sde_type", GAUSSIAN)
+def test_gradient_of_log_prob_flows_through_the_mean_alone(sde_type):
+    x, v, noise = batch()
+    v.requires_grad_()
+    drawn = sde_step(x, v, 0.8, 0.65, 0.6, sde_type=sde_type, noise=noise)
+    d_mean = torch.autograd.grad(drawn.prev_sample_mean.sum(), v, retain_graph=True)[0]  # the mean is affine in v
+    gradient = torch.autograd.grad(drawn.log_prob.sum(), v)[0]
+    # d/dmean of the mean log-density: (x' - mean) / std^2 / D = eps / std / D
+    torch.testing.assert_close(gradient, d_mean * noise / drawn.transition_std[0] / noise[0].numel())
+    given = drawn.prev_sample.detach().clone().requires_grad_()
+    sde_step(x, v, 0.8, 0.65, 0.6, sde_type=sde_type, prev_sample=given).log_prob.sum().backward()
+    assert given.grad is None
+    torch.testing.assert_close(v.grad, gradient)
+
+
+# ---- invariant 2: no noise -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("s", "s_next"), [(1.0, 0.9), (0.7, 0.6), (0.3, 0.0)])
+@pytest.mark.parametrize("sde_type", TYPES)
+def test_noise_level_0_is_the_euler_step(sde_type, s, s_next):
+    x, v, elsewhere = batch()
+    out = sde_step(x, v, s, s_next, 0.0, sde_type=sde_type, generator=torch.Generator())
+    torch.testing.assert_close(out.prev_sample, x + v * (s_next - s), rtol=1e-12, atol=1e-12)
+    assert torch.equal(out.prev_sample, out.prev_sample_mean)
+    assert out.log_prob is None
+    assert torch.equal(out.transition_std, torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match=f"from sigma {s} to {s_next} is deterministic"):
+        sde_step(x, v, s, s_next, 0.0, sde_type=sde_type, prev_sample=elsewhere)
+
+
+@pytest.mark.parametrize("sde_type", TYPES)
+def test_an_ode_step_draws_nothing(sde_type):
+    x, v, _ = batch()
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    sde_step(x, v, 0.7, 0.6, 0.0, sde_type=sde_type, generator=generator)
+    assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("sde_type", ["cps", "cps_gauss"])
+def test_cps_step_to_zero_is_deterministic(sde_type):
+    x, v, elsewhere = batch()
+    out = sde_step(x, v, 0.3, 0.0, 0.8, sde_type=sde_type)
+    torch.testing.assert_close(out.prev_sample, x - 0.3 * v)
+    assert out.log_prob is None
+    with pytest.raises(ValueError, match="from sigma 0.3 to 0.0"):
+        sde_step(x, v, 0.3, 0.0, 0.8, sde_type=sde_type, prev_sample=elsewhere)
+
+
+# ---- invariant 3 -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("s", [0.2, 0.5, 0.9])
+def test_sde_at_a_matched_level_is_dance(s):
+    x, v, noise = batch()
+    sde = sde_step(x, v, s, s - 0.1, 0.7, sde_type="sde", noise=noise)
+    dance = sde_step(x, v, s, s - 0.1, 0.7 * math.sqrt(s / (1 - s)), sde_type="dance", noise=noise)
+    for a, b in zip(sde, dance, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    if s != 0.5:
+        assert not torch.allclose(sde.transition_std, sde_step(x, v, s, s - 0.1, 0.7, sde_type="dance").transition_std)
+
+
+# ---- invariant 4: the schedule's ends --------------------------------------------------------------------------------
+def test_check_values_of_the_sd3_schedule():
+    timesteps, sigmas = schedule(10)
+    expected = torch.tensor([1, .9601, .9133, .8577, .7904, .7073, .6022, .4649, .2780, .0089, 0])
+    torch.testing.assert_close(sigmas, expected, rtol=0, atol=5.1e-5)
+    x = torch.zeros(1, 1)
+    pairs = itertools.pairwise(sigmas.tolist())
+    stds = [sde_step(x, x, s, s_next, 0.7, sde_type="sde", sigma_max=sigmas[1].item()).transition_std for s, s_next in pairs]
+    expected = torch.tensor([.7000, .7430, .5362, .4459, .3918, .3528, .3191, .2820, .2254, .0063])
+    torch.testing.assert_close(torch.cat(stds), expected, rtol=0, atol=5.1e-5)
+    assert timesteps.dtype == sigmas.dtype == torch.float32
+    assert timesteps.shape == (10,)
+    torch.testing.assert_close(timesteps, 1000 * sigmas[:-1])
+    assert (timesteps != timesteps.round()).sum() >= 8  # never cut to integers
+
+
+@pytest.mark.parametrize("sde_type", TYPES)
+def test_finite_at_both_ends(sde_type):
+    _, sigmas = schedule(10)
+    x, v, _ = batch(torch.float32)
+    for i in range(10):
+        s, s_next = sigmas[i].item(), sigmas[i + 1].item()
+        out = sde_step(x, v, s, s_next, 0.7, sde_type=sde_type, sigma_max=sigmas[1].item())
+        assert out.prev_sample.isfinite().all()
+        assert out.prev_sample_mean.isfinite().all()
+        assert out.log_prob is None or out.log_prob.isfinite().all()
+        x = out.prev_sample
+
+
+def test_sigma_max():
+    x, v, noise = batch()
+    for s in (1.0, 1 - 1e-7):
+        with pytest.raises(ValueError, match="pass sigma_max"):
+            sde_step(x, v, s, 0.9, 0.7, sde_type="sde")
+        for sde_type in ("dance", "cps", "cps_gauss"):
+            sde_step(x, v, s, 0.9, 0.7, sde_type=sde_type)  # these have no denominator
+    # q^2 = .49 / (1 - .96), std = sqrt(12.25 .04) = .7
+    assert sde_step(x, v, 1.0, 0.96, 0.7, sde_type="sde", sigma_max=0.96).transition_std[0].item() == pytest.approx(0.7)
+    # below sigma_max it plays no part
+    low = [sde_step(x, v, 0.8, 0.7, 0.7, noise=noise, sigma_max=bound).prev_sample for bound in (None, 0.96)]
+    assert torch.equal(*low)
+
+
+def test_a_schedule_that_starts_below_1():
+    x, v, _ = batch()
+    out = sde_step(x, v, 0.9999, 0.96, 0.7, sde_type="sde", sigma_max=0.96)
+    assert out.transition_std[0].item() == pytest.approx(0.7 * math.sqrt(0.9999 / 0.04 * 0.0399))
+    steep = sde_step(x, v, 0.9999, 0.96, 0.7, sde_type="sde")  # without sigma_max: q^2 = .49 .9999 / .0001
+    assert steep.transition_std[0].item() == pytest.approx(0.7 * math.sqrt(9999 * 0.0399))
+    assert steep.prev_sample.isfinite().all()
+
+
+# ---- invariant 5: marginals ------------------------------------------------------------------------------------------
+MEAN, STD = 1.5, 0.5  # of the 1-D data
+
+
+def exact_velocity(x, s):
+    """E[noise - x0 | x_s = x] for x0 ~ N(MEAN, STD^2), by the regression of a jointly Gaussian pair."""
+    variance = (1 - s) ** 2 * STD**2 + s**2
+    return -MEAN + (s - (1 - s) * STD**2) / variance * (x - (1 - s) * MEAN)
+
+
+@pytest.mark.parametrize(("sde_type", "noise_level", "ratios"), [
+    ("sde", 0.7, {10: .8421, 40: .9590, 1000: .9995}),
+    ("sde", 0.0, {10: .7184, 40: .9292, 1000: .9971}),
+    ("cps", 0.8, {10: .6154, 40: .7415, 1000: .8018}),
+])
+def test_marginal_std_by_propagation(sde_type, noise_level, ratios):
+    probe = torch.tensor([[0.0], [1.0]], dtype=torch.float64)  # a step is affine in x: two points give its coefficients
+    for steps, ratio in ratios.items():
+        sigmas = schedule(steps)[1].tolist()
+        mean, variance = 0.0, 1.0
+        for s, s_next in zip(sigmas[:-2], sigmas[1:-1], strict=True):
+            v = exact_velocity(probe, s)
+            out = sde_step(probe, v, s, s_next, noise_level, sde_type=sde_type, sigma_max=sigmas[1])
+            constant, slope = out.prev_sample_mean[0].item(), out.prev_sample_mean.diff(dim=0).item()
+            mean, variance = constant + slope * mean, slope**2 * variance + out.transition_std[0].item() ** 2
+        s = sigmas[-2]
+        exact = math.sqrt((1 - s) ** 2 * STD**2 + s**2)
+        assert math.sqrt(variance) / exact == pytest.approx(ratio, abs=1e-3), steps
+    if sde_type == "sde":  # 1000 steps: the mean too
+        assert mean == pytest.approx((1 - s) * MEAN, abs=5e-3)
+
+
+# ---- batches, noise and dtypes ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sde_type", TYPES)
+def test_a_tensor_of_sigmas_is_row_by_row(sde_type):
+    x, v, noise = batch()
+    s, s_next = torch.tensor([1.0, 0.7, 0.3], dtype=torch.float64), torch.tensor([0.9, 0.5, 0.2], dtype=torch.float64)
+    out = sde_step(x, v, s, s_next, 0.6, sde_type=sde_type, sigma_max=0.95, noise=noise)
+    for i in range(3):
+        row = sde_step(x[i:i + 1], v[i:i + 1], s[i].item(), s_next[i].item(), 0.6, sde_type=sde_type, sigma_max=0.95,
+                       noise=noise[i:i + 1])
+        for whole, part in zip(out, row, strict=True):
+            torch.testing.assert_close(whole[i:i + 1], part, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(("s", "s_next"), [(0.5, 0.5), (0.5, 0.6), (torch.full((3,), .5), torch.tensor([.4, .5, .4]))])
+def test_sigma_must_go_down(s, s_next):
+    x, v, _ = batch()
+    with pytest.raises(ValueError, match="does not go down"):
+        sde_step(x, v, s, s_next, 0.7)
+
+
+def test_a_batch_is_stochastic_as_a_whole_or_not_at_all():
+    x, v, _ = batch()
+    with pytest.raises(ValueError, match="some samples"):
+        sde_step(x, v, torch.tensor([.5, .5, .5]), torch.tensor([.4, .0, .4]), 0.7, sde_type="cps")
+
+
+def test_unknown_sde_type():
+    x, v, _ = batch()
+    with pytest.raises(ValueError, match="'ode'"):
+        sde_step(x, v, 0.5, 0.4, 0.7, sde_type="ode")
+
+
+@pytest.mark.parametrize("sde_type", TYPES)
+def test_one_generator_per_image_makes_batching_irrelevant(sde_type):
+    x, v, _ = batch(torch.float32)
+    generators = [torch.Generator().manual_seed(10 + i) for i in range(3)]
+    together = sde_step(x, v, 0.8, 0.6, 0.7, sde_type=sde_type, generator=generators).prev_sample
+    for i in (2, 0, 1):
+        own = [torch.Generator().manual_seed(10 + i)]
+        alone = sde_step(x[i:i + 1], v[i:i + 1], 0.8, 0.6, 0.7, sde_type=sde_type, generator=own)
+        assert torch.equal(alone.prev_sample[0], together[i])
+
+
+def test_draw_noise():
+    a, b = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    noise = draw_noise((2, 3, 4), [a, b])
+    assert torch.equal(noise[1], torch.randn(3, 4, generator=torch.Generator().manual_seed(2)))
+    assert not torch.equal(draw_noise((2, 3, 4), [a, b]), noise)  # a generator moves on
+    with pytest.raises(ValueError, match="2 generators for a batch of 3"):
+        draw_noise((3, 4), [a, b])
+    many = draw_noise((200, 100), torch.Generator().manual_seed(0))
+    assert abs(many.mean()) < 0.03
+    assert many.std().item() == pytest.approx(1, abs=0.03)
+
+
+def test_noise_wins_over_the_generator():
+    x, v, noise = batch()
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    out = sde_step(x, v, 0.8, 0.6, 0.7, noise=noise, generator=generator)
+    torch.testing.assert_close((out.prev_sample - out.prev_sample_mean) / out.transition_std[0], noise)
+    assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("sde_type", TYPES)
+def test_arithmetic_is_fp32_for_bf16_input(sde_type):
+    x, v, noise = batch(torch.bfloat16)
+    out = sde_step(x, v, 0.8, 0.6, 0.7, sde_type=sde_type, noise=noise)
+    full = sde_step(x.float(), v.float(), 0.8, 0.6, 0.7, sde_type=sde_type, noise=noise.float())
+    exact = sde_step(x.double(), v.double(), 0.8, 0.6, 0.7, sde_type=sde_type, noise=noise.double())
+    for a, b, c in zip(out, full, exact, strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a.double(), c, rtol=1e-5, atol=2e-6)
+        assert c.dtype == torch.float64
+
+
+# ---- seeds, windows, schedules ---------------------------------------------------------------------------------------
+def test_image_seed_is_stable_and_distinct():
+    # printf "1 0 0" | b2sum -l 64 gives c447c3bd68ad511c, "7 3 41" c7af152cd00fc51e; halved to 63 bits
+    assert image_seed(1, 0, 0) == 0xC447C3BD68AD511C // 2
+    assert image_seed(7, 3, 41) == 0xC7AF152CD00FC51E // 2
+    seeds = {image_seed(seed, step, index) for seed in range(3) for step in range(12) for index in range(112)}
+    assert len(seeds) == 3 * 12 * 112  # "1 11 1" is not "1 1 11"
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize(("size", "window_range"), [(2, (0, 5)), (1, (3, 9)), (4, (0, 4))])
+def test_random_window_start_covers_its_range(size, window_range):
+    low, high = window_range
+    starts = Counter(random_window_start(1, step, size, window_range) for step in range(1500))
+    assert set(starts) == set(range(low, high - size + 1))
+    assert min(starts.values()) > 0.8 * 1500 / len(starts)  # uniform
+    again = [random_window_start(1, step, size, window_range) for step in range(50)]
+    assert again == [random_window_start(1, step, size, window_range) for step in range(50)]
+
+
+def test_random_window_start_depends_on_seed_and_step():
+    def trace(seed):
+        return [random_window_start(seed, step, 2, (0, 9)) for step in range(20)]
+
+    assert trace(1) != trace(100)
+    assert len(set(trace(1))) > 3
+
+
+@pytest.mark.parametrize("image_seq_len", [256, 1024, 4096])
+@pytest.mark.parametrize("config", [{}, {"base_shift": 0.4, "max_shift": 0.9, "base_image_seq_len": 128,
+                                         "max_image_seq_len": 8192, "shift_terminal": 0.02}])
+def test_dynamic_shifting_is_that_of_diffusers(image_seq_len, config):
+    config = {"base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256, "max_image_seq_len": 4096, **config}
+    theirs = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **config)
+    mu = calculate_shift(image_seq_len, config["base_image_seq_len"], config["max_image_seq_len"], config["base_shift"],
+                         config["max_shift"])
+    theirs.set_timesteps(12, mu=mu)
+    ours = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **config)
+    timesteps, sigmas = sigma_schedule(ours, 12, image_seq_len)
+    torch.testing.assert_close(sigmas, theirs.sigmas, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(timesteps, theirs.timesteps, rtol=1e-6, atol=1e-4)
+
+
+def test_sigma_schedule_is_a_copy():
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    timesteps, sigmas = sigma_schedule(scheduler, 10, 64)
+    kept = timesteps.clone(), sigmas.clone()
+    scheduler.timesteps.zero_()
+    scheduler.sigmas.zero_()
+    sigma_schedule(scheduler, 4, 64)
+    assert torch.equal(timesteps, kept[0])
+    assert torch.equal(sigmas, kept[1])
