@@ -312,10 +312,10 @@ def evaluate(args, model, engine, rewards, prompts, metadata):
     scores = score_images(rewards, images, mine, [metadata[row] for row in rows])  # (B, R)
     scores = gather(scores).transpose(0, 1).flatten(0, 1)[: len(prompts)]  # (prompts, R), in the prompts' order
     metrics = {f"val/{name}/mean": scores[:, r].mean() for r, name in enumerate(rewards)}
-    metrics |= {f"val/{name}/stderr": scores[:, r].std() / len(prompts) ** 0.5 for r, name in enumerate(rewards)}
-    pairs = sum(gather_objects(list(zip(places.tolist(), images, strict=True))[:32]), [])
-    pairs = sorted(pairs, key=lambda pair: pair[0])[: min(32, len(prompts))]
-    return metrics, [(image, f"{prompts[place]}  {scores[place, 0]:.2f}") for place, image in pairs]
+    stderr = scores.std(0, correction=0) / len(prompts) ** 0.5  # (R,)
+    metrics |= {f"val/{name}/stderr": stderr[r] for r, name in enumerate(rewards)}
+    shown = dict(sum(gather_objects(list(zip(places.tolist(), images, strict=True))[:32]), []))
+    return metrics, [(shown[i], f"{prompts[i]}  {scores[i, 0]:.2f}") for i in range(min(32, len(prompts)))]
 
 
 # ==== 11 CHECKPOINT ===================================================================================================

@@ -154,7 +154,7 @@ def make_pipeline():
         sample_size=WIDTH, mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False,
         scaling_factor=1.0, shift_factor=0.0)
     encoders = [CLIPTextModelWithProjection(clip_config), CLIPTextModelWithProjection(clip_config)]
-    for encoder in encoders:  # transformers' 0.02 would hide which character stands where behind everything else for long
+    for encoder in encoders:  # at transformers' std of 0.02, which character stands where would long go unseen
         torch.nn.init.normal_(encoder.text_model.embeddings.token_embedding.weight, std=1.0)
         torch.nn.init.normal_(encoder.text_model.embeddings.position_embedding.weight, std=0.5)
     return StableDiffusion3Pipeline(

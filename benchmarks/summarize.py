@@ -2,7 +2,7 @@
 
     python benchmarks/summarize.py docs/records/flow_grpo-vllm-*
 
-Seconds are of training alone, the sum of timing_s/step: starting the engine, evaluations and checkpoints are listed apart.
+Seconds are of training alone, the sum of timing_s/step: start-up, evaluations and checkpoints are apart.
 A threshold counts as reached at the first evaluation at or above it.
 """
 import json
@@ -32,25 +32,30 @@ def show(value, digits=0):
     return "not reached" if value is None else f"{value:.{digits}f}"
 
 
+def table(header, rows):
+    print("\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)), end="\n\n")
+
+
 def main(folders):
     runs = {Path(folder).name: read_run(folder) for folder in folders}
-    print("| run | before | after (s.e.) | steps | training s | " + " | ".join(f"s to {t:.2f}" for t in THRESHOLDS) +
-          " | one evaluation s | start-up s |\n|---" * 1 + "|---" * (6 + len(THRESHOLDS)) + "|")
-    for name, (rows, curve) in runs.items():
-        times = " | ".join(show(seconds_to(curve, t)) for t in THRESHOLDS)
-        testing = statistics.median(row["timing_s/testing"] for row in rows if "timing_s/testing" in row)
-        startup = rows[0].get("timing_s/startup")
-        print(f"| {name} | {curve[0][2]:.3f} | {curve[-1][2]:.3f} ({curve[-1][3]:.3f}) | {curve[-1][0]} | {curve[-1][1]:.0f} | "
-              f"{times} | {testing:.1f} | {show(startup)} |")
+    rows = []
+    for name, (metrics, curve) in runs.items():
+        testing = statistics.median(row["timing_s/testing"] for row in metrics if "timing_s/testing" in row)
+        rows.append([name, f"{curve[0][2]:.3f}", f"{curve[-1][2]:.3f} ({curve[-1][3]:.3f})", str(curve[-1][0]),
+                     f"{curve[-1][1]:.0f}", *(show(seconds_to(curve, t)) for t in THRESHOLDS), f"{testing:.1f}",
+                     show(metrics[0].get("timing_s/startup"))])
+    table(["run", "before", "after (s.e.)", "steps", "training s", *(f"s to {t:.2f}" for t in THRESHOLDS),
+           "one evaluation s", "start-up s"], rows)
     finals = [curve[-1][2] for _, curve in runs.values()]
-    print(f"\nfinal reward over {len(finals)} runs: mean {statistics.mean(finals):.3f}, worst {min(finals):.3f}; seconds to: " + "; ".join(
-        f"{t:.2f}: " + ", ".join(show(seconds_to(curve, t)) for _, curve in runs.values()) for t in THRESHOLDS))
-    print("\n| median s of a step | " + " | ".join(PHASES) + " | rest | step |\n|---" + "|---" * (len(PHASES) + 2) + "|")
-    for name, (rows, _) in runs.items():
-        steps = [row for row in rows if "timing_s/step" in row][1:]  # the first one warms up
+    print(f"final reward of {len(finals)} runs: mean {statistics.mean(finals):.3f}, worst {min(finals):.3f}\n")
+
+    rows = []
+    for name, (metrics, _) in runs.items():
+        steps = [row for row in metrics if "timing_s/step" in row][1:]  # the first one warms up
         phases = [statistics.median(row[f"timing_s/{phase}"] for row in steps) for phase in PHASES]
         step = statistics.median(row["timing_s/step"] for row in steps)
-        print(f"| {name} | " + " | ".join(f"{seconds:.2f}" for seconds in phases) + f" | {max(0, step - sum(phases)):.2f} | {step:.2f} |")
+        rows.append([name, *(f"{seconds:.2f}" for seconds in (*phases, max(0, step - sum(phases)), step))])
+    table(["median s of a step", *PHASES, "rest", "step"], rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,11 @@ def read_prompts(path, rewards=None):
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     prompts, metadata = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error}") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         record = {"prompt": line.strip()}

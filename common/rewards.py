@@ -118,6 +118,8 @@ def load_rewards(names):
             continue
         if not Path(path).is_file():
             raise ValueError(f"--reward {name}: no such file {path}")
+        if Path(path).suffix != ".py":
+            raise ValueError(f"--reward {name}: {path} is not a .py file")
         spec = importlib.util.spec_from_file_location(Path(path).stem, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -153,9 +155,11 @@ def reward_metrics(scores, totals, names, group_size):
     std_mean is the mean over groups of the population standard deviation; zero_std_ratio the share of groups whose
     images all score the same, from which nothing is learned.
     """
-    stds = totals.view(-1, group_size).std(1, correction=0)  # (P,)
+    groups = totals.view(-1, group_size)  # (P, group_size)
+    all_equal = groups.amax(1) == groups.amin(1)  # not std == 0: the std of equal values can be 1e-17
     return {
         "critic/rewards/mean": totals.mean(), "critic/rewards/max": totals.max(), "critic/rewards/min": totals.min(),
-        "critic/rewards/std_mean": stds.mean(), "critic/rewards/zero_std_ratio": (stds == 0).double().mean(),
+        "critic/rewards/std_mean": groups.std(1, correction=0).mean(),
+        "critic/rewards/zero_std_ratio": all_equal.double().mean(),
         "critic/rewards/group_size": group_size,
         **{f"critic/rewards/{name}/mean": scores[:, r].mean() for r, name in enumerate(names)}}

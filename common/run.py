@@ -28,33 +28,29 @@ def create_run_folder(folder, args, script):
     """Make `folder`, with args.json (the arguments as used, the command, the git hash) and a copy of the script."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(script).parent, capture_output=True, text=True)
-    record = {"command": " ".join(sys.argv), "git_hash": git.stdout.strip() or None, "args": asdict(args)}
+    git_hash = None
+    if shutil.which("git"):
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(script).parent, capture_output=True, text=True)
+        git_hash = git.stdout.strip() or None
+    record = {"command": " ".join(sys.argv), "git_hash": git_hash, "args": asdict(args)}
     (folder / "args.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
     shutil.copy(script, folder / "source.py")
     return folder
 
 
 @contextmanager
-def atomic_folder(path):
-    """Yield a temporary folder that takes the place of `path` once the block has ended and every file is on disk.
+def atomic_file(path):
+    """Yield the path of a temporary file that takes the place of `path` once the block has ended and it is on disk.
 
-    A kill at any moment leaves the previous `path`, or the new one, whole.
+    A kill, an exception or a full disk at any moment leaves the previous `path`, or the new one, whole.
     """
     path = Path(path)
-    temporary, previous = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.new")
     yield temporary
-    for file in temporary.rglob("*"):
-        if file.is_file():
-            with open(file, "rb") as f:
-                os.fsync(f.fileno())
-    shutil.rmtree(previous, ignore_errors=True)
-    if path.exists():
-        path.rename(previous)
-    temporary.rename(path)
-    shutil.rmtree(previous, ignore_errors=True)
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 class MetricLog:
@@ -153,9 +149,9 @@ def save_grid(path, images, captions, columns=8, scale=None):
 
 
 def save_checkpoint(folder, state):
-    """Write `state` (tensors and plain values) as folder/state.pt; the folder is the previous or this one, whole."""
-    with atomic_folder(folder) as temporary:
-        torch.save(state, temporary / "state.pt")
+    """Write `state` (tensors and plain values) as folder/state.pt: the file is the previous one or this one, whole."""
+    with atomic_file(Path(folder) / "state.pt") as temporary:
+        torch.save(state, temporary)
 
 
 def save_adapter(folder, pipe_class, tensors, lora_config):
@@ -163,6 +159,7 @@ def save_adapter(folder, pipe_class, tensors, lora_config):
 
     tensors: {"module.lora_A.weight": tensor} relative to the transformer; alpha and rank travel in the file's metadata.
     """
-    with atomic_folder(folder) as temporary:
-        pipe_class.save_lora_weights(temporary, transformer_lora_layers=tensors,
-                                     transformer_lora_adapter_metadata=lora_config.to_dict())
+    name, metadata = "pytorch_lora_weights.safetensors", lora_config.to_dict()
+    with atomic_file(Path(folder) / name) as temporary:
+        pipe_class.save_lora_weights(temporary.parent, transformer_lora_layers=tensors, weight_name=temporary.name,
+                                     transformer_lora_adapter_metadata=metadata)

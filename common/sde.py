@@ -65,10 +65,10 @@ def sde_step(sample, model_output, sigma, sigma_next, noise_level, *, sde_type: 
     elif sde_type in ("sde", "dance"):
         q2 = torch.full_like(s, noise_level**2)
         if sde_type == "sde" and noise_level > 0:
-            bound = 1 - 1e-6 if sigma_max is None else sigma_max
-            if sigma_max is None and bool((s > bound).any()):
-                raise ValueError(f"{step} starts at pure noise: pass sigma_max, the schedule's second sigma")
-            q2 = q2 * s / (1 - s.clamp(max=bound))
+            capped = s if sigma_max is None else s.clamp(max=sigma_max)
+            if bool((capped > 1 - 1e-6).any()):
+                raise ValueError(f"{step} starts at pure noise: pass sigma_max < 1, the schedule's second sigma")
+            q2 = q2 * s / (1 - capped)
         std = (q2 * -dt).sqrt()
         c_sample, c_velocity = 1 + q2 * dt / (2 * s), (1 + q2 * (1 - s) / (2 * s)) * dt
     else:
@@ -119,8 +119,8 @@ def image_seed(seed, step, index):
 def sigma_schedule(scheduler, num_inference_steps, image_seq_len):
     """The sampler's own schedule: timesteps (T,) in (0, 1000] and sigmas (T + 1,) from about 1 to 0, fp32 on the CPU.
 
-    `scheduler` is a diffusers FlowMatchEulerDiscreteScheduler; with its dynamic shifting, mu grows linearly with the
-    number of image tokens, as the FLUX, Qwen-Image and SD3 pipelines compute it. Timesteps stay floats.
+    `scheduler` is a diffusers FlowMatchEulerDiscreteScheduler, asked as the SD3 pipeline asks it; with its dynamic
+    shifting, mu grows linearly with the number of image tokens. Timesteps stay floats.
     """
     mu = None
     if scheduler.config.get("use_dynamic_shifting"):

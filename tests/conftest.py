@@ -1,5 +1,4 @@
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +13,7 @@ SMALL += ["--eval_num_inference_steps", "6"]
 def torchrun(folder, script, *args, nproc=1, check=True, timeout=420):
     """Run a script of the repository as a user does, in `folder`. Returns the finished process, output as text."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    done = subprocess.run([*command, str(ROOT / script), *map(str, args)], cwd=folder, env=env, text=True, timeout=timeout,
+    done = subprocess.run([*command, str(ROOT / script), *map(str, args)], cwd=folder, text=True, timeout=timeout,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert not check or done.returncode == 0, done.stdout[-6000:]
     return done

@@ -1,7 +1,5 @@
 """One SGD update of flow_grpo.py's policy on 16 images with made-up advantages; saves the LoRA. Run by torchrun."""
-import dataclasses
 import gc
-import os
 import sys
 from pathlib import Path
 
@@ -14,9 +12,8 @@ import torch
 
 
 def main(path, micro_batch_size):
-    world_size = int(os.environ["WORLD_SIZE"])
-    args = dataclasses.replace(flow_grpo.Args(), rollout="local", micro_batch_size=micro_batch_size, updates_per_rollout=1,
-                               num_inference_steps=5, max_grad_norm=1e9)
+    args = flow_grpo.Args(rollout="local", micro_batch_size=micro_batch_size, updates_per_rollout=1,
+                          num_inference_steps=5, max_grad_norm=1e9)
     rank, world_size, device = setup_distributed()
     model, params = flow_grpo.load_policy(args, flow_grpo.find_family(args.model), device)
     sampler = GroupSampler(4, 4, 4, 0, 1, rank, world_size)

@@ -122,9 +122,11 @@ def test_an_engine_that_cannot_load_says_why(tmp_path):
 
 def test_the_engine_does_not_outlive_its_parent(tmp_path):
     """A trainer that raises, or is killed, leaves no process behind and is not kept from exiting."""
-    code = ("import sys; sys.path.insert(0, sys.argv[1]); from tests.test_engine import start; from pathlib import Path\n"
-            "engine = start(Path(sys.argv[2])); print(engine.process.pid, flush=True); engine.wait_ready(); raise KeyError('x')")
-    done = subprocess.run([sys.executable, "-c", code, str(ROOT), str(tmp_path)], capture_output=True, text=True, timeout=120)
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+            "from tests.test_engine import start\n"
+            "engine = start(Path(sys.argv[2])); print(engine.process.pid, flush=True)\n"
+            "engine.wait_ready(); raise KeyError('x')")
+    done = subprocess.run([sys.executable, "-c", code, ROOT, tmp_path], capture_output=True, text=True, timeout=120)
     assert "KeyError" in done.stderr
     deadline = time.monotonic() + 20
     while os.path.exists(f"/proc/{int(done.stdout)}"):

@@ -112,7 +112,8 @@ def test_jpeg_rewards():
     assert scores == pytest.approx(expected, rel=1e-12)
     assert scores[0] < scores[1] < 0  # small files score high
     assert -0.03 < scores[0] < -0.006  # 4096 pixels of noise: about 2 bytes each
-    assert jpeg_incompressibility(images, [""] * 3, [{}] * 3) == pytest.approx([-score for score in expected], rel=1e-12)
+    negatives = [-score for score in expected]
+    assert jpeg_incompressibility(images, [""] * 3, [{}] * 3) == pytest.approx(negatives, rel=1e-12)
 
 
 # ---- load_rewards ----------------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ def test_unknown_reward_lists_the_names():
 
 def test_load_a_users_function(tmp_path):
     path = tmp_path / "my_rewards.py"
-    path.write_text("number = 3\n\ndef width(images, prompts, metadata):\n    return [number * i.width for i in images]\n")
+    path.write_text("number = 3\n\ndef width(images, *_):\n    return [number * image.width for image in images]\n")
     rewards = load_rewards([f"{path}:width", "ocr"])
     assert list(rewards) == ["width", "ocr"]
     assert rewards["width"]([sign("1")], [""], [{}]) == [288]

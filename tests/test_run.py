@@ -2,13 +2,13 @@
 import contextlib
 import json
 import math
-import os
 import subprocess
 from dataclasses import dataclass
 
 from common.run import (
     MetricLog,
-    atomic_folder,
+    atomic_file,
+    check_run_folder,
     create_run_folder,
     plot_curves,
     save_checkpoint,
@@ -21,65 +21,46 @@ import torch
 from PIL import Image
 
 
-# ---- atomic_folder ---------------------------------------------------------------------------------------------------
+# ---- atomic_file -----------------------------------------------------------------------------------------------------
 def write_version(path, text, fail=False):
-    with atomic_folder(path) as temporary:
-        (temporary / "sub").mkdir()
-        (temporary / "sub" / "file.txt").write_text(text)
-        if text == "new":
-            (temporary / "only_new.txt").write_text("x")
+    with atomic_file(path) as temporary:
+        temporary.write_text(text)
         if fail:
             raise KeyboardInterrupt
 
 
-def test_atomic_folder_creates_and_replaces(tmp_path):
-    path = tmp_path / "deep" / "checkpoint"
-    write_version(path, "old")
-    assert (path / "sub" / "file.txt").read_text() == "old"
-    write_version(path, "new")
-    assert (path / "sub" / "file.txt").read_text() == "new"
-    write_version(path, "third")
-    assert (path / "sub" / "file.txt").read_text() == "third"
-    assert not (path / "only_new.txt").exists()  # replaced, not merged
-    assert [p.name for p in path.parent.iterdir()] == ["checkpoint"]  # nothing left beside it
+def test_atomic_file_creates_and_replaces(tmp_path):
+    path = tmp_path / "deep" / "state.pt"
+    for text in ("old", "new", "third"):
+        write_version(path, text)
+        assert path.read_text() == text
+        assert [p.name for p in path.parent.iterdir()] == ["state.pt"]  # nothing left beside it
 
 
-def test_atomic_folder_that_raises_leaves_the_previous_one(tmp_path):
-    path = tmp_path / "checkpoint"
+def test_atomic_file_that_raises_leaves_the_previous_one(tmp_path):
+    path = tmp_path / "state.pt"
     with pytest.raises(KeyboardInterrupt):
         write_version(path, "old", fail=True)
     assert not path.exists()
     write_version(path, "old")
     with pytest.raises(KeyboardInterrupt):
         write_version(path, "new", fail=True)
-    assert [p.name for p in path.iterdir()] == ["sub"]
-    assert (path / "sub" / "file.txt").read_text() == "old"
-    write_version(path, "third")  # what the failed write left does not come back
-    assert not (path / "only_new.txt").exists()
-    assert (path / "sub" / "file.txt").read_text() == "third"
+    assert path.read_text() == "old"
+    write_version(path, "third")
+    assert path.read_text() == "third"
 
 
-@pytest.mark.parametrize("kill_at", [1, 2])
-def test_a_kill_at_a_rename_leaves_a_whole_folder(tmp_path, monkeypatch, kill_at):
-    path = tmp_path / "checkpoint"
+def test_a_kill_at_the_rename_leaves_the_previous_file(tmp_path, monkeypatch):
+    path = tmp_path / "state.pt"
     write_version(path, "old")
-    calls = []
 
-    def killed(function):
-        def call(*args, **kwargs):
-            calls.append(args)
-            if len(calls) == kill_at:
-                raise KeyboardInterrupt
-            return function(*args, **kwargs)
-        return call
+    def killed(*args):
+        raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", killed(os.rename))
-        patch.setattr(os, "replace", killed(os.replace))
-        with contextlib.suppress(KeyboardInterrupt):
-            write_version(path, "new")
-    assert path.exists()
-    assert (path / "sub" / "file.txt").read_text() in ("old", "new")
+    monkeypatch.setattr(type(path), "replace", killed)
+    with contextlib.suppress(KeyboardInterrupt):
+        write_version(path, "new")
+    assert path.read_text() == "old"
 
 
 def test_save_checkpoint(tmp_path):
@@ -133,8 +114,8 @@ def test_plot_curves(tmp_path):
     plot_curves(tmp_path)
     sparse = Image.open(tmp_path / "curves.png").convert("RGB").tobytes()
     for step in range(1, 11):
-        metrics = {"critic/rewards/mean": 0.2 + step / 20, "critic/rewards/zero_std_ratio": 0.0, "actor/grad_norm": 1 / step,
-                   "actor/pg_clipfrac": 0.1, "rollout_corr/logprob_abs_diff_mean": 1e-7}
+        metrics = {"critic/rewards/mean": 0.2 + step / 20, "critic/rewards/zero_std_ratio": 0, "actor/pg_clipfrac": 0.1,
+                   "actor/grad_norm": 1 / step, "rollout_corr/logprob_abs_diff_mean": 1e-7}
         if step % 5 == 0:
             metrics |= {"val/ocr/mean": 0.3 + step / 20, "val/ocr/stderr": 0.02}
             metrics |= {"val/jpeg/mean": 0.5, "val/jpeg/stderr": 0.0}
@@ -183,10 +164,12 @@ def test_create_run_folder(tmp_path):
     assert record["git_hash"] is None  # not in a repository
     assert record["command"]
     assert (folder / "source.py").read_text() == "print('the source')\n"
+    check_run_folder(folder)  # nothing was measured yet
     MetricLog(folder).log(0, {"a": 1})
-    with pytest.raises(ValueError, match="already holds a run"):
-        create_run_folder(folder, Args(learning_rate=0.6), script)
-    assert json.loads((folder / "args.json").read_text()) == record  # untouched
+    with pytest.raises(ValueError, match=f"{folder} already holds a run"):
+        check_run_folder(folder)
+    assert json.loads((folder / "args.json").read_text()) == record
+    check_run_folder(tmp_path / "runs" / "another")
 
 
 def test_create_run_folder_records_the_git_hash(tmp_path):

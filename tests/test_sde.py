@@ -149,8 +149,8 @@ def test_check_values_of_the_sd3_schedule():
     expected = torch.tensor([1, .9601, .9133, .8577, .7904, .7073, .6022, .4649, .2780, .0089, 0])
     torch.testing.assert_close(sigmas, expected, rtol=0, atol=5.1e-5)
     x = torch.zeros(1, 1)
-    pairs = itertools.pairwise(sigmas.tolist())
-    stds = [sde_step(x, x, s, s_next, 0.7, sde_type="sde", sigma_max=sigmas[1].item()).transition_std for s, s_next in pairs]
+    stds = [sde_step(x, x, s, s_next, 0.7, sde_type="sde", sigma_max=sigmas[1].item()).transition_std
+            for s, s_next in itertools.pairwise(sigmas.tolist())]
     expected = torch.tensor([.7000, .7430, .5362, .4459, .3918, .3528, .3191, .2820, .2254, .0063])
     torch.testing.assert_close(torch.cat(stds), expected, rtol=0, atol=5.1e-5)
     assert timesteps.dtype == sigmas.dtype == torch.float32
