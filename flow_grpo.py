@@ -94,7 +94,7 @@ class Args:
     """rollouts of the run"""
     updates_per_rollout: int = 2
     """optimizer steps per rollout; the first is on-policy, later ones meet the clip"""
-    micro_batch_size: int = 64
+    micro_batch_size: int = 32
     """images per forward and backward pass on a rank, and per local sampling batch"""
     learning_rate: float = 1e-3
     """AdamW's, constant (paper: 3e-4)"""
@@ -422,7 +422,7 @@ def main(args, family, rewards, train_set, eval_set):
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__, config=(tyro.conf.FlagConversionOff,))
+    args = tyro.cli(Args, description=__doc__, use_underscores=True, config=(tyro.conf.FlagConversionOff,))
     try:
         checked = check_args(args)
     except ValueError as error:

@@ -54,10 +54,12 @@ class Args:
     """seed of the data, the initial weights and the noise"""
     vae_steps: int = 1000
     """optimizer steps of the autoencoder, 48 images each"""
-    steps: int = 6000
-    """optimizer steps of transformer and text encoders; constant learning rate: a longer run passes through this one"""
+    steps: int = 9000
+    """optimizer steps of transformer and text encoders"""
+    decay_steps: int = 3000
+    """the last of them, over which the learning rate falls from 1e-3 to nearly 0"""
     easy_steps: int = 600
-    """of these, the first ones that see strings of 1 to 3 digits; the others see 3 to 6"""
+    """the first of them, which see strings of 1 to 3 digits; the others see 3 to 6"""
     batch_size: int = 96
     """images per optimizer step of the transformer"""
     pool_size: int = 60_000
@@ -224,8 +226,9 @@ def train_transformer(args, pipe, pools):
     generator = torch.Generator().manual_seed(args.seed)
     start, running = time.time(), 0.0
     for step in range(args.steps):
+        falling = max(0.0, 1 - (args.steps - step) / args.decay_steps)  # 0, then up to 1 over decay_steps
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1, (step + 1) / 200)
+            group["lr"] = 1e-3 * min(1, (step + 1) / 200) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * falling)))
         latents, clip_ids, t5_ids = pools[step >= args.easy_steps]
         rows = torch.randint(len(latents), (args.batch_size,), generator=generator)
         x0, clip_batch, t5_batch = latents[rows].float(), clip_ids[rows].clone(), t5_ids[rows].clone()
