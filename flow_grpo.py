@@ -4,7 +4,7 @@
     torchrun --standalone flow_grpo.py --rollout local       # the training transformer samples: no vLLM needed
     torchrun --standalone --nproc_per_node 2 flow_grpo.py    # the same images, shared by two ranks
 
-What it does otherwise than the paper and its code:
+Where it departs from the paper and its code:
 1. Advantages are taken over samples, one reward each; the reference code repeats a reward for every trained step.
 2. Groups are keyed by an integer id, never by the prompt's text.
 3. The last sampling step is an ODE step and never trained. There is no KL to the reference: the run is short.
@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.data import GroupSampler, read_prompts
-from common.distributed import gather, gather_objects, launched_world_size, max_memory_gb, setup_distributed, timed
+from common.data import GroupSampler, check_at_least, read_prompts
+from common.distributed import gather, gather_objects, launched_world_size, setup_distributed, timed
 from common.models import find_family, load_model
 from common.rewards import load_rewards, reward_metrics, score_images
 from common.rollout import RolloutRequest, Trajectories, VLLMEngine, check_engine
@@ -45,11 +45,11 @@ class Args:
     seed: int = 1
     """seed of the data order, the noise and the LoRA's initial weights"""
     track: bool = False
-    """log to wandb too, with a table of validation images"""
+    """log to wandb too, with the validation images"""
     model: str = str(ASSETS / "embedded")
     """diffusers pipeline: a folder or a hub id"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """of the frozen weights and the forward passes; LoRA, Adam and all sampling arithmetic are fp32 always"""
+    """of the frozen weights and the forward passes; LoRA, Adam, sampling arithmetic and the VAE are fp32 always"""
     lora_rank: int = 16
     """rank of the LoRA on the attention projections"""
     lora_alpha: int = 32
@@ -65,7 +65,7 @@ class Args:
     eval_prompts: str = str(ASSETS / "eval_prompts.txt")
     """held-out prompts, one image each at every evaluation"""
     reward: tuple[str, ...] = ("ocr",)
-    """ocr, ocr_contains, jpeg_compressibility, jpeg_incompressibility, path/to/file.py:function; several are summed"""
+    """ocr, ocr_contains, jpeg_compressibility, jpeg_incompressibility, path/to/file.py:function; several are added"""
     reward_weights: tuple[float, ...] = (1.0,)
     """weight of each reward in the sum"""
     rollout: Literal["vllm", "local"] = "vllm"
@@ -89,7 +89,7 @@ class Args:
     sde_window_size: int = 0
     """consecutive SDE steps per rollout, the others being ODE steps and not trained; 0: all but the last"""
     sde_window_range: tuple[int, int] = (0, 5)
-    """[lo, hi) of steps that the window is drawn from, once per rollout; hi is at most num_inference_steps - 1"""
+    """with a window: [lo, hi) of steps it is drawn from, once per rollout; hi is at most num_inference_steps - 1"""
     num_steps: int = 40
     """rollouts of the run"""
     updates_per_rollout: int = 2
@@ -126,8 +126,8 @@ def check_args(args):
     check_run_folder(Path("runs") / args.name)
     if len(args.reward_weights) != len(args.reward):
         raise ValueError(f"--reward_weights: {len(args.reward_weights)} weights for {len(args.reward)} rewards")
-    if args.group_size < 2:
-        raise ValueError(f"--group_size {args.group_size}: a group needs at least 2 images to compare")
+    check_at_least(vars(args), num_prompts=1, group_size=2, num_inference_steps=2, eval_num_inference_steps=1,
+                   eval_every=1, updates_per_rollout=1, micro_batch_size=1, rollout_batch_size=1, sde_window_size=0)
     num_images = args.num_prompts * args.group_size
     if num_images % (unit := args.updates_per_rollout * launched_world_size() * args.micro_batch_size):
         raise ValueError(f"--num_prompts x --group_size = {num_images} images do not divide into --updates_per_rollout "
@@ -143,7 +143,7 @@ def check_args(args):
 # ==== 3 DATA ==========================================================================================================
 def make_request(args, model, prompts, prompt_index, seeds, num_inference_steps, sde_steps):
     """Ask for B images of `prompts`, each encoded once: prompt_index (B,) says which one, seeds (B) its noise."""
-    timesteps, sigmas, latent_shape = model.schedule(num_inference_steps, args.height, args.width)
+    timesteps, sigmas, latent_shape = model.schedule(num_inference_steps, args.height, args.width)  # (T,), (T + 1,)
     conditioning = model.encode_prompts(prompts, args.max_sequence_length)
     negative = model.encode_prompts([""], args.max_sequence_length) if args.guidance_scale > 1 else None
     return RolloutRequest(conditioning, negative, prompt_index, seeds, timesteps, sigmas, latent_shape, sde_steps,
@@ -177,8 +177,9 @@ def load_policy(args, family, device):
 
 
 def full_adapter(transformer):
-    """The LoRA on the CPU, whole: {"module.lora_A.weight": tensor}. A collective: every rank calls it."""
-    return {name: value.full_tensor().detach().cpu() for name, value in get_peft_model_state_dict(transformer).items()}
+    """The LoRA on the CPU, whole: {"module.lora_A.weight": tensor}, and its LoraConfig. A collective."""
+    tensors = {name: p.full_tensor().detach().cpu() for name, p in get_peft_model_state_dict(transformer).items()}
+    return tensors, transformer.peft_config["default"]
 
 
 # ==== 5 ENGINE ========================================================================================================
@@ -269,10 +270,10 @@ def update(args, model, params, optimizer, request, latents, old_log_probs, adva
 
     A pass is one trained step of one micro-batch; the passes of a mini-batch add up to its mean gradient.
     """
-    totals, grad_norms = {}, []
+    kept, grad_norms = [], []
     for number, mini_batch in enumerate(torch.arange(len(advantages)).chunk(args.updates_per_rollout)):
         micro_batches = mini_batch.split(args.micro_batch_size)
-        num_passes = len(micro_batches) * len(request.sde_steps)
+        num_passes, passes = len(micro_batches) * len(request.sde_steps), []
         for rows, (w, i) in itertools.product(micro_batches, enumerate(request.sde_steps)):
             last = rows is micro_batches[-1] and i == request.sde_steps[-1]
             model.transformer.set_requires_gradient_sync(last)  # between ranks, once per optimizer step
@@ -280,21 +281,23 @@ def update(args, model, params, optimizer, request, latents, old_log_probs, adva
             log_prob = policy_step(model, request.select(rows), x, i, prev_sample=next_x).log_prob  # (len(rows),)
             loss, metrics = policy_loss(log_prob, old_log_probs[rows, w], advantages[rows], args.clip_range)
             (loss / num_passes).backward()
+            passes.append(metrics)
             off = (log_prob.detach() - old_log_probs[rows, w]).abs().max().item()
-            if number == 0 and not off <= (1e-6 if args.dtype == "float32" else 1e-4):
+            if number == 0 and off > (1e-6 if args.dtype == "float32" else 1e-4):
                 raise RuntimeError(f"step {i}: the first update's log-ratio is {off:.1e}, not 0 to round-off: the old "
                                    "log-probs do not come from the same arithmetic as the update's")
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + value / num_passes / args.updates_per_rollout
         grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
-        if math.isfinite(grad_norm):
+        if math.isfinite(grad_norm):  # it is over all ranks: they skip together
             grad_norms.append(grad_norm)
+            kept += passes
             if grad_norm > 0:  # where all rewards are equal there is nothing to learn, and no weight to decay
                 optimizer.step()
         optimizer.zero_grad()
-    means = gather(torch.stack(list(totals.values()))).mean(0).tolist()
-    return {**dict(zip(totals, means, strict=True)), "actor/grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
-            "actor/skipped_steps": args.updates_per_rollout - len(grad_norms), "actor/lr": args.learning_rate}
+    counts = {"actor/skipped_steps": args.updates_per_rollout - len(grad_norms), "actor/lr": args.learning_rate}
+    if not kept:
+        return counts
+    means = gather(torch.stack([torch.stack([m[name] for m in kept]).mean() for name in kept[0]])).mean(0).tolist()
+    return {**counts, "actor/grad_norm": sum(grad_norms) / len(grad_norms), **dict(zip(kept[0], means, strict=True))}
 
 
 # ==== 10 EVAL =========================================================================================================
@@ -321,11 +324,11 @@ def evaluate(args, model, engine, rewards, prompts, metadata):
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args, folder, model, optimizer, sampler, step):
     """Write the adapter as diffusers does, and a checkpoint of all that changes. A collective; rank 0 writes."""
-    adapter, whole = full_adapter(model.transformer), StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole, (adapter, config) = StateDictOptions(full_state_dict=True, cpu_offload=True), full_adapter(model.transformer)
     state = {"step": step, "args": asdict(args), "adapter": adapter, "sampler": sampler.state_dict(),
              "optimizer": get_optimizer_state_dict(model.transformer, optimizer, options=whole)}
     if dist.get_rank() == 0:
-        save_adapter(folder / "adapter", type(model.pipe), adapter, model.transformer.peft_config["default"])
+        save_adapter(folder / "adapter", type(model.pipe), adapter, config)
         save_checkpoint(folder / "checkpoint", state)
 
 
@@ -348,15 +351,13 @@ def main(args, family, rewards, train_set, eval_set):
     log = MetricLog(folder, args, args.track) if rank == 0 else None
     engine = start_engine(args, folder, rank, device)
     model, params = load_policy(args, family, device)
-    lora_config = model.transformer.peft_config["default"]
     optimizer = torch.optim.AdamW(params, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
     sampler = GroupSampler(len(train_set[0]), args.num_prompts, args.group_size, args.seed, args.updates_per_rollout,
                            rank, world_size)
     if engine:
         probe = make_request(args, model, eval_set[0][:1], torch.tensor([0]), [0], args.num_inference_steps, ())
-        engine.verify_push(full_adapter(model.transformer), lora_config, probe)
+        engine.verify_push(*full_adapter(model.transformer), probe)
     timing, skipped_in_a_row = {"startup": time.perf_counter() - began}, 0
-
     for step in (bar := tqdm(range(args.num_steps + 1), disable=rank > 0)):
         metrics, grid, start = {}, None, time.perf_counter()
         if step:  # step 0 only evaluates
@@ -392,15 +393,14 @@ def main(args, family, rewards, train_set, eval_set):
                                   advantages[image_index].to(device, torch.float32))
             skipped_in_a_row = (skipped_in_a_row + 1) * (metrics["actor/skipped_steps"] == args.updates_per_rollout)
             if skipped_in_a_row == MAX_SKIPPED:
-                raise RuntimeError(f"step {step}: no finite gradient in {MAX_SKIPPED} rollouts in a row")
+                raise RuntimeError(f"step {step}: no finite gradient in {MAX_SKIPPED} rollouts: lower --learning_rate")
 
             with timed(timing, "update_weights"):
                 if engine:
-                    engine.push_lora(full_adapter(model.transformer), lora_config)
+                    engine.push_lora(*full_adapter(model.transformer))
 
             timing["step"] = time.perf_counter() - start
-            metrics |= {"training/epoch": sampler.position / len(train_set[0]),
-                        "perf/max_memory_gb": max_memory_gb(device)}
+            metrics["training/epoch"] = sampler.position / len(train_set[0])
             bar.set_postfix(reward=f"{totals.mean():.3f}")
 
         if step % args.eval_every == 0 or step == args.num_steps:

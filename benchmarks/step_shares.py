@@ -35,7 +35,7 @@ def clock(owner, attribute, share):
 def main(args):
     from diffusers import SD3Transformer2DModel
 
-    clock(SD3Transformer2DModel, "forward", "models")  # inside FSDP's hooks, whose work counts as neither
+    clock(SD3Transformer2DModel, "forward", "models")  # with the blocks' FSDP hooks; the root's are outside
     clock(torch.Tensor, "backward", "models")
     clock(StableDiffusion3, "encode_prompts", "models")
     clock(StableDiffusion3, "decode", "models")
@@ -43,7 +43,7 @@ def main(args):
     log = flow_grpo.MetricLog.log
 
     def print_shares(self, step, metrics, grid=None):
-        if step > 1:
+        if 1 < step < args.num_steps:  # the last one's clocks include the evaluation
             total = metrics["timing_s/step"]
             shares = {name: seconds / total for name, seconds in spent.items()}
             print(f"step {step}: {total:.2f} s; " + ", ".join(f"{name} {share:.1%}" for name, share in shares.items())

@@ -1,8 +1,15 @@
-"""Prompts from files, and the sampler that draws groups of images from them."""
+"""Options within bounds, prompts from files, and the sampler that draws groups of images from them."""
 import json
 from pathlib import Path
 
 import torch
+
+
+def check_at_least(options, **minimum):
+    """Raises ValueError for the first of `options` ({name: number}) that is below its minimum."""
+    for name, least in minimum.items():
+        if options[name] < least:
+            raise ValueError(f"--{name} {options[name]}: must be at least {least}")
 
 
 def read_prompts(path, rewards=None):
@@ -40,7 +47,8 @@ def read_prompts(path, rewards=None):
         metadata.append(record)
         for reward in (rewards or {}).values():
             try:
-                getattr(reward, "check", str)(prompts[-1])
+                if hasattr(reward, "check"):
+                    reward.check(prompts[-1])
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
     if not prompts:

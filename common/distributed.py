@@ -1,6 +1,5 @@
-"""Joining torchrun's world, and the two small things every script needs in it."""
+"""Torchrun's world: joining it, gathering over it, and a clock."""
 import os
-import resource
 import sys
 import time
 from contextlib import contextmanager
@@ -45,13 +44,6 @@ def gather_objects(value):
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, value)
     return parts
-
-
-def max_memory_gb(device):
-    """Peak memory of this rank so far: allocated on its GPU, or resident on the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 @contextmanager

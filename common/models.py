@@ -25,10 +25,14 @@ class StableDiffusion3:
     @torch.no_grad()
     def encode_prompts(self, prompts, max_sequence_length):
         """B prompts -> {"prompt_embeds": (B, L, C), "pooled_prompt_embeds": (B, P)} in the text encoders' dtype."""
-        prompt_embeds, _, pooled_prompt_embeds, _ = self.pipe.encode_prompt(
-            prompt=prompts, prompt_2=None, prompt_3=None, do_classifier_free_guidance=False,
-            max_sequence_length=max_sequence_length, device=self.pipe.text_encoder.device)
-        return {"prompt_embeds": prompt_embeds, "pooled_prompt_embeds": pooled_prompt_embeds}
+        parts = []
+        for i in range(0, len(prompts), 32):  # T5's attention over thousands of prompts would not fit a GPU
+            prompt_embeds, _, pooled, _ = self.pipe.encode_prompt(
+                prompt=prompts[i : i + 32], prompt_2=None, prompt_3=None, do_classifier_free_guidance=False,
+                max_sequence_length=max_sequence_length, device=self.pipe.text_encoder.device)
+            parts.append((prompt_embeds, pooled))
+        prompt_embeds, pooled = (torch.cat(column) for column in zip(*parts, strict=True))
+        return {"prompt_embeds": prompt_embeds, "pooled_prompt_embeds": pooled}
 
     def schedule(self, num_inference_steps, height, width):
         """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""
@@ -78,7 +82,7 @@ def find_family(model):
         index = folder / "model_index.json"
         if not index.is_file():
             raise ValueError(f"--model {model}: not a diffusers pipeline (no model_index.json)")
-        name = json.loads(index.read_text())["_class_name"]
+        name = json.loads(index.read_text()).get("_class_name")
     else:
         try:
             name = DiffusionPipeline.load_config(model)["_class_name"]

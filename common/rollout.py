@@ -3,13 +3,14 @@
 The local engine is a loop in each script (sample with the training transformer itself). The vLLM-Omni engine has a
 process of its own (`common/vllm_engine.py`), clean of torchrun's environment, reached over a pipe with bounded waits.
 """
+import contextlib
 import importlib.util
 import os
 import pickle
 import subprocess
 import sys
-import time
-from dataclasses import dataclass, fields
+import threading
+from dataclasses import dataclass, fields, replace
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -35,12 +36,17 @@ class RolloutRequest:
     height: int
     width: int
 
+    def cpu(self):
+        """The same request with its tensors on the CPU, for another process."""
+        names = ("conditioning", "negative_conditioning")
+        on_cpu = {n: getattr(self, n) and {k: v.cpu() for k, v in getattr(self, n).items()} for n in names}
+        return replace(self, **on_cpu)
+
     def select(self, rows):
         """The same request for some of its images; conditioning is expanded to one row per image."""
         index = self.prompt_index[rows]
-        return RolloutRequest(**{f.name: getattr(self, f.name) for f in fields(self)} | {
-            "conditioning": {k: v[index.to(v.device)] for k, v in self.conditioning.items()},
-            "prompt_index": torch.arange(len(index)), "seeds": [self.seeds[i] for i in rows.tolist()]})
+        return replace(self, conditioning={k: v[index.to(v.device)] for k, v in self.conditioning.items()},
+                       prompt_index=torch.arange(len(index)), seeds=[self.seeds[i] for i in rows.tolist()])
 
 
 @dataclass
@@ -103,17 +109,17 @@ class VLLMEngine:
         if Path(model).is_dir():
             env["HF_HUB_OFFLINE"] = "1"
         if visible_device is not None:
-            names = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            names = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             env["CUDA_VISIBLE_DEVICES"] = names[visible_device] if len(names) > visible_device else str(visible_device)
         else:
             env |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                     "OMP_NUM_THREADS": str(num_threads)}
         with open(self.log_file, "ab") as log:
-            command = [sys.executable, "-m", "common.vllm_engine", str(child.fileno())]
+            command = [sys.executable, "-m", "common.vllm_engine", str(child.fileno()), str(os.getpid())]
             self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                             pass_fds=[child.fileno()])
         child.close()
-        self._send({"model": str(model), "dtype": str(dtype).removeprefix("torch."), "max_num_seqs": max_num_seqs})
+        self._send("start", {"model": str(model), "dtype": dtype, "max_num_seqs": max_num_seqs})
         self.ready = False
 
     def wait_ready(self):
@@ -124,8 +130,8 @@ class VLLMEngine:
 
     def generate(self, request, lora=True):
         """RolloutRequest -> Trajectories, with the adapter last pushed or (`lora=False`) with the base model."""
-        fields = self._call("generate", request, lora=lora)
-        return Trajectories(**{**fields, "images": [Image.fromarray(pixels) for pixels in fields["images"].numpy()]})
+        answer = self._call("generate", request.cpu(), lora=lora)
+        return Trajectories(**{**answer, "images": [Image.fromarray(pixels) for pixels in answer["images"].numpy()]})
 
     def push_lora(self, tensors, config):
         """Replace the adapter: {"module.lora_A.weight": tensor} on the CPU, as peft names them, and its LoraConfig.
@@ -137,11 +143,11 @@ class VLLMEngine:
         return self._call("push_lora", tensors, config)
 
     def verify_push(self, tensors, config, request):
-        """Push the adapter for the first time, and prove that pushing works: an adapter of the same modules with noise
-        in its zero matrices must bind every module and change the image of `request` (the base's must be as before).
+        """Push the adapter for the first time, and prove that pushing works: an adapter of the same modules, with noise
+        in its zero matrices, must bind every module, change the image of `request`, and leave the base model's alone.
 
         Raises:
-            EngineError: saying which of the two failed.
+            EngineError: saying which of the three failed.
         """
         base = self.generate(request, lora=False)
         generator = torch.Generator().manual_seed(0)
@@ -149,9 +155,11 @@ class VLLMEngine:
                  for k, v in tensors.items()}
         bound, modules = self.push_lora(probe, config), len(tensors) // 2
         if bound != modules:
-            raise EngineError(f"the engine bound {bound} of the adapter's {modules} modules")
+            raise EngineError(f"the engine bound {bound} of the adapter's {modules} modules; its log: {self.log_file}")
         if torch.equal(self.generate(request).latents, base.latents):
-            raise EngineError("a pushed adapter changes nothing in the engine's images")
+            raise EngineError(f"a pushed adapter changes nothing in the engine's images; its log: {self.log_file}")
+        if not torch.equal(self.generate(request, lora=False).latents, base.latents):
+            raise EngineError(f"a pushed adapter changes the engine's base model too; its log: {self.log_file}")
         self.push_lora(tensors, config)
 
     def close(self):
@@ -165,35 +173,44 @@ class VLLMEngine:
 
     def _call(self, operation, *args, **kwargs):
         self.wait_ready()
-        self._send((operation, args, kwargs))
+        self._send(operation, (operation, args, kwargs))
         return self._receive(operation)
 
-    def _send(self, message):
-        try:
-            self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
-        except (BrokenPipeError, ConnectionResetError):
-            raise EngineError(self._describe_death("before a call")) from None
+    def _send(self, operation, message):
+        self._bounded(operation, self.connection.send_bytes, pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
     def _receive(self, operation):
-        deadline = time.monotonic() + self.timeout_s
-        while not self.connection.poll(0.5):
-            if self.process.poll() is not None and not self.connection.poll(0):
-                raise EngineError(self._describe_death(f"during {operation}"))
-            if time.monotonic() > deadline:
-                self.process.kill()
-                raise EngineError(f"the rollout engine did not answer to {operation} within {self.timeout_s:g} s "
-                                  f"(--engine_timeout_s) and was stopped; its log: {self.log_file}")
-        try:
-            ok, value = pickle.loads(self.connection.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            raise EngineError(self._describe_death(f"during {operation}")) from None
+        ok, value = pickle.loads(self._bounded(operation, self.connection.recv_bytes))
         if not ok:
             raise EngineError(f"the rollout engine failed during {operation}; its traceback "
                               f"(log: {self.log_file}):\n{value}")
         return value
 
-    def _describe_death(self, when):
-        self.process.wait(10)
+    def _bounded(self, operation, function, *args):
+        """function(*args), for timeout_s at most: a stopped engine blocks a read and, its pipe full, a write too."""
+        outcome = []
+
+        def run():
+            with contextlib.suppress(EOFError, OSError):  # the pipe closed: the engine died, which is told below
+                outcome.append(function(*args))
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(self.timeout_s)
+        if thread.is_alive():
+            self.process.kill()
+            raise EngineError(f"the rollout engine did not answer to {operation} within {self.timeout_s:g} s "
+                              f"(--engine_timeout_s) and was stopped; its log: {self.log_file}")
+        if not outcome:
+            raise EngineError(self._describe_death(operation))
+        return outcome[0]
+
+    def _describe_death(self, operation):
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:  # its pipe is closed but threads keep it alive
+            self.process.kill()
+            self.process.wait()
         tail = self.log_file.read_text(errors="replace").splitlines()[-15:]
-        return "\n".join([f"the rollout engine died {when} (exit code {self.process.returncode}); "
+        return "\n".join([f"the rollout engine died during {operation} (exit code {self.process.returncode}); "
                           f"the end of its log, {self.log_file}:", *tail])

@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -73,7 +74,7 @@ class MetricLog:
         metrics = {name: float(value) for name, value in metrics.items()}
         bad = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
-            raise ValueError(f"step {step}: not a finite number: {', '.join(bad)}")
+            raise ValueError(f"step {step}: not a finite number: {', '.join(bad)}; is --learning_rate too high?")
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"training/global_step": step, **metrics}) + "\n")
         if grid:
@@ -90,9 +91,17 @@ class MetricLog:
             self.wandb.finish()
 
 
+def max_memory_gb():
+    """Peak memory of this process so far: allocated on its GPU or, where there is none, resident on the host."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # Linux counts in kB
+
+
 def speed_metrics(timing, step, num_images, world_size):
     """Seconds by phase -> timing_s/*, and for a training step also per image and as throughput (images/s per rank)."""
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+    metrics["perf/max_memory_gb"] = max_memory_gb()
     if "step" in timing:
         metrics |= {f"timing_per_image_ms/{name}": 1000 * timing[name] / num_images
                     for name in ("gen", "reward", "update_actor")}

@@ -1,7 +1,7 @@
 """The vLLM-Omni engine process: SDE sampling, trajectories and log-probs in the native pipeline, adapters as tensors.
 
-Run by `common/rollout.py` as `python -m common.vllm_engine FD`. The pipeline below is vLLM-Omni's own with two hooks
-that every native denoising loop passes through; `sde_step` is the trainer's. Where there is no GPU, vLLM-Omni's
+Run by `common/rollout.py` as `python -m common.vllm_engine FD PARENT`. The pipeline below is vLLM-Omni's own, with two
+hooks that every native denoising loop passes through; `sde_step` is the trainer's. Where there is no GPU, vLLM-Omni's
 platform is `common/vllm_cpu.py`.
 """
 import os
@@ -82,6 +82,10 @@ class SDERolloutMixin:
         return super().predict_noise_maybe_with_cfg(do_true_cfg, true_cfg_scale, positive_kwargs, negative_kwargs,
                                                     *args, **kwargs)
 
+    def predict_noise(self, **kwargs):
+        velocity = super().predict_noise(**kwargs)
+        return velocity if self._run is None else velocity.float()  # guidance is combined in fp32, as in the trainer
+
     def scheduler_step_maybe_with_cfg(self, noise_pred, t, latents, do_true_cfg, *args, **kwargs):
         run = self._run
         if run is None:
@@ -113,10 +117,19 @@ class SDERolloutMixin:
 
 
 class StableDiffusion3Rollout(SDERolloutMixin, StableDiffusion3Pipeline):
-    pass
+    """Prompt embeddings come with the requests; the VAE is fp32, as the trainer's is."""
 
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.vae.float()
 
-PIPELINES = {"StableDiffusion3Pipeline": "common.vllm_engine.StableDiffusion3Rollout"}
+    def forward(self, req, *args, **kwargs):
+        output = super().forward(req, *args, **kwargs)
+        self.text_encoder = self.text_encoder_2 = self.text_encoder_3 = None  # needed by the start-up dummy run only
+        return output
+
+    def encode_prompt(self, *args, **kwargs):
+        return tuple(embeds.to(self.device) for embeds in super().encode_prompt(*args, **kwargs))
 
 
 class RolloutDiffusionEngine(DiffusionEngine):
@@ -179,8 +192,7 @@ def rpc(omni, method, *args):
     return results
 
 
-def exit_with_parent():
-    parent = os.getppid()
+def exit_with_parent(parent):
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
@@ -196,7 +208,7 @@ def serve(connection):
         from vllm_omni.entrypoints import Omni
 
         omni = Omni(**options, enforce_eager=True, distributed_executor_backend="uni",
-                    custom_pipeline_args={"pipeline_class": PIPELINES["StableDiffusion3Pipeline"]},
+                    custom_pipeline_args={"pipeline_class": "common.vllm_engine.StableDiffusion3Rollout"},
                     engine_backend="common.vllm_engine.RolloutDiffusionEngine",
                     worker_extension_cls="common.vllm_engine.RolloutWorkerExtension")
         reply(True, time.time() - start)
@@ -205,10 +217,11 @@ def serve(connection):
         return
     while True:
         try:
-            operation, args, kwargs = pickle.loads(connection.recv_bytes())
+            message = connection.recv_bytes()
         except EOFError:  # the trainer closed its end
             break
         try:
+            operation, args, kwargs = pickle.loads(message)
             if operation == "generate":
                 reply(True, generate(omni, *args, **kwargs))
             else:
@@ -219,5 +232,5 @@ def serve(connection):
 
 
 if __name__ == "__main__":
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
     serve(Connection(int(sys.argv[1])))

@@ -24,7 +24,7 @@ def main(path, micro_batch_size):
     advantages = torch.linspace(-2, 2, 16)[image_index]
     optimizer = torch.optim.SGD(params, lr=1.0)
     flow_grpo.update(args, model, params, optimizer, request, out.latents, out.log_probs, advantages)
-    adapter = flow_grpo.full_adapter(model.transformer)
+    adapter, _ = flow_grpo.full_adapter(model.transformer)
     if rank == 0:
         torch.save(adapter, path)
     del model, params, optimizer

@@ -173,8 +173,9 @@ ERRORS = {
     "--reward nonsense": "--reward nonsense: unknown; use one of ocr, ocr_contains, jpeg_compressibility",
     "--reward no/such.py:f": "--reward no/such.py:f: no such file no/such.py",
     "--reward_weights 1.0 2.0": "--reward_weights: 2 weights for 1 rewards",
-    "--group_size 1": "--group_size 1: a group needs at least 2 images",
-    "--num_prompts 15": "120 images do not divide into --updates_per_rollout x ranks x --micro_batch_size = 128",
+    "--group_size 1": "--group_size 1: must be at least 2",
+    "--micro_batch_size 0": "--micro_batch_size 0: must be at least 1",
+    "--num_prompts 15": "120 images do not divide into --updates_per_rollout x ranks x --micro_batch_size = 64",
     "--sde_window_size 4 --sde_window_range 7 11": "--sde_window_range 7 11: no window of 4 fits in it and in 0 to 8",
     "--noise_level 0": "--noise_level 0.0: without noise there is no log-prob to train",
     "--model no/such/model": "--model no/such/model: ",
@@ -202,7 +203,7 @@ def test_an_error_is_one_line_on_the_screen(tmp_path):
     command = [sys.executable, ROOT / "flow_grpo.py", "--group_size", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == "flow_grpo.py: error: --group_size 1: a group needs at least 2 images to compare\n"
+    assert done.stderr == "flow_grpo.py: error: --group_size 1: must be at least 2\n"
 
 
 def test_a_run_is_not_overwritten_and_torchrun_is_asked_for(tmp_path, monkeypatch):
