@@ -205,10 +205,9 @@ def sample_locally(model, request):
 
 
 def rollout(args, model, engine, request):
-    """Sample a request with either engine. Returns Trajectories on the training device."""
+    """Trajectories on the training device; local ones in the update's micro-batches, for log-probs equal to the bit."""
     if engine:
         return engine.generate(request).to(model.transformer.device)
-    # in the update's micro-batches: the same arithmetic, so the same log-probs to the last bit
     return Trajectories.cat([sample_locally(model, request.select(rows))
                              for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size)])
 

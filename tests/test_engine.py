@@ -39,8 +39,9 @@ def assert_parity(engine, model, args, request, lora):
     log_probs = flow_grpo.recompute_log_probs(args, model, request, theirs.latents)
     assert theirs.log_probs.shape == (7, len(request.sde_steps))
     torch.testing.assert_close(log_probs, theirs.log_probs, rtol=0, atol=1e-6)
-    torch.testing.assert_close(theirs.latents, ours.latents, rtol=0, atol=2e-5)
-    torch.testing.assert_close(theirs.prev_sample_means, ours.prev_sample_means, rtol=0, atol=2e-5)
+    # two rollouts of their own: round-off of each step is the next step's input, and guidance enlarges it
+    torch.testing.assert_close(theirs.latents, ours.latents, rtol=0, atol=1e-4)
+    torch.testing.assert_close(theirs.prev_sample_means, ours.prev_sample_means, rtol=0, atol=1e-4)
     torch.testing.assert_close(theirs.transition_stds, ours.transition_stds, rtol=0, atol=0)
     for a, b in zip(theirs.images, ours.images, strict=True):
         pixels = [torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).int() for image in (a, b)]

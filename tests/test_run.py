@@ -185,8 +185,11 @@ def test_create_run_folder_records_the_git_hash(tmp_path):
 
 
 def test_speed_metrics_by_hand():
-    assert speed_metrics({"testing": 2.0}, 0, 128, 2) == {"timing_s/testing": 2.0}
+    metrics = speed_metrics({"testing": 2.0}, 0, 128, 2)
+    assert 0.1 < metrics.pop("perf/max_memory_gb") < 100  # of this process, which has imported torch
+    assert metrics == {"timing_s/testing": 2.0}
     metrics = speed_metrics({"gen": 3.2, "reward": 0.32, "update_actor": 4.0, "step": 8.0}, 5, 128, 2)
+    del metrics["perf/max_memory_gb"]
     assert metrics == pytest.approx({
         "timing_s/gen": 3.2, "timing_s/reward": 0.32, "timing_s/update_actor": 4.0, "timing_s/step": 8.0,
         "timing_per_image_ms/gen": 25.0, "timing_per_image_ms/reward": 2.5, "timing_per_image_ms/update_actor": 31.25,
