@@ -74,7 +74,7 @@ class Args:
     """images the vLLM-Omni engine samples at once, at most"""
     engine_timeout_s: float = 600
     """seconds to wait for an answer of the engine before the run stops with an error"""
-    num_prompts: int = 16
+    num_prompts: int = 32
     """prompts per rollout, over all ranks"""
     group_size: int = 8
     """images per prompt, which the advantage compares; at least 2"""
@@ -86,13 +86,13 @@ class Args:
     """stochastic step: sde (Flow-GRPO), dance, cps (unscaled log-prob), cps_gauss; clip ranges differ between them"""
     noise_level: float = 0.7
     """scale of the noise injected at SDE steps (paper: 0.7), above 0"""
-    sde_window_size: int = 0
+    sde_window_size: int = 4
     """consecutive SDE steps per rollout, the others being ODE steps and not trained; 0: all but the last"""
-    sde_window_range: tuple[int, int] = (0, 5)
+    sde_window_range: tuple[int, int] = (0, 4)
     """with a window: [lo, hi) of steps it is drawn from, once per rollout; hi is at most num_inference_steps - 1"""
-    num_steps: int = 60
+    num_steps: int = 40
     """rollouts of the run"""
-    updates_per_rollout: int = 2
+    updates_per_rollout: int = 4
     """optimizer steps per rollout; the first is on-policy, later ones meet the clip"""
     micro_batch_size: int = 64
     """images per forward and backward pass on a rank, and per local sampling batch; lowered to what a rank has"""
@@ -112,7 +112,7 @@ class Args:
     """divide advantages by the rewards' standard deviation; False is Dr.GRPO"""
     global_std: bool = True
     """take that deviation over the whole rollout; False: over each prompt's group"""
-    eval_every: int = 10
+    eval_every: int = 5
     """steps between evaluations and checkpoints; there is one of each at the end, and an evaluation at step 0"""
     eval_num_inference_steps: int = 10
     """ODE steps per evaluation image"""
