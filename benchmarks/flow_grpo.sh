@@ -9,7 +9,8 @@ run() {  # run NAME NPROC ARGUMENTS...
     shift 2
     torchrun --standalone --nproc_per_node "$nproc" flow_grpo.py --name "$name" "$@"
     mkdir -p "docs/records/$name"
-    cp "runs/$name/metrics.jsonl" "runs/$name/args.json" "docs/records/$name/"
+    cp "runs/$name/metrics.jsonl" "runs/$name/curves.png" "docs/records/$name/"
+    sed "s#$PWD/##g" "runs/$name/args.json" > "docs/records/$name/args.json"
 }
 
 for seed in 1 2 3; do
