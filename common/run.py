@@ -144,16 +144,20 @@ def plot_curves(folder):
 
 
 def save_grid(path, images, captions, columns=8, scale=None):
-    """Write a PNG of `images` (PIL, equal sizes) row by row, each over its caption; small images are enlarged."""
+    """Write a PNG of `images` (PIL, equal sizes) row by row, each over its caption, of which the end is kept if it is
+    too long; small images are enlarged."""
     width, height = images[0].size
-    scale = scale or max(1, 160 // width)
+    scale = scale or max(1, 200 // width)
     width, height, line = width * scale, height * scale, 14
     rows = -(-len(images) // columns)
     sheet = Image.new("RGB", (columns * (width + 4), rows * (height + line + 4)), "white")
     for i, (image, caption) in enumerate(zip(images, captions, strict=True)):
         corner = (i % columns * (width + 4), i // columns * (height + line + 4))
         sheet.paste(image.resize((width, height), Image.NEAREST), corner)
-        ImageDraw.Draw(sheet).text((corner[0] + 1, corner[1] + height), caption, fill="black")
+        draw = ImageDraw.Draw(sheet)
+        while draw.textlength(caption) > width:
+            caption = caption[1:]
+        draw.text((corner[0] + 1, corner[1] + height), caption, fill="black")
     sheet.save(path)
 
 

@@ -128,8 +128,8 @@ def test_plot_curves(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "count", "options", "expected"), [
-    ((96, 32), 32, {}, (8 * 100, 4 * 50)),  # 160 // 96 = 1; a line of 14 below each, gaps of 4
-    ((32, 16), 10, {}, (8 * 164, 2 * 98)),  # enlarged 5 times
+    ((96, 32), 32, {}, (8 * 196, 4 * 82)),  # enlarged 200 // 96 = 2 times; a line of 14 below each, gaps of 4
+    ((32, 16), 10, {}, (8 * 196, 2 * 114)),  # enlarged 6 times
     ((512, 512), 1, {}, (8 * 516, 530)),
     ((10, 10), 3, {"columns": 2, "scale": 2}, (2 * 24, 2 * 38)),
 ])
