@@ -70,7 +70,8 @@ def test_parity_with_a_window_and_other_batches(engine):
     request = request_for(model, args, sde_steps=(2, 3))
     assert_parity(engine, model, args, request, lora=True)
     whole, part = engine.generate(request), engine.generate(request.select(torch.tensor([5, 1])))
-    torch.testing.assert_close(part.latents, whole.latents[[5, 1]], rtol=0, atol=2e-6)
+    # another batch size sums in another order; 3.6e-6 was measured after six steps on one machine
+    torch.testing.assert_close(part.latents, whole.latents[[5, 1]], rtol=0, atol=1e-5)
 
 
 def test_first_push_is_verified(engine, monkeypatch):
