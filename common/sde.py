@@ -58,21 +58,7 @@ def sde_step(sample, model_output, sigma, sigma_next, noise_level, *, sde_type: 
     step = f"the step from sigma {sigma} to {sigma_next}"
     if not bool((dt < 0).all()):
         raise ValueError(f"{step} does not go down")
-    if sde_type in ("cps", "cps_gauss"):
-        std = s_next * math.sin(noise_level * math.pi / 2)
-        c_noise = (s_next**2 - std**2).clamp(min=0).sqrt()
-        c_sample, c_velocity = (1 - s_next) + c_noise, c_noise * (1 - s) - (1 - s_next) * s
-    elif sde_type in ("sde", "dance"):
-        q2 = torch.full_like(s, noise_level**2)
-        if sde_type == "sde" and noise_level > 0:
-            capped = s if sigma_max is None else s.clamp(max=sigma_max)
-            if bool((capped > 1 - 1e-6).any()):
-                raise ValueError(f"{step} starts at pure noise: pass sigma_max < 1, the schedule's second sigma")
-            q2 = q2 * s / (1 - capped)
-        std = (q2 * -dt).sqrt()
-        c_sample, c_velocity = 1 + q2 * dt / (2 * s), (1 + q2 * (1 - s) / (2 * s)) * dt
-    else:
-        raise ValueError(f"unknown sde_type {sde_type!r}: use sde, dance, cps or cps_gauss")
+    c_sample, c_velocity, std = _coefficients(s, s_next, noise_level, sde_type, sigma_max, step)
 
     def expand(coefficient):  # (1,) or (B,) -> broadcastable to x
         return coefficient.to(x.device, dtype).view(-1, *[1] * (x.dim() - 1))
@@ -94,6 +80,27 @@ def sde_step(sample, model_output, sigma, sigma_next, noise_level, *, sde_type: 
     else:
         log_prob = -square / (2 * expand(std) ** 2) - expand(std).log() - math.log(2 * math.pi) / 2
     return SDEStepOutput(prev_sample.to(dtype), log_prob.flatten(1).mean(1), mean, transition_std)
+
+
+def _coefficients(s, s_next, noise_level, sde_type, sigma_max, step):
+    """fp64 (c_sample, c_velocity, std), (1,) or (B,) each: mean = c_sample x + c_velocity v; `step` is for errors."""
+    dt = s_next - s
+    if sde_type in ("cps", "cps_gauss"):
+        std = s_next * math.sin(noise_level * math.pi / 2)
+        c_noise = (s_next**2 - std**2).clamp(min=0).sqrt()
+        c_sample, c_velocity = (1 - s_next) + c_noise, c_noise * (1 - s) - (1 - s_next) * s
+    elif sde_type in ("sde", "dance"):
+        q2 = torch.full_like(s, noise_level**2)
+        if sde_type == "sde" and noise_level > 0:
+            capped = s if sigma_max is None else s.clamp(max=sigma_max)
+            if bool((capped > 1 - 1e-6).any()):
+                raise ValueError(f"{step} starts at pure noise: pass sigma_max < 1, the schedule's second sigma")
+            q2 = q2 * s / (1 - capped)
+        std = (q2 * -dt).sqrt()
+        c_sample, c_velocity = 1 + q2 * dt / (2 * s), (1 + q2 * (1 - s) / (2 * s)) * dt
+    else:
+        raise ValueError(f"unknown sde_type {sde_type!r}: use sde, dance, cps or cps_gauss")
+    return c_sample, c_velocity, std
 
 
 def draw_noise(shape, generator=None, device="cpu", dtype=torch.float32):

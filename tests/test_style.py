@@ -48,6 +48,10 @@ def test_budgets_of_a_script(script):
 def test_budgets_of_common():
     sizes = {path.name: code_lines(path) for path in (ROOT / "common").glob("*.py")}
     assert max(sizes.values()) <= 400 and sum(sizes.values()) <= 1500, sizes
+    for path in (ROOT / "common").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 60, f"{path.name}: {node.name}"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
