@@ -34,7 +34,8 @@ def runs(tmp_path_factory):
         if (rollout, nproc) not in done:
             name = f"{rollout}{nproc}"
             out = torchrun(folder, "flow_grpo.py", "--name", name, "--rollout", rollout, "--num_steps", 2, *SMALL,
-                           "--updates_per_rollout", 2, "--micro_batch_size", 4, *few_eval_prompts(folder), nproc=nproc)
+                           "--updates_per_rollout", 2, "--micro_batch_size", 4, *few_eval_prompts(folder),
+                           "--sde_window_size", 4, "--sde_window_range", 0, 4, nproc=nproc)
             done[rollout, nproc] = folder / "runs" / name, out.stdout
         return done[rollout, nproc]
 
