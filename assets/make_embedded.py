@@ -66,7 +66,7 @@ class Args:
     num_train_prompts: int = 4096
     """lines of train_prompts.txt"""
     num_eval_prompts: int = 256
-    """lines of eval_prompts.txt; none of their texts is in the pool or in train_prompts.txt"""
+    """lines of eval_prompts.txt; none of their texts is in train_prompts.txt"""
 
 
 # ---- signs -----------------------------------------------------------------------------------------------------------
@@ -76,12 +76,23 @@ def load_fonts():
     return {(name, size): ImageFont.truetype(str(folder / f"{name}.ttf"), size) for name in FONTS for size in sizes}
 
 
-def random_text(rng, lengths=(3, 4, 5, 6)):
+def random_text(rng, lengths):
     return "".join(rng.choice("0123456789") for _ in range(rng.choice(lengths)))
 
 
 def prompt_of(text, colour):
     return f'a {colour} sign that says "{text}"'
+
+
+def write_prompts(args):
+    """Prompts of 4 and 5 digits, the two lists disjoint. Shorter strings are left out: where they stand on the sign is
+    open by a digit's width, which a few sampling steps blur and RL mends last; of 6 digits the model is already good."""
+    rng = random.Random(f"{args.seed} prompts")
+    drawn = sorted({random_text(rng, (4, 5)) for _ in range(2 * (args.num_train_prompts + args.num_eval_prompts))})
+    texts = rng.sample(drawn, args.num_train_prompts + args.num_eval_prompts)
+    for name, some in (("train", texts[: args.num_train_prompts]), ("eval", texts[args.num_train_prompts :])):
+        lines = [prompt_of(text, rng.choice(list(COLOURS))) for text in some]
+        (args.out.parent / f"{name}_prompts.txt").write_text("\n".join(lines) + "\n")
 
 
 def luminance(rgb):
@@ -267,17 +278,7 @@ def main(args):
     torch.backends.cuda.enable_flash_sdp(False)  # also the CPU's, whose bf16 backward takes half of a step
     args.out.mkdir(parents=True, exist_ok=True)
     rng, fonts = random.Random(args.seed), load_fonts()
-    eval_texts = rng.sample(sorted({random_text(rng) for _ in range(4 * args.num_eval_prompts)}), args.num_eval_prompts)
-    train_texts, taken = [], set(eval_texts)
-    while len(train_texts) < args.num_train_prompts:
-        text = random_text(rng)
-        if text not in taken:
-            taken.add(text)
-            train_texts.append(text)
-    for name, texts in (("train", train_texts), ("eval", eval_texts)):
-        lines = [prompt_of(text, rng.choice(list(COLOURS))) for text in texts]
-        (args.out.parent / f"{name}_prompts.txt").write_text("\n".join(lines) + "\n")
-
+    write_prompts(args)
     pipe = make_pipeline()
     train_vae(args, pipe.vae, rng, fonts)
     pipe.vae.eval().requires_grad_(False)
