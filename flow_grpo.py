@@ -234,8 +234,8 @@ def policy_step(model, request, x, i, **kwargs):
     v = model.predict_velocity(x, request.timesteps[i], request.conditioning, request.negative_conditioning,
                                request.guidance_scale)
     sigmas, noise_level = request.sigmas.tolist(), request.noise_level if i in request.sde_steps else 0.0
-    return sde_step(x, v, sigmas[i], sigmas[i + 1], noise_level, sde_type=request.sde_type, sigma_max=sigmas[1],
-                    **kwargs)
+    return sde_step(x, v, sigmas[i], sigmas[i + 1], noise_level, sde_type=request.sde_type,
+                    sigma_max=request.sigma_max, **kwargs)
 
 
 @torch.no_grad()

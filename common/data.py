@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 import torch
+from PIL import Image, UnidentifiedImageError
 
 
 def check_at_least(options, **minimum):
@@ -54,6 +55,40 @@ def read_prompts(path, rewards=None):
     if not prompts:
         raise ValueError(f"{path}: no prompts")
     return prompts, metadata
+
+
+def read_pairs(path):
+    """Read preference pairs: a .jsonl of {"prompt", "chosen", "rejected"}, the latter two image files relative to it,
+    or a folder with such a pairs.jsonl. "chosen_score" and "rejected_score" may be given.
+
+    Returns a list of (prompt, chosen, rejected), the latter two as Path.
+
+    Raises:
+        ValueError: naming file and line: no such image, not an image, equal images, chosen scored below rejected.
+    """
+    path = Path(path) / "pairs.jsonl" if Path(path).is_dir() else Path(path)
+    records, pairs = zip(*read_prompts(path), strict=True), []
+    numbers = [i for i, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1) if line.strip()]
+    for number, (prompt, record) in zip(numbers, records, strict=True):
+        where, images = f"{path}:{number}", []
+        for kind in ("chosen", "rejected"):
+            if not isinstance(record.get(kind), str):
+                raise ValueError(f'{where}: a record needs "{kind}", the path of an image')
+            images.append(path.parent / record[kind])
+            if not images[-1].is_file():
+                raise ValueError(f"{where}: {kind}: no such file: {images[-1]}")
+            try:
+                with Image.open(images[-1]) as image:
+                    image.verify()
+            except (UnidentifiedImageError, OSError, SyntaxError) as error:
+                raise ValueError(f"{where}: {kind}: not a readable image: {images[-1]}: {error}") from None
+        if images[0].read_bytes() == images[1].read_bytes():
+            raise ValueError(f"{where}: chosen and rejected are the same image")
+        scores = record.get("chosen_score"), record.get("rejected_score")
+        if None not in scores and not scores[0] > scores[1]:
+            raise ValueError(f"{where}: chosen is scored {scores[0]}, not above rejected, {scores[1]}")
+        pairs.append((prompt, *images))
+    return pairs
 
 
 class GroupSampler:

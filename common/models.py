@@ -67,6 +67,19 @@ class StableDiffusion3:
         latents = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
         return self.pipe.image_processor.postprocess(vae.decode(latents, return_dict=False)[0])
 
+    @torch.no_grad()
+    def encode_images(self, images, height, width):
+        """List of B PIL images, resized where they differ -> latents (B, ...), the mode of the VAE's posterior."""
+        vae = self.pipe.vae
+        pixels = self.pipe.image_processor.preprocess(images, height, width).to(vae.device, vae.dtype)
+        return (vae.encode(pixels).latent_dist.mode() - vae.config.shift_factor) * vae.config.scaling_factor
+
+    def encoder_tensors(self):
+        """All weights that latents and conditioning depend on, in a fixed order."""
+        pipe = self.pipe
+        modules = (pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
+        return [tensor for module in modules if module for tensor in module.state_dict().values()]
+
 
 FAMILIES = {"StableDiffusion3Pipeline": StableDiffusion3}
 

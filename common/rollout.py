@@ -35,18 +35,27 @@ class RolloutRequest:
     guidance_scale: float
     height: int
     width: int
+    sigma_max: float | None = None  # see sde_step; None: the schedule's second sigma, sigmas[1]
+    initial_latents: torch.Tensor | None = None  # (B, C, h, w) to go on from; None: drawn from the seeds
+    multistep_from: int | None = None  # the step from which DPM-Solver++ 2M takes over; None: none
+
+    def __post_init__(self):
+        if self.sigma_max is None:
+            self.sigma_max = self.sigmas[1].item()
 
     def cpu(self):
         """The same request with its tensors on the CPU, for another process."""
         names = ("conditioning", "negative_conditioning")
         on_cpu = {n: getattr(self, n) and {k: v.cpu() for k, v in getattr(self, n).items()} for n in names}
-        return replace(self, **on_cpu)
+        start = self.initial_latents
+        return replace(self, **on_cpu, initial_latents=None if start is None else start.cpu())
 
     def select(self, rows):
         """The same request for some of its images; conditioning is expanded to one row per image."""
         index = self.prompt_index[rows]
         return replace(self, conditioning={k: v[index.to(v.device)] for k, v in self.conditioning.items()},
-                       prompt_index=torch.arange(len(index)), seeds=[self.seeds[i] for i in rows.tolist()])
+                       prompt_index=torch.arange(len(index)), seeds=[self.seeds[i] for i in rows.tolist()],
+                       initial_latents=None if self.initial_latents is None else self.initial_latents[rows])
 
 
 @dataclass

@@ -104,7 +104,7 @@ def speed_metrics(timing, step, num_images, world_size):
     metrics["perf/max_memory_gb"] = max_memory_gb()
     if "step" in timing:
         metrics |= {f"timing_per_image_ms/{name}": 1000 * timing[name] / num_images
-                    for name in ("gen", "reward", "update_actor")}
+                    for name in ("gen", "reward", "update_actor") if name in timing}
         metrics |= {"perf/time_per_step": timing["step"], "perf/throughput": num_images / timing["step"] / world_size,
                     "perf/total_num_images": step * num_images}
     return metrics

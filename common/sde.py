@@ -103,6 +103,37 @@ def _coefficients(s, s_next, noise_level, sde_type, sigma_max, step):
     return c_sample, c_velocity, std
 
 
+def multistep_ode_step(sample, model_output, sigma, sigma_next, previous=None):
+    """One DPM-Solver++ 2M step (arXiv 2211.01095, algorithm 2) of B samples, deterministic, of second order.
+
+    With lambda(s) = log((1 - s) / s), h = lambda(sigma_next) - lambda(sigma), x0 = x - sigma v and r = h_previous / h:
+    x' = (sigma_next / sigma) x + (1 - sigma_next) (1 - exp(-h)) (x0 + (x0 - x0_previous) / (2 r)).
+    The first step (previous None) and one to sigma 0 are of first order, which is the Euler step.
+
+    Args:
+        sample, model_output: (B, ...); the arithmetic is fp32, or fp64 if `sample` is.
+        sigma, sigma_next: floats, 0 <= sigma_next < sigma < 1.
+        previous: what the step before returned as its second value.
+
+    Returns:
+        SDEStepOutput without log-prob, and (x0, sigma), the next step's `previous`.
+    """
+    dtype = torch.float64 if sample.dtype == torch.float64 else torch.float32
+    x, v = sample.to(dtype), model_output.to(dtype)
+    x0 = x - sigma * v
+    if previous is None or sigma_next == 0:
+        return sde_step(x, v, sigma, sigma_next, 0.0), (x0, sigma)
+
+    def log_snr(s):
+        return math.log((1 - s) / s)
+
+    h = log_snr(sigma_next) - log_snr(sigma)
+    r = (log_snr(sigma) - log_snr(previous[1])) / h
+    slope = (x0 - previous[0]) / (2 * r)
+    prev_sample = sigma_next / sigma * x + (1 - sigma_next) * -math.expm1(-h) * (x0 + slope)
+    return SDEStepOutput(prev_sample, None, prev_sample, x.new_zeros(len(x))), (x0, sigma)
+
+
 def draw_noise(shape, generator=None, device="cpu", dtype=torch.float32):
     """Standard normal noise of `shape` (B, ...). With a list of B generators each image has its own; drawn where the
     generator lives (the CPU, by our protocol), then moved: the same numbers on any device."""

@@ -13,7 +13,7 @@ import traceback
 from multiprocessing.connection import Connection
 
 import common  # noqa: F401  (repairs torchvision before vllm imports it)
-from common.sde import draw_noise, sde_step
+from common.sde import draw_noise, multistep_ode_step, sde_step
 
 import torch
 from vllm.lora.lora_model import LoRAModel
@@ -47,7 +47,8 @@ class SDERolloutMixin:
         if settings is None:
             return super().forward(batch, *args, **kwargs)
         generators = [torch.Generator().manual_seed(prompt["seed"]) for prompt in batch.prompts]
-        self._run = run = {**settings, "generators": generators, "step": 0,
+        starts = [prompt["initial_latents"] for prompt in batch.prompts if "initial_latents" in prompt]
+        self._run = run = {**settings, "generators": generators, "starts": starts, "step": 0, "previous": None,
                            "latents": [], "means": [], "log_probs": [], "stds": []}
         try:
             outputs = super().forward(batch, *args, **kwargs)
@@ -67,7 +68,10 @@ class SDERolloutMixin:
         if self._run is None:
             return super().prepare_latents(*args, **kwargs)
         run = self._run
-        latents = draw_noise((len(run["generators"]), *run["latent_shape"]), run["generators"], self.device)
+        if run["starts"]:
+            latents = torch.stack(run["starts"]).to(self.device)
+        else:
+            latents = draw_noise((len(run["generators"]), *run["latent_shape"]), run["generators"], self.device)
         run["latents"].append(latents)
         return latents
 
@@ -91,9 +95,12 @@ class SDERolloutMixin:
         if run is None:
             return super().scheduler_step_maybe_with_cfg(noise_pred, t, latents, do_true_cfg, *args, **kwargs)
         i, sigmas = run["step"], run["sigmas"]
-        stochastic = i in run["sde_steps"]
-        out = sde_step(latents, noise_pred, sigmas[i], sigmas[i + 1], run["noise_level"] if stochastic else 0.0,
-                       sde_type=run["sde_type"], sigma_max=sigmas[1], generator=run["generators"])
+        stochastic, multistep_from = i in run["sde_steps"], run["multistep_from"]
+        if multistep_from is not None and i >= multistep_from:
+            out, run["previous"] = multistep_ode_step(latents, noise_pred, sigmas[i], sigmas[i + 1], run["previous"])
+        else:
+            out = sde_step(latents, noise_pred, sigmas[i], sigmas[i + 1], run["noise_level"] if stochastic else 0.0,
+                           sde_type=run["sde_type"], sigma_max=run["sigma_max"], generator=run["generators"])
         run["latents"].append(out.prev_sample)
         if stochastic:
             run["means"].append(out.prev_sample_mean)
@@ -159,7 +166,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 def generate(omni, request, lora):
     """RolloutRequest -> fields of Trajectories as CPU tensors; one engine request per image, in the request's order."""
     settings = {"timesteps": request.timesteps, "sigmas": request.sigmas.tolist(), "sde_steps": request.sde_steps,
-                "noise_level": request.noise_level, "sde_type": request.sde_type, "latent_shape": request.latent_shape}
+                "noise_level": request.noise_level, "sde_type": request.sde_type, "latent_shape": request.latent_shape,
+                "sigma_max": request.sigma_max, "multistep_from": request.multistep_from}
     adapter = LoRARequest(lora_name="policy", lora_int_id=LORA_ID, lora_path="/pushed-as-tensors") if lora else None
     params = OmniDiffusionSamplingParams(
         height=request.height, width=request.width, num_inference_steps=len(request.timesteps),
@@ -167,6 +175,8 @@ def generate(omni, request, lora):
     negative = {f"negative_{k}": v[0] for k, v in (request.negative_conditioning or {}).items()}
     prompts = [{**{k: v[row] for k, v in request.conditioning.items()}, **negative, "seed": seed}
                for row, seed in zip(request.prompt_index.tolist(), request.seeds, strict=True)]
+    if request.initial_latents is not None:
+        prompts = [{**p, "initial_latents": start} for p, start in zip(prompts, request.initial_latents, strict=True)]
     outputs = omni.generate(prompts, params, use_tqdm=False)
     outputs = sorted(outputs, key=lambda output: int(output.request_id.split("_")[0]))  # they come in completion order
     rollouts = [output.multimodal_output["metadata"]["rollout"] for output in outputs]

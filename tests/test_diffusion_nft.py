@@ -1,0 +1,157 @@
+"""diffusion_nft's loss against its closed forms, its schedules by hand, and three policies on one base."""
+import copy
+from types import SimpleNamespace
+
+import diffusion_nft
+from common.models import find_family
+from diffusion_nft import nft_loss, old_policy_decay, optimality
+from tests.conftest import EMBEDDED
+
+import pytest
+import torch
+
+
+def tensors(count, batch=3, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, 2, 2, 2, generator=g, dtype=torch.float64) for _ in range(count)]
+
+
+def loss_of(v, v_old, x0, noise, sigma, r, nft_beta=0.1, adv_clip_max=5.0, v_ref=None, kl_coef=0.0):
+    s = sigma.view(-1, 1, 1, 1)
+    return nft_loss(v, v_old, v_ref, (1 - s) * x0 + s * noise, x0, sigma, r, nft_beta, adv_clip_max, kl_coef)
+
+
+SIGMA = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
+
+
+def test_loss_by_hand():
+    """One element: sigma 1, x_t = noise = 2, x0 = 1, v_old 0, v 1, beta .5: v+ .5, v- -.5; errors .5 and 1.5."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    loss, metrics = nft_loss(one, 0 * one, None, 2 * one, one, one[0], torch.tensor([0.75]).double(), 0.5, 4.0, 0.0)
+    assert metrics["actor/positive_loss"].item() == pytest.approx(0.25 / 0.5)
+    assert metrics["actor/negative_loss"].item() == pytest.approx(2.25 / 1.5)
+    assert loss.item() == pytest.approx(4 * (0.75 * 0.5 + 0.25 * 1.5) / 0.5)
+
+
+def test_at_the_old_policy_both_branches_are_equal_and_the_gradient_is_the_closed_form():
+    """Invariant 15: adv_clip_max (2 (2 r - 1) / D) (t^2 / w) (v_old - v_t), whatever beta is; 0 at r = 1/2."""
+    v_old, x0, noise = tensors(3)
+    r = torch.tensor([0.5, 0.9, 0.2], dtype=torch.float64)
+    s = SIGMA.view(-1, 1, 1, 1)
+    target = noise - x0
+    weight = (s * (target - v_old)).abs().flatten(1).mean(1).view(-1, 1, 1, 1)
+    expected = 5.0 * 2 * (2 * r.view(-1, 1, 1, 1) - 1) / 8 * s**2 / weight * (v_old - target) / 3  # mean of 3 samples
+    for beta in (0.1, 1.0):
+        v = v_old.clone().requires_grad_()
+        loss, metrics = loss_of(v, v_old, x0, noise, SIGMA, r, nft_beta=beta)
+        loss.backward()
+        torch.testing.assert_close(metrics["actor/positive_loss"], metrics["actor/negative_loss"])
+        torch.testing.assert_close(v.grad, expected, rtol=1e-9, atol=1e-12)
+        assert v.grad[0].abs().max() < 1e-12
+
+
+def test_r_one_and_beta_one_is_weighted_flow_matching():
+    v, v_old, x0, noise = tensors(4)
+    v.requires_grad_()
+    loss, _ = loss_of(v, v_old, x0, noise, SIGMA, torch.ones(3, dtype=torch.float64), nft_beta=1.0)
+    s = SIGMA.view(-1, 1, 1, 1)
+    weight = (s * (noise - x0 - v)).abs().flatten(1).mean(1).detach()
+    sft = (5.0 * SIGMA**2 / weight * ((v - (noise - x0)) ** 2).flatten(1).mean(1)).mean()
+    torch.testing.assert_close(loss, sft, rtol=1e-9, atol=0)
+
+
+def test_better_images_pull_the_velocity_towards_themselves():
+    v_old, x0, noise = tensors(3)
+    v = v_old.clone().requires_grad_()
+    loss, _ = loss_of(v, v_old, x0, noise, SIGMA, torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64))
+    loss.backward()
+    towards = (-v.grad * (noise - x0 - v_old)).flatten(1).sum(1)
+    assert towards[0] > 0 and towards[1] < 0 and towards[2] > 0
+
+
+def test_kl_term_is_the_mean_square_to_the_reference():
+    v, v_old, v_ref, x0, noise = tensors(5)
+    r = torch.full((3,), 0.5, dtype=torch.float64)
+    without, _ = loss_of(v, v_old, x0, noise, SIGMA, r)
+    loss, metrics = loss_of(v, v_old, x0, noise, SIGMA, r, v_ref=v_ref, kl_coef=0.3)
+    torch.testing.assert_close(loss - without, 0.3 * ((v - v_ref) ** 2).mean())
+    torch.testing.assert_close(metrics["actor/kl_loss"], ((v - v_ref) ** 2).mean())
+
+
+@pytest.mark.parametrize("adv_mode,expected", [
+    ("continuous", [0.0, 0.0, 0.4, 0.5, 0.55, 1.0]), ("positive_only", [0.5, 0.5, 0.5, 0.5, 0.55, 1.0]),
+    ("negative_only", [0.0, 0.0, 0.4, 0.5, 0.5, 0.5]), ("one_only", [0.5, 0.5, 0.5, 0.5, 0.6, 0.6]),
+    ("binary", [0.4, 0.4, 0.4, 0.5, 0.6, 0.6])])
+def test_optimality_by_hand(adv_mode, expected):
+    advantages = torch.tensor([-8, -5, -1, 0, 0.5, 7], dtype=torch.float64)
+    torch.testing.assert_close(optimality(advantages, adv_mode, 5.0), torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("schedule,expected", [
+    ("copy", [0, 0, 0, 0, 0]), ("fixed", [0.7] * 5), ("linear_to_0_5", [0, 0.075, 0.076, 0.3, 0.5]),
+    ("delayed_linear_to_0_999", [0, 0, 0.0075, 0.999, 0.999])])
+def test_decay_schedules_by_hand(schedule, expected):
+    assert [old_policy_decay(schedule, 0.7, k) for k in (0, 75, 76, 300, 900)] == pytest.approx(expected)
+
+
+# ---- three policies on one base --------------------------------------------------------------------------------------
+@pytest.fixture
+def policies(monkeypatch):
+    """The embedded model with its two adapters; FSDP, which needs a world, is left out."""
+    monkeypatch.setattr(diffusion_nft, "fully_shard", lambda *args, **kwargs: None)
+    args = SimpleNamespace(model=str(EMBEDDED), dtype="float32", seed=1, lora_rank=4, lora_alpha=8)
+    model, params = diffusion_nft.load_policy(args, find_family(args.model), "cpu")
+    g = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, p in model.transformer.named_parameters():
+            if "lora_B.default" in name:
+                p.copy_(torch.randn(p.shape, generator=g) * 0.05)
+    return model, params
+
+
+def velocity(model, name):
+    diffusion_nft.use_policy(model.transformer, name)
+    conditioning = model.encode_prompts(['a red sign that says "471"'], 16)
+    x = torch.randn(1, *model.schedule(2, 32, 96)[2], generator=torch.Generator().manual_seed(2))
+    v = model.predict_velocity(x, torch.tensor(700.0), conditioning)
+    diffusion_nft.use_policy(model.transformer, "default")
+    return v.detach()
+
+
+def test_only_default_asks_for_a_gradient_whoever_acts(policies):
+    model, params = policies
+    assert params
+    for name in ("old", None, "default"):
+        diffusion_nft.use_policy(model.transformer, name)
+        asking = {n for n, p in model.transformer.named_parameters() if p.requires_grad}
+        assert len(asking) == len(params) and all(".default." in n for n in asking)
+
+
+def test_old_follows_default(policies):
+    model, _ = policies
+    v_default, v_old, v_ref = (velocity(model, name) for name in ("default", "old", None))
+    assert torch.equal(v_old, v_ref)  # its lora_B is still zero
+    assert (v_default - v_ref).abs().max() > 1e-3
+    before = copy.deepcopy(model.transformer.state_dict())
+    diffusion_nft.update_old_policy(model.transformer, 0.25)
+    after = model.transformer.state_dict()
+    for name, value in after.items():
+        if ".old." in name:
+            default = before[name.replace(".old.", ".default.")]
+            torch.testing.assert_close(value, 0.25 * before[name] + 0.75 * default)
+        else:
+            assert torch.equal(value, before[name])
+    diffusion_nft.update_old_policy(model.transformer, 0.0)  # a copy, to the bit
+    assert torch.equal(velocity(model, "old"), velocity(model, "default"))
+
+
+def test_training_noise_is_the_images_own():
+    args = SimpleNamespace(seed=4, timestep_fraction=0.5, num_inference_steps=6)
+    request = SimpleNamespace(timesteps=torch.arange(1.0, 7), latent_shape=(2, 3, 4))
+    timesteps, noise = diffusion_nft.draw_training_noise(args, request, 7, torch.tensor([5, 11, 12]))
+    assert timesteps.shape == (3, 3) and noise.shape == (3, 3, 2, 3, 4)
+    assert all(len(set(row.tolist())) == 3 for row in timesteps)  # of a permutation: none twice
+    alone = diffusion_nft.draw_training_noise(args, request, 7, torch.tensor([11]))
+    assert torch.equal(alone[0][0], timesteps[1]) and torch.equal(alone[1][0], noise[1])
+    later = diffusion_nft.draw_training_noise(args, request, 8, torch.tensor([5, 11, 12]))
+    assert not torch.equal(later[0], timesteps) and not torch.equal(later[1], noise)

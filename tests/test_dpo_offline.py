@@ -1,0 +1,100 @@
+"""dpo_offline's loss against its closed forms, and the pairs it reads."""
+import json
+import math
+
+from common.data import read_pairs
+from dpo_offline import dpo_loss
+
+import pytest
+import torch
+from PIL import Image
+
+
+def errors(chosen, rejected):
+    return torch.tensor([chosen, rejected], dtype=torch.float64)
+
+
+def test_policy_equal_to_reference_gives_log_two():
+    e = errors([0.3, 0.9], [0.5, 0.1])
+    loss, metrics = dpo_loss(e, e, 2000.0)
+    assert loss.item() == pytest.approx(math.log(2), abs=1e-7)
+    assert metrics["actor/implicit_accuracy"] == 0.5  # ties count one half
+    assert metrics["actor/margin"] == metrics["actor/logit_scale"] == 0
+
+
+def test_loss_by_hand():
+    """Chosen better than the reference by .1, rejected worse by .2: logit 10 / 2 (.1 + .2)."""
+    loss, metrics = dpo_loss(errors([0.4], [0.9]), errors([0.5], [0.7]), 10.0)
+    assert loss.item() == pytest.approx(math.log1p(math.exp(-1.5)))
+    assert metrics["actor/chosen_reward"].item() == pytest.approx(0.5)
+    assert metrics["actor/rejected_reward"].item() == pytest.approx(-1.0)
+    assert metrics["actor/margin"].item() == metrics["actor/logit_scale"].item() == pytest.approx(1.5)
+    assert metrics["actor/implicit_accuracy"] == 1
+
+
+def test_swapping_winner_and_loser_flips_the_logit():
+    e, ref = errors([0.4, 0.2], [0.9, 0.3]), errors([0.5, 0.1], [0.7, 0.6])
+    loss, metrics = dpo_loss(e, ref, 10.0)
+    swapped, flipped = dpo_loss(e.flip(0), ref.flip(0), 10.0)
+    assert flipped["actor/margin"] == -metrics["actor/margin"]
+    assert flipped["actor/implicit_accuracy"] == 1 - metrics["actor/implicit_accuracy"]
+    assert (swapped - loss).item() == pytest.approx(metrics["actor/margin"].item())  # softplus(x) - softplus(-x) = x
+
+
+def test_an_identical_pair_has_no_gradient():
+    theta = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    both = ((theta - torch.tensor([[1.0, 2], [1, 2]])) ** 2).double()
+    dpo_loss(both, both.detach() + 0.1, 50.0)[0].backward()
+    assert theta.grad.item() == pytest.approx(0, abs=1e-12)
+
+
+def test_bradley_terry_optimum():
+    """A free difference z of errors, winner known to win with probability p: the optimum is logit(p) = -beta / 2 z."""
+    p, beta, z = 0.8, 4.0, torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([z], lr=0.1)
+    zero = torch.zeros(1, dtype=torch.float64)
+    for _ in range(2000):
+        optimizer.zero_grad()
+        won = dpo_loss(torch.stack([z, zero]), torch.stack([zero, zero]), beta)[0]
+        lost = dpo_loss(torch.stack([zero, z]), torch.stack([zero, zero]), beta)[0]
+        (p * won + (1 - p) * lost).backward()
+        optimizer.step()
+    assert (-beta / 2 * z).item() == pytest.approx(math.log(p / (1 - p)), abs=1e-6)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, colour in (("a", "red"), ("b", "blue"), ("twin", "red")):
+        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:40])
+
+    def write(*records):
+        lines = ["", *(r if isinstance(r, str) else json.dumps({"prompt": "p", **r}) for r in records)]
+        (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+        return tmp_path
+
+    return write
+
+
+GOOD = {"chosen": "a.png", "rejected": "b.png", "chosen_score": 0.9, "rejected_score": 0.1}
+
+
+def test_pairs_are_read_from_a_file_and_a_folder(folder):
+    path = folder(GOOD, {"chosen": "b.png", "rejected": "a.png", "prompt": "q"})
+    pairs = read_pairs(path)
+    assert pairs == read_pairs(str(path / "pairs.jsonl"))
+    assert pairs == [("p", path / "a.png", path / "b.png"), ("q", path / "b.png", path / "a.png")]
+
+
+@pytest.mark.parametrize("record,message", [
+    ({"chosen": "a.png"}, 'needs "rejected"'), ({**GOOD, "rejected": "none.png"}, "no such file"),
+    ({**GOOD, "rejected": "text.png"}, "not a readable image"), ({**GOOD, "chosen": "cut.png"}, "not a readable image"),
+    ({**GOOD, "rejected": "twin.png"}, "same image"), ({**GOOD, "chosen_score": 0.05}, "0.05, not above"),
+    ({**GOOD, "chosen_score": 0.1}, "not above"), ({**GOOD, "rejected_score": math.nan}, "not above"),
+    ("{", "not JSON")])
+def test_a_bad_record_is_named_by_its_line(folder, record, message):
+    path = folder(GOOD, record)  # after an empty line and a good one
+    with pytest.raises(ValueError, match=message) as caught:
+        read_pairs(path)
+    assert "pairs.jsonl:3:" in str(caught.value)

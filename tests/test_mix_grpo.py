@@ -1,0 +1,163 @@
+"""mix_grpo's windows, written out by hand; its shared prefix; the second-order solver of Flash."""
+import itertools
+import math
+from types import SimpleNamespace
+
+import mix_grpo
+from common.rollout import RolloutRequest
+from common.sde import draw_noise, image_seed, multistep_ode_step, sde_step
+from tests.conftest import SMALL, few_eval_prompts, read_metrics, torchrun
+
+import pytest
+import torch
+
+
+def trace(num_steps, **options):
+    args = SimpleNamespace(**{"sde_window_size": 2, "sde_window_range": (0, 4), "window_mode": "progressive", "seed": 1,
+                              "window_stride": 1, "iters_per_group": 2, "roll_back": True, **options})
+    return [mix_grpo.window_start(args, step) for step in range(1, num_steps + 1)]
+
+
+@pytest.mark.parametrize("options,expected", [
+    ({}, [0, 0, 1, 1, 2, 2, 0, 0, 1]),
+    ({"roll_back": False}, [0, 0, 1, 1, 2, 2, 2, 2, 2]),
+    ({"window_stride": 2}, [0, 0, 2, 2, 0, 0, 2, 2, 0]),
+    ({"window_stride": 3}, [0, 0, 0, 0, 0, 0, 0, 0, 0]),
+    ({"window_stride": 3, "roll_back": False}, [0, 0, 2, 2, 2, 2, 2, 2, 2]),
+    ({"sde_window_range": (1, 4), "iters_per_group": 1}, [1, 2, 1, 2, 1, 2, 1, 2, 1]),
+    # tau 8 over [0, 4): p = 0, 1/4, 1/2; stays 8, int(6 + 2/4) = 6, int(4 + 1) = 5
+    ({"window_mode": "decay", "iters_per_group": 8}, [0] * 8 + [1] * 6 + [2] * 5 + [0]),
+    ({"window_mode": "decay", "iters_per_group": 1}, [0, 1, 2, 0]),
+    # tau 10: l up to 13 stays 10; at 14 ceil(10 e^-.1) = 10, at 15 ceil(10 e^-.2) = 9, at 16 ceil(10 e^-.3) = 8
+    ({"window_mode": "exp_decay", "iters_per_group": 10, "sde_window_range": (13, 18)},
+     [13] * 10 + [14] * 10 + [15] * 9 + [16] * 8 + [13]),
+])
+def test_window_traces_by_hand(options, expected):
+    assert trace(len(expected), **options) == expected
+
+
+def test_random_window_covers_its_range_and_nothing_else():
+    starts = trace(200, window_mode="random", sde_window_range=(1, 5), sde_window_size=2)
+    assert set(starts) == {1, 2, 3} and starts == trace(200, window_mode="random", sde_window_range=(1, 5))
+
+
+@pytest.mark.parametrize("mode", ["progressive", "decay", "exp_decay", "random"])
+def test_windows_never_shrink_or_pass_the_end(mode):
+    for size in (1, 2, 3):
+        for stride in (1, 2):
+            for start in trace(100, window_mode=mode, sde_window_size=size, sde_window_range=(1, 5),
+                               window_stride=stride, iters_per_group=3):
+                assert 1 <= start <= 5 - size
+
+
+# ---- Flash -----------------------------------------------------------------------------------------------------------
+def gaussian_ode_error(num_steps, order):
+    """Error at sigma .05 of the exact velocity's ODE for 1-D data N(1.5, .5^2), from sigma .9: the map is affine."""
+    def exact_map(x, s, s_next):  # (x - mean) / std is kept
+        std, std_next = (math.hypot((1 - t) * 0.5, t) for t in (s, s_next))
+        return (1 - s_next) * 1.5 + std_next * (x - (1 - s) * 1.5) / std
+
+    def velocity(x, s):  # E[noise - x0 | x]
+        variance = (1 - s) ** 2 * 0.25 + s**2
+        return -1.5 + (s - (1 - s) * 0.25) / variance * (x - (1 - s) * 1.5)
+
+    sigmas = [0.9 * (0.05 / 0.9) ** (i / num_steps) for i in range(num_steps + 1)]
+    x, previous = torch.tensor([[2.0], [-1.0]], dtype=torch.float64), None
+    start = x.clone()
+    for s, s_next in itertools.pairwise(sigmas):
+        if order == 2:
+            out, previous = multistep_ode_step(x, velocity(x, s), s, s_next, previous)
+        else:
+            out = sde_step(x, velocity(x, s), s, s_next, 0.0)
+        x = out.prev_sample
+    return (x - exact_map(start, 0.9, sigmas[-1])).abs().max().item()
+
+
+def test_the_solver_is_of_second_order_where_euler_is_of_first():
+    for order in (1, 2):
+        errors = [gaussian_ode_error(n, order) for n in (40, 80, 160)]
+        observed = [math.log2(a / b) for a, b in itertools.pairwise(errors)]
+        assert all(order - 0.25 < rate < order + 0.35 for rate in observed), (order, observed)
+    assert gaussian_ode_error(10, 2) < gaussian_ode_error(20, 1) / 2
+
+
+def test_first_and_last_solver_steps_are_euler():
+    x, v, x0 = (torch.randn(2, 3, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    out, previous = multistep_ode_step(x, v, 0.8, 0.5)
+    torch.testing.assert_close(out.prev_sample, x - 0.3 * v)
+    torch.testing.assert_close(previous[0], x - 0.8 * v)
+    out, _ = multistep_ode_step(x, v, 0.5, 0.0, (x0, 0.8))
+    torch.testing.assert_close(out.prev_sample, x - 0.5 * v)
+    assert out.log_prob is None and (out.transition_std == 0).all()
+
+
+def request_of(num_steps, sde_steps, batch=6):
+    sigmas = torch.linspace(1, 0, num_steps + 1)
+    return RolloutRequest({"c": torch.randn(2, 3, generator=torch.Generator().manual_seed(9))}, None,
+                          torch.arange(batch) * 2 // batch, [image_seed(1, 1, i) for i in range(batch)],
+                          sigmas[:-1] * 1000, sigmas, (1, 2, 2), sde_steps, "sde", 0.7, 1.0, 16, 16)
+
+
+def test_thinning_keeps_everything_up_to_the_end_of_the_window():
+    thin = mix_grpo.thin_out(request_of(10, (2, 3)), 0.5)  # of steps 4..9 ceil(.5 6) = 3: 4, 6, 8
+    torch.testing.assert_close(thin.timesteps, torch.tensor([1000., 900, 800, 700, 600, 400, 200]))
+    torch.testing.assert_close(thin.sigmas, torch.tensor([1, .9, .8, .7, .6, .4, .2, 0]))
+    assert thin.multistep_from == 4 and thin.sde_steps == (2, 3) and thin.sigma_max == pytest.approx(0.9)
+    assert mix_grpo.thin_out(request_of(6, (3, 4)), 0.01).timesteps.tolist() == pytest.approx(
+        [1000 * (1 - i / 6) for i in range(6)])  # the one step left stays
+
+
+# ---- the shared prefix -----------------------------------------------------------------------------------------------
+class Affine:
+    """A model of the shape the scripts use: v = x (t / 1000) + c, no network."""
+
+    transformer = SimpleNamespace(device=torch.device("cpu"))
+
+    def predict_velocity(self, x, timestep, conditioning, negative=None, guidance_scale=1.0):
+        return x * timestep / 1000 + conditioning["c"].sum(1).view(-1, 1, 1, 1)
+
+    def decode(self, latents):
+        return [None] * len(latents)
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+@pytest.mark.parametrize("flash_ratio", [1.0, 0.5])
+def test_shared_prefix_equals_the_unshared_one(start, flash_ratio):
+    """Invariant 14: every image taken from its prompt's noise through the whole schedule, by hand."""
+    args, model = SimpleNamespace(seed=3, micro_batch_size=4), Affine()
+    request = request_of(8, (start, start + 1))
+    if flash_ratio < 1:
+        request = mix_grpo.thin_out(request, flash_ratio)
+    shared = mix_grpo.share_prefix(args, model, None, request, step=5)
+    assert shared.sde_steps == (0, 1) and shared.sigma_max == request.sigma_max
+    got = mix_grpo.rollout(args, model, None, shared)
+    sigmas, previous = request.sigmas.tolist(), None
+    starts = [torch.Generator().manual_seed(image_seed(3, "5 prompt", i * 2 // 6)) for i in range(6)]
+    x = draw_noise((6, 1, 2, 2), starts)
+    generators, c = [torch.Generator().manual_seed(seed) for seed in request.seeds], request.select(torch.arange(6))
+    for i, t in enumerate(request.timesteps):
+        v = model.predict_velocity(x, t, c.conditioning)
+        if request.multistep_from is not None and i >= request.multistep_from:
+            out, previous = multistep_ode_step(x, v, sigmas[i], sigmas[i + 1], previous)
+        else:
+            out = sde_step(x, v, sigmas[i], sigmas[i + 1], 0.7 if i in request.sde_steps else 0.0,
+                           sigma_max=sigmas[1], generator=generators)
+        if i == start:
+            torch.testing.assert_close(got.log_probs[:, 0], out.log_prob)
+        x = out.prev_sample
+    torch.testing.assert_close(got.latents[:, -1], x)
+    assert torch.equal(got.latents[0, 0], got.latents[2, 0])  # one prompt, one beginning
+    assert not torch.equal(got.latents[0, -1], got.latents[2, -1])
+    assert not torch.equal(got.latents[0, 0], got.latents[3, 0])
+
+
+# ---- the script ------------------------------------------------------------------------------------------------------
+def test_the_full_window_is_flow_grpo_to_the_bit(tmp_path):
+    """Invariant 14."""
+    common = ["--rollout", "local", "--num_steps", 2, *SMALL, "--updates_per_rollout", 2, *few_eval_prompts(tmp_path)]
+    torchrun(tmp_path, "flow_grpo.py", "--name", "flow", *common, "--sde_window_size", 0)
+    torchrun(tmp_path, "mix_grpo.py", "--name", "mix", *common, "--sde_window_size", 5, "--sde_window_range", 0, 5,
+             "--shared_initial_noise", False)
+    flow, mix = ([{k: v for k, v in row.items() if not k.startswith(("timing", "perf/"))} for row in rows]
+                 for rows in (read_metrics(tmp_path / "runs" / name) for name in ("flow", "mix")))
+    assert flow == mix and flow[2]["actor/grad_norm"] > 0

@@ -1,0 +1,140 @@
+"""The other four scripts: what they share with flow_grpo.py is byte-equal, and each runs as users run it."""
+import ast
+
+from tests.conftest import ROOT, SMALL, few_eval_prompts, read_metrics, torchrun
+from tests.diff import BASE, changed_lines
+from tests.test_style import args_fields
+
+import pytest
+import torch
+
+CHANGED = {"grpo_guard.py": 78, "mix_grpo.py": 117, "diffusion_nft.py": 256, "dpo_offline.py": 420}  # only ever lowered
+# Functions of flow_grpo.py that an algorithm changes; every other one of the same name is equal to the byte.
+DIFFERENT = {
+    "grpo_guard.py": {"policy_loss", "update", "main"},
+    "mix_grpo.py": {"check_args", "trained_steps", "sample_locally", "main"},
+    "diffusion_nft.py": {"check_args", "make_request", "load_policy", "full_adapter", "sample_locally", "rollout",
+                         "update", "evaluate", "save", "main"},
+    "dpo_offline.py": {"check_args", "make_request", "update", "evaluate", "main"},
+}
+# Options of another default or meaning: `name` always, the others as the algorithm needs.
+DOCSTRINGS = {"grpo_guard.py": {"clip_range"}, "mix_grpo.py": {"sde_window_size", "sde_window_range"},
+              "diffusion_nft.py": set(),
+              "dpo_offline.py": {"group_size", "num_inference_steps", "num_steps", "micro_batch_size"}}
+
+
+def functions(script):
+    source = (ROOT / script).read_text()
+    return {node.name: ast.get_source_segment(source, node) for node in ast.parse(source).body
+            if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("script", CHANGED)
+def test_functions_of_one_name_are_one(script):
+    base, other = functions(BASE), functions(script)
+    assert {name for name in base.keys() & other.keys() if base[name] != other[name]} == DIFFERENT[script]
+
+
+@pytest.mark.parametrize("script", CHANGED)
+def test_options_of_one_name_have_one_docstring(script):
+    base, other = ({name: after.value.value for name, after in args_fields(ast.parse((ROOT / s).read_text()))}
+                   for s in (BASE, script))
+    assert {name for name in base.keys() & other.keys() if base[name] != other[name]} == DOCSTRINGS[script]
+
+
+@pytest.mark.parametrize("script", CHANGED)
+def test_changed_lines_only_go_down(script):
+    assert changed_lines(script) <= CHANGED[script]
+    row = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| [`{script}`]"))
+    assert f"| {changed_lines(script)} |" in row
+
+
+# ---- as users run them -----------------------------------------------------------------------------------------------
+ONLINE = ["grpo_guard.py", "mix_grpo.py", "diffusion_nft.py"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One short run for each script, engine and number of ranks, made on first use; returns its folder."""
+    folder, done = tmp_path_factory.mktemp("runs"), {}
+
+    def run(script, rollout, nproc):
+        if (script, rollout, nproc) not in done:
+            name = f"{script[:-3]}-{rollout}{nproc}"
+            torchrun(folder, script, "--name", name, "--rollout", rollout, "--num_steps", 2, *SMALL,
+                     "--updates_per_rollout", 2, *few_eval_prompts(folder), nproc=nproc)
+            done[script, rollout, nproc] = folder / "runs" / name
+        return done[script, rollout, nproc]
+
+    return run
+
+
+@pytest.mark.parametrize("script", ONLINE)
+@pytest.mark.parametrize("other", [("local", 2), ("vllm", 1), ("vllm", 2)])
+def test_ranks_and_engines_agree(runs, script, other):
+    """Invariant 11: the same images, rewards and first update whatever makes them."""
+    first, second = read_metrics(runs(script, "local", 1)), read_metrics(runs(script, *other))
+    assert first[0]["val/ocr/mean"] == pytest.approx(second[0]["val/ocr/mean"], abs=1e-9)
+    assert first[1]["critic/rewards/mean"] == pytest.approx(second[1]["critic/rewards/mean"], abs=1e-9)
+    for name in ("actor/loss", "actor/grad_norm"):
+        assert second[1][name] == pytest.approx(first[1][name], rel=1e-3, abs=1e-5), name
+    assert first[2]["actor/grad_norm"] > 0 and "val/ocr/mean" in second[2]
+
+
+@pytest.mark.parametrize("script", ["grpo_guard.py", "mix_grpo.py"])
+def test_the_engine_computes_the_trainers_log_probs(runs, script):
+    for row in read_metrics(runs(script, "vllm", 1))[1:]:
+        assert row["rollout_corr/logprob_abs_diff_max"] <= 2e-6
+
+
+def test_old_policy_is_saved_with_the_adapter(runs):
+    state = torch.load(runs("diffusion_nft.py", "local", 1) / "checkpoint" / "state.pt", weights_only=True)
+    assert state["old"].keys() == state["adapter"].keys()
+    assert any(not torch.equal(state["old"][k], state["adapter"][k]) for k in state["old"])  # it follows slowly
+
+
+def test_mix_grpo_with_flash_and_vllm(tmp_path):
+    options = ["--num_steps", 1, *SMALL, *few_eval_prompts(tmp_path), "--sde_window_range", 1, 4, "--flash_ratio", 0.5]
+    for rollout in ("local", "vllm"):
+        torchrun(tmp_path, "mix_grpo.py", "--name", rollout, "--rollout", rollout, *options)
+    local, vllm = (read_metrics(tmp_path / "runs" / name)[1] for name in ("local", "vllm"))
+    assert local["critic/rewards/mean"] == pytest.approx(vllm["critic/rewards/mean"], abs=1e-9)
+    assert vllm["rollout_corr/logprob_abs_diff_max"] <= 2e-6
+
+
+def test_dppo_runs(tmp_path):
+    torchrun(tmp_path, "grpo_guard.py", "--rollout", "local", "--trust_region", "dppo", "--num_steps", 1, *SMALL,
+             *few_eval_prompts(tmp_path))
+    assert read_metrics(tmp_path / "runs" / "grpo_guard")[1]["actor/grad_norm"] > 0
+
+
+def test_dpo_offline_makes_pairs_and_trains_on_them_on_one_rank_and_two(tmp_path):
+    small = ["--num_pair_prompts", 8, "--group_size", 4, "--num_pairs", 4, "--num_steps", 2]
+    small += few_eval_prompts(tmp_path)
+    torchrun(tmp_path, "dpo_offline.py", "--name", "one", *small)
+    pairs = tmp_path / "runs" / "one" / "pairs.jsonl"
+    torchrun(tmp_path, "dpo_offline.py", "--name", "two", "--pairs", pairs, *small, nproc=2)
+    torchrun(tmp_path, "dpo_offline.py", "--name", "made", *small, nproc=2)
+    assert (tmp_path / "runs" / "made" / "pairs.jsonl").read_text() == pairs.read_text()
+    one, two = (read_metrics(tmp_path / "runs" / name) for name in ("one", "two"))
+    assert one[1]["actor/loss"] == pytest.approx(0.693147, abs=1e-5)  # the policy is still the reference
+    for name in ("actor/loss", "actor/grad_norm"):
+        assert two[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-5), name
+    assert one[2]["actor/loss"] != one[1]["actor/loss"] and one[2]["actor/grad_norm"] > 0
+
+
+def test_dpo_offline_encodes_a_changed_image_anew(tmp_path):
+    from PIL import Image
+
+    small = ["--num_pair_prompts", 6, "--group_size", 4, "--num_pairs", 2, "--num_steps", 1]
+    small += few_eval_prompts(tmp_path)
+    torchrun(tmp_path, "dpo_offline.py", "--name", "one", *small)
+    run, cache = tmp_path / "runs" / "one", tmp_path / "cache"
+    before = {file: file.stat().st_mtime_ns for file in cache.glob("*.pt")}
+    assert len(before) == len((run / "pairs.jsonl").read_text().splitlines())
+    torchrun(tmp_path, "dpo_offline.py", "--name", "two", "--pairs", run, *small)
+    assert {file: file.stat().st_mtime_ns for file in cache.glob("*.pt")} == before
+    chosen = next((run / "pairs").glob("*_chosen.png"))
+    Image.new("RGB", (96, 32), "green").save(chosen)
+    torchrun(tmp_path, "dpo_offline.py", "--name", "three", "--pairs", run, *small)
+    assert len(list(cache.glob("*.pt"))) == len(before) + 1
