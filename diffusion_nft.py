@@ -87,8 +87,8 @@ class Args:
     """optimizer steps per rollout; the first is on-policy, later ones meet the clip"""
     micro_batch_size: int = 64
     """images per forward and backward pass on a rank, and per local sampling batch; lowered to what a rank has"""
-    learning_rate: float = 1.5e-3
-    """AdamW's, constant (paper: 3e-4)"""
+    learning_rate: float = 1e-3
+    """AdamW's at the first step; it falls linearly, to 0 after num_steps (paper: 3e-4, constant)"""
     weight_decay: float = 1e-4
     """AdamW's"""
     adam_eps: float = 1e-15
@@ -336,7 +336,7 @@ def update(args, model, params, optimizer, request, x0, timesteps, noise, r):
             if grad_norm > 0:  # where all rewards are equal there is nothing to learn, and no weight to decay
                 optimizer.step()
         optimizer.zero_grad()
-    counts = {"actor/skipped_steps": args.updates_per_rollout - len(grad_norms), "actor/lr": args.learning_rate}
+    counts = {"actor/skipped_steps": args.updates_per_rollout - len(grad_norms)}
     if not kept:
         return counts
     means = gather(torch.stack([torch.stack([m[name] for m in kept]).mean() for name in kept[0]])).mean(0).tolist()
@@ -357,9 +357,8 @@ def evaluate(args, model, engine, rewards, prompts, metadata):
     images = rollout(args, model, engine, request).images
     scores = score_images(rewards, images, mine, [metadata[row] for row in rows])  # (B, R)
     scores = gather(scores).transpose(0, 1).flatten(0, 1)[: len(prompts)]  # (prompts, R), in the prompts' order
-    metrics = {f"val/{name}/mean": scores[:, r].mean() for r, name in enumerate(rewards)}
-    stderr = scores.std(0, correction=0) / len(prompts) ** 0.5  # (R,)
-    metrics |= {f"val/{name}/stderr": stderr[r] for r, name in enumerate(rewards)}
+    kinds = {"mean": scores.mean(0), "stderr": scores.std(0, correction=0) / len(prompts) ** 0.5}  # (R,) each
+    metrics = {f"val/{name}/{kind}": values[r] for r, name in enumerate(rewards) for kind, values in kinds.items()}
     shown = dict(sum(gather_objects(list(zip(places.tolist(), images, strict=True))[:32]), []))
     return metrics, [(shown[i], f"{prompts[i]}  {scores[i, 0]:.2f}") for i in range(min(32, len(prompts)))]
 
@@ -427,6 +426,8 @@ def main(args, family, rewards, train_set, eval_set):
                 metrics |= reward_metrics(scores, totals, rewards, args.group_size) | advantage_metrics(advantages, r)
 
             with timed(timing, "update_actor"):
+                metrics["actor/lr"] = args.learning_rate * (1 - (step - 1) / args.num_steps)
+                optimizer.param_groups[0]["lr"] = metrics["actor/lr"]
                 metrics |= update(args, model, params, optimizer, request, trajectories.latents[:, -1],
                                   *draw_training_noise(args, request, step, image_index),
                                   r[image_index].to(device, torch.float32))

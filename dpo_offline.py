@@ -96,8 +96,8 @@ class Args:
     """optimizer steps of the run"""
     micro_batch_size: int = 64
     """pairs per forward and backward pass on a rank, and images per sampling batch; lowered to what a rank has"""
-    learning_rate: float = 1.5e-3
-    """AdamW's, constant (paper: 3e-4)"""
+    learning_rate: float = 1e-3
+    """AdamW's at the first step; it falls linearly, to 0 after num_steps (paper: 3e-4, constant)"""
     weight_decay: float = 1e-4
     """AdamW's"""
     adam_eps: float = 1e-15
@@ -305,7 +305,7 @@ def update(args, model, params, optimizer, files, sigmas, noise):
     if finite:
         optimizer.step()
     optimizer.zero_grad()
-    counts = {"actor/skipped_steps": 1 - finite, "actor/lr": args.learning_rate}
+    counts = {"actor/skipped_steps": 1 - finite}
     if not finite:
         return counts
     means = gather(torch.stack([torch.stack([m[name] for m in passes]).mean() for name in passes[0]])).mean(0).tolist()
@@ -326,9 +326,8 @@ def evaluate(args, model, rewards, prompts, metadata):
     images = sample(args, model, request).images
     scores = score_images(rewards, images, mine, [metadata[row] for row in rows])  # (B, R)
     scores = gather(scores).transpose(0, 1).flatten(0, 1)[: len(prompts)]  # (prompts, R), in the prompts' order
-    metrics = {f"val/{name}/mean": scores[:, r].mean() for r, name in enumerate(rewards)}
-    stderr = scores.std(0, correction=0) / len(prompts) ** 0.5  # (R,)
-    metrics |= {f"val/{name}/stderr": stderr[r] for r, name in enumerate(rewards)}
+    kinds = {"mean": scores.mean(0), "stderr": scores.std(0, correction=0) / len(prompts) ** 0.5}  # (R,) each
+    metrics = {f"val/{name}/{kind}": values[r] for r, name in enumerate(rewards) for kind, values in kinds.items()}
     shown = dict(sum(gather_objects(list(zip(places.tolist(), images, strict=True))[:32]), []))
     return metrics, [(shown[i], f"{prompts[i]}  {scores[i, 0]:.2f}") for i in range(min(32, len(prompts)))]
 
@@ -368,6 +367,8 @@ def main(args, family, rewards, train_set, eval_set, pairs):
             with timed(timing, "update_actor"):
                 rows, places, _ = sampler.draw()  # (num_pairs,), (B,): our B of them
                 sigmas, noise = draw_training_noise(args, step, places, latent_shape)
+                metrics["actor/lr"] = args.learning_rate * (1 - (step - 1) / args.num_steps)
+                optimizer.param_groups[0]["lr"] = metrics["actor/lr"]
                 metrics |= update(args, model, params, optimizer, [files[row] for row in rows[places]], sigmas, noise)
             skipped_in_a_row = (skipped_in_a_row + 1) * metrics["actor/skipped_steps"]
             if skipped_in_a_row == MAX_SKIPPED:
