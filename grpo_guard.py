@@ -201,8 +201,9 @@ def start_engine(args, folder, rank, device):
 def sample_locally(model, request):
     """Sample the request's B images with the training transformer, each step SDE or ODE as the request says."""
     generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
-    x = draw_noise((len(generators), *request.latent_shape), generators, model.transformer.device)  # (B, C, h, w)
-    outputs = []
+    x, outputs = request.initial_latents, []  # (B, C, h, w)
+    if x is None:
+        x = draw_noise((len(generators), *request.latent_shape), generators, model.transformer.device)
     for i in range(len(request.timesteps)):
         outputs.append(policy_step(model, request, outputs[-1].prev_sample if i else x, i, generator=generators))
     return Trajectories.from_steps(x, outputs, model.decode(outputs[-1].prev_sample))

@@ -236,10 +236,10 @@ def start_engine(args, folder, rank, device):
 def sample_locally(model, request):
     """Sample the request's B images with the training transformer, each step SDE or ODE as the request says."""
     generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
-    x = request.initial_latents
+    x, outputs = request.initial_latents, []  # (B, C, h, w)
     if x is None:
-        x = draw_noise((len(generators), *request.latent_shape), generators, model.transformer.device)  # (B, C, h, w)
-    outputs, previous, sigmas = [], None, request.sigmas.tolist()
+        x = draw_noise((len(generators), *request.latent_shape), generators, model.transformer.device)
+    previous, sigmas = None, request.sigmas.tolist()
     for i in range(len(request.timesteps)):
         x_i = outputs[-1].prev_sample if i else x
         if request.multistep_from is None or i < request.multistep_from:

@@ -62,7 +62,7 @@ def main(records):
         print(f"| {' | '.join(cells)} |")
         for axis, column in zip(axes, (1, 0), strict=True):
             for curve in curves:
-                axis.plot([p[column] for p in curve], [p[2] for p in curve], color=f"C{colour}", alpha=0.35, linewidth=1)
+                axis.plot([p[column] for p in curve], [p[2] for p in curve], color=f"C{colour}", alpha=0.35)
             mean = [[statistics.mean(values) for values in zip(*points, strict=True)]
                     for points in zip(*curves, strict=True)]
             axis.plot([p[column] for p in mean], [p[2] for p in mean], color=f"C{colour}", label=script, linewidth=2)

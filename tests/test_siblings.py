@@ -1,5 +1,7 @@
 """The other four scripts: what they share with flow_grpo.py is byte-equal, and each runs as users run it."""
 import ast
+import shutil
+import subprocess
 
 from tests.conftest import ROOT, SMALL, few_eval_prompts, read_metrics, torchrun
 from tests.diff import BASE, changed_lines
@@ -138,3 +140,16 @@ def test_dpo_offline_encodes_a_changed_image_anew(tmp_path):
     Image.new("RGB", (96, 32), "green").save(chosen)
     torchrun(tmp_path, "dpo_offline.py", "--name", "three", "--pairs", run, *small)
     assert len(list(cache.glob("*.pt"))) == len(before) + 1
+
+
+def test_the_example_of_a_sixth_script_applies_and_runs(tmp_path):
+    """docs/new_algorithm.md, as a reader follows it."""
+    copy = tmp_path / "cleanflow"
+    copy.mkdir()
+    for name in ("common", "assets"):
+        (copy / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / BASE, copy / "dance_grpo.py")
+    diff = (ROOT / "docs" / "new_algorithm.md").read_text().split("```diff\n")[1].split("```")[0]
+    subprocess.run(["patch", "dance_grpo.py"], input=diff, text=True, cwd=copy, check=True)
+    torchrun(copy, copy / "dance_grpo.py", "--rollout", "local", "--num_steps", 1, *SMALL, *few_eval_prompts(copy))
+    assert read_metrics(copy / "runs" / "dance_grpo")[1]["actor/grad_norm"] > 0
