@@ -88,7 +88,7 @@ class Args:
     micro_batch_size: int = 64
     """images per forward and backward pass on a rank, and per local sampling batch; lowered to what a rank has"""
     learning_rate: float = 1e-3
-    """AdamW's at the first step; it falls linearly, to 0 after num_steps (paper: 3e-4, constant)"""
+    """AdamW's, constant (paper: 3e-4)"""
     weight_decay: float = 1e-4
     """AdamW's"""
     adam_eps: float = 1e-15
@@ -336,7 +336,7 @@ def update(args, model, params, optimizer, request, x0, timesteps, noise, r):
             if grad_norm > 0:  # where all rewards are equal there is nothing to learn, and no weight to decay
                 optimizer.step()
         optimizer.zero_grad()
-    counts = {"actor/skipped_steps": args.updates_per_rollout - len(grad_norms)}
+    counts = {"actor/skipped_steps": args.updates_per_rollout - len(grad_norms), "actor/lr": args.learning_rate}
     if not kept:
         return counts
     means = gather(torch.stack([torch.stack([m[name] for m in kept]).mean() for name in kept[0]])).mean(0).tolist()
@@ -426,8 +426,6 @@ def main(args, family, rewards, train_set, eval_set):
                 metrics |= reward_metrics(scores, totals, rewards, args.group_size) | advantage_metrics(advantages, r)
 
             with timed(timing, "update_actor"):
-                metrics["actor/lr"] = args.learning_rate * (1 - (step - 1) / args.num_steps)
-                optimizer.param_groups[0]["lr"] = metrics["actor/lr"]
                 metrics |= update(args, model, params, optimizer, request, trajectories.latents[:, -1],
                                   *draw_training_noise(args, request, step, image_index),
                                   r[image_index].to(device, torch.float32))

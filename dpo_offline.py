@@ -97,7 +97,7 @@ class Args:
     micro_batch_size: int = 64
     """pairs per forward and backward pass on a rank, and images per sampling batch; lowered to what a rank has"""
     learning_rate: float = 1e-3
-    """AdamW's at the first step; it falls linearly, to 0 after num_steps (paper: 3e-4, constant)"""
+    """AdamW's, constant (paper: 3e-4)"""
     weight_decay: float = 1e-4
     """AdamW's"""
     adam_eps: float = 1e-15
@@ -305,7 +305,7 @@ def update(args, model, params, optimizer, files, sigmas, noise):
     if finite:
         optimizer.step()
     optimizer.zero_grad()
-    counts = {"actor/skipped_steps": 1 - finite}
+    counts = {"actor/skipped_steps": 1 - finite, "actor/lr": args.learning_rate}
     if not finite:
         return counts
     means = gather(torch.stack([torch.stack([m[name] for m in passes]).mean() for name in passes[0]])).mean(0).tolist()
@@ -367,8 +367,6 @@ def main(args, family, rewards, train_set, eval_set, pairs):
             with timed(timing, "update_actor"):
                 rows, places, _ = sampler.draw()  # (num_pairs,), (B,): our B of them
                 sigmas, noise = draw_training_noise(args, step, places, latent_shape)
-                metrics["actor/lr"] = args.learning_rate * (1 - (step - 1) / args.num_steps)
-                optimizer.param_groups[0]["lr"] = metrics["actor/lr"]
                 metrics |= update(args, model, params, optimizer, [files[row] for row in rows[places]], sigmas, noise)
             skipped_in_a_row = (skipped_in_a_row + 1) * metrics["actor/skipped_steps"]
             if skipped_in_a_row == MAX_SKIPPED:

@@ -315,9 +315,8 @@ def evaluate(args, model, engine, rewards, prompts, metadata):
     images = rollout(args, model, engine, request).images
     scores = score_images(rewards, images, mine, [metadata[row] for row in rows])  # (B, R)
     scores = gather(scores).transpose(0, 1).flatten(0, 1)[: len(prompts)]  # (prompts, R), in the prompts' order
-    metrics = {f"val/{name}/mean": scores[:, r].mean() for r, name in enumerate(rewards)}
-    stderr = scores.std(0, correction=0) / len(prompts) ** 0.5  # (R,)
-    metrics |= {f"val/{name}/stderr": stderr[r] for r, name in enumerate(rewards)}
+    kinds = {"mean": scores.mean(0), "stderr": scores.std(0, correction=0) / len(prompts) ** 0.5}  # (R,) each
+    metrics = {f"val/{name}/{kind}": values[r] for r, name in enumerate(rewards) for kind, values in kinds.items()}
     shown = dict(sum(gather_objects(list(zip(places.tolist(), images, strict=True))[:32]), []))
     return metrics, [(shown[i], f"{prompts[i]}  {scores[i, 0]:.2f}") for i in range(min(32, len(prompts)))]
 
