@@ -144,16 +144,18 @@ def make_pairs(args, model, rewards, prompts, metadata, folder):
 
     Ranks share the prompts; prompts whose images all score the same make no pair. Returns the path of pairs.jsonl.
     """
-    rank, records, weights = dist.get_rank(), [], torch.tensor(args.reward_weights, dtype=torch.float64)
+    rank, world_size, records = dist.get_rank(), dist.get_world_size(), []
+    num_prompts, weights = min(args.num_pair_prompts, len(prompts)), torch.tensor(args.reward_weights).double()
     (folder / "pairs").mkdir(exist_ok=True)
-    for row in range(rank, min(args.num_pair_prompts, len(prompts)), dist.get_world_size()):
+    for place in range(rank, math.ceil(num_prompts / world_size) * world_size, world_size):
+        row = place % num_prompts  # as many on every rank: a surplus wraps, and makes no pair
         seeds = [image_seed(args.seed, "pairs", row * args.group_size + i) for i in range(args.group_size)]
         index = torch.zeros(args.group_size, dtype=torch.long)
         request = make_request(args, model, prompts[row : row + 1], index, seeds, args.num_inference_steps)
         images = sample(args, model, request).images
         totals = score_images(rewards, images, [prompts[row]] * len(images), [metadata[row]] * len(images)) @ weights
         best, worst = totals.argmax().item(), totals.argmin().item()
-        if totals[best] > totals[worst]:
+        if totals[best] > totals[worst] and place < num_prompts:
             record = {"prompt": prompts[row]}
             for kind, i in (("chosen", best), ("rejected", worst)):
                 images[i].save(folder / "pairs" / f"{row:05d}_{kind}.png")
