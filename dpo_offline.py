@@ -90,7 +90,7 @@ class Args:
     """without --pairs: images per prompt, of which the best and the worst become the pair"""
     num_pairs: int = 64
     """pairs per optimizer step, over all ranks"""
-    num_inference_steps: int = 6
+    num_inference_steps: int = 4
     """sampling steps of the images that pairs are made of"""
     num_steps: int = 40
     """optimizer steps of the run"""
@@ -108,7 +108,7 @@ class Args:
     """weight of the errors' differences in the logit: larger stays closer to the reference (recipe for SD3: 100)"""
     eval_every: int = 5
     """steps between evaluations and checkpoints; there is one of each at the end, and an evaluation at step 0"""
-    eval_num_inference_steps: int = 6
+    eval_num_inference_steps: int = 4
     """ODE steps per evaluation image (the paper: 40)"""
 
 
