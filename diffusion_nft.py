@@ -84,11 +84,11 @@ class Args:
     num_steps: int = 40
     """rollouts of the run"""
     updates_per_rollout: int = 4
-    """optimizer steps per rollout; the first is on-policy, later ones meet the clip"""
+    """optimizer steps per rollout; only the first is on-policy"""
     micro_batch_size: int = 64
     """images per forward and backward pass on a rank, and per local sampling batch; lowered to what a rank has"""
     learning_rate: float = 1e-3
-    """AdamW's, constant (paper: 3e-4)"""
+    """AdamW's, constant (Flow-GRPO's paper: 3e-4)"""
     weight_decay: float = 1e-4
     """AdamW's"""
     adam_eps: float = 1e-15
@@ -138,8 +138,12 @@ def check_args(args):
     if num_images % (shards * args.micro_batch_size):
         raise ValueError(f"--num_prompts x --group_size = {num_images} images do not divide into --updates_per_rollout "
                          f"x ranks x --micro_batch_size = {shards * args.micro_batch_size}")
-    if not 0 < args.timestep_fraction <= 1 or not 0 <= args.old_decay < 1 or args.nft_beta <= 0:
-        raise ValueError("--timestep_fraction must lie in (0, 1], --old_decay in [0, 1), --nft_beta above 0")
+    if not 0 < args.timestep_fraction <= 1 or not 0 <= args.old_decay < 1:
+        raise ValueError(f"--timestep_fraction {args.timestep_fraction} must lie in (0, 1], --old_decay "
+                         f"{args.old_decay} in [0, 1)")
+    if args.nft_beta <= 0 or args.adv_clip_max <= 0 or args.kl_coef < 0:
+        raise ValueError(f"--nft_beta {args.nft_beta} and --adv_clip_max {args.adv_clip_max} must be above 0, "
+                         f"--kl_coef {args.kl_coef} at least 0")
     return family, rewards, read_prompts(args.train_prompts, rewards), read_prompts(args.eval_prompts, rewards)
 
 
@@ -292,8 +296,8 @@ def nft_loss(v, v_old, v_ref, x_t, x0, sigma, r, nft_beta, adv_clip_max, kl_coef
         weight = difference.detach().double().abs().flatten(1).mean(1).clamp(min=1e-5)
         return (difference**2).flatten(1).mean(1) / weight
 
-    positive = error(nft_beta * v + (1 - nft_beta) * v_old)
-    negative = error((1 + nft_beta) * v_old - nft_beta * v)
+    shift = nft_beta * (v - v_old)  # exactly 0 at v_old, so that both gradients cancel there where r is 1/2
+    positive, negative = error(v_old + shift), error(v_old - shift)
     loss = adv_clip_max * (r * positive + (1 - r) * negative).mean() / nft_beta
     kl = loss.new_zeros(()) if v_ref is None else ((v - v_ref) ** 2).mean()
     loss = loss + kl_coef * kl
@@ -398,7 +402,7 @@ def main(args, family, rewards, train_set, eval_set):
     if engine:
         probe = make_request(args, model, eval_set[0][:1], torch.tensor([0]), [0], args.num_inference_steps)
         engine.verify_push(*full_adapter(model.transformer), probe)
-    timing, skipped_in_a_row, num_updates = {"startup": time.perf_counter() - began}, 0, 0
+    timing, skipped_in_a_row = {"startup": time.perf_counter() - began}, 0
     for step in (bar := tqdm(range(args.num_steps + 1), disable=rank > 0)):
         metrics, grid, start = {}, None, time.perf_counter()
         if step:  # step 0 only evaluates
@@ -421,7 +425,6 @@ def main(args, family, rewards, train_set, eval_set):
                 totals = scores @ torch.tensor(args.reward_weights, dtype=torch.float64)  # (N,)
                 advantages = compute_advantages(totals, args.group_size, args.adv_clip_max, args.norm_adv_by_std,
                                                 args.global_std)  # (N,)
-
                 r = optimality(advantages, args.adv_mode, args.adv_clip_max)  # (N,)
                 metrics |= reward_metrics(scores, totals, rewards, args.group_size) | advantage_metrics(advantages, r)
 
@@ -434,9 +437,9 @@ def main(args, family, rewards, train_set, eval_set):
                 raise RuntimeError(f"step {step}: no finite gradient in {MAX_SKIPPED} rollouts: lower --learning_rate")
 
             with timed(timing, "update_weights"):
-                num_updates += args.updates_per_rollout - metrics["actor/skipped_steps"]
                 if step % args.update_interval == 0:
-                    metrics["old_policy/decay"] = old_policy_decay(args.decay_schedule, args.old_decay, num_updates)
+                    k = int(optimizer.state[params[0]].get("step", 0))  # optimizer steps taken so far
+                    metrics["old_policy/decay"] = old_policy_decay(args.decay_schedule, args.old_decay, k)
                     update_old_policy(model.transformer, metrics["old_policy/decay"])
                 if engine:
                     engine.push_lora(*full_adapter(model.transformer, "old"))

@@ -81,15 +81,17 @@ class Args:
     """weight of each reward in the sum"""
     pairs: str | None = None
     """.jsonl of {"prompt", "chosen", "rejected"} (image files, relative to it; "chosen_score" and "rejected_score" are
-    checked where given), or a folder with a pairs.jsonl; None: pairs are made from train_prompts"""
+    checked where given), or a folder with a pairs.jsonl; None: pairs are made from train_prompts, else unused"""
     cache: str = "cache"
-    """folder of encoded pairs, kept between runs; a changed model or image is encoded anew"""
+    """folder of encoded pairs, kept between runs and seen by all ranks; a changed model or image is encoded anew"""
     num_pair_prompts: int = 512
     """without --pairs: prompts to make pairs for"""
     group_size: int = 8
     """without --pairs: images per prompt, of which the best and the worst become the pair"""
     num_pairs: int = 64
     """pairs per optimizer step, over all ranks"""
+    guidance_scale: float = 1.0
+    """classifier-free guidance of the images sampled for pairs and evaluation; 1 is none. Training is without"""
     num_inference_steps: int = 4
     """sampling steps of the images that pairs are made of"""
     num_steps: int = 40
@@ -97,7 +99,7 @@ class Args:
     micro_batch_size: int = 64
     """pairs per forward and backward pass on a rank, and images per sampling batch; lowered to what a rank has"""
     learning_rate: float = 1e-3
-    """AdamW's, constant (paper: 3e-4)"""
+    """AdamW's, constant"""
     weight_decay: float = 1e-4
     """AdamW's"""
     adam_eps: float = 1e-15
@@ -126,6 +128,8 @@ def check_args(args):
     if args.num_pairs % (world_size * args.micro_batch_size):
         raise ValueError(f"--num_pairs {args.num_pairs} does not divide into ranks x --micro_batch_size = "
                          f"{world_size * args.micro_batch_size}")
+    if args.dpo_beta <= 0:
+        raise ValueError(f"--dpo_beta {args.dpo_beta}: must be above 0")
     pairs = read_pairs(args.pairs) if args.pairs else None
     return family, rewards, read_prompts(args.train_prompts, rewards), read_prompts(args.eval_prompts, rewards), pairs
 
@@ -135,8 +139,10 @@ def make_request(args, model, prompts, prompt_index, seeds, num_inference_steps)
     """Ask for B ODE images of `prompts`, each encoded once: prompt_index (B,) says which one, seeds (B) its noise."""
     timesteps, sigmas, latent_shape = model.schedule(num_inference_steps, args.height, args.width)  # (T,), (T + 1,)
     conditioning = model.encode_prompts(prompts, args.max_sequence_length)
-    return RolloutRequest(conditioning, None, prompt_index, seeds, timesteps, sigmas, latent_shape, sde_steps=(),
-                          sde_type="sde", noise_level=0.0, guidance_scale=1.0, height=args.height, width=args.width)
+    negative = model.encode_prompts([""], args.max_sequence_length) if args.guidance_scale > 1 else None
+    return RolloutRequest(conditioning, negative, prompt_index, seeds, timesteps, sigmas, latent_shape, sde_steps=(),
+                          sde_type="sde", noise_level=0.0, guidance_scale=args.guidance_scale, height=args.height,
+                          width=args.width)
 
 
 def make_pairs(args, model, rewards, prompts, metadata, folder):
@@ -146,7 +152,7 @@ def make_pairs(args, model, rewards, prompts, metadata, folder):
     """
     rank, world_size, records = dist.get_rank(), dist.get_world_size(), []
     num_prompts, weights = min(args.num_pair_prompts, len(prompts)), torch.tensor(args.reward_weights).double()
-    (folder / "pairs").mkdir(exist_ok=True)
+    (folder / "pairs").mkdir(parents=True, exist_ok=True)
     for place in range(rank, math.ceil(num_prompts / world_size) * world_size, world_size):
         row = place % num_prompts  # as many on every rank: a surplus wraps, and makes no pair
         seeds = [image_seed(args.seed, "pairs", row * args.group_size + i) for i in range(args.group_size)]
@@ -162,7 +168,10 @@ def make_pairs(args, model, rewards, prompts, metadata, folder):
                 record |= {kind: f"pairs/{row:05d}_{kind}.png", f"{kind}_score": totals[i].item()}
             records.append((row, record))
     records = [record for _, record in sorted(sum(gather_objects(records), []), key=lambda item: item[0])]
+    if not records:
+        raise RuntimeError(f"--num_pair_prompts {args.num_pair_prompts}: the images of every prompt score the same")
     if rank == 0:
+        print(f"{len(records)} pairs of {num_prompts} prompts")
         with atomic_file(folder / "pairs.jsonl") as temporary:
             temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
     dist.barrier()
@@ -184,12 +193,14 @@ def encode_pairs(args, model, pairs):
         key.update(chosen.read_bytes() + rejected.read_bytes())
         files.append(Path(args.cache) / f"{key.hexdigest()[:32]}.pt")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for (prompt, *images), file in list(zip(pairs, files, strict=True))[rank::world_size]:
+    distinct = dict(zip(files, pairs, strict=True))  # a pair that stands twice is encoded once
+    for file, (prompt, *images) in list(distinct.items())[rank::world_size]:
         if not file.exists():
-            latents = model.encode_images([Image.open(image) for image in images], args.height, args.width)
+            images = [Image.open(image).convert("RGB") for image in images]
+            encoded = {"latents": model.encode_images(images, args.height, args.width),
+                       **model.encode_prompts([prompt], args.max_sequence_length)}
             with atomic_file(file) as temporary:
-                torch.save({"latents": latents.cpu(), **model.encode_prompts([prompt], args.max_sequence_length)},
-                           temporary)
+                torch.save({k: v.cpu() for k, v in encoded.items()}, temporary)
     dist.barrier()
     return files
 
@@ -246,7 +257,8 @@ def sample(args, model, request):
         generators = [torch.Generator().manual_seed(seed) for seed in part.seeds]
         x = draw_noise((len(generators), *part.latent_shape), generators, model.transformer.device)  # (B, C, h, w)
         for i in range(len(part.timesteps)):
-            v = model.predict_velocity(x, part.timesteps[i], part.conditioning)
+            v = model.predict_velocity(x, part.timesteps[i], part.conditioning, part.negative_conditioning,
+                                       part.guidance_scale)
             x = sde_step(x, v, sigmas[i], sigmas[i + 1], 0.0).prev_sample
         parts.append(Trajectories.from_steps(x, [], model.decode(x)))
     return Trajectories.cat(parts)
@@ -291,7 +303,7 @@ def update(args, model, params, optimizer, files, sigmas, noise):
     micro_batches = torch.arange(len(files)).split(args.micro_batch_size)
     for rows in micro_batches:
         model.transformer.set_requires_gradient_sync(rows is micro_batches[-1])
-        cached = [torch.load(files[row], weights_only=True) for row in rows.tolist()]
+        cached = [torch.load(files[row], map_location="cpu", weights_only=True) for row in rows.tolist()]
         latents = torch.stack([pair.pop("latents") for pair in cached], 1).to(device)  # (2, B, ...)
         conditioning = {k: torch.cat([pair[k] for pair in cached]).to(device) for k in cached[0]}
         inputs = conditioning, latents, sigmas[rows].to(device), noise[rows].to(device)
@@ -386,7 +398,7 @@ def main(args, family, rewards, train_set, eval_set, pairs):
                 with timed(timing, "save_checkpoint"):
                     save(args, folder, model, optimizer, sampler, step)
         if log:
-            log.log(step, metrics | speed_metrics(timing, step, args.num_pairs, world_size), grid)
+            log.log(step, metrics | speed_metrics(timing, step, 2 * args.num_pairs, world_size), grid)
         timing = {}
 
     if log:

@@ -93,11 +93,11 @@ class Args:
     num_steps: int = 40
     """rollouts of the run"""
     updates_per_rollout: int = 4
-    """optimizer steps per rollout; the first is on-policy, later ones meet the clip"""
+    """optimizer steps per rollout; only the first is on-policy"""
     micro_batch_size: int = 64
     """images per forward and backward pass on a rank, and per local sampling batch; lowered to what a rank has"""
     learning_rate: float = 1e-3
-    """AdamW's, constant (paper: 3e-4)"""
+    """AdamW's, constant (Flow-GRPO's paper: 3e-4)"""
     weight_decay: float = 1e-4
     """AdamW's"""
     adam_eps: float = 1e-15

@@ -93,11 +93,11 @@ class Args:
     num_steps: int = 40
     """rollouts of the run"""
     updates_per_rollout: int = 4
-    """optimizer steps per rollout; the first is on-policy, later ones meet the clip"""
+    """optimizer steps per rollout; only the first is on-policy"""
     micro_batch_size: int = 64
     """images per forward and backward pass on a rank, and per local sampling batch; lowered to what a rank has"""
     learning_rate: float = 1e-3
-    """AdamW's, constant (paper: 3e-4)"""
+    """AdamW's, constant (Flow-GRPO's paper: 3e-4)"""
     weight_decay: float = 1e-4
     """AdamW's"""
     adam_eps: float = 1e-15
@@ -142,6 +142,8 @@ def check_args(args):
         raise ValueError(f"--sde_window_range {low} {high}: no window of {size} fits in it and in 0 to {last - 1}")
     if args.noise_level <= 0:
         raise ValueError(f"--noise_level {args.noise_level}: without noise there is no log-prob to train")
+    if args.clip_range <= 0 or args.dppo_delta <= 0:
+        raise ValueError(f"--clip_range {args.clip_range} and --dppo_delta {args.dppo_delta} must be above 0")
     return family, rewards, read_prompts(args.train_prompts, rewards), read_prompts(args.eval_prompts, rewards)
 
 
@@ -251,7 +253,7 @@ def recompute_steps(args, model, request, latents):
         part, x = request.select(rows), latents[rows]
         steps = [policy_step(model, part, x[:, i], i, prev_sample=x[:, i + 1]) for i in request.sde_steps]
         parts.append((torch.stack([s.log_prob for s in steps], 1), torch.stack([s.prev_sample_mean for s in steps], 1)))
-    return (torch.cat(column) for column in zip(*parts, strict=True))
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 # ==== 9 LOSS ==========================================================================================================
@@ -271,7 +273,7 @@ def policy_loss(prev_sample, mean, old_mean, std, dt, advantages, args):
     With dppo in place of the clip: -A ratio, dropped where the divergence has reached dppo_delta and would grow.
     prev_sample, mean, old_mean (B, ...); std, advantages (B,). Returns the loss and its metrics, without gradient.
     """
-    log_ratio = regulated_log_ratio(prev_sample, mean, old_mean, std)
+    log_ratio = regulated_log_ratio(prev_sample, mean, old_mean, std).double()  # the clip may be as fine as fp32's ulp
     ratio, clip_range = log_ratio.exp(), args.clip_range  # (B,)
     divergence = ((mean - old_mean) ** 2).flatten(1).mean(1) / (2 * std**2)  # (B,), KL to the old step, per element
     if args.trust_region == "clip":

@@ -67,7 +67,7 @@ class Args:
     reward: tuple[str, ...] = ("ocr",)
     """ocr, ocr_contains, jpeg_compressibility, jpeg_incompressibility, path/to/file.py:function; several are added"""
     reward_weights: tuple[float, ...] = (1.0,)
-    """weight of each reward in the sum"""
+    """weight of each reward's own advantages in their sum"""
     rollout: Literal["vllm", "local"] = "vllm"
     """vllm: a vLLM-Omni engine per rank in a process of its own; local: the training transformer samples"""
     rollout_batch_size: int = 32
@@ -105,11 +105,11 @@ class Args:
     num_steps: int = 40
     """rollouts of the run"""
     updates_per_rollout: int = 4
-    """optimizer steps per rollout; the first is on-policy, later ones meet the clip"""
+    """optimizer steps per rollout; only the first is on-policy"""
     micro_batch_size: int = 64
     """images per forward and backward pass on a rank, and per local sampling batch; lowered to what a rank has"""
     learning_rate: float = 1e-3
-    """AdamW's, constant (paper: 3e-4)"""
+    """AdamW's, constant (Flow-GRPO's paper: 3e-4)"""
     weight_decay: float = 1e-4
     """AdamW's"""
     adam_eps: float = 1e-15
@@ -167,7 +167,7 @@ def make_request(args, model, prompts, prompt_index, seeds, num_inference_steps,
 
 
 def window_start(args, step):
-    """First SDE step of rollout `step` (from 1), by the options alone: the same on any rank and after any resume.
+    """First SDE step of rollout `step` (from 1), by the options alone: the same on any rank, with nothing to resume.
 
     Rollouts at position l, with p = (l - lo) / (hi - lo) and tau = iters_per_group: tau (progressive),
     int(tau (1 - p) + max(1, tau // 4) p) (decay), ceil(tau exp(-0.1 max(0, l - 13))) (exp_decay).
@@ -266,6 +266,7 @@ def share_prefix(args, model, engine, request, step):
     All images of a prompt start from its noise, seeded by (seed, step, prompt), and are one until the window begins.
     """
     start, (rows, place) = request.sde_steps[0], request.prompt_index.unique(return_inverse=True)
+    rows = rows[torch.arange(gather(torch.tensor([len(rows)])).max().item()) % len(rows)]  # as many on every rank
     seeds = [image_seed(args.seed, f"{step} prompt", row) for row in rows.tolist()]
     if start:
         prefix = replace(request, prompt_index=rows, seeds=seeds, timesteps=request.timesteps[:start],

@@ -79,12 +79,14 @@ def read_pairs(path):
                 raise ValueError(f"{where}: {kind}: no such file: {images[-1]}")
             try:
                 with Image.open(images[-1]) as image:
-                    image.verify()
-            except (UnidentifiedImageError, OSError, SyntaxError) as error:
+                    image.load()  # verify() would miss a truncated file
+            except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
                 raise ValueError(f"{where}: {kind}: not a readable image: {images[-1]}: {error}") from None
         if images[0].read_bytes() == images[1].read_bytes():
             raise ValueError(f"{where}: chosen and rejected are the same image")
         scores = record.get("chosen_score"), record.get("rejected_score")
+        if not all(score is None or isinstance(score, (int, float)) for score in scores):
+            raise ValueError(f"{where}: chosen_score and rejected_score must be numbers")
         if None not in scores and not scores[0] > scores[1]:
             raise ValueError(f"{where}: chosen is scored {scores[0]}, not above rejected, {scores[1]}")
         pairs.append((prompt, *images))

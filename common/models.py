@@ -75,10 +75,11 @@ class StableDiffusion3:
         return (vae.encode(pixels).latent_dist.mode() - vae.config.shift_factor) * vae.config.scaling_factor
 
     def encoder_tensors(self):
-        """All weights that latents and conditioning depend on, in a fixed order."""
+        """All numbers of the model that latents and conditioning depend on, in a fixed order."""
         pipe = self.pipe
         modules = (pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
-        return [tensor for module in modules if module for tensor in module.state_dict().values()]
+        scale = torch.tensor([pipe.vae.config.scaling_factor, pipe.vae.config.shift_factor])
+        return [scale, *(tensor for module in modules if module for tensor in module.state_dict().values())]
 
 
 FAMILIES = {"StableDiffusion3Pipeline": StableDiffusion3}

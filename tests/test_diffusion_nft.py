@@ -50,6 +50,14 @@ def test_at_the_old_policy_both_branches_are_equal_and_the_gradient_is_the_close
         assert v.grad[0].abs().max() < 1e-12
 
 
+def test_at_the_old_policy_the_gradient_at_r_one_half_is_zero_to_the_bit():
+    """In fp32, where round-off would do: Adam makes full steps of any gradient, however small."""
+    v_old, x0, noise = (t.float() for t in tensors(3))
+    v = v_old.clone().requires_grad_()
+    loss_of(v, v_old, x0, noise, SIGMA.float(), torch.full((3,), 0.5))[0].backward()
+    assert v.grad.abs().max() == 0
+
+
 def test_r_one_and_beta_one_is_weighted_flow_matching():
     v, v_old, x0, noise = tensors(4)
     v.requires_grad_()

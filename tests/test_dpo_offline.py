@@ -1,9 +1,13 @@
 """dpo_offline's loss against its closed forms, and the pairs it reads."""
 import json
 import math
+from types import SimpleNamespace
 
+import dpo_offline
 from common.data import read_pairs
-from dpo_offline import dpo_loss
+from common.models import find_family, load_model
+from dpo_offline import dpo_loss, flow_matching_errors
+from tests.conftest import EMBEDDED
 
 import pytest
 import torch
@@ -68,6 +72,8 @@ def folder(tmp_path):
         Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
     (tmp_path / "text.png").write_text("no image")
     (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:40])
+    Image.effect_noise((64, 64), 50).save(tmp_path / "whole.jpg")
+    (tmp_path / "cut.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:900])
 
     def write(*records):
         lines = ["", *(r if isinstance(r, str) else json.dumps({"prompt": "p", **r}) for r in records)]
@@ -92,9 +98,42 @@ def test_pairs_are_read_from_a_file_and_a_folder(folder):
     ({**GOOD, "rejected": "text.png"}, "not a readable image"), ({**GOOD, "chosen": "cut.png"}, "not a readable image"),
     ({**GOOD, "rejected": "twin.png"}, "same image"), ({**GOOD, "chosen_score": 0.05}, "0.05, not above"),
     ({**GOOD, "chosen_score": 0.1}, "not above"), ({**GOOD, "rejected_score": math.nan}, "not above"),
+    ({**GOOD, "chosen": "cut.jpg"}, "not a readable image"), ({**GOOD, "chosen_score": "0.9"}, "must be numbers"),
     ("{", "not JSON")])
 def test_a_bad_record_is_named_by_its_line(folder, record, message):
     path = folder(GOOD, record)  # after an empty line and a good one
     with pytest.raises(ValueError, match=message) as caught:
         read_pairs(path)
     assert "pairs.jsonl:3:" in str(caught.value)
+
+
+def test_errors_by_hand():
+    """One element, a model that answers x + 1: sigma 1/4, noise 4, x0 (0, 2): x (1, 2.5), target (4, 2), v (2, 3.5)."""
+    asked = []
+
+    def predict_velocity(x, timesteps, conditioning):
+        asked.append((timesteps.tolist(), conditioning["prompt"].tolist()))
+        return x + 1
+
+    model = SimpleNamespace(predict_velocity=predict_velocity)
+    latents = torch.tensor([0.0, 2.0]).view(2, 1, 1)  # chosen, rejected
+    conditioning = {"prompt": torch.tensor([7])}
+    errors = flow_matching_errors(model, conditioning, latents, torch.tensor([0.25]), torch.tensor([[4.0]]))
+    assert errors.tolist() == [[4.0], [2.25]]
+    assert asked == [([250.0, 250.0], [7, 7])]
+
+
+def test_encoded_pairs_hold_chosen_first_and_cannot_tell_a_colour_mode(folder, tmp_path, monkeypatch):
+    for name, value in {"get_rank": 0, "get_world_size": 1, "barrier": None}.items():
+        monkeypatch.setattr(dpo_offline.dist, name, lambda value=value: value)
+    model = load_model(find_family(str(EMBEDDED)), str(EMBEDDED), torch.float32, torch.device("cpu"))
+    args = SimpleNamespace(cache=tmp_path / "cache", height=32, width=96, max_sequence_length=16)
+    Image.new("L", (96, 32), 90).save(tmp_path / "grey.png")
+    pairs = read_pairs(folder({"chosen": "a.png", "rejected": "grey.png"}, {"chosen": "a.png", "rejected": "grey.png"}))
+    first, second = dpo_offline.encode_pairs(args, model, pairs)
+    assert first == second  # one pair, given twice
+    cached = torch.load(first, weights_only=True)
+    for latents, colour in zip(cached["latents"], ("red", (90, 90, 90)), strict=True):
+        image = Image.new("RGB", (96, 32), colour)
+        torch.testing.assert_close(latents[None], model.encode_images([image], 32, 96), rtol=0, atol=1e-5)
+    assert torch.equal(cached["prompt_embeds"], model.encode_prompts(["p"], 16)["prompt_embeds"])

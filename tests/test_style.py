@@ -8,8 +8,8 @@ from tests.conftest import ROOT
 
 import pytest
 
-SCRIPTS = {"flow_grpo.py": 430, "grpo_guard.py": 454, "mix_grpo.py": 510, "diffusion_nft.py": 476,
-           "dpo_offline.py": 405}  # most lines
+SCRIPTS = {"flow_grpo.py": 430, "grpo_guard.py": 456, "mix_grpo.py": 511, "diffusion_nft.py": 479,
+           "dpo_offline.py": 417}  # most lines
 SECTIONS = ["ARGS", "SETUP", "DATA", "MODEL", "ENGINE", "ROLLOUT", "ADVANTAGE", "LOG PROB", "LOSS", "EVAL",
             "CHECKPOINT", "MAIN"]
 
@@ -39,7 +39,7 @@ def test_budgets_of_a_script(script):
     path = ROOT / script
     tree = ast.parse(path.read_text())
     assert len(path.read_text().splitlines()) <= SCRIPTS[script]
-    assert code_lines(path) <= 440
+    assert code_lines(path) <= 420
     assert len(args_fields(tree)) <= 44
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
