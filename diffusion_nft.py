@@ -79,7 +79,7 @@ class Args:
     """prompts per rollout, over all ranks"""
     group_size: int = 8
     """images per prompt, which the advantage compares; at least 2"""
-    num_inference_steps: int = 4
+    num_inference_steps: int = 3
     """sampling steps of a rollout (the paper: 10, and 40 in evaluation)"""
     num_steps: int = 40
     """rollouts of the run"""
@@ -119,7 +119,7 @@ class Args:
     """take that deviation over the whole rollout; False: over each prompt's group"""
     eval_every: int = 5
     """steps between evaluations and checkpoints; there is one of each at the end, and an evaluation at step 0"""
-    eval_num_inference_steps: int = 4
+    eval_num_inference_steps: int = 3
     """ODE steps per evaluation image (the paper: 40)"""
 
 

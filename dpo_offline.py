@@ -92,7 +92,7 @@ class Args:
     """pairs per optimizer step, over all ranks"""
     guidance_scale: float = 1.0
     """classifier-free guidance of the images sampled for pairs and evaluation; 1 is none. Training is without"""
-    num_inference_steps: int = 4
+    num_inference_steps: int = 3
     """sampling steps of the images that pairs are made of"""
     num_steps: int = 40
     """optimizer steps of the run"""
@@ -110,7 +110,7 @@ class Args:
     """weight of the errors' differences in the logit: larger stays closer to the reference (recipe for SD3: 100)"""
     eval_every: int = 5
     """steps between evaluations and checkpoints; there is one of each at the end, and an evaluation at step 0"""
-    eval_num_inference_steps: int = 4
+    eval_num_inference_steps: int = 3
     """ODE steps per evaluation image (the paper: 40)"""
 
 

@@ -78,7 +78,7 @@ class Args:
     """prompts per rollout, over all ranks"""
     group_size: int = 8
     """images per prompt, which the advantage compares; at least 2"""
-    num_inference_steps: int = 4
+    num_inference_steps: int = 3
     """sampling steps of a rollout (the paper: 10, and 40 in evaluation)"""
     guidance_scale: float = 1.0
     """classifier-free guidance in rollout, training and evaluation alike; 1 is none"""
@@ -86,9 +86,9 @@ class Args:
     """stochastic step: sde (Flow-GRPO), dance, cps (unscaled log-prob), cps_gauss; clip ranges differ between them"""
     noise_level: float = 0.7
     """scale of the noise injected at SDE steps (paper: 0.7), above 0"""
-    sde_window_size: int = 2
+    sde_window_size: int = 1
     """consecutive SDE steps per rollout, the others being ODE steps and not trained; 0: all but the last"""
-    sde_window_range: tuple[int, int] = (0, 2)
+    sde_window_range: tuple[int, int] = (0, 1)
     """with a window: [lo, hi) of steps it is drawn from, once per rollout; hi is at most num_inference_steps - 1"""
     num_steps: int = 40
     """rollouts of the run"""
@@ -118,7 +118,7 @@ class Args:
     """take that deviation over the whole rollout; False: over each prompt's group"""
     eval_every: int = 5
     """steps between evaluations and checkpoints; there is one of each at the end, and an evaluation at step 0"""
-    eval_num_inference_steps: int = 4
+    eval_num_inference_steps: int = 3
     """ODE steps per evaluation image (the paper: 40)"""
 
 

@@ -78,7 +78,7 @@ class Args:
     """prompts per rollout, over all ranks"""
     group_size: int = 8
     """images per prompt, which the advantage compares; at least 2"""
-    num_inference_steps: int = 4
+    num_inference_steps: int = 3
     """sampling steps of a rollout (the paper: 10, and 40 in evaluation)"""
     guidance_scale: float = 1.0
     """classifier-free guidance in rollout, training and evaluation alike; 1 is none"""
@@ -86,15 +86,15 @@ class Args:
     """stochastic step: sde (Flow-GRPO), dance, cps (unscaled log-prob), cps_gauss; clip ranges differ between them"""
     noise_level: float = 0.7
     """scale of the noise injected at SDE steps (paper: 0.7), above 0"""
-    sde_window_size: int = 2
+    sde_window_size: int = 1
     """consecutive SDE steps per rollout, the others being ODE steps and not trained"""
-    sde_window_range: tuple[int, int] = (0, 3)
+    sde_window_range: tuple[int, int] = (0, 2)
     """[lo, hi) of steps the window lies in; hi is at most num_inference_steps - 1"""
     window_mode: Literal["progressive", "random", "decay", "exp_decay"] = "progressive"
     """progressive: moves every iters_per_group rollouts; decay, exp_decay: stays ever shorter; random: drawn anew"""
     window_stride: int = 1
     """steps by which the window moves on"""
-    iters_per_group: int = 5
+    iters_per_group: int = 25
     """rollouts at one position of the window (paper: 25)"""
     roll_back: bool = True
     """past the end the window returns to lo; False: it stays there"""
@@ -126,7 +126,7 @@ class Args:
     """take that deviation over the whole rollout; False: over each prompt's group"""
     eval_every: int = 5
     """steps between evaluations and checkpoints; there is one of each at the end, and an evaluation at step 0"""
-    eval_num_inference_steps: int = 4
+    eval_num_inference_steps: int = 3
     """ODE steps per evaluation image (the paper: 40)"""
 
 

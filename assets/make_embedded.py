@@ -85,8 +85,8 @@ def prompt_of(text, colour):
 
 
 def write_prompts(args):
-    """Prompts of 4 and 5 digits, the two lists disjoint. Shorter strings are left out: where they stand on the sign is
-    open by a digit's width, which a few sampling steps blur and RL mends last; of 6 digits the model is already good."""
+    """Prompts of 4 and 5 digits, the two lists disjoint. 3 digits are left out: their place on the sign is open by more
+    than a digit's width, which a few sampling steps blur and RL mends last; 6 digits the model draws well already."""
     rng = random.Random(f"{args.seed} prompts")
     drawn = sorted({random_text(rng, (4, 5)) for _ in range(2 * (args.num_train_prompts + args.num_eval_prompts))})
     texts = rng.sample(drawn, args.num_train_prompts + args.num_eval_prompts)

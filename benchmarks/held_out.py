@@ -18,7 +18,7 @@ from common.sde import draw_noise, image_seed
 import numpy as np
 import torch
 
-MODEL, PROMPTS, STEPS, HEIGHT, WIDTH = "assets/embedded", "assets/eval_prompts.txt", 4, 32, 96
+MODEL, PROMPTS, STEPS, HEIGHT, WIDTH = "assets/embedded", "assets/eval_prompts.txt", 3, 32, 96
 
 
 @torch.no_grad()
