@@ -1,6 +1,6 @@
 """One picture and one table of docs/comparison.md, from the records that benchmarks/siblings.sh leaves.
 
-    python benchmarks/comparison.py docs/records
+    python -m benchmarks.comparison docs/records
 
 Rewards are means over seeds, with the range of the seeds in brackets. Seconds are of training alone (for dpo_offline.py
 with the making and encoding of its pairs); images are those sampled for training.
@@ -48,9 +48,12 @@ def main(records):
     header = ("script", "seeds", "reward", "seconds to 0.9", "images to 0.9", "exact", "jpeg_compressibility",
               "diversity", "drift")
     print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    base = json.loads((Path(records) / "base_held_out.json").read_text())
+    print(f"| before | | {base['ocr']:.3f} | | | {base['exact']:.2f} | {base['jpeg_compressibility']:.4f} | "
+          f"{base['diversity']:.1f} | {base['drift']:.3f} |")
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     for colour, script in enumerate(SCRIPTS):
-        folders = sorted(Path(records).glob(f"{script}-comparison-seed*"))
+        folders = sorted(Path(records).glob(f"{script}-local-seed*"))
         if not folders:
             continue
         curves = [read_curve(folder) for folder in folders]

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# The recorded runs of docs/flow_grpo.md: three seeds with each engine on one rank, and three on two ranks.
-# About an hour and a half on two CPU cores. Records go to docs/records/, then: python benchmarks/summarize.py docs/records/flow_grpo-*
+# The recorded runs of docs/flow_grpo.md: three seeds with each engine on one rank, three on two ranks, and one factor at
+# a time. About 50 minutes on two CPU cores. Records go to docs/records/, then: python benchmarks/summarize.py docs/records/flow_grpo-*
+# CPUS=0 keeps all runs on the first core, as the records were made: two of these scripts side by side, one core each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 run() {  # run NAME NPROC ARGUMENTS...
     local name=$1 nproc=$2
     shift 2
-    torchrun --standalone --nproc_per_node "$nproc" flow_grpo.py --name "$name" "$@"
+    taskset -c "${CPUS:-0,1}" torchrun --standalone --nproc_per_node "$nproc" flow_grpo.py --name "$name" "$@"
     mkdir -p "docs/records/$name"
     cp "runs/$name/metrics.jsonl" "runs/$name/curves.png" "docs/records/$name/"
     sed "s#$PWD/##g" "runs/$name/args.json" > "docs/records/$name/args.json"
@@ -18,3 +19,9 @@ for seed in 1 2 3; do
     run "flow_grpo-local-seed$seed" 1 --seed "$seed" --rollout local
     run "flow_grpo-2ranks-seed$seed" 2 --seed "$seed"
 done
+four="--rollout local --num_steps 10 --num_inference_steps 4 --eval_num_inference_steps 4"
+run flow_grpo-window-0 1 $four --sde_window_range 0 1
+run flow_grpo-window-1 1 $four --sde_window_range 1 2
+run flow_grpo-window-2 1 $four --sde_window_range 2 3
+run flow_grpo-window-all 1 $four --sde_window_size 0
+run flow_grpo-lr3e-3 1 --rollout local --learning_rate 3e-3 --num_steps 20

@@ -1,6 +1,7 @@
 """What a trained adapter does besides its reward, as one line of JSON, on the embedded model's evaluation prompts.
 
     python -m benchmarks.held_out runs/flow_grpo/adapter
+    python -m benchmarks.held_out                           # the base model itself
 
 - ocr, exact: the reward that was trained, and the share of prompts read without a mistake
 - jpeg_compressibility: a reward that was not trained
@@ -35,11 +36,12 @@ def sample(model, prompts, seeds):
 
 
 @torch.no_grad()
-def main(adapter):
+def main(adapter=None):
     model, prompts = load_model(find_family(MODEL), MODEL, torch.float32, "cpu"), read_prompts(PROMPTS)[0]
     seeds = [image_seed("eval", 0, row) for row in range(len(prompts))]
     _, conditioning, base_steps = sample(model, prompts, seeds)
-    model.pipe.load_lora_weights(adapter)
+    if adapter:
+        model.pipe.load_lora_weights(adapter)
     drifts = [((model.predict_velocity(x, t, conditioning) - v) ** 2).sum() / (v**2).sum() for x, t, v in base_steps]
     images = sample(model, prompts, seeds)[0]
     scores = np.array(ocr(images, prompts, None))
@@ -53,4 +55,4 @@ def main(adapter):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,18 +1,23 @@
 #!/usr/bin/env bash
-# The recorded runs of docs/comparison.md: five scripts at their defaults, three seeds each, with --rollout local
-# (dpo_offline.py has no other). Then: python benchmarks/comparison.py docs/records
+# The recorded runs of docs/comparison.md: four scripts at their defaults, three seeds each, beside flow_grpo.py's own
+# (benchmarks/flow_grpo.sh, first). About 50 minutes on two CPU cores. Then: python -m benchmarks.comparison docs/records
+# CPUS=0 keeps all runs on the first core, as the records were made: two of these scripts side by side, one core each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+python -m benchmarks.held_out > docs/records/base_held_out.json
 for seed in 1 2 3; do
-    for script in flow_grpo grpo_guard mix_grpo diffusion_nft dpo_offline; do
-        name="$script-comparison-seed$seed"
+    for script in grpo_guard mix_grpo diffusion_nft dpo_offline; do
+        name="$script-local-seed$seed"
         rollout="--rollout local"
         if [ "$script" = dpo_offline ]; then rollout=""; fi
-        torchrun --standalone "$script.py" --name "$name" --seed "$seed" $rollout
+        taskset -c "${CPUS:-0,1}" torchrun --standalone "$script.py" --name "$name" --seed "$seed" $rollout
         mkdir -p "docs/records/$name"
-        cp "runs/$name/metrics.jsonl" "docs/records/$name/"
+        cp "runs/$name/metrics.jsonl" "runs/$name/curves.png" "docs/records/$name/"
         sed "s#$PWD/##g" "runs/$name/args.json" > "docs/records/$name/args.json"
+    done
+    for script in flow_grpo grpo_guard mix_grpo diffusion_nft dpo_offline; do
+        name="$script-local-seed$seed"
         python -m benchmarks.held_out "runs/$name/adapter" > "docs/records/$name/held_out.json"
     done
 done

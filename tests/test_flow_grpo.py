@@ -177,7 +177,8 @@ ERRORS = {
     "--group_size 1": "--group_size 1: must be at least 2",
     "--micro_batch_size 0": "--micro_batch_size 0: must be at least 1",
     "--num_prompts 5 --group_size 5": "25 images do not divide into --updates_per_rollout x ranks x --micro_batch_size",
-    "--sde_window_size 4 --sde_window_range 7 11": "--sde_window_range 7 11: no window of 4 fits in it and in 0 to 4",
+    "--num_inference_steps 6 --sde_window_size 4 --sde_window_range 7 11":
+        "--sde_window_range 7 11: no window of 4 fits in it and in 0 to 4",
     "--noise_level 0": "--noise_level 0.0: without noise there is no log-prob to train",
     "--model no/such/model": "--model no/such/model: ",
     "--train_prompts plain.txt": 'plain.txt:2: OCR needs a prompt with text in double quotes, got: a sign',
