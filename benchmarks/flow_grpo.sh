@@ -24,4 +24,3 @@ run flow_grpo-window-0 1 $four --sde_window_range 0 1
 run flow_grpo-window-1 1 $four --sde_window_range 1 2
 run flow_grpo-window-2 1 $four --sde_window_range 2 3
 run flow_grpo-window-all 1 $four --sde_window_size 0
-run flow_grpo-lr3e-3 1 --rollout local --learning_rate 3e-3 --num_steps 20
