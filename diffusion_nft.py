@@ -81,7 +81,7 @@ class Args:
     """images per prompt, which the advantage compares; at least 2"""
     num_inference_steps: int = 3
     """sampling steps of a rollout (the paper: 10, and 40 in evaluation)"""
-    num_steps: int = 40
+    num_steps: int = 30
     """rollouts of the run"""
     updates_per_rollout: int = 4
     """optimizer steps per rollout; only the first is on-policy"""

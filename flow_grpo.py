@@ -90,7 +90,7 @@ class Args:
     """consecutive SDE steps per rollout, the others being ODE steps and not trained; 0: all but the last"""
     sde_window_range: tuple[int, int] = (0, 1)
     """with a window: [lo, hi) of steps it is drawn from, once per rollout; hi is at most num_inference_steps - 1"""
-    num_steps: int = 40
+    num_steps: int = 30
     """rollouts of the run"""
     updates_per_rollout: int = 4
     """optimizer steps per rollout; only the first is on-policy"""

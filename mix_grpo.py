@@ -102,7 +102,7 @@ class Args:
     """the images of a prompt start from the same noise, and share the steps before the window"""
     flash_ratio: float = 1.0
     """share of the steps after the window that is taken, by DPM-Solver++ 2M; 1: all of them, by Euler"""
-    num_steps: int = 40
+    num_steps: int = 30
     """rollouts of the run"""
     updates_per_rollout: int = 4
     """optimizer steps per rollout; only the first is on-policy"""
