@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 run() {  # run NAME NPROC ARGUMENTS...
     local name=$1 nproc=$2
     shift 2
-    taskset -c "${CPUS:-0,1}" torchrun --standalone --nproc_per_node "$nproc" flow_grpo.py --name "$name" --num_steps 40 "$@"
+    taskset -c "${CPUS:-0,1}" torchrun --standalone --nproc_per_node "$nproc" flow_grpo.py --name "$name" "$@"
     mkdir -p "docs/records/$name"
     cp "runs/$name/metrics.jsonl" "runs/$name/curves.png" "docs/records/$name/"
     sed "s#$PWD/##g" "runs/$name/args.json" > "docs/records/$name/args.json"
@@ -16,8 +16,8 @@ run() {  # run NAME NPROC ARGUMENTS...
 
 for seed in 1 2 3; do
     run "flow_grpo-vllm-seed$seed" 1 --seed "$seed"
-    run "flow_grpo-local-seed$seed" 1 --seed "$seed" --rollout local
-    run "flow_grpo-2ranks-seed$seed" 2 --seed "$seed" --num_steps 30
+    run "flow_grpo-local-seed$seed" 1 --seed "$seed" --rollout local --num_steps 40
+    run "flow_grpo-2ranks-seed$seed" 2 --seed "$seed"
 done
 four="--rollout local --num_steps 10 --num_inference_steps 4 --eval_num_inference_steps 4"
 run flow_grpo-window-0 1 $four --sde_window_range 0 1
