@@ -106,8 +106,8 @@ class Args:
     """AdamW's; small, because gradients of a mean over all latent elements are (5e-9 RMS has been seen)"""
     max_grad_norm: float = 1.0
     """gradient norm above which it is scaled down"""
-    dpo_beta: float = 2000.0
-    """weight of the errors' differences in the logit: larger stays closer to the reference (recipe for SD3: 100)"""
+    dpo_beta: float = 100.0
+    """weight of the errors' differences in the logit: larger stays closer to the reference (the paper: 2000 and more)"""
     eval_every: int = 5
     """steps between evaluations and checkpoints; there is one of each at the end, and an evaluation at step 0"""
     eval_num_inference_steps: int = 3
