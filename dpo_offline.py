@@ -107,7 +107,7 @@ class Args:
     max_grad_norm: float = 1.0
     """gradient norm above which it is scaled down"""
     dpo_beta: float = 100.0
-    """weight of the errors' differences in the logit: larger stays closer to the reference (the paper: 2000 and more)"""
+    """weight of the errors' differences in the logit: larger stays closer to the reference (paper: 2000 and more)"""
     eval_every: int = 5
     """steps between evaluations and checkpoints; there is one of each at the end, and an evaluation at step 0"""
     eval_num_inference_steps: int = 3
