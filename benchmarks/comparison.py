@@ -15,6 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+BUDGET = 7680  # images sampled for training: 30 rollouts of 256; what a run did beyond is left out
 SCRIPTS = ("flow_grpo", "grpo_guard", "mix_grpo", "diffusion_nft", "dpo_offline")
 
 
@@ -29,6 +30,8 @@ def read_curve(folder):
             images = row["training/global_step"] * args.get("num_prompts", 0) * args["group_size"]
             if "num_pair_prompts" in args:  # all of them sampled before the first step
                 images = args["num_pair_prompts"] * args["group_size"]
+            if images > BUDGET:
+                break
             curve.append((images, seconds, row["val/ocr/mean"]))
     return curve
 

@@ -16,6 +16,7 @@ for seed in 1 2 3; do
         cp "runs/$name/metrics.jsonl" "runs/$name/curves.png" "docs/records/$name/"
         sed "s#$PWD/##g" "runs/$name/args.json" > "docs/records/$name/args.json"
     done
+    cp -r "runs/flow_grpo-2ranks-seed$seed/adapter" "runs/flow_grpo-local-seed$seed/"  # its local runs go on beyond 30
     for script in flow_grpo grpo_guard mix_grpo diffusion_nft dpo_offline; do
         name="$script-local-seed$seed"
         python -m benchmarks.held_out "runs/$name/adapter" > "docs/records/$name/held_out.json"
