@@ -135,5 +135,5 @@ def test_encoded_pairs_hold_chosen_first_and_cannot_tell_a_colour_mode(folder, t
     cached = torch.load(first, weights_only=True)
     for latents, colour in zip(cached["latents"], ("red", (90, 90, 90)), strict=True):
         image = Image.new("RGB", (96, 32), colour)
-        torch.testing.assert_close(latents[None], model.encode_images([image], 32, 96), rtol=0, atol=1e-5)
+        torch.testing.assert_close(latents[None], model.encode_images([image], 32, 96), rtol=0, atol=1e-3)
     assert torch.equal(cached["prompt_embeds"], model.encode_prompts(["p"], 16)["prompt_embeds"])
