@@ -2,7 +2,7 @@
 
     torchrun --standalone mix_grpo.py                       # the embedded model on a CPU, vLLM-Omni rollouts
     torchrun --standalone mix_grpo.py --rollout local       # the training transformer samples: no vLLM needed
-    torchrun --standalone mix_grpo.py --flash_ratio 0.5     # half of the steps after the window, by DPM-Solver++ 2M
+    torchrun --standalone mix_grpo.py --flash_ratio 0.5 --num_inference_steps 8    # half of the later steps, by 2M
 
 What it does otherwise than flow_grpo.py, and where it departs from the paper's code:
 1. Steps inside the window are stochastic and trained; the window moves on during training and never shrinks.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The recorded runs of docs/flow_grpo.md: three seeds with each engine on one rank, three on two ranks, and one factor at
-# a time. About 50 minutes on two CPU cores. Records go to docs/records/, then: python benchmarks/summarize.py docs/records/flow_grpo-*
-# CPUS=0 keeps all runs on the first core, as the records were made: two of these scripts side by side, one core each.
+# a time. Records go to docs/records/, then: python benchmarks/summarize.py docs/records/flow_grpo-*
+# The records of one rank were made with CPUS=0 or CPUS=1 (one core each, two side by side), those of two ranks without.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The recorded runs of docs/comparison.md: four scripts at their defaults, three seeds each, beside flow_grpo.py's own
-# (benchmarks/flow_grpo.sh, first). About 50 minutes on two CPU cores. Then: python -m benchmarks.comparison docs/records
-# CPUS=0 keeps all runs on the first core, as the records were made: two of these scripts side by side, one core each.
+# (benchmarks/flow_grpo.sh, first). Then: python -m benchmarks.comparison docs/records
+# The records were made with CPUS=0 or CPUS=1 (one core each, two side by side).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
