@@ -19,19 +19,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.data import GroupSampler, check_at_least, read_pairs, read_prompts
-from common.distributed import gather, gather_objects, launched_world_size, setup_distributed, timed
+from common import checkpoints
+from common.data import GroupSampler, check_at_least, eval_places, read_pairs, read_prompts
+from common.distributed import gather, gather_objects, launched_world_size, mean_over_ranks, setup_distributed, timed
+from common.errors import RunError, one_line
 from common.models import find_family, load_model
+from common.policy import acting, add_policies, follow, load_policy_tensors, make_lora, policy_tensors
 from common.rewards import load_rewards, score_images
-from common.rollout import RolloutRequest, Trajectories
+from common.rollout import RolloutRequest, Trajectories, check_attention_backend
 from common.run import (
     MetricLog,
     atomic_file,
-    check_run_folder,
     create_run_folder,
-    save_adapter,
-    save_checkpoint,
+    save_samples,
+    save_weights,
     speed_metrics,
+    step_profiler,
 )
 from common.sde import draw_noise, image_seed, sde_step
 
@@ -39,42 +42,64 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
-from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from tqdm import tqdm
 
 ASSETS = Path(__file__).parent / "assets"
 MAX_SKIPPED = 3  # optimizer steps in a row without a finite gradient before the run stops
+ADAM_EPS = 1e-15  # small, because gradients of a mean over all latent elements are (5e-9 RMS has been seen)
 
 
 @dataclass
 class Args:
     name: str = "dpo_offline"
-    """everything is written to runs/<name>, which must not hold a run yet"""
+    """everything is written to runs/<name>, which must not hold a run yet (or see resume)"""
     seed: int = 1
     """seed of the data order, the noise and the LoRA's initial weights"""
     track: bool = False
-    """log to wandb too, with the validation images"""
+    """log to wandb too, with a table of validation images"""
+    resume: str | None = None
+    """latest: go on from this run's newest checkpoint, or begin; or a checkpoint or run folder to go on from"""
+    keep_checkpoints: int = 2
+    """newest checkpoints that are kept"""
+    max_minutes: float = 0.0
+    """finish the step, save and exit after this time, as after SIGTERM or SIGINT; 0: no limit"""
+    profile_steps: tuple[int, ...] = ()
+    """steps of which a torch profiler trace is written, for chrome://tracing"""
+    eval_only: bool = False
+    """evaluate (the checkpoint that resume names, or the model as it is) and exit"""
     model: str = str(ASSETS / "embedded")
     """diffusers pipeline: a folder or a hub id"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """of the frozen weights and the forward passes; LoRA, Adam, sampling arithmetic and the VAE are fp32 always"""
+    """of the frozen weights and the forward passes; what is trained, Adam, sampling and the VAE are fp32 always"""
+    attention_backend: str = "native"
+    """attention kernel of diffusers and the engine alike; native is torch's own, others depend on the model family"""
+    train_with: tuple[Literal["activation_checkpointing", "cpu_offload", "compile"], ...] = ()
+    """recompute activations in the backward pass; keep weights and Adam on the CPU; torch.compile every block"""
     lora_rank: int = 16
-    """rank of the LoRA on the attention projections"""
+    """rank of the trained LoRA; 0: none, all weights are trained (at a rate of 1e-5 or so)"""
     lora_alpha: int = 32
     """the LoRA acts with weight lora_alpha / lora_rank"""
-    height: int = 32
-    """image height in pixels"""
-    width: int = 96
-    """image width in pixels"""
+    lora_path: str | None = None
+    """PEFT or diffusers LoRA to start from, with its own rank and modules; it is then the reference, too"""
+    lora_target_modules: tuple[str, ...] = ()
+    """modules that get a LoRA, by the end of their names; none given: the attention projections"""
+    lora_exclude_modules: tuple[str, ...] = ()
+    """modules among them that get none"""
+    image_size: tuple[int, int] = (32, 96)
+    """height and width in pixels"""
     max_sequence_length: int = 16
     """T5 tokens per prompt, longer ones are cut (SD3.5: 256)"""
     train_prompts: str = str(ASSETS / "train_prompts.txt")
     """.txt, one prompt a line, or .jsonl, {"prompt": ...} with any metadata for the rewards"""
     eval_prompts: str = str(ASSETS / "eval_prompts.txt")
-    """held-out prompts, one image each at every evaluation"""
+    """held-out prompts, sampled at every evaluation"""
+    max_prompts: int = 0
+    """held-out prompts that are used, the first so many; 0: all"""
+    eval_images_per_prompt: int = 1
+    """images of each, from seeds of their own"""
     reward: tuple[str, ...] = ("ocr",)
     """ocr, ocr_contains, jpeg_compressibility, jpeg_incompressibility, path/to/file.py:function; several are added"""
     reward_weights: tuple[float, ...] = (1.0,)
@@ -99,13 +124,15 @@ class Args:
     micro_batch_size: int = 64
     """pairs per forward and backward pass on a rank, and images per sampling batch; lowered to what a rank has"""
     learning_rate: float = 1e-3
-    """AdamW's, constant"""
+    """AdamW's"""
+    lr_warmup_steps: int = 0
+    """optimizer steps over which the rate rises to learning_rate; it is constant from there"""
     weight_decay: float = 1e-4
     """AdamW's"""
-    adam_eps: float = 1e-15
-    """AdamW's; small, because gradients of a mean over all latent elements are (5e-9 RMS has been seen)"""
     max_grad_norm: float = 1.0
     """gradient norm above which it is scaled down"""
+    ema_decay: float = 0.0
+    """evaluate an average of the weights, of decay min(this, (1 + k) / (10 + k)) after k optimizer steps; 0: none"""
     dpo_beta: float = 100.0
     """weight of the errors' differences in the logit: larger stays closer to the reference (paper: 2000 and more)"""
     eval_every: int = 5
@@ -116,33 +143,34 @@ class Args:
 
 # ==== 2 SETUP =========================================================================================================
 def check_args(args):
-    """Refuse what cannot work before any model loads. Returns the model family, the rewards and the two prompt sets."""
-    family, rewards = find_family(args.model), load_rewards(args.reward)
-    check_run_folder(Path("runs") / args.name)
-    if len(args.reward_weights) != len(args.reward):
-        raise ValueError(f"--reward_weights: {len(args.reward_weights)} weights for {len(args.reward)} rewards")
-    check_at_least(vars(args), num_pairs=1, group_size=2, num_pair_prompts=1, num_inference_steps=1, eval_every=1,
-                   eval_num_inference_steps=1, micro_batch_size=1)
-    world_size = launched_world_size()
-    args.micro_batch_size = min(args.micro_batch_size, args.num_pairs // world_size or 1)
-    if args.num_pairs % (world_size * args.micro_batch_size):
+    """Refuse what cannot work before any model loads. Returns what main takes after args."""
+    family, rewards = find_family(args.model), load_rewards(args.reward, args.reward_weights)
+    check_attention_backend(family, args.attention_backend)
+    check_at_least(vars(args), num_pairs=1, group_size=2, num_pair_prompts=1, num_inference_steps=1,
+                   eval_num_inference_steps=1, eval_every=1, micro_batch_size=1, lora_rank=0, lr_warmup_steps=0,
+                   ema_decay=0, keep_checkpoints=1, max_minutes=0, eval_images_per_prompt=1, max_prompts=0)
+    args.micro_batch_size = min(args.micro_batch_size, args.num_pairs // launched_world_size() or 1)
+    if args.num_pairs % (launched_world_size() * args.micro_batch_size):
         raise ValueError(f"--num_pairs {args.num_pairs} does not divide into ranks x --micro_batch_size = "
-                         f"{world_size * args.micro_batch_size}")
+                         f"{launched_world_size() * args.micro_batch_size}")
     if args.dpo_beta <= 0:
         raise ValueError(f"--dpo_beta {args.dpo_beta}: must be above 0")
     pairs = read_pairs(args.pairs) if args.pairs else None
-    return family, rewards, read_prompts(args.train_prompts, rewards), read_prompts(args.eval_prompts, rewards), pairs
+    eval_set = [column[: args.max_prompts or None] for column in read_prompts(args.eval_prompts, rewards)]
+    lora = make_lora(family, args.lora_path, args.lora_rank, args.lora_alpha, args.lora_target_modules,
+                     args.lora_exclude_modules)
+    checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)
+    return family, rewards, read_prompts(args.train_prompts, rewards), eval_set, lora, checkpoint, pairs
 
 
 # ==== 3 DATA ==========================================================================================================
 def make_request(args, model, prompts, prompt_index, seeds, num_inference_steps):
     """Ask for B ODE images of `prompts`, each encoded once: prompt_index (B,) says which one, seeds (B) its noise."""
-    timesteps, sigmas, latent_shape = model.schedule(num_inference_steps, args.height, args.width)  # (T,), (T + 1,)
+    timesteps, sigmas, latent_shape = model.schedule(num_inference_steps, *args.image_size)  # (T,), (T + 1,)
     conditioning = model.encode_prompts(prompts, args.max_sequence_length)
     negative = model.encode_prompts([""], args.max_sequence_length) if args.guidance_scale > 1 else None
-    return RolloutRequest(conditioning, negative, prompt_index, seeds, timesteps, sigmas, latent_shape, sde_steps=(),
-                          sde_type="sde", noise_level=0.0, guidance_scale=args.guidance_scale, height=args.height,
-                          width=args.width)
+    return RolloutRequest(conditioning, negative, prompt_index, seeds, timesteps, sigmas, latent_shape, (), "sde", 0.0,
+                          args.guidance_scale, *args.image_size)
 
 
 def make_pairs(args, model, rewards, prompts, metadata, folder):
@@ -189,7 +217,7 @@ def encode_pairs(args, model, pairs):
     files = []
     for prompt, chosen, rejected in pairs:
         key = frozen.copy()
-        key.update(repr((prompt, args.height, args.width, args.max_sequence_length)).encode())
+        key.update(repr((prompt, *args.image_size, args.max_sequence_length)).encode())
         key.update(chosen.read_bytes() + rejected.read_bytes())
         files.append(Path(args.cache) / f"{key.hexdigest()[:32]}.pt")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -197,7 +225,7 @@ def encode_pairs(args, model, pairs):
     for file, (prompt, *images) in list(distinct.items())[rank::world_size]:
         if not file.exists():
             images = [Image.open(image).convert("RGB") for image in images]
-            encoded = {"latents": model.encode_images(images, args.height, args.width),
+            encoded = {"latents": model.encode_images(images, *args.image_size),
                        **model.encode_prompts([prompt], args.max_sequence_length)}
             with atomic_file(file) as temporary:
                 torch.save({k: v.cpu() for k, v in encoded.items()}, temporary)
@@ -213,34 +241,26 @@ def draw_training_noise(args, step, pair_index, latent_shape):
 
 
 # ==== 4 MODEL =========================================================================================================
-def load_policy(args, family, device):
-    """The frozen pipeline, with a trainable LoRA on its transformer, which is sharded block by block (FSDP2)."""
+def load_policy(args, family, lora, device):
+    """The pipeline and its policies (common/policy.py), sharded block by block (FSDP2); and what is trained."""
     dtype = getattr(torch, args.dtype)
-    model = load_model(family, args.model, dtype, device)
+    model = load_model(family, args.model, dtype, device, args.attention_backend)
     torch.manual_seed(args.seed)  # the same initial LoRA on every rank
-    model.transformer.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, init_lora_weights="gaussian",
-                                             target_modules=list(family.lora_target_modules)))
-    for p in model.transformer.parameters():
-        p.data = p.data.float() if p.requires_grad else p.data
+    add_policies(model, lora, ["default", "reference", *["ema"] * (args.ema_decay > 0)])
+    model.evaluated = "ema" if args.ema_decay else "default"  # and kept for diffusers
     # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what is to be cast
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    blocks = [m for m in model.transformer.modules() if type(m).__name__ in model.transformer._no_split_modules]
-    for module in (*blocks, model.transformer):
-        fully_shard(module, mp_policy=policy)
+    on_cpu = "cpu_offload" in args.train_with
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
+    for transformer in set(model.policies.values()):  # one with a LoRA, one a policy without
+        if "activation_checkpointing" in args.train_with:
+            transformer.enable_gradient_checkpointing()
+        for block in (m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules):
+            if "compile" in args.train_with:
+                block.compile()
+            fully_shard(block, mp_policy=policy, offload_policy=offload)
+        fully_shard(transformer, mp_policy=policy, offload_policy=offload)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
-
-
-def use_adapter(transformer, on):
-    """With the adapter the transformer is the policy, without it the reference; what is trainable stays so."""
-    (transformer.enable_adapters if on else transformer.disable_adapters)()
-    for name, p in transformer.named_parameters():
-        p.requires_grad_("lora_" in name)  # peft freezes what it disables
-
-
-def full_adapter(transformer):
-    """The LoRA on the CPU, whole: {"module.lora_A.weight": tensor}, and its LoraConfig. A collective."""
-    tensors = {name: p.full_tensor().detach().cpu() for name, p in get_peft_model_state_dict(transformer).items()}
-    return tensors, transformer.peft_config["default"]
 
 
 # ==== 5 ENGINE ========================================================================================================
@@ -255,7 +275,7 @@ def sample(args, model, request):
     for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
         part = request.select(rows)
         generators = [torch.Generator().manual_seed(seed) for seed in part.seeds]
-        x = draw_noise((len(generators), *part.latent_shape), generators, model.transformer.device)  # (B, C, h, w)
+        x = draw_noise((len(generators), *part.latent_shape), generators, model.device)  # (B, C, h, w)
         for i in range(len(part.timesteps)):
             v = model.predict_velocity(x, part.timesteps[i], part.conditioning, part.negative_conditioning,
                                        part.guidance_scale)
@@ -297,9 +317,25 @@ def dpo_loss(errors, ref_errors, dpo_beta):
     return loss, {f"actor/{name}": value.detach().double() for name, value in metrics.items()}
 
 
+def optimizer_step(args, model, params, optimizer):
+    """Clip the gradient, take one AdamW step, let the average follow. Returns the norm before, the same on all ranks.
+
+    No step is taken where the norm is not finite, or is 0: nothing to learn, and no weight to decay.
+    """
+    grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
+    if 0 < grad_norm < math.inf:
+        k = int(optimizer.state[params[0]].get("step", 0)) + 1  # this is the k-th
+        optimizer.param_groups[0]["lr"] = args.learning_rate * min(1, k / max(1, args.lr_warmup_steps))
+        optimizer.step()
+        if args.ema_decay:
+            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))
+    optimizer.zero_grad()
+    return grad_norm
+
+
 def update(args, model, params, optimizer, files, sigmas, noise):
-    """One optimizer step on this rank's B pairs, cached in `files`. Returns metrics, means over passes and ranks."""
-    passes, device = [], model.transformer.device
+    """One optimizer step on this rank's B pairs, cached in `files`. Returns metrics over all ranks."""
+    passes, device = [], model.device
     micro_batches = torch.arange(len(files)).split(args.micro_batch_size)
     for rows in micro_batches:
         model.transformer.set_requires_gradient_sync(rows is micro_batches[-1])
@@ -307,99 +343,121 @@ def update(args, model, params, optimizer, files, sigmas, noise):
         latents = torch.stack([pair.pop("latents") for pair in cached], 1).to(device)  # (2, B, ...)
         conditioning = {k: torch.cat([pair[k] for pair in cached]).to(device) for k in cached[0]}
         inputs = conditioning, latents, sigmas[rows].to(device), noise[rows].to(device)
-        use_adapter(model.transformer, False)
-        with torch.no_grad():
+        with torch.no_grad(), acting(model, "reference"):
             ref_errors = flow_matching_errors(model, *inputs)
-        use_adapter(model.transformer, True)
         loss, metrics = dpo_loss(flow_matching_errors(model, *inputs), ref_errors, args.dpo_beta)
         (loss / len(micro_batches)).backward()
         passes.append(metrics)
-    grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
-    finite = math.isfinite(grad_norm)  # it is over all ranks: they skip together
-    if finite:
-        optimizer.step()
-    optimizer.zero_grad()
-    counts = {"actor/skipped_steps": 1 - finite, "actor/lr": args.learning_rate}
-    if not finite:
+    grad_norm = optimizer_step(args, model, params, optimizer)
+    counts = {"actor/skipped_steps": 1 - math.isfinite(grad_norm), "actor/lr": optimizer.param_groups[0]["lr"]}
+    if not math.isfinite(grad_norm):  # it is over all ranks: they skip together
         return counts
-    means = gather(torch.stack([torch.stack([m[name] for m in passes]).mean() for name in passes[0]])).mean(0).tolist()
-    return {**counts, "actor/grad_norm": grad_norm, **dict(zip(passes[0], means, strict=True))}
+    return {**counts, "actor/grad_norm": grad_norm, **mean_over_ranks(passes)}
 
 
 # ==== 10 EVAL =========================================================================================================
-def evaluate(args, model, rewards, prompts, metadata):
-    """One ODE image of every held-out prompt, from the same seeds every time, shared by the ranks.
+def evaluate(args, folder, model, rewards, prompts, metadata):
+    """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks, written to `folder`.
 
-    Returns each reward's mean and standard error, and the first 32 images as (PIL image, caption).
+    Returns each reward's mean and standard error over prompts and, on rank 0, 32 images as (PIL image, caption).
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    places = torch.arange(math.ceil(len(prompts) / world_size)) * world_size + rank
-    rows = (places % len(prompts)).tolist()  # as many on every rank: a surplus wraps, and is dropped below
-    mine, seeds = [prompts[row] for row in rows], [image_seed("eval", 0, row) for row in rows]
-    request = make_request(args, model, mine, torch.arange(len(rows)), seeds, args.eval_num_inference_steps)
-    images = sample(args, model, request).images
-    scores = score_images(rewards, images, mine, [metadata[row] for row in rows])  # (B, R)
-    scores = gather(scores).transpose(0, 1).flatten(0, 1)[: len(prompts)]  # (prompts, R), in the prompts' order
+    each = args.eval_images_per_prompt
+    places = eval_places(len(prompts) * each)  # of this rank, as many on every one
+    mine, about = ([column[place // each] for place in places] for column in (prompts, metadata))
+    seeds = [image_seed("eval", place % each, place // each) for place in places]
+    request = make_request(args, model, mine, torch.arange(len(mine)), seeds, args.eval_num_inference_steps)
+    with acting(model, model.evaluated):
+        images = sample(args, model, request).images
+    scores = score_images(rewards, images, mine, about)  # (B, R)
+    shown = save_samples(folder, places, images, mine, seeds, scores, list(rewards))
+    scores = gather(scores).transpose(0, 1).flatten(0, 1)[: len(prompts) * each]  # a surplus wrapped: dropped
+    scores = scores.view(-1, each, len(rewards)).mean(1)  # (prompts, R)
     kinds = {"mean": scores.mean(0), "stderr": scores.std(0, correction=0) / len(prompts) ** 0.5}  # (R,) each
-    metrics = {f"val/{name}/{kind}": values[r] for r, name in enumerate(rewards) for kind, values in kinds.items()}
-    shown = dict(sum(gather_objects(list(zip(places.tolist(), images, strict=True))[:32]), []))
-    return metrics, [(shown[i], f"{prompts[i]}  {scores[i, 0]:.2f}") for i in range(min(32, len(prompts)))]
+    return {f"val/{name}/{kind}": values[r] for r, name in enumerate(rewards) for kind, values in kinds.items()}, shown
 
 
 # ==== 11 CHECKPOINT ===================================================================================================
-def save(args, folder, model, optimizer, sampler, step):
-    """Write the adapter as diffusers does, and a checkpoint of all that changes. A collective; rank 0 writes."""
-    whole, (adapter, config) = StateDictOptions(full_state_dict=True, cpu_offload=True), full_adapter(model.transformer)
-    state = {"step": step, "args": asdict(args), "adapter": adapter, "sampler": sampler.state_dict(),
-             "optimizer": get_optimizer_state_dict(model.transformer, optimizer, options=whole)}
-    if dist.get_rank() == 0:
-        save_adapter(folder / "adapter", type(model.pipe), adapter, config)
-        save_checkpoint(folder / "checkpoint", state)
+def save(args, folder, model, optimizer, sampler, step, best):
+    """Write all that changes, for any number of ranks to go on from, and the policy for diffusers. A collective."""
+    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = {"step": step, "best": best, "args": asdict(args), "sampler": sampler.state_dict(),
+             "rng": gather_objects(checkpoints.rng_states()),
+             "policies": {name: policy_tensors(model, name)[0] for name in model.policies if name != "reference"},
+             "optimizer": dcp.get_optimizer_state_dict(model.transformer, optimizer, options=whole)}
+    checkpoints.save_checkpoint(folder, step, state, args.keep_checkpoints)
+    save_weights(folder / "adapter", model.pipe, *policy_tensors(model, model.evaluated))
+
+
+def load(args, path, model, optimizer, sampler):
+    """Restore what `save` wrote, on any number of ranks. Returns the step and the best evaluation so far."""
+    state, whole = checkpoints.load_checkpoint(path), dcp.StateDictOptions(full_state_dict=True)
+    for name in model.policies.keys() - {"reference"}:  # that one does not change
+        load_policy_tensors(model, name, state["policies"].get(name, state["policies"]["default"]))
+    if state["optimizer"]["state"]:  # empty before the first optimizer step
+        dcp.set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=whole)
+    sampler.load_state_dict(state["sampler"])
+    checkpoints.restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
+    checkpoints.say_resumed(path, state["args"], asdict(args))
+    return state["step"], state["best"]
 
 
 # ==== 12 MAIN =========================================================================================================
-def main(args, family, rewards, train_set, eval_set, pairs):
+def main(args, family, rewards, train_set, eval_set, lora, checkpoint, pairs):
     rank, world_size, device, began = *setup_distributed(), time.perf_counter()
     folder = Path("runs") / args.name
+    stop_requested = checkpoints.catch_stop_signals(args.max_minutes)
     if rank == 0:
-        create_run_folder(folder, args, __file__)
+        create_run_folder(folder, args, __file__, checkpoint)
     log = MetricLog(folder, args, args.track) if rank == 0 else None
-    model, params = load_policy(args, family, device)
-    optimizer = torch.optim.AdamW(params, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    model, params = load_policy(args, family, lora, device)
+    optimizer = torch.optim.AdamW(params, lr=args.learning_rate, weight_decay=args.weight_decay, eps=ADAM_EPS)
     timing = {"startup": time.perf_counter() - began}
     if pairs is None:
         with timed(timing, "make_pairs"):
-            pairs = read_pairs(make_pairs(args, model, rewards, *train_set, folder))
+            made = folder / "pairs.jsonl"  # by this run before it was interrupted, or now
+            pairs = read_pairs(made if args.resume == "latest" and made.exists() else
+                               make_pairs(args, model, rewards, *train_set, folder))
     with timed(timing, "encode_pairs"):
         files = encode_pairs(args, model, pairs)
     sampler = GroupSampler(len(pairs), args.num_pairs, 1, args.seed, 1, rank, world_size)
-    latent_shape = model.schedule(1, args.height, args.width)[2]
+    latent_shape = model.schedule(1, *args.image_size)[2]
+    done, best = load(args, checkpoint, model, optimizer, sampler) if checkpoint else (-1, -math.inf)
+    checkpoints.rewind(folder, done)
+    steps = range(max(done, 0), max(done, 0) + 1) if args.eval_only else range(done + 1, args.num_steps + 1)
+    profiler = step_profiler(folder, args.profile_steps if rank == 0 else (), steps.start)
     skipped_in_a_row = 0
-    for step in (bar := tqdm(range(args.num_steps + 1), disable=rank > 0)):
+    for step in (bar := tqdm(steps, disable=rank > 0)):
         metrics, grid, start = {}, None, time.perf_counter()
-        if step:  # step 0 only evaluates
+        if step and not args.eval_only:  # step 0 only evaluates
             with timed(timing, "update_actor"):
                 rows, places, _ = sampler.draw()  # (num_pairs,), (B,): our B of them
                 sigmas, noise = draw_training_noise(args, step, places, latent_shape)
                 metrics |= update(args, model, params, optimizer, [files[row] for row in rows[places]], sigmas, noise)
-            skipped_in_a_row = (skipped_in_a_row + 1) * metrics["actor/skipped_steps"]
+            skipped_in_a_row = (skipped_in_a_row + 1) * ("actor/grad_norm" not in metrics)
             if skipped_in_a_row == MAX_SKIPPED:
-                raise RuntimeError(f"step {step}: no finite gradient in {MAX_SKIPPED} steps: lower --learning_rate")
-
+                raise RunError(f"step {step}: no finite gradient in {MAX_SKIPPED} steps: lower --learning_rate")
             timing["step"] = time.perf_counter() - start
             metrics["training/epoch"] = sampler.position / len(pairs)
             bar.set_postfix(accuracy=f"{metrics.get('actor/implicit_accuracy', math.nan):.2f}")
 
-        if step % args.eval_every == 0 or step == args.num_steps:
+        stopping, due = any(gather_objects(stop_requested())), step % args.eval_every == 0 or step == args.num_steps
+        if due or args.eval_only:
             with timed(timing, "testing"):
-                val, grid = evaluate(args, model, rewards, *eval_set)
+                val, grid = evaluate(args, folder / "samples" / f"{step:04d}", model, rewards, *eval_set)
                 metrics |= val
-            if step:
-                with timed(timing, "save_checkpoint"):
-                    save(args, folder, model, optimizer, sampler, step)
+                score = sum(w * val[f"val/{r}/mean"].item() for r, w in zip(rewards, args.reward_weights, strict=True))
+            if score > best and not args.eval_only:
+                best = score
+                save_weights(folder / "best_adapter", model.pipe, *policy_tensors(model, model.evaluated))
         if log:
             log.log(step, metrics | speed_metrics(timing, step, 2 * args.num_pairs, world_size), grid)
+        profiler.step()
         timing = {}
+        if step and (due or stopping) and not args.eval_only:
+            with timed(timing, "save_checkpoint"):  # after the log, which a resumed run cuts back to the checkpoint
+                save(args, folder, model, optimizer, sampler, step, best)
+        if stopping:
+            break
 
     if log:
         log.close()
@@ -410,8 +468,7 @@ def main(args, family, rewards, train_set, eval_set, pairs):
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__, use_underscores=True, config=(tyro.conf.FlagConversionOff,))
-    try:
+    with one_line(ValueError):
         checked = check_args(args)
-    except ValueError as error:
-        raise SystemExit(f"{Path(__file__).name}: error: {error}") from None
-    main(args, *checked)
+    with one_line(RunError):
+        main(args, *checked)

@@ -2,7 +2,10 @@
 import json
 from pathlib import Path
 
+from common.distributed import launched_world_size
+
 import torch
+import torch.distributed as dist
 from PIL import Image, UnidentifiedImageError
 
 
@@ -11,6 +14,26 @@ def check_at_least(options, **minimum):
     for name, least in minimum.items():
         if options[name] < least:
             raise ValueError(f"--{name} {options[name]}: must be at least {least}")
+
+
+def split_images(num_prompts, group_size, num_updates, micro_batch_size):
+    """The micro-batch size of a rank, lowered to what it has of the rollout's images in one update.
+
+    Raises:
+        ValueError: the images do not divide into updates, ranks and micro-batches.
+    """
+    num_images, shards = num_prompts * group_size, num_updates * launched_world_size()
+    micro_batch_size = min(micro_batch_size, num_images // shards or 1)
+    if num_images % (shards * micro_batch_size):
+        raise ValueError(f"--num_prompts x --group_size = {num_images} images do not divide into --updates_per_rollout "
+                         f"x ranks x --micro_batch_size = {shards * micro_batch_size}")
+    return micro_batch_size
+
+
+def eval_places(total):
+    """This rank's share of 0..total-1, taken in turn by the ranks; as many on each: a surplus begins anew at 0."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return [place % total for place in range(rank, -(-total // world_size) * world_size, world_size)]
 
 
 def read_prompts(path, rewards=None):

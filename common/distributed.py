@@ -32,6 +32,11 @@ def setup_distributed():
     return dist.get_rank(), dist.get_world_size(), device
 
 
+def on_rank_0():
+    """Whether this process writes the run's files: it is the first of torchrun's world, or alone."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def gather(tensor):
     """(B, ...) of every rank -> (world size, B, ...), the same on all of them."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -44,6 +49,12 @@ def gather_objects(value):
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, value)
     return parts
+
+
+def mean_over_ranks(passes):
+    """Passes of every rank, each {name: scalar tensor} -> {name: float}, the mean over all."""
+    rows = torch.stack([torch.stack([metrics[name] for name in passes[0]]) for metrics in passes])
+    return dict(zip(passes[0], gather(rows.mean(0)).mean(0).tolist(), strict=True))
 
 
 @contextmanager

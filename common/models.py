@@ -17,6 +17,9 @@ from diffusers.utils.logging import disable_progress_bar
 class StableDiffusion3:
     """Stable Diffusion 3 and 3.5 (diffusers `StableDiffusion3Pipeline`), and the embedded model, which is one."""
 
+    # of rollout.ATTENTION_BACKENDS, those the transformer can be given: diffusers' SD3 attention calls torch's SDPA by
+    # itself, whatever set_attention_backend says
+    attention_backends = ("native",)
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     def __init__(self, pipe):
@@ -108,12 +111,17 @@ def find_family(model):
     return FAMILIES[name]
 
 
-def load_model(family, model, dtype, device):
-    """The family's object around its frozen pipeline, in eval mode. The VAE stays fp32: its rounding would show."""
+def load_model(family, model, dtype, device, attention_backend="native"):
+    """The family's object around its frozen pipeline, in eval mode, with `device` as an attribute: what is offloaded
+    does not tell. The VAE stays fp32: its rounding would show."""
     disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     pipe = DiffusionPipeline.from_pretrained(model, dtype={"default": dtype, "vae": torch.float32})
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval().to(device)
-    return family(pipe)
+    if attention_backend != "native":  # diffusers' default
+        pipe.transformer.set_attention_backend(attention_backend)
+    model = family(pipe)
+    model.device = torch.device(device)
+    return model

@@ -9,7 +9,10 @@ import functools
 import importlib.util
 import io
 import logging
+import traceback
 from pathlib import Path
+
+from common.errors import RunError
 
 import numpy as np
 import torch
@@ -101,13 +104,15 @@ def jpeg_incompressibility(images, prompts, metadata):
 REWARDS = {f.__name__: f for f in (ocr, ocr_contains, jpeg_compressibility, jpeg_incompressibility)}
 
 
-def load_rewards(names):
+def load_rewards(names, weights):
     """Reward functions by name, {log name: function}; `path/to/file.py:function` loads a user's own.
 
     Raises:
-        ValueError: naming the reward that is unknown, or the file or function that is not there.
+        ValueError: naming the reward that is unknown, or the file or function that is not there; or as many weights.
     """
     functions = {}
+    if len(weights) != len(names):
+        raise ValueError(f"--reward_weights: {len(weights)} weights for {len(names)} rewards")
     for name in names:
         path, _, attribute = name.rpartition(":")
         if not path:
@@ -135,22 +140,28 @@ def score_images(rewards, images, prompts, metadata):
     """Scores (B, R) in fp64, one column per reward of `rewards` ({name: function}), in their order.
 
     Raises:
-        ValueError: naming the reward that gave the wrong number of scores, or a score that is not finite.
+        RunError: naming the reward that raised, gave the wrong number of scores, or a score that is not finite.
     """
     columns = []
     for name, function in rewards.items():
-        scores = torch.as_tensor(function(images, prompts, metadata), dtype=torch.float64)
+        try:
+            scores = torch.as_tensor(function(images, prompts, metadata), dtype=torch.float64)
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise RunError(f"reward {name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno}); mend it "
+                           "and go on from the last checkpoint with --resume latest") from error
         if scores.shape != (len(images),):
-            raise ValueError(f"reward {name}: expected {len(images)} scores, got shape {tuple(scores.shape)}")
+            raise RunError(f"reward {name}: expected {len(images)} scores, got shape {tuple(scores.shape)}")
         if not scores.isfinite().all():
             bad = int((~scores.isfinite()).nonzero()[0])
-            raise ValueError(f"reward {name}: score {scores[bad].item()} for image {bad} (prompt: {prompts[bad]})")
+            raise RunError(f"reward {name}: score {scores[bad].item()} for image {bad} (prompt: {prompts[bad]})")
         columns.append(scores)
     return torch.stack(columns, 1)
 
 
-def reward_metrics(scores, totals, names, group_size):
-    """Statistics of one rollout: scores (N, R) by reward, totals (N,) their weighted sums, group by group.
+def reward_metrics(scores, totals, advantages, names, group_size):
+    """Statistics of one rollout: scores (N, R) by reward, totals (N,) their weighted sums, group by group, and their
+    advantages (N,).
 
     std_mean is the mean over groups of the population standard deviation; zero_std_ratio the share of groups whose
     images all score the same, from which nothing is learned.
@@ -162,4 +173,6 @@ def reward_metrics(scores, totals, names, group_size):
         "critic/rewards/std_mean": groups.std(1, correction=0).mean(),
         "critic/rewards/zero_std_ratio": all_equal.double().mean(),
         "critic/rewards/group_size": group_size,
-        **{f"critic/rewards/{name}/mean": scores[:, r].mean() for r, name in enumerate(names)}}
+        **{f"critic/rewards/{name}/mean": scores[:, r].mean() for r, name in enumerate(names)},
+        "critic/advantages/mean": advantages.mean(), "critic/advantages/max": advantages.max(),
+        "critic/advantages/min": advantages.min()}

@@ -14,8 +14,17 @@ from dataclasses import dataclass, fields, replace
 from multiprocessing import Pipe
 from pathlib import Path
 
+from common.errors import RunError
+from common.sde import draw_noise
+
 import torch
 from PIL import Image
+
+# Attention kernels, diffusers' name -> vLLM-Omni's name of the same one. diffusers' flash has no entry: vLLM-Omni's
+# FLASH_ATTN is whichever FlashAttention it finds installed, version 3 first.
+ATTENTION_BACKENDS = {"native": "TORCH_SDPA", "_native_cudnn": "CUDNN_ATTN", "flash_hub": "FLASH_ATTN_HUB",
+                      "_flash_3_hub": "FLASH_ATTN_3_HUB", "sage": "SAGE_ATTN"}
+MESSAGE_BYTES = 2**30  # full weights travel to the engine in messages of at most this much, or of one tensor
 
 
 @dataclass
@@ -42,6 +51,12 @@ class RolloutRequest:
     def __post_init__(self):
         if self.sigma_max is None:
             self.sigma_max = self.sigmas[1].item()
+
+    def first_latents(self, generators, device):
+        """(B, C, h, w) at the first sigma: those to go on from, or each image's first draw."""
+        if self.initial_latents is not None:
+            return self.initial_latents
+        return draw_noise((len(generators), *self.latent_shape), generators, device)
 
     def cpu(self):
         """The same request with its tensors on the CPU, for another process."""
@@ -93,7 +108,33 @@ def check_engine(rollout):
                          "(requirements-cuda.txt on a GPU), or pass --rollout local")
 
 
-class EngineError(RuntimeError):
+def check_attention_backend(family, name):
+    """Raises ValueError where the family cannot compute attention with diffusers' kernel `name`, or an environment
+    variable that diffusers or vLLM-Omni reads asks for another kernel than the two would be given."""
+    if name not in family.attention_backends:
+        raise ValueError(f"--attention_backend {name}: the transformer of {family.__name__} cannot be given it; "
+                         f"supported: {', '.join(family.attention_backends)}")
+    wanted = {"DIFFUSERS_ATTN_BACKEND": name, "DIFFUSION_ATTENTION_BACKEND": ATTENTION_BACKENDS[name]}
+    for variable, kernel in wanted.items():
+        asked = os.environ.get(variable, kernel)
+        if asked.upper() != kernel.upper():
+            raise ValueError(f"the environment variable {variable} asks for {asked}, --attention_backend {name} for "
+                             f"{kernel}: unset it")
+
+
+def split_tensors(tensors, limit):
+    """Yield {name: tensor} in parts, in order, each of at most `limit` bytes or of one tensor."""
+    part, size = {}, 0
+    for name, tensor in tensors.items():
+        if part and size + tensor.nbytes > limit:
+            yield part
+            part, size = {}, 0
+        part[name], size = tensor, size + tensor.nbytes
+    if part:
+        yield part
+
+
+class EngineError(RunError):
     """The engine process failed, died or did not answer in time."""
 
 
@@ -104,9 +145,12 @@ class VLLMEngine:
     EngineError with the child's traceback (or the end of its log) within `timeout_s`.
     """
 
-    def __init__(self, model, dtype, max_num_seqs, log_file, timeout_s, visible_device=None, num_threads=None):
-        """Start loading at once; the first call waits. `visible_device`: CUDA index for the child, or None on CPU."""
+    def __init__(self, model, dtype, max_num_seqs, log_file, timeout_s, visible_device=None, num_threads=None,
+                 attention_backend="native"):
+        """Start loading at once; the first call waits. `visible_device`: CUDA index for the child, or None on CPU;
+        `attention_backend`: diffusers' name of the kernel."""
         self.timeout_s, self.log_file = timeout_s, Path(log_file)
+        self.pushed = None  # or "a LoRA", or "full weights"
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         self.connection, child = Pipe()
         env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_") and k not in (
@@ -128,7 +172,9 @@ class VLLMEngine:
             self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                             pass_fds=[child.fileno()])
         child.close()
-        self._send("start", {"model": str(model), "dtype": dtype, "max_num_seqs": max_num_seqs})
+        attention = {"default": {"backend": ATTENTION_BACKENDS[attention_backend]}}
+        self._send("start", {"model": str(model), "dtype": dtype, "max_num_seqs": max_num_seqs,
+                             "diffusion_attention_config": attention})
         self.ready = False
 
     def wait_ready(self):
@@ -138,38 +184,77 @@ class VLLMEngine:
         return self.startup_s
 
     def generate(self, request, lora=True):
-        """RolloutRequest -> Trajectories, with the adapter last pushed or (`lora=False`) with the base model."""
-        answer = self._call("generate", request.cpu(), lora=lora)
-        return Trajectories(**{**answer, "images": [Image.fromarray(pixels) for pixels in answer["images"].numpy()]})
-
-    def push_lora(self, tensors, config):
-        """Replace the adapter: {"module.lora_A.weight": tensor} on the CPU, as peft names them, and its LoraConfig.
-
-        Returns the number of modules the engine bound.
-        """
-        config = {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": sorted(config.target_modules),
-                  "peft_type": "LORA", "bias": "none"}
-        return self._call("push_lora", tensors, config)
-
-    def verify_push(self, tensors, config, request):
-        """Push the adapter for the first time, and prove that pushing works: an adapter of the same modules, with noise
-        in its zero matrices, must bind every module, change the image of `request`, and leave the base model's alone.
+        """RolloutRequest -> Trajectories, with what was last pushed or, `lora=False`, with the base model, which an
+        engine that has taken full weights no longer has.
 
         Raises:
-            EngineError: saying which of the three failed.
+            EngineError: also where steps, latents or log-probs are not as many as the request asks for.
         """
-        base = self.generate(request, lora=False)
+        full = self.pushed == "full weights"
+        if full and not lora:
+            raise EngineError("the engine has taken full weights: it has no base model any more to generate with")
+        answer = self._call("generate", request.cpu(), lora=lora and not full)
+        steps, sde_steps = len(request.timesteps), len(request.sde_steps)
+        got = answer.pop("num_steps"), answer["latents"].shape[1], answer["log_probs"].shape[1]
+        if got != (steps, steps + 1 if sde_steps else 1, sde_steps):
+            raise EngineError(f"the engine took {got[0]} sampling steps where {steps} were asked for, and gave "
+                              f"{got[1]} latents and {got[2]} log-probs for {sde_steps} SDE steps; its log: "
+                              f"{self.log_file}")
+        return Trajectories(**{**answer, "images": [Image.fromarray(pixels) for pixels in answer["images"].numpy()]})
+
+    def push(self, tensors, config):
+        """Replace the engine's policy: CPU tensors by the names that diffusers and peft give them.
+
+        With a LoraConfig they are an adapter, {"module.lora_A.weight": tensor}; with None the transformer's own
+        weights, {"module.weight": tensor}, all or some of them. A run pushes the one or the other. Returns how many
+        modules of the adapter, or tensors, the engine bound: all.
+
+        Raises:
+            EngineError: saying what the engine did not bind, or that it has taken the other kind before.
+        """
+        kind = "full weights" if config is None else "a LoRA"
+        if self.pushed not in (None, kind):
+            raise EngineError(f"{kind} cannot be pushed to an engine that has taken {self.pushed}: one or the other")
+        self.pushed = kind
+        if config is None:
+            bound = sum(self._call("push_weights", part) for part in split_tensors(tensors, MESSAGE_BYTES))
+            wanted, what = len(tensors), "transformer's tensors"
+        else:
+            config = {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": sorted(config.target_modules),
+                      "peft_type": "LORA", "bias": "none"}
+            bound, wanted, what = self._call("push_lora", tensors, config), len(tensors) // 2, "adapter's modules"
+        if bound != wanted:
+            raise EngineError(f"the engine bound {bound} of the {wanted} {what}; its log: {self.log_file}")
+        return bound
+
+    def verify_push(self, tensors, config, request):
+        """Push for the first time, and prove that pushing works.
+
+        LoRA: an adapter of the same modules, with noise in its zero matrices, must change the image of `request` and
+        leave the base model's alone. Full weights: `tensors` must be those of the model the engine has loaded; their
+        largest one, scaled, must change the image, and all of them must bring it back to the bit.
+
+        Raises:
+            EngineError: saying which of these failed.
+        """
+        base, full = self.generate(request, lora=False).latents, config is None
         generator = torch.Generator().manual_seed(0)
-        probe = {k: torch.randn(v.shape, generator=generator).to(v) * 0.1 if "lora_B" in k else v
-                 for k, v in tensors.items()}
-        bound, modules = self.push_lora(probe, config), len(tensors) // 2
-        if bound != modules:
-            raise EngineError(f"the engine bound {bound} of the adapter's {modules} modules; its log: {self.log_file}")
-        if torch.equal(self.generate(request).latents, base.latents):
-            raise EngineError(f"a pushed adapter changes nothing in the engine's images; its log: {self.log_file}")
-        if not torch.equal(self.generate(request, lora=False).latents, base.latents):
-            raise EngineError(f"a pushed adapter changes the engine's base model too; its log: {self.log_file}")
-        self.push_lora(tensors, config)
+        if full:
+            name = max(tensors, key=lambda name: tensors[name].numel())
+            probe = {name: tensors[name] * 1.5}
+        else:
+            probe = {k: torch.randn(v.shape, generator=generator).to(v) * 0.1 if "lora_B" in k else v
+                     for k, v in tensors.items()}
+        self.push(probe, config)
+        what = "a pushed weight" if full else "a pushed adapter"
+        if torch.equal(self.generate(request).latents, base):
+            raise EngineError(f"{what} changes nothing in the engine's images; its log: {self.log_file}")
+        if not full and not torch.equal(self.generate(request, lora=False).latents, base):
+            raise EngineError(f"{what} changes the engine's base model too; its log: {self.log_file}")
+        self.push(tensors, config)
+        if full and not torch.equal(self.generate(request).latents, base):
+            raise EngineError("the trainer's weights, pushed, do not give the image that the engine made from the same "
+                              f"model's files; its log: {self.log_file}")
 
     def close(self):
         if self.process.poll() is None:

@@ -1,4 +1,5 @@
 """The run folder: arguments, source, metrics, curves, image grids, adapters and checkpoints; a kill loses none."""
+import io
 import json
 import math
 import os
@@ -10,23 +11,26 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from common.distributed import on_rank_0
+from common.errors import RunError
+
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
+import torch.distributed as dist
 from PIL import Image, ImageDraw
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 
-def check_run_folder(folder):
-    """Raises ValueError where `folder` already holds a run, which would be overwritten."""
-    if (Path(folder) / "metrics.jsonl").exists():
-        raise ValueError(f"{folder} already holds a run: choose another --name, or remove it")
+def create_run_folder(folder, args, script, checkpoint=None):
+    """Make `folder`, with args.json (the arguments as used, the command, the git hash) and a copy of the script.
 
-
-def create_run_folder(folder, args, script):
-    """Make `folder`, with args.json (the arguments as used, the command, the git hash) and a copy of the script."""
+    Where the run goes on from `checkpoint`, these stand beside the first ones, under the checkpoint's name.
+    """
+    suffix = f"_{Path(checkpoint).stem}" if checkpoint else ""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     git_hash = None
@@ -34,8 +38,8 @@ def create_run_folder(folder, args, script):
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(script).parent, capture_output=True, text=True)
         git_hash = git.stdout.strip() or None
     record = {"command": " ".join(sys.argv), "git_hash": git_hash, "args": asdict(args)}
-    (folder / "args.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
-    shutil.copy(script, folder / "source.py")
+    (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+    shutil.copy(script, folder / f"source{suffix}.py")
     return folder
 
 
@@ -43,15 +47,28 @@ def create_run_folder(folder, args, script):
 def atomic_file(path):
     """Yield the path of a temporary file that takes the place of `path` once the block has ended and it is on disk.
 
-    A kill, an exception or a full disk at any moment leaves the previous `path`, or the new one, whole.
+    A kill, an exception or a full disk at any moment leaves the previous `path`, or the new one, whole; only a kill
+    leaves the temporary file.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
-    yield temporary
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        yield temporary
+        sync(temporary)
+        temporary.replace(path)
+        sync(path.parent)  # the new name is on disk too
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync(path):
+    """Wait until a file's content, or a folder's names, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class MetricLog:
@@ -69,12 +86,12 @@ class MetricLog:
         """Write finite numbers under their names; `grid` is the evaluation's list of (PIL image, caption).
 
         Raises:
-            ValueError: naming the metrics that are NaN or infinite.
+            RunError: naming the metrics that are NaN or infinite.
         """
         metrics = {name: float(value) for name, value in metrics.items()}
         bad = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
-            raise ValueError(f"step {step}: not a finite number: {', '.join(bad)}; is --learning_rate too high?")
+            raise RunError(f"step {step}: not a finite number: {', '.join(bad)}; is --learning_rate too high?")
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"training/global_step": step, **metrics}) + "\n")
         if grid:
@@ -83,7 +100,8 @@ class MetricLog:
             tqdm.write(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in metrics.items() if k.startswith("val/")))
         if self.wandb:
             if grid:
-                metrics["val/images"] = [self.wandb.Image(image, caption=caption) for image, caption in grid]
+                rows = [[step, caption, self.wandb.Image(image)] for image, caption in grid]
+                metrics["val/images"] = self.wandb.Table(["step", "prompt and score", "image"], rows)
             self.wandb.log(metrics, step=step)
 
     def close(self):
@@ -161,18 +179,61 @@ def save_grid(path, images, captions, columns=8, scale=None):
     sheet.save(path)
 
 
-def save_checkpoint(folder, state):
-    """Write `state` (tensors and plain values) as folder/state.pt: the file is the previous one or this one, whole."""
-    with atomic_file(Path(folder) / "state.pt") as temporary:
-        torch.save(state, temporary)
+def save_samples(folder, places, images, prompts, seeds, scores, names):
+    """Write every rank's images as folder/PLACE.png, and samples.jsonl of file, prompt, seed and scores by reward name.
 
-
-def save_adapter(folder, pipe_class, tensors, lora_config):
-    """Write a LoRA as diffusers does, for `pipe.load_lora_weights(folder)`.
-
-    tensors: {"module.lora_A.weight": tensor} relative to the transformer; alpha and rank travel in the file's metadata.
+    places (B,) are the images' numbers over all ranks, scores (B, R). A collective: rank 0 writes, and gets 32 of them
+    as (PIL image, caption); the others None.
     """
-    name, metadata = "pytorch_lora_weights.safetensors", lora_config.to_dict()
+    def encode(image):
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        return file.getvalue()
+
+    lines = [{"file": f"{place:05d}.png", "prompt": prompt, "seed": seed, **dict(zip(names, row, strict=True))}
+             for place, prompt, seed, row in zip(places, prompts, seeds, scores.tolist(), strict=True)]
+    parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(list(zip(places, lines, map(encode, images), strict=True)), parts)
+    if parts is None:
+        return None
+    samples = sorted({sample[0]: sample for sample in sum(parts, [])}.values(), key=lambda sample: sample[0])
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for _, line, png in samples:
+        (Path(folder) / line["file"]).write_bytes(png)
+    with atomic_file(Path(folder) / "samples.jsonl") as temporary:
+        temporary.write_text("".join(json.dumps(line) + "\n" for _, line, _ in samples))
+    return [(Image.open(io.BytesIO(png)), f"{line['prompt']}  {line[names[0]]:.2f}") for _, line, png in samples[:32]]
+
+
+def step_profiler(folder, steps, first):
+    """A running torch profiler that writes folder/trace_STEP.json of each of `steps`; call .step() after every step, of
+    which the first is `first`."""
+    action = torch.profiler.ProfilerAction
+
+    def schedule(number):
+        return action.RECORD_AND_SAVE if first + number in steps else action.NONE
+
+    def write(profiler):
+        profiler.export_chrome_trace(str(Path(folder) / f"trace_{first + profiler.step_num - 1:04d}.json"))
+
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+    profiler.start()
+    return profiler
+
+
+def save_weights(folder, pipe, tensors, lora_config):
+    """Write a policy as diffusers loads it: a LoRA for `pipe.load_lora_weights(folder)`, whose alpha and rank travel in
+    the file's metadata, or full weights (lora_config None) for the transformer's `from_pretrained(folder)`.
+
+    tensors: keys relative to the transformer. Rank 0 writes.
+    """
+    if not on_rank_0():
+        return
+    name = "pytorch_lora_weights.safetensors" if lora_config else "diffusion_pytorch_model.safetensors"
     with atomic_file(Path(folder) / name) as temporary:
-        pipe_class.save_lora_weights(temporary.parent, transformer_lora_layers=tensors, weight_name=temporary.name,
-                                     transformer_lora_adapter_metadata=metadata)
+        if lora_config:
+            pipe.save_lora_weights(temporary.parent, transformer_lora_layers=tensors, weight_name=temporary.name,
+                                   transformer_lora_adapter_metadata=lora_config.to_dict())
+        else:
+            pipe.transformer.save_config(folder)
+            save_file(tensors, temporary)

@@ -103,6 +103,16 @@ def _coefficients(s, s_next, noise_level, sde_type, sigma_max, step):
     return c_sample, c_velocity, std
 
 
+def kl_divergence(out, ref_mean, dt, sde_type, kl_type):
+    """KL (B,) of a step to the reference's, of the same std, per element: mean((mean - ref_mean)^2) / (2 variance).
+
+    By "paper" (arXiv 2505.05470) the variance is std^2; by "code", to which its published coefficients belong, it is
+    std^2 / -dt where sde_type is sde, and std^2 elsewhere. out: SDEStepOutput of B samples; ref_mean (B, ...); dt < 0.
+    """
+    variance = out.transition_std**2 / (-dt if kl_type == "code" and sde_type == "sde" else 1)  # (B,)
+    return ((out.prev_sample_mean - ref_mean) ** 2).flatten(1).mean(1) / (2 * variance)
+
+
 def multistep_ode_step(sample, model_output, sigma, sigma_next, previous=None):
     """One DPM-Solver++ 2M step (arXiv 2211.01095, algorithm 2) of B samples, deterministic, of second order.
 

@@ -22,6 +22,8 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def get_diffusion_attn_backend_cls(cls, selected_backend, head_size, allow_trtllm_default=False):
+        if selected_backend not in (None, "TORCH_SDPA"):
+            raise ValueError(f"attention backend {selected_backend}: there is only TORCH_SDPA on a CPU")
         return "common.vllm_cpu_worker.CpuSDPABackend"
 
     @classmethod

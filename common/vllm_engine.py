@@ -1,4 +1,4 @@
-"""The vLLM-Omni engine process: SDE sampling, trajectories and log-probs in the native pipeline, adapters as tensors.
+"""The vLLM-Omni engine process: SDE sampling, trajectories and log-probs in the native pipeline, weights as tensors.
 
 Run by `common/rollout.py` as `python -m common.vllm_engine FD PARENT`. The pipeline below is vLLM-Omni's own, with two
 hooks that every native denoising loop passes through; `sde_step` is the trainer's. Where there is no GPU, vLLM-Omni's
@@ -59,7 +59,9 @@ class SDERolloutMixin:
         latents = torch.stack(run["latents"] if run["sde_steps"] else run["latents"][-1:], 1).cpu()  # (B, T + 1, ...)
         means, log_probs, stds = (torch.stack(run[k], 1).cpu() if run[k] else torch.zeros(len(latents), 0)
                                   for k in ("means", "log_probs", "stds"))
-        rollouts = [{"prev_sample_means": means[i], "transition_stds": stds[i]} for i in range(len(latents))]
+        num_steps = torch.tensor(run["step"])
+        rollouts = [{"prev_sample_means": means[i], "transition_stds": stds[i], "num_steps": num_steps}
+                    for i in range(len(latents))]
         return [DiffusionOutput(output={"payload": {"image": output.output}, "metadata": {"rollout": rollouts[i]}},
                                 trajectory_latents=latents[i], trajectory_log_probs=log_probs[i], to_cpu=True)
                 for i, output in enumerate(outputs)]
@@ -162,9 +164,24 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             pipeline._pending_lora = None
         return pipeline.bound_lora_modules
 
+    def push_weights(self, tensors):
+        """{diffusers name: tensor} of the transformer -> how many of them the pipeline loaded."""
+        pipeline = self.model_runner.pipeline
+        try:
+            loaded = pipeline.load_weights((f"transformer.{name}", tensor) for name, tensor in tensors.items())
+        except KeyError as error:
+            raise RuntimeError(f"the engine's transformer has no weight {error}") from None
+
+        def name_here(name):  # q, k and v are slices of one parameter
+            pairs = [(part, whole) for whole, part, _ in pipeline.transformer.stacked_params_mapping if part in name]
+            return "transformer." + (name.replace(*pairs[0]) if pairs else name)
+
+        return sum(name_here(name) in loaded for name in tensors)
+
 
 def generate(omni, request, lora):
-    """RolloutRequest -> fields of Trajectories as CPU tensors; one engine request per image, in the request's order."""
+    """RolloutRequest -> fields of Trajectories as CPU tensors, and the number of steps taken; one engine request per
+    image, in the request's order."""
     settings = {"timesteps": request.timesteps, "sigmas": request.sigmas.tolist(), "sde_steps": request.sde_steps,
                 "noise_level": request.noise_level, "sde_type": request.sde_type, "latent_shape": request.latent_shape,
                 "sigma_max": request.sigma_max, "multistep_from": request.multistep_from}
@@ -184,6 +201,7 @@ def generate(omni, request, lora):
             "prev_sample_means": torch.stack([rollout["prev_sample_means"] for rollout in rollouts]).clone(),
             "log_probs": torch.stack([output.trajectory_log_probs for output in outputs]).clone(),
             "transition_stds": torch.stack([rollout["transition_stds"] for rollout in rollouts]).clone(),
+            "num_steps": min(rollout["num_steps"].item() for rollout in rollouts),
             "images": torch.cat([quantize(image) for output in outputs for image in output.images])}  # (B, H, W, 3)
 
 

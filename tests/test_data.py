@@ -66,7 +66,7 @@ def test_ocr_refuses_a_prompt_without_a_target(tmp_path, reward, prompt):
         assert len(read_prompts(path)[0]) == 2  # fine without the reward
         assert len(read_prompts(path, {"jpeg_compressibility": REWARDS["jpeg_compressibility"]})[0]) == 2
         with pytest.raises(ValueError) as error:
-            read_prompts(path, load_rewards(["jpeg_compressibility", reward]))
+            read_prompts(path, load_rewards(["jpeg_compressibility", reward], [1, 1]))
         assert f"{path}:2: " in str(error.value)
 
 

@@ -1,11 +1,8 @@
 """diffusion_nft's loss against its closed forms, its schedules by hand, and three policies on one base."""
-import copy
 from types import SimpleNamespace
 
 import diffusion_nft
-from common.models import find_family
 from diffusion_nft import nft_loss, old_policy_decay, optimality
-from tests.conftest import EMBEDDED
 
 import pytest
 import torch
@@ -100,57 +97,6 @@ def test_optimality_by_hand(adv_mode, expected):
     ("delayed_linear_to_0_999", [0, 0, 0.0075, 0.999, 0.999])])
 def test_decay_schedules_by_hand(schedule, expected):
     assert [old_policy_decay(schedule, 0.7, k) for k in (0, 75, 76, 300, 900)] == pytest.approx(expected)
-
-
-# ---- three policies on one base --------------------------------------------------------------------------------------
-@pytest.fixture
-def policies(monkeypatch):
-    """The embedded model with its two adapters; FSDP, which needs a world, is left out."""
-    monkeypatch.setattr(diffusion_nft, "fully_shard", lambda *args, **kwargs: None)
-    args = SimpleNamespace(model=str(EMBEDDED), dtype="float32", seed=1, lora_rank=4, lora_alpha=8)
-    model, params = diffusion_nft.load_policy(args, find_family(args.model), "cpu")
-    g = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, p in model.transformer.named_parameters():
-            if "lora_B.default" in name:
-                p.copy_(torch.randn(p.shape, generator=g) * 0.05)
-    return model, params
-
-
-def velocity(model, name):
-    diffusion_nft.use_policy(model.transformer, name)
-    conditioning = model.encode_prompts(['a red sign that says "471"'], 16)
-    x = torch.randn(1, *model.schedule(2, 32, 96)[2], generator=torch.Generator().manual_seed(2))
-    v = model.predict_velocity(x, torch.tensor(700.0), conditioning)
-    diffusion_nft.use_policy(model.transformer, "default")
-    return v.detach()
-
-
-def test_only_default_asks_for_a_gradient_whoever_acts(policies):
-    model, params = policies
-    assert params
-    for name in ("old", None, "default"):
-        diffusion_nft.use_policy(model.transformer, name)
-        asking = {n for n, p in model.transformer.named_parameters() if p.requires_grad}
-        assert len(asking) == len(params) and all(".default." in n for n in asking)
-
-
-def test_old_follows_default(policies):
-    model, _ = policies
-    v_default, v_old, v_ref = (velocity(model, name) for name in ("default", "old", None))
-    assert torch.equal(v_old, v_ref)  # its lora_B is still zero
-    assert (v_default - v_ref).abs().max() > 1e-3
-    before = copy.deepcopy(model.transformer.state_dict())
-    diffusion_nft.update_old_policy(model.transformer, 0.25)
-    after = model.transformer.state_dict()
-    for name, value in after.items():
-        if ".old." in name:
-            default = before[name.replace(".old.", ".default.")]
-            torch.testing.assert_close(value, 0.25 * before[name] + 0.75 * default)
-        else:
-            assert torch.equal(value, before[name])
-    diffusion_nft.update_old_policy(model.transformer, 0.0)  # a copy, to the bit
-    assert torch.equal(velocity(model, "old"), velocity(model, "default"))
 
 
 def test_training_noise_is_the_images_own():

@@ -127,7 +127,7 @@ def test_encoded_pairs_hold_chosen_first_and_cannot_tell_a_colour_mode(folder, t
     for name, value in {"get_rank": 0, "get_world_size": 1, "barrier": None}.items():
         monkeypatch.setattr(dpo_offline.dist, name, lambda value=value: value)
     model = load_model(find_family(str(EMBEDDED)), str(EMBEDDED), torch.float32, torch.device("cpu"))
-    args = SimpleNamespace(cache=tmp_path / "cache", height=32, width=96, max_sequence_length=16)
+    args = SimpleNamespace(cache=tmp_path / "cache", image_size=(32, 96), max_sequence_length=16)
     Image.new("L", (96, 32), 90).save(tmp_path / "grey.png")
     pairs = read_pairs(folder({"chosen": "a.png", "rejected": "grey.png"}, {"chosen": "a.png", "rejected": "grey.png"}))
     first, second = dpo_offline.encode_pairs(args, model, pairs)

@@ -6,6 +6,8 @@ import sys
 import common.rollout
 import flow_grpo
 from common.models import find_family, load_model
+from common.policy import add_policies, make_lora, policy_tensors
+from common.run import save_weights
 from tests.conftest import EMBEDDED, ROOT, SMALL, few_eval_prompts, read_metrics, torchrun
 
 import pytest
@@ -50,8 +52,9 @@ def test_a_run_leaves_what_the_readme_promises(runs, rollout, nproc):
     assert [row["training/global_step"] for row in rows] == [0, 1, 2]
     assert not EXPECTED - set(rows[1])
     assert {"val/ocr/mean", "val/ocr/stderr"} <= set(rows[0]) & set(rows[2])
-    for file in ("args.json", "source.py", "curves.png", "grid_0000.png", "grid_0002.png", "checkpoint/state.pt",
-                 "adapter/pytorch_lora_weights.safetensors"):
+    for file in ("args.json", "source.py", "curves.png", "grid_0000.png", "grid_0002.png", "checkpoints/step_000002.pt",
+                 "samples/0002/samples.jsonl", "samples/0002/00007.png",
+                 "best_adapter/pytorch_lora_weights.safetensors", "adapter/pytorch_lora_weights.safetensors"):
         assert (run / file).stat().st_size > 0, file
     assert (run / "source.py").read_text() == (ROOT / "flow_grpo.py").read_text()
     assert Image.open(run / "grid_0000.png").size == Image.open(run / "grid_0002.png").size
@@ -59,9 +62,9 @@ def test_a_run_leaves_what_the_readme_promises(runs, rollout, nproc):
     for row in rows[1:]:
         assert row["actor/grad_norm"] > 0 and row["actor/skipped_steps"] == 0
         assert row["rollout_corr/logprob_abs_diff_max"] <= (0 if rollout == "local" else 2e-6)
-    state = torch.load(run / "checkpoint" / "state.pt", weights_only=True)
+    state = torch.load(run / "checkpoints" / "step_000002.pt", weights_only=True)
     assert state["step"] == 2 and state["sampler"] == {"position": 8}
-    assert any(v.abs().max() > 0 for k, v in state["adapter"].items() if "lora_B" in k)
+    assert any(v.abs().max() > 0 for k, v in state["policies"]["default"].items() if "lora_B" in k)
 
 
 @pytest.mark.parametrize("other", [("local", 2), ("vllm", 1), ("vllm", 2)])
@@ -88,21 +91,20 @@ def test_one_sgd_step_is_the_same_on_any_ranks_and_micro_batches(tmp_path):
             torch.testing.assert_close(adapters[other][key], value, rtol=0, atol=1e-6, msg=f"{other}: {key}")
 
 
-def test_saved_adapter_gives_the_trainers_image_in_stock_diffusers(tmp_path):
-    """Invariant 18, through save_adapter and StableDiffusion3Pipeline.load_lora_weights; merged equals adapter."""
-    from common.run import save_adapter
+def test_saved_adapter_gives_the_trainers_image_in_stock_diffusers(tmp_path, one_rank):
+    """Invariant 18, through save_weights and StableDiffusion3Pipeline.load_lora_weights; merged equals adapter."""
     from common.sde import draw_noise
 
     model, args, config = policy_without_fsdp()
+    adapter, _ = policy_tensors(model)
     request = flow_grpo.make_request(args, model, ['a red sign that says "4711"'], torch.tensor([0]), [7], 6, ())
     trained = flow_grpo.sample_locally(model, request)
-    adapter = flow_grpo.get_peft_model_state_dict(model.transformer)
     names = {name.rpartition(".")[0].rpartition(".lora_")[0] for name in adapter}
     targets = model.lora_target_modules
     expected = {n for n, m in StableDiffusion3Pipeline.from_pretrained(EMBEDDED).transformer.named_modules()
                 if isinstance(m, torch.nn.Linear) and n.endswith(tuple("." + t for t in targets))}
     assert names == expected  # every intended module matched
-    save_adapter(tmp_path / "adapter", StableDiffusion3Pipeline, adapter, config)
+    save_weights(tmp_path / "adapter", model.pipe, adapter, config)
 
     pipe = StableDiffusion3Pipeline.from_pretrained(EMBEDDED)
     latents = draw_noise((1, *request.latent_shape), [torch.Generator().manual_seed(7)])
@@ -120,12 +122,12 @@ def test_saved_adapter_gives_the_trainers_image_in_stock_diffusers(tmp_path):
     torch.testing.assert_close(image(), with_adapter, rtol=0, atol=1e-4)
 
 
-def test_evaluation_leaves_weights_and_rng_alone_and_repeats_itself(one_rank):
+def test_evaluation_leaves_weights_and_rng_alone_and_repeats_itself(one_rank, tmp_path):
     """Invariant 19."""
     model, args, _ = policy_without_fsdp()
     rewards, prompts = {"ocr": lambda images, prompts, metadata: [0.5] * len(images)}, ['a sign that says "12"'] * 3
     before, rng = {k: v.clone() for k, v in model.transformer.state_dict().items()}, torch.get_rng_state()
-    grids = [flow_grpo.evaluate(args, model, None, rewards, prompts, [{}] * 3)[1] for _ in range(2)]
+    grids = [flow_grpo.evaluate(args, tmp_path, model, None, rewards, prompts, [{}] * 3)[1] for _ in range(2)]
     assert torch.equal(rng, torch.get_rng_state())
     assert all(torch.equal(before[k], v) for k, v in model.transformer.state_dict().items())
     assert all(a.tobytes() == b.tobytes() for (a, _), (b, _) in zip(*grids, strict=True))
@@ -141,7 +143,8 @@ def test_rescoring_a_trajectory_gives_its_log_probs(one_rank):
         trajectories = flow_grpo.rollout(args, model, None, request)
         assert trajectories.latents.shape == (4, 7, 8, 8, 24)
         assert trajectories.prev_sample_means.shape == (4, 3, 8, 8, 24)
-        log_probs = flow_grpo.recompute_log_probs(args, model, request, trajectories.latents)
+        log_probs, means = flow_grpo.recompute_steps(args, model, request, trajectories.latents)
+        assert torch.equal(means, trajectories.prev_sample_means)
         assert torch.equal(log_probs, trajectories.log_probs) and log_probs.isfinite().all()
 
 
@@ -152,11 +155,11 @@ def test_constant_reward_changes_nothing(tmp_path):
              "--reward", tmp_path / "mine.py:constant")
     rows = read_metrics(tmp_path / "runs" / "flow_grpo")
     assert [row["actor/loss"] for row in rows[1:]] == [0, 0] and rows[1]["critic/rewards/zero_std_ratio"] == 1
-    state = torch.load(tmp_path / "runs" / "flow_grpo" / "checkpoint" / "state.pt", weights_only=True)
-    assert all(v.abs().max() == 0 for k, v in state["adapter"].items() if "lora_B" in k)
+    state = torch.load(tmp_path / "runs/flow_grpo/checkpoints/step_000002.pt", weights_only=True)
+    assert all(v.abs().max() == 0 for k, v in state["policies"]["default"].items() if "lora_B" in k)
     model, _, _ = policy_without_fsdp(trained=False)
-    for name, value in flow_grpo.get_peft_model_state_dict(model.transformer).items():
-        assert torch.equal(state["adapter"][name], value), name
+    for name, value in policy_tensors(model)[0].items():
+        assert torch.equal(state["policies"]["default"][name], value), name
 
 
 def test_a_reversed_reward_goes_the_other_way(tmp_path):
@@ -223,15 +226,15 @@ def policy_without_fsdp(trained=True, **changes):
     """The embedded model with flow_grpo's LoRA, in this process and unsharded; `trained` gives it a LoRA that acts."""
     args = dataclasses.replace(flow_grpo.Args(), num_inference_steps=6, eval_num_inference_steps=6, **changes)
     model = load_model(find_family(EMBEDDED), EMBEDDED, torch.float32, torch.device("cpu"))
-    config = flow_grpo.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, init_lora_weights="gaussian",
-                                  target_modules=list(model.lora_target_modules))
+    lora = make_lora(model, None, args.lora_rank, args.lora_alpha)
     torch.manual_seed(args.seed)
-    model.transformer.add_adapter(config)
+    add_policies(model, lora, ["default"])
+    model.evaluated = "default"
     if trained:
         for name, p in model.transformer.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(p, std=0.05)
-    return model, args, config
+    return model, args, lora[0]
 
 
 @pytest.fixture

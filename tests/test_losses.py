@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 from common.rollout import RolloutRequest
 from common.sde import sigma_schedule
-from flow_grpo import compute_advantages, policy_loss, policy_step, recompute_log_probs, sample_locally
+from flow_grpo import compute_advantages, policy_loss, policy_step, recompute_steps, sample_locally
 
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-VARIANTS = [{}, {"global_std": False}, {"norm_adv_by_std": False}]
+VARIANTS = [{}, {"scale_rewards": "group"}, {"scale_rewards": "none"}]
 
 
 def tensor(*values):
@@ -26,9 +26,9 @@ def test_advantages_by_hand():
     rewards = tensor(0, 1, 2, 5)  # means .5 and 3.5; deviations .5, 1.5 and, of all, sqrt((4 + 1 + 0 + 9) / 4)
     whole = math.sqrt(3.5) + 1e-4
     cases = [({}, tensor(-.5 / whole, .5 / whole, -1.5 / whole, 1.5 / whole)),
-             ({"global_std": False}, tensor(-.5 / .5001, .5 / .5001, -1.5 / 1.5001, 1.5 / 1.5001)),
-             ({"norm_adv_by_std": False}, tensor(-.5, .5, -1.5, 1.5)),
-             ({"norm_adv_by_std": False, "adv_clip_max": 1.0}, tensor(-.5, .5, -1, 1))]
+             ({"scale_rewards": "group"}, tensor(-.5 / .5001, .5 / .5001, -1.5 / 1.5001, 1.5 / 1.5001)),
+             ({"scale_rewards": "none"}, tensor(-.5, .5, -1.5, 1.5)),
+             ({"scale_rewards": "none", "adv_clip_max": 1.0}, tensor(-.5, .5, -1, 1))]
     for options, expected in cases:
         torch.testing.assert_close(compute_advantages(rewards, 2, **options), expected, rtol=1e-12, atol=1e-12)
 
@@ -77,8 +77,8 @@ def test_permutation_equivariant(options):
 
 def test_a_group_is_compared_with_itself_alone():
     rewards = random_rewards(2, 4)
-    advantages = compute_advantages(rewards, 4, global_std=False)
-    other = compute_advantages(torch.cat([rewards[:4], rewards[4:] * 9 + 100]), 4, global_std=False)
+    advantages = compute_advantages(rewards, 4, scale_rewards="group")
+    other = compute_advantages(torch.cat([rewards[:4], rewards[4:] * 9 + 100]), 4, scale_rewards="group")
     assert torch.equal(advantages[:4], other[:4])
 
 
@@ -174,7 +174,7 @@ def test_nan_in_nan_out(position, advantage):
 class LinearModel:
     """v = a x + b c + timestep / 1000, elementwise; a stand-in for a family of common/models.py."""
 
-    transformer = SimpleNamespace(device=torch.device("cpu"))
+    device = torch.device("cpu")
 
     def __init__(self):
         self.a, self.b = torch.tensor(0.3, requires_grad=True), torch.tensor(-0.2, requires_grad=True)
@@ -203,8 +203,9 @@ def test_rescoring_a_trajectory_gives_ratio_exactly_1(sde_type, sde_steps):
     assert trajectories.latents.shape == (6, 7, 4, 2, 3)
     assert trajectories.log_probs.shape == (6, len(sde_steps))
     for size in (6, 2):
-        again = recompute_log_probs(SimpleNamespace(micro_batch_size=size), model, request, trajectories.latents)
-        assert torch.equal(again, trajectories.log_probs)
+        again = recompute_steps(SimpleNamespace(micro_batch_size=size), model, request, trajectories.latents)
+        assert torch.equal(again[0], trajectories.log_probs)
+        assert torch.equal(again[1], trajectories.prev_sample_means)
 
     advantages = compute_advantages(random_rewards(2, 3), 3).float()
     for w, i in enumerate(sde_steps):

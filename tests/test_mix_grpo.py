@@ -12,18 +12,20 @@ import pytest
 import torch
 
 
-def trace(num_steps, **options):
+def trace(num_steps, stride=1, **options):
     args = SimpleNamespace(**{"sde_window_size": 2, "sde_window_range": (0, 4), "window_mode": "progressive", "seed": 1,
-                              "window_stride": 1, "iters_per_group": 2, "roll_back": True, **options})
-    return [mix_grpo.window_start(args, step) for step in range(1, num_steps + 1)]
+                              "iters_per_group": 2, "roll_back": True, **options})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mix_grpo, "WINDOW_STRIDE", stride)
+        return [mix_grpo.window_start(args, step) for step in range(1, num_steps + 1)]
 
 
 @pytest.mark.parametrize("options,expected", [
     ({}, [0, 0, 1, 1, 2, 2, 0, 0, 1]),
     ({"roll_back": False}, [0, 0, 1, 1, 2, 2, 2, 2, 2]),
-    ({"window_stride": 2}, [0, 0, 2, 2, 0, 0, 2, 2, 0]),
-    ({"window_stride": 3}, [0, 0, 0, 0, 0, 0, 0, 0, 0]),
-    ({"window_stride": 3, "roll_back": False}, [0, 0, 2, 2, 2, 2, 2, 2, 2]),
+    ({"stride": 2}, [0, 0, 2, 2, 0, 0, 2, 2, 0]),
+    ({"stride": 3}, [0, 0, 0, 0, 0, 0, 0, 0, 0]),
+    ({"stride": 3, "roll_back": False}, [0, 0, 2, 2, 2, 2, 2, 2, 2]),
     ({"sde_window_range": (1, 4), "iters_per_group": 1}, [1, 2, 1, 2, 1, 2, 1, 2, 1]),
     # tau 8 over [0, 4): p = 0, 1/4, 1/2; stays 8, int(6 + 2/4) = 6, int(4 + 1) = 5
     ({"window_mode": "decay", "iters_per_group": 8}, [0] * 8 + [1] * 6 + [2] * 5 + [0]),
@@ -46,7 +48,7 @@ def test_windows_never_shrink_or_pass_the_end(mode):
     for size in (1, 2, 3):
         for stride in (1, 2):
             for start in trace(100, window_mode=mode, sde_window_size=size, sde_window_range=(1, 5),
-                               window_stride=stride, iters_per_group=3):
+                               stride=stride, iters_per_group=3):
                 assert 1 <= start <= 5 - size
 
 
@@ -111,7 +113,7 @@ def test_thinning_keeps_everything_up_to_the_end_of_the_window():
 class Affine:
     """A model of the shape the scripts use: v = x (t / 1000) + c, no network."""
 
-    transformer = SimpleNamespace(device=torch.device("cpu"))
+    device = torch.device("cpu")
 
     def predict_velocity(self, x, timestep, conditioning, negative=None, guidance_scale=1.0):
         return x * timestep / 1000 + conditioning["c"].sum(1).view(-1, 1, 1, 1)

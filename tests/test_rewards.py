@@ -1,6 +1,7 @@
 """Rewards against hand numbers, a real OCR network, and real JPEG files."""
 import io
 
+from common.errors import RunError
 from common.rewards import (
     REWARDS,
     jpeg_compressibility,
@@ -118,14 +119,14 @@ def test_jpeg_rewards():
 
 # ---- load_rewards ----------------------------------------------------------------------------------------------------
 def test_load_rewards_by_name():
-    assert load_rewards(["ocr"]) == {"ocr": ocr}
-    both = load_rewards(["jpeg_incompressibility", "ocr_contains"])
+    assert load_rewards(["ocr"], [1]) == {"ocr": ocr}
+    both = load_rewards(["jpeg_incompressibility", "ocr_contains"], [1, 1])
     assert list(both.items()) == [("jpeg_incompressibility", jpeg_incompressibility), ("ocr_contains", ocr_contains)]
 
 
 def test_unknown_reward_lists_the_names():
     with pytest.raises(ValueError) as error:
-        load_rewards(["ocr", "ocrr"])
+        load_rewards(["ocr", "ocrr"], [1, 1])
     for word in ("ocrr", "ocr_contains", "jpeg_compressibility", "jpeg_incompressibility", "path/to/file.py:function"):
         assert word in str(error.value)
 
@@ -133,16 +134,16 @@ def test_unknown_reward_lists_the_names():
 def test_load_a_users_function(tmp_path):
     path = tmp_path / "my_rewards.py"
     path.write_text("number = 3\n\ndef width(images, *_):\n    return [number * image.width for image in images]\n")
-    rewards = load_rewards([f"{path}:width", "ocr"])
+    rewards = load_rewards([f"{path}:width", "ocr"], [1, 1])
     assert list(rewards) == ["width", "ocr"]
     assert rewards["width"]([sign("1")], [""], [{}]) == [288]
     for name in (f"{path}:height", f"{path}:number", f"{path}:"):
         with pytest.raises(ValueError) as error:
-            load_rewards([name])
+            load_rewards([name], [1])
         assert "has no function" in str(error.value)
         assert str(path) in str(error.value)
     with pytest.raises(ValueError, match="no such file .*nowhere.py"):
-        load_rewards([f"{tmp_path}/nowhere.py:width"])
+        load_rewards([f"{tmp_path}/nowhere.py:width"], [1])
 
 
 def test_two_rewards_of_one_name(tmp_path):
@@ -150,7 +151,7 @@ def test_two_rewards_of_one_name(tmp_path):
     path.write_text("def ocr(images, prompts, metadata):\n    return [0.0] * len(images)\n")
     for names in (["ocr", "ocr"], ["ocr", f"{path}:ocr"]):
         with pytest.raises(ValueError, match="two rewards of the same name"):
-            load_rewards(names)
+            load_rewards(names, [1] * len(names))
 
 
 # ---- score_images ----------------------------------------------------------------------------------------------------
@@ -177,13 +178,13 @@ def test_rewards_are_given_images_prompts_and_metadata():
 
 @pytest.mark.parametrize("bad", [reward(1.0), reward(1.0, 2.0, 3.0), reward([1.0], [2.0]), lambda *_: 1.0])
 def test_wrong_number_of_scores(bad):
-    with pytest.raises(ValueError, match="reward broken: expected 2 scores"):
+    with pytest.raises(RunError, match="reward broken: expected 2 scores"):
         score_images({"fine": reward(1, 2), "broken": bad}, IMAGES, PROMPTS, METADATA)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_score_that_is_not_finite(value):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(RunError) as error:
         score_images({"fine": reward(1, 2), "broken": reward(1.0, value)}, IMAGES, PROMPTS, METADATA)
     assert "reward broken" in str(error.value)
     assert "image 1 (prompt: second)" in str(error.value)
@@ -193,7 +194,8 @@ def test_a_reward_that_raises_is_never_a_score():
     def fails(images, prompts, metadata):
         raise ConnectionError("the judge is down")
 
-    with pytest.raises(ConnectionError, match="the judge is down"):
+    told = r"reward broken raised ConnectionError: the judge is down \(.*test_rewards.py:\d+\); mend it"
+    with pytest.raises(RunError, match=told):
         score_images({"fine": reward(1, 2), "broken": fails}, IMAGES, PROMPTS, METADATA)
 
 
@@ -201,10 +203,12 @@ def test_a_reward_that_raises_is_never_a_score():
 def test_reward_metrics_by_hand():
     scores = torch.tensor([[1, 0], [0, 1], [0, 0], [0, 2], [.5, 0], [.25, .25]], dtype=torch.float64)
     totals = scores.sum(1)  # 1, 1 | 0, 2 | .5, .5: population deviations 0, 1, 0
-    metrics = {name: float(value) for name, value in reward_metrics(scores, totals, ["a", "b"], 2).items()}
+    metrics = reward_metrics(scores, totals, scores[:, 0], ["a", "b"], 2)
+    metrics = {name: float(value) for name, value in metrics.items()}
     assert metrics == pytest.approx({
         "critic/rewards/mean": 5 / 6, "critic/rewards/max": 2, "critic/rewards/min": 0, "critic/rewards/group_size": 2,
         "critic/rewards/std_mean": 1 / 3, "critic/rewards/zero_std_ratio": 2 / 3,
+        "critic/advantages/mean": 1.75 / 6, "critic/advantages/max": 1, "critic/advantages/min": 0,
         "critic/rewards/a/mean": 1.75 / 6, "critic/rewards/b/mean": 3.25 / 6}, abs=1e-12)
 
 
@@ -213,4 +217,4 @@ def test_reward_metrics_by_hand():
 @pytest.mark.parametrize("group_size", [3, 8, 24])
 def test_a_group_of_equal_rewards_counts_whatever_the_value(value, num_prompts, group_size):
     totals = torch.full((num_prompts * group_size,), value, dtype=torch.float64)
-    assert reward_metrics(totals[:, None], totals, ["a"], group_size)["critic/rewards/zero_std_ratio"] == 1
+    assert reward_metrics(totals[:, None], totals, totals, ["a"], group_size)["critic/rewards/zero_std_ratio"] == 1

@@ -5,13 +5,13 @@ import math
 import subprocess
 from dataclasses import dataclass
 
+from common.checkpoints import open_run
+from common.errors import RunError
 from common.run import (
     MetricLog,
     atomic_file,
-    check_run_folder,
     create_run_folder,
     plot_curves,
-    save_checkpoint,
     save_grid,
     speed_metrics,
 )
@@ -63,14 +63,6 @@ def test_a_kill_at_the_rename_leaves_the_previous_file(tmp_path, monkeypatch):
     assert path.read_text() == "old"
 
 
-def test_save_checkpoint(tmp_path):
-    for step in (1, 2):
-        save_checkpoint(tmp_path / "checkpoint", {"step": step, "weight": torch.arange(3.0) * step})
-    state = torch.load(tmp_path / "checkpoint" / "state.pt")
-    assert state["step"] == 2
-    assert torch.equal(state["weight"], torch.tensor([0.0, 2.0, 4.0]))
-
-
 # ---- MetricLog -------------------------------------------------------------------------------------------------------
 def read_metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -91,7 +83,7 @@ def test_metric_log_writes_one_line_per_step(tmp_path):
 def test_metric_log_refuses_what_is_not_finite(tmp_path, value):
     log = MetricLog(tmp_path)
     log.log(6, {"actor/loss": 1.0})
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(RunError) as error:
         log.log(7, {"actor/loss": 1.0, "actor/grad_norm": value})
     assert "step 7" in str(error.value)
     assert "actor/grad_norm" in str(error.value)
@@ -164,12 +156,12 @@ def test_create_run_folder(tmp_path):
     assert record["git_hash"] is None  # not in a repository
     assert record["command"]
     assert (folder / "source.py").read_text() == "print('the source')\n"
-    check_run_folder(folder)  # nothing was measured yet
+    open_run(folder, None)  # nothing was measured yet
     MetricLog(folder).log(0, {"a": 1})
     with pytest.raises(ValueError, match=f"{folder} already holds a run"):
-        check_run_folder(folder)
+        open_run(folder, None)
     assert json.loads((folder / "args.json").read_text()) == record
-    check_run_folder(tmp_path / "runs" / "another")
+    open_run(tmp_path / "runs" / "another", None)
 
 
 def test_create_run_folder_records_the_git_hash(tmp_path):

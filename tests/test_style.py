@@ -8,8 +8,8 @@ from tests.conftest import ROOT
 
 import pytest
 
-SCRIPTS = {"flow_grpo.py": 430, "grpo_guard.py": 456, "mix_grpo.py": 511, "diffusion_nft.py": 479,
-           "dpo_offline.py": 417}  # most lines
+SCRIPTS = {"flow_grpo.py": 519, "grpo_guard.py": 543, "mix_grpo.py": 599, "diffusion_nft.py": 505,
+           "dpo_offline.py": 474}  # most lines
 SECTIONS = ["ARGS", "SETUP", "DATA", "MODEL", "ENGINE", "ROLLOUT", "ADVANTAGE", "LOG PROB", "LOSS", "EVAL",
             "CHECKPOINT", "MAIN"]
 
@@ -40,7 +40,7 @@ def test_budgets_of_a_script(script):
     tree = ast.parse(path.read_text())
     assert len(path.read_text().splitlines()) <= SCRIPTS[script]
     assert code_lines(path) <= 420
-    assert len(args_fields(tree)) <= 44
+    assert len(args_fields(tree)) <= 60
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < (180 if node.name == "main" else 60), node.name

@@ -1,0 +1,144 @@
+"""The policies of a run on one base model, and which of them acts.
+
+`default` is trained; others (`ema`, `old`, `reference`) follow it, or stay. With a LoRA each is an adapter of the one
+transformer and the base is all adapters off; with full weights each is a transformer of its own.
+"""
+import copy
+from contextlib import contextmanager
+
+from common.lora import read_lora
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def make_lora(family, path, rank, alpha, target_modules=(), exclude_modules=()):
+    """(LoraConfig, its tensors or None): of the PEFT or diffusers LoRA at `path`, or a new one; None: full weights."""
+    if path:
+        config, tensors = read_lora(path)[::-1]
+        return config, tensors
+    if rank == 0:
+        return None
+    return LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian",
+                      target_modules=list(target_modules or family.lora_target_modules),
+                      exclude_modules=list(exclude_modules) or None), None
+
+
+def add_policies(model, lora, names):
+    """Give `model` the policies `names`, equal at first; `default` is the first of them and the only trainable one.
+
+    lora: make_lora's value. A new LoRA needs no `reference`: that is the base model. What is trained or averaged is
+    fp32; a reference of full weights keeps the base model's dtype.
+
+    Raises:
+        ValueError: a module of the LoRA that the transformer does not have.
+    """
+    transformer = model.transformer
+    if lora is None:
+        model.policies = {name: copy.deepcopy(transformer) if name != "default" else transformer for name in names}
+        for name, policy in model.policies.items():
+            if name != "reference":
+                policy.float()
+    else:
+        lora_config, lora_tensors = lora
+        modules = [name for name, _ in transformer.named_modules()]
+        for target in lora_config.target_modules:
+            if not any(name == target or name.endswith(f".{target}") for name in modules):
+                raise ValueError(f"--lora_target_modules {target}: {type(transformer).__name__} has no such module")
+        names = [name for name in names if name != "reference" or lora_tensors is not None]
+        for name in names:
+            transformer.add_adapter(lora_config, adapter_name=name)
+            if name == "default" and lora_tensors is not None:
+                unknown = set_peft_model_state_dict(transformer, lora_tensors, adapter_name=name).unexpected_keys
+                if unknown:
+                    raise ValueError(f"--lora_path: {type(transformer).__name__} has no module for {unknown[0]}")
+        for name, p in transformer.named_parameters():
+            p.data = p.data.float() if "lora_" in name else p.data
+        model.policies = dict.fromkeys(names, transformer)
+        for name in names[1:]:
+            follow(model, name, 0.0)
+    use_policy(model, "default")
+
+
+def use_policy(model, name):
+    """Let policy `name` act in `model.transformer`; only `default` ever asks for a gradient. RNGs are not touched.
+
+    `reference` is the base model where the policies are LoRAs without one of that name.
+    """
+    if is_lora(model):
+        if name in model.policies:
+            model.transformer.enable_adapters()
+            model.transformer.set_adapter(name)
+        else:
+            model.transformer.disable_adapters()
+        for parameter_name, p in model.transformer.named_parameters():
+            p.requires_grad_(".default." in parameter_name)  # peft lets the acting one ask instead
+    else:
+        model.transformer = model.policies[name]
+        model.transformer.requires_grad_(name == "default")
+
+
+@contextmanager
+def acting(model, name, engine=None, in_engine="default"):
+    """Within the block policy `name` acts, also in the engine, where one is given and holds another; after it `default`
+    does, and `in_engine` there."""
+    use_policy(model, name)
+    if engine and name != in_engine:
+        engine.push(*policy_tensors(model, name))
+    yield
+    use_policy(model, "default")
+    if engine and name != in_engine:
+        engine.push(*policy_tensors(model, in_engine))
+
+
+def is_lora(model):
+    """Whether the policies are adapters."""
+    return hasattr(model.transformer, "peft_config")
+
+
+@torch.no_grad()
+def follow(model, name, decay):
+    """policy <- decay policy + (1 - decay) default, on each rank's shards; decay 0 copies to the bit."""
+    source, target = (dict(model.policies[n].named_parameters()) for n in ("default", name))
+    for key, p in target.items():
+        if not is_lora(model):
+            p.lerp_(source[key].to(p.dtype), 1 - decay)
+        elif f".{name}." in key:
+            p.lerp_(source[key.replace(f".{name}.", ".default.")], 1 - decay)
+
+
+def _live(model, name):
+    """{key: this rank's tensor of policy `name`}, sharing its memory; peft's keys have no adapter name."""
+    if is_lora(model):
+        return get_peft_model_state_dict(model.transformer, adapter_name=name)
+    return model.policies[name].state_dict()
+
+
+def policy_tensors(model, name="default"):
+    """Whole tensors of policy `name` on the CPU, and its LoraConfig, or None for full weights. A collective.
+
+    Keys are relative to the transformer: "module.lora_A.weight", or a parameter's own name.
+    """
+    tensors = {key: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
+               for key, p in _live(model, name).items()}
+    return tensors, model.transformer.peft_config[name] if is_lora(model) else None
+
+
+@torch.no_grad()
+def load_policy_tensors(model, name, tensors):
+    """The reverse of policy_tensors, on any number of ranks: every rank is given all, and keeps its shards.
+
+    Raises:
+        ValueError: naming a tensor that one side has and the other lacks.
+    """
+    live = _live(model, name)
+    if live.keys() != tensors.keys():
+        raise ValueError(f"the checkpoint's policy {name} is not this run's: {min(live.keys() ^ tensors.keys())} is in "
+                         "one of them only; were --lora_rank, --lora_target_modules or --model changed?")
+    for key, p in live.items():
+        value = tensors[key].to(p.dtype)
+        if isinstance(p, DTensor):
+            value = distribute_tensor(value.to(p.device_mesh.device_type), p.device_mesh, p.placements,
+                                      src_data_rank=None)
+        p.copy_(value)

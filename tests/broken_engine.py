@@ -1,0 +1,65 @@
+"""flow_grpo.py with a vLLM-Omni engine broken in one way; run by torchrun: broken_engine.py BREAKAGE [options].
+
+Training rollouts only, and only what passes between trainer and engine: what the trainer checks, it checks as ever.
+"""
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import flow_grpo
+from common.rollout import VLLMEngine
+
+import torch
+import tyro
+
+
+def shifted_sigmas(request):
+    """The schedule's shift of 3, applied once more."""
+    sigmas = 3 * request.sigmas / (1 + 2 * request.sigmas)
+    return replace(request, sigmas=sigmas, timesteps=1000 * sigmas[:-1], sigma_max=sigmas[1].item())
+
+
+def one_step_less(request):
+    """The last two steps in one: a window before them is sampled as it should be, and its log-probs are right."""
+    sigmas = torch.cat([request.sigmas[:-2], request.sigmas[-1:]])
+    return replace(request, timesteps=request.timesteps[:-1], sigmas=sigmas)
+
+
+def without_guidance(request):
+    return replace(request, guidance_scale=1.0)
+
+
+def bf16_latents(answer):
+    return {**answer, "latents": answer["latents"].bfloat16().float()}
+
+
+REQUESTS = {"sigmas": shifted_sigmas, "steps": one_step_less, "guidance": without_guidance}
+ANSWERS = {"bf16_latents": bf16_latents}
+BREAKAGES = (*REQUESTS, *ANSWERS, "stale")
+
+
+def break_engine(breakage, call=VLLMEngine._call, verify_push=VLLMEngine.verify_push):
+    """Patch VLLMEngine. With "stale", the adapter verified at the start of the run stays the engine's."""
+    def broken_call(self, operation, *args, **kwargs):
+        if operation == "push_lora" and breakage == "stale" and getattr(self, "verified", False):
+            return len(args[0]) // 2
+        training = operation == "generate" and args[0].sde_steps
+        if training and breakage in REQUESTS:
+            args = REQUESTS[breakage](args[0]), *args[1:]
+        answer = call(self, operation, *args, **kwargs)
+        return ANSWERS[breakage](answer) if training and breakage in ANSWERS else answer
+
+    def then_verified(self, *args):
+        verify_push(self, *args)
+        self.verified = True
+
+    if breakage not in BREAKAGES:
+        raise SystemExit(f"broken_engine.py: error: {breakage!r} is none of {', '.join(BREAKAGES)}")
+    VLLMEngine._call, VLLMEngine.verify_push = broken_call, then_verified
+
+
+if __name__ == "__main__":
+    break_engine(sys.argv[1])
+    args = tyro.cli(flow_grpo.Args, args=sys.argv[2:], use_underscores=True, config=(tyro.conf.FlagConversionOff,))
+    flow_grpo.main(args, *flow_grpo.check_args(args))

@@ -1,0 +1,261 @@
+"""common/correction.py: log-ratios against torch's Normal, weights by hand, and the gate's verdicts."""
+import math
+import re
+from decimal import Decimal, getcontext
+
+from common.correction import (
+    check_drift,
+    correction_weights,
+    default_drift_limit,
+    drift_metrics,
+    log_ratios,
+    parse_correction,
+)
+from common.errors import RunError
+from common.sde import sde_step
+
+import numpy as np
+import pytest
+import torch
+
+CLIP = 1e-4
+
+
+def tensor(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def weights_of(lr, text, clip_range=CLIP):
+    weights, metrics = correction_weights(lr, parse_correction(text), clip_range)
+    assert weights.dtype == torch.float64 and weights.shape == lr.shape
+    return weights, {name: value.item() for name, value in metrics.items()}
+
+
+# ---- log-ratios ------------------------------------------------------------------------------------------------------
+def two_policies(sde_type, dtype=torch.float64, shift=1e-3):
+    """x' (B, W, ...) drawn by an engine at W = 2 steps, and scored by a trainer whose velocity differs a little."""
+    g, engine, trainer = torch.Generator().manual_seed(0), [], []
+    for sigma, sigma_next in ((0.9, 0.8), (0.6, 0.35)):
+        x, v, noise, dv = (torch.randn(3, 4, 5, 6, generator=g, dtype=torch.float64) for _ in range(4))
+        x, v, noise, dv = x.to(dtype), v.to(dtype), noise.to(dtype), dv.to(dtype)
+        engine.append(sde_step(x, v, sigma, sigma_next, 0.7, sde_type=sde_type, noise=noise))
+        trainer.append(sde_step(x, v + shift * dv, sigma, sigma_next, 0.7, sde_type=sde_type,
+                                prev_sample=engine[-1].prev_sample))
+    return [[torch.stack(column, 1) for column in zip(*outputs, strict=True)] for outputs in (engine, trainer)]
+
+
+def normal_log_probs(prev_samples, means, stds):
+    normal = torch.distributions.Normal(means.double(), stds.double()[:, :, None, None, None])
+    return normal.log_prob(prev_samples.double()).flatten(2).mean(2)  # (B, W)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("sde_type", ["sde", "dance", "cps_gauss", "cps"])
+def test_log_ratios_are_differences_of_gaussian_log_probs(sde_type, dtype):
+    (x, log_probs, engine_means, stds), (_, new_log_probs, means, _) = two_policies(sde_type, dtype)
+    got = log_ratios(x, means, engine_means, stds)
+    want = normal_log_probs(x, means, stds) - normal_log_probs(x, engine_means, stds)
+    assert got.dtype == torch.float64 and got.shape == (3, 2) and got.abs().min() > 1e-7
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+    if sde_type == "cps":  # its log-prob is unscaled
+        want = (new_log_probs - log_probs).double() / (2 * stds.double() ** 2)
+    else:
+        want = (new_log_probs - log_probs).double()
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12 if dtype == torch.float64 else 3e-6)
+
+
+def test_a_difference_of_fp32_log_probs_is_round_off_where_the_means_still_tell():
+    """A policy moved by 1e-6 of a velocity: lr from means agrees with fp64 to 1%, from fp32 log-probs it is noise."""
+    (x, _, engine_means, stds), (_, _, means, _) = two_policies("sde", shift=1e-6)
+    exact = log_ratios(x, means, engine_means, stds)
+    (x, log_probs, engine_means, stds), (_, new_log_probs, means, _) = two_policies("sde", torch.float32, shift=1e-6)
+    from_means, from_log_probs = log_ratios(x, means, engine_means, stds), (new_log_probs - log_probs).double()
+    assert (from_log_probs - exact).abs().max() > 5 * (from_means - exact).abs().max()
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+E = math.exp
+LR = tensor([1e-5, -1.5e-4], [3e-4, -1e-3], [1.9e-4, 1e-4])  # sums over the steps: -1.4e-4, -7e-4, 2.9e-4
+HAND = {
+    "none": [[1, 1], [1, 1], [1, 1]],
+    "tis:2": [[E(1e-5), E(-1.5e-4)], [E(2e-4), E(-1e-3)], [E(1.9e-4), E(1e-4)]],
+    "icepop:2": [[E(1e-5), E(-1.5e-4)], [0, 0], [E(1.9e-4), E(1e-4)]],
+    "reject_k1:2": [[1, 1], [1, 0], [1, 1]],
+    "reject_k2:2": [[1, 1], [0, 0], [1, 1]],  # lr^2 / 2 > 2e-8 where |lr| > 2e-4
+    "reject_k3:1": [[1, 0], [0, 0], [0, 1]],  # lr^2 / 2 + lr^3 / 6 > 1e-8 where |lr| > about sqrt(2) 1e-4
+    "tis_trajectory:2": [[E(-1.4e-4)] * 2, [E(-7e-4)] * 2, [E(2e-4)] * 2],
+    "icepop_trajectory:2": [[E(-1.4e-4)] * 2, [0, 0], [0, 0]],
+    "reject_k1_trajectory:2": [[1, 1], [0, 0], [1, 1]],
+    "reject_k2_trajectory:4": [[1, 1], [0, 0], [0, 0]],  # 9.8e-9, 2.4e-7 and 4.2e-8 against 4e-8
+    "reject_k3_trajectory:5": [[1, 1], [0, 0], [1, 1]],
+    "tis:2,reject_k1:2": [[E(1e-5), E(-1.5e-4)], [E(2e-4), 0], [E(1.9e-4), E(1e-4)]],
+    "icepop_trajectory:4, reject_k2:1": [[E(-1.4e-4), 0], [0, 0], [0, E(2.9e-4)]],
+}
+
+
+@pytest.mark.parametrize("text", HAND)
+def test_weights_by_hand(text):
+    weights, metrics = weights_of(LR, text)
+    torch.testing.assert_close(weights, tensor(*HAND[text]), rtol=0, atol=1e-12)
+    flat = [w for row in HAND[text] for w in row]
+    want = {"weight_mean": sum(flat) / 6, "weight_min": min(flat), "weight_max": max(flat),
+            "rejected": flat.count(0) / 6}
+    assert metrics == pytest.approx({f"rollout_corr/{k}": v for k, v in want.items()}, abs=1e-12)
+
+
+def test_a_threshold_itself_passes():
+    """With clip_range 2^-4 thresholds are exact: lr = 2 clip_range is kept, the next float is not."""
+    at, above = 0.125, math.nextafter(0.125, 1)
+    assert weights_of(tensor([at, above, -at, -above]), "icepop:2", 0.0625)[0].tolist() == [[E(at), 0, E(-at), 0]]
+    assert weights_of(tensor([-at, -above]), "reject_k1:2", 0.0625)[0].tolist() == [[1, 0]]
+    assert weights_of(tensor([at, -at, above]), "reject_k2:2", 0.0625)[0].tolist() == [[1, 1, 0]]
+
+
+def test_the_published_band_acts_on_nothing_and_ours_does():
+    """|lr| from 1e-5 to 1e-3: no ratio leaves 0.5 to 2, while thresholds in units of clip_range act on some."""
+    lr = torch.logspace(-5, -3, 50, dtype=torch.float64)
+    lr = torch.stack([lr, -lr], 1)
+    published = f"icepop:{math.log(2) / CLIP}"
+    assert weights_of(lr, published)[1]["rollout_corr/rejected"] == 0
+    assert lr.exp().min() > 0.5 and lr.exp().max() < 2
+    for kind in ("icepop", "reject_k1", "reject_k2", "reject_k3"):
+        assert 0.1 < weights_of(lr, f"{kind}:2")[1]["rollout_corr/rejected"] < 0.9, kind
+    truncated = weights_of(lr, "tis:2")[0] < lr.exp()
+    assert 0.1 < truncated.double().mean() < 0.9
+
+
+def test_all_rejected_is_a_loss_of_zero():
+    lr = tensor([0.1, -0.2], [0.3, 0.4])
+    weights, metrics = weights_of(lr, "icepop:2")
+    log_prob = torch.zeros(2, 2, dtype=torch.float64, requires_grad=True)
+    loss = (weights * -log_prob.exp()).mean()
+    loss.backward()
+    assert loss.item() == 0 and log_prob.grad.abs().max() == 0 and metrics["rollout_corr/rejected"] == 1
+
+
+@pytest.mark.parametrize("kind", ["tis", "icepop", "reject_k1", "reject_k2", "reject_k3"])
+def test_nan_stays_nan_and_what_is_far_off_stays_finite(kind):
+    lr = tensor([math.nan, 0.0], [0.0, 0.0])
+    assert weights_of(lr, f"{kind}:2")[0].isnan().tolist() == [[True, False], [False, False]]
+    assert weights_of(lr, f"{kind}_trajectory:2")[0].isnan().tolist() == [[True, True], [False, False]]
+    assert math.isnan(weights_of(lr, f"{kind}:2")[1]["rollout_corr/weight_mean"])
+    assert weights_of(tensor([1e4, -1e4]), f"{kind}:2")[0].isfinite().all()
+
+
+@pytest.mark.parametrize("lr", [1e-6, -1e-6, 1e-4, -1e-3])
+def test_k3_keeps_its_digits(lr):
+    """Rejected just below its own value and kept just above, to 1e-8 of it; in fp32 it has no right digit."""
+    getcontext().prec = 50
+    k3 = float(Decimal(lr).exp() - 1 - Decimal(lr))
+    assert k3 == pytest.approx(lr**2 / 2 + lr**3 / 6, rel=1e-7)
+    for factor, weight in ((1 - 1e-8, 0), (1 + 1e-8, 1)):
+        assert weights_of(tensor([lr]), f"reject_k3:{k3 * factor!r}", 1.0)[0].item() == weight
+    if abs(lr) < 1e-5:
+        single = torch.tensor(lr, dtype=torch.float32)
+        assert abs((single.exp() - 1 - single).item() / k3 - 1) > 1
+
+
+def test_full_weights_are_unbiased_and_truncation_leans_to_the_engine():
+    """Engine N(0, 1), trainer N(0.3, 1): E_engine[w x] is the trainer's mean 0.3, by Gauss-Hermite quadrature.
+
+    Truncated where the ratio is above C, at x > c, it is 0.3 Phi(c - 0.3) - phi(c - 0.3) + C phi(c).
+    """
+    def moments(x, density, text):
+        x, zeros = torch.from_numpy(x).view(-1, 1, 1), torch.zeros(len(x), 1, 1, dtype=torch.float64)
+        lr = log_ratios(x, zeros + 0.3, zeros, torch.ones(len(x), 1))
+        w = weights_of(lr, text, 1.0)[0].flatten().numpy() * density
+        return w.sum(), (w * x.flatten().numpy()).sum()
+
+    nodes, density = np.polynomial.hermite_e.hermegauss(60)
+    assert moments(nodes, density / math.sqrt(2 * math.pi), "tis:100") == pytest.approx((1, 0.3), abs=1e-10)
+
+    grid = np.linspace(-10, 10, 400001)
+    density = np.exp(-(grid**2) / 2) / math.sqrt(2 * math.pi) * (grid[1] - grid[0])
+    phi, Phi = lambda x: E(-x * x / 2) / math.sqrt(2 * math.pi), lambda x: (1 + math.erf(x / math.sqrt(2))) / 2
+    c = (0.1 + 0.045) / 0.3
+    total, first = moments(grid, density, "tis:0.1")
+    assert first == pytest.approx(0.3 * Phi(c - 0.3) - phi(c - 0.3) + E(0.1) * phi(c), abs=1e-8)
+    assert 0 < first < 0.3 and 0 < first / total < 0.3
+    total, first = moments(grid, density, "icepop:0.1")  # a band of -0.18 to 0.48 in x, not centred on 0.3
+    low, high = (-0.1 + 0.045) / 0.3 - 0.3, c - 0.3
+    assert total == pytest.approx(Phi(high) - Phi(low), abs=1e-4)
+    assert first == pytest.approx(0.3 * (Phi(high) - Phi(low)) - phi(high) + phi(low), abs=1e-4)
+
+
+# ---- the option ------------------------------------------------------------------------------------------------------
+def test_parse():
+    assert parse_correction("none") == ()
+    assert parse_correction("tis:2") == (("tis", False, 2.0),)
+    assert parse_correction("icepop_trajectory:3e1, reject_k1:0.5,reject_k1_trajectory:4") == (
+        ("icepop", True, 30.0), ("reject_k1", False, 0.5), ("reject_k1", True, 4.0))
+
+
+ERRORS = {
+    "": "unknown kind ''", "tis:2,": "unknown kind ''", "none,tis:2": "unknown kind 'none'",
+    "TIS:2": "unknown kind 'TIS'", "reject_k4:2": "unknown kind 'reject_k4'", "tis_traj:2": "unknown kind 'tis_traj'",
+    "tis_trajectory_trajectory:2": "unknown kind 'tis_trajectory_trajectory'",
+    "tis": "tis needs a threshold above 0, not ''", "tis:": "tis needs a threshold above 0, not ''",
+    "tis:two": "tis needs a threshold above 0, not 'two'", "icepop:0": "icepop needs a threshold above 0, not '0'",
+    "tis:2:3": "tis needs a threshold above 0, not '2:3'", "reject_k1:-4": "threshold above 0, not '-4'",
+    "tis:nan": "threshold above 0, not 'nan'", "tis:inf": "threshold above 0, not 'inf'",
+    "reject_k1:2,reject_k1:3": "reject_k1 is given twice",
+    "tis:2,icepop:3": "two of tis and icepop would weight by the ratio twice",
+    "tis:2,tis_trajectory:3": "two of tis and icepop would weight by the ratio twice"}
+
+
+@pytest.mark.parametrize("text", ERRORS)
+def test_parse_errors(text):
+    with pytest.raises(ValueError) as error:
+        parse_correction(text)
+    message = str(error.value)
+    assert message.startswith(f"--rollout_correction {text}: {ERRORS[text]}" if "above" not in ERRORS[text]
+                              else f"--rollout_correction {text}: ")
+    assert ERRORS[text] in message and "\n" not in message
+    assert message.endswith("; accepted: none, or KIND:THRESHOLD, several joined by commas, KIND being tis, icepop, "
+                            "reject_k1, reject_k2, reject_k3, each also as KIND_trajectory")
+
+
+# ---- the gate --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", [(2, 3), (2, 1, 3)])  # (N, W), and (ranks, B, W)
+def test_the_gate_passes_at_its_limit_and_raises_above(shape):
+    differences = tensor([1e-7, 2e-6, 0.0], [3e-7, 1e-6, 2e-7]).view(shape)
+    check_drift(differences, (1, 4, 5), 2e-6)
+    differences[1, ..., 1] = 3.21e-6
+    with pytest.raises(RunError, match=re.escape(
+            "at sampling step 4 the trainer's log-prob is 3.2e-06 off the engine's, more than "
+            "--max_logprob_drift 2.0e-06: they do not run the same policy.")) as error:
+        check_drift(differences, (1, 4, 5), 2e-6)
+    message = str(error.value)
+    for hint in ("sigmas", "number of steps", "guidance", "stale weights", "dtype of latents", "--rollout local",
+                 "Raise --max_logprob_drift only if this is the round-off of --dtype"):
+        assert hint in message, hint
+    assert "\n" not in message and isinstance(error.value, RuntimeError)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_the_gate_raises_on_nan_wherever_it_is(bad):
+    for row in range(2):
+        for w in range(3):
+            differences = torch.full((2, 3), 1.0)
+            differences[row, w] = bad
+            with pytest.raises(RunError, match=f"at sampling step {w} .* is {bad} off"):
+                check_drift(differences, (0, 1, 2), 10.0)
+
+
+def test_the_limit_follows_dtype_and_clip_range():
+    assert default_drift_limit("float32", "recompute", 1e-6) == 2e-6
+    assert default_drift_limit("bfloat16", "recompute", 1e-4) == 2e-3
+    assert default_drift_limit("float32", "rollout", 1e-4) == 2e-6
+    assert default_drift_limit("float32", "rollout", 1e-6) == 5e-7
+    assert default_drift_limit("bfloat16", "rollout", 1e-4) == 5e-5
+
+
+def test_drift_metrics():
+    differences = tensor([1.0, 5.0], [3.0, 4.0], [2.0, 0.0], [0.0, 1.0])
+    want = {"mean": 2.0, "max": 5.0, "max/2": 3.0, "max/7": 5.0}
+    for shaped in (differences, differences.view(2, 2, 2)):
+        got = {name: value.item() for name, value in drift_metrics(shaped, (2, 7)).items()}
+        assert got == {f"rollout_corr/logprob_abs_diff_{name}": value for name, value in want.items()}
+    differences[0, 0] = math.nan
+    got = drift_metrics(differences, (2, 7))
+    assert got["rollout_corr/logprob_abs_diff_max"].isnan() and got["rollout_corr/logprob_abs_diff_max/2"].isnan()
