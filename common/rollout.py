@@ -169,8 +169,9 @@ class VLLMEngine:
                     "OMP_NUM_THREADS": str(num_threads)}
         with open(self.log_file, "ab") as log:
             command = [sys.executable, "-m", "common.vllm_engine", str(child.fileno()), str(os.getpid())]
+            # a session of its own: a signal to the trainer's process group asks for a stop after the step, not for this
             self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                            pass_fds=[child.fileno()])
+                                            pass_fds=[child.fileno()], start_new_session=True)
         child.close()
         attention = {"default": {"backend": ATTENTION_BACKENDS[attention_backend]}}
         self._send("start", {"model": str(model), "dtype": dtype, "max_num_seqs": max_num_seqs,
