@@ -79,8 +79,11 @@ class MetricLog:
         if track:
             import wandb
 
-            self.wandb = wandb
-            wandb.init(project="cleanflow", name=self.folder.name, dir=folder, config=asdict(args))
+            self.wandb, known = wandb, self.folder / "wandb_id.txt"
+            if not known.exists():
+                known.write_text(wandb.util.generate_id())
+            wandb.init(project="cleanflow", name=self.folder.name, id=known.read_text(), resume="allow", dir=folder,
+                       config=asdict(args))
 
     def log(self, step, metrics, grid=None):
         """Write finite numbers under their names; `grid` is the evaluation's list of (PIL image, caption).
