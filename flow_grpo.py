@@ -20,7 +20,7 @@ from typing import Literal
 
 from common import checkpoints, correction
 from common.data import GroupSampler, check_at_least, eval_places, read_prompts, split_images
-from common.distributed import gather, gather_objects, mean_over_ranks, setup_distributed, timed
+from common.distributed import gather, gather_objects, mean_over_ranks, on_rank_0, setup_distributed, timed
 from common.errors import RunError, one_line
 from common.models import find_family, load_model
 from common.policy import acting, add_policies, follow, load_policy_tensors, make_lora, policy_tensors
@@ -405,10 +405,10 @@ def save(args, folder, model, optimizer, sampler, step, best):
     whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {"step": step, "best": best, "args": asdict(args), "sampler": sampler.state_dict(),
              "rng": gather_objects(checkpoints.rng_states()),
-             "policies": {name: policy_tensors(model, name)[0] for name in model.policies if name != "reference"},
+             "policies": {n: policy_tensors(model, n, on_rank_0())[0] for n in model.policies if n != "reference"},
              "optimizer": dcp.get_optimizer_state_dict(model.transformer, optimizer, options=whole)}
     checkpoints.save_checkpoint(folder, step, state, args.keep_checkpoints)
-    save_weights(folder / "adapter", model.pipe, *policy_tensors(model, model.evaluated))
+    save_weights(folder / "adapter", model.pipe, *policy_tensors(model, model.evaluated, on_rank_0()))
 
 
 def load(args, path, model, engine, optimizer, sampler):
@@ -493,7 +493,7 @@ def main(args, family, rewards, train_set, eval_set, lora, checkpoint):
                 score = sum(w * val[f"val/{r}/mean"].item() for r, w in zip(rewards, args.reward_weights, strict=True))
             if score > best and not args.eval_only:
                 best = score
-                save_weights(folder / "best_adapter", model.pipe, *policy_tensors(model, model.evaluated))
+                save_weights(folder / "best_adapter", model.pipe, *policy_tensors(model, model.evaluated, on_rank_0()))
         if log:
             log.log(step, metrics | speed_metrics(timing, step, num_images, world_size), grid)
         profiler.step()

@@ -73,7 +73,7 @@ def load_checkpoint(path):
             # the one flag outside the checksums that harms: torch takes the record for a folder and reads nothing of it
             if folders := [record.filename for record in archive.infolist() if record.external_attr & 0x10]:
                 raise ValueError(f"{folders[0]} is marked as a folder")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a flipped byte can make the readers of zip and pickle raise nearly anything
         why = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
         raise ValueError(f"{path} is not a whole checkpoint ({why})") from error

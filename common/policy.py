@@ -115,13 +115,17 @@ def _live(model, name):
     return model.policies[name].state_dict()
 
 
-def policy_tensors(model, name="default"):
+def policy_tensors(model, name="default", keep=True):
     """Whole tensors of policy `name` on the CPU, and its LoraConfig, or None for full weights. A collective.
 
-    Keys are relative to the transformer: "module.lora_A.weight", or a parameter's own name.
+    Keys are relative to the transformer: "module.lora_A.weight", or a parameter's own name. A rank that does not `keep`
+    them gets none.
     """
-    tensors = {key: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
-               for key, p in _live(model, name).items()}
+    tensors = {}
+    for key, p in _live(model, name).items():
+        whole = p.full_tensor() if isinstance(p, DTensor) else p
+        if keep:
+            tensors[key] = whole.detach().cpu().clone()
     return tensors, model.transformer.peft_config[name] if is_lora(model) else None
 
 

@@ -28,10 +28,10 @@ from tqdm import tqdm
 def create_run_folder(folder, args, script, checkpoint=None):
     """Make `folder`, with args.json (the arguments as used, the command, the git hash) and a copy of the script.
 
-    Where the run goes on from `checkpoint`, these stand beside the first ones, under the checkpoint's name.
+    Where the run in it goes on from `checkpoint`, these stand beside the first ones, under the checkpoint's name.
     """
-    suffix = f"_{Path(checkpoint).stem}" if checkpoint else ""
     folder = Path(folder)
+    suffix = f"_{Path(checkpoint).stem}" if checkpoint and (folder / "args.json").exists() else ""
     folder.mkdir(parents=True, exist_ok=True)
     git_hash = None
     if shutil.which("git"):
