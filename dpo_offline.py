@@ -20,16 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from common import checkpoints
-from common.data import GroupSampler, check_at_least, eval_places, read_pairs, read_prompts
-from common.distributed import (
-    gather,
-    gather_objects,
-    launched_world_size,
-    mean_over_ranks,
-    on_rank_0,
-    setup_distributed,
-    timed,
-)
+from common.data import GroupSampler, check_at_least, eval_places, fit_micro_batch, read_pairs, read_prompts
+from common.distributed import gather, gather_objects, mean_over_ranks, on_rank_0, setup_distributed, timed
 from common.errors import RunError, one_line
 from common.models import find_family, load_model
 from common.policy import acting, add_policies, follow, load_policy_tensors, make_lora, policy_tensors
@@ -157,10 +149,7 @@ def check_args(args):
     check_at_least(vars(args), num_pairs=1, group_size=2, num_pair_prompts=1, num_inference_steps=1,
                    eval_num_inference_steps=1, eval_every=1, micro_batch_size=1, lora_rank=0, lr_warmup_steps=0,
                    ema_decay=0, keep_checkpoints=1, max_minutes=0, eval_images_per_prompt=1, max_prompts=0)
-    args.micro_batch_size = min(args.micro_batch_size, args.num_pairs // launched_world_size() or 1)
-    if args.num_pairs % (launched_world_size() * args.micro_batch_size):
-        raise ValueError(f"--num_pairs {args.num_pairs} does not divide into ranks x --micro_batch_size = "
-                         f"{launched_world_size() * args.micro_batch_size}")
+    args.micro_batch_size = fit_micro_batch(args.num_pairs, "--num_pairs", 1, args.micro_batch_size)
     if args.dpo_beta <= 0:
         raise ValueError(f"--dpo_beta {args.dpo_beta}: must be above 0")
     pairs = read_pairs(args.pairs) if args.pairs else None

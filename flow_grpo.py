@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from common import checkpoints, correction
-from common.data import GroupSampler, check_at_least, eval_places, read_prompts, split_images
+from common.data import GroupSampler, check_at_least, eval_places, fit_micro_batch, read_prompts
 from common.distributed import gather, gather_objects, mean_over_ranks, on_rank_0, setup_distributed, timed
 from common.errors import RunError, one_line
 from common.models import find_family, load_model
@@ -166,8 +166,8 @@ def check_args(args):
                    eval_every=1, updates_per_rollout=1, micro_batch_size=1, rollout_batch_size=1, sde_window_size=0,
                    epochs_per_rollout=1, lora_rank=0, lr_warmup_steps=0, ema_decay=0, kl_coef=0, keep_checkpoints=1,
                    max_minutes=0, eval_images_per_prompt=1, max_prompts=0)
-    args.micro_batch_size = split_images(args.num_prompts, args.group_size, args.updates_per_rollout,
-                                         args.micro_batch_size)
+    args.micro_batch_size = fit_micro_batch(args.num_prompts * args.group_size, "--num_prompts x --group_size",
+                                            args.updates_per_rollout, args.micro_batch_size)
     (low, high), size, last = args.sde_window_range, args.sde_window_size, args.num_inference_steps - 1
     if size and not 0 <= low <= high - size <= last - size:
         raise ValueError(f"--sde_window_range {low} {high}: no window of {size} fits in it and in 0 to {last - 1}")

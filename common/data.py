@@ -16,17 +16,17 @@ def check_at_least(options, **minimum):
             raise ValueError(f"--{name} {options[name]}: must be at least {least}")
 
 
-def split_images(num_prompts, group_size, num_updates, micro_batch_size):
-    """The micro-batch size of a rank, lowered to what it has of the rollout's images in one update.
+def fit_micro_batch(count, options, num_updates, micro_batch_size):
+    """The micro-batch size, lowered to what a rank has of `count` samples in one of `num_updates` updates.
 
     Raises:
-        ValueError: the images do not divide into updates, ranks and micro-batches.
+        ValueError: they do not divide into updates, ranks and micro-batches; `options` says which options make them.
     """
-    num_images, shards = num_prompts * group_size, num_updates * launched_world_size()
-    micro_batch_size = min(micro_batch_size, num_images // shards or 1)
-    if num_images % (shards * micro_batch_size):
-        raise ValueError(f"--num_prompts x --group_size = {num_images} images do not divide into --updates_per_rollout "
-                         f"x ranks x --micro_batch_size = {shards * micro_batch_size}")
+    world_size = launched_world_size()
+    micro_batch_size = min(micro_batch_size, count // (num_updates * world_size) or 1)
+    if count % (num_updates * world_size * micro_batch_size):
+        raise ValueError(f"{options} = {count} does not divide into {num_updates} updates x {world_size} ranks x "
+                         f"--micro_batch_size {micro_batch_size}")
     return micro_batch_size
 
 

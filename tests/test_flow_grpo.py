@@ -179,7 +179,8 @@ ERRORS = {
     "--reward_weights 1.0 2.0": "--reward_weights: 2 weights for 1 rewards",
     "--group_size 1": "--group_size 1: must be at least 2",
     "--micro_batch_size 0": "--micro_batch_size 0: must be at least 1",
-    "--num_prompts 5 --group_size 5": "25 images do not divide into --updates_per_rollout x ranks x --micro_batch_size",
+    "--num_prompts 5 --group_size 5":
+        "--num_prompts x --group_size = 25 does not divide into 4 updates x 1 ranks x --micro_batch_size 6",
     "--num_inference_steps 6 --sde_window_size 4 --sde_window_range 7 11":
         "--sde_window_range 7 11: no window of 4 fits in it and in 0 to 4",
     "--noise_level 0": "--noise_level 0.0: without noise there is no log-prob to train",

@@ -9,7 +9,7 @@ from tests.conftest import ROOT
 import pytest
 
 SCRIPTS = {"flow_grpo.py": 519, "grpo_guard.py": 543, "mix_grpo.py": 599, "diffusion_nft.py": 505,
-           "dpo_offline.py": 482}  # most lines
+           "dpo_offline.py": 471}  # most lines
 SECTIONS = ["ARGS", "SETUP", "DATA", "MODEL", "ENGINE", "ROLLOUT", "ADVANTAGE", "LOG PROB", "LOSS", "EVAL",
             "CHECKPOINT", "MAIN"]
 
