@@ -23,8 +23,10 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 NAME = "campaign"
-OPTIONS = ["--rollout", "local", "--name", NAME, "--resume", "latest", "--num_prompts", "4", "--group_size", "4",
-           "--eval_every", "1", "--max_prompts", "4", "--num_steps", "1000"]
+OPTIONS = ["--name", NAME, "--resume", "latest", "--group_size", "4", "--eval_every", "1", "--max_prompts", "4",
+           "--num_steps", "1000"]
+ONLINE = ["--rollout", "local", "--num_prompts", "4"]
+OFFLINE = ["--num_pair_prompts", "8", "--num_pairs", "4"]  # dpo_offline.py's
 
 
 def newest_step(run):
@@ -42,6 +44,8 @@ def half_written(run):
 
 def metric_lines(run):
     """The whole lines of metrics.jsonl, as bytes, and their steps."""
+    if not (run / "metrics.jsonl").exists():
+        return [], []
     lines = [line for line in (run / "metrics.jsonl").read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     return lines, [json.loads(line)["training/global_step"] for line in lines]
 
@@ -60,7 +64,8 @@ def kill(victims):
 
 
 def campaign(script, kills, seed, folder, extra=(), max_wait_s=4.0, timeout_s=600):
-    """Run `script` (relative to the repository, or absolute) in `folder`, and kill and restart it `kills` times.
+    """Run `script` (relative to the repository, or absolute) in `folder`, and kill and restart it `kills` times. A run
+    of that name that is there is gone on with.
 
     Returns a record a kill: when it came, the newest step seen on disk before it and found after it, the last step in
     metrics.jsonl, and whether a checkpoint was being written. A last start shows that the last kill was survived, too.
@@ -69,8 +74,10 @@ def campaign(script, kills, seed, folder, extra=(), max_wait_s=4.0, timeout_s=60
         AssertionError: a kill lost a checkpoint or a line of metrics, or the run did not continue where it had to.
     """
     rng, run, log = random.Random(seed), Path(folder) / "runs" / NAME, Path(folder) / "campaign.log"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(ROOT / script), *OPTIONS, *extra]
-    records, kept, found = [], [], -1
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(ROOT / script), *OPTIONS,
+               *(OFFLINE if Path(script).name == "dpo_offline.py" else ONLINE), *map(str, extra)]
+    records, found = [], newest_step(run)
+    kept, first = metric_lines(run)[0], (metric_lines(run)[1] or [0])[0]
     for number in range(1, kills + 2):
         victims = []
         with open(log, "ab") as output:
@@ -87,7 +94,7 @@ def campaign(script, kills, seed, folder, extra=(), max_wait_s=4.0, timeout_s=60
         try:
             wait_for(lambda step=found: newest_step(run) > step)
             lines, steps = metric_lines(run)
-            assert lines[:len(kept)] == kept and steps == list(range(len(steps))), (
+            assert lines[:len(kept)] == kept and steps == list(range(first, first + len(steps))), (
                 f"the run did not continue from step {found}: metrics.jsonl has steps {steps}, of which the first "
                 f"{sum(a == b for a, b in zip(lines, kept, strict=False))} lines are as they were at the kill")
             if number > kills:
@@ -108,7 +115,7 @@ def campaign(script, kills, seed, folder, extra=(), max_wait_s=4.0, timeout_s=60
                         "in_a_write": bool(half_written(run) - stale)})
         print(records[-1], flush=True)
         assert found >= seen, f"step {seen} was on disk, and step {found} is what the kill left"
-        assert len(kept) == found + 1, f"the checkpoint is of step {found}, metrics end at {steps[-1]}"
+        assert len(kept) == found + 1 - first, f"the checkpoint is of step {found}, metrics end at {steps[-1]}"
     return records
 
 

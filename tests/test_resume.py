@@ -1,0 +1,302 @@
+"""Interrupted, killed and full-disk runs go on as if nothing had been: the five scripts, under torchrun."""
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import flow_grpo
+from benchmarks.kill_campaign import NAME, campaign, processes
+from common.checkpoints import load_checkpoint, saved_checkpoints
+from tests.conftest import ROOT, read_metrics, torchrun
+from tests.test_checkpoints import assert_same
+
+import pytest
+from safetensors.torch import load_file
+
+SIBLINGS = ["grpo_guard.py", "mix_grpo.py", "diffusion_nft.py", "dpo_offline.py"]
+POLICIES = {"diffusion_nft.py": ["default", "old", "ema"]}  # those in a checkpoint, elsewhere without `old`
+FULL = ["--lora_rank", 0, "--learning_rate", 1e-4]
+NOISE = """import random, numpy, torch
+random.seed(1)
+numpy.random.seed(1)
+def noise(images, prompts, metadata):
+    return [(random.random() + numpy.random.rand() + torch.rand(()).item()) / 3 for _ in images]
+"""
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    """Of each script: four steps with 8 optimizer steps, 6 of them a warm-up; and a reward of weight 0 that shows in the
+    metrics whether the global random generators went on where they stood."""
+    noise = tmp_path_factory.mktemp("noise") / "noise.py"
+    noise.write_text(NOISE)
+    common = ["--eval_every", 1, "--keep_checkpoints", 9, "--max_prompts", 2, "--ema_decay", 0.9]
+    common += ["--lr_warmup_steps", 6, "--reward", "ocr", f"{noise}:noise", "--reward_weights", 1, 0]
+    online = [*common, "--rollout", "local", "--kl_coef", 0.1, "--num_prompts", 4, "--group_size", 4]
+    online += ["--updates_per_rollout", 2]
+    return {"flow_grpo.py": [*online, "--sde_window_range", 0, 2],  # drawn anew every step
+            "grpo_guard.py": [*online, "--sde_window_range", 0, 2],
+            "mix_grpo.py": [*online, "--num_inference_steps", 4, "--sde_window_range", 0, 3, "--iters_per_group", 1],
+            "diffusion_nft.py": online,
+            "dpo_offline.py": [*common, "--num_pair_prompts", 8, "--group_size", 4, "--num_pairs", 4]}
+
+
+def launch(folder, script, *args):
+    """Start a script under torchrun; its output goes to folder/output.txt."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(ROOT / script)]
+    with open(folder / "output.txt", "wb") as output:
+        return subprocess.Popen([*command, *map(str, args)], cwd=folder, stdout=output, stderr=output)
+
+
+def wait_for(root, condition):
+    end = time.monotonic() + 300
+    while not condition():
+        assert root.poll() is None and time.monotonic() < end
+        time.sleep(0.005)
+
+
+def without_times(rows):
+    return [{k: v for k, v in row.items() if not k.startswith(("timing_", "perf/"))} for row in rows]
+
+
+def assert_equal_runs(run, expected, first=0, step=4):
+    """From `first` to `step` the metrics, and at `step` every tensor and number of the checkpoint: bit for bit."""
+    rows, expected_rows = (without_times(read_metrics(folder)) for folder in (run, expected))
+    assert rows[:step + 1 - first] == expected_rows[first:step + 1]
+    states = [load_checkpoint(folder / "checkpoints" / f"step_{step:06d}.pt") for folder in (run, expected)]
+    for state in states:
+        del state["args"]  # the name differs, and what asked for the interruption
+    assert_same(*states)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, options):
+    """uninterrupted(script, *more) -> the folder of a run of four steps, made on first use."""
+    folder, done = tmp_path_factory.mktemp("uninterrupted"), {}
+
+    def run(script, *more):
+        name = "-".join([script[:-3], *(str(option).strip("-") for option in more)])
+        if name not in done:
+            torchrun(folder, script, *options[script], "--num_steps", 4, "--name", name, *more)
+            done[name] = folder / "runs" / name
+        return done[name]
+
+    return run
+
+
+# ---- stops, orderly and not ------------------------------------------------------------------------------------------
+def stop_by(number, whom, folder, script, options):
+    """Send a signal to the worker or to torchrun during step 2 of a run. Returns torchrun's exit code and the output."""
+    root, run = launch(folder, script, *options, "--name", NAME, "--num_steps", 1000), folder / "runs" / NAME
+    try:
+        wait_for(root, lambda: (run / "checkpoints" / "step_000001.pt").exists())
+        worker, *_ = processes(root)
+        (worker if whom == "worker" else root).send_signal(number)
+        return root.wait(60), (folder / "output.txt").read_text()
+    finally:
+        root.kill()
+
+
+def interrupt(script, folder, options, whole):
+    """Run `script` in `folder` under the name NAME to a stop in step 2 or 3, in one of five ways; `whole` is the
+    uninterrupted run. Returns the first step of its metrics."""
+    if script == "flow_grpo.py":
+        code, output = stop_by(signal.SIGTERM, "worker", folder, script, options)
+        assert code == 0 and output.count("SIGTERM: finishing this step, then saving\n") == 1
+    elif script == "grpo_guard.py":
+        code, output = stop_by(signal.SIGINT, "worker", folder, script, options)
+        assert code == 0 and output.count("SIGINT: finishing this step, then saving\n") == 1
+    elif script == "diffusion_nft.py":  # torchrun passes it on and calls that a failure; the worker ends well
+        code, output = stop_by(signal.SIGTERM, "torchrun", folder, script, options)
+        assert code == 1 and output.count("SIGTERM: finishing this step, then saving\n") == 1
+    elif script == "mix_grpo.py":  # from a checkpoint of another run, for as long as a step
+        first = whole / "checkpoints" / "step_000001.pt"
+        done = torchrun(folder, script, *options, "--name", NAME, "--resume", first, "--max_minutes", 1e-6)
+        assert f"going on from {first}\n" in done.stdout  # and no option differs
+        return 2
+    else:
+        torchrun(folder, script, *options, "--name", NAME, "--num_steps", 2)
+    return 0
+
+
+@pytest.mark.parametrize("script", SIBLINGS)
+def test_stopped_then_killed_then_resumed_equals_uninterrupted(options, uninterrupted, tmp_path, script):
+    """Invariant 17. The second start is killed once it has saved a step; the third goes on to step 4 and beyond."""
+    whole, run = uninterrupted(script), tmp_path / "runs" / NAME
+    first = interrupt(script, tmp_path, options[script], whole)
+    stopped_at = load_checkpoint(saved_checkpoints(run)[-1])["step"]
+    assert stopped_at in (2, 3) and read_metrics(run)[-1]["training/global_step"] == stopped_at
+    before = (run / "metrics.jsonl").read_bytes()
+    records = campaign(script, 1, 0, tmp_path, options[script], max_wait_s=0.5)
+    assert records[0]["found"] > stopped_at
+    assert (run / "metrics.jsonl").read_bytes().startswith(before)
+    assert_equal_runs(run, whole, first)
+    state = load_checkpoint(run / "checkpoints" / "step_000004.pt")
+    assert list(state["policies"]) == POLICIES.get(script, ["default", "ema"])
+    assert state["optimizer"]["state"] and state["optimizer"]["param_groups"][0]["lr"] > 0
+
+
+def test_stopped_then_resumed_to_the_end_equals_uninterrupted(options, uninterrupted, tmp_path):
+    whole, run = uninterrupted("flow_grpo.py"), tmp_path / "runs" / NAME
+    interrupt("flow_grpo.py", tmp_path, options["flow_grpo.py"], whole)
+    stopped_at = saved_checkpoints(run)[-1]
+    assert stopped_at.stem in ("step_000002", "step_000003")
+    output = torchrun(tmp_path, "flow_grpo.py", *options["flow_grpo.py"], "--name", NAME, "--resume", "latest",
+                      "--num_steps", 4).stdout
+    assert f"going on from runs/{NAME}/checkpoints/{stopped_at.name}\n" in output
+    assert_equal_runs(run, whole)
+    assert len(read_metrics(run)) == 5
+    for name in ("adapter", "best_adapter"):
+        assert_same(*(load_file(r / name / "pytorch_lora_weights.safetensors") for r in (run, whole)))
+    for file in ("args.json", f"args_{stopped_at.stem}.json", f"source_{stopped_at.stem}.py"):
+        assert (run / file).exists()
+
+
+def test_three_kills(options, uninterrupted, tmp_path):
+    """From nothing, with --resume latest from the first start on: what three kills leave is what none would have."""
+    records = campaign("flow_grpo.py", 3, 0, tmp_path, options["flow_grpo.py"], max_wait_s=1)
+    assert [record["kill"] for record in records] == [1, 2, 3] and records[2]["found"] >= 3
+    run, whole = tmp_path / "runs" / NAME, uninterrupted("flow_grpo.py")
+    assert_equal_runs(run, whole)
+    states = [load_checkpoint(folder / "checkpoints" / "step_000003.pt")["policies"] for folder in (run, whole)]
+    assert_same(*states)
+
+
+# ---- from another run ------------------------------------------------------------------------------------------------
+def test_full_weights_go_on_from_another_runs_checkpoint(options, uninterrupted, tmp_path):
+    whole = uninterrupted("flow_grpo.py", *FULL)
+    torchrun(tmp_path, "flow_grpo.py", *options["flow_grpo.py"], *FULL, "--name", "other", "--num_steps", 4,
+             "--resume", whole / "checkpoints" / "step_000002.pt")
+    assert_equal_runs(tmp_path / "runs" / "other", whole, 3)
+    policies = load_checkpoint(whole / "checkpoints" / "step_000004.pt")["policies"]
+    assert list(policies) == ["default", "ema"] and not any("lora" in key for key in policies["default"])
+
+
+def test_the_engine_gets_the_resumed_weights(options, uninterrupted, tmp_path):
+    """Invariant 17 with vLLM-Omni, whose batches need not be those of the first run: to round-off."""
+    whole = uninterrupted("flow_grpo.py", "--rollout", "vllm", "--learning_rate", 1e-2)
+    torchrun(tmp_path, "flow_grpo.py", *options["flow_grpo.py"], "--rollout", "vllm", "--learning_rate", 1e-2,
+             "--num_steps", 4, "--resume", whole / "checkpoints" / "step_000002.pt")
+    rows, expected = read_metrics(tmp_path / "runs" / "flow_grpo"), read_metrics(whole)[3:]
+    assert [row["training/global_step"] for row in rows] == [3, 4]
+    for row, other in zip(rows, expected, strict=True):
+        assert row["rollout_corr/logprob_abs_diff_max"] <= 2e-6
+        for name in ("critic/rewards/mean", "val/ocr/mean", "actor/ppo_kl", "actor/kl_loss"):
+            assert row[name] == pytest.approx(other[name], rel=0, abs=2e-6), name
+
+
+def test_the_number_of_ranks_may_change(options, uninterrupted, tmp_path):
+    """Steps 1 and 2 on one rank, 3 on two, 4 on one; and keep_checkpoints, and which options are said to differ."""
+    whole, run = uninterrupted("flow_grpo.py"), tmp_path / "runs" / "ranks"
+    mine = [*options["flow_grpo.py"], "--name", "ranks", "--keep_checkpoints", 1]
+    second, third = whole / "checkpoints" / "step_000002.pt", run / "checkpoints" / "step_000003.pt"
+    done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 3, "--resume", second, nproc=2)
+    assert done.stdout.count("going on from") == 1 and f"going on from {second}; micro_batch_size: 8 -> 4\n" in done.stdout
+    assert saved_checkpoints(run) == [third] and len(load_checkpoint(third)["rng"]) == 2
+    done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 4, "--resume", "latest", "--attention_backend",
+                    "_native_math", "--weight_decay", 0.1)
+    assert "; attention_backend: native -> _native_math; micro_batch_size: 4 -> 8; weight_decay: 0.0001 -> 0.1\n" in (
+        done.stdout)
+    assert [path.stem for path in saved_checkpoints(run)] == ["step_000004"]
+    rows, expected = read_metrics(run), read_metrics(whole)[3:]
+    assert [row["training/global_step"] for row in rows] == [3, 4]
+    for row, other in zip(rows, expected, strict=True):
+        for name in ("critic/rewards/mean", "critic/rewards/ocr/mean", "val/ocr/mean"):
+            assert row[name] == pytest.approx(other[name], abs=1e-9), name
+        for name in ("actor/loss", "actor/grad_norm", "actor/kl_loss"):
+            assert row[name] == pytest.approx(other[name], abs=1e-5), name
+        assert row["training/epoch"] == other["training/epoch"] and row["actor/lr"] == other["actor/lr"]
+
+
+def test_eval_only_of_a_checkpoint(options, uninterrupted, tmp_path):
+    whole = uninterrupted("flow_grpo.py")
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    torchrun(tmp_path, "flow_grpo.py", *options["flow_grpo.py"], "--name", "measured", "--eval_only", "True",
+             "--resume", whole / "checkpoints" / "step_000003.pt")
+    [row] = read_metrics(tmp_path / "runs" / "measured")
+    expected = read_metrics(whole)[3]
+    assert row["training/global_step"] == 3
+    assert {name for name in row if not name.startswith(("timing_", "perf/", "val/"))} == {"training/global_step"}
+    assert all(row[f"val/ocr/{kind}"] == expected[f"val/ocr/{kind}"] for kind in ("mean", "stderr"))
+    assert not (tmp_path / "runs" / "measured" / "checkpoints").exists()
+    assert before == {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+
+
+# ---- bad checkpoints and full disks ----------------------------------------------------------------------------------
+def test_a_truncated_checkpoint_costs_a_step(options, uninterrupted, tmp_path):
+    whole, run = uninterrupted("flow_grpo.py"), tmp_path / "runs" / "copy"
+    shutil.copytree(whole, run)
+    last = run / "checkpoints" / "step_000004.pt"
+    os.truncate(last, last.stat().st_size - 1000)
+    done = torchrun(tmp_path, "flow_grpo.py", *options["flow_grpo.py"], "--name", "copy", "--num_steps", 4, "--resume",
+                    "latest")
+    path = "runs/copy/checkpoints/step_00000"
+    assert f"{path}4.pt is not a whole checkpoint (File is not a zip file): using step_000003.pt\n" in done.stdout
+    assert f"going on from {path}3.pt\n" in done.stdout
+    assert_equal_runs(run, whole)
+    assert len(read_metrics(run)) == 5
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """mount(MB) -> a folder on a disk of that size, at most one."""
+    def mount(size):
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(disk)]
+        if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+            disk.rmdir()
+            pytest.skip("mounting a tmpfs needs root")
+        return disk
+
+    yield mount
+    if (tmp_path / "disk").exists():
+        subprocess.run(["umount", str(tmp_path / "disk")], check=True)
+
+
+def test_a_full_disk_ends_the_run_in_one_line(options, uninterrupted, small_disk):
+    """The second checkpoint of a run does not fit: the first one stays, and so does room to say why."""
+    whole = uninterrupted("flow_grpo.py")
+    disk = small_disk(4000)
+    done = torchrun(disk, "flow_grpo.py", *options["flow_grpo.py"], "--name", "full", check=False)
+    assert done.returncode == 1
+    path = "runs/full/checkpoints/step_00000"
+    assert (f"flow_grpo.py: error: {path}2.pt could not be written (No space left on device); {path}1.pt is intact: "
+            "--resume continues from it\n") in done.stdout
+    assert "Traceback" not in done.stdout.split("torch.distributed.run.py")[0]
+    run = disk / "runs" / "full"
+    assert [p.stem for p in saved_checkpoints(run)] == ["step_000001"]
+    assert_equal_runs(run, whole, step=1)
+
+
+# ---- before anything loads -------------------------------------------------------------------------------------------
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """check(*options) -> the checkpoint that flow_grpo.py would go on from, in tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    return lambda *options: flow_grpo.check_args(flow_grpo.tyro.cli(
+        flow_grpo.Args, args=["--rollout", "local", *map(str, options)], config=(flow_grpo.tyro.conf.FlagConversionOff,)))[-1]
+
+
+def test_what_resume_means(uninterrupted, check, tmp_path):
+    whole = uninterrupted("flow_grpo.py")
+    assert check("--resume", "latest") is None  # there is nothing: it begins
+    assert check("--resume", whole) == whole / "checkpoints" / "step_000004.pt"
+    assert check("--resume", whole / "checkpoints" / "step_000001.pt") == whole / "checkpoints" / "step_000001.pt"
+    (tmp_path / "runs" / "flow_grpo").mkdir(parents=True)
+    assert check("--resume", "latest") is None
+    shutil.copy(whole / "metrics.jsonl", tmp_path / "runs" / "flow_grpo")
+    assert check("--resume", "latest") is None  # killed before its first checkpoint
+    for options in ([], ["--resume", whole], ["--resume", "latest", "--eval_only", "True"]):
+        with pytest.raises(ValueError) as error:
+            check(*options)
+        assert str(error.value) == ("runs/flow_grpo already holds a run: choose another --name, or go on with "
+                                    "--resume latest")
+    for nothing in (tmp_path / "runs" / "flow_grpo", "no/such/run"):
+        with pytest.raises(ValueError, match=f"^--resume {nothing}: no checkpoint there$"):
+            check("--name", "new", "--resume", nothing)
+    with pytest.raises(ValueError, match=r"^no checkpoint to resume from: no/such\.pt is not a whole checkpoint"):
+        check("--name", "new", "--resume", "no/such.pt")
