@@ -1,4 +1,5 @@
 """Interrupted, killed and full-disk runs go on as if nothing had been: the five scripts, under torchrun."""
+import contextlib
 import os
 import shutil
 import signal
@@ -8,16 +9,22 @@ import time
 
 import flow_grpo
 from benchmarks.kill_campaign import NAME, campaign, processes
-from common.checkpoints import load_checkpoint, saved_checkpoints
-from tests.conftest import ROOT, read_metrics, torchrun
+from common.checkpoints import load_checkpoint, rewind, saved_checkpoints
+from common.errors import RunError
+from common.models import find_family, load_model
+from common.run import MetricLog, create_run_folder, save_samples, save_weights
+from tests.conftest import EMBEDDED, ROOT, read_metrics, torchrun
 from tests.test_checkpoints import assert_same
 
 import pytest
+import torch
+from peft import LoraConfig
+from PIL import Image
 from safetensors.torch import load_file
 
 SIBLINGS = ["grpo_guard.py", "mix_grpo.py", "diffusion_nft.py", "dpo_offline.py"]
 POLICIES = {"diffusion_nft.py": ["default", "old", "ema"]}  # those in a checkpoint, elsewhere without `old`
-FULL = ["--lora_rank", 0, "--learning_rate", 1e-4]
+FULL = ["--lora_rank", 0, "--learning_rate", 1e-4, "--reward_weights", 0, 1]  # noise: the best is anywhere
 NOISE = """import random, numpy, torch
 random.seed(1)
 numpy.random.seed(1)
@@ -28,8 +35,8 @@ def noise(images, prompts, metadata):
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
-    """Of each script: four steps with 8 optimizer steps, 6 of them a warm-up; and a reward of weight 0 that shows in the
-    metrics whether the global random generators went on where they stood."""
+    """Of each script: four steps with 8 optimizer steps, 6 of them a warm-up; and a reward of weight 0, by which
+    metrics show whether the global random generators went on where they stood."""
     noise = tmp_path_factory.mktemp("noise") / "noise.py"
     noise.write_text(NOISE)
     common = ["--eval_every", 1, "--keep_checkpoints", 9, "--max_prompts", 2, "--ema_decay", 0.9]
@@ -68,6 +75,8 @@ def assert_equal_runs(run, expected, first=0, step=4):
     states = [load_checkpoint(folder / "checkpoints" / f"step_{step:06d}.pt") for folder in (run, expected)]
     for state in states:
         del state["args"]  # the name differs, and what asked for the interruption
+        for group in state["optimizer"]["param_groups"]:
+            group["betas"] = list(group["betas"])  # a tuple until it is loaded
     assert_same(*states)
 
 
@@ -88,7 +97,7 @@ def uninterrupted(tmp_path_factory, options):
 
 # ---- stops, orderly and not ------------------------------------------------------------------------------------------
 def stop_by(number, whom, folder, script, options):
-    """Send a signal to the worker or to torchrun during step 2 of a run. Returns torchrun's exit code and the output."""
+    """Send a signal to the worker or to torchrun in step 2 of a run. Returns torchrun's exit code and the output."""
     root, run = launch(folder, script, *options, "--name", NAME, "--num_steps", 1000), folder / "runs" / NAME
     try:
         wait_for(root, lambda: (run / "checkpoints" / "step_000001.pt").exists())
@@ -165,13 +174,23 @@ def test_three_kills(options, uninterrupted, tmp_path):
 
 
 # ---- from another run ------------------------------------------------------------------------------------------------
-def test_full_weights_go_on_from_another_runs_checkpoint(options, uninterrupted, tmp_path):
+def test_full_weights_and_the_best_of_them(options, uninterrupted, tmp_path):
+    """Also from another run's checkpoint into a new one."""
     whole = uninterrupted("flow_grpo.py", *FULL)
     torchrun(tmp_path, "flow_grpo.py", *options["flow_grpo.py"], *FULL, "--name", "other", "--num_steps", 4,
              "--resume", whole / "checkpoints" / "step_000002.pt")
     assert_equal_runs(tmp_path / "runs" / "other", whole, 3)
-    policies = load_checkpoint(whole / "checkpoints" / "step_000004.pt")["policies"]
-    assert list(policies) == ["default", "ema"] and not any("lora" in key for key in policies["default"])
+    scores = [row["val/noise/mean"] for row in read_metrics(whole)]
+    best = scores.index(max(scores))
+    states = [load_checkpoint(path) for path in saved_checkpoints(whole)]  # of steps 1 to 4
+    assert 1 <= best <= 3 and [state["best"] for state in states[best - 1:]] == [max(scores)] * (5 - best)
+    assert list(states[3]["policies"]) == ["default", "ema"]
+    assert not any("lora" in key for key in states[3]["policies"]["ema"])
+    for name, state in (("best_adapter", states[best - 1]), ("adapter", states[3])):
+        saved = load_file(whole / name / "diffusion_pytorch_model.safetensors")
+        assert saved.keys() == state["policies"]["ema"].keys()
+        assert all(torch.equal(value, state["policies"]["ema"][key]) for key, value in saved.items())
+    assert not torch.equal(*(states[i]["policies"]["ema"]["pos_embed.proj.weight"] for i in (best - 1, 3)))
 
 
 def test_the_engine_gets_the_resumed_weights(options, uninterrupted, tmp_path):
@@ -193,7 +212,8 @@ def test_the_number_of_ranks_may_change(options, uninterrupted, tmp_path):
     mine = [*options["flow_grpo.py"], "--name", "ranks", "--keep_checkpoints", 1]
     second, third = whole / "checkpoints" / "step_000002.pt", run / "checkpoints" / "step_000003.pt"
     done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 3, "--resume", second, nproc=2)
-    assert done.stdout.count("going on from") == 1 and f"going on from {second}; micro_batch_size: 8 -> 4\n" in done.stdout
+    assert done.stdout.count("going on from") == 1
+    assert f"going on from {second}; micro_batch_size: 8 -> 4\n" in done.stdout
     assert saved_checkpoints(run) == [third] and len(load_checkpoint(third)["rng"]) == 2
     done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 4, "--resume", "latest", "--attention_backend",
                     "_native_math", "--weight_decay", 0.1)
@@ -271,14 +291,44 @@ def test_a_full_disk_ends_the_run_in_one_line(options, uninterrupted, small_disk
     assert_equal_runs(run, whole, step=1)
 
 
+def test_every_other_file_that_does_not_fit_is_an_error_of_one_line(small_disk, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "gather_object", lambda value, parts: parts.__setitem__(0, value))
+    monkeypatch.setattr(sys, "argv", ["x" * 9000])
+    disk, image = small_disk(64), Image.effect_noise((400, 400), 90)
+    (disk / "metrics.jsonl").write_text('{"training/global_step": 0}\n' * 30)
+    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    pipe = load_model(find_family(EMBEDDED), EMBEDDED, torch.float32, torch.device("cpu")).pipe
+    tensors, lora = {"attn.to_q.lora_A.weight": torch.ones(999)}, LoraConfig(r=1)
+    writers = {
+        disk: lambda: MetricLog(disk).log(1, {f"m{i}": i for i in range(9000)}),
+        disk / "samples": lambda: save_samples(disk / "samples", [0], [image], ["a"], [1], torch.ones(1, 1), ["ocr"]),
+        disk / "adapter" / "pytorch_lora_weights.safetensors":
+            lambda: save_weights(disk / "adapter", pipe, tensors, lora),
+        disk / "best_adapter" / "diffusion_pytorch_model.safetensors":
+            lambda: save_weights(disk / "best_adapter", pipe, tensors, None),
+        disk / "run": lambda: create_run_folder(disk / "run", flow_grpo.Args(), ROOT / "flow_grpo.py"),
+        disk / "metrics.jsonl": lambda: rewind(disk, 0),
+    }
+    for path, write in writers.items():
+        with pytest.raises(RunError) as error:
+            write()
+        assert str(error.value).startswith(f"{path} could not be written (") and "\n" not in str(error.value)
+        assert "No space left on device" in str(error.value)
+
+
 # ---- before anything loads -------------------------------------------------------------------------------------------
 @pytest.fixture
 def check(tmp_path, monkeypatch):
     """check(*options) -> the checkpoint that flow_grpo.py would go on from, in tmp_path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    return lambda *options: flow_grpo.check_args(flow_grpo.tyro.cli(
-        flow_grpo.Args, args=["--rollout", "local", *map(str, options)], config=(flow_grpo.tyro.conf.FlagConversionOff,)))[-1]
+    tyro = flow_grpo.tyro
+    return lambda *options: flow_grpo.check_args(tyro.cli(flow_grpo.Args, args=["--rollout=local", *map(str, options)],
+                                                          config=(tyro.conf.FlagConversionOff,)))[-1]
 
 
 def test_what_resume_means(uninterrupted, check, tmp_path):
