@@ -215,10 +215,9 @@ def test_the_number_of_ranks_may_change(options, uninterrupted, tmp_path):
     assert done.stdout.count("going on from") == 1
     assert f"going on from {second}; micro_batch_size: 8 -> 4\n" in done.stdout
     assert saved_checkpoints(run) == [third] and len(load_checkpoint(third)["rng"]) == 2
-    done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 4, "--resume", "latest", "--attention_backend",
-                    "_native_math", "--weight_decay", 0.1)
-    assert "; attention_backend: native -> _native_math; micro_batch_size: 4 -> 8; weight_decay: 0.0001 -> 0.1\n" in (
-        done.stdout)
+    done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 4, "--resume", "latest", "--engine_timeout_s", 5)
+    differences = "engine_timeout_s: 600.0 -> 5.0; micro_batch_size: 4 -> 8"
+    assert f"going on from runs/ranks/checkpoints/{third.name}; {differences}\n" in done.stdout
     assert [path.stem for path in saved_checkpoints(run)] == ["step_000004"]
     rows, expected = read_metrics(run), read_metrics(whole)[3:]
     assert [row["training/global_step"] for row in rows] == [3, 4]
@@ -285,7 +284,7 @@ def test_a_full_disk_ends_the_run_in_one_line(options, uninterrupted, small_disk
     path = "runs/full/checkpoints/step_00000"
     assert (f"flow_grpo.py: error: {path}2.pt could not be written (No space left on device); {path}1.pt is intact: "
             "--resume continues from it\n") in done.stdout
-    assert "Traceback" not in done.stdout.split("torch.distributed.run.py")[0]
+    assert "Traceback" not in done.stdout.split("torch/distributed/elastic")[0]  # torchrun's own comes after it
     run = disk / "runs" / "full"
     assert [p.stem for p in saved_checkpoints(run)] == ["step_000001"]
     assert_equal_runs(run, whole, step=1)
