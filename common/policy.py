@@ -10,6 +10,7 @@ from common.lora import read_lora
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -100,6 +101,9 @@ def is_lora(model):
 @torch.no_grad()
 def follow(model, name, decay):
     """policy <- decay policy + (1 - decay) default, on each rank's shards; decay 0 copies to the bit."""
+    for policy in (model.policies["default"], model.policies[name]):
+        if isinstance(policy, FSDPModule):  # a forward pass without a backward leaves the root's weights whole
+            policy.reshard()
     source, target = (dict(model.policies[n].named_parameters()) for n in ("default", name))
     for key, p in target.items():
         if not is_lora(model):
