@@ -6,6 +6,7 @@ transformer and the base is all adapters off; with full weights each is a transf
 import copy
 from contextlib import contextmanager
 
+from common.errors import RunError
 from common.lora import read_lora
 
 import torch
@@ -32,7 +33,7 @@ def add_policies(model, lora, names):
     fp32; a reference of full weights keeps the base model's dtype.
 
     Raises:
-        ValueError: a module of the LoRA that the transformer does not have.
+        RunError: a module of the LoRA that the transformer does not have.
     """
     transformer = model.transformer
     if lora is None:
@@ -43,16 +44,18 @@ def add_policies(model, lora, names):
     else:
         lora_config, lora_tensors = lora
         modules = [name for name, _ in transformer.named_modules()]
-        for target in lora_config.target_modules:
+        option = "--lora_target_modules" if lora_tensors is None else "--lora_path: its module"
+        named = [(option, name) for name in lora_config.target_modules]
+        for option, target in named + [("--lora_exclude_modules", name) for name in lora_config.exclude_modules or ()]:
             if not any(name == target or name.endswith(f".{target}") for name in modules):
-                raise ValueError(f"--lora_target_modules {target}: {type(transformer).__name__} has no such module")
+                raise RunError(f"{option} {target}: {type(transformer).__name__} has no such module")
         names = [name for name in names if name != "reference" or lora_tensors is not None]
         for name in names:
             transformer.add_adapter(lora_config, adapter_name=name)
             if name == "default" and lora_tensors is not None:
                 unknown = set_peft_model_state_dict(transformer, lora_tensors, adapter_name=name).unexpected_keys
                 if unknown:
-                    raise ValueError(f"--lora_path: {type(transformer).__name__} has no module for {unknown[0]}")
+                    raise RunError(f"--lora_path: {type(transformer).__name__} has no module for {unknown[0]}")
         for name, p in transformer.named_parameters():
             p.data = p.data.float() if "lora_" in name else p.data
         model.policies = dict.fromkeys(names, transformer)
@@ -130,12 +133,12 @@ def load_policy_tensors(model, name, tensors):
     """The reverse of policy_tensors, on any number of ranks: every rank is given all, and keeps its shards.
 
     Raises:
-        ValueError: naming a tensor that one side has and the other lacks.
+        RunError: naming a tensor that one side has and the other lacks.
     """
     live = _live(model, name)
     if live.keys() != tensors.keys():
-        raise ValueError(f"the checkpoint's policy {name} is not this run's: {min(live.keys() ^ tensors.keys())} is in "
-                         "one of them only; were --lora_rank, --lora_target_modules or --model changed?")
+        raise RunError(f"the checkpoint's policy {name} is not this run's: {min(live.keys() ^ tensors.keys())} is in "
+                       "one of them only; were --lora_rank, --lora_target_modules or --model changed?")
     for key, p in live.items():
         value = tensors[key].to(p.dtype)
         if isinstance(p, DTensor):
