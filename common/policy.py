@@ -43,12 +43,7 @@ def add_policies(model, lora, names):
                 policy.float()
     else:
         lora_config, lora_tensors = lora
-        modules = [name for name, _ in transformer.named_modules()]
-        option = "--lora_target_modules" if lora_tensors is None else "--lora_path: its module"
-        named = [(option, name) for name in lora_config.target_modules]
-        for option, target in named + [("--lora_exclude_modules", name) for name in lora_config.exclude_modules or ()]:
-            if not any(name == target or name.endswith(f".{target}") for name in modules):
-                raise RunError(f"{option} {target}: {type(transformer).__name__} has no such module")
+        _check_modules(transformer, lora_config, "--lora_path" if lora_tensors else "--lora_target_modules")
         names = [name for name in names if name != "reference" or lora_tensors is not None]
         for name in names:
             transformer.add_adapter(lora_config, adapter_name=name)
@@ -62,6 +57,20 @@ def add_policies(model, lora, names):
         for name in names[1:]:
             follow(model, name, 0.0)
     use_policy(model, "default")
+
+
+def _check_modules(transformer, lora_config, option):
+    """Raises RunError for a target or excluded module that is not there, and where none is left."""
+    def having(end):
+        return {name for name, _ in transformer.named_modules() if name == end or name.endswith(f".{end}")}
+
+    targets, excluded = lora_config.target_modules, lora_config.exclude_modules or ()
+    for given, ends in ((option, targets), ("--lora_exclude_modules", excluded)):
+        for end in ends:
+            if not having(end):
+                raise RunError(f"{given} {end}: {type(transformer).__name__} has no such module")
+    if not set().union(*map(having, targets)) - set().union(*map(having, excluded)):
+        raise RunError(f"--lora_exclude_modules {' '.join(sorted(excluded))}: no module is left to get a LoRA")
 
 
 def use_policy(model, name):
@@ -133,12 +142,14 @@ def load_policy_tensors(model, name, tensors):
     """The reverse of policy_tensors, on any number of ranks: every rank is given all, and keeps its shards.
 
     Raises:
-        RunError: naming a tensor that one side has and the other lacks.
+        RunError: naming a tensor that one side has and the other lacks, or has in another shape.
     """
     live = _live(model, name)
-    if live.keys() != tensors.keys():
-        raise RunError(f"the checkpoint's policy {name} is not this run's: {min(live.keys() ^ tensors.keys())} is in "
-                       "one of them only; were --lora_rank, --lora_target_modules or --model changed?")
+    differ = {key for key in live.keys() | tensors.keys()
+              if key not in live or key not in tensors or live[key].shape != tensors[key].shape}
+    if differ:
+        raise RunError(f"the checkpoint's policy {name} is not this run's: {min(differ)} is in one of them only, or of "
+                       "another shape; were --lora_rank, --lora_target_modules or --model changed?")
     for key, p in live.items():
         value = tensors[key].to(p.dtype)
         if isinstance(p, DTensor):

@@ -2,6 +2,8 @@
 
 Training rollouts only, and only what passes between trainer and engine: what the trainer checks, it checks as ever.
 """
+import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -36,9 +38,10 @@ def bf16_latents(answer):
 
 
 REQUESTS = {"sigmas": shifted_sigmas, "steps": one_step_less, "guidance": without_guidance}
+SIGNALS = {"killed": signal.SIGKILL, "stuck": signal.SIGSTOP}  # to the engine, in its second rollout
 ANSWERS = {"bf16_latents": bf16_latents}
 BOUND = {"push_lora": lambda tensors: len(tensors) // 2, "push_weights": len}  # what an engine that took them says
-BREAKAGES = (*REQUESTS, *ANSWERS, "stale")
+BREAKAGES = (*REQUESTS, *ANSWERS, *SIGNALS, "stale")
 
 
 def break_engine(breakage, call=VLLMEngine._call, verify_push=VLLMEngine.verify_push):
@@ -49,6 +52,10 @@ def break_engine(breakage, call=VLLMEngine._call, verify_push=VLLMEngine.verify_
         training = operation == "generate" and args[0].sde_steps
         if training and breakage in REQUESTS:
             args = REQUESTS[breakage](args[0]), *args[1:]
+        if training and breakage in SIGNALS:
+            self.rollouts = getattr(self, "rollouts", 0) + 1
+            if self.rollouts == 2:
+                os.kill(self.process.pid, SIGNALS[breakage])
         answer = call(self, operation, *args, **kwargs)
         return ANSWERS[breakage](answer) if training and breakage in ANSWERS else answer
 
