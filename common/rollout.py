@@ -311,5 +311,5 @@ class VLLMEngine:
         code = self.process.returncode
         how = f"exit code {code}, {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         last = ["nothing", *filter(str.strip, self.log_file.read_text(errors="replace").splitlines())][-1].strip()
-        return (f"the rollout engine died during {operation} ({how}); go on from the last checkpoint with --resume latest; "
-                f"its log, {self.log_file}, ends with: {last}")
+        return (f"the rollout engine died during {operation} ({how}); go on from the last checkpoint with --resume "
+                f"latest; its log, {self.log_file}, ends with: {last}")

@@ -3,7 +3,15 @@ import itertools
 import math
 from collections import Counter
 
-from common.sde import draw_noise, image_seed, random_window_start, sde_step, sigma_schedule
+from common.sde import (
+    SDEStepOutput,
+    draw_noise,
+    image_seed,
+    kl_divergence,
+    random_window_start,
+    sde_step,
+    sigma_schedule,
+)
 
 import pytest
 import torch
@@ -359,7 +367,7 @@ def test_sigma_schedule_is_a_copy():
 
 
 # ---- KL --------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("sde_type", "kl_type", "expected"), [  # std .5 and .25, dt -.2, squares of .04 and .01 in the mean
+@pytest.mark.parametrize(("sde_type", "kl_type", "expected"), [  # std .5 and .25, dt -.2, mean squares .04 and .01
     ("sde", "paper", [0.04 / 0.5, 0.01 / 0.125]), ("sde", "code", [0.2 * 0.04 / 0.5, 0.2 * 0.01 / 0.125]),
     ("dance", "code", [0.04 / 0.5, 0.01 / 0.125]), ("cps", "code", [0.04 / 0.5, 0.01 / 0.125]),
     ("cps_gauss", "paper", [0.04 / 0.5, 0.01 / 0.125])])
