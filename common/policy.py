@@ -6,6 +6,7 @@ transformer and the base is all adapters off; with full weights each is a transf
 import copy
 from contextlib import contextmanager
 
+from common.errors import RunError
 from common.lora import read_lora
 
 import torch
@@ -33,7 +34,7 @@ def add_policies(model, lora, names):
     fp32; a reference of full weights keeps the base model's dtype.
 
     Raises:
-        ValueError: a module of the LoRA that the transformer does not have.
+        RunError: a module of the LoRA that the transformer does not have.
     """
     transformer = model.transformer
     if lora is None:
@@ -43,23 +44,34 @@ def add_policies(model, lora, names):
                 policy.float()
     else:
         lora_config, lora_tensors = lora
-        modules = [name for name, _ in transformer.named_modules()]
-        for target in lora_config.target_modules:
-            if not any(name == target or name.endswith(f".{target}") for name in modules):
-                raise ValueError(f"--lora_target_modules {target}: {type(transformer).__name__} has no such module")
+        _check_modules(transformer, lora_config, "--lora_path" if lora_tensors else "--lora_target_modules")
         names = [name for name in names if name != "reference" or lora_tensors is not None]
         for name in names:
             transformer.add_adapter(lora_config, adapter_name=name)
             if name == "default" and lora_tensors is not None:
                 unknown = set_peft_model_state_dict(transformer, lora_tensors, adapter_name=name).unexpected_keys
                 if unknown:
-                    raise ValueError(f"--lora_path: {type(transformer).__name__} has no module for {unknown[0]}")
+                    raise RunError(f"--lora_path: {type(transformer).__name__} has no module for {unknown[0]}")
         for name, p in transformer.named_parameters():
             p.data = p.data.float() if "lora_" in name else p.data
         model.policies = dict.fromkeys(names, transformer)
         for name in names[1:]:
             follow(model, name, 0.0)
     use_policy(model, "default")
+
+
+def _check_modules(transformer, lora_config, option):
+    """Raises RunError for a target or excluded module that is not there, and where none is left."""
+    def having(end):
+        return {name for name, _ in transformer.named_modules() if name == end or name.endswith(f".{end}")}
+
+    targets, excluded = lora_config.target_modules, lora_config.exclude_modules or ()
+    for given, ends in ((option, targets), ("--lora_exclude_modules", excluded)):
+        for end in ends:
+            if not having(end):
+                raise RunError(f"{given} {end}: {type(transformer).__name__} has no such module")
+    if not set().union(*map(having, targets)) - set().union(*map(having, excluded)):
+        raise RunError(f"--lora_exclude_modules {' '.join(sorted(excluded))}: no module is left to get a LoRA")
 
 
 def use_policy(model, name):
@@ -138,12 +150,14 @@ def load_policy_tensors(model, name, tensors):
     """The reverse of policy_tensors, on any number of ranks: every rank is given all, and keeps its shards.
 
     Raises:
-        ValueError: naming a tensor that one side has and the other lacks.
+        RunError: naming a tensor that one side has and the other lacks, or has in another shape.
     """
     live = _live(model, name)
-    if live.keys() != tensors.keys():
-        raise ValueError(f"the checkpoint's policy {name} is not this run's: {min(live.keys() ^ tensors.keys())} is in "
-                         "one of them only; were --lora_rank, --lora_target_modules or --model changed?")
+    differ = {key for key in live.keys() | tensors.keys()
+              if key not in live or key not in tensors or live[key].shape != tensors[key].shape}
+    if differ:
+        raise RunError(f"the checkpoint's policy {name} is not this run's: {min(differ)} is in one of them only, or of "
+                       "another shape; were --lora_rank, --lora_target_modules or --model changed?")
     for key, p in live.items():
         value = tensors[key].to(p.dtype)
         if isinstance(p, DTensor):

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -142,7 +143,7 @@ class VLLMEngine:
     """A vLLM-Omni engine in a child process.
 
     It serves one rank. The child ends when this process does, however that ends; a call either returns, or raises
-    EngineError with the child's traceback (or the end of its log) within `timeout_s`.
+    EngineError, one line that names the child's log, within `timeout_s`.
     """
 
     def __init__(self, model, dtype, max_num_seqs, log_file, timeout_s, visible_device=None, num_threads=None,
@@ -277,8 +278,8 @@ class VLLMEngine:
     def _receive(self, operation):
         ok, value = pickle.loads(self._bounded(operation, self.connection.recv_bytes))
         if not ok:
-            raise EngineError(f"the rollout engine failed during {operation}; its traceback "
-                              f"(log: {self.log_file}):\n{value}")
+            raise EngineError(f"the rollout engine failed during {operation}: {value}; Traceback and log: "
+                              f"{self.log_file}")
         return value
 
     def _bounded(self, operation, function, *args):
@@ -295,7 +296,8 @@ class VLLMEngine:
         if thread.is_alive():
             self.process.kill()
             raise EngineError(f"the rollout engine did not answer to {operation} within {self.timeout_s:g} s "
-                              f"(--engine_timeout_s) and was stopped; its log: {self.log_file}")
+                              f"(--engine_timeout_s) and was stopped; go on from the last checkpoint with "
+                              f"--resume latest; its log: {self.log_file}")
         if not outcome:
             raise EngineError(self._describe_death(operation))
         return outcome[0]
@@ -306,6 +308,8 @@ class VLLMEngine:
         except subprocess.TimeoutExpired:  # its pipe is closed but threads keep it alive
             self.process.kill()
             self.process.wait()
-        tail = self.log_file.read_text(errors="replace").splitlines()[-15:]
-        return "\n".join([f"the rollout engine died during {operation} (exit code {self.process.returncode}); "
-                          f"the end of its log, {self.log_file}:", *tail])
+        code = self.process.returncode
+        how = f"exit code {code}, {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        last = ["nothing", *filter(str.strip, self.log_file.read_text(errors="replace").splitlines())][-1].strip()
+        return (f"the rollout engine died during {operation} ({how}); go on from the last checkpoint with --resume "
+                f"latest; its log, {self.log_file}, ends with: {last}")
