@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 def make_lora(family, path, rank, alpha, target_modules=(), exclude_modules=()):
     """(LoraConfig, its tensors or None): of the PEFT or diffusers LoRA at `path`, or a new one; None: full weights."""
     if path:
-        config, tensors = read_lora(path)[::-1]
-        return config, tensors
+        return read_lora(path)[::-1]
     if rank == 0:
         return None
     return LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian",
@@ -60,17 +59,15 @@ def add_policies(model, lora, names):
     use_policy(model, "default")
 
 
-def _check_modules(transformer, lora_config, option):
+def _check_modules(transformer, config, option):
     """Raises RunError for a target or excluded module that is not there, and where none is left."""
-    def having(end):
-        return {name for name, _ in transformer.named_modules() if name == end or name.endswith(f".{end}")}
-
-    targets, excluded = lora_config.target_modules, lora_config.exclude_modules or ()
-    for given, ends in ((option, targets), ("--lora_exclude_modules", excluded)):
+    names, excluded = [name for name, _ in transformer.named_modules()], config.exclude_modules or ()
+    for given, ends in ((option, config.target_modules), ("--lora_exclude_modules", excluded)):
         for end in ends:
-            if not having(end):
+            if not any(f".{name}".endswith(f".{end}") for name in names):
                 raise RunError(f"{given} {end}: {type(transformer).__name__} has no such module")
-    if not set().union(*map(having, targets)) - set().union(*map(having, excluded)):
+    left = [n for n in names if f".{n}".endswith(tuple(f".{end}" for end in config.target_modules))]
+    if all(f".{n}".endswith(tuple(f".{end}" for end in excluded)) for n in left):
         raise RunError(f"--lora_exclude_modules {' '.join(sorted(excluded))}: no module is left to get a LoRA")
 
 

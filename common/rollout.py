@@ -47,11 +47,17 @@ class RolloutRequest:
     width: int
     sigma_max: float | None = None  # see sde_step; None: the schedule's second sigma, sigmas[1]
     initial_latents: torch.Tensor | None = None  # (B, C, h, w) to go on from; None: drawn from the seeds
+    first_step: int = 0  # of the schedule that this one is the rest of
     multistep_from: int | None = None  # the step from which DPM-Solver++ 2M takes over; None: none
 
     def __post_init__(self):
         if self.sigma_max is None:
             self.sigma_max = self.sigmas[1].item()
+
+    @property
+    def step_numbers(self):
+        """The SDE steps by their number in the whole schedule."""
+        return tuple(self.first_step + i for i in self.sde_steps)
 
     def first_latents(self, generators, device):
         """(B, C, h, w) at the first sigma: those to go on from, or each image's first draw."""
@@ -117,8 +123,7 @@ def check_attention_backend(family, name):
                          f"supported: {', '.join(family.attention_backends)}")
     wanted = {"DIFFUSERS_ATTN_BACKEND": name, "DIFFUSION_ATTENTION_BACKEND": ATTENTION_BACKENDS[name]}
     for variable, kernel in wanted.items():
-        asked = os.environ.get(variable, kernel)
-        if asked.upper() != kernel.upper():
+        if (asked := os.environ.get(variable, kernel)).upper() != kernel.upper():
             raise ValueError(f"the environment variable {variable} asks for {asked}, --attention_backend {name} for "
                              f"{kernel}: unset it")
 
