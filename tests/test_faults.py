@@ -249,7 +249,8 @@ BAD = {
     "--lora_target_modules to_q nowhere":
         "--lora_target_modules nowhere: SD3Transformer2DModel has no such module",
     "--lora_exclude_modules nowhere": "--lora_exclude_modules nowhere: SD3Transformer2DModel has no such module",
-    "--lora_target_modules to_q --lora_exclude_modules to_q": "--lora_exclude_modules to_q: no module is left to get a LoRA",
+    "--lora_target_modules to_q --lora_exclude_modules to_q":
+        "--lora_exclude_modules to_q: no module is left to get a LoRA",
     "--lora_path other": "--lora_path blocks.7.to_q: SD3Transformer2DModel has no such module",
 }
 
