@@ -264,11 +264,9 @@ def test_kl_is_zero_at_first_and_its_gradient_is_not_after_a_step(kind, lora_fil
     assert metrics["actor/kl_loss"] == 0 and metrics["actor/grad_norm"] > 0
     first = one_update(args, model, params, optimizer, 0 * ADVANTAGES)
     assert first["actor/kl_loss"] > 0 and first["actor/grad_norm"] > 0
-    args.learning_rate, optimizer = 1e-2, torch.optim.SGD(params)  # no momentum from the steps before
-    for _ in range(3):
-        metrics = one_update(args, model, params, optimizer, 0 * ADVANTAGES)
-        assert metrics["actor/kl_loss"] >= 0
-    assert metrics["actor/kl_loss"] < first["actor/kl_loss"]  # back towards the reference
+    args.learning_rate, optimizer = 0.1, torch.optim.SGD(params)  # no momentum from the steps before
+    kl = [one_update(args, model, params, optimizer, 0 * ADVANTAGES)["actor/kl_loss"] for _ in range(3)]
+    assert kl[0] > kl[1] > kl[2] > 0  # back towards the reference
     if reference:
         assert same(policy_tensors(model, "reference")[0], reference)
 
