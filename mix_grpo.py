@@ -476,11 +476,11 @@ def evaluate(args, folder, model, engine, rewards, prompts, metadata):
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args, folder, model, optimizer, sampler, step, best):
     """Write all that changes, for any number of ranks to go on from, and the policy for diffusers. A collective."""
-    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    taken, whole = optimizer.state, dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {"step": step, "best": best, "args": asdict(args), "sampler": sampler.state_dict(),
              "rng": gather_objects(checkpoints.rng_states()),  # below, policies first: that shards what is still whole
              "policies": {n: policy_tensors(model, n, on_rank_0())[0] for n in model.policies if n != "reference"},
-             "optimizer": optimizer.state and dcp.get_optimizer_state_dict(model.transformer, optimizer, options=whole)}
+             "optimizer": dcp.get_optimizer_state_dict(model.transformer, optimizer, options=whole) if taken else {}}
     checkpoints.save_checkpoint(folder, step, state, args.keep_checkpoints)
     save_weights(folder / "adapter", model.pipe, *policy_tensors(model, model.evaluated, on_rank_0()))
 

@@ -4,6 +4,7 @@
 transformer and the base is all adapters off; with full weights each is a transformer of its own.
 """
 import copy
+import warnings
 from contextlib import contextmanager
 
 from common.errors import RunError
@@ -45,6 +46,7 @@ def add_policies(model, lora, names):
         lora_config, lora_tensors = lora
         _check_modules(transformer, lora_config, "--lora_path" if lora_tensors else "--lora_target_modules")
         names = [name for name in names if name != "reference" or lora_tensors is not None]
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters, on purpose
         for name in names:
             transformer.add_adapter(lora_config, adapter_name=name)
             if name == "default" and lora_tensors is not None:
@@ -62,10 +64,9 @@ def add_policies(model, lora, names):
 def _check_modules(transformer, config, option):
     """Raises RunError for a target or excluded module that is not there, and where none is left."""
     names, excluded = [name for name, _ in transformer.named_modules()], config.exclude_modules or ()
-    for given, ends in ((option, config.target_modules), ("--lora_exclude_modules", excluded)):
-        for end in ends:
-            if not any(f".{name}".endswith(f".{end}") for name in names):
-                raise RunError(f"{given} {end}: {type(transformer).__name__} has no such module")
+    for given, end in [(option, e) for e in config.target_modules] + [("--lora_exclude_modules", e) for e in excluded]:
+        if not any(f".{name}".endswith(f".{end}") for name in names):
+            raise RunError(f"{given} {end}: {type(transformer).__name__} has no such module")
     left = [n for n in names if f".{n}".endswith(tuple(f".{end}" for end in config.target_modules))]
     if all(f".{n}".endswith(tuple(f".{end}" for end in excluded)) for n in left):
         raise RunError(f"--lora_exclude_modules {' '.join(sorted(excluded))}: no module is left to get a LoRA")

@@ -227,15 +227,20 @@ def test_a_reward_that_breaks_is_named_and_what_was_measured_is_kept(tmp_path, r
 # ---- options ---------------------------------------------------------------------------------------------------------
 BAD = {
     "--rollout_correction nonsense": "--rollout_correction nonsense: unknown kind 'nonsense'; accepted: none, or KIND:",
-    "--rollout_correction tis:2 --old_log_prob rollout":
-        "--rollout_correction tis:2 needs --old_log_prob recompute",
+    "--rollout_correction tis:2 --old_log_prob rollout --rollout vllm":
+        "--rollout_correction needs --rollout vllm and --old_log_prob recompute",
+    "--rollout_correction tis:2": "--rollout_correction needs --rollout vllm and --old_log_prob recompute",
+    "--image_size 32 94": "--image_size 32 94: must be multiples of 8",
+    "--adv_clip_max -1": "--adv_clip_max -1.0: must be above 0", "--clip_range 0": "--clip_range 0.0: must be above 0",
+    "--max_grad_norm nan": "--max_grad_norm nan: must be above 0",
+    "--learning_rate -1": "--learning_rate -1.0: must be at least 0",
     "--lora_path no/such": "--lora_path no/such: not a LoRA that can be read: there is no such file or folder",
     "--lora_path .": "--lora_path .: not a LoRA that can be read: there is no pytorch_lora_weights.safetensors in it",
     "--attention_backend flash": "--attention_backend flash: the transformer of StableDiffusion3 cannot be given it; "
                                  "supported: native",
     "--resume nothing": "--resume nothing: no checkpoint there",
     "--resume nothing.pt": "nothing.pt is not a whole checkpoint (No such file or directory)",
-    "--eval_only True --resume latest": "--resume latest: no checkpoint there",
+    "--eval_only True --resume latest": "--eval_only writes under a new --name: let --resume name the run",
     "--kl_coef -1": "--kl_coef -1.0: must be at least 0",
     "--ema_decay -0.1": "--ema_decay -0.1: must be at least 0",
     "--lora_rank -1": "--lora_rank -1: must be at least 0",

@@ -2,8 +2,10 @@
 import copy
 import math
 import shutil
+from dataclasses import replace
 
 import flow_grpo
+from common.data import GroupSampler
 from common.errors import RunError
 from common.models import find_family, load_model
 from common.policy import acting, add_policies, follow, load_policy_tensors, make_lora, policy_tensors, use_policy
@@ -291,6 +293,28 @@ def test_average_and_warm_up_by_hand(rank, one_rank):  # noqa: F811
             torch.testing.assert_close(value, average[key], rtol=0, atol=5e-7)
     assert rates == pytest.approx([5e-4, 1e-3, 1.5e-3, 2e-3, 2e-3, 2e-3])
     assert not same(average, start)
+
+
+def test_a_checkpoint_before_the_first_optimizer_step_takes_none(one_rank, tmp_path):  # noqa: F811
+    """torch would step Adam once, to have a state to save: warm-up, average and Adam itself would be one ahead."""
+    args, model, params = policy(name="run", ema_decay=0.9)
+    optimizer, sampler = torch.optim.AdamW(params, lr=1e-3), GroupSampler(8, 4, 4, 1)
+    flow_grpo.save(args, tmp_path / "run", model, optimizer, sampler, 1, 0.5)
+    assert not optimizer.state
+    path = tmp_path / "run" / "checkpoints" / "step_000001.pt"
+    assert flow_grpo.load(args, path, model, None, optimizer, sampler) == (1, 0.5)
+    assert not optimizer.state
+    for p in params:
+        p.grad = torch.ones_like(p)
+    flow_grpo.optimizer_step(args, model, params, optimizer)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+    flow_grpo.save(args, tmp_path / "run", model, optimizer, sampler, 2, 0.5)
+    other = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.5)
+    changed = replace(args, name="another", weight_decay=0.5)
+    path = tmp_path / "run" / "checkpoints" / "step_000002.pt"
+    assert flow_grpo.load(changed, path, model, None, other, sampler) == (2, -math.inf)  # its best is of another run
+    assert {int(state["step"]) for state in other.state.values()} == {1}
+    assert other.param_groups[0]["weight_decay"] == 0.5
 
 
 def test_evaluation_uses_the_average_and_leaves_the_trained_weights_alone(one_rank, tmp_path):  # noqa: F811
