@@ -25,7 +25,7 @@ from PIL import Image
 # FLASH_ATTN is whichever FlashAttention it finds installed, version 3 first.
 ATTENTION_BACKENDS = {"native": "TORCH_SDPA", "_native_cudnn": "CUDNN_ATTN", "flash_hub": "FLASH_ATTN_HUB",
                       "_flash_3_hub": "FLASH_ATTN_3_HUB", "sage": "SAGE_ATTN"}
-MESSAGE_BYTES = 2**30  # full weights travel to the engine in messages of at most this much, or of one tensor
+TENSORS_PER_MESSAGE = 16  # of full weights on their way to the engine: a message of all would be the model once more
 
 
 @dataclass
@@ -128,18 +128,6 @@ def check_attention_backend(family, name):
                              f"{kernel}: unset it")
 
 
-def split_tensors(tensors, limit):
-    """Yield {name: tensor} in parts, in order, each of at most `limit` bytes or of one tensor."""
-    part, size = {}, 0
-    for name, tensor in tensors.items():
-        if part and size + tensor.nbytes > limit:
-            yield part
-            part, size = {}, 0
-        part[name], size = tensor, size + tensor.nbytes
-    if part:
-        yield part
-
-
 class EngineError(RunError):
     """The engine process failed, died or did not answer in time."""
 
@@ -224,7 +212,9 @@ class VLLMEngine:
             raise EngineError(f"{kind} cannot be pushed to an engine that has taken {self.pushed}: one or the other")
         self.pushed = kind
         if config is None:
-            bound = sum(self._call("push_weights", part) for part in split_tensors(tensors, MESSAGE_BYTES))
+            items = list(tensors.items())
+            bound = sum(self._call("push_weights", dict(items[i : i + TENSORS_PER_MESSAGE]))
+                        for i in range(0, len(items), TENSORS_PER_MESSAGE))
             wanted, what = len(tensors), "transformer's tensors"
         else:
             config = {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": sorted(config.target_modules),
