@@ -5,7 +5,7 @@
     torchrun --standalone --nproc_per_node 2 diffusion_nft.py    # the same images, shared by two ranks
 
 How it works, and where it departs from the paper's code:
-1. Three policies share one base: `default` (trained), `old` (samples, follows `default` slowly), and the adapters off.
+1. Three policies share one base: `default` (trained), `old` (samples, follows `default` slowly), the reference.
 2. Rollouts are ODE, without guidance; the loss noises their final images anew: no trajectory, no log-prob.
 3. Timesteps are drawn per image from the sampler's own schedule, a fresh seeded permutation at every rollout.
 4. `old` follows after every update_interval rollouts; its decay counts optimizer steps, as the paper's code does.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from common import checkpoints
-from common.data import GroupSampler, check_at_least, eval_places, fit_micro_batch, read_prompts
+from common.data import GroupSampler, check_bounds, eval_places, fit_micro_batch, read_prompts
 from common.distributed import gather, gather_objects, mean_over_ranks, on_rank_0, setup_distributed, timed
 from common.errors import RunError, one_line
 from common.models import find_family, load_model
@@ -59,7 +59,7 @@ class Args:
     profile_steps: tuple[int, ...] = ()
     """steps of which a torch profiler trace is written, for chrome://tracing"""
     eval_only: bool = False
-    """evaluate (the checkpoint that resume names, or the model as it is) and exit"""
+    """evaluate the checkpoint that resume names (with its options), or the model as it is, under a new name; exit"""
     model: str = str(ASSETS / "embedded")
     """diffusers pipeline: a folder or a hub id"""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -156,17 +156,16 @@ def check_args(args):
     family, rewards = find_family(args.model), load_rewards(args.reward, args.reward_weights)
     check_engine(args.rollout)
     check_attention_backend(family, args.attention_backend)
-    check_at_least(vars(args), num_prompts=1, group_size=2, num_inference_steps=1, eval_num_inference_steps=1,
-                   eval_every=1, updates_per_rollout=1, micro_batch_size=1, rollout_batch_size=1, update_interval=1,
-                   epochs_per_rollout=1, lora_rank=0, lr_warmup_steps=0, ema_decay=0, kl_coef=0, keep_checkpoints=1,
-                   max_minutes=0, eval_images_per_prompt=1, max_prompts=0)
+    check_bounds(vars(args), ("nft_beta", "adv_clip_max", "max_grad_norm", "engine_timeout_s"),
+                 num_prompts=1, group_size=2, num_inference_steps=1, eval_num_inference_steps=1, eval_every=1,
+                 updates_per_rollout=1, micro_batch_size=1, rollout_batch_size=1, update_interval=1, lora_rank=0,
+                 epochs_per_rollout=1, learning_rate=0, lr_warmup_steps=0, ema_decay=0, kl_coef=0, keep_checkpoints=1,
+                 max_minutes=0, eval_images_per_prompt=1, max_prompts=0)
     args.micro_batch_size = fit_micro_batch(args.num_prompts * args.group_size, "--num_prompts x --group_size",
                                             args.updates_per_rollout, args.micro_batch_size)
     if not 0 < args.timestep_fraction <= 1 or not 0 <= args.old_decay < 1:
         raise ValueError(f"--timestep_fraction {args.timestep_fraction} must lie in (0, 1], --old_decay "
                          f"{args.old_decay} in [0, 1)")
-    if args.nft_beta <= 0 or args.adv_clip_max <= 0:
-        raise ValueError(f"--nft_beta {args.nft_beta} and --adv_clip_max {args.adv_clip_max} must be above 0")
     eval_set = [column[: args.max_prompts or None] for column in read_prompts(args.eval_prompts, rewards)]
     lora = make_lora(family, args.lora_path, args.lora_rank, args.lora_alpha, args.lora_target_modules,
                      args.lora_exclude_modules)
@@ -376,8 +375,7 @@ def evaluate(args, folder, model, engine, rewards, prompts, metadata):
         images = rollout(args, model, engine, request).images
     scores = score_images(rewards, images, mine, about)  # (B, R)
     shown = save_samples(folder, places, images, mine, seeds, scores, list(rewards))
-    scores = gather(scores).transpose(0, 1).flatten(0, 1)[: len(prompts) * each]  # a surplus wrapped: dropped
-    scores = scores.view(-1, each, len(rewards)).mean(1)  # (prompts, R)
+    scores = gather(scores).transpose(0, 1).flatten(0, 1)[: len(prompts) * each].view(len(prompts), each, -1).mean(1)
     kinds = {"mean": scores.mean(0), "stderr": scores.std(0, correction=0) / len(prompts) ** 0.5}  # (R,) each
     return {f"val/{name}/{kind}": values[r] for r, name in enumerate(rewards) for kind, values in kinds.items()}, shown
 
@@ -385,11 +383,11 @@ def evaluate(args, folder, model, engine, rewards, prompts, metadata):
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args, folder, model, optimizer, sampler, step, best):
     """Write all that changes, for any number of ranks to go on from, and the policy for diffusers. A collective."""
-    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    taken, whole = optimizer.state, dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {"step": step, "best": best, "args": asdict(args), "sampler": sampler.state_dict(),
-             "rng": gather_objects(checkpoints.rng_states()),
+             "rng": gather_objects(checkpoints.rng_states()),  # below, policies first: that shards what is still whole
              "policies": {n: policy_tensors(model, n, on_rank_0())[0] for n in model.policies if n != "reference"},
-             "optimizer": dcp.get_optimizer_state_dict(model.transformer, optimizer, options=whole)}
+             "optimizer": dcp.get_optimizer_state_dict(model.transformer, optimizer, options=whole) if taken else {}}
     checkpoints.save_checkpoint(folder, step, state, args.keep_checkpoints)
     save_weights(folder / "adapter", model.pipe, *policy_tensors(model, model.evaluated, on_rank_0()))
 
@@ -399,14 +397,15 @@ def load(args, path, model, engine, optimizer, sampler):
     state, whole = checkpoints.load_checkpoint(path), dcp.StateDictOptions(full_state_dict=True)
     for name in model.policies.keys() - {"reference"}:  # that one does not change
         load_policy_tensors(model, name, state["policies"].get(name, state["policies"]["default"]))
-    if state["optimizer"]["state"]:  # empty before the first optimizer step
+    if state["optimizer"]:  # empty before the first optimizer step
         dcp.set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=whole)
+        optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # the rate is set at every step
     sampler.load_state_dict(state["sampler"])
     checkpoints.restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
     checkpoints.say_resumed(path, state["args"], asdict(args))
     if engine:
         engine.push(*policy_tensors(model, "old"))
-    return state["step"], state["best"]
+    return state["step"], state["best"] if path.parents[1].name == args.name else -math.inf
 
 
 # ==== 12 MAIN =========================================================================================================
@@ -462,7 +461,7 @@ def main(args, family, rewards, train_set, eval_set, lora, checkpoint):
                 raise RunError(f"step {step}: no finite gradient in {MAX_SKIPPED} rollouts: lower --learning_rate")
             with timed(timing, "update_weights"):
                 if step % args.update_interval == 0:
-                    k = int(optimizer.state[params[0]].get("step", 0))  # optimizer steps taken so far
+                    k = int(optimizer.state.get(params[0], {}).get("step", 0))  # optimizer steps taken so far
                     metrics["old_policy/decay"] = old_policy_decay(args.decay_schedule, args.old_decay, k)
                     follow(model, "old", metrics["old_policy/decay"])
                 if engine:

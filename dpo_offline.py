@@ -6,7 +6,7 @@
 
 How it works, and where it departs from the paper's code:
 1. The two images of a pair share noise and timestep, stay in one micro-batch and on one rank.
-2. The reference is the base model, by switching the adapters off.
+2. The reference is the model before training: the adapters off, another adapter, or a frozen copy.
 3. Without --pairs the model's own best and worst image of each prompt are the pairs: written to the run folder first.
 """
 # ==== 1 ARGS ==========================================================================================================
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from common import checkpoints
-from common.data import GroupSampler, check_at_least, eval_places, fit_micro_batch, read_pairs, read_prompts
+from common.data import GroupSampler, check_bounds, eval_places, fit_micro_batch, read_pairs, read_prompts
 from common.distributed import gather, gather_objects, mean_over_ranks, on_rank_0, setup_distributed, timed
 from common.errors import RunError, one_line
 from common.models import find_family, load_model
@@ -69,7 +69,7 @@ class Args:
     profile_steps: tuple[int, ...] = ()
     """steps of which a torch profiler trace is written, for chrome://tracing"""
     eval_only: bool = False
-    """evaluate (the checkpoint that resume names, or the model as it is) and exit"""
+    """evaluate the checkpoint that resume names (with its options), or the model as it is, under a new name; exit"""
     model: str = str(ASSETS / "embedded")
     """diffusers pipeline: a folder or a hub id"""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -146,12 +146,11 @@ def check_args(args):
     """Refuse what cannot work before any model loads. Returns what main takes after args."""
     family, rewards = find_family(args.model), load_rewards(args.reward, args.reward_weights)
     check_attention_backend(family, args.attention_backend)
-    check_at_least(vars(args), num_pairs=1, group_size=2, num_pair_prompts=1, num_inference_steps=1,
-                   eval_num_inference_steps=1, eval_every=1, micro_batch_size=1, lora_rank=0, lr_warmup_steps=0,
-                   ema_decay=0, keep_checkpoints=1, max_minutes=0, eval_images_per_prompt=1, max_prompts=0)
+    check_bounds(vars(args), ("dpo_beta", "max_grad_norm"), num_pairs=1, group_size=2, num_pair_prompts=1,
+                 num_inference_steps=1, eval_num_inference_steps=1, eval_every=1, micro_batch_size=1, lora_rank=0,
+                 learning_rate=0, lr_warmup_steps=0, ema_decay=0, keep_checkpoints=1, max_minutes=0,
+                 eval_images_per_prompt=1, max_prompts=0)
     args.micro_batch_size = fit_micro_batch(args.num_pairs, "--num_pairs", 1, args.micro_batch_size)
-    if args.dpo_beta <= 0:
-        raise ValueError(f"--dpo_beta {args.dpo_beta}: must be above 0")
     pairs = read_pairs(args.pairs) if args.pairs else None
     eval_set = [column[: args.max_prompts or None] for column in read_prompts(args.eval_prompts, rewards)]
     lora = make_lora(family, args.lora_path, args.lora_rank, args.lora_alpha, args.lora_target_modules,
@@ -367,8 +366,7 @@ def evaluate(args, folder, model, rewards, prompts, metadata):
         images = sample(args, model, request).images
     scores = score_images(rewards, images, mine, about)  # (B, R)
     shown = save_samples(folder, places, images, mine, seeds, scores, list(rewards))
-    scores = gather(scores).transpose(0, 1).flatten(0, 1)[: len(prompts) * each]  # a surplus wrapped: dropped
-    scores = scores.view(-1, each, len(rewards)).mean(1)  # (prompts, R)
+    scores = gather(scores).transpose(0, 1).flatten(0, 1)[: len(prompts) * each].view(len(prompts), each, -1).mean(1)
     kinds = {"mean": scores.mean(0), "stderr": scores.std(0, correction=0) / len(prompts) ** 0.5}  # (R,) each
     return {f"val/{name}/{kind}": values[r] for r, name in enumerate(rewards) for kind, values in kinds.items()}, shown
 
@@ -376,11 +374,11 @@ def evaluate(args, folder, model, rewards, prompts, metadata):
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args, folder, model, optimizer, sampler, step, best):
     """Write all that changes, for any number of ranks to go on from, and the policy for diffusers. A collective."""
-    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    taken, whole = optimizer.state, dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {"step": step, "best": best, "args": asdict(args), "sampler": sampler.state_dict(),
-             "rng": gather_objects(checkpoints.rng_states()),
+             "rng": gather_objects(checkpoints.rng_states()),  # below, policies first: that shards what is still whole
              "policies": {n: policy_tensors(model, n, on_rank_0())[0] for n in model.policies if n != "reference"},
-             "optimizer": dcp.get_optimizer_state_dict(model.transformer, optimizer, options=whole)}
+             "optimizer": dcp.get_optimizer_state_dict(model.transformer, optimizer, options=whole) if taken else {}}
     checkpoints.save_checkpoint(folder, step, state, args.keep_checkpoints)
     save_weights(folder / "adapter", model.pipe, *policy_tensors(model, model.evaluated, on_rank_0()))
 
@@ -390,12 +388,13 @@ def load(args, path, model, optimizer, sampler):
     state, whole = checkpoints.load_checkpoint(path), dcp.StateDictOptions(full_state_dict=True)
     for name in model.policies.keys() - {"reference"}:  # that one does not change
         load_policy_tensors(model, name, state["policies"].get(name, state["policies"]["default"]))
-    if state["optimizer"]["state"]:  # empty before the first optimizer step
+    if state["optimizer"]:  # empty before the first optimizer step
         dcp.set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=whole)
+        optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # the rate is set at every step
     sampler.load_state_dict(state["sampler"])
     checkpoints.restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
     checkpoints.say_resumed(path, state["args"], asdict(args))
-    return state["step"], state["best"]
+    return state["step"], state["best"] if path.parents[1].name == args.name else -math.inf
 
 
 # ==== 12 MAIN =========================================================================================================
@@ -409,14 +408,14 @@ def main(args, family, rewards, train_set, eval_set, lora, checkpoint, pairs):
     model, params = load_policy(args, family, lora, device)
     optimizer = torch.optim.AdamW(params, lr=args.learning_rate, weight_decay=args.weight_decay, eps=ADAM_EPS)
     timing = {"startup": time.perf_counter() - began}
-    if pairs is None:
+    if pairs is None and not args.eval_only:
         with timed(timing, "make_pairs"):
             made = folder / "pairs.jsonl"  # by this run before it was interrupted, or now
             pairs = read_pairs(made if args.resume == "latest" and made.exists() else
                                make_pairs(args, model, rewards, *train_set, folder))
     with timed(timing, "encode_pairs"):
-        files = encode_pairs(args, model, pairs)
-    sampler = GroupSampler(len(pairs), args.num_pairs, 1, args.seed, 1, rank, world_size)
+        files = [] if args.eval_only else encode_pairs(args, model, pairs)
+    sampler = GroupSampler(len(files), args.num_pairs, 1, args.seed, 1, rank, world_size)
     latent_shape = model.schedule(1, *args.image_size)[2]
     done, best = load(args, checkpoint, model, optimizer, sampler) if checkpoint else (-1, -math.inf)
     checkpoints.rewind(folder, done)
@@ -434,7 +433,7 @@ def main(args, family, rewards, train_set, eval_set, lora, checkpoint, pairs):
             if skipped_in_a_row == MAX_SKIPPED:
                 raise RunError(f"step {step}: no finite gradient in {MAX_SKIPPED} steps: lower --learning_rate")
             timing["step"] = time.perf_counter() - start
-            metrics["training/epoch"] = sampler.position / len(pairs)
+            metrics["training/epoch"] = sampler.position / len(files)
             bar.set_postfix(accuracy=f"{metrics.get('actor/implicit_accuracy', math.nan):.2f}")
 
         stopping, due = any(gather_objects(stop_requested())), step % args.eval_every == 0 or step == args.num_steps

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from common import checkpoints, correction
-from common.data import GroupSampler, check_at_least, eval_places, fit_micro_batch, read_prompts
+from common.data import GroupSampler, check_bounds, eval_places, fit_micro_batch, read_prompts
 from common.distributed import gather, gather_objects, mean_over_ranks, on_rank_0, setup_distributed, timed
 from common.errors import RunError, one_line
 from common.models import find_family, load_model
@@ -58,7 +58,7 @@ class Args:
     profile_steps: tuple[int, ...] = ()
     """steps of which a torch profiler trace is written, for chrome://tracing"""
     eval_only: bool = False
-    """evaluate (the checkpoint that resume names, or the model as it is) and exit"""
+    """evaluate the checkpoint that resume names (with its options), or the model as it is, under a new name; exit"""
     model: str = str(ASSETS / "embedded")
     """diffusers pipeline: a folder or a hub id"""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -162,19 +162,19 @@ def check_args(args):
     family, rewards = find_family(args.model), load_rewards(args.reward, args.reward_weights)
     check_engine(args.rollout)
     check_attention_backend(family, args.attention_backend)
-    check_at_least(vars(args), num_prompts=1, group_size=2, num_inference_steps=2, eval_num_inference_steps=1,
-                   eval_every=1, updates_per_rollout=1, micro_batch_size=1, rollout_batch_size=1, sde_window_size=0,
-                   epochs_per_rollout=1, lora_rank=0, lr_warmup_steps=0, ema_decay=0, kl_coef=0, keep_checkpoints=1,
-                   max_minutes=0, eval_images_per_prompt=1, max_prompts=0)
+    check_bounds(vars(args), ("noise_level", "clip_range", "adv_clip_max", "max_grad_norm", "engine_timeout_s"),
+                 num_prompts=1, group_size=2, num_inference_steps=2, eval_num_inference_steps=1, eval_every=1,
+                 updates_per_rollout=1, micro_batch_size=1, rollout_batch_size=1, sde_window_size=0, lora_rank=0,
+                 epochs_per_rollout=1, learning_rate=0, lr_warmup_steps=0, ema_decay=0, kl_coef=0, keep_checkpoints=1,
+                 max_minutes=0, eval_images_per_prompt=1, max_prompts=0)
     args.micro_batch_size = fit_micro_batch(args.num_prompts * args.group_size, "--num_prompts x --group_size",
                                             args.updates_per_rollout, args.micro_batch_size)
     (low, high), size, last = args.sde_window_range, args.sde_window_size, args.num_inference_steps - 1
     if size and not 0 <= low <= high - size <= last - size:
         raise ValueError(f"--sde_window_range {low} {high}: no window of {size} fits in it and in 0 to {last - 1}")
-    if args.noise_level <= 0:
-        raise ValueError(f"--noise_level {args.noise_level}: without noise there is no log-prob to train")
-    if correction.parse_correction(args.rollout_correction) and args.old_log_prob == "rollout":
-        raise ValueError(f"--rollout_correction {args.rollout_correction} needs --old_log_prob recompute")
+    corrected = correction.parse_correction(args.rollout_correction)
+    if corrected and (args.rollout, args.old_log_prob) != ("vllm", "recompute"):
+        raise ValueError("--rollout_correction needs --rollout vllm and --old_log_prob recompute")
     if args.max_logprob_drift is None:
         args.max_logprob_drift = correction.default_drift_limit(args.dtype, args.old_log_prob, args.clip_range)
     eval_set = [column[: args.max_prompts or None] for column in read_prompts(args.eval_prompts, rewards)]
@@ -295,12 +295,12 @@ def correct(args, model, request, trajectories):
     of the difference. A collective; raises RunError where engine and trainer disagree."""
     log_probs, means = recompute_steps(args, model, request, trajectories.latents)
     drift = gather((log_probs - trajectories.log_probs).abs()).flatten(0, 1)  # (N, W)
-    correction.check_drift(drift, request.sde_steps, args.max_logprob_drift)
+    correction.check_drift(drift, request.step_numbers, args.max_logprob_drift)
     ratios = correction.log_ratios(trajectories.latents[:, [i + 1 for i in request.sde_steps]], means,
                                    trajectories.prev_sample_means, trajectories.transition_stds)
     correcting = correction.parse_correction(args.rollout_correction)
     weights, metrics = correction.correction_weights(ratios, correcting, args.clip_range)
-    return log_probs, weights.float(), metrics | correction.drift_metrics(drift, request.sde_steps)
+    return log_probs, weights.float(), metrics | correction.drift_metrics(drift, request.step_numbers)
 
 
 # ==== 9 LOSS ==========================================================================================================
@@ -366,13 +366,14 @@ def update(args, model, params, optimizer, request, trajectories, old_log_probs,
             if number == 0:
                 drift[rows, w] = (out.log_prob.detach() - trajectories.log_probs[rows, w]).abs()
         if number == 0:  # nothing has changed since the rollout: engine and trainer still are one policy
-            correction.check_drift(drift, request.sde_steps, args.max_logprob_drift)
+            drift = gather(drift).flatten(0, 1)
+            correction.check_drift(drift, request.step_numbers, args.max_logprob_drift)
         grad_norm = optimizer_step(args, model, params, optimizer)
         if math.isfinite(grad_norm):  # it is over all ranks: they skip together
             grad_norms.append(grad_norm)
             kept += passes
     counts = {"actor/skipped_steps": len(mini_batches) - len(grad_norms), "actor/lr": optimizer.param_groups[0]["lr"],
-              **correction.drift_metrics(gather(drift).flatten(0, 1), request.sde_steps)}
+              **correction.drift_metrics(drift, request.step_numbers)}
     if not kept:
         return counts
     return {**counts, "actor/grad_norm": sum(grad_norms) / len(grad_norms), **mean_over_ranks(kept)}
@@ -393,8 +394,7 @@ def evaluate(args, folder, model, engine, rewards, prompts, metadata):
         images = rollout(args, model, engine, request).images
     scores = score_images(rewards, images, mine, about)  # (B, R)
     shown = save_samples(folder, places, images, mine, seeds, scores, list(rewards))
-    scores = gather(scores).transpose(0, 1).flatten(0, 1)[: len(prompts) * each]  # a surplus wrapped: dropped
-    scores = scores.view(-1, each, len(rewards)).mean(1)  # (prompts, R)
+    scores = gather(scores).transpose(0, 1).flatten(0, 1)[: len(prompts) * each].view(len(prompts), each, -1).mean(1)
     kinds = {"mean": scores.mean(0), "stderr": scores.std(0, correction=0) / len(prompts) ** 0.5}  # (R,) each
     return {f"val/{name}/{kind}": values[r] for r, name in enumerate(rewards) for kind, values in kinds.items()}, shown
 
@@ -402,11 +402,11 @@ def evaluate(args, folder, model, engine, rewards, prompts, metadata):
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args, folder, model, optimizer, sampler, step, best):
     """Write all that changes, for any number of ranks to go on from, and the policy for diffusers. A collective."""
-    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    taken, whole = optimizer.state, dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {"step": step, "best": best, "args": asdict(args), "sampler": sampler.state_dict(),
-             "rng": gather_objects(checkpoints.rng_states()),
+             "rng": gather_objects(checkpoints.rng_states()),  # below, policies first: that shards what is still whole
              "policies": {n: policy_tensors(model, n, on_rank_0())[0] for n in model.policies if n != "reference"},
-             "optimizer": dcp.get_optimizer_state_dict(model.transformer, optimizer, options=whole)}
+             "optimizer": dcp.get_optimizer_state_dict(model.transformer, optimizer, options=whole) if taken else {}}
     checkpoints.save_checkpoint(folder, step, state, args.keep_checkpoints)
     save_weights(folder / "adapter", model.pipe, *policy_tensors(model, model.evaluated, on_rank_0()))
 
@@ -416,14 +416,15 @@ def load(args, path, model, engine, optimizer, sampler):
     state, whole = checkpoints.load_checkpoint(path), dcp.StateDictOptions(full_state_dict=True)
     for name in model.policies.keys() - {"reference"}:  # that one does not change
         load_policy_tensors(model, name, state["policies"].get(name, state["policies"]["default"]))
-    if state["optimizer"]["state"]:  # empty before the first optimizer step
+    if state["optimizer"]:  # empty before the first optimizer step
         dcp.set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=whole)
+        optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # the rate is set at every step
     sampler.load_state_dict(state["sampler"])
     checkpoints.restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
     checkpoints.say_resumed(path, state["args"], asdict(args))
     if engine:
         engine.push(*policy_tensors(model))
-    return state["step"], state["best"]
+    return state["step"], state["best"] if path.parents[1].name == args.name else -math.inf
 
 
 # ==== 12 MAIN =========================================================================================================

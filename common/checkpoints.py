@@ -107,6 +107,8 @@ def open_run(run, resume, eval_only=False):
     """
     if resume == "latest" and not eval_only:
         return find_checkpoint(run)
+    if resume == "latest":
+        raise ValueError("--eval_only writes under a new --name: let --resume name the run or checkpoint to evaluate")
     if (Path(run) / "metrics.jsonl").exists():
         raise ValueError(f"{run} already holds a run: choose another --name, or go on with --resume latest")
     checkpoint = find_checkpoint(resume) if resume else None
@@ -127,7 +129,7 @@ def rewind(run, step):
         try:
             kept = [line for line in whole if json.loads(line)["training/global_step"] <= step]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{metrics}: a line is not a step's metrics ({error!r}); repair or remove it") from error
+            raise RunError(f"{metrics}: a line is not a step's metrics ({error!r}); repair or remove it") from error
         with atomic_file(metrics) as temporary:
             temporary.write_bytes(b"".join(kept))
     for later in saved_checkpoints(run):
@@ -138,12 +140,9 @@ def rewind(run, step):
 
 def resume_differences(saved_args, args, ignore=()):
     """Two dicts of options -> ["learning_rate: 0.001 -> 0.0003"] for those that differ; (1, 2) equals [1, 2]."""
-    def show(options, name):
-        value = options.get(name, "not an option")
-        return list(value) if isinstance(value, tuple) else value
-
-    return [f"{name}: {show(saved_args, name)} -> {show(args, name)}" for name in sorted({*saved_args, *args})
-            if name not in ignore and show(saved_args, name) != show(args, name)]
+    saved, now = (json.loads(json.dumps(options, default=str)) for options in (saved_args, args))
+    return [f"{name}: {saved.get(name, 'not an option')} -> {now.get(name, 'not an option')}"
+            for name in sorted({*saved, *now} - {*ignore}) if saved.get(name) != now.get(name)]
 
 
 def say_resumed(path, saved_args, args):

@@ -21,10 +21,12 @@ def log_ratios(prev_samples, means, engine_means, stds):
     (2 std^2). A difference of fp32 log-probs is round-off at 1e-7, and those of `cps` are unscaled. prev_samples, means
     and engine_means are (B, W, ...), stds (B, W) is of both policies. Returns (B, W).
     """
-    samples, means, engine_means = (t.double().flatten(2) for t in (prev_samples, means, engine_means))  # (B, W, D)
-    std = stds.double()[..., None]  # (B, W, 1)
-    d, eps = means - engine_means, (samples - engine_means) / std
-    return (eps * d / std - d**2 / (2 * std**2)).mean(-1)
+    columns = []
+    for w in range(stds.shape[1]):  # a step at a time: fp64 of all of them would be large
+        x, mean, engine_mean, std = (t[:, w].double() for t in (prev_samples, means, engine_means, stds))
+        d, std = mean - engine_mean, std.view(-1, *[1] * (x.dim() - 1))
+        columns.append(((x - engine_mean) / std * d / std - d**2 / (2 * std**2)).flatten(1).mean(1))
+    return torch.stack(columns, 1)
 
 
 def parse_correction(text):

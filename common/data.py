@@ -9,11 +9,14 @@ import torch.distributed as dist
 from PIL import Image, UnidentifiedImageError
 
 
-def check_at_least(options, **minimum):
-    """Raises ValueError for the first of `options` ({name: number}) that is below its minimum."""
+def check_bounds(options, above_0=(), **minimum):
+    """Raises ValueError for the first of `options` ({name: number}) below its minimum, or of `above_0` not above 0."""
     for name, least in minimum.items():
-        if options[name] < least:
+        if not options[name] >= least:
             raise ValueError(f"--{name} {options[name]}: must be at least {least}")
+    for name in above_0:
+        if not options[name] > 0:
+            raise ValueError(f"--{name} {options[name]}: must be above 0")
 
 
 def fit_micro_batch(count, options, num_updates, micro_batch_size):

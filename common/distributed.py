@@ -3,6 +3,7 @@ import os
 import sys
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ def setup_distributed():
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))  # torchrun leaves each rank one
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    # an hour: one rank's reward, or its checkpoint, may take its time
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))
     return dist.get_rank(), dist.get_world_size(), device
 
 

@@ -1,4 +1,5 @@
 """Errors that end a script in one line on the screen."""
+import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,4 +15,6 @@ def one_line(error_type):
     try:
         yield
     except error_type as error:
-        raise SystemExit(f"{Path(sys.argv[0]).name}: error: {error}") from None
+        # bad arguments are the same on every rank, and told once
+        silent = error_type is ValueError and os.environ.get("LOCAL_RANK", "0") != "0"
+        raise SystemExit(1 if silent else f"{Path(sys.argv[0]).name}: error: {error}") from None

@@ -6,6 +6,7 @@ diffusers pipeline's own parts; nothing here knows an algorithm.
 import json
 from pathlib import Path
 
+from common.errors import RunError
 from common.sde import sigma_schedule
 
 import torch
@@ -41,6 +42,9 @@ class StableDiffusion3:
         """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""
         h, w = height // self.pipe.vae_scale_factor, width // self.pipe.vae_scale_factor
         patch = self.transformer.config.patch_size
+        unit = self.pipe.vae_scale_factor * patch
+        if height % unit or width % unit:
+            raise RunError(f"--image_size {height} {width}: must be multiples of {unit}")
         timesteps, sigmas = sigma_schedule(self.pipe.scheduler, num_inference_steps, (h // patch) * (w // patch))
         return timesteps, sigmas, (self.transformer.config.in_channels, h, w)
 
@@ -119,7 +123,8 @@ def load_model(family, model, dtype, device, attention_backend="native"):
     pipe = DiffusionPipeline.from_pretrained(model, dtype={"default": dtype, "vae": torch.float32})
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module):
-            component.requires_grad_(False).eval().to(device)
+            # fully_shard moves the transformer, block by block: whole it may not fit
+            component.requires_grad_(False).eval().to("cpu" if component is pipe.transformer else device)
     if attention_backend != "native":  # diffusers' default
         pipe.transformer.set_attention_backend(attention_backend)
     model = family(pipe)

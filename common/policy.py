@@ -4,20 +4,22 @@
 transformer and the base is all adapters off; with full weights each is a transformer of its own.
 """
 import copy
+import warnings
 from contextlib import contextmanager
 
+from common.errors import RunError
 from common.lora import read_lora
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def make_lora(family, path, rank, alpha, target_modules=(), exclude_modules=()):
     """(LoraConfig, its tensors or None): of the PEFT or diffusers LoRA at `path`, or a new one; None: full weights."""
     if path:
-        config, tensors = read_lora(path)[::-1]
-        return config, tensors
+        return read_lora(path)[::-1]
     if rank == 0:
         return None
     return LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian",
@@ -32,7 +34,7 @@ def add_policies(model, lora, names):
     fp32; a reference of full weights keeps the base model's dtype.
 
     Raises:
-        ValueError: a module of the LoRA that the transformer does not have.
+        RunError: a module of the LoRA that the transformer does not have.
     """
     transformer = model.transformer
     if lora is None:
@@ -42,23 +44,32 @@ def add_policies(model, lora, names):
                 policy.float()
     else:
         lora_config, lora_tensors = lora
-        modules = [name for name, _ in transformer.named_modules()]
-        for target in lora_config.target_modules:
-            if not any(name == target or name.endswith(f".{target}") for name in modules):
-                raise ValueError(f"--lora_target_modules {target}: {type(transformer).__name__} has no such module")
+        _check_modules(transformer, lora_config, "--lora_path" if lora_tensors else "--lora_target_modules")
         names = [name for name in names if name != "reference" or lora_tensors is not None]
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters, on purpose
         for name in names:
             transformer.add_adapter(lora_config, adapter_name=name)
             if name == "default" and lora_tensors is not None:
                 unknown = set_peft_model_state_dict(transformer, lora_tensors, adapter_name=name).unexpected_keys
                 if unknown:
-                    raise ValueError(f"--lora_path: {type(transformer).__name__} has no module for {unknown[0]}")
+                    raise RunError(f"--lora_path: {type(transformer).__name__} has no module for {unknown[0]}")
         for name, p in transformer.named_parameters():
             p.data = p.data.float() if "lora_" in name else p.data
         model.policies = dict.fromkeys(names, transformer)
         for name in names[1:]:
             follow(model, name, 0.0)
     use_policy(model, "default")
+
+
+def _check_modules(transformer, config, option):
+    """Raises RunError for a target or excluded module that is not there, and where none is left."""
+    names, excluded = [name for name, _ in transformer.named_modules()], config.exclude_modules or ()
+    for given, end in [(option, e) for e in config.target_modules] + [("--lora_exclude_modules", e) for e in excluded]:
+        if not any(f".{name}".endswith(f".{end}") for name in names):
+            raise RunError(f"{given} {end}: {type(transformer).__name__} has no such module")
+    left = [n for n in names if f".{n}".endswith(tuple(f".{end}" for end in config.target_modules))]
+    if all(f".{n}".endswith(tuple(f".{end}" for end in excluded)) for n in left):
+        raise RunError(f"--lora_exclude_modules {' '.join(sorted(excluded))}: no module is left to get a LoRA")
 
 
 def use_policy(model, name):
@@ -100,6 +111,9 @@ def is_lora(model):
 @torch.no_grad()
 def follow(model, name, decay):
     """policy <- decay policy + (1 - decay) default, on each rank's shards; decay 0 copies to the bit."""
+    for policy in (model.policies["default"], model.policies[name]):
+        if isinstance(policy, FSDPModule):  # a forward pass without a backward leaves the root's weights whole
+            policy.reshard()
     source, target = (dict(model.policies[n].named_parameters()) for n in ("default", name))
     for key, p in target.items():
         if not is_lora(model):
@@ -134,12 +148,14 @@ def load_policy_tensors(model, name, tensors):
     """The reverse of policy_tensors, on any number of ranks: every rank is given all, and keeps its shards.
 
     Raises:
-        ValueError: naming a tensor that one side has and the other lacks.
+        RunError: naming a tensor that one side has and the other lacks, or has in another shape.
     """
     live = _live(model, name)
-    if live.keys() != tensors.keys():
-        raise ValueError(f"the checkpoint's policy {name} is not this run's: {min(live.keys() ^ tensors.keys())} is in "
-                         "one of them only; were --lora_rank, --lora_target_modules or --model changed?")
+    differ = {key for key in live.keys() | tensors.keys()
+              if key not in live or key not in tensors or live[key].shape != tensors[key].shape}
+    if differ:
+        raise RunError(f"the checkpoint's policy {name} is not this run's: {min(differ)} is in one of them only, or of "
+                       "another shape; were --lora_rank, --lora_target_modules or --model changed?")
     for key, p in live.items():
         value = tensors[key].to(p.dtype)
         if isinstance(p, DTensor):

@@ -136,6 +136,7 @@ def load_rewards(names, weights):
     return functions
 
 
+@torch.no_grad()
 def score_images(rewards, images, prompts, metadata):
     """Scores (B, R) in fp64, one column per reward of `rewards` ({name: function}), in their order.
 
@@ -145,7 +146,7 @@ def score_images(rewards, images, prompts, metadata):
     columns = []
     for name, function in rewards.items():
         try:
-            scores = torch.as_tensor(function(images, prompts, metadata), dtype=torch.float64)
+            scores = torch.as_tensor(function(images, prompts, metadata), dtype=torch.float64, device="cpu")
         except Exception as error:
             at = traceback.extract_tb(error.__traceback__)[-1]
             raise RunError(f"reward {name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno}); mend it "

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from PIL import Image
 # FLASH_ATTN is whichever FlashAttention it finds installed, version 3 first.
 ATTENTION_BACKENDS = {"native": "TORCH_SDPA", "_native_cudnn": "CUDNN_ATTN", "flash_hub": "FLASH_ATTN_HUB",
                       "_flash_3_hub": "FLASH_ATTN_3_HUB", "sage": "SAGE_ATTN"}
-MESSAGE_BYTES = 2**30  # full weights travel to the engine in messages of at most this much, or of one tensor
+TENSORS_PER_MESSAGE = 16  # of full weights on their way to the engine: a message of all would be the model once more
 
 
 @dataclass
@@ -46,11 +47,17 @@ class RolloutRequest:
     width: int
     sigma_max: float | None = None  # see sde_step; None: the schedule's second sigma, sigmas[1]
     initial_latents: torch.Tensor | None = None  # (B, C, h, w) to go on from; None: drawn from the seeds
+    first_step: int = 0  # of the schedule that this one is the rest of
     multistep_from: int | None = None  # the step from which DPM-Solver++ 2M takes over; None: none
 
     def __post_init__(self):
         if self.sigma_max is None:
             self.sigma_max = self.sigmas[1].item()
+
+    @property
+    def step_numbers(self):
+        """The SDE steps by their number in the whole schedule."""
+        return tuple(self.first_step + i for i in self.sde_steps)
 
     def first_latents(self, generators, device):
         """(B, C, h, w) at the first sigma: those to go on from, or each image's first draw."""
@@ -116,22 +123,9 @@ def check_attention_backend(family, name):
                          f"supported: {', '.join(family.attention_backends)}")
     wanted = {"DIFFUSERS_ATTN_BACKEND": name, "DIFFUSION_ATTENTION_BACKEND": ATTENTION_BACKENDS[name]}
     for variable, kernel in wanted.items():
-        asked = os.environ.get(variable, kernel)
-        if asked.upper() != kernel.upper():
+        if (asked := os.environ.get(variable, kernel)).upper() != kernel.upper():
             raise ValueError(f"the environment variable {variable} asks for {asked}, --attention_backend {name} for "
                              f"{kernel}: unset it")
-
-
-def split_tensors(tensors, limit):
-    """Yield {name: tensor} in parts, in order, each of at most `limit` bytes or of one tensor."""
-    part, size = {}, 0
-    for name, tensor in tensors.items():
-        if part and size + tensor.nbytes > limit:
-            yield part
-            part, size = {}, 0
-        part[name], size = tensor, size + tensor.nbytes
-    if part:
-        yield part
 
 
 class EngineError(RunError):
@@ -142,7 +136,7 @@ class VLLMEngine:
     """A vLLM-Omni engine in a child process.
 
     It serves one rank. The child ends when this process does, however that ends; a call either returns, or raises
-    EngineError with the child's traceback (or the end of its log) within `timeout_s`.
+    EngineError, one line that names the child's log, within `timeout_s`.
     """
 
     def __init__(self, model, dtype, max_num_seqs, log_file, timeout_s, visible_device=None, num_threads=None,
@@ -218,7 +212,9 @@ class VLLMEngine:
             raise EngineError(f"{kind} cannot be pushed to an engine that has taken {self.pushed}: one or the other")
         self.pushed = kind
         if config is None:
-            bound = sum(self._call("push_weights", part) for part in split_tensors(tensors, MESSAGE_BYTES))
+            items = list(tensors.items())
+            bound = sum(self._call("push_weights", dict(items[i : i + TENSORS_PER_MESSAGE]))
+                        for i in range(0, len(items), TENSORS_PER_MESSAGE))
             wanted, what = len(tensors), "transformer's tensors"
         else:
             config = {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": sorted(config.target_modules),
@@ -277,8 +273,8 @@ class VLLMEngine:
     def _receive(self, operation):
         ok, value = pickle.loads(self._bounded(operation, self.connection.recv_bytes))
         if not ok:
-            raise EngineError(f"the rollout engine failed during {operation}; its traceback "
-                              f"(log: {self.log_file}):\n{value}")
+            raise EngineError(f"the rollout engine failed during {operation}: {value}; Traceback and log: "
+                              f"{self.log_file}")
         return value
 
     def _bounded(self, operation, function, *args):
@@ -295,7 +291,8 @@ class VLLMEngine:
         if thread.is_alive():
             self.process.kill()
             raise EngineError(f"the rollout engine did not answer to {operation} within {self.timeout_s:g} s "
-                              f"(--engine_timeout_s) and was stopped; its log: {self.log_file}")
+                              f"(--engine_timeout_s) and was stopped; go on from the last checkpoint with "
+                              f"--resume latest; its log: {self.log_file}")
         if not outcome:
             raise EngineError(self._describe_death(operation))
         return outcome[0]
@@ -306,6 +303,8 @@ class VLLMEngine:
         except subprocess.TimeoutExpired:  # its pipe is closed but threads keep it alive
             self.process.kill()
             self.process.wait()
-        tail = self.log_file.read_text(errors="replace").splitlines()[-15:]
-        return "\n".join([f"the rollout engine died during {operation} (exit code {self.process.returncode}); "
-                          f"the end of its log, {self.log_file}:", *tail])
+        code = self.process.returncode
+        how = f"exit code {code}, {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        last = ["nothing", *filter(str.strip, self.log_file.read_text(errors="replace").splitlines())][-1].strip()
+        return (f"the rollout engine died during {operation} ({how}); go on from the last checkpoint with --resume "
+                f"latest; its log, {self.log_file}, ends with: {last}")

@@ -1,5 +1,4 @@
 """The run folder: arguments, source, metrics, curves, image grids, adapters and checkpoints; a kill loses none."""
-import io
 import json
 import math
 import os
@@ -208,39 +207,29 @@ def save_samples(folder, places, images, prompts, seeds, scores, names):
     places (B,) are the images' numbers over all ranks, scores (B, R). A collective: rank 0 writes, and gets 32 of them
     as (PIL image, caption); the others None.
     """
-    def encode(image):
-        file = io.BytesIO()
-        image.save(file, "PNG")
-        return file.getvalue()
-
     lines = [{"file": f"{place:05d}.png", "prompt": prompt, "seed": seed, **dict(zip(names, row, strict=True))}
              for place, prompt, seed, row in zip(places, prompts, seeds, scores.tolist(), strict=True)]
     parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(list(zip(places, lines, map(encode, images), strict=True)), parts)
+    dist.gather_object(list(zip(places, lines, images, strict=True)), parts)
     if parts is None:
         return None
     samples = sorted({sample[0]: sample for sample in sum(parts, [])}.values(), key=lambda sample: sample[0])
     with writing(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for _, line, png in samples:
-            (Path(folder) / line["file"]).write_bytes(png)
+        for _, line, image in samples:
+            image.save(Path(folder) / line["file"])
     with atomic_file(Path(folder) / "samples.jsonl") as temporary:
         temporary.write_text("".join(json.dumps(line) + "\n" for _, line, _ in samples))
-    return [(Image.open(io.BytesIO(png)), f"{line['prompt']}  {line[names[0]]:.2f}") for _, line, png in samples[:32]]
+    return [(image, f"{line['prompt']}  {line[names[0]]:.2f}") for _, line, image in samples[:32]]
 
 
 def step_profiler(folder, steps, first):
     """A running torch profiler that writes folder/trace_STEP.json of each of `steps`; call .step() after every step, of
     which the first is `first`."""
-    action = torch.profiler.ProfilerAction
-
-    def schedule(number):
-        return action.RECORD_AND_SAVE if first + number in steps else action.NONE
-
-    def write(profiler):
-        profiler.export_chrome_trace(str(Path(folder) / f"trace_{first + profiler.step_num - 1:04d}.json"))
-
-    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+    record, skip = torch.profiler.ProfilerAction.RECORD_AND_SAVE, torch.profiler.ProfilerAction.NONE
+    profiler = torch.profiler.profile(
+        schedule=lambda number: record if first + number in steps else skip,
+        on_trace_ready=lambda p: p.export_chrome_trace(f"{folder}/trace_{first + p.step_num - 1:04d}.json"))
     profiler.start()
     return profiler
 

@@ -134,9 +134,7 @@ def multistep_ode_step(sample, model_output, sigma, sigma_next, previous=None):
     if previous is None or sigma_next == 0:
         return sde_step(x, v, sigma, sigma_next, 0.0), (x0, sigma)
 
-    def log_snr(s):
-        return math.log((1 - s) / s)
-
+    log_snr = lambda s: math.log((1 - s) / s)
     h = log_snr(sigma_next) - log_snr(sigma)
     r = (log_snr(sigma) - log_snr(previous[1])) / h
     slope = (x0 - previous[0]) / (2 * r)

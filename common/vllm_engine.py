@@ -230,6 +230,11 @@ def serve(connection):
     def reply(ok, value):
         connection.send_bytes(pickle.dumps((ok, value), protocol=pickle.HIGHEST_PROTOCOL))
 
+    def reply_error(error):  # one line for the screen; the log, which is our stderr, has the rest
+        traceback.print_exc()
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        reply(False, line if len(line) < 400 else f"... {line[-400:]}")
+
     start, omni = time.time(), None
     options = pickle.loads(connection.recv_bytes())
     try:
@@ -240,8 +245,8 @@ def serve(connection):
                     engine_backend="common.vllm_engine.RolloutDiffusionEngine",
                     worker_extension_cls="common.vllm_engine.RolloutWorkerExtension")
         reply(True, time.time() - start)
-    except Exception:
-        reply(False, traceback.format_exc())
+    except Exception as error:
+        reply_error(error)
         return
     while True:
         try:
@@ -254,8 +259,8 @@ def serve(connection):
                 reply(True, generate(omni, *args, **kwargs))
             else:
                 reply(True, rpc(omni, operation, *args))
-        except Exception:
-            reply(False, traceback.format_exc())
+        except Exception as error:
+            reply_error(error)
     omni.close()
 
 

@@ -2,12 +2,15 @@
 
 Training rollouts only, and only what passes between trainer and engine: what the trainer checks, it checks as ever.
 """
+import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
+from common.errors import RunError, one_line
 from common.rollout import VLLMEngine
 
 import torch
@@ -35,18 +38,24 @@ def bf16_latents(answer):
 
 
 REQUESTS = {"sigmas": shifted_sigmas, "steps": one_step_less, "guidance": without_guidance}
+SIGNALS = {"killed": signal.SIGKILL, "stuck": signal.SIGSTOP}  # to the engine, in its second rollout
 ANSWERS = {"bf16_latents": bf16_latents}
-BREAKAGES = (*REQUESTS, *ANSWERS, "stale")
+BOUND = {"push_lora": lambda tensors: len(tensors) // 2, "push_weights": len}  # what an engine that took them says
+BREAKAGES = (*REQUESTS, *ANSWERS, *SIGNALS, "stale")
 
 
 def break_engine(breakage, call=VLLMEngine._call, verify_push=VLLMEngine.verify_push):
-    """Patch VLLMEngine. With "stale", the adapter verified at the start of the run stays the engine's."""
+    """Patch VLLMEngine. With "stale", the policy verified at the start of the run stays the engine's."""
     def broken_call(self, operation, *args, **kwargs):
-        if operation == "push_lora" and breakage == "stale" and getattr(self, "verified", False):
-            return len(args[0]) // 2
+        if operation in BOUND and breakage == "stale" and getattr(self, "verified", False):
+            return BOUND[operation](args[0])
         training = operation == "generate" and args[0].sde_steps
         if training and breakage in REQUESTS:
             args = REQUESTS[breakage](args[0]), *args[1:]
+        if training and breakage in SIGNALS:
+            self.rollouts = getattr(self, "rollouts", 0) + 1
+            if self.rollouts == 2:
+                os.kill(self.process.pid, SIGNALS[breakage])
         answer = call(self, operation, *args, **kwargs)
         return ANSWERS[breakage](answer) if training and breakage in ANSWERS else answer
 
@@ -62,4 +71,7 @@ def break_engine(breakage, call=VLLMEngine._call, verify_push=VLLMEngine.verify_
 if __name__ == "__main__":
     break_engine(sys.argv[1])
     args = tyro.cli(flow_grpo.Args, args=sys.argv[2:], use_underscores=True, config=(tyro.conf.FlagConversionOff,))
-    flow_grpo.main(args, *flow_grpo.check_args(args))
+    with one_line(ValueError):
+        checked = flow_grpo.check_args(args)
+    with one_line(RunError):
+        flow_grpo.main(args, *checked)

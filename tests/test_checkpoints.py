@@ -342,7 +342,7 @@ def test_rewind_without_metrics(tmp_path):
 def test_rewind_refuses_what_is_no_metrics_file(tmp_path, line):
     text = '{"training/global_step": 0}\n' + line + '\n{"training/global_step": 2}\n'
     (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: a line is not a step's metrics"):
+    with pytest.raises(RunError, match=r"metrics\.jsonl: a line is not a step's metrics"):
         rewind(tmp_path, 1)
     assert (tmp_path / "metrics.jsonl").read_text() == text
 

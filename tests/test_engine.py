@@ -11,7 +11,7 @@ import flow_grpo
 from common.lora import read_lora
 from common.models import StableDiffusion3, find_family, load_model
 from common.policy import policy_tensors
-from common.rollout import EngineError, RolloutRequest, VLLMEngine, check_attention_backend, split_tensors
+from common.rollout import EngineError, RolloutRequest, VLLMEngine, check_attention_backend
 from common.run import save_weights
 from tests.conftest import EMBEDDED, ROOT
 from tests.test_flow_grpo import policy_without_fsdp
@@ -171,7 +171,7 @@ def test_first_push_of_full_weights_is_verified(full_engine, monkeypatch):
         full_engine.pushed = None
         full_engine.verify_push(tensors, None, request)
 
-    monkeypatch.setattr(common.rollout, "MESSAGE_BYTES", 2**20)
+    monkeypatch.setattr(common.rollout, "TENSORS_PER_MESSAGE", 40)
     real, sent = full_engine._call, []
     fake = {"push_weights": lambda operation, part: len(part)}
     monkeypatch.setattr(full_engine, "_call", lambda operation, *a, **k: fake.get(operation, real)(operation, *a, **k))
@@ -217,13 +217,6 @@ def test_bf16_engine_takes_fp32_weights(tmp_path):
     request.conditioning = {name: tensor.bfloat16() for name, tensor in request.conditioning.items()}
     engine.verify_push(model.transformer.state_dict(), None, request)
     engine.close()
-
-
-def test_split_tensors():
-    tensors = {"a": torch.zeros(2), "b": torch.zeros(1), "c": torch.zeros(9), "d": torch.zeros(1)}  # 8, 4, 36, 4 bytes
-    assert [list(part) for part in split_tensors(tensors, 12)] == [["a", "b"], ["c"], ["d"]]
-    assert [list(part) for part in split_tensors(tensors, 1)] == [["a"], ["b"], ["c"], ["d"]]
-    assert list(split_tensors({}, 12)) == []
 
 
 def test_attention_backend_is_one_for_both(monkeypatch):

@@ -183,7 +183,7 @@ ERRORS = {
         "--num_prompts x --group_size = 25 does not divide into 4 updates x 1 ranks x --micro_batch_size 6",
     "--num_inference_steps 6 --sde_window_size 4 --sde_window_range 7 11":
         "--sde_window_range 7 11: no window of 4 fits in it and in 0 to 4",
-    "--noise_level 0": "--noise_level 0.0: without noise there is no log-prob to train",
+    "--noise_level 0": "--noise_level 0.0: must be above 0",
     "--model no/such/model": "--model no/such/model: ",
     "--train_prompts plain.txt": 'plain.txt:2: OCR needs a prompt with text in double quotes, got: a sign',
 }

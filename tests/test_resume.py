@@ -74,6 +74,8 @@ def assert_equal_runs(run, expected, first=0, step=4):
     assert rows[:step + 1 - first] == expected_rows[first:step + 1]
     states = [load_checkpoint(folder / "checkpoints" / f"step_{step:06d}.pt") for folder in (run, expected)]
     for state in states:
+        if first:
+            del state["best"]  # that of the new folder
         del state["args"]  # the name differs, and what asked for the interruption
         for group in state["optimizer"]["param_groups"]:
             group["betas"] = list(group["betas"])  # a tuple until it is loaded
@@ -183,14 +185,16 @@ def test_full_weights_and_the_best_of_them(options, uninterrupted, tmp_path):
     scores = [row["val/noise/mean"] for row in read_metrics(whole)]
     best = scores.index(max(scores))
     states = [load_checkpoint(path) for path in saved_checkpoints(whole)]  # of steps 1 to 4
-    assert 1 <= best <= 3 and [state["best"] for state in states[best - 1:]] == [max(scores)] * (5 - best)
-    assert list(states[3]["policies"]) == ["default", "ema"]
-    assert not any("lora" in key for key in states[3]["policies"]["ema"])
-    for name, state in (("best_adapter", states[best - 1]), ("adapter", states[3])):
-        saved = load_file(whole / name / "diffusion_pytorch_model.safetensors")
-        assert saved.keys() == state["policies"]["ema"].keys()
-        assert all(torch.equal(value, state["policies"]["ema"][key]) for key, value in saved.items())
-    assert not torch.equal(*(states[i]["policies"]["ema"]["pos_embed.proj.weight"] for i in (best - 1, 3)))
+    assert 1 <= best <= 2 and [state["best"] for state in states[best - 1:]] == [max(scores)] * (5 - best)
+    policies = {step: state["policies"]["ema"] for step, state in enumerate(states, 1)}
+    assert not any("lora" in key for key in policies[4]) and list(states[3]["policies"]) == ["default", "ema"]
+    assert not torch.equal(policies[best]["pos_embed.proj.weight"], policies[4]["pos_embed.proj.weight"])
+    best_of_two = scores.index(max(scores[3:]))  # a new folder has a best of its own
+    for folder, step in ((whole / "best_adapter", best), (whole / "adapter", 4),
+                         (tmp_path / "runs" / "other" / "best_adapter", best_of_two)):
+        saved = load_file(folder / "diffusion_pytorch_model.safetensors")
+        assert saved.keys() == policies[step].keys()
+        assert all(torch.equal(value, policies[step][key]) for key, value in saved.items())
 
 
 def test_the_engine_gets_the_resumed_weights(options, uninterrupted, tmp_path):
@@ -339,11 +343,13 @@ def test_what_resume_means(uninterrupted, check, tmp_path):
     assert check("--resume", "latest") is None
     shutil.copy(whole / "metrics.jsonl", tmp_path / "runs" / "flow_grpo")
     assert check("--resume", "latest") is None  # killed before its first checkpoint
-    for options in ([], ["--resume", whole], ["--resume", "latest", "--eval_only", "True"]):
+    for options in ([], ["--resume", whole], ["--resume", whole, "--eval_only", "True"]):
         with pytest.raises(ValueError) as error:
             check(*options)
         assert str(error.value) == ("runs/flow_grpo already holds a run: choose another --name, or go on with "
                                     "--resume latest")
+    with pytest.raises(ValueError, match="^--eval_only writes under a new --name"):
+        check("--resume", "latest", "--eval_only", "True")
     for nothing in (tmp_path / "runs" / "flow_grpo", "no/such/run"):
         with pytest.raises(ValueError, match=f"^--resume {nothing}: no checkpoint there$"):
             check("--name", "new", "--resume", nothing)

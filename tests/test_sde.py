@@ -3,7 +3,15 @@ import itertools
 import math
 from collections import Counter
 
-from common.sde import draw_noise, image_seed, random_window_start, sde_step, sigma_schedule
+from common.sde import (
+    SDEStepOutput,
+    draw_noise,
+    image_seed,
+    kl_divergence,
+    random_window_start,
+    sde_step,
+    sigma_schedule,
+)
 
 import pytest
 import torch
@@ -356,3 +364,32 @@ def test_sigma_schedule_is_a_copy():
     sigma_schedule(scheduler, 4, 64)
     assert torch.equal(timesteps, kept[0])
     assert torch.equal(sigmas, kept[1])
+
+
+# ---- KL --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("sde_type", "kl_type", "expected"), [  # std .5 and .25, dt -.2, mean squares .04 and .01
+    ("sde", "paper", [0.04 / 0.5, 0.01 / 0.125]), ("sde", "code", [0.2 * 0.04 / 0.5, 0.2 * 0.01 / 0.125]),
+    ("dance", "code", [0.04 / 0.5, 0.01 / 0.125]), ("cps", "code", [0.04 / 0.5, 0.01 / 0.125]),
+    ("cps_gauss", "paper", [0.04 / 0.5, 0.01 / 0.125])])
+def test_kl_by_hand(sde_type, kl_type, expected):
+    mean, ref_mean = torch.zeros(2, 3, 4, dtype=torch.float64), torch.zeros(2, 3, 4, dtype=torch.float64)
+    mean[0], mean[1, :, 0] = 0.2, 0.2  # a quarter of the second sample's elements
+    std = torch.tensor([0.5, 0.25], dtype=torch.float64)
+    kl = kl_divergence(SDEStepOutput(mean, None, mean, std), ref_mean, -0.2, sde_type, kl_type)
+    torch.testing.assert_close(kl, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+    assert kl_divergence(SDEStepOutput(mean, None, mean, std), mean, -0.2, sde_type, kl_type).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("sde_type", TYPES)
+def test_kl_is_that_of_torch_and_code_is_paper_times_dt_for_sde(sde_type):
+    """Invariant 9, with std as sde_step has it: 'paper' is the divergence of the two Gaussians, per element."""
+    g = torch.Generator().manual_seed(0)
+    x, v, v_ref, noise = (torch.randn(3, 2, 5, generator=g, dtype=torch.float64) for _ in range(4))
+    out, ref = (sde_step(x, v, 0.6, 0.35, 0.7, sde_type=sde_type, noise=noise) for v in (v, v_ref))
+    std = out.transition_std[:, None, None]
+    normal = [torch.distributions.Normal(o.prev_sample_mean, std) for o in (out, ref)]
+    paper = kl_divergence(out, ref.prev_sample_mean, -0.25, sde_type, "paper")
+    torch.testing.assert_close(paper, torch.distributions.kl_divergence(*normal).flatten(1).mean(1), rtol=1e-9, atol=0)
+    code = kl_divergence(out, ref.prev_sample_mean, -0.25, sde_type, "code")
+    torch.testing.assert_close(code, paper * (0.25 if sde_type == "sde" else 1), rtol=1e-12, atol=0)
+    assert (paper > 0).all()

@@ -1,0 +1,145 @@
+"""Every option of every script stands in a test, and those that stand in no other do here what they say."""
+import ast
+import json
+import math
+import re
+
+import flow_grpo
+from common.sde import image_seed
+from tests.conftest import ROOT, few_eval_prompts, read_metrics
+from tests.test_faults import TINY, run_here
+from tests.test_style import SCRIPTS, args_fields
+
+import pytest
+import torch
+from PIL import Image
+
+LOCAL = [*TINY, "--rollout", "local"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_option_stands_in_a_test(script):
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").glob("*.py") if path.name != "test_style.py")
+    names = [name for name, _ in args_fields(ast.parse((ROOT / script).read_text()))]
+    assert len(names) > 30
+    assert [name for name in names if not re.search(rf'--{name}\b|\b{name}=|"{name}"', sources)] == []
+
+
+# ---- one run with many of them ---------------------------------------------------------------------------------------
+REWARD = """
+def by_place(images, prompts, metadata):  # 0, 1, 2, 3 in each group of four
+    return [float(i % 4) for i in range(len(images))]
+def length(images, prompts, metadata):
+    return [len(prompt) / 100 for prompt in prompts]
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("options")
+    (folder / "mine.py").write_text(REWARD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        patch.setenv("WANDB_DATA_DIR", str(folder / "wandb_data"))  # where artifacts wait for a sync
+        assert run_here(folder, "flow_grpo.py", *LOCAL, "--name", "all", "--track", "True", "--profile_steps", 2,
+                        "--num_steps", 4, "--eval_every", 2, "--keep_checkpoints", 1, "--max_prompts", 3,
+                        "--eval_images_per_prompt", 2, "--scale_rewards", "none", "--kl_coef", 0.01, "--kl_type",
+                        "paper", "--reward", folder / "mine.py:by_place", folder / "mine.py:length", "--reward_weights",
+                        1.0, 0.5, "--adv_clip_max", 1.25) is None
+    return folder / "runs" / "all"
+
+
+def test_evaluation_takes_the_first_prompts_and_images_of_their_own_seeds(run):
+    prompts = (ROOT / "assets" / "eval_prompts.txt").read_text().splitlines()[:3]
+    for step in (0, 2, 4):
+        lines = (run / "samples" / f"{step:04d}" / "samples.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        assert [s["prompt"] for s in samples] == [prompts[i // 2] for i in range(6)]
+        assert [s["seed"] for s in samples] == [image_seed("eval", i % 2, i // 2) for i in range(6)]
+        assert len({s["seed"] for s in samples}) == 6
+        images = [Image.open(run / "samples" / f"{step:04d}" / s["file"]) for s in samples]
+        assert [image.size for image in images] == [(96, 32)] * 6
+        assert len({image.convert("RGB").tobytes() for image in images}) == 6
+        # 0 and 1, 2 and 3, 0 and 1: prompts' means .5, 2.5, .5
+        assert [s["by_place"] for s in samples] == [0, 1, 2, 3, 0, 1]
+        row = read_metrics(run)[step]
+        assert row["val/by_place/mean"] == pytest.approx(3.5 / 3)
+        variance = (2 * (0.5 - 3.5 / 3) ** 2 + (2.5 - 3.5 / 3) ** 2) / 3
+        assert row["val/by_place/stderr"] == pytest.approx(math.sqrt(variance / 3))
+        assert row["val/length/mean"] == pytest.approx(sum(len(p) / 100 for p in prompts) / 3)
+
+
+def test_advantages_are_neither_scaled_nor_beyond_the_clamp_and_checkpoints_are_one(run):
+    rows = read_metrics(run)
+    assert len(rows) == 5
+    for row in rows[1:]:  # of 0 to 3, around 1.5; what the prompt alone decides drops out
+        assert (row["critic/advantages/max"], row["critic/advantages/min"]) == (1.25, -1.25)
+        assert row["critic/rewards/by_place/mean"] == pytest.approx(1.5)
+        assert row["critic/rewards/mean"] == pytest.approx(1.5 + row["critic/rewards/length/mean"] / 2)
+    assert rows[1]["actor/kl_loss"] == 0 and rows[2]["actor/kl_loss"] > 0
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000004.pt"]
+
+
+def test_profile_steps_writes_a_trace_of_that_step_alone(run):
+    assert [path.name for path in run.glob("trace_*")] == ["trace_0002.json"]
+    names = [event.get("name", "") for event in json.loads((run / "trace_0002.json").read_text())["traceEvents"]]
+    assert {name for name in names if name.startswith("ProfilerStep")} == {"ProfilerStep#2"}
+    for of_an_update in ("aten::mm", "Optimizer.step#AdamW.step"):
+        assert of_an_update in names
+    assert names.count("Optimizer.step#AdamW.step") == 1
+
+
+def test_track_leaves_wandbs_table_of_images(run):
+    """What wandb keeps for a sync: the run, and of each evaluation a table whose cells are the images."""
+    (offline,) = (run / "wandb").glob("offline-run-*")
+    record = next(offline.glob("run-*.wandb")).read_bytes()
+    assert b"actor/kl_loss" in record and b"val/by_place/mean" in record and len(
+        list(offline.glob("files/media/table/val/images_*.table.json"))) == 3
+    staged = [path.read_bytes() for path in (run.parents[1] / "wandb_data" / "artifacts" / "staging").iterdir()]
+    tables = [json.loads(data) for data in staged if data.startswith(b"{") and b'"prompt and score"' in data]
+    assert {table["data"][0][0] for table in tables} == {0, 2, 4}
+    paths = set()
+    for table in tables:
+        assert table["columns"] == ["step", "prompt and score", "image"]
+        assert [caption[-4:] for _, caption, _ in table["data"]] == ["0.00", "1.00", "2.00", "3.00", "0.00", "1.00"]
+        assert all((image["_type"], image["width"], image["height"]) == ("image-file", 96, 32)
+                   for _, _, image in table["data"])
+        paths |= {image["path"] for _, _, image in table["data"]}
+    assert sum(data.startswith(b"\x89PNG") for data in staged) == 18 >= len(paths) > 6
+
+
+# ---- others ----------------------------------------------------------------------------------------------------------
+def test_eval_only_evaluates_what_resume_names_and_trains_nothing(run, tmp_path):
+    options = [*LOCAL, "--max_prompts", 2, "--eval_only", "True"]
+    assert run_here(tmp_path, "flow_grpo.py", "--name", "base", *options) is None
+    assert run_here(tmp_path, "flow_grpo.py", "--name", "trained", "--resume", run, *options) is None
+    (base,), (trained,) = (read_metrics(tmp_path / "runs" / name) for name in ("base", "trained"))
+    assert (base["training/global_step"], trained["training/global_step"]) == (0, 4)
+    assert "val/ocr/mean" in base and "val/ocr/mean" in trained and not any("actor" in name for name in trained)
+    assert not (tmp_path / "runs/trained/checkpoints").exists()
+
+
+def test_the_engine_is_started_as_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(flow_grpo, "VLLMEngine", lambda *args: args)
+    args = flow_grpo.Args(rollout_batch_size=5, engine_timeout_s=7, dtype="bfloat16", model="a/model",
+                          attention_backend="sage")
+    cpu = torch.device("cpu")
+    assert flow_grpo.start_engine(args, tmp_path, 3, cpu) == (
+        "a/model", "bfloat16", 5, tmp_path / "engine_rank3.log", 7, None, torch.get_num_threads(), "sage")
+
+
+def test_nft_and_dpo_options(tmp_path):
+    few = [*few_eval_prompts(tmp_path, 2), "--num_steps", 2]
+    assert run_here(tmp_path, "diffusion_nft.py", *LOCAL, *few, "--adv_mode", "positive_only", "--decay_schedule",
+                    "fixed", "--old_decay", 0.75, "--learning_rate", 3e-3) is None
+    rows = read_metrics(tmp_path / "runs" / "diffusion_nft")[1:]
+    assert [row["old_policy/decay"] for row in rows] == [0.75, 0.75] and rows[0]["actor/grad_norm"] > 0
+    old, default = (torch.load(tmp_path / "runs/diffusion_nft/checkpoints/step_000002.pt",
+                               weights_only=True)["policies"][name] for name in ("old", "default"))
+    assert any(not torch.equal(old[key], default[key]) for key in old)
+
+    pairs = ["--num_pair_prompts", 6, "--group_size", 4, "--num_pairs", 2]
+    assert run_here(tmp_path, "dpo_offline.py", *pairs, *few, "--dpo_beta", 1e-9) is None
+    rows = read_metrics(tmp_path / "runs" / "dpo_offline")[1:]
+    assert [row["actor/loss"] for row in rows] == pytest.approx([math.log(2)] * 2, abs=1e-6)  # no logit at all

@@ -1,0 +1,455 @@
+"""The policies of a run: which acts, which is trained, what follows; the KL to the reference; memory and dtype."""
+import copy
+import math
+import shutil
+from dataclasses import replace
+
+import flow_grpo
+from common.data import GroupSampler
+from common.errors import RunError
+from common.models import find_family, load_model
+from common.policy import acting, add_policies, follow, load_policy_tensors, make_lora, policy_tensors, use_policy
+from common.run import save_weights
+from common.sde import kl_divergence, sde_step
+from tests.conftest import EMBEDDED, few_eval_prompts, read_metrics, torchrun
+from tests.test_faults import TINY, run_here
+from tests.test_flow_grpo import one_rank  # noqa: F401  (a fixture)
+
+import numpy as np
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from safetensors.torch import load_file
+
+NAMES = ["default", "old", "ema", "reference"]
+PROMPTS = ['a red sign that says "12"', 'a blue sign that says "345"']
+
+
+@pytest.fixture(scope="module")
+def lora_file(tmp_path_factory):
+    """A LoRA of rank 4 that acts, in a folder as a run saves it."""
+    folder, model = tmp_path_factory.mktemp("lora"), load()
+    add_policies(model, make_lora(model, None, 4, 8), ["default"])
+    disturb(model, "default", 0.05)
+    save_weights(folder, model.pipe, *policy_tensors(model))
+    return folder
+
+
+def load(dtype=torch.float32):
+    return load_model(find_family(EMBEDDED), EMBEDDED, dtype, torch.device("cpu"))
+
+
+@torch.no_grad()
+def disturb(model, name, size=1e-3, seed=5):
+    """Move policy `name`: a LoRA's B, or all of its weights; sharded ones too."""
+    generator = torch.Generator().manual_seed(seed)
+    for key, p in model.policies[name].named_parameters():
+        if f".lora_B.{name}." in key or "lora_" not in key and not hasattr(model.transformer, "peft_config"):
+            local = p.to_local() if hasattr(p, "to_local") else p
+            local += torch.randn(local.shape, generator=generator) * size
+
+
+@pytest.fixture(params=["lora", "lora_path", "full"])
+def model(request, lora_file):
+    """The embedded model with all four policies, unsharded, `default` and `ema` moved off the others."""
+    model, path = load(), lora_file if request.param == "lora_path" else None
+    torch.manual_seed(1)
+    add_policies(model, make_lora(model, path, 0 if request.param == "full" else 4, 8), NAMES)
+    model.kind = request.param
+    disturb(model, "default", seed=6)
+    disturb(model, "ema", seed=7)
+    return model
+
+
+def velocity(model, name):
+    conditioning = model.encode_prompts(PROMPTS, 16)
+    x = torch.randn(2, *model.schedule(2, 32, 96)[2], generator=torch.Generator().manual_seed(2))
+    with torch.no_grad(), acting(model, name):
+        return model.predict_velocity(x, torch.tensor(700.0), conditioning)
+
+
+def whole_state(model):
+    """Everything that a pass of another policy could leave changed."""
+    transformer = model.transformer
+    state = {"params": [(name, p.requires_grad, p.detach().clone()) for name, p in transformer.named_parameters()],
+             "training": [m.training for m in transformer.modules()], "which": id(transformer),
+             "adapters": [(m._active_adapter, m._disable_adapters) for m in transformer.modules()
+                          if hasattr(m, "_disable_adapters")],
+             "rng": torch.get_rng_state()}
+    assert model.kind == "full" or state["adapters"]
+    return state
+
+
+def same(a, b):
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+# ---- who acts --------------------------------------------------------------------------------------------------------
+def test_only_default_asks_for_a_gradient_whoever_acts(model):
+    trained = {id(p) for name, p in model.policies["default"].named_parameters()
+               if model.kind == "full" or ".default." in name}
+    assert len(trained) == (62 if model.kind != "full" else len(list(model.transformer.parameters())))
+    for name in (*NAMES, "default"):
+        use_policy(model, name)
+        asking = {id(p) for policy in model.policies.values() for p in policy.parameters() if p.requires_grad}
+        acting_asks = {id(p) for p in model.transformer.parameters() if p.requires_grad}
+        assert asking == trained
+        assert acting_asks == (trained if model.kind != "full" or name == "default" else set())
+
+
+def test_each_policy_acts_as_itself(model):
+    base = load()
+    if model.kind == "lora_path":  # the reference is that adapter and not the base
+        base.transformer.add_adapter(model.transformer.peft_config["reference"])
+    v = {name: velocity(model, name) for name in NAMES}
+    assert torch.equal(v["old"], v["reference"])  # where default began
+    for a, b in (("default", "old"), ("ema", "old"), ("default", "ema")):
+        assert (v[a] - v[b]).abs().max() > 1e-4, (a, b)
+    base.kind, base.policies = None, {"default": base.transformer}
+    with torch.no_grad():
+        x = torch.randn(2, *base.schedule(2, 32, 96)[2], generator=torch.Generator().manual_seed(2))
+        v_base = base.predict_velocity(x, torch.tensor(700.0), base.encode_prompts(PROMPTS, 16))
+    assert torch.equal(v["reference"], v_base) == (model.kind != "lora_path")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_policys_pass_leaves_no_trace(model, name):
+    """Invariant 9: adapters, requires_grad flags, modes and RNG are as before."""
+    before = whole_state(model)
+    velocity(model, name)
+    assert same(whole_state(model), before)
+
+
+def test_follow(model):
+    before = {name: policy_tensors(model, name)[0] for name in model.policies}
+    follow(model, "old", 0.25)
+    after = {name: policy_tensors(model, name)[0] for name in model.policies}
+    for key, value in after["old"].items():
+        torch.testing.assert_close(value, 0.25 * before["old"][key] + 0.75 * before["default"][key], rtol=0, atol=1e-6)
+    assert not same(after["old"], before["old"])
+    assert same({**after, "old": None}, {**before, "old": None})  # the others have not moved
+    follow(model, "old", 0.0)
+    assert same(policy_tensors(model, "old")[0], before["default"])
+    assert torch.equal(velocity(model, "old"), velocity(model, "default"))
+
+
+def test_policy_tensors_come_back_and_are_copies(model):
+    tensors = policy_tensors(model, "ema")[0]
+    kept = {key: value.clone() for key, value in tensors.items()}
+    load_policy_tensors(model, "old", tensors)
+    assert same(policy_tensors(model, "old")[0], kept)
+    for value in tensors.values():
+        value.zero_()
+    assert same(policy_tensors(model, "ema")[0], kept) and same(policy_tensors(model, "old")[0], kept)
+
+
+@pytest.mark.parametrize("change", ["less", "more", "shape"])
+def test_tensors_of_another_policy_are_refused_in_a_line(model, change):
+    tensors = policy_tensors(model)[0]
+    key = sorted(tensors)[3]
+    if change == "shape":
+        tensors[key] = tensors[key][:-1]
+    elif change == "more":
+        key = "a.new.weight"
+        tensors[key] = torch.zeros(1)
+    else:
+        del tensors[key]
+    before = policy_tensors(model)[0]
+    with pytest.raises(RunError) as error:
+        load_policy_tensors(model, "default", tensors)
+    assert key in str(error.value) and "--lora_rank" in str(error.value) and "\n" not in str(error.value)
+    assert same(policy_tensors(model)[0], before)
+
+
+# ---- which modules ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("target", "exclude", "count"), [
+    ((), (), 31), (("to_q", "proj_out"), (), None), (("attn.to_q", "ff.net.2"), (), None),
+    ((), ("to_q", "to_k"), None)])
+def test_exactly_those_modules_get_a_lora(target, exclude, count):
+    model = load()
+    ends, linear = target or model.lora_target_modules, torch.nn.Linear
+
+    def chosen(name, module):
+        return (isinstance(module, linear) and any(name == end or name.endswith(f".{end}") for end in ends)
+                and not any(name == end or name.endswith(f".{end}") for end in exclude))
+
+    expected = {name for name, module in model.transformer.named_modules() if chosen(name, module)}
+    add_policies(model, make_lora(model, None, 4, 8, target, exclude), ["default"])
+    got = {key.rpartition(".lora_")[0] for key in policy_tensors(model)[0]}
+    assert got == expected and len(got) == (count or len(got))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ((("to_q", "to_z"), ()), "--lora_target_modules to_z: SD3Transformer2DModel has no such module"),
+    ((("to_q",), ("to_z",)), "--lora_exclude_modules to_z: SD3Transformer2DModel has no such module")])
+def test_an_unknown_module_is_named(options, message):
+    model = load()
+    with pytest.raises(RunError, match=f"^{message}$"):
+        add_policies(model, make_lora(model, None, 4, 8, *options), ["default"])
+
+
+# ---- KL --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kl_type", ["code", "paper"])
+@pytest.mark.parametrize("sde_type", ["sde", "dance", "cps_gauss"])
+def test_the_optimum_in_one_dimension(sde_type, kl_type):
+    """Invariant 10: reward c x, advantages neither normalised nor clipped: the mean ends at mu0 + c q^2 / b.
+
+    The expectation over the policy's samples is exact: Gauss-Hermite nodes, their weights being those of the loss.
+    """
+    c, b, x = 0.8, 2.5, torch.tensor([[0.3]], dtype=torch.float64)
+    s, s_next, level = 0.6, 0.35, 0.7
+    q2 = {"sde": level**2 * s / (1 - s), "dance": level**2,
+          "cps_gauss": (s_next * math.sin(level * math.pi / 2)) ** 2}[sde_type]
+    if sde_type != "cps_gauss" and not (kl_type == "code" and sde_type == "sde"):
+        q2 *= s - s_next  # std^2
+    nodes, weights = (torch.from_numpy(a) for a in np.polynomial.hermite_e.hermegauss(20))
+    weights = weights / weights.sum() * len(nodes)  # policy_loss takes the mean
+
+    def step(v, **kwargs):
+        return sde_step(x.expand(20, 1), v.expand(20, 1), s, s_next, level, sde_type=sde_type, **kwargs)
+
+    ref_mean = step(torch.tensor(0.2).double(), noise=nodes[:, None]).prev_sample_mean
+    v = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([v], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.985)
+    for _ in range(600):
+        with torch.no_grad():
+            drawn = step(v, noise=nodes[:, None])
+        out = step(v, prev_sample=drawn.prev_sample)
+        loss, _ = flow_grpo.policy_loss(out.log_prob, drawn.log_prob, c * drawn.prev_sample[:, 0], 1e9, weights)
+        kl = kl_divergence(out, ref_mean, s_next - s, sde_type, kl_type).mean()
+        optimizer.zero_grad()
+        (loss + b * kl).backward()
+        optimizer.step()
+        scheduler.step()
+    found = step(v, noise=nodes[:, None]).prev_sample_mean[0, 0].item()
+    assert found == pytest.approx(ref_mean[0, 0].item() + c * q2 / b, abs=1e-3)
+    assert abs(c * q2 / b) > 0.01 and kl.item() == pytest.approx((c * q2 / b) ** 2 / (2 * q2), abs=1e-3)
+
+
+def rollout_of(args, model, sde_steps=(1, 2)):
+    request = flow_grpo.make_request(args, model, PROMPTS, torch.tensor([0, 0, 1, 1]), [1, 2, 3, 4], 4, sde_steps)
+    return request, flow_grpo.rollout(args, model, None, request)
+
+
+def policy(lora_path=None, **changes):
+    args = flow_grpo.Args(rollout="local", num_inference_steps=4, updates_per_rollout=1, max_logprob_drift=1e9,
+                          lora_path=lora_path and str(lora_path), **changes)
+    lora = make_lora(find_family(EMBEDDED), args.lora_path, args.lora_rank, args.lora_alpha)
+    return args, *flow_grpo.load_policy(args, find_family(EMBEDDED), lora, torch.device("cpu"))
+
+
+def one_update(args, model, params, optimizer, advantages):
+    """An update on four images; Adam-free with an SGD optimizer of rate 1, whose change is minus the gradient."""
+    request, out = rollout_of(args, model)
+    return flow_grpo.update(args, model, params, optimizer, request, out, out.log_probs, torch.ones_like(out.log_probs),
+                            advantages)
+
+
+ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -2.0])
+
+
+@pytest.mark.parametrize("kind", ["lora", "lora_path", "full"])
+def test_kl_is_zero_at_first_and_its_gradient_is_not_after_a_step(kind, lora_file, one_rank):  # noqa: F811
+    """Invariant 9, in an update without any advantage: what moves is the KL's doing."""
+    args, model, params = policy(lora_file if kind == "lora_path" else None, kl_coef=0.5, learning_rate=1e-3,
+                                 lora_rank=0 if kind == "full" else 16, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.0, eps=flow_grpo.ADAM_EPS)
+    reference = policy_tensors(model, "reference")[0] if "reference" in model.policies else {}
+    metrics = one_update(args, model, params, optimizer, 0 * ADVANTAGES)
+    assert metrics["actor/kl_loss"] == 0 and metrics["actor/grad_norm"] == 0
+    metrics = one_update(args, model, params, optimizer, ADVANTAGES)
+    assert metrics["actor/kl_loss"] == 0 and metrics["actor/grad_norm"] > 0
+    first = one_update(args, model, params, optimizer, 0 * ADVANTAGES)
+    assert first["actor/kl_loss"] > 0 and first["actor/grad_norm"] > 0
+    args.learning_rate, optimizer = 0.1, torch.optim.SGD(params)  # no momentum from the steps before
+    kl = [one_update(args, model, params, optimizer, 0 * ADVANTAGES)["actor/kl_loss"] for _ in range(3)]
+    assert kl[0] > kl[1] > kl[2] > 0  # back towards the reference
+    if reference:
+        assert same(policy_tensors(model, "reference")[0], reference)
+
+
+# ---- optimizer steps -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rank", [4, 0])
+def test_average_and_warm_up_by_hand(rank, one_rank):  # noqa: F811
+    args, model, params = policy(ema_decay=0.26, lr_warmup_steps=4, learning_rate=2e-3, lora_rank=rank)
+    optimizer = torch.optim.AdamW(params, lr=args.learning_rate, weight_decay=0.0)
+    average, rates = policy_tensors(model, "ema")[0], []
+    start = copy.deepcopy(average)
+    for k in (None, 1, 2, None, 3, 4, 5, 6):
+        gradient = math.nan if k is None else 0.1 * k
+        for p in params:
+            p.grad = torch.zeros_like(p) + gradient
+        flow_grpo.optimizer_step(args, model, params, optimizer)
+        if k:  # 2/11, 3/12, then ema_decay, as 4/13 is above it
+            decay, default = min(0.26, (1 + k) / (10 + k)), policy_tensors(model)[0]
+            average = {key: decay * v + (1 - decay) * default[key] for key, v in average.items()}
+            rates.append(optimizer.param_groups[0]["lr"])
+        for key, value in policy_tensors(model, "ema")[0].items():
+            torch.testing.assert_close(value, average[key], rtol=0, atol=5e-7)
+    assert rates == pytest.approx([5e-4, 1e-3, 1.5e-3, 2e-3, 2e-3, 2e-3])
+    assert not same(average, start)
+
+
+def test_a_checkpoint_before_the_first_optimizer_step_takes_none(one_rank, tmp_path):  # noqa: F811
+    """torch would step Adam once, to have a state to save: warm-up, average and Adam itself would be one ahead."""
+    args, model, params = policy(name="run", ema_decay=0.9)
+    optimizer, sampler = torch.optim.AdamW(params, lr=1e-3), GroupSampler(8, 4, 4, 1)
+    flow_grpo.save(args, tmp_path / "run", model, optimizer, sampler, 1, 0.5)
+    assert not optimizer.state
+    path = tmp_path / "run" / "checkpoints" / "step_000001.pt"
+    assert flow_grpo.load(args, path, model, None, optimizer, sampler) == (1, 0.5)
+    assert not optimizer.state
+    for p in params:
+        p.grad = torch.ones_like(p)
+    flow_grpo.optimizer_step(args, model, params, optimizer)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+    flow_grpo.save(args, tmp_path / "run", model, optimizer, sampler, 2, 0.5)
+    other = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.5)
+    changed = replace(args, name="another", weight_decay=0.5)
+    path = tmp_path / "run" / "checkpoints" / "step_000002.pt"
+    assert flow_grpo.load(changed, path, model, None, other, sampler) == (2, -math.inf)  # its best is of another run
+    assert {int(state["step"]) for state in other.state.values()} == {1}
+    assert other.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_evaluation_uses_the_average_and_leaves_the_trained_weights_alone(one_rank, tmp_path):  # noqa: F811
+    args, model, params = policy(ema_decay=0.9, eval_num_inference_steps=3)
+    disturb(model, "default", 0.1)
+    rewards = {"zero": lambda images, prompts, metadata: [0.0] * len(images)}
+    before = {name: policy_tensors(model, name)[0] for name in model.policies}
+    flags = [p.requires_grad for p in model.transformer.parameters()]
+
+    def images():
+        shown = flow_grpo.evaluate(args, tmp_path, model, None, rewards, PROMPTS, [{}] * 2)[1]
+        return [image.tobytes() for image, _ in shown]
+
+    averaged = images()
+    assert same({name: policy_tensors(model, name)[0] for name in model.policies}, before)
+    assert flags == [p.requires_grad for p in model.transformer.parameters()] and sum(flags) == len(params)
+    model.evaluated = "default"
+    trained = images()
+    assert trained != averaged
+    follow(model, "ema", 0.0)
+    model.evaluated = "ema"
+    assert images() == trained
+
+
+# ---- what it is trained with -----------------------------------------------------------------------------------------
+def gradient(**changes):
+    """(gradient {name: tensor}, metrics, calls of the first block) of one update, by an SGD step of rate 1."""
+    args, model, params = policy(learning_rate=1.0, max_grad_norm=1e9, **changes)
+    disturb(model, "default", 0.02)
+    before, calls = policy_tensors(model)[0], []
+    request, out = rollout_of(args, model)
+    model.transformer.transformer_blocks[0].attn.register_forward_pre_hook(lambda *_: calls.append(1))
+    metrics = flow_grpo.update(args, model, params, torch.optim.SGD(params, lr=1.0), request, out, out.log_probs,
+                               torch.ones_like(out.log_probs), ADVANTAGES)
+    return {key: before[key] - v for key, v in policy_tensors(model)[0].items()}, metrics, len(calls)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The gradient that all memory savers should give."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    found = gradient()
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def assert_same_gradient(found, plain, tolerance):
+    assert max(v.abs().max() for v in plain[0].values()) > 1e-4
+    for key, value in plain[0].items():
+        torch.testing.assert_close(found[0][key], value, rtol=0, atol=tolerance)
+    for name in ("actor/loss", "actor/grad_norm"):
+        assert found[1][name] == pytest.approx(plain[1][name], abs=tolerance)
+
+
+def test_activation_checkpointing_recomputes_and_gives_the_same_gradient(plain, one_rank):  # noqa: F811
+    found = gradient(train_with=("activation_checkpointing",))
+    assert plain[2] == 2 and found[2] == 4  # two trained steps, forward; and again in their backward passes
+    assert_same_gradient(found, plain, 1e-6)
+
+
+def test_cpu_offload_gives_the_same_gradient(plain, one_rank):  # noqa: F811
+    assert_same_gradient(gradient(train_with=("cpu_offload",)), plain, 1e-6)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
+def test_compiled_blocks_give_the_same_gradient(plain, one_rank):  # noqa: F811
+    torch._dynamo.utils.counters.clear()
+    found = gradient(train_with=("compile",))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # it did compile
+    assert_same_gradient(found, plain, 1e-5)
+
+
+def test_bfloat16_keeps_what_is_trained_in_fp32(one_rank):  # noqa: F811
+    args, model, params = policy(dtype="bfloat16", ema_decay=0.5)
+    optimizer = torch.optim.AdamW(params, lr=1e-3)
+    metrics = one_update(args, model, params, optimizer, ADVANTAGES)
+    assert metrics["actor/grad_norm"] > 0 and all(math.isfinite(value) for value in metrics.values())
+    dtypes = {"lora": set(), "base": set(), "adam": set()}
+    for name, p in model.transformer.named_parameters():
+        dtypes["lora" if "lora_" in name else "base"].add(p.dtype)
+    dtypes["adam"] = {v.dtype for state in optimizer.state.values() for v in state.values()}
+    assert dtypes == {"lora": {torch.float32}, "base": {torch.bfloat16}, "adam": {torch.float32}}
+    assert {name.split(".")[-2] for name, _ in model.transformer.named_parameters() if "lora_" in name} == {
+        "default", "ema"}
+    assert model.pipe.vae.dtype == torch.float32
+
+
+def test_full_weights_in_bfloat16_are_trained_in_fp32(one_rank):  # noqa: F811
+    args, model, params = policy(dtype="bfloat16", lora_rank=0, kl_coef=0.1, ema_decay=0.5, learning_rate=1e-5)
+    metrics = one_update(args, model, params, torch.optim.AdamW(params, lr=1e-5), ADVANTAGES)
+    assert metrics["actor/grad_norm"] > 0 and metrics["actor/kl_loss"] == 0
+    assert {name: {p.dtype for p in policy.parameters()} for name, policy in model.policies.items()} == {
+        "default": {torch.float32}, "ema": {torch.float32}, "reference": {torch.bfloat16}}
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+def test_a_run_with_memory_savers_is_the_plain_run_and_bfloat16_runs(tmp_path):
+    options = [*TINY, "--rollout", "local", "--num_steps", 1, "--epochs_per_rollout", 3, "--micro_batch_size", 8,
+               "--updates_per_rollout", 2, *few_eval_prompts(tmp_path, 2)]
+    for name, extra in (("plain", []), ("savers", ["--train_with", "activation_checkpointing", "cpu_offload"]),
+                        ("bf16", ["--dtype", "bfloat16", "--ema_decay", 0.9, "--kl_coef", 0.01])):
+        assert run_here(tmp_path, "flow_grpo.py", "--name", name, *options, *extra) is None
+    rows = {name: read_metrics(tmp_path / "runs" / name)[1] for name in ("plain", "savers", "bf16")}
+    measured = [name for name in rows["plain"] if not name.startswith(("timing", "perf"))]
+    assert len(measured) > 20 and rows["savers"].keys() == rows["plain"].keys()
+    for name in measured:
+        assert rows["savers"][name] == pytest.approx(rows["plain"][name], abs=1e-6), name
+    assert rows["bf16"]["actor/grad_norm"] > 0 and rows["bf16"]["actor/skipped_steps"] == 0
+    state = torch.load(tmp_path / "runs/plain/checkpoints/step_000001.pt", weights_only=True)
+    assert {s["step"].item() for s in state["optimizer"]["state"].values()} == {6}  # 3 epochs x 2 updates
+    state = torch.load(tmp_path / "runs/bf16/checkpoints/step_000001.pt", weights_only=True)
+    assert {v.dtype for policy in state["policies"].values() for v in policy.values()} == {torch.float32}
+
+
+def test_full_weights_on_both_engines_and_on_two_ranks(tmp_path):
+    """--lora_rank 0: the engine is sent all weights; adapter/ is a transformer for diffusers."""
+    options = [*TINY, "--lora_rank", 0, "--learning_rate", 1e-4, "--num_steps", 2, "--kl_coef", 0.01, "--ema_decay",
+               0.9, *few_eval_prompts(tmp_path, 2)]
+    torchrun(tmp_path, "flow_grpo.py", "--name", "vllm", *options)
+    torchrun(tmp_path, "flow_grpo.py", "--name", "two", "--rollout", "local", *options, nproc=2)
+    assert run_here(tmp_path, "flow_grpo.py", "--name", "one", "--rollout", "local", *options) is None
+    rows = {name: read_metrics(tmp_path / "runs" / name) for name in ("vllm", "one", "two")}
+    assert rows["vllm"][2]["rollout_corr/logprob_abs_diff_max"] <= 2e-6  # what step 1 trained was pushed
+    assert rows["vllm"][2]["actor/kl_loss"] > 0
+    for other in ("vllm", "two"):
+        for name in ("actor/loss", "actor/grad_norm", "critic/rewards/mean"):
+            assert rows[other][1][name] == pytest.approx(rows["one"][1][name], abs=1e-5), (other, name)
+
+    run = tmp_path / "runs" / "vllm"
+    assert {path.name for path in (run / "adapter").iterdir()} == {"config.json", "diffusion_pytorch_model.safetensors"}
+    state = torch.load(run / "checkpoints" / "step_000002.pt", weights_only=True)
+    assert state["policies"].keys() == {"default", "ema"}
+    loaded = SD3Transformer2DModel.from_pretrained(run / "adapter")
+    assert same(dict(loaded.state_dict()), state["policies"]["ema"])
+    assert not same(state["policies"]["default"], state["policies"]["ema"])
+    base = load_file(EMBEDDED / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert not same(state["policies"]["ema"], {key: value.float() for key, value in base.items()})
