@@ -46,13 +46,9 @@ def save_checkpoint(run, step, state, keep):
             with open(temporary, "wb") as file:
                 torch.save(state, file)
             load_checkpoint(temporary)  # read back before an older one goes
-    except (OSError, RuntimeError) as error:
-        # Closing its archive, torch raises "unexpected pos"; what the file raised before is that error's context
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
+    except RunError as error:
         rest = f"{before[-1]} is intact: --resume continues from it" if before else "there is no earlier one"
-        raise RunError(f"{path} could not be written ({cause.strerror}); {rest}") from error
+        raise RunError(f"{error}; {rest}") from error
     saved = saved_checkpoints(run)
     for old in saved[: saved.index(path) + 1][:-keep]:
         old.unlink()

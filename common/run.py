@@ -20,6 +20,7 @@ import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 from PIL import Image, ImageDraw
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
@@ -30,16 +31,27 @@ def create_run_folder(folder, args, script, checkpoint=None):
     Where the run in it goes on from `checkpoint`, these stand beside the first ones, under the checkpoint's name.
     """
     folder = Path(folder)
-    suffix = f"_{Path(checkpoint).stem}" if checkpoint and (folder / "args.json").exists() else ""
-    folder.mkdir(parents=True, exist_ok=True)
-    git_hash = None
-    if shutil.which("git"):
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(script).parent, capture_output=True, text=True)
-        git_hash = git.stdout.strip() or None
-    record = {"command": " ".join(sys.argv), "git_hash": git_hash, "args": asdict(args)}
-    (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
-    shutil.copy(script, folder / f"source{suffix}.py")
+    with writing(folder):
+        suffix = f"_{Path(checkpoint).stem}" if checkpoint and (folder / "args.json").exists() else ""
+        folder.mkdir(parents=True, exist_ok=True)
+        git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(script).parent, capture_output=True, text=True)
+        record = {"command": " ".join(sys.argv), "git_hash": git.stdout.strip() or None, "args": asdict(args)}
+        (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+        shutil.copy(script, folder / f"source{suffix}.py")
     return folder
+
+
+@contextmanager
+def writing(path):
+    """A full or failing disk ends the block, and with it the run, by a RunError that names `path`."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # Closing its archive, torch raises "unexpected pos"; what the file raised before is that error's context
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        if isinstance(error, RunError) or not isinstance(cause, OSError | SafetensorError):
+            raise  # named already, or not of the disk
+        raise RunError(f"{path} could not be written ({getattr(cause, 'strerror', None) or cause})") from error
 
 
 @contextmanager
@@ -47,27 +59,26 @@ def atomic_file(path):
     """Yield the path of a temporary file that takes the place of `path` once the block has ended and it is on disk.
 
     A kill, an exception or a full disk at any moment leaves the previous `path`, or the new one, whole; only a kill
-    leaves the temporary file.
+    leaves the temporary file. A full disk raises `writing`'s RunError.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
-    try:
-        yield temporary
-        sync(temporary)
-        temporary.replace(path)
-        sync(path.parent)  # the new name is on disk too
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            sync(temporary)
+            temporary.replace(path)
+            sync(path.parent)  # the new name is on disk too
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def sync(path):
     """Wait until a file's content, or a folder's names, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 class MetricLog:
@@ -88,17 +99,19 @@ class MetricLog:
         """Write finite numbers under their names; `grid` is the evaluation's list of (PIL image, caption).
 
         Raises:
-            RunError: naming the metrics that are NaN or infinite.
+            RunError: naming the metrics that are NaN or infinite, or the folder that could not be written.
         """
         metrics = {name: float(value) for name, value in metrics.items()}
         bad = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise RunError(f"step {step}: not a finite number: {', '.join(bad)}; is --learning_rate too high?")
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"training/global_step": step, **metrics}) + "\n")
+        with writing(self.folder):
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"training/global_step": step, **metrics}) + "\n")
+            if grid:
+                save_grid(self.folder / f"grid_{step:04d}.png", *zip(*grid, strict=True))
+                plot_curves(self.folder)
         if grid:
-            save_grid(self.folder / f"grid_{step:04d}.png", *zip(*grid, strict=True))
-            plot_curves(self.folder)
             tqdm.write(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in metrics.items() if k.startswith("val/")))
         if self.wandb:
             if grid:
@@ -194,9 +207,10 @@ def save_samples(folder, places, images, prompts, seeds, scores, names):
     if parts is None:
         return None
     samples = sorted({sample[0]: sample for sample in sum(parts, [])}.values(), key=lambda sample: sample[0])
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for _, line, image in samples:
-        image.save(Path(folder) / line["file"])
+    with writing(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for _, line, image in samples:
+            image.save(Path(folder) / line["file"])
     with atomic_file(Path(folder) / "samples.jsonl") as temporary:
         temporary.write_text("".join(json.dumps(line) + "\n" for _, line, _ in samples))
     return [(image, f"{line['prompt']}  {line[names[0]]:.2f}") for _, line, image in samples[:32]]
