@@ -22,12 +22,12 @@ def newest_step(run):
 
 
 def sample(root):
-    """Sums over the run's processes; the engine is the one that runs common.vllm_engine, with what it started."""
+    """Sums over the run's processes; the engine has vllm in its name."""
     record = {"rss_mb": 0.0, "trainer_rss_mb": 0.0, "engine_rss_mb": 0.0, "fds": 0, "threads": 0, "processes": 0}
     for process in [root, *root.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             rss, command = process.memory_info().rss / 1e6, process.cmdline()
-            kind = "engine_rss_mb" if "common.vllm_engine" in command else "trainer_rss_mb"
+            kind = "engine_rss_mb" if "vllm" in " ".join(command).lower() else "trainer_rss_mb"  # it renames itself
             record["rss_mb"] += rss
             record[kind] += rss
             record["fds"] += process.num_fds()

@@ -34,11 +34,8 @@ def create_run_folder(folder, args, script, checkpoint=None):
     with writing(folder):
         suffix = f"_{Path(checkpoint).stem}" if checkpoint and (folder / "args.json").exists() else ""
         folder.mkdir(parents=True, exist_ok=True)
-        git_hash = None
-        if shutil.which("git"):
-            git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(script).parent, capture_output=True, text=True)
-            git_hash = git.stdout.strip() or None
-        record = {"command": " ".join(sys.argv), "git_hash": git_hash, "args": asdict(args)}
+        git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(script).parent, capture_output=True, text=True)
+        record = {"command": " ".join(sys.argv), "git_hash": git.stdout.strip() or None, "args": asdict(args)}
         (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
         shutil.copy(script, folder / f"source{suffix}.py")
     return folder
@@ -49,13 +46,11 @@ def writing(path):
     """A full or failing disk ends the block, and with it the run, by a RunError that names `path`."""
     try:
         yield
-    except RunError:
-        raise  # named already
     except (OSError, RuntimeError, SafetensorError) as error:
         # Closing its archive, torch raises "unexpected pos"; what the file raised before is that error's context
         cause = error.__context__ if isinstance(error, RuntimeError) else error
-        if not isinstance(cause, OSError | SafetensorError):
-            raise
+        if isinstance(error, RunError) or not isinstance(cause, OSError | SafetensorError):
+            raise  # named already, or not of the disk
         raise RunError(f"{path} could not be written ({getattr(cause, 'strerror', None) or cause})") from error
 
 
@@ -82,10 +77,8 @@ def atomic_file(path):
 def sync(path):
     """Wait until a file's content, or a folder's names, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 class MetricLog:
