@@ -146,7 +146,7 @@ def speed_metrics(timing, step, num_images, world_size):
 CURVES = {  # file panel -> metrics drawn in it
     "reward": ("critic/rewards/mean", "val/"),
     "zero-std groups, clip fraction": ("critic/rewards/zero_std_ratio", "actor/pg_clipfrac"),
-    "gradient norm": ("actor/grad_norm",),
+    "gradient norm, KL to the reference": ("actor/grad_norm", "actor/kl_loss"),
     "engine against trainer, |log-prob difference|": (
         "rollout_corr/logprob_abs_diff_mean", "rollout_corr/logprob_abs_diff_max"),
 }
