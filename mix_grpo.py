@@ -57,9 +57,9 @@ class Args:
     max_minutes: float = 0.0
     """finish the step, save and exit after this time, as after SIGTERM or SIGINT; 0: no limit"""
     profile_steps: tuple[int, ...] = ()
-    """steps of which a torch profiler trace is written, for chrome://tracing"""
+    """steps of which a torch profiler trace is written, trace_STEP.json (30 MB or more), for chrome://tracing"""
     eval_only: bool = False
-    """evaluate the checkpoint that resume names (with its options), or the model as it is, under a new name; exit"""
+    """evaluate the checkpoint that resume names (give the options it has), or the model, under a new name, and exit"""
     model: str = str(ASSETS / "embedded")
     """diffusers pipeline: a folder or a hub id"""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -28,8 +28,8 @@ def fit_micro_batch(count, options, num_updates, micro_batch_size):
     world_size = launched_world_size()
     micro_batch_size = min(micro_batch_size, count // (num_updates * world_size) or 1)
     if count % (num_updates * world_size * micro_batch_size):
-        raise ValueError(f"{options} = {count} does not divide into {num_updates} updates x {world_size} ranks x "
-                         f"--micro_batch_size {micro_batch_size}")
+        raise ValueError(f"{options} = {count} cannot be cut into {num_updates} updates x {world_size} ranks of micro-"
+                         f"batches of {micro_batch_size}: change it, the number of updates, or --micro_batch_size")
     return micro_batch_size
 
 

@@ -36,7 +36,7 @@ def add_policies(model, lora, names):
     Raises:
         RunError: a module of the LoRA that the transformer does not have.
     """
-    transformer = model.transformer
+    transformer, model.is_lora = model.transformer, lora is not None
     if lora is None:
         model.policies = {name: copy.deepcopy(transformer) if name != "default" else transformer for name in names}
         for name, policy in model.policies.items():
@@ -77,7 +77,7 @@ def use_policy(model, name):
 
     `reference` is the base model where the policies are LoRAs without one of that name.
     """
-    if is_lora(model):
+    if model.is_lora:
         if name in model.policies:
             model.transformer.enable_adapters()
             model.transformer.set_adapter(name)
@@ -103,11 +103,6 @@ def acting(model, name, engine=None, in_engine="default"):
         engine.push(*policy_tensors(model, in_engine))
 
 
-def is_lora(model):
-    """Whether the policies are adapters."""
-    return hasattr(model.transformer, "peft_config")
-
-
 @torch.no_grad()
 def follow(model, name, decay):
     """policy <- decay policy + (1 - decay) default, on each rank's shards; decay 0 copies to the bit."""
@@ -116,7 +111,7 @@ def follow(model, name, decay):
             policy.reshard()
     source, target = (dict(model.policies[n].named_parameters()) for n in ("default", name))
     for key, p in target.items():
-        if not is_lora(model):
+        if not model.is_lora:
             p.lerp_(source[key].to(p.dtype), 1 - decay)
         elif f".{name}." in key:
             p.lerp_(source[key.replace(f".{name}.", ".default.")], 1 - decay)
@@ -124,7 +119,7 @@ def follow(model, name, decay):
 
 def _live(model, name):
     """{key: this rank's tensor of policy `name`}, sharing its memory; peft's keys have no adapter name."""
-    if is_lora(model):
+    if model.is_lora:
         return get_peft_model_state_dict(model.transformer, adapter_name=name)
     return model.policies[name].state_dict()
 
@@ -140,7 +135,7 @@ def policy_tensors(model, name="default", keep=True):
         whole = p.full_tensor() if isinstance(p, DTensor) else p
         if keep:
             tensors[key] = whole.detach().cpu().clone()
-    return tensors, model.transformer.peft_config[name] if is_lora(model) else None
+    return tensors, model.transformer.peft_config[name] if model.is_lora else None
 
 
 @torch.no_grad()

@@ -112,7 +112,7 @@ def load_rewards(names, weights):
     """
     functions = {}
     if len(weights) != len(names):
-        raise ValueError(f"--reward_weights: {len(weights)} weights for {len(names)} rewards")
+        raise ValueError(f"--reward_weights: {len(weights)} weights for {len(names)} rewards; give one for each")
     for name in names:
         path, _, attribute = name.rpartition(":")
         if not path:
@@ -150,7 +150,7 @@ def score_images(rewards, images, prompts, metadata):
         except Exception as error:
             at = traceback.extract_tb(error.__traceback__)[-1]
             raise RunError(f"reward {name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno}); mend it "
-                           "and go on from the last checkpoint with --resume latest") from error
+                           "and go on with --resume latest") from error
         if scores.shape != (len(images),):
             raise RunError(f"reward {name}: expected {len(images)} scores, got shape {tuple(scores.shape)}")
         if not scores.isfinite().all():

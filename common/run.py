@@ -91,9 +91,9 @@ class MetricLog:
 
             self.wandb, known = wandb, self.folder / "wandb_id.txt"
             if not known.exists():
-                known.write_text(wandb.util.generate_id())
-            wandb.init(project="cleanflow", name=self.folder.name, id=known.read_text(), resume="allow", dir=folder,
-                       config=asdict(args))
+                known.write_text(os.urandom(4).hex())
+            wandb.init(project="cleanflow", name=self.folder.name, id=known.read_text().strip(), resume="allow",
+                       dir=folder, config=asdict(args))
 
     def log(self, step, metrics, grid=None):
         """Write finite numbers under their names; `grid` is the evaluation's list of (PIL image, caption).
@@ -243,3 +243,4 @@ def save_weights(folder, pipe, tensors, lora_config):
         else:
             pipe.transformer.save_config(folder)
             save_file(tensors, temporary)
+        temporary.chmod(0o644)  # safetensors lets only its owner read
