@@ -208,7 +208,7 @@ def load_policy(args, family, lora, device):
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
-    for transformer in set(model.policies.values()):  # one with a LoRA, one a policy without
+    for transformer in dict.fromkeys(model.policies.values()):  # one with a LoRA, one a policy without; in one order
         if "activation_checkpointing" in args.train_with:
             transformer.enable_gradient_checkpointing()
         for block in (m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules):
