@@ -219,8 +219,8 @@ def test_the_number_of_ranks_may_change(options, uninterrupted, tmp_path):
     assert done.stdout.count("going on from") == 1
     assert f"going on from {second}; micro_batch_size: 8 -> 4\n" in done.stdout
     assert saved_checkpoints(run) == [third] and len(load_checkpoint(third)["rng"]) == 2
-    done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 4, "--resume", "latest", "--engine_timeout_s", 5)
-    differences = "engine_timeout_s: 600.0 -> 5.0; micro_batch_size: 4 -> 8"
+    done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 4, "--resume", "latest", "--rollout_batch_size", 16)
+    differences = "micro_batch_size: 4 -> 8; rollout_batch_size: 32 -> 16"
     assert f"going on from runs/ranks/checkpoints/{third.name}; {differences}\n" in done.stdout
     assert [path.stem for path in saved_checkpoints(run)] == ["step_000004"]
     rows, expected = read_metrics(run), read_metrics(whole)[3:]
