@@ -217,6 +217,7 @@ def test_a_run_is_not_overwritten_and_torchrun_is_asked_for(tmp_path, monkeypatc
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match="start it with torchrun: torchrun --standalone "):
         flow_grpo.check_args(flow_grpo.Args())
+    monkeypatch.setenv("WORLD_SIZE", "1")
     (tmp_path / "runs" / "old").mkdir(parents=True)
     (tmp_path / "runs" / "old" / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match="runs/old already holds a run: choose another --name"):
