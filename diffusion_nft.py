@@ -36,6 +36,7 @@ import tyro
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from tqdm import tqdm
+from transformers import set_seed
 
 ASSETS = Path(__file__).parent / "assets"
 MAX_SKIPPED = 3  # rollouts in a row without one finite gradient before the run stops
@@ -201,7 +202,7 @@ def load_policy(args, family, lora, device):
     """The pipeline and its policies (common/policy.py), sharded block by block (FSDP2); and what is trained."""
     dtype = getattr(torch, args.dtype)
     model = load_model(family, args.model, dtype, device, args.attention_backend)
-    torch.manual_seed(args.seed)  # the same initial LoRA on every rank
+    set_seed(args.seed)  # the same initial LoRA on every rank
     add_policies(model, lora, ["default", "old", *["ema"] * (args.ema_decay > 0), *["reference"] * (args.kl_coef > 0)])
     model.evaluated = "ema" if args.ema_decay else "default"  # and kept for diffusers
     # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what is to be cast
@@ -405,7 +406,7 @@ def load(args, path, model, engine, optimizer, sampler):
     checkpoints.say_resumed(path, state["args"], asdict(args))
     if engine:
         engine.push(*policy_tensors(model, "old"))
-    return state["step"], state["best"] if path.parents[1].name == args.name else -math.inf
+    return state["step"], state["best"] if args.resume == "latest" else -math.inf
 
 
 # ==== 12 MAIN =========================================================================================================

@@ -35,6 +35,7 @@ from common.run import (
     save_weights,
     speed_metrics,
     step_profiler,
+    writing,
 )
 from common.sde import draw_noise, image_seed, sde_step
 
@@ -46,6 +47,7 @@ from PIL import Image
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from tqdm import tqdm
+from transformers import set_seed
 
 ASSETS = Path(__file__).parent / "assets"
 MAX_SKIPPED = 3  # optimizer steps in a row without a finite gradient before the run stops
@@ -188,7 +190,8 @@ def make_pairs(args, model, rewards, prompts, metadata, folder):
         if totals[best] > totals[worst] and place < num_prompts:
             record = {"prompt": prompts[row]}
             for kind, i in (("chosen", best), ("rejected", worst)):
-                images[i].save(folder / "pairs" / f"{row:05d}_{kind}.png")
+                with writing(folder / "pairs"):
+                    images[i].save(folder / "pairs" / f"{row:05d}_{kind}.png")
                 record |= {kind: f"pairs/{row:05d}_{kind}.png", f"{kind}_score": totals[i].item()}
             records.append((row, record))
     records = [record for _, record in sorted(sum(gather_objects(records), []), key=lambda item: item[0])]
@@ -223,8 +226,8 @@ def encode_pairs(args, model, pairs):
             images = [Image.open(image).convert("RGB") for image in images]
             encoded = {"latents": model.encode_images(images, *args.image_size),
                        **model.encode_prompts([prompt], args.max_sequence_length)}
-            with atomic_file(file) as temporary:
-                torch.save({k: v.cpu() for k, v in encoded.items()}, temporary)
+            with atomic_file(file) as temporary, open(temporary, "wb") as opened:
+                torch.save({k: v.cpu() for k, v in encoded.items()}, opened)
     dist.barrier()
     return files
 
@@ -241,7 +244,7 @@ def load_policy(args, family, lora, device):
     """The pipeline and its policies (common/policy.py), sharded block by block (FSDP2); and what is trained."""
     dtype = getattr(torch, args.dtype)
     model = load_model(family, args.model, dtype, device, args.attention_backend)
-    torch.manual_seed(args.seed)  # the same initial LoRA on every rank
+    set_seed(args.seed)  # the same initial LoRA on every rank
     add_policies(model, lora, ["default", "reference", *["ema"] * (args.ema_decay > 0)])
     model.evaluated = "ema" if args.ema_decay else "default"  # and kept for diffusers
     # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what is to be cast
@@ -394,7 +397,7 @@ def load(args, path, model, optimizer, sampler):
     sampler.load_state_dict(state["sampler"])
     checkpoints.restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
     checkpoints.say_resumed(path, state["args"], asdict(args))
-    return state["step"], state["best"] if path.parents[1].name == args.name else -math.inf
+    return state["step"], state["best"] if args.resume == "latest" else -math.inf
 
 
 # ==== 12 MAIN =========================================================================================================

@@ -1,6 +1,7 @@
 """The policies of a run: which acts, which is trained, what follows; the KL to the reference; memory and dtype."""
 import copy
 import math
+import random
 import shutil
 from dataclasses import replace
 
@@ -295,9 +296,18 @@ def test_average_and_warm_up_by_hand(rank, one_rank):  # noqa: F811
     assert not same(average, start)
 
 
+def test_the_seed_is_that_of_every_generator(one_rank):  # noqa: F811
+    """A reward may draw from any."""
+    draws = set()
+    for _ in range(2):
+        policy(seed=5)
+        draws.add((random.random(), np.random.rand(), torch.rand(()).item()))  # noqa: NPY002
+    assert len(draws) == 1
+
+
 def test_a_checkpoint_before_the_first_optimizer_step_takes_none(one_rank, tmp_path):  # noqa: F811
     """torch would step Adam once, to have a state to save: warm-up, average and Adam itself would be one ahead."""
-    args, model, params = policy(name="run", ema_decay=0.9)
+    args, model, params = policy(name="run", ema_decay=0.9, resume="latest")
     optimizer, sampler = torch.optim.AdamW(params, lr=1e-3), GroupSampler(8, 4, 4, 1)
     flow_grpo.save(args, tmp_path / "run", model, optimizer, sampler, 1, 0.5)
     assert not optimizer.state
@@ -310,7 +320,7 @@ def test_a_checkpoint_before_the_first_optimizer_step_takes_none(one_rank, tmp_p
     assert {int(state["step"]) for state in optimizer.state.values()} == {1}
     flow_grpo.save(args, tmp_path / "run", model, optimizer, sampler, 2, 0.5)
     other = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.5)
-    changed = replace(args, name="another", weight_decay=0.5)
+    changed = replace(args, resume="runs/run", name="another", weight_decay=0.5)
     path = tmp_path / "run" / "checkpoints" / "step_000002.pt"
     assert flow_grpo.load(changed, path, model, None, other, sampler) == (2, -math.inf)  # its best is of another run
     assert {int(state["step"]) for state in other.state.values()} == {1}
