@@ -233,6 +233,20 @@ def test_the_number_of_ranks_may_change(options, uninterrupted, tmp_path):
         assert row["training/epoch"] == other["training/epoch"] and row["actor/lr"] == other["actor/lr"]
 
 
+@pytest.mark.parametrize("script", SIBLINGS)
+def test_the_number_of_ranks_may_change_in_the_others(script, options, uninterrupted, tmp_path):
+    whole, run = uninterrupted(script), tmp_path / "runs" / "ranks"
+    for steps, checkpoint, nproc in ((3, whole / "checkpoints" / "step_000002.pt", 2), (4, "latest", 1)):
+        torchrun(tmp_path, script, *options[script], "--name", "ranks", "--num_steps", steps, "--resume", checkpoint,
+                 nproc=nproc)
+    (third, fourth), expected = read_metrics(run), read_metrics(whole)[3]
+    for name in ("actor/loss", "actor/grad_norm"):
+        assert third[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+    for name in ("training/epoch", "actor/lr", "critic/rewards/ocr/mean", "old_policy/decay"):
+        assert third.get(name) == pytest.approx(expected.get(name), abs=1e-9), name
+    assert fourth["training/global_step"] == 4 and fourth["actor/grad_norm"] > 0
+
+
 def test_eval_only_of_a_checkpoint(options, uninterrupted, tmp_path):
     whole = uninterrupted("flow_grpo.py")
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
