@@ -240,8 +240,8 @@ def test_the_number_of_ranks_may_change_in_the_others(script, options, uninterru
         torchrun(tmp_path, script, *options[script], "--name", "ranks", "--num_steps", steps, "--resume", checkpoint,
                  nproc=nproc)
     (third, fourth), expected = read_metrics(run), read_metrics(whole)[3]
-    for name in ("actor/loss", "actor/grad_norm"):
-        assert third[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+    for name in ("actor/loss", "actor/grad_norm"):  # the mean of two updates, the second after a step of Adam
+        assert third[name] == pytest.approx(expected[name], rel=2e-2, abs=1e-4), name
     for name in ("training/epoch", "actor/lr", "critic/rewards/ocr/mean", "old_policy/decay"):
         assert third.get(name) == pytest.approx(expected.get(name), abs=1e-9), name
     assert fourth["training/global_step"] == 4 and fourth["actor/grad_norm"] > 0
