@@ -57,7 +57,7 @@ class Args:
     max_minutes: float = 0.0
     """finish the step, save and exit after this time, as after SIGTERM or SIGINT; 0: no limit"""
     profile_steps: tuple[int, ...] = ()
-    """steps of which a torch profiler trace is written, trace_STEP.json (30 MB or more), for chrome://tracing"""
+    """steps of which a torch profiler trace is written, trace_STEP.json, large, for chrome://tracing"""
     eval_only: bool = False
     """evaluate the checkpoint that resume names (give the options it has), or the model, under a new name, and exit"""
     model: str = str(ASSETS / "embedded")

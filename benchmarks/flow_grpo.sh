@@ -25,9 +25,9 @@ run flow_grpo-window-1 1 $four --sde_window_range 1 2
 run flow_grpo-window-2 1 $four --sde_window_range 2 3
 run flow_grpo-window-all 1 $four --sde_window_size 0
 for seed in 1 2 3; do  # one factor at a time from the default
+    run "flow_grpo-kl04-seed$seed" 1 --seed "$seed" --rollout local --kl_coef 0.04
     run "flow_grpo-kl1-seed$seed" 1 --seed "$seed" --rollout local --kl_coef 1.0
     run "flow_grpo-dance-seed$seed" 1 --seed "$seed" --rollout local --sde_type dance
     run "flow_grpo-cps-seed$seed" 1 --seed "$seed" --rollout local --sde_type cps
-    run "flow_grpo-second-step-seed$seed" 1 --seed "$seed" --rollout local --sde_window_range 1 2
     run "flow_grpo-both-steps-seed$seed" 1 --seed "$seed" --rollout local --sde_window_size 0
 done

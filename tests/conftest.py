@@ -23,6 +23,15 @@ def read_metrics(run):
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
+def brightness_reward(folder):
+    """A reward that moves no more than the pixels do, where runs are compared to round-off: what OCR reads may turn on
+    one grey level of one pixel."""
+    path = Path(folder) / "brightness.py"
+    path.write_text("import numpy\n\n\ndef brightness(images, prompts, metadata):\n"
+                    "    return [numpy.asarray(image).mean() / 255 for image in images]\n")
+    return f"{path}:brightness"
+
+
 def few_eval_prompts(folder, count=8):
     """A file with the first held-out prompts, for runs whose evaluation should be short."""
     path = Path(folder) / "eval.txt"

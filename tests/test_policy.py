@@ -12,7 +12,7 @@ from common.models import find_family, load_model
 from common.policy import acting, add_policies, follow, load_policy_tensors, make_lora, policy_tensors, use_policy
 from common.run import save_weights
 from common.sde import kl_divergence, sde_step
-from tests.conftest import EMBEDDED, few_eval_prompts, read_metrics, torchrun
+from tests.conftest import EMBEDDED, brightness_reward, few_eval_prompts, read_metrics, torchrun
 from tests.test_faults import TINY, run_here
 from tests.test_flow_grpo import one_rank  # noqa: F401  (a fixture)
 
@@ -443,7 +443,7 @@ def test_a_run_with_memory_savers_is_the_plain_run_and_bfloat16_runs(tmp_path):
 def test_full_weights_on_both_engines_and_on_two_ranks(tmp_path):
     """--lora_rank 0: the engine is sent all weights; adapter/ is a transformer for diffusers."""
     options = [*TINY, "--lora_rank", 0, "--learning_rate", 1e-4, "--num_steps", 2, "--kl_coef", 0.01, "--ema_decay",
-               0.9, *few_eval_prompts(tmp_path, 2)]
+               0.9, "--reward", brightness_reward(tmp_path), *few_eval_prompts(tmp_path, 2)]
     torchrun(tmp_path, "flow_grpo.py", "--name", "vllm", *options)
     torchrun(tmp_path, "flow_grpo.py", "--name", "two", "--rollout", "local", *options, nproc=2)
     assert run_here(tmp_path, "flow_grpo.py", "--name", "one", "--rollout", "local", *options) is None
