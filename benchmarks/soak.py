@@ -1,6 +1,7 @@
 """Does a long run stay as it began? Memory, file descriptors and processes of a training run, sampled while it goes on.
 
-    python benchmarks/soak.py docs/records/soak.jsonl -- flow_grpo.py --name soak --num_steps 300 --eval_every 50
+    python benchmarks/soak.py docs/records/soak.jsonl -- \\
+        flow_grpo.py --name soak --num_steps 300 --eval_every 50 --kl_coef 0.04
 
 Starts torchrun on the script and writes one line every 5 s: step, resident memory of all its processes, of trainer and
 engine (MB), open file descriptors, threads and processes. Prints the medians of the second and the last tenth.
