@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 small="--num_steps 3 --num_prompts 4 --group_size 4 --updates_per_rollout 1 --num_inference_steps 6 --max_prompts 2"
 log=$(mktemp)
 trap 'rm -rf "$log" runs/broken' EXIT
+echo "# ./benchmarks/broken_engines.sh, commit $(git rev-parse --short HEAD), seed 1,$(grep -m1 "model name" /proc/cpuinfo | cut -d: -f2)"
 for breakage in sigmas steps stale bf16_latents "guidance --guidance_scale 3"; do
     rm -rf runs/broken
     # shellcheck disable=SC2086

@@ -35,8 +35,7 @@ def save_checkpoint(run, step, state, keep):
     remove all but the newest `keep` (at least 1). Rank 0 does it. A kill at any moment leaves the previous ones whole.
 
     Raises:
-        RunError: the disk is full, or fails in another way.
-        ValueError: `state` holds what load_checkpoint refuses.
+        RunError: the disk is full or fails in another way, or what was written cannot be loaded.
     """
     if not on_rank_0():
         return
@@ -46,7 +45,7 @@ def save_checkpoint(run, step, state, keep):
             with open(temporary, "wb") as file:
                 torch.save(state, file)
             load_checkpoint(temporary)  # read back before an older one goes
-    except RunError as error:
+    except (RunError, ValueError) as error:
         rest = f"{before[-1]} is intact: --resume continues from it" if before else "there is no earlier one"
         raise RunError(f"{error}; {rest}") from error
     saved = saved_checkpoints(run)

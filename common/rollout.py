@@ -159,7 +159,7 @@ class VLLMEngine:
             names = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             env["CUDA_VISIBLE_DEVICES"] = names[visible_device] if len(names) > visible_device else str(visible_device)
         else:
-            # one malloc arena: with several, memory freed in one is not reused in another, and the process grows
+            # one malloc arena: what is freed in one of several is not reused in another (benchmarks/engine_memory.py)
             env |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "MALLOC_ARENA_MAX": "1",
                     "OMP_NUM_THREADS": str(num_threads)}
         with open(self.log_file, "ab") as log:

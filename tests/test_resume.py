@@ -250,10 +250,11 @@ def test_the_number_of_ranks_may_change_in_the_others(script, options, uninterru
     assert fourth["training/global_step"] == 4 and fourth["actor/grad_norm"] > 0
 
 
-def test_eval_only_of_a_checkpoint(options, uninterrupted, tmp_path):
-    whole = uninterrupted("flow_grpo.py")
+@pytest.mark.parametrize("script", ["flow_grpo.py", *SIBLINGS])
+def test_eval_only_of_a_checkpoint(options, uninterrupted, tmp_path, script):
+    whole = uninterrupted(script)
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
-    torchrun(tmp_path, "flow_grpo.py", *options["flow_grpo.py"], "--name", "measured", "--eval_only", "True",
+    torchrun(tmp_path, script, *options[script], "--name", "measured", "--eval_only", "True",
              "--resume", whole / "checkpoints" / "step_000003.pt")
     [row] = read_metrics(tmp_path / "runs" / "measured")
     expected = read_metrics(whole)[3]
