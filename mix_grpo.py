@@ -34,7 +34,7 @@ from common.options import SharedArgs, check_options, parse_args
 from common.policy import acting, add_policies, follow, make_lora, policy_tensors
 from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
 from common.rewards import eval_metrics, load_rewards, reward_metrics, sample_records, score_images
-from common.rng import restore_rng_states, rng_states
+from common.rng import restore_rng_states, rng_states, set_seed
 from common.rollout import RolloutRequest, Trajectories
 from common.run import RunLog, close, create_run_folder, save_policy, save_samples
 from common.sampler import GroupSampler, fit_micro_batch, share_eval_images
@@ -45,7 +45,6 @@ from common.stops import catch_stop_signals
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import set_seed
 
 MAX_SKIPPED = 3  # rollouts in a row without one finite gradient before the run stops
 ADAM_EPS = 1e-15  # small, because gradients of a mean over all latent elements are (5e-9 RMS has been seen)
@@ -150,14 +149,15 @@ def check_args(args):
     if args.max_logprob_drift is None:
         args.max_logprob_drift = correction.default_drift_limit(args.dtype, args.old_log_prob, args.clip_range)
 
-    family = find_family(args.model)
-    family.check_image_size(args.model, *args.image_size)
     rewards = load_rewards(args.reward, args.reward_weights)
     train_set = read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, rewards, args.max_prompts)
+    checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)
+    # what imports diffusers and peft, which takes seconds, comes last
+    family = find_family(args.model)
+    family.check_image_size(args.model, *args.image_size)
     targets = args.lora_target_modules or family.lora_target_modules
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
-    checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)
     return Inputs(family, rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
 
 

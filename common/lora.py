@@ -5,11 +5,6 @@ import math
 import re
 from pathlib import Path
 
-import common  # noqa: F401  (repairs torchvision before diffusers and peft import it)
-
-from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
-from diffusers.utils import convert_unet_state_dict_to_peft
-from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 
 PEFT_FILE = "adapter_model.safetensors"
@@ -21,6 +16,9 @@ TAKEN = "in it, where only a transformer's lora_A and lora_B are taken"
 
 def read_file(path):
     """All tensors of a LoRA and its settings, {} where there are none; OSError or ValueError where it is none."""
+    from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY  # slow
+    from diffusers.utils import convert_unet_state_dict_to_peft
+
     peft_settings = path / "adapter_config.json"
     is_peft = peft_settings.is_file()
     file = path
@@ -50,6 +48,8 @@ def read_lora(path):
     Raises:
         ValueError: one line that names --lora_path and what is wrong with it.
     """
+    from peft import LoraConfig  # slow
+
     refused = f"--lora_path {path}:"
     try:
         tensors, settings = read_file(Path(path))

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
 
 PANELS = {  # title -> metrics drawn in it; val/ is every validation reward
@@ -24,6 +23,8 @@ GAP = 4  # pixels between the images of a grid
 def plot_curves(folder):
     """Draw curves.png from metrics.jsonl: the PANELS that the run has metrics for, in a colour each; validation rewards
     with their standard errors."""
+    from matplotlib.figure import Figure  # slow
+
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     measured = sorted({name for row in rows for name in row})

@@ -12,7 +12,6 @@ from common.errors import RunError
 from common.lora import read_lora
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +29,8 @@ def make_lora(path, rank, alpha, target_modules, exclude_modules=()):
         return config, tensors
     if rank == 0:
         return None
+    from peft import LoraConfig  # slow, as all of peft
+
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -70,6 +71,8 @@ def _copy_transformer(model, names):
 
 def _add_adapters(model, lora_config, lora_tensors, names):
     """An adapter of the one transformer for each policy, of `lora_tensors` or new (None)."""
+    from peft import set_peft_model_state_dict
+
     transformer = model.transformer
     is_new = lora_tensors is None
     _check_modules(transformer, lora_config, "--lora_target_modules" if is_new else "--lora_path")
@@ -173,6 +176,8 @@ def follow(model, name, decay):
 def local_tensors(model, name):
     """{key: this rank's tensor of policy `name`}, sharing its memory; peft's keys have no adapter name."""
     if model.is_lora:
+        from peft import get_peft_model_state_dict
+
         return get_peft_model_state_dict(model.transformer, adapter_name=name)
     return model.policies[name].state_dict()
 

@@ -1,9 +1,16 @@
-"""The states of the global random generators, which a reward may draw from: saved in a checkpoint, and put back."""
+"""The global random generators, which a reward may draw from: seeded, saved in a checkpoint, and put back."""
 
 import random
 
 import numpy as np
 import torch
+
+
+def set_seed(seed):
+    """Seed this process's global generators: Python's, NumPy's, and torch's on every device. seed: 0 to 2^32 - 1."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  (a reward may use it)
+    torch.manual_seed(seed)
 
 
 def rng_states():

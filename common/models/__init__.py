@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import transformers
-from diffusers import DiffusionPipeline
-from diffusers.utils.logging import disable_progress_bar
 
 
 class Family(Protocol):
@@ -22,7 +19,7 @@ class Family(Protocol):
     prompts, masks included. A family reuses the diffusers pipeline's own parts, and knows no algorithm."""
 
     lora_target_modules: tuple[str, ...]  # of the class: ends of the names of the attention projections
-    pipe: DiffusionPipeline  # one that diffusers exports, with a `transformer` and `save_lora_weights`
+    pipe: "diffusers.DiffusionPipeline"  # noqa: F821  # one that diffusers exports, with a `transformer` and `save_lora_weights`
     # a diffusers ModelMixin with `_no_split_modules`; with full weights another policy's takes its place, so that a
     # method always says self.transformer, never self.pipe.transformer
     transformer: torch.nn.Module
@@ -77,6 +74,8 @@ def find_family(model):
             raise ValueError(f"--model {model}: not a diffusers pipeline (no model_index.json)")
         pipeline = json.loads(index.read_text()).get("_class_name")
     else:
+        from diffusers import DiffusionPipeline  # slow
+
         try:
             pipeline = DiffusionPipeline.load_config(model)["_class_name"]
         except OSError as error:
@@ -97,6 +96,10 @@ def find_family(model):
 def load_model(family, model, dtype, device):
     """The family's object around its frozen pipeline, in eval mode, with `device` as an attribute: what is offloaded
     does not tell. The VAE stays fp32: its rounding would show."""
+    import transformers  # slow, as diffusers is
+    from diffusers import DiffusionPipeline
+    from diffusers.utils.logging import disable_progress_bar
+
     disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     pipe = DiffusionPipeline.from_pretrained(model, dtype={"default": dtype, "vae": torch.float32})
