@@ -1,21 +1,25 @@
-"""Kill a training script with SIGKILL at random moments: every time it must continue from its newest checkpoint.
+"""Kill training runs with SIGKILL, every script in every phase: each time the next start must lose nothing.
 
-    python benchmarks/kill_campaign.py flow_grpo.py --kills 3
-    python benchmarks/kill_campaign.py mix_grpo.py --kills 20 --seed 1 -- --rollout vllm
+    python benchmarks/kill_campaign.py docs/records/kills.jsonl            # the kills of the plan that it lacks
+    python benchmarks/kill_campaign.py docs/records/kills.jsonl --table    # what it holds, in Markdown
 
-All processes of the run are killed, 0 to 4 s after a new checkpoint has appeared; at every second kill not before the
-next one is being written. Options after -- go to the script. Prints a table in Markdown.
+A kill has a run (script, engine, ranks), a victim (a rank, torchrun, a vLLM-Omni engine, or everything at once) and a
+phase, which benchmarks/phases.py, the run's reward file, says. The plan is the same list for the same --seed. The kills
+of a run follow each other in one folder: every start goes on from what the last kill left, and proves that it can. Then
+a JSON line is appended to the record, so that a campaign that was itself interrupted goes on where it was.
 """
 
 import argparse
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.checkpoints import checkpoint_step, find_checkpoint, load_checkpoint, saved_checkpoints
@@ -24,14 +28,72 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 NAME = "campaign"
+REWARD = f"{ROOT / 'benchmarks' / 'phases.py'}:ocr"
 OPTIONS = f"--name {NAME} --resume latest --group_size 4 --eval_every 1 --max_prompts 4 --num_steps 1000".split()
-ONLINE = ["--rollout", "local", "--num_prompts", "4"]
+OPTIONS += ["--reward", REWARD]
+ONLINE = ["--num_prompts", "4", "--rollout"]
 OFFLINE = ["--num_pair_prompts", "8", "--num_pairs", "4"]  # dpo_offline.py's
 
+ONLINE_SCRIPTS = ["flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "diffusion_nft.py"]
+TRAINING = ["testing", "gen", "reward", "old_log_prob", "update_actor", "update_weights", "writing", "between"]
+PHASES = {script: ["starting", "loading", *TRAINING] for script in ONLINE_SCRIPTS}
+PHASES["diffusion_nft.py"].remove("old_log_prob")
+PHASES["dpo_offline.py"] = ["make_pairs", "starting", "loading", "testing", "update_actor", "writing", "between"]
+EARLY = ("starting", "loading", "make_pairs")  # before a start has gone on from a checkpoint
 
+STARTING_S = 5.0  # a kill while starting comes within so many seconds of its victim's own start
+BETWEEN_S = 0.3  # and one between two phases, within so many of the end of the first
+LIMIT_S = 30.0  # within which no process of a killed run may be left
+
+
+class Kill(NamedTuple):
+    """Who is killed when, in which run."""
+
+    script: str  # relative to the repository, or absolute
+    engine: str  # local, or vllm; dpo_offline.py has no engine: local
+    ranks: int
+    victim: str  # rank 0, rank 1, torchrun, engine (that of one rank) or everything
+    phase: str  # of PHASES; writing: a checkpoint's temporary file is there, half-written
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+def plan(seed):
+    """The campaign's kills, run by run, [[Kill ...] ...]: of all that can be combined, as many as are said here."""
+    runs = []
+    for number, script in enumerate(ONLINE_SCRIPTS):
+        runs.append(deal(seed, script, "local", 1, count=24, first=24 * number))
+        runs.append(deal(seed, script, "local", 2, count=8, first=8 * number))
+        runs.append(deal(seed, script, "vllm", 1, count=11, first=11 * number))
+    runs.append(deal(seed, "dpo_offline.py", "local", 1, count=18))
+    runs.append(deal(seed, "dpo_offline.py", "local", 2, count=8))
+    runs.append(deal(seed, "flow_grpo.py", "vllm", 2, count=6))
+    return runs
+
+
+def deal(seed, script, engine, ranks, count, first=0):
+    """`count` kills of a run: of its victims x phases, shuffled, those from number `first` on, the last before the
+    first again; so that scripts share out what one of them alone has no time for."""
+    victims = [*(f"rank {rank}" for rank in range(ranks)), "torchrun", "everything"]
+    if engine == "vllm":
+        victims.append("engine")
+    kills = [Kill(script, engine, ranks, victim, phase) for victim in victims for phase in PHASES[script]]
+    random.Random(f"{seed} {engine} {ranks}").shuffle(kills)
+    first %= len(kills)
+    chosen = [*kills[first:], *kills[:first]][:count]
+    return sorted(chosen, key=lambda kill: kill.phase != "make_pairs")  # pairs are made once a run, at its beginning
+
+
+# ---- what a run has written ------------------------------------------------------------------------------------------
 def newest_step(run):
+    """The step of the newest checkpoint, -1 where there is none."""
     saved = saved_checkpoints(run)
     return checkpoint_step(saved[-1]) if saved else -1
+
+
+def loadable_step(run):
+    """The step that a start would go on from: of the newest checkpoint of which every byte is right. -1: none."""
+    checkpoint = find_checkpoint(run)
+    return load_checkpoint(checkpoint)["step"] if checkpoint else -1
 
 
 def half_written(run):
@@ -44,125 +106,357 @@ def half_written(run):
 
 
 def metric_lines(run):
-    """The whole lines of metrics.jsonl, as bytes, and their steps."""
+    """The whole lines of metrics.jsonl, as bytes."""
     if not (run / "metrics.jsonl").exists():
-        return [], []
-    lines = [line for line in (run / "metrics.jsonl").read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    return lines, [json.loads(line)["training/global_step"] for line in lines]
+        return []
+    return [line for line in (run / "metrics.jsonl").read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def step_of(line):
+    return json.loads(line)["training/global_step"]
+
+
+def up_to(lines, last):
+    return [line for line in lines if step_of(line) <= last]
+
+
+def seconds_of(run, phase):
+    """How long the phase took when it was logged last; 0 where it never was."""
+    if phase == "between":
+        return BETWEEN_S
+    name = "timing_s/startup" if phase == "loading" else f"timing_s/{phase}"
+    for line in metric_lines(run)[::-1]:
+        if name in line.decode():
+            return json.loads(line)[name]
+    return 0.0
+
+
+def phase_of(folder, rank):
+    path = folder / f"phase_rank{rank}"
+    return path.read_text().strip() if path.exists() else "starting"
+
+
+# ---- a run's processes -----------------------------------------------------------------------------------------------
+def start(kill, folder, extra=()):
+    """Start the run of `kill` in `folder`, by torchrun; its output is added to campaign.log."""
+    for path in folder.glob("phase_rank*"):
+        path.unlink()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(kill.ranks)]
+    own = OFFLINE if kill.script == "dpo_offline.py" else [*ONLINE, kill.engine]
+    with open(folder / "campaign.log", "ab") as log:
+        return subprocess.Popen(
+            [*torchrun, str(ROOT / kill.script), *OPTIONS, *own, *map(str, extra)],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
 
 
 def processes(root):
     """All processes of a run, the workers first. torchrun gives each worker a session, so no process group holds them
-    all, and a worker whose torchrun was killed would go on."""
-    return [*psutil.Process(root.pid).children(recursive=True)[::-1], psutil.Process(root.pid)]
+    all."""
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(root.pid)
+        return [*parent.children(recursive=True)[::-1], parent]
+    return []
 
 
-def check_continued(lines, steps, before, found, first):
-    """The run went on from step `found`: its metrics begin with the lines `before` and lack no step after `first`."""
-    if lines[: len(before)] != before or steps != list(range(first, first + len(steps))):
-        equal = sum(a == b for a, b in zip(lines, before, strict=False))
-        raise AssertionError(
-            f"the run did not continue from step {found}: metrics.jsonl has steps {steps}, of which the first "
-            f"{equal} lines are as they were at the kill"
-        )
+def victims_of(kill, root):
+    """The processes to be killed: none, where they have not been started yet."""
+    if kill.victim == "torchrun":
+        return [psutil.Process(root.pid)]
+    everything = processes(root)
+    if kill.victim == "everything":
+        return everything
+    chosen = []
+    for process in everything:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if kill.victim == "engine":
+                is_victim = "common.engine.server" in process.cmdline()
+            else:
+                is_rank = process.ppid() == root.pid
+                is_victim = is_rank and process.environ().get("RANK") == kill.victim.removeprefix("rank ")
+            if is_victim:
+                chosen.append(process)
+    return chosen[:1]
 
 
-def kill(victims):
+def processes_left(folder, known):
+    """Living processes of a run: of those that were `known`, and all whose working directory is its folder."""
+    left = set()
+    for process in {*known, *psutil.process_iter()}:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            ours = process in known or process.cwd() == str(folder)
+            if ours and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                left.add(process)
+    return left
+
+
+def end(victims):
+    """SIGKILL to all of them at once."""
     for victim in victims:
         with suppress(psutil.NoSuchProcess):
             victim.kill()
-    psutil.wait_procs(victims)
 
 
-def campaign(script, kills, seed, folder, extra=(), max_wait_s=4.0, timeout_s=600):
-    """Run `script` (relative to the repository, or absolute) in `folder`, and kill and restart it `kills` times. A run
-    of that name that is there is gone on with.
+def shared_memory():
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
-    Returns a record a kill: when it came, the newest step seen on disk before it and found after it, the last step in
-    metrics.jsonl, and whether a checkpoint was being written. A last start shows that the last kill was survived, too.
+
+def shared_memory_left(before):
+    """Files of shared memory that are new since `before`, and that no living process has mapped: other runs' are.
+
+    Some of other runs are there for a moment only, before they are mapped or removed: hence the second look.
+    """
+    new = shared_memory() - before
+    for pause_s in (1, 0) if new else ():
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with suppress(OSError):
+                text = maps.read_text()
+                new = {name for name in new if f"/dev/shm/{name}" not in text}
+        time.sleep(pause_s)
+        new &= shared_memory()
+    return sorted(new)
+
+
+# ---- kills -----------------------------------------------------------------------------------------------------------
+class Standing(NamedTuple):
+    """What stands when a run is started."""
+
+    found: int  # step of the newest whole checkpoint, -1: none
+    lines: list  # of metrics.jsonl, up to that step
+    stale: set  # half_written
+    memory: set  # shared_memory
+    log_size: int  # bytes of campaign.log
+
+
+def standing(folder):
+    run = folder / "runs" / NAME
+    found = loadable_step(run)
+    log = folder / "campaign.log"
+    log_size = log.stat().st_size if log.exists() else 0
+    return Standing(found, up_to(metric_lines(run), found), half_written(run), shared_memory(), log_size)
+
+
+def campaign(kills, folder, seed=0, extra=(), new_checkpoints=(0, 2), keep=print):
+    """Start the run of `kills`, all of one script, engine and ranks, in `folder`, and kill and restart it as they say.
+
+    A run that is there is gone on with. Options `extra` go to the script. new_checkpoints: how many, from and to, a
+    start writes before the phase of its kill; none where that is one of EARLY. keep(record): called once a later
+    start, if need be an additional last one, has gone on from what the kill left.
+
+    Returns a record a kill: what `strike` found, and its `problems`, none where nothing was lost.
 
     Raises:
-        AssertionError: a kill lost a checkpoint or a line of metrics, or the run did not continue where it had to.
+        AssertionError: a start ended by itself, or did not come to the phase in which it was to be killed.
     """
-    rng = random.Random(seed)
-    run = Path(folder) / "runs" / NAME
-    log = Path(folder) / "campaign.log"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        str(ROOT / script),
-        *OPTIONS,
-        *(OFFLINE if Path(script).name == "dpo_offline.py" else ONLINE),
-        *map(str, extra),
-    ]
+    folder = Path(folder).resolve()
     records = []
-    found = newest_step(run)
-    before, steps = metric_lines(run)  # the lines that every later start must leave as they are
-    first = steps[0] if steps else 0
-    for number in range(1, kills + 2):
-        victims = []
-        with open(log, "ab") as output:
-            root = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-
-        def wait_for(condition, root=root):
-            end = time.monotonic() + timeout_s
-            while not condition():
-                if root.poll() is not None or time.monotonic() > end:
-                    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-                    raise AssertionError(f"the run ended or hangs (exit code {root.poll()}); the end of {log}:\n{tail}")
-                time.sleep(0.001)
-
+    unproven = []  # of these, from which no later start has gone on yet
+    end(processes_left(folder, set()))  # of a campaign that was interrupted
+    last_start = kills[-1]._replace(victim="everything", phase="writing")
+    for kill in [*kills, last_start]:
+        rng = random.Random(f"{seed} {kill}")
+        is_last = len(records) == len(kills)
+        before = standing(folder)
+        new = 1 if is_last else rng.randint(*new_checkpoints)
+        root = start(kill, folder, extra)
         try:
-            wait_for(lambda step=found: newest_step(run) > step)
-            lines, steps = metric_lines(run)
-            check_continued(lines, steps, before, found, first)
-            if number > kills:
-                break
-            wait_s = rng.uniform(0, max_wait_s)
-            stale = half_written(run)
-            victims = processes(root)
-            time.sleep(wait_s)
-            if number % 2 == 0:
-                wait_for(lambda stale=stale: half_written(run) - stale)
-            seen = newest_step(run)
+            known, victims = wait_for_moment(kill, root, folder, before.found + new, rng)
+            record = strike(kill, root, folder, before, known, victims)
         finally:
-            if root.poll() is None:
-                kill(victims or processes(root))
-        checkpoint = find_checkpoint(run)
-        found = load_checkpoint(checkpoint)["step"] if checkpoint else -1
-        lines, steps = metric_lines(run)
-        before = [line for line, step in zip(lines, steps, strict=True) if step <= found]
-        record = {"kill": number, "wait_s": wait_s, "seen": seen, "found": found, "last": steps[-1]}
-        record["in_a_write"] = bool(half_written(run) - stale)
-        records.append(record)
-        print(records[-1], flush=True)
-        assert found >= seen, f"step {seen} was on disk, and step {found} is what the kill left"
-        assert len(before) == found + 1 - first, f"the checkpoint is of step {found}, metrics end at {steps[-1]}"
+            end(processes(root))
+            root.wait()
+        if kill.phase not in EARLY:
+            for earlier in unproven:
+                earlier["problems"] += continuation_problems(folder, before)
+                keep(earlier)
+            unproven = []
+        if not is_last:
+            records.append(record)
+            unproven.append(record)
     return records
 
 
-def table(script, records):
-    """A row of Markdown under its header; a step is lost if its checkpoint was on disk before the kill."""
-    resumable = sum(record["found"] >= record["seen"] for record in records)
+def wait_for_moment(kill, root, folder, step, rng):
+    """Return in the kill's phase, at a random time of it and, if it is not EARLY, after checkpoint `step`.
+
+    Returns the run's processes, and those to be killed.
+    """
+    run = folder / "runs" / NAME
+
+    def wait_for(condition, poll_s=0.001, timeout_s=600):
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if root.poll() is not None or time.monotonic() > deadline:
+                tail = "\n".join((folder / "campaign.log").read_text(errors="replace").splitlines()[-15:])
+                raise AssertionError(f"{kill}: the run ended or hangs (exit code {root.poll()}):\n{tail}")
+            time.sleep(poll_s)
+
+    wait_for(lambda: victims_of(kill, root), poll_s=0.02)
+    if kill.phase == "starting":
+        time.sleep(rng.uniform(0, STARTING_S))
+        return set(processes(root)), victims_of(kill, root)
+
+    rank = 1 if kill.victim == "rank 1" else 0
+    if kill.phase in EARLY:
+        wait_for(lambda: phase_of(folder, rank) == kill.phase)
+        time.sleep(rng.uniform(0, seconds_of(run, kill.phase)))
+        return set(processes(root)), victims_of(kill, root)
+
+    wait_for(lambda: phase_of(folder, rank) in TRAINING and newest_step(run) >= step)
+    known = set(processes(root))  # before the phase, which may be a short one
+    victims = victims_of(kill, root)
+    late_s = rng.uniform(0, seconds_of(run, kill.phase))
+    stale = half_written(run)
+    if kill.phase == "writing":
+        wait_for(lambda: half_written(run) - stale)
+    else:
+        wait_for(lambda: phase_of(folder, rank) == kill.phase)
+        time.sleep(late_s)
+    return known, victims
+
+
+def strike(kill, root, folder, before, known, victims):
+    """Kill the victims, and wait until nothing of the run is left. Returns the record."""
+    run = folder / "runs" / NAME
+    lines = metric_lines(run)
+    seen = newest_step(run)
+    end(victims)
+    began = time.monotonic()
+    was_in = [phase_of(folder, rank) for rank in range(kill.ranks)]
+    left = known
+    while left and time.monotonic() < began + LIMIT_S:
+        time.sleep(0.05)
+        root.poll()
+        left = processes_left(folder, known)
+    seconds = time.monotonic() - began
+    names = sorted(" ".join(process.cmdline())[:80] for process in left)
+
+    after = standing(folder)
+    steps = [step_of(line) for line in metric_lines(run)]
+    record = kill._asdict() | {"was_in": was_in, "seen": seen, "found": after.found, "last": max(steps, default=-1)}
+    record["writing"] = bool(after.stale - before.stale)
+    record |= {"seconds": round(seconds, 2), "left": names, "shared_memory": shared_memory_left(before.memory)}
+    record |= {"exit_code": root.poll(), "said": last_said(kill, folder, before.log_size)}
+    record["problems"] = problems_of(kill, record, up_to(lines, seen), after.lines)
+    end(left)
+    return record
+
+
+def last_said(kill, folder, log_begins):
+    """The script's last line in the log since then: an error's or, where it had no time to say one, any."""
+    with open(folder / "campaign.log", "rb") as log:
+        log.seek(log_begins)
+        lines = [line.strip() for line in re.split(r"[\r\n]+", log.read().decode(errors="replace")) if line.strip()]
+    text = "\n".join(lines).replace(f"{folder}/", "")
+    errors = re.findall(rf"{Path(kill.script).name}: error: .*", text)  # also behind the bar of a rank that was killed
+    return [*text.splitlines(), *errors][-1] if lines else ""
+
+
+def problems_of(kill, record, lines, lines_after):
+    """What the kill has lost or left, a line each. lines, lines_after: of metrics.jsonl, before and after it."""
+    problems = []
+    if record["found"] < record["seen"]:
+        problems.append(f"checkpoint {record['seen']} was on disk, {record['found']} is the newest that can be loaded")
+    if lines_after[: len(lines)] != lines:
+        problems.append(f"metrics up to step {record['seen']} are not what they were")
+    if record["left"]:
+        problems.append(f"processes left after {LIMIT_S:g} s: {record['left']}")
+    if record["shared_memory"]:
+        problems.append(f"shared memory left: {record['shared_memory']}")
+    if record["exit_code"] == 0:
+        problems.append("torchrun ended as if nothing had been")
+    if must_say(kill) and ": error: " not in record["said"]:
+        problems.append("the rest of the run ended without a line of ours")
+    return problems
+
+
+def must_say(kill):
+    """Whether someone is left to tell of it: the engine's rank or, once it trains, a rank of another rank."""
+    if kill.victim == "engine":
+        return True
+    return kill.victim.startswith("rank") and kill.ranks > 1 and kill.phase not in EARLY
+
+
+def continuation_problems(folder, before):
+    """How the start that has just been killed did not go on from what stood `before` it, a line each."""
+    problems = []
+    lines = metric_lines(folder / "runs" / NAME)
+    steps = [step_of(line) for line in lines]
+    if lines[: len(before.lines)] != before.lines or steps != list(range(steps[0], steps[0] + len(steps))):
+        equal = sum(a == b for a, b in zip(lines, before.lines, strict=False))
+        problems.append(
+            f"the run did not continue from step {before.found}: metrics.jsonl has steps {steps}, of which the first "
+            f"{equal} lines are as they were at the kill"
+        )
+    return problems
+
+
+# ---- the record ------------------------------------------------------------------------------------------------------
+def read_record(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run_plan(path, seed, work_folder):
+    """Do the kills of the plan that the record lacks, and add them. Returns how many were not held."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    done = {(record["seed"], *(record[field] for field in Kill._fields)) for record in read_record(path)}
+    failed = 0
+
+    def keep(record):
+        nonlocal failed
+        failed += bool(record["problems"])
+        line = json.dumps({"seed": seed, **record, "commit": commit})
+        with open(path, "a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+
+    for kills in plan(seed):
+        missing = [kill for kill in kills if (seed, *kill) not in done]
+        if missing:
+            script, engine, ranks = missing[0][:3]
+            folder = Path(work_folder) / f"{Path(script).stem}_{engine}_{ranks}"
+            folder.mkdir(exist_ok=True)
+            campaign(missing, folder, seed, keep=keep)
+    return failed
+
+
+def table(records):
+    """All kills of a record, and those of each script, engine, number of ranks, victim and phase: rows of Markdown."""
+    rows = [
+        "| kills of | tried | in that phase | held | most steps lost | most steps done again "
+        "| longest seconds until no process was left | files left in shared memory |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        row("all", records),
+    ]
+    for field in Kill._fields:
+        for value in dict.fromkeys(record[field] for record in records):
+            rows.append(row(f"{field}: {value}", [record for record in records if record[field] == value]))
+    return "\n".join(rows)
+
+
+def row(name, records):
+    """A step is lost if its checkpoint was on disk before the kill, and done again if it was only logged."""
+    hit = sum(record["writing"] or record["phase"] in record["was_in"] for record in records)
+    held = sum(not record["problems"] for record in records)
     lost = max(max(0, record["seen"] - record["found"]) for record in records)
     again = max(record["last"] - record["found"] for record in records)
-    writing = sum(record["in_a_write"] for record in records)
-    return (
-        "| script | kills | resumable | most steps lost | most steps done again | killed during a write |\n"
-        "| --- | --- | --- | --- | --- | --- |\n"
-        f"| {script} | {len(records)} | {resumable} | {lost} | {again} | {writing} |"
-    )
+    seconds = max(record["seconds"] for record in records)
+    files = sum(len(record["shared_memory"]) for record in records)
+    return f"| {name} | {len(records)} | {hit} | {held} | {lost} | {again} | {seconds:.1f} | {files} |"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script")
-    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("record", type=Path, help=".jsonl, a line a kill")
     parser.add_argument("--seed", type=int, default=0)
-    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    args = parser.parse_args(sys.argv[1:split])
-    with tempfile.TemporaryDirectory() as folder:
-        records = campaign(args.script, args.kills, args.seed, folder, sys.argv[split + 1 :])
-    print(table(args.script, records))
+    parser.add_argument("--table", action="store_true", help="print the record's table, kill nothing")
+    args = parser.parse_args()
+    failed = 0
+    if not args.table:
+        with tempfile.TemporaryDirectory() as folder:
+            failed = run_plan(args.record, args.seed, folder)
+    print(table(read_record(args.record)))
+    sys.exit(f"{failed} kills were not held" if failed else 0)
