@@ -8,6 +8,8 @@ hidden. The scripts import `common` before diffusers. Nothing happens on a CUDA 
 
 import sys
 
+import common.stops  # noqa: F401  (notes this process's parent, before the seconds that torch's import takes)
+
 import torch
 
 

@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 
+PARENT = os.getppid()  # who started this process, noted at its first import of ours: torch's takes seconds
+
 
 def say(line):
     """Print `line` to stderr, once a node; safe in a signal handler, where print may not be re-entered."""
@@ -16,8 +18,13 @@ def say(line):
 
 
 def end_with_parent():
-    """End this process when torchrun does, however that ends: ranks that outlive it would go on writing. On Linux."""
+    """End this process when torchrun does, however that ends: ranks that outlive it would go on writing. On Linux.
+
+    Where it has ended already, while this process was importing, no signal comes any more: then end at once.
+    """
     _set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != PARENT:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outlive_parent():

@@ -118,6 +118,25 @@ def test_ranks_end_with_torchrun_however_it_ends(tmp_path):
     assert len(gone) == 2 and not alive
 
 
+def test_ranks_end_with_torchrun_also_while_they_import(tmp_path):
+    """A torchrun that was killed before its ranks had asked to be told of it left them waiting for it for ever."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launcher = subprocess.Popen(
+        [*command, str(ROOT / "flow_grpo.py"), "--rollout", "local"], cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while len(ranks := psutil.Process(launcher.pid).children()) < 2:
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.01)
+    time.sleep(1)  # into their imports, of which torch's is the first
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    gone, alive = psutil.wait_procs(ranks, timeout=60)
+    for process in alive:
+        process.kill()
+    assert len(gone) == 2
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("said", ["Connection closed by peer [127.0.0.1]:4242", "Broken pipe"])
 def test_a_lost_rank_is_told_in_a_line(said):
