@@ -346,13 +346,14 @@ def strike(kill, root, folder, before, known, victims):
 
 
 def last_said(kill, folder, log_begins):
-    """The script's last line in the log since then: an error's or, where it had no time to say one, any."""
+    """The script's last line in the log since then: an error's or, where it had no time to say one, any that has words;
+    torchrun's, too, which reports the rank that was killed."""
     with open(folder / "campaign.log", "rb") as log:
         log.seek(log_begins)
-        lines = [line.strip() for line in re.split(r"[\r\n]+", log.read().decode(errors="replace")) if line.strip()]
-    text = "\n".join(lines).replace(f"{folder}/", "")
+        text = log.read().decode(errors="replace").replace(f"{folder}/", "")
     errors = re.findall(rf"{Path(kill.script).name}: error: .*", text)  # also behind the bar of a rank that was killed
-    return [*text.splitlines(), *errors][-1] if lines else ""
+    lines = [line.strip() for line in re.split(r"[\r\n]+", text) if re.search(r"\w", line)]
+    return [*lines, *errors][-1] if lines else ""
 
 
 def problems_of(kill, record, lines, lines_after):
