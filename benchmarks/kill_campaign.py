@@ -61,12 +61,12 @@ def plan(seed):
     """The campaign's kills, run by run, [[Kill ...] ...]: of all that can be combined, as many as are said here."""
     runs = []
     for number, script in enumerate(ONLINE_SCRIPTS):
-        runs.append(deal(seed, script, "local", 1, count=24, first=24 * number))
+        runs.append(deal(seed, script, "local", 1, count=27, first=27 * number))
         runs.append(deal(seed, script, "local", 2, count=8, first=8 * number))
-        runs.append(deal(seed, script, "vllm", 1, count=11, first=11 * number))
-    runs.append(deal(seed, "dpo_offline.py", "local", 1, count=18))
+        runs.append(deal(seed, script, "vllm", 1, count=8, first=8 * number))
+    runs.append(deal(seed, "dpo_offline.py", "local", 1, count=20))
     runs.append(deal(seed, "dpo_offline.py", "local", 2, count=8))
-    runs.append(deal(seed, "flow_grpo.py", "vllm", 2, count=6))
+    runs.append(deal(seed, "flow_grpo.py", "vllm", 2, count=4))
     return runs
 
 
@@ -201,23 +201,29 @@ def end(victims):
 
 
 def shared_memory():
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    """The files of shared memory, {(name, inode)}."""
+    found = set()
+    for path in Path("/dev/shm").iterdir():
+        with suppress(FileNotFoundError):
+            found.add((path.name, str(path.stat().st_ino)))
+    return found
 
 
 def shared_memory_left(before):
-    """Files of shared memory that are new since `before`, and that no living process has mapped: other runs' are.
+    """Names of files of shared memory that are new since `before`, and that no living process, of another run, maps.
 
-    Some of other runs are there for a moment only, before they are mapped or removed: hence the second look.
+    By inode: a semaphore is mapped under another name. Some are there for a moment only: hence the second look.
     """
     new = shared_memory() - before
     for pause_s in (1, 0) if new else ():
+        mapped = set()
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with suppress(OSError):
-                text = maps.read_text()
-                new = {name for name in new if f"/dev/shm/{name}" not in text}
+                mapped |= {line.split()[4] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+        new = {(name, inode) for name, inode in new if inode not in mapped}
         time.sleep(pause_s)
         new &= shared_memory()
-    return sorted(new)
+    return sorted(name for name, inode in new)
 
 
 # ---- kills -----------------------------------------------------------------------------------------------------------
@@ -239,7 +245,7 @@ def standing(folder):
     return Standing(found, up_to(metric_lines(run), found), half_written(run), shared_memory(), log_size)
 
 
-def campaign(kills, folder, seed=0, extra=(), new_checkpoints=(0, 2), keep=print):
+def campaign(kills, folder, seed=0, extra=(), new_checkpoints=(0, 1), keep=print):
     """Start the run of `kills`, all of one script, engine and ranks, in `folder`, and kill and restart it as they say.
 
     A run that is there is gone on with. Options `extra` go to the script. new_checkpoints: how many, from and to, a
@@ -263,7 +269,7 @@ def campaign(kills, folder, seed=0, extra=(), new_checkpoints=(0, 2), keep=print
         new = 1 if is_last else rng.randint(*new_checkpoints)
         root = start(kill, folder, extra)
         try:
-            known, victims = wait_for_moment(kill, root, folder, before.found + new, rng)
+            known, victims = wait_for_moment(kill, root, folder, before.found, new, rng)
             record = strike(kill, root, folder, before, known, victims)
         finally:
             end(processes(root))
@@ -279,12 +285,13 @@ def campaign(kills, folder, seed=0, extra=(), new_checkpoints=(0, 2), keep=print
     return records
 
 
-def wait_for_moment(kill, root, folder, step, rng):
-    """Return in the kill's phase, at a random time of it and, if it is not EARLY, after checkpoint `step`.
+def wait_for_moment(kill, root, folder, found, new, rng):
+    """Return in the kill's phase, at a random time of it; if it is not EARLY, `new` checkpoints after the one `found`.
 
     Returns the run's processes, and those to be killed.
     """
     run = folder / "runs" / NAME
+    rank = 1 if kill.victim == "rank 1" else 0
 
     def wait_for(condition, poll_s=0.001, timeout_s=600):
         deadline = time.monotonic() + timeout_s
@@ -299,13 +306,15 @@ def wait_for_moment(kill, root, folder, step, rng):
         time.sleep(rng.uniform(0, STARTING_S))
         return set(processes(root)), victims_of(kill, root)
 
-    rank = 1 if kill.victim == "rank 1" else 0
     if kill.phase in EARLY:
         wait_for(lambda: phase_of(folder, rank) == kill.phase)
         time.sleep(rng.uniform(0, seconds_of(run, kill.phase)))
         return set(processes(root)), victims_of(kill, root)
 
-    wait_for(lambda: phase_of(folder, rank) in TRAINING and newest_step(run) >= step)
+    def trains():  # a run with another reward file does not say so, but saves
+        return phase_of(folder, rank) in TRAINING or newest_step(run) > found
+
+    wait_for(lambda: newest_step(run) >= found + new and trains())
     known = set(processes(root))  # before the phase, which may be a short one
     victims = victims_of(kill, root)
     late_s = rng.uniform(0, seconds_of(run, kill.phase))

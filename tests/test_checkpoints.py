@@ -9,7 +9,7 @@ import subprocess
 import time
 from contextlib import contextmanager
 
-from benchmarks.kill_campaign import campaign, table
+from benchmarks.kill_campaign import PHASES, Kill, campaign, plan, table
 from common.checkpoints import (
     find_checkpoint,
     load_checkpoint,
@@ -22,7 +22,7 @@ from common.errors import RunError
 from common.rng import restore_rng_states, rng_states
 from common.run import RunLog
 from common.stops import catch_stop_signals
-from tests.conftest import ROOT, assert_same
+from tests.conftest import ROOT, SCRIPTS, assert_same
 
 import numpy as np
 import pytest
@@ -424,16 +424,18 @@ def test_time_limit(monkeypatch, own_handlers):
         assert never() is False
 
 
-# ---- the campaign against a script, benchmarks/kill_campaign.py ------------------------------------------------------
+# ---- the campaign, benchmarks/kill_campaign.py -----------------------------------------------------------------------
 SCRIPT = """
-import json, sys, time
+import sys, time
 sys.path.insert(0, {root!r})
 from common.checkpoints import find_checkpoint, load_checkpoint, rewind, save_checkpoint
 from common.run import RunLog
-from tests.conftest import ROOT, assert_same
+from common.stops import end_with_parent
+from benchmarks import phases
 from pathlib import Path
 import torch
 
+end_with_parent()
 run = Path("runs") / sys.argv[sys.argv.index("--name") + 1]
 run.mkdir(parents=True, exist_ok=True)
 path = find_checkpoint(run) if {resumes} else None
@@ -441,23 +443,40 @@ done = load_checkpoint(path)["step"] if path else -1
 rewind(run, done)
 log = RunLog(run)
 for step in range(done + 1, 1000):
+    with log.timed("gen"):
+        time.sleep(0.1)
     log.write(step, {{"loss": time.time()}})
     if step:
         save_checkpoint(run, step, {{"step": step, "a": torch.ones(2_000_000)}}, 2)
-    time.sleep(0.1)
 """
 
 
 def test_campaign(tmp_path):
+    script = str(tmp_path / "script.py")
     (tmp_path / "script.py").write_text(SCRIPT.format(root=str(ROOT), resumes=True))
-    records = campaign(tmp_path / "script.py", 2, 0, tmp_path, max_wait_s=0.5)
-    assert [record["kill"] for record in records] == [1, 2]
-    assert all(record["found"] >= record["seen"] >= 1 for record in records)
-    assert records[1]["seen"] > records[0]["found"]
-    assert "| script.py | 2 | 2 | 0 |" in table("script.py", records)
+    kills = [Kill(script, "local", 1, "torchrun", "gen"), Kill(script, "local", 1, "everything", "writing")]
+    kept = []
+    records = campaign(kills, tmp_path, new_checkpoints=(1, 1), keep=kept.append)
+    assert kept == records and [record["problems"] for record in records] == [[], []]
+    assert [record["victim"] for record in records] == ["torchrun", "everything"]
+    assert all(record["found"] >= record["seen"] >= 1 and record["exit_code"] for record in records)
+    assert records[1]["writing"] and records[1]["seen"] > records[0]["found"]
+    assert "| phase: writing | 1 | 1 | 1 | 0 |" in table(records)
 
 
 def test_campaign_notices_a_run_that_begins_again(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT.format(root=str(ROOT), resumes=False))
-    with pytest.raises(AssertionError, match="did not continue"):
-        campaign(tmp_path / "script.py", 1, 0, tmp_path, max_wait_s=0.5)
+    kill = Kill(str(tmp_path / "script.py"), "local", 1, "rank 0", "gen")
+    (record,) = campaign([kill], tmp_path, new_checkpoints=(1, 1))
+    assert len(record["problems"]) == 1 and "did not continue from step" in record["problems"][0]
+
+
+def test_the_plan_is_the_same_every_time_and_covers_everything():
+    kills = [kill for run in plan(0) for kill in run]
+    assert kills == [kill for run in plan(0) for kill in run] and len(set(kills)) == len(kills) >= 200
+    for script in SCRIPTS:
+        own = [kill for kill in kills if kill.script == script]
+        assert {kill.victim for kill in own} >= {"rank 0", "rank 1", "torchrun", "everything"}
+        assert {kill.phase for kill in own} == set(PHASES[script])
+        assert {kill.engine for kill in own} == ({"local"} if script == "dpo_offline.py" else {"local", "vllm"})
+    assert {kill.phase for kill in kills if kill.victim == "engine"} >= {"loading", "gen", "writing"}
