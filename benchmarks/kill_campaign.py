@@ -61,9 +61,9 @@ def plan(seed):
     """The campaign's kills, run by run, [[Kill ...] ...]: of all that can be combined, as many as are said here."""
     runs = []
     for number, script in enumerate(ONLINE_SCRIPTS):
-        runs.append(deal(seed, script, "local", 1, count=27, first=27 * number))
+        runs.append(deal(seed, script, "local", 1, count=26, first=26 * number))
         runs.append(deal(seed, script, "local", 2, count=8, first=8 * number))
-        runs.append(deal(seed, script, "vllm", 1, count=8, first=8 * number))
+        runs.append(deal(seed, script, "vllm", 1, count=10, first=10 * number))
     runs.append(deal(seed, "dpo_offline.py", "local", 1, count=20))
     runs.append(deal(seed, "dpo_offline.py", "local", 2, count=8))
     runs.append(deal(seed, "flow_grpo.py", "vllm", 2, count=4))
