@@ -542,13 +542,14 @@ def evaluate(args, model, engine, inputs, folder):
         images = rollout(args, model, engine, request).images
     scores = score_images(inputs.rewards, images, prompts)  # (B, R)
     grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, inputs.rewards))
-    return eval_metrics(scores, inputs.rewards, len(inputs.eval_set), args.eval_images_per_prompt), grid
+    num_prompts = len(inputs.eval_set)
+    metrics = eval_metrics(scores, inputs.rewards, args.reward_weights, num_prompts, args.eval_images_per_prompt)
+    return metrics, grid
 
 
-def save_if_best(args, model, inputs, metrics, best_score):
-    """Save the evaluated policy as best_adapter if its weighted reward is the best so far. Returns the best so far."""
-    means = [metrics[f"val/{name}/mean"].item() for name in inputs.rewards]
-    score = sum(w * mean for w, mean in zip(args.reward_weights, means, strict=True))
+def save_if_best(args, model, metrics, best_score):
+    """Save the evaluated policy as best_adapter if its weighted total is the best so far. Returns the best so far."""
+    score = metrics["val/weighted_total/mean"].item()
     if score > best_score:
         save_policy(Path("runs") / args.name / "best_adapter", model, model.evaluated_policy)
     return max(score, best_score)
@@ -592,9 +593,6 @@ def main(args, inputs):
     create_run_folder(folder, asdict(args), __file__, inputs.checkpoint)
     num_images = args.num_prompts * args.group_size
     log = RunLog(folder, args.track, asdict(args), num_images, args.profile_steps)
-    log.say(
-        f"{args.num_prompts} x {args.group_size} = {num_images} images a rollout, {args.updates_per_rollout} updates"
-    )
 
     # the engine loads in a process of its own while the policy loads in this one
     engine = start_engine(args, folder, device)
@@ -621,7 +619,7 @@ def main(args, inputs):
         with log.timed("testing"):
             metrics, grid = evaluate(args, model, engine, inputs, folder / "samples" / f"{first_step:04d}")
         if not args.eval_only:
-            best_score = save_if_best(args, model, inputs, metrics, best_score)
+            best_score = save_if_best(args, model, metrics, best_score)
         log.write(first_step, metrics, grid)
     if args.eval_only:
         close(engine, log)
@@ -679,7 +677,7 @@ def main(args, inputs):
         if is_due:
             with log.timed("testing"):
                 val_metrics, grid = evaluate(args, model, engine, inputs, folder / "samples" / f"{step:04d}")
-                best_score = save_if_best(args, model, inputs, val_metrics, best_score)
+                best_score = save_if_best(args, model, val_metrics, best_score)
             metrics |= val_metrics
         log.write(step, metrics, grid)
         if is_due or stopping:
@@ -692,9 +690,9 @@ def main(args, inputs):
 
 
 if __name__ == "__main__":
-    args = parse_args(Args, __doc__)
     with one_line(ValueError):
+        args = parse_args(Args, __doc__)
         inputs = check_args(args)
-    with one_line(RunError):
+    with one_line(RunError, Path("runs") / args.name):
         main(args, inputs)
     end_distributed()

@@ -144,6 +144,18 @@ def open_run(run, resume, eval_only=False):
     return of_this_script(checkpoint)
 
 
+def saved_options(resume):
+    """{name: value} of the options of the run that wrote the checkpoint of --resume, a file or a run folder.
+
+    Raises:
+        ValueError: there is no good checkpoint, or it is of another script.
+    """
+    checkpoint = of_this_script(find_checkpoint(resume))
+    if checkpoint is None:
+        raise ValueError(f"--resume {resume}: no checkpoint there")
+    return load_checkpoint(checkpoint)["args"]
+
+
 def of_this_script(checkpoint):
     """The checkpoint, or None as it is given; raises ValueError where another script has written it."""
     if checkpoint is None:
@@ -197,7 +209,7 @@ def resume_differences(saved_options, options, ignore=()):
 
 
 def say_resumed(path, saved_options, options):
-    """Print, on rank 0, where the run goes on and which options differ."""
+    """Print, on rank 0, which checkpoint the run has taken, and which options differ."""
     if on_rank_0():
         differences = resume_differences(saved_options, options, EXPECTED_TO_DIFFER)
-        say("; ".join([f"going on from {path}", *differences]))
+        say("; ".join([f"loaded {path}", *differences]))

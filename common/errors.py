@@ -2,35 +2,53 @@
 
 import os
 import sys
-from contextlib import contextmanager
+import traceback
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # what gloo and NCCL say of a rank that has ended
 RANK_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
-ANOTHER_RANK_LOST = (
-    "another rank was lost; if it left no line above, it was killed, most often for memory (see dmesg). Go on from "
-    "the last checkpoint with --resume latest"
-)
+ANOTHER_RANK_LOST = "another rank was lost; if it left no line above, it was killed, most often for memory (see dmesg)"
 
 
 class RunError(RuntimeError):
     """What stopped a run, and what to do about it."""
 
 
+class NothingBegun(RunError):
+    """What kept a run from beginning: what its folder holds is not its own."""
+
+
 @contextmanager
-def one_line(error_type):
+def one_line(error_type, run=None):
     """An error of that type ends the script with its message, without a traceback; others are bugs and keep theirs.
 
     A collective that fails because another rank is gone ends it in a line, too: that rank's own is the one to read.
+    run: the run's folder. The line then says what the run can go on from, and where the traceback of what caused it is.
     """
     try:
         yield
     except error_type as error:
         # bad arguments are the same on every rank, and told once
         silent = error_type is ValueError and os.environ.get("LOCAL_RANK", "0") != "0"
-        raise SystemExit(1 if silent else f"{Path(sys.argv[0]).name}: error: {error}") from None
+        raise SystemExit(1 if silent else _line(error, run, error)) from None
     except RuntimeError as error:
         if not any(sign in str(error) for sign in RANK_IS_GONE):
             raise
-        name = Path(sys.argv[0]).name
-        raise SystemExit(f"{name}: error: {ANOTHER_RANK_LOST}") from None
+        raise SystemExit(_line(ANOTHER_RANK_LOST, run, error)) from None
+
+
+def _line(message, run, error):
+    """The script's last line: the message and, of a run that had begun, what its folder holds of use now."""
+    told = f"{Path(sys.argv[0]).name}: error: {message}"
+    if run is None or not run.is_dir() or isinstance(error, NothingBegun):
+        return told
+    if error.__cause__:  # what a user's reward raised, say
+        path = run / f"traceback_rank{os.environ.get('RANK', '0')}.txt"
+        with suppress(OSError):  # a full disk, which may be the error itself
+            path.write_text("".join(traceback.format_exception(error)))
+            told += f"; traceback: {path}"
+    newest = max((run / "checkpoints").glob("step_*.pt"), default=None)
+    if newest:
+        told += f"; go on from {newest.name} with --resume latest"
+    return told

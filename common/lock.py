@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from common.distributed import on_rank_0
-from common.errors import RunError
+from common.errors import NothingBegun
 from common.stops import say
 
 LOCK_FILE = ".lock"
@@ -23,7 +23,7 @@ def lock_run(folder):
     system that knows locks; where there are none, a line says so.
 
     Raises:
-        RunError: another process holds it; the line names it.
+        NothingBegun: another process holds it; the line names it.
     """
     path = Path(folder).resolve() / LOCK_FILE
     if not on_rank_0() or path in _held:
@@ -39,7 +39,7 @@ def lock_run(folder):
             say(f"{path.parent} cannot be locked ({error.strerror}): see yourself that no other run writes to it")
             return
         advice = "wait for it, or end it, or choose another --name"
-        raise RunError(f"{folder} is being written by another process ({holder}): {advice}") from None
+        raise NothingBegun(f"{folder} is being written by another process ({holder}): {advice}") from None
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     record = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
     try:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
 from common.bounds import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from common.checkpoints import EXPECTED_TO_DIFFER, saved_options
+from common.stops import say
 
 import tyro
 
@@ -156,9 +158,27 @@ def read_options(args_class):
 
 
 def parse_args(args_class, description, argv=None):
+    """An `args_class` from the command line, and the script's first line on the screen.
+
+    With --eval_only an option that is not given is that of the checkpoint of --resume.
+
+    Raises:
+        ValueError: there is no good checkpoint to take them from.
+    """
+    args = _parse(args_class, description, argv, {})
+    say(f"runs/{args.name}: checking options and files")
+    if args.eval_only and args.resume not in (None, "latest"):
+        saved = saved_options(args.resume)
+        of_the_model = {name: value for name, value in saved.items() if name not in EXPECTED_TO_DIFFER}
+        args = _parse(args_class, description, argv, of_the_model)
+    return args
+
+
+def _parse(args_class, description, argv, defaults):
     """An `args_class` from the command line, whose --help shows its options in titled groups, GROUPS first.
 
-    tyro titles nested dataclasses: one is made for each group, and its fields are handed on to `args_class`.
+    tyro titles nested dataclasses: one is made for each group, and its fields are handed on to `args_class`. defaults:
+    {name: value} of options that have another default than their field's; names that are no options are left out.
     """
     options = read_options(args_class)
     hints = get_type_hints(args_class, include_extras=True)
@@ -169,7 +189,7 @@ def parse_args(args_class, description, argv=None):
         columns = []
         for f in members:
             hint = Annotated[hints[f.name], tyro.conf.arg(help=options[f.name].help)]
-            columns.append((f.name, hint, field(default=f.default)))
+            columns.append((f.name, hint, field(default=defaults.get(f.name, f.default))))
         if columns:
             group = make_dataclass(title, columns)
             groups.append((title, group, field(default_factory=group)))

@@ -21,43 +21,59 @@ GAP = 4  # pixels between the images of a grid
 
 
 def plot_curves(folder):
-    """Draw curves.png from metrics.jsonl: the PANELS that the run has metrics for, in a colour each; validation rewards
-    with their standard errors."""
+    """Draw curves.png from metrics.jsonl: the PANELS that the run has metrics for, in a colour each."""
+    rows = read_metrics(folder)
+    panels = {}  # as draw_panels takes them
+    for title, wanted in PANELS.items():
+        names = drawn_metrics(rows, wanted)
+        if names:
+            panels[title] = [(name, name, rows, f"C{number}") for number, name in enumerate(names)]
+    draw_panels(panels, Path(folder) / "curves.png")
+
+
+def read_metrics(folder):
+    """The lines of a run's metrics.jsonl, a dict each."""
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def drawn_metrics(rows, wanted):
+    """The metrics of a panel that the rows hold: those `wanted` and, for val/, every reward's mean; the weighted total
+    of the rewards where there are several."""
+    measured = sorted({name for row in rows for name in row})
+    validation = [name for name in measured if name.startswith("val/") and name.endswith("/mean")]
+    if len(validation) == 2:  # the total of one reward is that reward
+        validation = [name for name in validation if name != "val/weighted_total/mean"]
+    return [name for name in measured if name in wanted or ("val/" in wanted and name in validation)]
+
+
+def draw_panels(panels, path):
+    """Write a PNG of the panels {title: [(label, metric, rows, colour)]}, each curve over the steps of its rows;
+    validation rewards with their standard errors."""
     from matplotlib.figure import Figure  # slow
 
-    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    measured = sorted({name for row in rows for name in row})
-    names_of = {title: [name for name in measured if _is_drawn(name, wanted)] for title, wanted in PANELS.items()}
-    titles = [title for title, names in names_of.items() if names]
-    num_rows = max(1, -(-len(titles) // 2))  # rounded up
+    num_rows = max(1, -(-len(panels) // 2))  # rounded up
     figure = Figure(figsize=(11, 3.5 * num_rows), layout="constrained")
-    for number, title in enumerate(titles, 1):
+    for number, (title, curves) in enumerate(panels.items(), 1):
         panel = figure.add_subplot(num_rows, 2, number)
-        for colour, name in enumerate(names_of[title]):
-            _draw_curve(panel, name, [row for row in rows if name in row], f"C{colour}")
+        for label, name, rows, colour in curves:
+            _draw_curve(panel, label, name, [row for row in rows if name in row], colour)
         panel.set(title=title, xlabel="step")
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
-    figure.savefig(Path(folder) / "curves.png", dpi=110)
+    figure.savefig(path, dpi=110)
 
 
-def _is_drawn(name, wanted):
-    """Whether the metric belongs into a panel of the metrics `wanted`."""
-    is_validation = name.startswith("val/") and name.endswith("/mean")
-    return name in wanted or (is_validation and "val/" in wanted)
-
-
-def _draw_curve(panel, name, rows, colour):
+def _draw_curve(panel, label, name, rows, colour):
     """Draw the metric `name` over the steps of the `rows`, all of which hold it."""
     steps = [row["training/global_step"] for row in rows]
     values = [row[name] for row in rows]
     if not name.startswith("val/"):
-        panel.plot(steps, values, linewidth=1.5, label=name, color=colour)
+        panel.plot(steps, values, linewidth=1.5, label=label, color=colour)
         return
     errors = [row.get(name.removesuffix("/mean") + "/stderr") for row in rows]
     style = {"marker": "o", "markersize": 4, "capsize": 2, "color": colour}
-    panel.errorbar(steps, values, yerr=errors, label=name, zorder=3, **style)
+    panel.errorbar(steps, values, yerr=errors, label=label, zorder=3, **style)
 
 
 def _end_that_fits(draw, caption, width):

@@ -79,7 +79,12 @@ class RunLog:
 
     def steps(self, numbers):
         """Yield each step of the range `numbers` under a progress bar; a trace is written once its step has ended."""
-        self.bar = tqdm(numbers, disable=not self.writes)
+        last = numbers.stop - 1
+        if numbers:
+            self.say(f"training: steps {numbers.start} to {last}, of {self.num_images} images each")
+        else:
+            self.say(f"finished: all {last} steps (--num_steps) are done")
+        self.bar = tqdm(numbers, initial=numbers.start - 1, total=last, disable=not self.writes or not numbers)
         try:
             for step in self.bar:
                 with self._profiled(step):

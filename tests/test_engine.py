@@ -311,18 +311,23 @@ def test_an_engine_that_cannot_load_says_why(tmp_path):
 
 
 def test_environment_of_the_engine(monkeypatch):
-    """Nothing of torchrun's, this repository first on the path, and the rank's own GPU of those that are visible."""
-    for name in ("RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
+    """Nothing of torchrun's and no key of the user's, this repository first on the path, and the rank's own GPU of
+    those that are visible. The hub's token goes with a hub id alone."""
+    torchruns = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+    keys = {"WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "GITHUB_TOKEN", "SSH_AUTH_SOCK"}
+    for name in (*torchruns, *keys, "OMP_NUM_THREADS", "HF_TOKEN", "HF_HOME", "VLLM_CACHE_ROOT"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     on_cpu = client.engine_environment(EMBEDDED, visible_device=None, num_threads=2)
-    assert on_cpu.keys().isdisjoint({"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"})
+    assert on_cpu.keys().isdisjoint(torchruns | keys | {"HF_TOKEN"})
+    assert on_cpu["HF_HOME"] == on_cpu["VLLM_CACHE_ROOT"] == "7" and on_cpu["PATH"] == os.environ["PATH"]
     assert on_cpu["OMP_NUM_THREADS"] == "2" and on_cpu["MALLOC_ARENA_MAX"] == "1" and on_cpu["HF_HUB_OFFLINE"] == "1"
     assert on_cpu["PYTHONPATH"].split(os.pathsep) == [str(ROOT), str(ROOT / "common/engine/plugin"), "/elsewhere"]
     for index, device in ((0, "4"), (1, "6"), (2, "2")):
         on_gpu = client.engine_environment("a/hub-id", visible_device=index, num_threads=2)
         assert on_gpu["CUDA_VISIBLE_DEVICES"] == device and "OMP_NUM_THREADS" not in on_gpu
+        assert on_gpu["HF_TOKEN"] == "7" and on_gpu.keys().isdisjoint(torchruns | keys)
 
 
 def test_the_engine_does_not_outlive_its_parent(tmp_path):

@@ -134,7 +134,7 @@ def interrupt(script, folder, options, whole):
     elif script == "mix_grpo.py":  # from a checkpoint of another run, for as long as a step
         first = whole / "checkpoints" / "step_000001.pt"
         done = torchrun(folder, script, *options, "--name", NAME, "--resume", first, "--max_minutes", 1e-6)
-        assert f"going on from {first}\n" in done.stdout  # and no option differs
+        assert f"loaded {first}\n" in done.stdout  # and no option differs
         return 2
     else:
         torchrun(folder, script, *options, "--name", NAME, "--num_steps", 2)
@@ -174,7 +174,7 @@ def test_stopped_then_resumed_to_the_end_equals_uninterrupted(options, uninterru
     output = torchrun(
         tmp_path, "flow_grpo.py", *options["flow_grpo.py"], "--name", NAME, "--resume", "latest", "--num_steps", 4
     ).stdout
-    assert f"going on from runs/{NAME}/checkpoints/{stopped_at.name}\n" in output
+    assert f"loaded runs/{NAME}/checkpoints/{stopped_at.name}\n" in output
     assert_equal_runs(run, whole)
     assert len(read_metrics(run)) == 5
     for name in ("adapter", "best_adapter"):
@@ -258,12 +258,12 @@ def test_the_number_of_ranks_may_change(options, uninterrupted, tmp_path):
     mine = [*options["flow_grpo.py"], "--name", "ranks", "--keep_checkpoints", 1]
     second, third = whole / "checkpoints" / "step_000002.pt", run / "checkpoints" / "step_000003.pt"
     done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 3, "--resume", second, nproc=2)
-    assert done.stdout.count("going on from") == 1
-    assert f"going on from {second}; micro_batch_size: 8 -> 4\n" in done.stdout
+    assert done.stdout.count("loaded ") == 1
+    assert f"loaded {second}; micro_batch_size: 8 -> 4\n" in done.stdout
     assert saved_checkpoints(run) == [third] and len(load_checkpoint(third)["rng"]) == 2
     done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 4, "--resume", "latest", "--rollout_batch_size", 16)
     differences = "micro_batch_size: 4 -> 8; rollout_batch_size: 32 -> 16"
-    assert f"going on from runs/ranks/checkpoints/{third.name}; {differences}\n" in done.stdout
+    assert f"loaded runs/ranks/checkpoints/{third.name}; {differences}\n" in done.stdout
     assert [path.stem for path in saved_checkpoints(run)] == ["step_000004"]
     rows, expected = read_metrics(run), read_metrics(whole)[3:]
     assert [row["training/global_step"] for row in rows] == [3, 4]
@@ -301,20 +301,16 @@ def test_the_number_of_ranks_may_change_in_the_others(script, options, uninterru
 
 
 @pytest.mark.parametrize("script", ["flow_grpo.py", *SIBLINGS])
-def test_eval_only_of_a_checkpoint(options, uninterrupted, tmp_path, script):
+def test_eval_only_of_a_checkpoint(uninterrupted, tmp_path, script):
+    """With the options that the checkpoint has, and those that are given."""
     whole = uninterrupted(script)
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
-    torchrun(
-        tmp_path,
-        script,
-        *options[script],
-        "--name",
-        "measured",
-        "--eval_only",
-        "True",
-        "--resume",
-        whole / "checkpoints" / "step_000003.pt",
-    )
+    checkpoint = whole / "checkpoints" / "step_000003.pt"
+    what = ["--name", "measured", "--eval_only", "True", "--resume", checkpoint, "--weight_decay", 0.25]
+    said = torchrun(tmp_path, script, *what).stdout
+    assert f"loaded {checkpoint}; weight_decay: 0.0001 -> 0.25\n" in said
+    assert said.index("runs/measured: checking options") < said.index("loading ") < said.index("loaded ")
+    assert "training: " not in said and " pairs, " not in said
     [row] = read_metrics(tmp_path / "runs" / "measured")
     expected = read_metrics(whole)[3]
     assert row["training/global_step"] == 3
@@ -335,7 +331,7 @@ def test_a_truncated_checkpoint_costs_a_step(options, uninterrupted, tmp_path):
     )
     path = "runs/copy/checkpoints/step_00000"
     assert f"{path}4.pt is not a whole checkpoint (File is not a zip file): using step_000003.pt\n" in done.stdout
-    assert f"going on from {path}3.pt\n" in done.stdout
+    assert f"loaded {path}3.pt\n" in done.stdout
     assert_equal_runs(run, whole)
     assert len(read_metrics(run)) == 5
 

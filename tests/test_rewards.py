@@ -230,7 +230,7 @@ def test_a_reward_that_raises_is_never_a_score():
     def fails(images, prompts, metadata):
         raise ConnectionError("the judge is down")
 
-    told = r"reward broken raised ConnectionError: the judge is down \(.*test_rewards.py:\d+\); mend it"
+    told = r"reward broken raised ConnectionError: the judge is down \(.*test_rewards.py:\d+\)$"
     with pytest.raises(RunError, match=told):
         score_images({"fine": reward(1, 2), "broken": fails}, IMAGES, PROMPTS)
 
@@ -272,10 +272,18 @@ def test_evaluation_by_hand(monkeypatch):
     """Three prompts of two images on two ranks: the ranks take images in turn, and each prompt counts once."""
     scores = torch.tensor([[0, 5], [1, 5], [2, 5], [4, 5], [0, 5], [0, 5]], dtype=torch.float64)  # means .5, 3, 0
     monkeypatch.setattr("common.sampler.gather", lambda tensor: torch.stack([scores[0::2], scores[1::2]]))
-    metrics = eval_metrics(scores[0::2], ["a", "b"], num_prompts=3, images_per_prompt=2)
+    metrics = eval_metrics(scores[0::2], ["a", "b"], (2, -1), num_prompts=3, images_per_prompt=2)
     variance = ((0.5 - 3.5 / 3) ** 2 + (3 - 3.5 / 3) ** 2 + (0 - 3.5 / 3) ** 2) / 3
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
-        {"val/a/mean": 3.5 / 3, "val/a/stderr": (variance / 3) ** 0.5, "val/b/mean": 5, "val/b/stderr": 0}, abs=1e-12
+        {
+            "val/a/mean": 3.5 / 3,
+            "val/a/stderr": (variance / 3) ** 0.5,
+            "val/b/mean": 5,
+            "val/b/stderr": 0,
+            "val/weighted_total/mean": 2 * 3.5 / 3 - 5,
+            "val/weighted_total/stderr": 2 * (variance / 3) ** 0.5,
+        },
+        abs=1e-12,
     )
 
 

@@ -207,7 +207,7 @@ def test_steps_go_over_the_range_under_a_bar(tmp_path, capfd):
         if step == 5:
             break
     assert seen == [3, 4, 5]
-    assert "/7 [" in capfd.readouterr().err
+    assert "/9 [" in capfd.readouterr().err
     assert log.step_began is None
     assert list(log.steps(range(3, 3))) == []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import flow_grpo
 from common.checkpoints import open_run, save_checkpoint, saved_checkpoints
 from common.data import PromptSet
-from common.errors import RunError, one_line
+from common.errors import NothingBegun, RunError, one_line
 from common.lock import lock_run
 from common.options import check_options
 from common.rewards import score_images
@@ -145,6 +145,24 @@ def test_a_lost_rank_is_told_in_a_line(said):
     assert "error: another rank was lost; " in ended.value.code and "\n" not in ended.value.code
     with pytest.raises(RuntimeError, match="a bug"), one_line(RunError):
         raise RuntimeError("a bug")
+
+
+@pytest.mark.fast
+def test_a_checkpoint_is_advised_where_there_is_one_and_the_run_had_begun(tmp_path):
+    def end_with(error):
+        with pytest.raises(SystemExit) as ended, one_line(RunError, tmp_path):
+            raise error
+        return ended.value.code
+
+    assert end_with(RunError("no space")).endswith("error: no space")
+    (tmp_path / "checkpoints").mkdir()
+    for step in (5, 10):
+        (tmp_path / "checkpoints" / f"step_{step:06d}.pt").touch()
+    advice = "; go on from step_000010.pt with --resume latest"
+    assert end_with(RunError("no space")).endswith("error: no space" + advice)
+    assert end_with(RuntimeError("Broken pipe")).endswith("(see dmesg)" + advice)
+    assert end_with(NothingBegun("in use")).endswith("error: in use")  # its checkpoints are another process's
+    assert not list(tmp_path.glob("traceback*"))
 
 
 # ---- rewards ---------------------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 import pickle
 import textwrap
 
+from benchmarks import plot_runs
 from common.data import PromptSet, open_image, read_pairs
 from common.errors import RunError
-from common.pictures import plot_curves, save_grid
+from common.pictures import PANELS, drawn_metrics, plot_curves, save_grid
 from common.rewards import load_rewards, score_images
 
 import numpy as np
@@ -104,7 +105,7 @@ def test_an_error_names_the_users_line_and_is_cut(tmp_path):
             return [parse("{") for image in images]
         """,
     )
-    with pytest.raises(RunError, match=r"^reward mine raised JSONDecodeError: .* \(\S+my_file.py:5\); mend it"):
+    with pytest.raises(RunError, match=r"^reward mine raised JSONDecodeError: .* \(\S+my_file.py:5\)$"):
         score_images(rewards, IMAGES, PROMPTS)
 
     def long(images, prompts, metadata):
@@ -199,3 +200,38 @@ def test_curves_have_a_colour_for_each_reward_and_the_panels_of_the_script(tmp_p
     assert [panel.get_title() for panel in panels] == ["reward", "accuracy of the pairs"]
     colours = {line.get_color() for line in panels[0].get_lines()}
     assert len(colours) == 2 and "black" not in colours
+
+
+def test_the_weighted_total_is_drawn_where_there_are_several_rewards():
+    one = [{"val/ocr/mean": 1.0, "val/weighted_total/mean": 0.5}]
+    two = [{"val/ocr/mean": 1.0, "val/red/mean": 0.0, "val/weighted_total/mean": 0.5}]
+    assert drawn_metrics(one, PANELS["reward"]) == ["val/ocr/mean"]
+    assert drawn_metrics(two, PANELS["reward"]) == ["val/ocr/mean", "val/red/mean", "val/weighted_total/mean"]
+    with pytest.raises(ValueError, match="--reward .*weighted_total is what their weighted sum is logged as"):
+        load_rewards([f"{__file__}:weighted_total"], (1.0,))
+
+
+def weighted_total(images, prompts, metadata):
+    return [0.0] * len(images)
+
+
+def test_plot_runs_overlays_a_curve_a_run(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self))
+    runs = {
+        "a": [{"training/global_step": 5 * i, "val/ocr/mean": 0.5 + i / 4, "val/ocr/stderr": 0.1} for i in range(2)],
+        "b": [{"training/global_step": 0, "val/ocr/mean": 0.25, "val/ocr/stderr": 0.1, "actor/grad_norm": 2.0}],
+    }
+    plot_runs.overlay(runs, None, tmp_path / "runs.png")
+    reward, grad_norm = figures[0].axes
+    assert [panel.get_title() for panel in (reward, grad_norm)] == ["val/ocr/mean", "actor/grad_norm"]
+    assert reward.get_legend_handles_labels()[1] == ["a", "b"]
+    assert grad_norm.get_legend_handles_labels()[1] == ["b"]
+    assert reward.get_lines()[0].get_ydata().tolist() == [0.5, 0.75]
+    assert grad_norm.get_lines()[0].get_color() == "C1"  # a run's colour is the same in all panels
+    with pytest.raises(ValueError, match="no run has the metric actor/loss"):
+        plot_runs.overlay(runs, ["actor/loss"], tmp_path / "runs.png")
+    assert plot_runs.labels_of(["x/a", "y/b"]) == ["a", "b"]
+    assert plot_runs.labels_of(["x/a", "y/a"]) == ["x/a", "y/a"]

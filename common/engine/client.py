@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from common.errors import RunError
 from common.rollout import Trajectories
+from common.stops import say
 
 import torch
 from PIL import Image
@@ -20,21 +22,15 @@ from PIL import Image
 FULL_WEIGHTS = "full weights"
 LORA = "a LoRA"
 TENSORS_PER_MESSAGE = 16  # of full weights on their way to the engine: a message of all would be the model once more
-# what torchrun sets for its workers: an engine that sees it takes itself for one of them
-TORCHRUN_VARIABLES = {
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMP_NUM_THREADS",
-}
+# What of the trainer's environment the engine gets: no keys to services of the user's, and nothing that torchrun sets
+# for its workers, of which an engine that sees it takes itself for one
+ENGINE_VARIABLES = re.compile(
+    "PATH|HOME|USER|LOGNAME|SHELL|LANG|TZ|TMPDIR|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|PYTHON.*|(LC|XDG|CONDA)_.*|"
+    "(HTTP|HTTPS|NO|http|https|no)_(PROXY|proxy)|(REQUESTS|CURL)_CA_BUNDLE|SSL_CERT_(FILE|DIR)|"
+    "(HF|TRANSFORMERS|DIFFUSERS|VLLM|TORCH|TORCHINDUCTOR|PYTORCH|ATEN|TRITON|FLASHINFER)_.*|HUGGING.*|"
+    "(CUDA|NVIDIA|NCCL|CUBLAS|CUDNN|GOMP|KMP|MKL|MALLOC|GLIBC)_.*|OMP_(WAIT_POLICY|PROC_BIND|PLACES)"
+)
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # which a model in a folder does not need
 
 
 class EngineError(RunError):
@@ -78,6 +74,7 @@ class VLLMEngine:
         self.pushed = None  # or LORA, or FULL_WEIGHTS
         self.ready = False
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        say(f"starting the rollout engine; its log: {self.log_file}")
         self.connection, child = Pipe()
         # -P: nothing is imported from the directory the run was started in
         command = [sys.executable, "-P", "-m", "common.engine.server", str(child.fileno()), str(os.getpid())]
@@ -263,8 +260,7 @@ class VLLMEngine:
             self.process.kill()
             raise EngineError(
                 f"the rollout engine did not answer to {operation} within {self.timeout_s:g} s "
-                f"(--engine_timeout_s) and was stopped; go on from the last checkpoint with "
-                f"--resume latest; its log: {self.log_file}"
+                f"(--engine_timeout_s) and was stopped; its log: {self.log_file}"
             )
         if not outcome:
             raise EngineError(self._describe_death(operation))
@@ -284,17 +280,14 @@ class VLLMEngine:
         lines = self.log_file.read_text(errors="replace").splitlines()
         written = [line.strip() for line in lines if line.strip()]
         last = written[-1] if written else "nothing"
-        return (
-            f"the rollout engine died during {operation} ({how}); go on from the last checkpoint with --resume "
-            f"latest; its log, {self.log_file}, ends with: {last}"
-        )
+        return f"the rollout engine died during {operation} ({how}); its log, {self.log_file}, ends with: {last}"
 
 
 def engine_environment(model, visible_device, num_threads):
-    """The child's environment variables: this process's without torchrun's, and what vLLM-Omni is to find."""
+    """The child's environment variables: those of this process's that it needs, and what vLLM-Omni is to find."""
     env = {}
     for name, value in os.environ.items():
-        if name not in TORCHRUN_VARIABLES and not name.startswith("TORCHELASTIC_"):
+        if ENGINE_VARIABLES.fullmatch(name):
             env[name] = value
     here = Path(__file__).parent
     python_path = [str(here.parents[1]), str(here / "plugin"), *env.get("PYTHONPATH", "").split(os.pathsep)]
@@ -302,6 +295,8 @@ def engine_environment(model, visible_device, num_threads):
     env["VLLM_NO_USAGE_STATS"] = "1"
     if Path(model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
+        for name in HUB_TOKENS:
+            env.pop(name, None)
     if visible_device is not None:
         names = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         device = names[visible_device] if len(names) > visible_device else str(visible_device)

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Protocol
 
+from common.stops import say
+
 import torch
 
 
@@ -100,6 +102,7 @@ def load_model(family, model, dtype, device):
     from diffusers import DiffusionPipeline
     from diffusers.utils.logging import disable_progress_bar
 
+    say(f"loading {model}")
     disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     pipe = DiffusionPipeline.from_pretrained(model, dtype={"default": dtype, "vae": torch.float32})

@@ -19,6 +19,8 @@ from common.user_code import describe, load_function, own_folder
 
 import torch
 
+TOTAL = "weighted_total"  # what is logged of an evaluation beside each reward
+
 
 def built_in_rewards():
     """Names of the rewards of this folder, in order."""
@@ -48,6 +50,8 @@ def load_rewards(names, reward_weights):
             raise ValueError(f"--reward {name}: unknown; use one of {known}, or path/to/file.py:function")
     if len(functions) < len(names):
         raise ValueError(f"--reward {' '.join(names)}: two rewards of the same name")
+    if TOTAL in functions:
+        raise ValueError(f"--reward {' '.join(names)}: {TOTAL} is what their weighted sum is logged as")
     return functions
 
 
@@ -68,7 +72,7 @@ def score_images(rewards, images, prompt_set):
             scores = torch.as_tensor(scores, dtype=torch.float64, device="cpu")
         except (Exception, SystemExit) as error:  # sys.exit(0) would else end the run as a success
             told = describe(error, own_folder(function))
-            raise RunError(f"reward {name} raised {told}; mend it and go on with --resume latest") from error
+            raise RunError(f"reward {name} raised {told}") from error
         if os.getcwd() != began_in:
             raise RunError(
                 f"reward {name} changed the working directory to {os.getcwd()}, and paths of the run with it"
@@ -91,16 +95,19 @@ def sample_records(prompt_set, seeds, scores, rewards):
     return records
 
 
-def eval_metrics(scores, rewards, num_prompts, images_per_prompt):
-    """Each reward's mean and standard error over held-out prompts, from this rank's share of the scores (B, R)."""
+def eval_metrics(scores, rewards, reward_weights, num_prompts, images_per_prompt):
+    """Mean and standard error over held-out prompts of each reward and of their weighted total, from this rank's share
+    of the scores (B, R)."""
     scores = gather_shares(scores, num_prompts * images_per_prompt)
     scores = scores.view(num_prompts, images_per_prompt, -1).mean(1)  # (prompts, R)
-    means = scores.mean(0)
-    stderrs = scores.std(0, correction=0) / num_prompts**0.5
+    totals = scores @ torch.tensor(reward_weights, dtype=scores.dtype)  # (prompts,)
+    columns = torch.cat([scores, totals[:, None]], 1)
+    means = columns.mean(0)
+    stderrs = columns.std(0, correction=0) / num_prompts**0.5
     metrics = {}
-    for r, name in enumerate(rewards):
-        metrics[f"val/{name}/mean"] = means[r]
-        metrics[f"val/{name}/stderr"] = stderrs[r]
+    for i, name in enumerate([*rewards, TOTAL]):
+        metrics[f"val/{name}/mean"] = means[i]
+        metrics[f"val/{name}/stderr"] = stderrs[i]
     return metrics
 
 
