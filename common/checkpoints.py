@@ -44,15 +44,13 @@ def save_checkpoint(run, step, state, keep):
     if not on_rank_0():
         return
     path = Path(run) / "checkpoints" / f"step_{step:06d}.pt"
-    before = saved_checkpoints(run)
     try:
         with atomic_file(path) as temporary:
             with open(temporary, "wb") as file:
                 torch.save({**state, "script": Path(sys.argv[0]).stem}, file)
             load_checkpoint(temporary)  # read back before an older one goes
-    except (RunError, ValueError) as error:
-        rest = f"{before[-1]} is intact: --resume continues from it" if before else "there is no earlier one"
-        raise RunError(f"{error}; {rest}") from error
+    except ValueError as error:  # of what was read back
+        raise RunError(str(error)) from error
     saved = saved_checkpoints(run)
     up_to_this = saved[: saved.index(path) + 1]  # not those of later steps, which an older --resume left behind
     for old in up_to_this[:-keep]:

@@ -94,8 +94,7 @@ def test_what_could_not_be_loaded_is_refused_when_saved(tmp_path):
     before = save_three(tmp_path)
     with pytest.raises(
         RunError,
-        match=r"step_000020\.pt\.new is not a whole checkpoint \(Weights only load failed"
-        r".*\); .*step_000015\.pt is intact: --resume continues from it$",
+        match=r"step_000020\.pt\.new is not a whole checkpoint \(Weights only load failed",
     ):
         save_checkpoint(tmp_path, 20, {"args": {"name": before[0]}}, 1)  # a Path is no plain value
     assert saved_checkpoints(tmp_path) == before
@@ -251,9 +250,7 @@ def test_a_disk_that_fills_up(tmp_path, elements):
     with largest_file(1 << 20), pytest.raises(RunError) as error:
         save_checkpoint(tmp_path, 20, {"a": torch.ones(elements)}, 1)
     new = tmp_path / "checkpoints" / "step_000020.pt"
-    assert str(error.value) == (
-        f"{new} could not be written (File too large); {paths[2]} is intact: --resume continues from it"
-    )
+    assert str(error.value) == f"{new} could not be written (File too large)"
     assert names(tmp_path) == [path.name for path in paths]  # no temporary file, and none was removed
     assert_same(load_checkpoint(find_checkpoint(tmp_path)), state_of(15))
     save_checkpoint(tmp_path, 20, {"a": torch.ones(elements)}, 1)
@@ -261,7 +258,7 @@ def test_a_disk_that_fills_up(tmp_path, elements):
 
 
 def test_the_first_checkpoint_does_not_fit(tmp_path):
-    with largest_file(1 << 20), pytest.raises(RunError, match=r"\(File too large\); there is no earlier one$"):
+    with largest_file(1 << 20), pytest.raises(RunError, match=r"\(File too large\)$"):
         save_checkpoint(tmp_path, 5, {"a": torch.ones(1_000_000)}, 1)
     assert names(tmp_path) == []
 
@@ -280,14 +277,11 @@ def small_disk(tmp_path):
 def test_a_full_disk(small_disk):
     save_checkpoint(small_disk, 5, state_of(5, 270_000), 2)  # 1.1 MB
     save_checkpoint(small_disk, 10, state_of(10, 270_000), 2)
-    before = small_disk / "checkpoints" / "step_000010.pt"
     for elements in (270_000, 1_000_000):  # keeping two takes room for three; 4 MB never fits
         with pytest.raises(RunError) as error:
             save_checkpoint(small_disk, 15, state_of(15, elements), 2)
-        assert str(error.value) == (
-            f"{small_disk}/checkpoints/step_000015.pt could not be written (No space left on "
-            f"device); {before} is intact: --resume continues from it"
-        )
+        path = f"{small_disk}/checkpoints/step_000015.pt"
+        assert str(error.value) == f"{path} could not be written (No space left on device)"
         assert names(small_disk) == ["step_000005.pt", "step_000010.pt"]
         assert_same(load_checkpoint(find_checkpoint(small_disk)), state_of(10, 270_000))
     (small_disk / "checkpoints" / "step_000005.pt").unlink()
