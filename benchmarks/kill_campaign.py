@@ -59,14 +59,15 @@ class Kill(NamedTuple):
 # ---- the plan --------------------------------------------------------------------------------------------------------
 def plan(seed):
     """The campaign's kills, run by run, [[Kill ...] ...]: of all that can be combined, as many as are said here."""
-    runs = []
+    runs = [
+        deal(seed, "dpo_offline.py", "local", 1, count=20),
+        deal(seed, "dpo_offline.py", "local", 2, count=8),
+        deal(seed, "flow_grpo.py", "vllm", 2, count=4),
+    ]
     for number, script in enumerate(ONLINE_SCRIPTS):
-        runs.append(deal(seed, script, "local", 1, count=26, first=26 * number))
-        runs.append(deal(seed, script, "local", 2, count=8, first=8 * number))
         runs.append(deal(seed, script, "vllm", 1, count=10, first=10 * number))
-    runs.append(deal(seed, "dpo_offline.py", "local", 1, count=20))
-    runs.append(deal(seed, "dpo_offline.py", "local", 2, count=8))
-    runs.append(deal(seed, "flow_grpo.py", "vllm", 2, count=4))
+        runs.append(deal(seed, script, "local", 2, count=8, first=8 * number))
+        runs.append(deal(seed, script, "local", 1, count=26, first=26 * number))
     return runs
 
 
@@ -173,7 +174,8 @@ def victims_of(kill, root):
     for process in everything:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if kill.victim == "engine":
-                is_victim = "common.engine.server" in process.cmdline()
+                command = " ".join(process.cmdline())  # which vLLM-Omni changes once it has loaded
+                is_victim = "common.engine.server" in command or command.startswith("vLLM-Omni")
             else:
                 is_rank = process.ppid() == root.pid
                 is_victim = is_rank and process.environ().get("RANK") == kill.victim.removeprefix("rank ")
