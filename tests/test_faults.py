@@ -26,6 +26,7 @@ from tests.conftest import (
     run_here,
 )
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -104,6 +105,14 @@ def test_the_whole_engine_passes(engine, tmp_path, monkeypatch, options):
         for row in rows[1:]:
             assert row["rollout_corr/weight_min"] <= row["rollout_corr/weight_mean"] <= row["rollout_corr/weight_max"]
             assert row["rollout_corr/weight_mean"] == pytest.approx(1, abs=1e-5) and row["rollout_corr/rejected"] == 0
+
+
+def test_the_engine_has_nothing_that_a_kill_could_leave(shared_engine):
+    """tqdm's lock between processes was a file in /dev/shm, with a process of its own to remove it."""
+    shared_engine.wait_ready()
+    process = psutil.Process(shared_engine.process.pid)
+    assert process.children(recursive=True) == []
+    assert not [mapped.path for mapped in process.memory_maps() if mapped.path.startswith("/dev/shm")]
 
 
 # ---- the engine is gone ----------------------------------------------------------------------------------------------

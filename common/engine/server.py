@@ -19,6 +19,7 @@ from common.models import find_family
 
 import torch
 from torch.distributed import TCPStore
+from tqdm import tqdm
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 
@@ -39,6 +40,8 @@ def load_engine(options):
     """vLLM-Omni's engine on the rollout pipeline of the model's family. `options`: those that come from the trainer."""
     from vllm_omni.entrypoints import Omni
 
+    # in place of tqdm's own lock between processes: a file in shared memory, which a kill of all of them would leave
+    tqdm.set_lock(threading.RLock())
     # vLLM-Omni imports its classes by name; the executor "uni" keeps the pipeline in this process
     listen_on_loopback()
     pipelines.RolloutPipeline = find_family(options["model"]).engine_pipeline()
