@@ -8,6 +8,7 @@ from pathlib import Path
 from common.distributed import on_rank_0
 from common.errors import RunError
 from common.files import atomic_file
+from common.refusals import UNREADABLE, brief, reason, refusing
 from common.stops import say
 
 import torch
@@ -16,6 +17,8 @@ import torch
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "pairs.jsonl", "pairs")
 # options that may differ between a checkpoint and the run that goes on from it without a word
 EXPECTED_TO_DIFFER = ("name", "resume", "num_steps", "max_minutes", "keep_checkpoints", "track", "eval_only")
+# what every script saves and goes on from
+STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
 IS_FOLDER = 0x10  # the bit of a zip record's attributes that marks a folder
 
 
@@ -23,7 +26,7 @@ IS_FOLDER = 0x10  # the bit of a zip record's attributes that marks a folder
 def checkpoint_step(path):
     """The step of a file named step_000030.pt, or None where it has another name."""
     number = Path(path).stem.removeprefix("step_")
-    return int(number) if number.isdigit() else None
+    return int(number) if number.isdecimal() else None
 
 
 def saved_checkpoints(run):
@@ -73,16 +76,19 @@ def read_checkpoint(path):
     """The name of the script that wrote a checkpoint, and its state; as load_checkpoint."""
     try:
         check_archive(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return state.pop("script", "another script"), state
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(saved, dict) or not isinstance(saved.get("script"), str):
+            raise ValueError("torch saved it, but no script of ours")
+        return saved.pop("script"), saved
     except Exception as error:  # a flipped byte can make the readers of zip and pickle raise nearly anything
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        first_line = reason.strip().splitlines()[0]
-        raise ValueError(f"{path} is not a whole checkpoint ({first_line})") from error
+        first_line = reason(error).strip().partition("\n")[0]
+        raise ValueError(brief(f"{path} is not a whole checkpoint ({first_line})")) from error
 
 
 def check_archive(path):
     """Raises ValueError, or what zipfile raises, where the zip file at `path` is damaged."""
+    if Path(path).exists() and not Path(path).is_file():
+        raise ValueError("it is no file")  # a pipe would be waited for
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
         if damaged:
@@ -103,8 +109,9 @@ def find_checkpoint(path):
         ValueError: `path` is a bad file, or a run folder whose checkpoints are all bad.
     """
     path = Path(path)
-    is_file = path.suffix == ".pt" or path.is_file()
-    newest_first = [path] if is_file else saved_checkpoints(path)[::-1]
+    with refusing(path):
+        is_file = path.suffix == ".pt" or path.is_file()
+        newest_first = [path] if is_file else saved_checkpoints(path)[::-1]
     problems = []
     for candidate in newest_first:
         try:
@@ -116,7 +123,7 @@ def find_checkpoint(path):
             say(f"{problem}: using {candidate.name}")
         return candidate
     if problems:
-        raise ValueError("no checkpoint to resume from: " + "; ".join(problems))
+        raise ValueError(brief("no checkpoint to resume from: " + "; ".join(problems)))
     return None
 
 
@@ -150,18 +157,23 @@ def saved_options(resume):
     """
     checkpoint = of_this_script(find_checkpoint(resume))
     if checkpoint is None:
-        raise ValueError(f"--resume {resume}: no checkpoint there")
+        raise ValueError(brief(f"--resume {resume}: no checkpoint there"))
     return load_checkpoint(checkpoint)["args"]
 
 
 def of_this_script(checkpoint):
-    """The checkpoint, or None as it is given; raises ValueError where another script has written it."""
+    """The checkpoint, or None as it is given; raises ValueError where no script, or another one, has written it."""
     if checkpoint is None:
         return None
     script = Path(sys.argv[0]).stem
-    written_by, _ = read_checkpoint(checkpoint)
+    written_by, state = read_checkpoint(checkpoint)
     if written_by != script:
-        raise ValueError(f"--resume: {checkpoint} was written by {written_by}.py, not by {script}.py")
+        raise ValueError(brief(f"--resume: {checkpoint} was written by {written_by}.py, not by {script}.py"))
+    wrong = [name for name, kind in STATE.items() if not isinstance(state.get(name), kind)]
+    if wrong:
+        raise ValueError(brief(f"--resume: {checkpoint} is no run's: `{wrong[0]}` is missing or of another type"))
+    if state["step"] < 0 or "default" not in state["policies"] or not state["rng"]:
+        raise ValueError(brief(f"--resume: {checkpoint} is no run's: a step, a policy or random states are missing"))
     return checkpoint
 
 
@@ -178,12 +190,13 @@ def rewind(run, step):
         return
     metrics = Path(run) / "metrics.jsonl"
     if metrics.exists():
-        lines = metrics.read_bytes().splitlines(keepends=True)
-        complete = [line for line in lines if line.endswith(b"\n")]
         try:
+            lines = metrics.read_bytes().splitlines(keepends=True)
+            complete = [line for line in lines if line.endswith(b"\n")]
             up_to_step = [line for line in complete if json.loads(line)["training/global_step"] <= step]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{metrics}: a line is not a step's metrics ({error!r}); repair or remove it") from error
+        except (*UNREADABLE, KeyError, TypeError) as error:
+            fault = f"{metrics}: a line is not a step's metrics ({error!r}); repair or remove it"
+            raise RunError(brief(fault)) from error
         with atomic_file(metrics) as temporary:
             temporary.write_bytes(b"".join(up_to_step))
     for path in saved_checkpoints(run):

@@ -1,11 +1,14 @@
 """Prompts and preference pairs from files, every fault named by file and line before a model loads."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.refusals import refusing
+
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 
 @dataclass
@@ -36,13 +39,11 @@ def read_prompts(path, rewards=None, max_prompts=0):
     checks = [reward.check for reward in (rewards or {}).values() if hasattr(reward, "check")]
     prompts = []
     metadata = []
-    for where, record in _read_records(path):
+    for where, record in _read_records(Path(path)):
         prompt = record.pop("prompt")
-        for check in checks:
-            try:
+        with refusing(where):
+            for check in checks:
                 check(prompt)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
         prompts.append(prompt)
         metadata.append(record)
     if max_prompts:
@@ -52,35 +53,42 @@ def read_prompts(path, rewards=None, max_prompts=0):
 
 def _read_records(path):
     """[("file:line", {"prompt": ..., more})] of a prompt file; raises ValueError for what read_prompts says."""
-    path = Path(path)
-    if path.suffix not in (".txt", ".jsonl"):
-        raise ValueError(f"{path}: prompts are read from .txt or .jsonl files")
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text: {error}") from None
+    with refusing(path):
+        lines = _read_lines(path)
     records = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        record = _parse_record(where, line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
+        with refusing(where):
+            record = _parse_record(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
         records.append((where, record))
-    if not records:
-        raise ValueError(f"{path}: no prompts")
     return records
 
 
-def _parse_record(where, line):
+def _read_lines(path):
+    if path.suffix not in (".txt", ".jsonl"):
+        raise ValueError("prompts are read from .txt or .jsonl files")
+    if not path.is_file():
+        raise ValueError("no such file")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text: {error}") from None
+    if not text.strip():
+        raise ValueError("no prompts")
+    return text.split("\n")
+
+
+def _parse_record(line):
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # the latter of thousands of brackets
+        raise ValueError(f"not JSON that can be read: {error}") from None
     prompt = record.get("prompt") if isinstance(record, dict) else None
     if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f'{where}: a record needs "prompt", a non-empty string')
+        raise ValueError('a record needs "prompt", a non-empty string')
+    prompt.encode()  # raises UnicodeEncodeError for half of a surrogate pair, which JSON can write and UTF-8 cannot
     return record
 
 
@@ -94,32 +102,32 @@ def read_pairs(path):
         ValueError: naming file and line: no such image, not an image, equal images, chosen scored below rejected.
     """
     path = Path(path)
-    if path.is_dir():
-        path = path / "pairs.jsonl"
+    with refusing(path):
+        if path.is_dir():
+            path = path / "pairs.jsonl"
     pairs = []
     for where, record in _read_records(path):
-        chosen = _find_image(where, record, "chosen", path.parent)
-        rejected = _find_image(where, record, "rejected", path.parent)
-        pixels = [open_image(image) for image in (chosen, rejected)]
-        if pixels[0].size == pixels[1].size and pixels[0].tobytes() == pixels[1].tobytes():
-            raise ValueError(f"{where}: chosen and rejected are the same image")
-        _check_scores(where, record.get("chosen_score"), record.get("rejected_score"))
+        with refusing(where):
+            chosen, chosen_pixels = _find_image(record, "chosen", path.parent)
+            rejected, rejected_pixels = _find_image(record, "rejected", path.parent)
+            if chosen_pixels == rejected_pixels:
+                raise ValueError("chosen and rejected are the same image")
+            _check_scores(record.get("chosen_score"), record.get("rejected_score"))
         pairs.append((record["prompt"], chosen, rejected))
     return pairs
 
 
-def _find_image(where, record, kind, folder):
-    """The path of a record's image of that kind, which was opened and read to its end."""
+def _find_image(record, kind, folder):
+    """The path of a record's image of that kind, and its size and pixels."""
     if not isinstance(record.get(kind), str):
-        raise ValueError(f'{where}: a record needs "{kind}", the path of an image')
+        raise ValueError(f'a record needs "{kind}", the path of an image')
     path = folder / record[kind]
-    if not path.is_file():
-        raise ValueError(f"{where}: {kind}: no such file: {path}")
-    try:
-        open_image(path)  # to its end: verify() would miss a truncated file
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{where}: {kind}: not a readable image: {path}: {error}") from None
-    return path
+    with refusing(kind):
+        if not path.is_file():
+            raise ValueError(f"no such file: {path}")
+    with refusing(f"{kind}: not a readable image: {path}", Exception):
+        image = open_image(path)  # to its end: verify() would miss a truncated file
+    return path, (image.size, image.tobytes())
 
 
 def open_image(path):
@@ -132,9 +140,10 @@ def open_image(path):
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
-def _check_scores(where, chosen, rejected):
-    for score in (chosen, rejected):
-        if not (score is None or isinstance(score, int | float)):
-            raise ValueError(f"{where}: chosen_score and rejected_score must be numbers")
-    if chosen is not None and rejected is not None and not chosen > rejected:
-        raise ValueError(f"{where}: chosen is scored {chosen}, not above rejected, {rejected}")
+def _check_scores(chosen, rejected):
+    given = [score for score in (chosen, rejected) if score is not None]
+    for score in given:
+        if type(score) not in (int, float) or not -math.inf < score < math.inf:
+            raise ValueError("chosen_score and rejected_score must be numbers, and finite")
+    if len(given) == 2 and not chosen > rejected:
+        raise ValueError(f"chosen is scored {chosen}, not above rejected, {rejected}")

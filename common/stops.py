@@ -14,7 +14,7 @@ def say(line):
     """Print `line` to stderr, once a node; safe in a signal handler, where print may not be re-entered."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with contextlib.suppress(OSError):  # a terminal that has gone must not end the run
-            os.write(2, f"{line}\n".encode())
+            os.write(2, f"{line}\n".encode(errors="backslashreplace"))  # a path need not be UTF-8
 
 
 def end_with_parent():

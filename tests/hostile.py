@@ -1,0 +1,531 @@
+"""Hostile files and options: what generates them, and what each must meet with. For tests and benchmarks/.
+
+`CLASSES` has for each class of input a strategy, a function of none, and an attempt, a function of one of its examples:
+it returns "accepted" or "refused", and raises where the input does not hold. An input holds if what reads it returns
+something valid, or refuses it by an error of one line, not too long, that can be printed and names the file or option.
+"""
+
+import contextlib
+import functools
+import importlib
+import io
+import json
+import math
+import os
+import pickle
+import re
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from unittest import mock
+
+from common.checkpoints import find_checkpoint, load_checkpoint, open_run, rewind, save_checkpoint
+from common.data import read_pairs, read_prompts
+from common.errors import RunError
+from common.lora import read_lora
+from common.options import check_options, parse_args
+from common.rewards import load_rewards
+from tests.conftest import SCRIPTS, assert_same
+
+import safetensors.torch
+import torch
+from hypothesis import strategies as st
+from PIL import Image
+
+LONGEST = 700  # letters of an error
+DEEP = 100_000
+# JSON that is read as something else, or not at all
+ODD_JSON = [
+    *("null", "true", "NaN", "Infinity", "-Infinity", "1e999", "-0", "[]", "{}", '""', '" "', "'", ""),
+    *('"\\ud800"', '"a\\udfff"', '"\\u0000"', '"a\\n\\u2028b"', '"\\ud83d\\ude00"'),
+    *("9" * 4_000, "9" * 10_000, "-" + "9" * 10_000, "[" * DEEP, '{"a":' * DEEP, "[" * DEEP + "]" * DEEP),
+]
+
+
+# ---- what all attempts share -----------------------------------------------------------------------------------------
+def held(read, check, names=(), errors=(ValueError,), longest=LONGEST):
+    """What became of an input: `read` gives something that `check` takes, or one of the `errors` that hold.
+
+    names: patterns, of which the error's line must have one.
+    """
+    try:
+        value = read()
+    except errors as error:
+        line = str(error)
+        assert len(line.splitlines()) == 1, f"not one line: {line!r:.300}"
+        assert len(line) <= longest, f"{len(line)} letters: {line:.300}"
+        assert not re.search(r"[\ud800-\udfff\0]", line), f"cannot be printed: {line!r:.300}"
+        assert any(re.search(name, line) for name in names), f"does not name {names}: {line:.300}"
+        return "refused"
+    check(value)
+    return "accepted"
+
+
+@contextlib.contextmanager
+def scratch():
+    """A folder for one attempt."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@st.composite
+def spoilt(draw, data):
+    """Bytes with a few of them flipped, cut off, cut out, or put in between."""
+    data = bytearray(data)
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.integers(0, max(0, len(data) - 1)))
+        how = draw(st.sampled_from(["flip", "flip", "cut", "remove", "insert"]))
+        if how == "flip" and data:
+            data[place] ^= draw(st.integers(1, 255))
+        elif how == "cut":
+            del data[place:]
+        elif how == "remove":
+            del data[place : place + draw(st.integers(1, 20))]
+        elif how == "insert":
+            data[place:place] = draw(st.binary(max_size=20))
+    return bytes(data)
+
+
+def json_texts():
+    """JSON of any value as text, some of it no JSON."""
+    plain = st.one_of(st.text(), st.integers(), st.floats()).map(json.dumps)
+    return st.recursive(
+        st.sampled_from(ODD_JSON) | plain,
+        lambda inner: (
+            st.lists(inner, max_size=3).map(lambda values: f"[{', '.join(values)}]")
+            | st.tuples(st.text().map(json.dumps), inner).map(lambda pair: f"{{{pair[0]}: {pair[1]}}}")
+        ),
+        max_leaves=4,
+    )
+
+
+@st.composite
+def records(draw, good):
+    """A JSON object as text: the fields of `good`, {name: strategy of its text}, now and then one that is odd."""
+    fields = {name: draw(texts) for name, texts in good.items()}
+    if draw(st.integers(0, 3)) == 0:
+        fields[draw(st.sampled_from([*good, "more"]))] = draw(json_texts())
+    if draw(st.integers(0, 9)) == 0:
+        del fields[draw(st.sampled_from(sorted(fields)))]
+    return "{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}"
+
+
+@st.composite
+def json_lines(draw, good):
+    """The bytes of a .jsonl of such records, among which other JSON may be, and which may be spoilt as a whole."""
+    line = st.integers(0, 9).flatmap(lambda n: records(good) if n > 1 else json_texts() | st.just(" "))
+    data = "\n".join(draw(st.lists(line, min_size=1, max_size=3))).encode("utf-8", "surrogatepass")
+    if len(data) < DEEP and draw(st.integers(0, 3)) == 0:
+        return draw(spoilt(data))
+    return data
+
+
+def lines_of(data):
+    """The lines of a text file that are not blank, with their numbers."""
+    text = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
+    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+def prompt_files():
+    """The suffix of a prompt file, its bytes, and whether a reward looks at every prompt."""
+    sign = st.text(min_size=1).map(lambda text: json.dumps(f'a sign "{text}"'))
+    prompts = st.integers(0, 5).flatmap(lambda n: sign if n else st.text().map(json.dumps))
+    text = st.text(st.characters(codec="utf-8")).map(str.encode)
+    file = st.tuples(st.just(".jsonl"), json_lines({"prompt": prompts}))
+    return st.tuples(
+        file | file | st.tuples(st.sampled_from([".txt", ".jsonl"]), text | st.binary(max_size=200)),
+        st.booleans(),
+    )
+
+
+def attempt_prompts(example):
+    (suffix, data), with_reward = example
+    rewards = load_rewards(["ocr"], [1.0]) if with_reward else {}
+
+    def check(found):
+        lines = lines_of(data)
+        assert len(found) == len(found.metadata) == len(lines)
+        for prompt, metadata, (_, line) in zip(found.prompts, found.metadata, lines, strict=True):
+            record = json.loads(line) if suffix == ".jsonl" else {"prompt": line.strip()}
+            assert prompt == record.pop("prompt") and prompt.strip() and prompt.encode()
+            assert repr(metadata) == repr(record)  # NaN equals nothing
+
+    with scratch() as folder:
+        path = folder / f"prompts{suffix}"
+        path.write_bytes(data)
+        file = re.escape(str(path))
+        names = [rf"^{file}:\d+: ", f"^{file}: no prompts", f"^{file}: not UTF-8"]
+        return held(lambda: read_prompts(path, rewards), check, names)
+
+
+# ---- pairs -----------------------------------------------------------------------------------------------------------
+@functools.cache
+def good_images():
+    """{file name: bytes} of two images, a gif, and the first with its size made huge."""
+    images = {}
+    for colour, kind in (("red", "png"), ("blue", "png"), ("green", "gif"), ("white", "tiff"), ("black", "jpeg")):
+        buffer = io.BytesIO()
+        Image.new("RGB", (4, 4), colour).save(buffer, kind)
+        images[f"{colour}.{kind}"] = buffer.getvalue()
+    return images
+
+
+@st.composite
+def pair_files(draw):
+    """The bytes of a pairs.jsonl, and those of the images beside it, one of which may be spoilt."""
+    images = dict(good_images())
+    if draw(st.booleans()):
+        name = draw(st.sampled_from(sorted(images)))
+        images[name] = draw(spoilt(images[name]) | st.binary(max_size=50))
+    paths = ["no.png", ".", "..", "folder.png", "nul\0", "a" * 300, "a/" * 3000, "red.png/x", "line\nbreak.png", ""]
+    good_one = st.sampled_from(sorted(images))
+    odd_one = st.sampled_from(paths) | st.text()
+    image = st.integers(0, 9).flatmap(lambda n: good_one if n else odd_one).map(json.dumps)
+    score = st.floats(-9, 9).map(json.dumps)
+    good = {"prompt": st.text(min_size=1).map(json.dumps), "chosen": image, "rejected": image}
+    good |= {"chosen_score": st.just("9.5") | score, "rejected_score": st.just("-9.5") | st.just("null") | score}
+    return draw(json_lines(good)), images
+
+
+def attempt_pairs(example):
+    data, images = example
+
+    def check(found):
+        lines = lines_of(data)
+        assert len(found) == len(lines)
+        for (prompt, chosen, rejected), (_, line) in zip(found, lines, strict=True):
+            record = json.loads(line)
+            assert prompt == record["prompt"] and prompt.strip() and prompt.encode()
+            assert chosen == folder / record["chosen"] and rejected == folder / record["rejected"]
+            pixels = [Image.open(path).convert("RGB") for path in (chosen, rejected)]
+            assert pixels[0].size != pixels[1].size or pixels[0].tobytes() != pixels[1].tobytes()
+            scores = [record.get(name) for name in ("chosen_score", "rejected_score") if record.get(name) is not None]
+            assert all(type(score) in (int, float) and -math.inf < score < math.inf for score in scores)
+            assert len(scores) < 2 or scores[0] > scores[1]
+
+    with scratch() as folder:
+        for name, content in images.items():
+            (folder / name).write_bytes(content)
+        (folder / "folder.png").mkdir()
+        path = folder / "pairs.jsonl"
+        path.write_bytes(data)
+        file = re.escape(str(path))
+        names = [rf"^{file}:\d+: ", f"^{file}: no prompts", f"^{file}: not UTF-8"]
+        return held(lambda: read_pairs(folder), check, names)
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+def good_adapter():
+    """The tensors of a LoRA, as diffusers names them."""
+    return {"transformer.a.lora_A.weight": torch.ones(2, 3), "transformer.a.lora_B.weight": torch.ones(3, 2)}
+
+
+def safetensors_bytes(header, data):
+    """A file of safetensors: the header as text, and the tensors' bytes."""
+    return len(header).to_bytes(8, "little") + header + data
+
+
+@st.composite
+def headers(draw):
+    """A file of safetensors whose header says odd dtypes, shapes, places, names or settings."""
+    dtypes = ["F32", "F16", "BF16", "F64", "I64", "U8", "BOOL", "C64", "F8_E4M3", "F8_E8M0", "F4", "F6_E2M3", "X", ""]
+    names = ["a.lora_A.weight", "a.lora_B.weight", "transformer.a.lora_A.weight", "a.alpha", "a.lora.down.weight"]
+    names += ["a.lora.up.weight", "b\nb.lora_A.weight", "text_encoder.a.lora_A.weight", "lora_A.weight", "x" * 2000]
+    header = {}
+    place = 0
+    for name in draw(st.lists(st.sampled_from(names[:5] * 3 + names), max_size=4, unique=True)):
+        dtype = draw(st.sampled_from(["F32"] * 12 + dtypes))
+        shape = draw(st.sampled_from([[2, 2], [2, 2], [1, 1], [], [0, 2], [2**40, 2**40], [-1], [2.5], None, [4]]))
+        end = place + draw(st.sampled_from([16, 16, 16, 4, 8, 0, 32, 2**60, -1]))
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, end]}
+        place = end if 0 <= end < 1000 else place
+    text = json.dumps(header)
+    if draw(st.booleans()):
+        settings = json.dumps(draw(json_texts() | adapter_settings("transformer.")))
+        text = text[:-1] + ("," if header else "") + f'"__metadata__": {{"lora_adapter_metadata": {settings}}}}}'
+    numbers = draw(st.sampled_from([b"\0\0\x80\x3f", b"\0\0\xc0\x7f", b"\x01\x02\x03\x04", b"\xff\xff\xff\x7e"]))
+    return safetensors_bytes(text.encode("utf-8", "surrogatepass"), numbers * (place // 4 + draw(st.integers(0, 1))))
+
+
+def adapter_settings(prefix=""):
+    """The text of an adapter_config.json, or of what diffusers puts in its place."""
+    good = {f"{prefix}r": st.just("2"), f"{prefix}lora_alpha": st.just("4") | json_texts()}
+    good |= {f"{prefix}{name}": st.just("{}") for name in ("rank_pattern", "alpha_pattern")}
+    good[f"{prefix}use_rslora"] = st.just("false")
+    return records(good)
+
+
+@st.composite
+def adapters(draw):
+    """The bytes of an adapter's file, and those of its adapter_config.json or None."""
+    tensors = good_adapter()
+    if draw(st.booleans()):
+        kinds = [torch.float64, torch.float16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+        name = draw(st.sampled_from(sorted(tensors)))
+        value = draw(st.sampled_from([1.0, -2.0, 1e300, math.inf, math.nan]))
+        tensors[name] = torch.full_like(tensors[name], value, dtype=torch.float64).to(draw(st.sampled_from(kinds)))
+    if draw(st.booleans()):
+        alpha = draw(st.sampled_from([1.0, 0.0, -1.0, 1e300, math.inf, math.nan]))
+        tensors["transformer.a.alpha"] = torch.tensor(alpha, dtype=torch.float64)
+    data = safetensors.torch.save(tensors)
+    file = draw(st.just(data) | spoilt(data) | headers() | headers() | st.binary(max_size=100))
+    config = draw(st.none() | (adapter_settings() | json_texts()).map(lambda text: text.encode("utf-8", "replace")))
+    return file, config
+
+
+def attempt_adapter(example):
+    file, config = example
+
+    def check(found):
+        weights, lora = found
+        header = json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])
+        given = [name for name in header if name.endswith(".weight")]
+        assert len(weights) == len(given) >= 2
+        assert type(lora.lora_alpha) in (int, float) and 0 < torch.tensor(lora.lora_alpha / lora.r) < math.inf
+        for name, tensor in weights.items():
+            assert tensor.dtype == torch.float32 and tensor.dim() == 2 and tensor.isfinite().all()
+            assert tensor.shape[0 if "lora_A" in name else 1] == lora.r
+        assert all(header[name]["dtype"] in ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E8M0") for name in given)
+
+    with scratch() as folder:
+        name = "adapter_model.safetensors" if config is not None else "pytorch_lora_weights.safetensors"
+        (folder / name).write_bytes(file)
+        if config is not None:
+            (folder / "adapter_config.json").write_bytes(config)
+        return held(lambda: read_lora(folder), check, [f"^--lora_path {folder}: "])
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+def good_state():
+    """What a script saves, small."""
+    return {
+        "step": 10,
+        "best": 0.5,
+        "args": {"seed": 1, "reward": ("ocr",)},
+        "sampler": {"position": 3},
+        "rng": [{"torch": torch.arange(5)}],
+        "policies": {"default": {"a.lora_A.weight": torch.ones(2, 3)}},
+        "optimizer": {},
+    }
+
+
+KINDS = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
+
+
+@functools.cache
+def good_checkpoint():
+    """The bytes of a whole checkpoint of flow_grpo.py."""
+    with scratch() as folder, mock.patch.object(sys, "argv", ["flow_grpo.py"]):
+        save_checkpoint(folder, 10, good_state(), 1)
+        return (folder / "checkpoints" / "step_000010.pt").read_bytes()
+
+
+def torch_bytes(value):
+    """The file of torch.save."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def zipped(members):
+    """A whole zip file of {name: bytes}, uncompressed, as torch writes it."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def saved_values():
+    """Whatever torch.save can write and --resume may name by mistake."""
+    odd = st.one_of(
+        st.sampled_from([None, True, -1, 10**400, math.nan, "", "flow_grpo", b"x", (), [], {}, [{}], {1: 2}]),
+        st.just(torch.ones(3)),
+        st.dictionaries(st.text(max_size=5), st.integers(), max_size=2),
+    )
+    changed = st.tuples(st.sampled_from([*good_state(), "script", "more"]), odd)
+    state = changed.map(lambda change: {"script": "flow_grpo", **good_state(), change[0]: change[1]})
+    missing = st.sampled_from([*good_state(), "script"]).map(
+        lambda name: {key: value for key, value in [*good_state().items(), ("script", "flow_grpo")] if key != name}
+    )
+    return odd | state | state | missing | st.just(dict(good_adapter()))
+
+
+@st.composite
+def repacked(draw):
+    """A whole zip file, its checksums right, of a checkpoint's parts, of which one is spoilt, renamed or left out."""
+    with zipfile.ZipFile(io.BytesIO(good_checkpoint())) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    name = draw(st.sampled_from(["archive/data.pkl"] * 8 + sorted(members)))
+    data = members.pop(name)
+    how = draw(st.sampled_from(["spoilt"] * 8 + ["renamed", "without", "deep", "not a pickle"]))
+    deep = b"\x80\x02" + b"(" * DEEP + b"l" * DEEP + b"."
+    if how == "spoilt":
+        members[name] = draw(spoilt(data))
+    elif how == "renamed":
+        members["x"] = data
+    elif how != "without":
+        members[name] = deep if how == "deep" else draw(st.binary(max_size=50))
+    return zipped(members)
+
+
+def checkpoints():
+    """The bytes of a file that --resume names."""
+    data = good_checkpoint()
+    others = [data, b"", pickle.dumps([1, 2]), pickle.dumps(good_state), zipped({}), zipped({"document.xml": b"<"})]
+    return st.one_of(
+        spoilt(data), repacked(), repacked(), saved_values().map(torch_bytes), st.sampled_from(others), st.binary()
+    )
+
+
+def attempt_checkpoint(example):
+    with scratch() as folder, mock.patch.object(sys, "argv", ["flow_grpo.py"]):
+        path = folder / "step_000010.pt"
+        path.write_bytes(example)
+
+        def check(found):
+            assert found == path
+            state = load_checkpoint(path)
+            for name, kind in KINDS.items():
+                assert isinstance(state[name], kind)
+            assert state["step"] >= 0 and "default" in state["policies"] and state["rng"]
+
+        return held(lambda: open_run(folder / "runs" / "new", str(path)), check, [re.escape(str(path))])
+
+
+def damaged_checkpoints():
+    """The bytes of a checkpoint after a few of them were flipped, cut or moved."""
+    return spoilt(good_checkpoint())
+
+
+def attempt_damaged_checkpoint(example):
+    with scratch() as folder:
+        path = folder / "step_000010.pt"
+        path.write_bytes(example)
+        check = lambda found: assert_same(found, good_state())
+        return held(lambda: load_checkpoint(path), check, [re.escape(str(path))])
+
+
+# ---- metrics of a run that goes on -----------------------------------------------------------------------------------
+def metric_files():
+    """The bytes of a metrics.jsonl."""
+    return json_lines({"training/global_step": st.integers(0, 20).map(str), "loss": st.floats(-1, 1).map(str)})
+
+
+def attempt_metrics(example):
+    with scratch() as folder:
+        path = folder / "metrics.jsonl"
+        path.write_bytes(example)
+
+        def check(_):
+            complete = [line for line in example.splitlines(keepends=True) if line.endswith(b"\n")]
+            left = path.read_bytes().splitlines(keepends=True)
+            assert left == [line for line in complete if json.loads(line)["training/global_step"] <= 10]
+
+        return held(lambda: rewind(folder, 10), check, [f"^{path}: "], (RunError,))
+
+
+# ---- paths -----------------------------------------------------------------------------------------------------------
+READERS = {
+    "prompts": (read_prompts, ".txt"),
+    "pairs": (read_pairs, ".jsonl"),
+    "adapter": (read_lora, ".safetensors"),
+    "checkpoint": (find_checkpoint, ".pt"),
+}
+
+
+def odd_paths():
+    """A reader, the middle of a file's name, and what stands there; nothing of it can be read."""
+    middles = ["", "\udcff", "\n", "\0", " ", "\u2028", "%s{}", "²", "a" * 300, "/a" * 3000, "/../", "\x1b[31m", "ü"]
+    there = st.sampled_from(["nothing", "folder", "pipe", "empty file", "full folder"])
+    return st.tuples(st.sampled_from(sorted(READERS)), st.sampled_from(middles) | st.text(), there, st.booleans())
+
+
+def attempt_path(example):
+    reader, middle, there, with_suffix = example
+    read, suffix = READERS[reader]
+    with scratch() as folder, mock.patch.object(sys, "argv", ["flow_grpo.py"]):
+        path = f"{folder}/odd{middle}{suffix if with_suffix else ''}"
+        with contextlib.suppress(OSError, ValueError):  # the system takes no such name
+            make_odd(path, there)
+
+        def check(value):
+            assert value is None and reader == "checkpoint"  # a run that has none yet
+
+        return held(lambda: read(path), check, [rf"{folder}/odd"])
+
+
+def make_odd(path, there):
+    """Put there what no reader can read."""
+    if there == "pipe":
+        os.mkfifo(path)
+    elif there == "empty file":
+        Path(path).write_bytes(b"")
+    elif there != "nothing":
+        os.mkdir(path)
+    if there == "full folder":
+        for name in ("pairs.jsonl", "adapter_config.json", "adapter_model.safetensors"):
+            os.makedirs(f"{path}/{name}")
+        for name in ("pytorch_lora_weights.safetensors", "checkpoints/step_000010.pt", "checkpoints/step_².pt"):
+            os.makedirs(f"{path}/{name}")
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+@st.composite
+def command_lines(draw):
+    """A script, and some of its options with values of any kind that a shell can pass on, line breaks apart."""
+    script = draw(st.sampled_from(SCRIPTS))
+    defaults = vars(importlib.import_module(script.removesuffix(".py")).Args())
+    numbers = ["0", "-1", "1", "2", "nan", "-inf", "1e999", "1e-999", "1_0", "٣", "0x10", "1.", "9" * 400, "9" * 5000]
+    words = ["", "True", "None", "none", "local", "[]", "{}", "a" * 300, "..", "/", "a/b", "\udcff", "%s", "{0}", "="]
+    letters = st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"])
+    number = st.floats().map(str) | st.integers().map(str)
+    value = st.sampled_from(numbers + words) | st.text(letters, max_size=5) | number
+    command = []
+    for option in draw(st.lists(st.sampled_from(sorted(defaults)), min_size=1, max_size=2, unique=True)):
+        default = defaults[option]
+        count = len(default) if isinstance(default, tuple) and default else 1
+        command += [f"--{option}", *draw(st.lists(value, min_size=count, max_size=count))]
+    return script, command
+
+
+def attempt_options(example):
+    script, command = example
+    args_class = importlib.import_module(script.removesuffix(".py")).Args
+
+    def read():
+        args = parse_args(args_class, "", command)
+        check_options(args)
+        return args
+
+    def check(args):
+        assert Path("runs", args.name).parent == Path("runs")
+        for value in vars(args).values():
+            for part in value if isinstance(value, tuple) else [value]:
+                assert not isinstance(part, float) or math.isfinite(part)
+
+    told = io.StringIO()
+    quiet = mock.patch.dict(os.environ, {"LOCAL_RANK": "1"})  # a rank that prints no line
+    with quiet, contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
+        try:
+            # a value is said as it was given, however long it is
+            longest = LONGEST + sum(map(len, command))
+            names = [re.escape(word[:50]) for word in command if word]
+            return held(read, check, names, longest=longest)
+        except SystemExit as error:  # tyro's own box, with the option's help
+            assert error.code == 2 and any(word[:20] in told.getvalue() for word in command if word)
+            return "refused"
+
+
+CLASSES = {
+    "prompt files": (prompt_files, attempt_prompts),
+    "pairs and their images": (pair_files, attempt_pairs),
+    "adapters": (adapters, attempt_adapter),
+    "files that --resume names": (checkpoints, attempt_checkpoint),
+    "damaged checkpoints": (damaged_checkpoints, attempt_damaged_checkpoint),
+    "metrics of a resumed run": (metric_files, attempt_metrics),
+    "paths": (odd_paths, attempt_path),
+    "options": (command_lines, attempt_options),
+}
