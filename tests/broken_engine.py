@@ -78,9 +78,9 @@ def break_engine(breakage, call=VLLMEngine._call, verify_push=VLLMEngine.verify_
 
 if __name__ == "__main__":
     break_engine(sys.argv.pop(1))
-    args = parse_args(flow_grpo.Args, __doc__)
     with one_line(ValueError):
+        args = parse_args(flow_grpo.Args, __doc__)
         inputs = flow_grpo.check_args(args)
-    with one_line(RunError):
+    with one_line(RunError, Path("runs") / args.name):
         flow_grpo.main(args, inputs)
     end_distributed()

@@ -75,7 +75,9 @@ def test_evaluation_only_takes_the_options_of_the_checkpoint(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["flow_grpo.py"])
     saved = {"name": "long", "lora_rank": 4, "image_size": (64, 96), "reward": ("a.py:b", "ocr"), "num_steps": 7}
-    save_checkpoint(tmp_path / "runs" / "long", 3, {"args": saved | {"an option of before": 1, "track": True}}, 1)
+    saved |= {"an option of before": 1, "track": True}
+    state = {"step": 3, "best": 0.5, "args": saved, "sampler": {}, "rng": [{}], "policies": {"default": {}}}
+    save_checkpoint(tmp_path / "runs" / "long", 3, state | {"optimizer": {}}, 1)
     args = parse("--resume", "runs/long", "--eval_only", "True", "--name", "look", "--reward", "ocr")
     expected = flow_grpo.Args(name="look", resume="runs/long", eval_only=True, lora_rank=4, image_size=(64, 96))
     assert args == expected
