@@ -306,7 +306,7 @@ def good_state():
         "args": {"seed": 1, "reward": ("ocr",)},
         "sampler": {"position": 3},
         "rng": [{"torch": torch.arange(5)}],
-        "policies": {"default": {"a.lora_A.weight": torch.ones(2, 3)}},
+        "policies": {"default": {"a.lora_A.weight": torch.arange(600.0).reshape(20, 30)}},
         "optimizer": {},
     }
 
@@ -410,8 +410,9 @@ def attempt_damaged_checkpoint(example):
 
 # ---- metrics of a run that goes on -----------------------------------------------------------------------------------
 def metric_files():
-    """The bytes of a metrics.jsonl."""
-    return json_lines({"training/global_step": st.integers(0, 20).map(str), "loss": st.floats(-1, 1).map(str)})
+    """The bytes of a metrics.jsonl, most of whose last lines are whole."""
+    files = json_lines({"training/global_step": st.integers(8, 12).map(str), "loss": st.floats(-1, 1).map(str)})
+    return st.tuples(files, st.sampled_from([b"\n", b"\n", b""])).map(b"".join)
 
 
 def attempt_metrics(example):

@@ -7,8 +7,9 @@ import io
 import re
 import sys
 
-from common.checkpoints import open_run
+from common.checkpoints import find_checkpoint, open_run, rewind
 from common.data import read_pairs, read_prompts
+from common.errors import RunError
 from common.lora import read_lora
 from common.refusals import LONGEST, brief
 from tests import hostile
@@ -254,6 +255,14 @@ def test_what_torch_saved_and_is_no_checkpoint(value, fault, tmp_path, monkeypat
     with pytest.raises(ValueError) as error:
         open_run(tmp_path / "new", str(path))
     assert f"{path} {fault}" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_metric_line_of_brackets_and_a_step_in_other_digits(tmp_path):
+    (tmp_path / "checkpoints" / "step_².pt").mkdir(parents=True)  # a digit that is no number
+    assert find_checkpoint(tmp_path) is None
+    (tmp_path / "metrics.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(RunError, match=r"^\S+/metrics\.jsonl: a line is not a step's metrics \(RecursionError"):
+        rewind(tmp_path, 10)
 
 
 def test_brief():
