@@ -60,14 +60,14 @@ class Kill(NamedTuple):
 def plan(seed):
     """The campaign's kills, run by run, [[Kill ...] ...]: of all that can be combined, as many as are said here."""
     runs = [
-        deal(seed, "dpo_offline.py", "local", 1, count=20),
+        deal(seed, "dpo_offline.py", "local", 1, count=21),
         deal(seed, "dpo_offline.py", "local", 2, count=8),
         deal(seed, "flow_grpo.py", "vllm", 2, count=4),
     ]
     for number, script in enumerate(ONLINE_SCRIPTS):
-        runs.append(deal(seed, script, "vllm", 1, count=10, first=10 * number))
+        runs.append(deal(seed, script, "local", 1, count=30))  # all there are
         runs.append(deal(seed, script, "local", 2, count=8, first=8 * number))
-        runs.append(deal(seed, script, "local", 1, count=26, first=26 * number))
+        runs.append(deal(seed, script, "vllm", 1, count=6, first=10 * number))
     return runs
 
 
