@@ -137,6 +137,20 @@ def test_an_engine_killed_in_a_rollout_ends_the_process_in_one_line_on_the_scree
     assert (tmp_path / "runs/flow_grpo/checkpoints/step_000001.pt").exists()  # what it says is there to go on from
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("written", ["", "Traceback\nImportError: no such thing\n"])
+def test_a_dead_engines_last_line_is_its_own(tmp_path, written):
+    """Of an engine that had written nothing yet, the last line of the one before it was told."""
+    (tmp_path / "engine.log").write_text("[Orchestrator] Shutting down all 1 client(s)\n")
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.log_file = tmp_path / "engine.log"
+    engine.log_begins = engine.log_file.stat().st_size
+    with open(engine.log_file, "ab") as log:
+        engine.process = subprocess.Popen([sys.executable, "-c", f"print({written!r}, end='')"], stdout=log)
+    told = engine._describe_death("start")
+    assert told.endswith("ImportError: no such thing" if written else "ends with: nothing")
+
+
 # ---- no gradient -----------------------------------------------------------------------------------------------------
 def nan_loss(monkeypatch, calls, policy_loss=flow_grpo.policy_loss):
     """flow_grpo's policy_loss gets NaN advantages in those of its calls."""

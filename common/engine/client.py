@@ -79,6 +79,7 @@ class VLLMEngine:
         # -P: nothing is imported from the directory the run was started in
         command = [sys.executable, "-P", "-m", "common.engine.server", str(child.fileno()), str(os.getpid())]
         with open(self.log_file, "ab") as log:
+            self.log_begins = log.tell()  # what is there is of the engines before this one
             self.process = subprocess.Popen(
                 command,
                 env=engine_environment(model, visible_device, num_threads or torch.get_num_threads()),
@@ -277,7 +278,8 @@ class VLLMEngine:
         how = f"exit code {code}"
         if code < 0:
             how += f", {signal.Signals(-code).name}"
-        lines = self.log_file.read_text(errors="replace").splitlines()
+        written_bytes = self.log_file.read_bytes()[self.log_begins :]
+        lines = written_bytes.decode(errors="replace").splitlines()
         written = [line.strip() for line in lines if line.strip()]
         last = written[-1] if written else "nothing"
         return f"the rollout engine died during {operation} ({how}); its log, {self.log_file}, ends with: {last}"
