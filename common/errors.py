@@ -6,6 +6,8 @@ import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from common.refusals import brief
+
 # what gloo and NCCL say of a rank that has ended
 RANK_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
 ANOTHER_RANK_LOST = "another rank was lost; if it left no line above, it was killed, most often for memory (see dmesg)"
@@ -40,7 +42,7 @@ def one_line(error_type, run=None):
 
 def _line(message, run, error):
     """The script's last line: the message and, of a run that had begun, what its folder holds of use now."""
-    told = f"{Path(sys.argv[0]).name}: error: {message}"
+    told = f"{Path(sys.argv[0]).name}: error: {brief(str(message))}"
     if run is None or not run.is_dir() or isinstance(error, NothingBegun):
         return told
     if error.__cause__:  # what a user's reward raised, say
