@@ -213,9 +213,17 @@ def test_exactly_those_modules_get_a_lora(target, exclude, count):
     [
         ((("to_q", "to_z"), ()), "--lora_target_modules to_z: SD3Transformer2DModel has no such module"),
         ((("to_q",), ("to_z",)), "--lora_exclude_modules to_z: SD3Transformer2DModel has no such module"),
+        (
+            (("to_q", "attn"), ()),
+            "--lora_target_modules attn to_q: transformer_blocks.0.attn is a Attention, not a linear layer",
+        ),
+        (
+            (("pos_embed.proj",), ()),
+            "--lora_target_modules pos_embed.proj: pos_embed.proj is a Conv2d, not a linear layer",
+        ),
     ],
 )
-def test_an_unknown_module_is_named(options, message):
+def test_a_module_that_cannot_get_a_lora_is_named(options, message):
     model = embedded_model()
     with pytest.raises(RunError, match=f"^{message}$"):
         add_policies(model, make_lora(None, 4, 8, *options), ["default"])

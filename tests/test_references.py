@@ -38,6 +38,31 @@ def test_every_epoch_draws_timesteps_and_noise_anew():
     assert torch.equal(draws[0][0][3], torch.randperm(10, generator=generator)[:5].float())
 
 
+def test_an_update_draws_for_each_of_its_epochs(monkeypatch):
+    """Once an epoch, for all of its mini-batches."""
+    draws = []
+    used = []
+
+    def draw(args, request, step, epoch, image_index):
+        draws.append((step, epoch))
+        return epoch, epoch
+
+    def accumulate(args, model, batch, mini_batch, *, timesteps, noise):
+        used.append((timesteps, noise, mini_batch.tolist()))
+        return []
+
+    monkeypatch.setattr(diffusion_nft, "draw_training_noise", draw)
+    monkeypatch.setattr(diffusion_nft, "accumulate_gradients", accumulate)
+    monkeypatch.setattr(diffusion_nft, "optimizer_step", lambda *args: math.inf)
+    batch = SimpleNamespace(x0=torch.zeros(4, 1), request=None, image_index=None)
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
+    args = SimpleNamespace(updates_per_rollout=2, epochs_per_rollout=2)
+    metrics = diffusion_nft.update(args, None, optimizer, batch, 7)
+    assert draws == [(7, 0), (7, 1)]
+    assert used == [(0, 0, [0, 1]), (0, 0, [2, 3]), (1, 1, [0, 1]), (1, 1, [2, 3])]
+    assert metrics == {"actor/skipped_steps": 4, "actor/lr": 0.1}
+
+
 # ---- Flow-DPPO -------------------------------------------------------------------------------------------------------
 def test_dppo_is_the_plain_ratio_without_reweighting():
     """-A exp(log_prob - old_log_prob), mean log-probs, not divided by |dt|; masked where the divergence would grow."""

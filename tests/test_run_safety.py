@@ -16,6 +16,7 @@ from common.options import check_options
 from common.rewards import score_images
 from common.run import RunLog
 from tests.conftest import ROOT, TINY, few_eval_prompts
+from tests.hostile import good_state
 
 import psutil
 import pytest
@@ -62,7 +63,7 @@ def test_a_name_does_not_lead_out_of_runs(name):
 def test_another_scripts_checkpoint_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["/some/where/grpo_guard.py"])
-    save_checkpoint(tmp_path / "runs" / "guard", 3, {"step": 3}, 1)
+    save_checkpoint(tmp_path / "runs" / "guard", 3, good_state(), 1)
     (checkpoint,) = saved_checkpoints(tmp_path / "runs" / "guard")
     assert open_run(Path("runs/new"), checkpoint) == checkpoint
     monkeypatch.setattr(sys, "argv", ["flow_grpo.py"])
@@ -115,7 +116,9 @@ def test_ranks_end_with_torchrun_however_it_ends(tmp_path):
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
     gone, alive = psutil.wait_procs(ranks, timeout=20)
-    assert len(gone) == 2 and not alive
+    for process in alive:
+        process.kill()
+    assert len(gone) == 2
 
 
 def test_ranks_end_with_torchrun_also_while_they_import(tmp_path):

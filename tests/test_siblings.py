@@ -9,12 +9,14 @@ from tests.conftest import (
     ROOT,
     SIBLINGS,
     SMALL,
+    assert_one_line,
     brightness_reward,
     constant_reward,
     few_eval_prompts,
     own_options,
     read_metrics,
     readme_row,
+    run_here,
     shared_options,
     torchrun,
     without_times,
@@ -287,6 +289,16 @@ def test_dppo_runs(tmp_path):
     assert read_metrics(tmp_path / "runs" / "grpo_guard")[1]["actor/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("trust_region", ["clip", "dppo"])
+def test_dppo_does_not_clamp_advantages(trust_region, tmp_path):
+    """As in Flow-DPPO's code; the brightest image of a group is more than .01 above the others' mean."""
+    options = ["--rollout", "local", "--num_steps", 1, "--adv_clip_max", 0.01, "--trust_region", trust_region, *SMALL]
+    options += [*few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
+    assert run_here(tmp_path, "grpo_guard.py", *options) is None
+    advantage = read_metrics(tmp_path / "runs" / "grpo_guard")[1]["critic/advantages/max"]
+    assert advantage == pytest.approx(0.01) if trust_region == "clip" else advantage > 0.5
+
+
 def assert_same_pairs(file, expected):
     """The same prompts and images are paired. Two ranks have another number of threads than one, whose sums round
     otherwise: a pixel may be a grey level off, which moves the brightness of an image by 4e-7."""
@@ -327,6 +339,24 @@ def test_dpo_offline_encodes_a_changed_image_anew(tmp_path):
     Image.new("RGB", (96, 32), "green").save(chosen)
     torchrun(tmp_path, "dpo_offline.py", "--name", "three", "--pairs", run, *small)
     assert len(list(cache.glob("*.pt"))) == len(before) + 1
+
+
+def test_dpo_offline_says_which_pairs_repeat(tmp_path, capsys):
+    for colour in ("red", "blue"):
+        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{colour}.png")
+    pair = '{"prompt": "p", "chosen": "red.png", "rejected": "blue.png"}\n'
+    (tmp_path / "pairs.jsonl").write_text(pair + pair.replace('"p"', '"q"') + pair)
+    options = ["--pairs", "pairs.jsonl", "--num_pairs", 2, "--num_steps", 1, *few_eval_prompts(tmp_path, 2)]
+    assert run_here(tmp_path, "dpo_offline.py", *options) is None
+    assert "3 pairs, 2 of them distinct; 2 are drawn\n" in capsys.readouterr().out
+
+
+def test_dpo_offline_ends_where_no_image_is_better_than_another(tmp_path):
+    options = ["--num_pair_prompts", 2, "--group_size", 2, "--num_pairs", 2, "--reward", constant_reward(tmp_path)]
+    line = run_here(tmp_path, "dpo_offline.py", *options, *few_eval_prompts(tmp_path, 2))
+    assert_one_line(line, "dpo_offline.py")
+    assert line.endswith("error: --num_pair_prompts 2: the images of every prompt score the same")
+    assert not (tmp_path / "runs" / "dpo_offline" / "pairs.jsonl").exists()
 
 
 def test_the_example_of_a_sixth_script_applies_and_runs(tmp_path):
