@@ -45,7 +45,7 @@ NUMBERS = {  # of each script: option -> values that it refuses
         "noise_level": ["0", "-1", "nan", "inf", "1e-320", "1e308"],
         "sde_type": ["nonsense", "no.py:f", "__init__"],
         "sde_window_size": ["-1", "2"],
-        "sde_window_range": ["-1 1", "1 1", "0 9", "1 0"],
+        "sde_window_range": ["-1 1", "1 1", "0 3", "0 9", "1 0"],  # of 3 steps the last is never stochastic
         "clip_range": ["0", "nan", "inf", "-1"],
         "kl_coef": ["-1", "nan", "inf"],
         "adv_clip_max": ["0", "nan", "inf"],

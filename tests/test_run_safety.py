@@ -151,6 +151,13 @@ def test_a_lost_rank_is_told_in_a_line(said):
 
 
 @pytest.mark.fast
+def test_an_errors_line_can_be_printed():
+    with pytest.raises(SystemExit) as ended, one_line(RunError):
+        raise RunError("reward mine: score nan for image 0 (prompt: a\nb\ud800)")
+    assert ended.value.code.endswith(r"error: reward mine: score nan for image 0 (prompt: a\nb\ud800)")
+
+
+@pytest.mark.fast
 def test_a_checkpoint_is_advised_where_there_is_one_and_the_run_had_begun(tmp_path):
     def end_with(error):
         with pytest.raises(SystemExit) as ended, one_line(RunError, tmp_path):
