@@ -361,7 +361,7 @@ def last_said(kill, folder, log_begins):
     torchrun's, too, which reports the rank that was killed."""
     with open(folder / "campaign.log", "rb") as log:
         log.seek(log_begins)
-        text = log.read().decode(errors="replace").replace(f"{folder}/", "")
+        text = log.read().decode(errors="replace").replace(f"{folder}/", "").replace(f"{ROOT}/", "")
     errors = re.findall(rf"{Path(kill.script).name}: error: .*", text)  # also behind the bar of a rank that was killed
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if re.search(r"\w", line)]
     return [*lines, *errors][-1] if lines else ""
