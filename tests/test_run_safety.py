@@ -62,7 +62,16 @@ def test_a_name_does_not_lead_out_of_runs(name):
 def test_another_scripts_checkpoint_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["/some/where/grpo_guard.py"])
-    save_checkpoint(tmp_path / "runs" / "guard", 3, {"step": 3}, 1)
+    state = {
+        "step": 3,
+        "best": 0.5,
+        "args": {},
+        "sampler": {},
+        "rng": [{}],
+        "policies": {"default": {}},
+        "optimizer": {},
+    }
+    save_checkpoint(tmp_path / "runs" / "guard", 3, state, 1)
     (checkpoint,) = saved_checkpoints(tmp_path / "runs" / "guard")
     assert open_run(Path("runs/new"), checkpoint) == checkpoint
     monkeypatch.setattr(sys, "argv", ["flow_grpo.py"])
@@ -158,7 +167,7 @@ def test_a_checkpoint_is_advised_where_there_is_one_and_the_run_had_begun(tmp_pa
     (tmp_path / "checkpoints").mkdir()
     for step in (5, 10):
         (tmp_path / "checkpoints" / f"step_{step:06d}.pt").touch()
-    advice = "; go on from step_000010.pt with --resume latest"
+    advice = "; go on from step_000010.pt: the same command with --resume latest"
     assert end_with(RunError("no space")).endswith("error: no space" + advice)
     assert end_with(RuntimeError("Broken pipe")).endswith("(see dmesg)" + advice)
     assert end_with(NothingBegun("in use")).endswith("error: in use")  # its checkpoints are another process's
