@@ -439,8 +439,8 @@ def run_plan(path, seed, work_folder):
 def table(records):
     """All kills of a record, and those of each script, engine, number of ranks, victim and phase: rows of Markdown."""
     rows = [
-        "| kills of | tried | in that phase | held | steps lost, done again, at most | longest s to no process | in /dev/shm |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| kills of | tried | in phase | held | most lost | most again | seconds | in /dev/shm |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
         row("all", records),
     ]
     for field in Kill._fields:
@@ -459,15 +459,15 @@ def found_in_its_phase(record):
 
 
 def row(name, records):
-    """A step is lost if its checkpoint was on disk before the kill, and done again if it was only logged. The seconds are
-    from the kill until no process of the run was left; in /dev/shm: files that it left in shared memory."""
+    """Most lost: steps whose checkpoint was on disk before the kill; again: steps logged, but not saved. Seconds: the
+    longest until no process of the run was left. In /dev/shm: files of shared memory left, of all kills."""
     hit = sum(found_in_its_phase(record) for record in records)
     held = sum(not record["problems"] for record in records)
     lost = max(max(0, record["seen"] - record["found"]) for record in records)
     again = max(record["last"] - record["found"] for record in records)
     seconds = max(record["seconds"] for record in records)
     files = sum(len(record["shared_memory"]) for record in records)
-    return f"| {name} | {len(records)} | {hit} | {held} | {lost}, {again} | {seconds:.1f} | {files} |"
+    return f"| {name} | {len(records)} | {hit} | {held} | {lost} | {again} | {seconds:.1f} | {files} |"
 
 
 if __name__ == "__main__":
