@@ -438,9 +438,8 @@ def load(args, path, model, optimizer, sampler):
     optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # the rate is set at every step
     sampler.load_state_dict(state["sampler"])
     restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
-    checkpoints.say_resumed(path, state["args"], asdict(args))
-    best_score = state["best"] if args.resume == "latest" else -math.inf
-    return state["step"], best_score
+    is_comparable = checkpoints.say_resumed(path, state["args"], asdict(args))
+    return state["step"], state["best"] if is_comparable else -math.inf
 
 
 # ==== 12 MAIN =========================================================================================================
@@ -503,7 +502,6 @@ def main(args, inputs):
 
         # evaluate, log and save; a stop that one rank was asked for is a stop of all
         grid = None
-        stopping = any(gather_objects(stop_requested()))
         is_due = step % args.eval_every == 0 or step == args.num_steps
         if is_due:
             with log.timed("testing"):
@@ -511,6 +509,7 @@ def main(args, inputs):
                 best_score = save_if_best(args, model, val_metrics, best_score)
             metrics |= val_metrics
         log.write(step, metrics, grid)
+        stopping = any(gather_objects(stop_requested()))
         if is_due or stopping:
             with log.timed("save_checkpoint"):  # after the log, which a resumed run cuts back to the checkpoint
                 save(args, model, optimizer, sampler, step=step, best_score=best_score)

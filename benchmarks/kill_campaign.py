@@ -361,7 +361,7 @@ def last_said(kill, folder, log_begins):
     torchrun's, too, which reports the rank that was killed."""
     with open(folder / "campaign.log", "rb") as log:
         log.seek(log_begins)
-        text = log.read().decode(errors="replace").replace(f"{folder}/", "")
+        text = log.read().decode(errors="replace").replace(f"{folder}/", "").replace(f"{ROOT}/", "")
     errors = re.findall(rf"{Path(kill.script).name}: error: .*", text)  # also behind the bar of a rank that was killed
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if re.search(r"\w", line)]
     return [*lines, *errors][-1] if lines else ""
@@ -439,8 +439,7 @@ def run_plan(path, seed, work_folder):
 def table(records):
     """All kills of a record, and those of each script, engine, number of ranks, victim and phase: rows of Markdown."""
     rows = [
-        "| kills of | tried | in that phase | held | most steps lost | most steps done again "
-        "| longest seconds until no process was left | files left in shared memory |",
+        "| kills of | tried | in phase | held | most lost | most again | seconds | in /dev/shm |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         row("all", records),
     ]
@@ -460,7 +459,8 @@ def found_in_its_phase(record):
 
 
 def row(name, records):
-    """A step is lost if its checkpoint was on disk before the kill, and done again if it was only logged."""
+    """Most lost: steps whose checkpoint was on disk before the kill; again: steps logged, but not saved. Seconds: the
+    longest until no process of the run was left. In /dev/shm: files of shared memory left, of all kills."""
     hit = sum(found_in_its_phase(record) for record in records)
     held = sum(not record["problems"] for record in records)
     lost = max(max(0, record["seen"] - record["found"]) for record in records)

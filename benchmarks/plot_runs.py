@@ -44,7 +44,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or any folder with a metrics.jsonl")
     parser.add_argument("--metrics", nargs="+", metavar="NAME")
-    parser.add_argument("--output", default="runs.png", help="the picture's file (%(default)s)")
+    parser.add_argument("--output", default="runs/compared.png", help="the picture's file (%(default)s)")
     args = parser.parse_args()
     try:
         runs = {label: read_metrics(run) for label, run in zip(labels_of(args.runs), args.runs, strict=True)}

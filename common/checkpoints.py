@@ -19,6 +19,8 @@ RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples",
 EXPECTED_TO_DIFFER = ("name", "resume", "num_steps", "max_minutes", "keep_checkpoints", "track", "eval_only")
 # what every script saves and goes on from
 STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
+# what the score of an evaluation depends on, beside the policy
+OF_THE_SCORE = ("reward", "reward_weights", "eval_prompts", "max_prompts", "eval_images_per_prompt")
 IS_FOLDER = 0x10  # the bit of a zip record's attributes that marks a folder
 
 
@@ -139,7 +141,7 @@ def open_run(run, resume, eval_only=False):
         return of_this_script(find_checkpoint(run))
     found = [name for name in RESULTS if (Path(run) / name).exists()]
     if found:
-        advice = "choose another --name, or go on with --resume latest"
+        advice = "choose another --name" + ("" if eval_only else ", or go on with --resume latest")
         raise ValueError(f"{run} already holds a run: {advice} (found {found[0]})")
     if not resume:
         return None
@@ -220,7 +222,14 @@ def resume_differences(saved_options, options, ignore=()):
 
 
 def say_resumed(path, saved_options, options):
-    """Print, on rank 0, which checkpoint the run has taken, and which options differ."""
+    """Print, on rank 0, which checkpoint the run has taken, and which options differ.
+
+    Returns whether evaluations from here on can be compared with the best one before: of this run, and scored alike.
+    """
+    differences = resume_differences(saved_options, options, EXPECTED_TO_DIFFER)
+    rescored = [name for name in OF_THE_SCORE if saved_options.get(name) != options.get(name)]
+    if rescored:
+        differences.append(f"{rescored[0]} changes the score: best_adapter is chosen anew")
     if on_rank_0():
-        differences = resume_differences(saved_options, options, EXPECTED_TO_DIFFER)
         say("; ".join([f"loaded {path}", *differences]))
+    return options["resume"] == "latest" and not rescored

@@ -52,5 +52,5 @@ def _line(message, run, error):
             told += f"; traceback: {path}"
     newest = max((run / "checkpoints").glob("step_*.pt"), default=None)
     if newest:
-        told += f"; go on from {newest.name} with --resume latest"
+        told += f"; go on from {newest.name}: the same command with --resume latest"
     return told

@@ -1,7 +1,7 @@
 """What a checkpoint holds of the policies and their optimizer, unsharded: any number of ranks can go on from it."""
 
 from common.distributed import on_rank_0
-from common.errors import RunError
+from common.errors import NothingBegun
 from common.policy import local_tensors, policy_tensors
 
 import torch
@@ -33,13 +33,13 @@ def load_policy_tensors(model, name, tensors):
     """The reverse of policy_tensors, on any number of ranks: every rank is given all, and keeps its shards.
 
     Raises:
-        RunError: naming a tensor that one side has and the other lacks, or has in another shape.
+        NothingBegun: naming a tensor that one side has and the other lacks, or has in another shape.
     """
     targets = local_tensors(model, name)
     differing = targets.keys() ^ tensors.keys()  # in one of them only
     differing |= {key for key in targets.keys() & tensors.keys() if targets[key].shape != tensors[key].shape}
     if differing:
-        raise RunError(
+        raise NothingBegun(
             f"the checkpoint's policy {name} is not this run's: {min(differing)} is in one of them only, or of "
             "another shape; were --lora_rank, --lora_target_modules or --model changed?"
         )

@@ -75,16 +75,17 @@ class RunLog:
         self.step_began = None  # perf_counter at the start of the step; None outside of `steps`
         self.has_written = False
         self.bar = None
+        self.done = None  # step that was written last, or that the run goes on from; None outside of training
+        self.last = None  # step of the run
         self.wandb = start_wandb(self.folder, config) if track and self.writes else None
 
     def steps(self, numbers):
         """Yield each step of the range `numbers` under a progress bar; a trace is written once its step has ended."""
-        last = numbers.stop - 1
+        self.done = numbers.start - 1
+        self.last = numbers.stop - 1
         if numbers:
-            self.say(f"training: steps {numbers.start} to {last}, of {self.num_images} images each")
-        else:
-            self.say(f"finished: all {last} steps (--num_steps) are done")
-        self.bar = tqdm(numbers, initial=numbers.start - 1, total=last, disable=not self.writes or not numbers)
+            self.say(f"training: steps {numbers.start} to {self.last}, of {self.num_images} images each")
+        self.bar = tqdm(numbers, initial=self.done, total=self.last, disable=not self.writes or not numbers)
         try:
             for step in self.bar:
                 with self._profiled(step):
@@ -124,6 +125,7 @@ class RunLog:
         """
         if self.step_began is not None:  # a step of training, whose seconds are without its evaluation
             self.timing["step"] = time.perf_counter() - self.step_began - self.timing.get("testing", 0.0)
+            self.done = step
         metrics = metrics | self._speed_metrics(step)
         self.timing = {}
         if not self.writes:
@@ -149,6 +151,17 @@ class RunLog:
             self._write_to_wandb(step, metrics, grid)
 
     def close(self):
+        """Say how a training ended that ended well."""
+        if self.last is not None:
+            self.bar.close()
+            if self.done < self.last:
+                self.say(
+                    f"stopped after step {self.done} of {self.last}; --resume latest goes on, with the same command"
+                )
+            else:
+                self.say(
+                    f"finished: all {self.last} steps are done; --resume latest goes on, with a larger --num_steps"
+                )
         if self.wandb:
             self.wandb.finish()
 
@@ -238,8 +251,8 @@ def save_samples(folder, places, images, records, shown=32):
             file = f"{place:05d}.png"
             image.save(folder / file)
             lines.append(json.dumps({"file": file, **record}) + "\n")
-            prompt, _, *scores = record.values()
-            grid.append((image, "  ".join([prompt, *(f"{score:.2f}" for score in scores)])))
+            scores = [f"{name} {score:.2f}" for name, score in record.items() if name not in ("prompt", "seed")]
+            grid.append((image, "  ".join([record["prompt"], *scores])))
     with atomic_file(folder / "samples.jsonl") as temporary:
         temporary.write_text("".join(lines))
     return grid[:shown]

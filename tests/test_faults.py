@@ -129,7 +129,7 @@ def test_an_engine_killed_in_a_rollout_ends_the_process_in_one_line_on_the_scree
     assert_one_line(line, "broken_engine.py")
     for part in (
         "the rollout engine died during generate (exit code -9, SIGKILL)",
-        "; go on from step_000001.pt with --resume latest",
+        "; go on from step_000001.pt: the same command with --resume latest",
         "runs/flow_grpo/engine_rank0.log",
     ):
         assert part in line
@@ -234,7 +234,7 @@ REWARDS = {
     r"runs/flow_grpo/traceback_rank0.txt$",  # and no --resume is advised, as there is no checkpoint yet
     "[0.5, float('nan')] * (len(images) // 2)": r"reward mine: score nan for image 1 \(prompt: .* sign that says",
     "[1.0]": r"reward mine: expected 16 scores, got shape \(1,\)",
-    "None": "reward mine raised TypeError|RuntimeError",
+    "None": "reward mine returned NoneType, where 16 numbers are expected",
 }
 
 
@@ -319,7 +319,7 @@ def test_a_stuck_engine_ends_the_run_within_its_time(engine, tmp_path, monkeypat
     assert_one_line(line)
     assert re.search(
         r"the rollout engine did not answer to generate within 20 s \(--engine_timeout_s\) and was "
-        r"stopped; its log: \S+engine.log; go on from step_000001.pt with --resume latest$",
+        r"stopped; its log: \S+engine.log; go on from step_000001.pt: the same command with --resume latest$",
         line,
     )
     assert engine.process.wait(10) == -signal.SIGKILL

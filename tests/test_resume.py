@@ -361,7 +361,9 @@ def test_a_full_disk_ends_the_run_in_one_line(options, uninterrupted, small_disk
     done = torchrun(disk, "flow_grpo.py", *options["flow_grpo.py"], "--name", "full", check=False)
     assert done.returncode == 1
     path = "runs/full/checkpoints/step_000002.pt"
-    advice = "; traceback: runs/full/traceback_rank0.txt; go on from step_000001.pt with --resume latest\n"
+    advice = (
+        "; traceback: runs/full/traceback_rank0.txt; go on from step_000001.pt: the same command with --resume latest\n"
+    )
     told = f"flow_grpo.py: error: {path} could not be written (No space left on device){advice}"
     assert told in done.stdout
     assert "Traceback" not in done.stdout.split("torch/distributed/elastic")[0]  # torchrun's own comes after it

@@ -168,7 +168,7 @@ def test_a_checkpoint_is_advised_where_there_is_one_and_the_run_had_begun(tmp_pa
     (tmp_path / "checkpoints").mkdir()
     for step in (5, 10):
         (tmp_path / "checkpoints" / f"step_{step:06d}.pt").touch()
-    advice = "; go on from step_000010.pt with --resume latest"
+    advice = "; go on from step_000010.pt: the same command with --resume latest"
     assert end_with(RunError("no space")).endswith("error: no space" + advice)
     assert end_with(RuntimeError("Broken pipe")).endswith("(see dmesg)" + advice)
     assert end_with(NothingBegun("in use")).endswith("error: in use")  # its checkpoints are another process's

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import flow_grpo
-from common.checkpoints import save_checkpoint
+from common.checkpoints import save_checkpoint, say_resumed
 from common.options import parse_args
 from common.run import RunLog
 from tests.conftest import ROOT
@@ -53,16 +53,38 @@ def test_a_wrong_option_is_refused_before_the_slow_imports(script, tmp_path):
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
-def test_training_is_announced_or_has_ended(tmp_path, capsys):
+def test_training_is_announced_and_its_end_too(tmp_path, capsys):
     log = RunLog(tmp_path, num_images=256)
     assert list(log.steps(range(11, 14))) == [11, 12, 13]
     shown = capsys.readouterr()
     assert shown.out == "training: steps 11 to 13, of 256 images each\n"
     assert "| 13/13 [" in shown.err and "| 10/13 [" in shown.err  # the bar counts the run's steps, not the start's
-    assert list(log.steps(range(31, 31))) == []
+
+    log = RunLog(tmp_path)
+    for step in log.steps(range(11, 14)):
+        log.write(step, {})
+        if step == 12:  # as asked by a signal
+            break
+    log.close()
+    stopped = "stopped after step 12 of 13; --resume latest goes on, with the same command\n"
+    assert capsys.readouterr().out.endswith(stopped)
+
+    log = RunLog(tmp_path)
+    assert list(log.steps(range(31, 31))) == []  # the run was finished before
+    log.close()
     shown = capsys.readouterr()
-    assert shown.out == "finished: all 30 steps (--num_steps) are done\n"
+    assert shown.out == "finished: all 30 steps are done; --resume latest goes on, with a larger --num_steps\n"
     assert shown.err == ""
+
+
+def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
+    saved = {"reward": ("ocr",), "reward_weights": (1.0,), "eval_prompts": "a.txt", "resume": "latest"}
+    assert say_resumed("c.pt", saved, saved)
+    assert capfd.readouterr().err == "loaded c.pt\n"
+    assert not say_resumed("c.pt", saved, saved | {"resume": "runs/other"})
+    assert not say_resumed("c.pt", saved, saved | {"reward_weights": (2.0,)})
+    told = "reward_weights: [1.0] -> [2.0]; reward_weights changes the score: best_adapter is chosen anew\n"
+    assert capfd.readouterr().err.endswith(f"loaded c.pt; {told}")
 
 
 # ---- evaluation only -------------------------------------------------------------------------------------------------

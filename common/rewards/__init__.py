@@ -68,8 +68,7 @@ def score_images(rewards, images, prompt_set):
         try:
             # copies: what one reward does to them the next one does not see
             copies = [image.copy() for image in images]
-            scores = function(copies, list(prompt_set.prompts), copy.deepcopy(prompt_set.metadata))
-            scores = torch.as_tensor(scores, dtype=torch.float64, device="cpu")
+            returned = function(copies, list(prompt_set.prompts), copy.deepcopy(prompt_set.metadata))
         except (Exception, SystemExit) as error:  # sys.exit(0) would else end the run as a success
             told = describe(error, own_folder(function))
             raise RunError(f"reward {name} raised {told}") from error
@@ -77,6 +76,11 @@ def score_images(rewards, images, prompt_set):
             raise RunError(
                 f"reward {name} changed the working directory to {os.getcwd()}, and paths of the run with it"
             )
+        try:
+            scores = torch.as_tensor(returned, dtype=torch.float64, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            kind = type(returned).__name__
+            raise RunError(f"reward {name} returned {kind}, where {len(images)} numbers are expected") from None
         if scores.shape != (len(images),):
             shape = tuple(scores.shape)
             raise RunError(f"reward {name}: expected {len(images)} scores, got shape {shape}")
