@@ -125,7 +125,6 @@ class Inputs(NamedTuple):
 def check_args(args):
     """Refuse what cannot work before any model loads. Returns the run's Inputs."""
     check_options(args)
-    check_engine(args.rollout)
     num_images = args.num_prompts * args.group_size
     updates = args.updates_per_rollout
     args.micro_batch_size = fit_micro_batch(num_images, "--num_prompts x --group_size", updates, args.micro_batch_size)
@@ -137,6 +136,7 @@ def check_args(args):
     # what imports diffusers and peft, which takes seconds, comes last
     family = find_family(args.model)
     family.check_image_size(args.model, *args.image_size)
+    check_engine(args.rollout, family)
     targets = args.lora_target_modules or family.lora_target_modules
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
     return Inputs(family, rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)

@@ -129,10 +129,9 @@ def make_request(args, model, prompts, prompt_index, seeds, *, num_inference_ste
     num_inference_steps = num_inference_steps or args.num_inference_steps
     height, width = args.image_size
     timesteps, sigmas, latent_shape = model.schedule(num_inference_steps, height, width)  # (T,), (T + 1,), (C, h, w)
-    negative = model.encode_prompts([""], args.max_sequence_length) if args.guidance_scale > 1 else None
     return RolloutRequest(
         conditioning=model.encode_prompts(prompts, args.max_sequence_length),
-        negative_conditioning=negative,
+        negative_conditioning=model.encode_negative(args.guidance_scale, args.max_sequence_length),
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps,

@@ -136,7 +136,6 @@ def check_args(args):
     """Refuse what cannot work before any model loads. Returns the run's Inputs."""
     check_options(args)
     check_step_kind(args.sde_type, args.noise_level)
-    check_engine(args.rollout)
     num_images = args.num_prompts * args.group_size
     updates = args.updates_per_rollout
     args.micro_batch_size = fit_micro_batch(num_images, "--num_prompts x --group_size", updates, args.micro_batch_size)
@@ -155,6 +154,7 @@ def check_args(args):
     # what imports diffusers and peft, which takes seconds, comes last
     family = find_family(args.model)
     family.check_image_size(args.model, *args.image_size)
+    check_engine(args.rollout, family)
     targets = args.lora_target_modules or family.lora_target_modules
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
     return Inputs(family, rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
@@ -166,10 +166,9 @@ def make_request(args, model, prompts, prompt_index, seeds, *, sde_steps=(), num
     num_inference_steps = num_inference_steps or args.num_inference_steps
     height, width = args.image_size
     timesteps, sigmas, latent_shape = model.schedule(num_inference_steps, height, width)  # (T,), (T + 1,), (C, h, w)
-    negative = model.encode_prompts([""], args.max_sequence_length) if args.guidance_scale > 1 else None
     return RolloutRequest(
         conditioning=model.encode_prompts(prompts, args.max_sequence_length),
-        negative_conditioning=negative,
+        negative_conditioning=model.encode_negative(args.guidance_scale, args.max_sequence_length),
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps,

@@ -3,18 +3,13 @@
 import random
 
 
-def sigma_schedule(scheduler, num_inference_steps, image_seq_len):
+def sigma_schedule(scheduler, **options):
     """The sampler's own schedule: timesteps (T,) in (0, 1000] and sigmas (T + 1,) from about 1 to 0, fp32 on the CPU.
 
-    `scheduler` is a diffusers FlowMatchEulerDiscreteScheduler, asked as the SD3 pipeline asks it; with its dynamic
-    shifting, mu grows linearly with the number of image tokens. Timesteps stay floats.
+    `scheduler` is a diffusers FlowMatchEulerDiscreteScheduler; `options` are of its set_timesteps, given as the
+    family's pipeline gives them: num_inference_steps or sigmas, and mu. Timesteps stay floats.
     """
-    mu = None
-    if scheduler.config.get("use_dynamic_shifting"):
-        c = scheduler.config
-        slope = (c.max_shift - c.base_shift) / (c.max_image_seq_len - c.base_image_seq_len)
-        mu = c.base_shift + slope * (image_seq_len - c.base_image_seq_len)
-    scheduler.set_timesteps(num_inference_steps, device="cpu", mu=mu)
+    scheduler.set_timesteps(device="cpu", **options)
     return scheduler.timesteps.float().clone(), scheduler.sigmas.float().clone()
 
 

@@ -209,7 +209,8 @@ class LinearModel:
 
 
 def make_request(sde_steps, sde_type="sde", num_images=6, num_inference_steps=6):
-    timesteps, sigmas = sigma_schedule(FlowMatchEulerDiscreteScheduler(shift=3.0), num_inference_steps, 64)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    timesteps, sigmas = sigma_schedule(scheduler, num_inference_steps=num_inference_steps)
     conditioning = {"c": torch.randn(2, 4, generator=torch.Generator().manual_seed(0))}
     index, seeds = torch.arange(num_images) % 2, [100 + i for i in range(num_images)]
     return RolloutRequest(

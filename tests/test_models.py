@@ -53,8 +53,9 @@ def test_what_is_no_model_is_one_line(tmp_path):
         text = str(error.value)
         assert text.startswith(f"--model {model}: {message}") and "\n" not in text
     with pytest.raises(ValueError) as error:
-        find_family(pipeline_folder(tmp_path, "FluxPipeline"))
-    assert str(error.value) == f"--model {tmp_path}: FluxPipeline is not supported; supported: stable_diffusion_3"
+        find_family(pipeline_folder(tmp_path, "PixArtAlphaPipeline"))
+    supported = "flux, flux2_klein, qwen_image, stable_diffusion_3, z_image"
+    assert str(error.value) == f"--model {tmp_path}: PixArtAlphaPipeline is not supported; supported: {supported}"
 
 
 def test_a_model_is_loaded_frozen_and_its_vae_in_fp32():

@@ -37,13 +37,17 @@ class EngineError(RunError):
     """The engine process failed, died or did not answer in time."""
 
 
-def check_engine(rollout):
-    """Look for vLLM-Omni, where `--rollout vllm` asks for it.
+def check_engine(rollout, family):
+    """Look for vLLM-Omni, and for our hooks into its pipeline of the family, where `--rollout vllm` asks for them.
 
     Raises:
-        ValueError: it is not installed; with what to do.
+        ValueError: one is not there; with what to do.
     """
-    if rollout == "vllm" and importlib.util.find_spec("vllm_omni") is None:
+    if rollout != "vllm":
+        return
+    if family.engine_pipeline is None:
+        raise ValueError(f"--rollout vllm: vLLM-Omni's {family.__name__} cannot take our steps: pass --rollout local")
+    if importlib.util.find_spec("vllm_omni") is None:
         raise ValueError(
             "--rollout vllm needs vLLM-Omni, which is not installed: pip install -r requirements.txt "
             "(requirements-cuda.txt on a GPU), or pass --rollout local"

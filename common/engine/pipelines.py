@@ -41,6 +41,7 @@ class BatchUnderWay:
     latent_shape: tuple[int, ...]
     sigma_max: float
     multistep_from: int | None
+    prompts: list[dict]  # B, as server.image_prompts made them
     generators: list[torch.Generator]  # B
     starts: list[torch.Tensor]  # B latents to go on from, or none
     initial: torch.Tensor | None = None  # (B, ...), the latents of the first step
@@ -61,6 +62,7 @@ class SDERolloutMixin:
     """
 
     supports_request_batch = True
+    timestep_unit = 1  # the transformer takes t divided by this, t in (0, 1000]
     _run = None  # BatchUnderWay
     _pending_lora = None  # (tensors, config) between push_lora and the hook that vLLM-Omni calls
     bound_lora_modules = 0
@@ -72,10 +74,13 @@ class SDERolloutMixin:
         extra_args = batch.sampling_params_list[0].extra_args or {}
         settings = extra_args.get("rollout")
         if settings is None:
-            return super().forward(batch, *args, **kwargs)
+            output = super().forward(batch, *args, **kwargs)
+            for name in [name for name in self._modules if name.startswith("text_encoder")]:
+                setattr(self, name, None)  # needed by the start-up dummy run only
+            return output
         generators = [torch.Generator().manual_seed(prompt["seed"]) for prompt in batch.prompts]
         starts = [prompt["initial_latents"] for prompt in batch.prompts if "initial_latents" in prompt]
-        run = BatchUnderWay(**settings, generators=generators, starts=starts)
+        run = BatchUnderWay(**settings, prompts=batch.prompts, generators=generators, starts=starts)
         self._run = run
         try:
             outputs = super().forward(batch, *args, **kwargs)
@@ -83,6 +88,8 @@ class SDERolloutMixin:
             self._run = None
         if run.step != len(run.timesteps):
             raise RuntimeError(f"the pipeline took {run.step} steps, the schedule has {len(run.timesteps)}")
+        if not isinstance(outputs, list):  # of a pipeline that takes one request at a time
+            return self._with_trajectories([outputs], run)[0]
         return self._with_trajectories(outputs, run)
 
     def _with_trajectories(self, outputs, run):
@@ -114,7 +121,21 @@ class SDERolloutMixin:
         else:
             shape = (len(run.generators), *run.latent_shape)
             run.initial = draw_noise(shape, run.generators, self.device)
-        return run.initial
+        native = super().prepare_latents(*args, **kwargs)
+        latents = self.pack(run.initial)
+        return (latents, *native[1:]) if isinstance(native, tuple) else latents
+
+    def pack(self, latents):
+        """Latents (B, C, h, w) as the native loop holds them: here the same."""
+        return latents
+
+    def unpack(self, latents):
+        """The reverse of pack."""
+        return latents
+
+    def module_name(self, name):
+        """vLLM-Omni's name of what diffusers calls `name`, a module of the transformer or the end of one: the same."""
+        return name
 
     def predict_noise_maybe_with_cfg(
         self, do_true_cfg, true_cfg_scale, positive_kwargs, negative_kwargs, *args, **kwargs
@@ -124,7 +145,8 @@ class SDERolloutMixin:
             branches = [positive_kwargs]
             if do_true_cfg:
                 branches.append(negative_kwargs)
-            timestep = run.timesteps[run.step].to(self.device)  # fp32: the native loop rounds it to the model's dtype
+            # fp32: the native loop rounds it to the model's dtype
+            timestep = run.timesteps[run.step].to(self.device) / self.timestep_unit
             for branch in branches:
                 latents = branch["hidden_states"]
                 branch["timestep"] = timestep.expand(len(latents))
@@ -146,6 +168,8 @@ class SDERolloutMixin:
         i = run.step
         sigma = run.sigmas[i]
         sigma_next = run.sigmas[i + 1]
+        latents = self.unpack(latents)
+        noise_pred = self.unpack(noise_pred)
         if run.multistep_from is not None and i >= run.multistep_from:
             out, run.previous = multistep_ode_step(latents, noise_pred, sigma, sigma_next, run.previous)
         else:
@@ -160,7 +184,7 @@ class SDERolloutMixin:
                 generator=run.generators,
             )
         run.outputs.append(out)
-        return out.prev_sample
+        return self.pack(out.prev_sample)
 
     def _load_diffusion_lora_adapter(self, *, lora_request, lora_path, dtype):
         """vLLM-Omni's hook: the adapter that was pushed, from tensors instead of a folder."""
@@ -197,8 +221,10 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def push_lora(self, tensors, config):
         """{"module.lora_A.weight": tensor} and peft's config as a dict -> how many modules the pipeline bound."""
         pipeline = self.model_runner.pipeline
-        tensors = {f"base_model.model.transformer.{name}": tensor for name, tensor in tensors.items()}
-        pipeline._pending_lora = (tensors, config)
+        names = {name: pipeline.module_name(name) for name in tensors}
+        tensors = {f"base_model.model.transformer.{names[name]}": tensor for name, tensor in tensors.items()}
+        targets = [pipeline.module_name(target) for target in config["target_modules"]]
+        pipeline._pending_lora = (tensors, config | {"target_modules": targets})
         request = policy_lora()
         try:
             self.remove_lora(LORA_ID)

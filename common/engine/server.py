@@ -45,6 +45,8 @@ def load_engine(options):
     # vLLM-Omni imports its classes by name; the executor "uni" keeps the pipeline in this process
     listen_on_loopback()
     pipelines.RolloutPipeline = find_family(options["model"]).engine_pipeline()
+    if not pipelines.RolloutPipeline.supports_request_batch:
+        options["max_num_seqs"] = 1
     return Omni(
         **options,
         enforce_eager=True,
@@ -67,6 +69,7 @@ def generate(omni, request, lora):
         width=request.width,
         num_inference_steps=len(request.timesteps),
         guidance_scale=request.guidance_scale,
+        true_cfg_scale=request.guidance_scale,  # the same, where a pipeline has both
         lora_request=pipelines.policy_lora() if lora else None,
         extra_args={"rollout": rollout_settings(request)},
     )

@@ -36,6 +36,9 @@ class Family(Protocol):
     def encode_prompts(self, prompts, max_sequence_length):
         """B prompts -> conditioning, in the text encoders' dtype."""
 
+    def encode_negative(self, guidance_scale, max_sequence_length):
+        """Conditioning of the empty prompt, one row; None where guidance of that scale takes no second pass."""
+
     def schedule(self, num_inference_steps, height, width):
         """Timesteps (T,) fp32, 1000 sigma, in (0, 1000]; sigmas (T + 1,); and the latents' (C, h, w)."""
 
@@ -58,6 +61,8 @@ class Family(Protocol):
     @staticmethod
     def engine_pipeline():
         """vLLM-Omni's pipeline of the family with our hooks (common/engine/pipelines.py), built where vLLM is there.
+
+        None in place of the method: there are no hooks, and the family is for --rollout local.
 
         The conditioning's names are that pipeline's prompt fields, with negative_ before those of the negative prompt.
         """

@@ -1,9 +1,11 @@
 """Stable Diffusion 3 and 3.5 (diffusers `StableDiffusion3Pipeline`), and the embedded model, which is one."""
 
 from common.schedule import sigma_schedule
+from common.vae import decode_latents, encode_pixels
 
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 
 
 class StableDiffusion3:
@@ -43,12 +45,20 @@ class StableDiffusion3:
             pooled.append(pooled_embeds)
         return {"prompt_embeds": torch.cat(prompt_embeds), "pooled_prompt_embeds": torch.cat(pooled)}
 
+    def encode_negative(self, guidance_scale, max_sequence_length):
+        """Conditioning of the empty prompt, one row, for the second pass of guidance above 1; None without."""
+        return self.encode_prompts([""], max_sequence_length) if guidance_scale > 1 else None
+
     def schedule(self, num_inference_steps, height, width):
         """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""
         config = self.transformer.config
         unit = self.pipe.vae_scale_factor * config.patch_size
         num_tokens = (height // unit) * (width // unit)
-        timesteps, sigmas = sigma_schedule(self.pipe.scheduler, num_inference_steps, num_tokens)
+        c = self.pipe.scheduler.config
+        mu = None
+        if c.get("use_dynamic_shifting"):
+            mu = calculate_shift(num_tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
+        timesteps, sigmas = sigma_schedule(self.pipe.scheduler, num_inference_steps=num_inference_steps, mu=mu)
         latent_size = (height // self.pipe.vae_scale_factor, width // self.pipe.vae_scale_factor)
         return timesteps, sigmas, (config.in_channels, *latent_size)
 
@@ -76,19 +86,13 @@ class StableDiffusion3:
         )[0]
         return velocity.float()
 
-    @torch.no_grad()
     def decode(self, latents):
         """Latents (B, ...) -> list of B PIL images, as the pipeline decodes them."""
-        vae = self.pipe.vae
-        latents = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
-        return self.pipe.image_processor.postprocess(vae.decode(latents, return_dict=False)[0])
+        return decode_latents(self.pipe, latents)
 
-    @torch.no_grad()
     def encode_images(self, images, height, width):
         """List of B PIL images, resized where they differ -> latents (B, ...), the mode of the VAE's posterior."""
-        vae = self.pipe.vae
-        pixels = self.pipe.image_processor.preprocess(images, height, width).to(vae.device, vae.dtype)
-        return (vae.encode(pixels).latent_dist.mode() - vae.config.shift_factor) * vae.config.scaling_factor
+        return encode_pixels(self.pipe, images, height, width)
 
     def frozen_tensors(self):
         """All numbers of the model that latents and conditioning depend on, in a fixed order."""
@@ -112,12 +116,6 @@ class StableDiffusion3:
             def __init__(self, **kwargs):
                 super().__init__(**kwargs)
                 self.vae.float()
-
-            def forward(self, req, *args, **kwargs):
-                output = super().forward(req, *args, **kwargs)
-                # needed by the start-up dummy run only
-                self.text_encoder = self.text_encoder_2 = self.text_encoder_3 = None
-                return output
 
             def encode_prompt(self, *args, **kwargs):
                 return tuple(embeds.to(self.device) for embeds in super().encode_prompt(*args, **kwargs))

@@ -1,0 +1,98 @@
+"""Z-Image (diffusers `ZImagePipeline`): base, guided by a second pass, and Turbo, which is trained without guidance."""
+
+from common.schedule import sigma_schedule
+from common.vae import decode_latents, encode_pixels
+
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL
+from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_default_z_image_sigmas
+
+
+class ZImage:
+    """Latents are (B, C, h, w); the transformer takes lists, of an image and a prompt each, and 1 - t, and gives -v."""
+
+    lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
+    engine_pipeline = None  # vLLM-Omni's calls the scheduler itself, an image at a time: there is no hook for our steps
+
+    @staticmethod
+    def check_image_size(model, height, width):
+        """Raises ValueError where a side is no multiple of a token's."""
+        vae = AutoencoderKL.load_config(model, subfolder="vae")
+        unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
+        if height % unit or width % unit:
+            raise ValueError(f"--image_size {height} {width}: must be multiples of {unit}")
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+        self.transformer = pipe.transformer
+
+    @torch.no_grad()
+    def encode_prompts(self, prompts, max_sequence_length):
+        """B prompts -> {"prompt_embeds": (B, L, C), zeros behind a prompt's last token; "num_tokens": (B,)}."""
+        prompt_embeds = []
+        num_tokens = []
+        for i in range(0, len(prompts), 32):  # the encoder's attention over thousands of prompts would not fit a GPU
+            per_prompt, _ = self.pipe.encode_prompt(
+                list(prompts[i : i + 32]),
+                device=self.pipe.text_encoder.device,
+                do_classifier_free_guidance=False,
+                max_sequence_length=max_sequence_length,
+            )
+            for embeds in per_prompt:  # (its tokens, C)
+                prompt_embeds.append(F.pad(embeds, (0, 0, 0, max_sequence_length - len(embeds))))
+                num_tokens.append(len(embeds))
+        return {"prompt_embeds": torch.stack(prompt_embeds), "num_tokens": torch.tensor(num_tokens)}
+
+    def encode_negative(self, guidance_scale, max_sequence_length):
+        """Conditioning of the empty prompt, one row, for the second pass of guidance above 1; None without."""
+        return self.encode_prompts([""], max_sequence_length) if guidance_scale > 1 else None
+
+    def schedule(self, num_inference_steps, height, width):
+        """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""
+        h = height // self.pipe.vae_scale_factor
+        w = width // self.pipe.vae_scale_factor
+        c = self.pipe.scheduler.config
+        num_tokens = (h // 2) * (w // 2)
+        mu = calculate_shift(num_tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
+        unshifted = get_default_z_image_sigmas(num_inference_steps)
+        timesteps, sigmas = sigma_schedule(self.pipe.scheduler, mu=mu, sigmas=unshifted)
+        return timesteps, sigmas, (self.transformer.in_channels, h, w)
+
+    def predict_velocity(self, latents, timestep, conditioning, negative_conditioning=None, guidance_scale=1.0):
+        """v (B, ...) in fp32 at fp32 latents (B, ...) and timesteps in (0, 1000], one or (B,), kept floats.
+
+        Guidance above 1 adds the negative branch (one row, for all): v_pos + guidance_scale (v_pos - v_neg), as its
+        pipeline has it, with gradient through both.
+        """
+        velocity = self._forward(latents, timestep, conditioning)
+        if guidance_scale > 1:
+            negative = self._forward(latents, timestep, negative_conditioning)
+            velocity = velocity + guidance_scale * (velocity - negative)
+        return velocity
+
+    def _forward(self, latents, timestep, conditioning):
+        batch = len(latents)
+        prompt_embeds = conditioning["prompt_embeds"].expand(batch, -1, -1)
+        num_tokens = conditioning["num_tokens"].expand(batch).tolist()
+        images = latents.to(prompt_embeds.dtype)[:, :, None]  # (B, C, 1 frame, h, w)
+        prompts = [embeds[:count] for embeds, count in zip(prompt_embeds, num_tokens, strict=True)]
+        timestep = timestep.to(latents.device).expand(batch)
+        outputs = self.transformer(list(images), 1 - timestep / 1000, prompts, return_dict=False)[0]
+        return -torch.stack([output.float() for output in outputs])[:, :, 0]
+
+    def decode(self, latents):
+        """Latents (B, ...) -> list of B PIL images, as the pipeline decodes them."""
+        return decode_latents(self.pipe, latents)
+
+    def encode_images(self, images, height, width):
+        """List of B PIL images, resized where they differ -> latents (B, ...), the mode of the VAE's posterior."""
+        return encode_pixels(self.pipe, images, height, width)
+
+    def frozen_tensors(self):
+        """All numbers of the model that latents and conditioning depend on, in a fixed order."""
+        pipe = self.pipe
+        tensors = [torch.tensor([pipe.vae.config.scaling_factor, pipe.vae.config.shift_factor])]
+        for module in (pipe.vae, pipe.text_encoder):
+            tensors += module.state_dict().values()
+        return tensors

@@ -1,0 +1,50 @@
+"""What is published of the models that people train: their transformers' configs, and how many parameters they have.
+
+Facts of the model cards and of the `transformer/config.json` of each, as far as they differ from diffusers' defaults.
+"""
+
+PUBLISHED = {
+    # hub id: (family, transformer class, config, parameters in billions)
+    "stabilityai/stable-diffusion-3.5-medium": (
+        "stable_diffusion_3",
+        "SD3Transformer2DModel",
+        {
+            "sample_size": 128,
+            "num_layers": 24,
+            "num_attention_heads": 24,
+            "caption_projection_dim": 1536,
+            "pos_embed_max_size": 384,
+            "dual_attention_layers": list(range(13)),
+            "qk_norm": "rms_norm",
+        },
+        2.2,
+    ),
+    "stabilityai/stable-diffusion-3.5-large": (
+        "stable_diffusion_3",
+        "SD3Transformer2DModel",
+        {
+            "sample_size": 128,
+            "num_layers": 38,
+            "num_attention_heads": 38,
+            "caption_projection_dim": 2432,
+            "pos_embed_max_size": 192,
+            "qk_norm": "rms_norm",
+        },
+        8.1,
+    ),
+    "black-forest-labs/FLUX.1-dev": ("flux", "FluxTransformer2DModel", {"guidance_embeds": True}, 11.9),
+    "black-forest-labs/FLUX.2-klein-base-4B": (
+        "flux2_klein",
+        "Flux2Transformer2DModel",
+        {
+            "num_layers": 5,
+            "num_single_layers": 20,
+            "num_attention_heads": 24,
+            "joint_attention_dim": 7680,
+            "guidance_embeds": False,
+        },
+        3.9,
+    ),
+    "Qwen/Qwen-Image": ("qwen_image", "QwenImageTransformer2DModel", {}, 20.4),
+    "Tongyi-MAI/Z-Image": ("z_image", "ZImageTransformer2DModel", {}, 6.2),
+}

@@ -1,0 +1,346 @@
+"""Each family against diffusers' own pipeline and against vLLM-Omni, on tiny random checkpoints; published sizes."""
+
+import copy
+import importlib
+import inspect
+
+import flow_grpo
+from common.engine.client import VLLMEngine, check_engine
+from common.models import find_family, load_model
+from common.policy import acting, add_policies, make_lora, policy_tensors
+from common.run import save_weights
+from tests.conftest import ROOT, TINY, few_eval_prompts, run_here
+from tests.published_models import PUBLISHED
+from tests.tiny_models import FAMILIES, make_checkpoint
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+PROMPTS = ['a red sign that says "123"', "a sign"]
+SEEDS = [3, 4, 5]  # of images of the first, the second and the first prompt
+LENGTH = 160  # tokens at most: the tiny tokenizers spell out the templates that Qwen's prompts are put into
+HEIGHT, WIDTH = 32, 48
+GUIDANCE = 3.0
+WITH_ENGINE = [name for name in FAMILIES if name != "z_image"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The folder of a family's tiny checkpoint, made once."""
+    folders = {}
+
+    def make(family):
+        if family not in folders:
+            folders[family] = make_checkpoint(family, tmp_path_factory.mktemp(family))
+        return folders[family]
+
+    return make
+
+
+def load(folder):
+    model = load_model(find_family(folder), str(folder), torch.float32, "cpu")
+    model.pipe.set_progress_bar_config(disable=True)
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, checkpoint):
+    return load(checkpoint(request.param))
+
+
+def request_for(model, sde_steps=(), num_inference_steps=4):
+    options = {"image_size": (HEIGHT, WIDTH), "max_sequence_length": LENGTH, "guidance_scale": GUIDANCE}
+    args = flow_grpo.Args(rollout="local", num_inference_steps=num_inference_steps, **options)
+    with torch.no_grad():
+        request = flow_grpo.make_request(args, model, PROMPTS, torch.tensor([0, 1, 0]), SEEDS, sde_steps=sde_steps)
+    return args, request
+
+
+def first_latents(request):
+    return request.first_latents([torch.Generator().manual_seed(seed) for seed in request.seeds], "cpu")
+
+
+def packed(model, latents):
+    """Latents (B, C, h, w) as the stock pipeline holds them in its loop."""
+    if not hasattr(model.pipe, "_pack_latents"):
+        return latents
+    takes_shape = len(inspect.signature(model.pipe._pack_latents).parameters) > 1
+    return model.pipe._pack_latents(latents, *(latents.shape if takes_shape else ()))
+
+
+def stock_call(pipe, latents, prompts, num_inference_steps):
+    """The images of the pipeline's own call, and what its scheduler was given: latents and velocity of every step."""
+    options = inspect.signature(pipe.__call__).parameters
+    guidance = {"guidance_scale": GUIDANCE}
+    if "true_cfg_scale" in options and not getattr(pipe.transformer.config, "guidance_embeds", False):
+        guidance = {"true_cfg_scale": GUIDANCE}
+    if "negative_prompt" in options and not getattr(pipe.transformer.config, "guidance_embeds", False):
+        guidance["negative_prompt"] = [""] * len(prompts)
+    steps = []
+    real = pipe.scheduler.step
+
+    def recording(velocity, t, latents, *args, **kwargs):
+        steps.append((latents, velocity))
+        return real(velocity, t, latents, *args, **kwargs)
+
+    pipe.scheduler.step = recording
+    images = pipe(
+        prompt=list(prompts),
+        height=HEIGHT,
+        width=WIDTH,
+        num_inference_steps=num_inference_steps,
+        latents=latents,
+        max_sequence_length=LENGTH,
+        **guidance,
+    ).images
+    del pipe.scheduler.step
+    return images, steps
+
+
+def stock_latents(model, latents):
+    """Noise as the stock pipeline takes it: packed, but for FLUX.2's, which packs what it is given."""
+    return latents if hasattr(model.pipe, "_patchify_latents") else packed(model, latents)
+
+
+def assert_same_images(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert np.abs(np.asarray(one, dtype=int) - np.asarray(other, dtype=int)).max() <= 1
+    assert np.asarray(theirs[0]).std() > 1  # a picture, not a plane
+
+
+# ---- against diffusers -----------------------------------------------------------------------------------------------
+def test_schedule_velocity_and_image_are_the_stock_pipelines(model):
+    args, request = request_for(model)
+    x = first_latents(request)
+    prompts = [PROMPTS[row] for row in request.prompt_index]
+    images, steps = stock_call(model.pipe, stock_latents(model, x), prompts, 4)
+    sigmas, timesteps = model.pipe.scheduler.sigmas, model.pipe.scheduler.timesteps
+    torch.testing.assert_close(request.sigmas, sigmas, rtol=0, atol=1e-7)
+    torch.testing.assert_close(request.timesteps, timesteps, rtol=0, atol=1e-4)
+    of_images = request.select(torch.arange(3))
+    for i, (latents, velocity) in enumerate(steps):
+        torch.testing.assert_close(packed(model, x), latents, rtol=0, atol=2e-5)
+        guided = (of_images.conditioning, request.negative_conditioning, GUIDANCE)
+        with torch.no_grad():
+            predicted = model.predict_velocity(x, request.timesteps[i], *guided)
+        # round-off of a step is the next one's input, and guidance enlarges it
+        torch.testing.assert_close(packed(model, predicted), velocity, rtol=0, atol=1e-5 * velocity.abs().max())
+        x = x + predicted * (request.sigmas[i + 1] - request.sigmas[i])
+    assert_same_images(flow_grpo.rollout(args, model, None, request).images, images)
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (64, 32), (256, 512), (1024, 1024)])
+@pytest.mark.parametrize("num_inference_steps", [2, 10, 28])
+def test_the_schedule_at_other_sizes(model, monkeypatch, height, width, num_inference_steps):
+    """The stock pipeline's own, caught where its loop would begin."""
+
+    class Caught(Exception):
+        pass
+
+    def first_forward(*args, **kwargs):
+        raise Caught
+
+    monkeypatch.setattr(model.transformer, "forward", first_forward)
+    with pytest.raises(Caught):
+        model.pipe(prompt=PROMPTS[0], height=height, width=width, num_inference_steps=num_inference_steps)
+    expected = model.pipe.scheduler.timesteps.clone(), model.pipe.scheduler.sigmas.clone()
+    timesteps, sigmas, _ = model.schedule(num_inference_steps, height, width)
+    torch.testing.assert_close(timesteps, expected[0].float(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(sigmas, expected[1].float(), rtol=0, atol=1e-7)
+
+
+def test_prompts_do_not_see_each_other(model):
+    """Alone, or beside a longer one: the same velocity."""
+    _, request = request_for(model)
+    both = request.select(torch.arange(2))
+    x = first_latents(request)[:2]
+    t = request.timesteps[1]
+    with torch.no_grad():
+        together = model.predict_velocity(x, t, both.conditioning, request.negative_conditioning, GUIDANCE)
+        for i, prompt in enumerate(PROMPTS):
+            alone = model.encode_prompts([prompt], LENGTH)
+            one = model.predict_velocity(x[i : i + 1], t, alone, request.negative_conditioning, GUIDANCE)
+            torch.testing.assert_close(one, together[i : i + 1], rtol=0, atol=5e-6)
+    assert (together[0] - together[1]).abs().max() > 1e-3
+
+
+def test_images_and_latents(model):
+    """encode_images is the reverse of decode: an image's latents, decoded, are what the VAE makes of the image."""
+    generator = np.random.default_rng(0)
+    image = diffusers.utils.numpy_to_pil(generator.random((1, HEIGHT, WIDTH, 3)))[0]
+    latents = model.encode_images([image], HEIGHT, WIDTH)
+    assert latents.shape == (1, *model.schedule(2, HEIGHT, WIDTH)[2]) and latents.isfinite().all()
+    assert model.decode(latents)[0].size == (WIDTH, HEIGHT)
+    assert all(isinstance(tensor, torch.Tensor) for tensor in model.frozen_tensors())
+
+
+# ---- LoRA ------------------------------------------------------------------------------------------------------------
+def give_lora(model):
+    """A LoRA of rank 4 and alpha 8 on the family's targets, whose B matrices are not 0. Returns its LoraConfig."""
+    lora = make_lora(None, 4, 8, model.lora_target_modules)
+    torch.manual_seed(7)
+    add_policies(model, lora, ["default"])
+    for name, parameter in model.transformer.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return lora[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_lora_gives_the_trainers_image_in_the_stock_pipeline(family, checkpoint, tmp_path):
+    model = load(checkpoint(family))
+    before = flow_grpo.rollout(*arguments(model)).latents
+    give_lora(model)
+    trajectories = flow_grpo.rollout(*arguments(model))
+    assert (trajectories.latents - before).abs().max() > 1e-2
+    tensors, config = policy_tensors(model)
+    adapted = {name.rpartition(".lora_")[0] for name in tensors}
+    for target in model.lora_target_modules:
+        assert any(name.endswith(f".{target}") for name in adapted), target
+    save_weights(tmp_path, model.pipe, tensors, config)
+
+    stock = load(checkpoint(family))
+    stock.pipe.load_lora_weights(tmp_path)
+    _, request = request_for(stock)
+    prompts = [PROMPTS[row] for row in request.prompt_index]
+    images, _ = stock_call(stock.pipe, stock_latents(stock, first_latents(request)), prompts, 4)
+    assert_same_images(trajectories.images, images)
+
+
+def arguments(model):
+    """Of flow_grpo.rollout, for an ODE rollout by the transformer itself."""
+    args, request = request_for(model)
+    return args, model, None, request
+
+
+# ---- against the engine ----------------------------------------------------------------------------------------------
+def start(folder, log):
+    return VLLMEngine(str(folder), "float32", 4, log, timeout_s=200, num_threads=1)
+
+
+def assert_parity(engine, model, policy, lora):
+    """Both sample the same latents, and give what the engine sampled the same log-probs. Returns the latents."""
+    args, request = request_for(model, sde_steps=(0, 1, 2))
+    theirs = engine.generate(request, lora=lora)
+    with acting(model, policy):
+        ours = flow_grpo.rollout(args, model, None, request)
+        log_probs = flow_grpo.recompute_log_probs(args, model, request, theirs).log_probs
+    torch.testing.assert_close(log_probs, theirs.log_probs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(theirs.latents, ours.latents, rtol=0, atol=1e-5)
+    assert_same_images(theirs.images, ours.images)
+    return theirs.latents
+
+
+@pytest.mark.parametrize("family", WITH_ENGINE)
+def test_the_engine_samples_as_the_trainer_does(family, checkpoint, tmp_path):
+    """The base model, a LoRA, a second one; with guidance, and prompts of two lengths in a batch."""
+    engine = start(checkpoint(family), tmp_path / "engine.log")
+    model = load(checkpoint(family))
+    give_lora(model)
+    base = assert_parity(engine, model, "reference", lora=False)
+    pushed = []
+    for _ in range(2):
+        tensors, config = policy_tensors(model)
+        assert engine.push(tensors, config) == len(tensors) // 2
+        pushed.append(assert_parity(engine, model, "default", lora=True))
+        for name, parameter in model.transformer.named_parameters():
+            if "lora_A" in name:
+                parameter.data.mul_(-2)
+    torch.testing.assert_close(assert_parity(engine, model, "reference", lora=False), base, rtol=0, atol=1e-5)
+    assert (pushed[0] - base).abs().max() > 1e-2 and (pushed[1] - pushed[0]).abs().max() > 1e-2
+    engine.close()
+
+
+@pytest.mark.parametrize("family", WITH_ENGINE)
+def test_the_engine_takes_full_weights(family, checkpoint, tmp_path):
+    engine = start(checkpoint(family), tmp_path / "engine.log")
+    model = load(checkpoint(family))
+    add_policies(model, None, ["default"])
+    args, request = request_for(model)
+    one_image = flow_grpo.make_request(args, model, PROMPTS[:1], torch.tensor([0]), seeds=[0])  # equal to the bit
+    engine.verify_push(*policy_tensors(model), one_image)
+    torch.manual_seed(3)
+    for parameter in model.transformer.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.02)
+    tensors, config = policy_tensors(model)
+    assert engine.push(tensors, config) == len(tensors)
+    assert_parity(engine, model, "default", lora=True)
+    engine.close()
+
+
+def test_a_family_without_hooks_is_refused_for_the_engine(checkpoint):
+    with pytest.raises(ValueError, match="^--rollout vllm: vLLM-Omni's ZImage cannot take our steps: pass --rollout"):
+        check_engine("vllm", find_family(checkpoint("z_image")))
+    check_engine("local", find_family(checkpoint("z_image")))
+
+
+# ---- the scripts -----------------------------------------------------------------------------------------------------
+PAIRED = {  # script: family, a sample of all that can be combined (benchmarks/families.py has the rest)
+    "flow_grpo.py": "flux",
+    "grpo_guard.py": "qwen_image",
+    "mix_grpo.py": "flux2_klein",
+    "dpo_offline.py": "z_image",
+    "diffusion_nft.py": "stable_diffusion_3",
+}
+
+
+@pytest.mark.parametrize("script", PAIRED)
+def test_a_script_takes_two_steps_of_a_family_and_goes_on(script, checkpoint, tmp_path):
+    """Two steps at once, or one and then another after a resume: the same adapter, bit for bit."""
+    options = ["--model", checkpoint(PAIRED[script]), "--max_sequence_length", LENGTH, "--eval_every", 1]
+    options += [*few_eval_prompts(tmp_path, 2), "--reward", "jpeg_compressibility", "--learning_rate", 1e-2]
+    if script == "dpo_offline.py":
+        options += ["--num_pair_prompts", 4, "--num_pairs", 2, "--num_inference_steps", 3]
+    else:
+        options += ["--rollout", "local", *TINY[:6], "--num_inference_steps", 3]
+    assert run_here(tmp_path, script, *options, "--name", "whole", "--num_steps", 2) is None
+    assert run_here(tmp_path, script, *options, "--name", "cut", "--num_steps", 1) is None
+    assert run_here(tmp_path, script, *options, "--name", "cut", "--num_steps", 2, "--resume", "latest") is None
+    whole, cut = (tmp_path / "runs" / name / "adapter/pytorch_lora_weights.safetensors" for name in ("whole", "cut"))
+    assert whole.read_bytes() == cut.read_bytes()
+
+
+# ---- published sizes -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_transformer(name, checkpoint):
+    """Built on the meta device: how many parameters it has, FSDP's units, and the LoRA's targets."""
+    family, transformer_class, config, billions = PUBLISHED[name]
+    model = copy.copy(load(checkpoint(family)))
+    with torch.device("meta"):
+        model.transformer = getattr(diffusers, transformer_class)(**config)
+    assert round(sum(p.numel() for p in model.transformer.parameters()) / 1e9, 1) == billions
+    kinds = [type(module).__name__ for module in model.transformer.modules()]
+    assert all(kinds.count(unit) >= 5 for unit in model.transformer._no_split_modules)
+    linear = [key for key, module in model.transformer.named_modules() if isinstance(module, torch.nn.Linear)]
+    for target in model.lora_target_modules:
+        assert sum(key.endswith(f".{target}") for key in linear) >= 5, target
+    assert find_family(checkpoint(family)) is type(model)
+    assert importlib.import_module(f"common.models.{family}")
+
+
+# ---- docs/models.md --------------------------------------------------------------------------------------------------
+def recipes():
+    """{(model, script): its command's options}, from the blocks of docs/models.md."""
+    commands = {}
+    for section in (ROOT / "docs" / "models.md").read_text().split("\n### ")[1:]:
+        name = section.partition("\n")[0]
+        lines = [line.partition(" ") for line in section.split("```")[1].strip().splitlines()]
+        shared = " ".join(options for script, _, options in lines if script == "all")
+        for script in dict.fromkeys(script for script, _, _ in lines if script != "all"):
+            own = " ".join(options for other, _, options in lines if other == script)
+            commands[name, script] = f"{shared} {own}".split()
+    return commands
+
+
+@pytest.mark.parametrize(("name", "script"), recipes())
+def test_a_recipe_is_parsed_and_in_order(name, script, monkeypatch):
+    """By the script's own parser and bounds, and its window fits its steps."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    module = importlib.import_module(script.removesuffix(".py"))
+    args = module.parse_args(module.Args, "", recipes()[name, script])
+    module.check_options(args)
+    if getattr(args, "sde_window_size", 0):
+        module.check_window(args.sde_window_range, args.sde_window_size, args.num_inference_steps)
+    assert args.model in PUBLISHED

@@ -1,0 +1,287 @@
+"""Tiny random checkpoints of each family, in diffusers' layout, made from configs: nothing is downloaded."""
+
+import inspect
+import json
+from pathlib import Path
+
+import common  # noqa: F401  (repairs torchvision before diffusers imports it)
+from tests.conftest import EMBEDDED
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
+)
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    AutoTokenizer,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    T5EncoderModel,
+)
+
+
+def tokenizer(name):
+    """A tokenizer of the embedded model: `tokenizer`, of CLIP's kind, or `tokenizer_3`, of T5's."""
+    return AutoTokenizer.from_pretrained(EMBEDDED / name)
+
+
+def clip_text_encoder(width):
+    tokens = tokenizer("tokenizer")
+    config = CLIPTextConfig(
+        vocab_size=len(tokens),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        bos_token_id=tokens.bos_token_id,
+        eos_token_id=tokens.eos_token_id,
+        pad_token_id=tokens.pad_token_id,
+    )
+    return CLIPTextModel(config)
+
+
+def autoencoder(latent_channels):
+    """An AutoencoderKL of factor 4."""
+    return AutoencoderKL(
+        latent_channels=latent_channels,
+        block_out_channels=(8, 8, 16),
+        norm_num_groups=4,
+        layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        scaling_factor=0.36,
+        shift_factor=0.11,
+    )
+
+
+def flux(guidance_embeds=True):
+    """FLUX.1: two double blocks and two single ones, rotary positions of 4 + 6 + 6 of 16 channels a head."""
+    t5 = T5EncoderModel.from_pretrained(EMBEDDED / "text_encoder_3")
+    transformer = FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t5.config.d_model,
+        pooled_projection_dim=32,
+        guidance_embeds=guidance_embeds,
+        axes_dims_rope=(4, 6, 6),
+    )
+    return FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=guidance_embeds),
+        vae=autoencoder(4),
+        text_encoder=clip_text_encoder(32),
+        tokenizer=tokenizer("tokenizer"),
+        text_encoder_2=t5,
+        tokenizer_2=tokenizer("tokenizer_3"),
+        transformer=transformer,
+    )
+
+
+def qwen_tokenizer():
+    """A byte-level BPE tokenizer of Qwen's kind, whose merges are learned from its pipeline's own prompt template."""
+    template = Path(inspect.getfile(QwenImagePipeline)).read_text().split('prompt_template_encode = "')[1].split('"')[0]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([template, "a red sign that says"], trainer)
+    vocabulary = json.loads(tokenizer.to_str())["model"]
+    merges = [tuple(pair) for pair in vocabulary["merges"]]
+    return Qwen2Tokenizer(vocab=vocabulary["vocab"], merges=merges, additional_special_tokens=special)
+
+
+def qwen_image():
+    """Qwen-Image: two blocks; the text encoder is a Qwen2.5-VL of two layers."""
+    tokens = qwen_tokenizer()
+    text = {
+        "vocab_size": len(tokens),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        "pad_token_id": tokens.pad_token_id,
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    vae = AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.5, 0.7, 1.1, 2.0],
+    )
+    transformer = QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    return QwenImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift_terminal=0.02, use_dynamic_shifting=True),
+        vae=vae,
+        text_encoder=Qwen2_5_VLForConditionalGeneration(config),
+        tokenizer=tokens,
+        transformer=transformer,
+    )
+
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ '<|im_start|>' + message['content'] }}{% endfor %}"
+
+
+def qwen3_config(tokens, num_layers):
+    return Qwen3Config(
+        vocab_size=len(tokens),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        pad_token_id=tokens.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def flux2_klein(is_distilled=False):
+    """FLUX.2-klein: a double block and two single ones; the encoder is a Qwen3 of 28 layers, three of which count."""
+    tokens = qwen_tokenizer()
+    tokens.chat_template = CHAT_TEMPLATE
+    vae = AutoencoderKLFlux2(
+        latent_channels=4,
+        block_out_channels=(8, 8, 16),
+        norm_num_groups=4,
+        layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+    )
+    vae.bn.running_mean.normal_()
+    vae.bn.running_var.uniform_(0.5, 2)
+    transformer = Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=48,
+        timestep_guidance_channels=32,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
+    )
+    return Flux2KleinPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=vae,
+        text_encoder=Qwen3ForCausalLM(qwen3_config(tokens, num_layers=28)),
+        tokenizer=tokens,
+        transformer=transformer,
+        is_distilled=is_distilled,
+    )
+
+
+def z_image():
+    """Z-Image: two blocks and a refiner of each stream."""
+    tokens = qwen_tokenizer()
+    tokens.chat_template = CHAT_TEMPLATE
+    transformer = ZImageTransformer2DModel(
+        in_channels=4,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=16,
+        axes_dims=[4, 6, 6],
+        axes_lens=[512, 64, 64],
+    )
+    return ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=autoencoder(4),
+        text_encoder=Qwen3Model(qwen3_config(tokens, num_layers=3)),
+        tokenizer=tokens,
+        transformer=transformer,
+    )
+
+
+def stable_diffusion_3():
+    """SD3.5: a block with a second attention, one without, and the last one; norms of queries and keys."""
+    t5 = T5EncoderModel.from_pretrained(EMBEDDED / "text_encoder_3")
+    transformer = SD3Transformer2DModel(
+        sample_size=16,
+        in_channels=4,
+        out_channels=4,
+        num_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=t5.config.d_model,
+        caption_projection_dim=32,
+        pooled_projection_dim=128,
+        pos_embed_max_size=96,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    encoders = [
+        CLIPTextModelWithProjection.from_pretrained(EMBEDDED / name) for name in ("text_encoder", "text_encoder_2")
+    ]
+    return StableDiffusion3Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=autoencoder(4),
+        text_encoder=encoders[0],
+        tokenizer=tokenizer("tokenizer"),
+        text_encoder_2=encoders[1],
+        tokenizer_2=tokenizer("tokenizer_2"),
+        text_encoder_3=t5,
+        tokenizer_3=tokenizer("tokenizer_3"),
+        transformer=transformer,
+    )
+
+
+FAMILIES = {
+    "stable_diffusion_3": stable_diffusion_3,
+    "flux": flux,
+    "flux2_klein": flux2_klein,
+    "qwen_image": qwen_image,
+    "z_image": z_image,
+}
+
+
+def make_checkpoint(family, folder):
+    """Write the tiny checkpoint of a family to `folder`, the same bytes every time. Returns the folder."""
+    torch.manual_seed(0)
+    pipe = FAMILIES[family]()
+    for parameter in pipe.transformer.parameters():
+        if parameter.dim() == 1:  # biases and norms begin at 0 and 1: to mistake one for another would not show
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    pipe.save_pretrained(folder)
+    return folder
