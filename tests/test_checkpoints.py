@@ -455,7 +455,7 @@ def test_campaign(tmp_path):
     assert [record["victim"] for record in records] == ["torchrun", "everything"]
     assert all(record["found"] >= record["seen"] >= 1 and record["exit_code"] for record in records)
     assert records[1]["writing"] and records[1]["seen"] > records[0]["found"]
-    assert "| phase: writing | 1 | 1 | 1 | 0, " in table(records)
+    assert "| phase: writing | 1 | 1 | 1 | 0 |" in table(records)
 
 
 def test_campaign_notices_a_run_that_begins_again(tmp_path):
