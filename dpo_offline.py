@@ -459,7 +459,10 @@ def main(args, inputs):
             pairs_file = folder / "pairs.jsonl"
             if args.resume != "latest" or not pairs_file.exists():
                 pairs_file = make_pairs(args, model, inputs, folder)
-            pairs = read_pairs(pairs_file)
+            try:
+                pairs = read_pairs(pairs_file)
+            except ValueError as error:
+                raise RunError(f"{error}; remove {pairs_file} to have the pairs made anew") from None
     with log.timed("encode_pairs"):
         files = [] if args.eval_only else encode_pairs(args, model, pairs)
     sampler = GroupSampler(len(files), args.num_pairs, group_size=1, seed=args.seed)

@@ -80,7 +80,7 @@ class Args(SharedArgs):
     num_inference_steps: Annotated[int, Bound(at_least=2)] = 3
     """sampling steps of a training image (Flow-GRPO: 10, and 40 in evaluation)"""
     guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
-    """classifier-free guidance in rollout, training and evaluation alike; 1: none"""
+    """guidance in rollout, training and evaluation alike, as the model takes it (docs/models.md); 1: no second pass"""
     sde_type: str = "sde"
     """kind of stochastic steps: sde (Flow-GRPO's), dance, cps (unscaled log-prob), cps_gauss, or file.py:function"""
     noise_level: PositiveFloat = 0.7

@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 from common.distributed import on_rank_0
-from common.errors import RunError
+from common.errors import NothingBegun, RunError
 from common.files import atomic_file
 from common.refusals import UNREADABLE, brief, reason, refusing
 from common.stops import say
@@ -19,8 +19,11 @@ RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples",
 EXPECTED_TO_DIFFER = ("name", "resume", "num_steps", "max_minutes", "keep_checkpoints", "track", "eval_only")
 # what every script saves and goes on from
 STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
-# what the score of an evaluation depends on, beside the policy
-OF_THE_SCORE = ("reward", "reward_weights", "eval_prompts", "max_prompts", "eval_images_per_prompt")
+# what the score of an evaluation depends on, beside the weights
+OF_THE_SCORE = (
+    *("reward", "reward_weights", "eval_prompts", "max_prompts", "eval_images_per_prompt", "model", "dtype"),
+    *("image_size", "max_sequence_length", "eval_num_inference_steps", "guidance_scale"),
+)
 IS_FOLDER = 0x10  # the bit of a zip record's attributes that marks a folder
 
 
@@ -179,6 +182,16 @@ def of_this_script(checkpoint):
     return checkpoint
 
 
+def check_unchanged(run, checkpoint):
+    """Raises NothingBegun where another process has saved in `run` since `checkpoint` was chosen to go on from.
+
+    Under the run's lock: from here on nobody else saves.
+    """
+    is_own = checkpoint is not None and Path(checkpoint).is_relative_to(run)
+    if find_checkpoint(run) != (checkpoint if is_own else None):
+        raise NothingBegun(f"{run} was written to while this run was starting: give the same command again")
+
+
 def rewind(run, step):
     """Make the run folder that of a run which has just saved `step`: later checkpoints and metrics go. On rank 0.
 
@@ -227,9 +240,10 @@ def say_resumed(path, saved_options, options):
     Returns whether evaluations from here on can be compared with the best one before: of this run, and scored alike.
     """
     differences = resume_differences(saved_options, options, EXPECTED_TO_DIFFER)
+    is_same_run = options["resume"] == "latest"
     rescored = [name for name in OF_THE_SCORE if saved_options.get(name) != options.get(name)]
-    if rescored:
+    if is_same_run and rescored:
         differences.append(f"{rescored[0]} changes the score: best_adapter is chosen anew")
     if on_rank_0():
         say("; ".join([f"loaded {path}", *differences]))
-    return options["resume"] == "latest" and not rescored
+    return is_same_run and not rescored

@@ -18,7 +18,8 @@ class RunError(RuntimeError):
 
 
 class NothingBegun(RunError):
-    """What kept a run from beginning: what its folder holds is not its own."""
+    """What kept a start from going on: its folder is another process's, or the checkpoint another policy's. No way on
+    is advised."""
 
 
 @contextmanager
@@ -49,8 +50,9 @@ def _line(message, run, error):
         path = run / f"traceback_rank{os.environ.get('RANK', '0')}.txt"
         with suppress(OSError):  # a full disk, which may be the error itself
             path.write_text("".join(traceback.format_exception(error)))
-            told += f"; traceback: {path}"
-    newest = max((run / "checkpoints").glob("step_*.pt"), default=None)
-    if newest:
+            told += f"; traceback: {brief(str(path))}"
+    saved = [path for path in (run / "checkpoints").glob("step_*.pt") if path.stem[5:].isdecimal()]
+    if saved:
+        newest = max(saved, key=lambda path: int(path.stem[5:]))
         told += f"; go on from {newest.name}: the same command with --resume latest"
     return told

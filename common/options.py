@@ -55,7 +55,7 @@ class SharedArgs:
     image_size: Annotated[tuple[int, int], Bound(at_least=1)] = (32, 96)
     """height and width of images in pixels"""
     max_sequence_length: PositiveInt = 16
-    """T5 tokens per prompt, longer ones are cut (SD3.5: 256)"""
+    """tokens per prompt, longer ones are cut (SD3.5: 256 of T5; others: docs/models.md)"""
 
     # ---- policy
     lora_rank: NonNegativeInt = 16

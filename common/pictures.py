@@ -42,7 +42,7 @@ def drawn_metrics(rows, wanted):
     of the rewards where there are several."""
     measured = sorted({name for row in rows for name in row})
     validation = [name for name in measured if name.startswith("val/") and name.endswith("/mean")]
-    if len(validation) == 2:  # the total of one reward is that reward
+    if len(validation) == 2:  # the total of one reward is that reward, times its weight
         validation = [name for name in validation if name != "val/weighted_total/mean"]
     return [name for name in measured if name in wanted or ("val/" in wanted and name in validation)]
 

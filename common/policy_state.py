@@ -64,6 +64,6 @@ def optimizer_state(model, optimizer):
 def load_optimizer_state(model, optimizer, state):
     """The reverse of optimizer_state. A collective."""
     if state:
-        # not strict: a LoRA behind what a last block gives to nobody never has a gradient, and Adam no state of it
+        # not strict: what a last block makes for nobody has a LoRA without a gradient, and so without a state of Adam
         unsharded = StateDictOptions(full_state_dict=True, strict=False)
         set_optimizer_state_dict(model.transformer, optimizer, state, options=unsharded)

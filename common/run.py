@@ -11,6 +11,7 @@ import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from common.checkpoints import check_unchanged
 from common.distributed import on_rank_0
 from common.errors import RunError
 from common.files import atomic_file, writing
@@ -31,13 +32,14 @@ def create_run_folder(folder, config, script, checkpoint=None):
     0 does it, and locks the folder first.
 
     Raises:
-        RunError: another process is writing to the folder, or it cannot be written.
+        RunError: another process is writing to the folder, or has just written to it, or it cannot be written.
     """
     folder = Path(folder)
     if not on_rank_0():
         return
     with writing(folder):
         lock_run(folder)
+        check_unchanged(folder, checkpoint)
         suffix = ""
         if checkpoint and (folder / "args.json").exists():
             suffix = f"_{Path(checkpoint).stem}"

@@ -106,7 +106,7 @@ def test_pairs_are_read_from_a_file_and_a_folder(folder):
         ({**GOOD, "rejected": "twin.png"}, "same image"),
         ({**GOOD, "chosen_score": 0.05}, "0.05, not above"),
         ({**GOOD, "chosen_score": 0.1}, "not above"),
-        ({**GOOD, "rejected_score": math.nan}, "not above"),
+        ({**GOOD, "rejected_score": math.nan}, "must be numbers, and finite"),
         ({**GOOD, "chosen": "cut.jpg"}, "not a readable image"),
         ({**GOOD, "chosen_score": "0.9"}, "must be numbers"),
         ("{", "not JSON"),

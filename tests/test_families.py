@@ -277,7 +277,7 @@ def test_a_family_without_hooks_is_refused_for_the_engine(checkpoint):
 
 
 # ---- the scripts -----------------------------------------------------------------------------------------------------
-PAIRED = {  # script: family, a sample of all that can be combined (benchmarks/families.py has the rest)
+PAIRED = {  # script: family, a sample of all that can be combined
     "flow_grpo.py": "flux",
     "grpo_guard.py": "qwen_image",
     "mix_grpo.py": "flux2_klein",

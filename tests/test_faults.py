@@ -234,7 +234,7 @@ REWARDS = {
     r"runs/flow_grpo/traceback_rank0.txt$",  # and no --resume is advised, as there is no checkpoint yet
     "[0.5, float('nan')] * (len(images) // 2)": r"reward mine: score nan for image 1 \(prompt: .* sign that says",
     "[1.0]": r"reward mine: expected 16 scores, got shape \(1,\)",
-    "None": "reward mine returned NoneType, where 16 numbers are expected",
+    "None": "reward mine: what it returned, a NoneType, is not 16 numbers",
 }
 
 

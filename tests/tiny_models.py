@@ -75,7 +75,7 @@ def autoencoder(latent_channels):
     )
 
 
-def flux(guidance_embeds=True):
+def flux():
     """FLUX.1: two double blocks and two single ones, rotary positions of 4 + 6 + 6 of 16 channels a head."""
     t5 = T5EncoderModel.from_pretrained(EMBEDDED / "text_encoder_3")
     transformer = FluxTransformer2DModel(
@@ -86,11 +86,11 @@ def flux(guidance_embeds=True):
         num_attention_heads=2,
         joint_attention_dim=t5.config.d_model,
         pooled_projection_dim=32,
-        guidance_embeds=guidance_embeds,
+        guidance_embeds=True,
         axes_dims_rope=(4, 6, 6),
     )
     return FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=guidance_embeds),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=autoencoder(4),
         text_encoder=clip_text_encoder(32),
         tokenizer=tokenizer("tokenizer"),
@@ -175,7 +175,7 @@ def qwen3_config(tokens, num_layers):
     )
 
 
-def flux2_klein(is_distilled=False):
+def flux2_klein():
     """FLUX.2-klein: a double block and two single ones; the encoder is a Qwen3 of 28 layers, three of which count."""
     tokens = qwen_tokenizer()
     tokens.chat_template = CHAT_TEMPLATE
@@ -206,7 +206,6 @@ def flux2_klein(is_distilled=False):
         text_encoder=Qwen3ForCausalLM(qwen3_config(tokens, num_layers=28)),
         tokenizer=tokens,
         transformer=transformer,
-        is_distilled=is_distilled,
     )
 
 

@@ -22,12 +22,13 @@ from PIL import Image
 FULL_WEIGHTS = "full weights"
 LORA = "a LoRA"
 TENSORS_PER_MESSAGE = 16  # of full weights on their way to the engine: a message of all would be the model once more
-# What of the trainer's environment the engine gets: no keys to services of the user's, and nothing that torchrun sets
-# for its workers, of which an engine that sees it takes itself for one
+# The trainer's variables that the engine gets: none with a key to a service, and not the RANK, WORLD_SIZE ... of
+# torchrun, from which an engine would take itself for one of its workers
 ENGINE_VARIABLES = re.compile(
-    "PATH|HOME|USER|LOGNAME|SHELL|LANG|TZ|TMPDIR|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|PYTHON.*|(LC|XDG|CONDA)_.*|"
-    "(HTTP|HTTPS|NO|http|https|no)_(PROXY|proxy)|(REQUESTS|CURL)_CA_BUNDLE|SSL_CERT_(FILE|DIR)|"
-    "(HF|TRANSFORMERS|DIFFUSERS|VLLM|TORCH|TORCHINDUCTOR|PYTORCH|ATEN|TRITON|FLASHINFER)_.*|HUGGING.*|"
+    "PATH|HOME|USER|LOGNAME|SHELL|LANG|TZ|TMPDIR|TMP|TEMP|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|PYTHON.*|"
+    "(LC|XDG|CONDA)_.*|CC|CXX|CPATH|LIBRARY_PATH|"
+    "(HTTP|HTTPS|ALL|NO|http|https|all|no)_(PROXY|proxy)|(REQUESTS|CURL)_CA_BUNDLE|SSL_CERT_(FILE|DIR)|"
+    "VLLM_(?!API_KEY).*|(HF|TRANSFORMERS|DIFFUSERS|TORCH|TORCHINDUCTOR|PYTORCH|ATEN|TRITON|FLASHINFER)_.*|HUGGING.*|"
     "(CUDA|NVIDIA|NCCL|CUBLAS|CUDNN|GOMP|KMP|MKL|MALLOC|GLIBC)_.*|OMP_(WAIT_POLICY|PROC_BIND|PLACES)"
 )
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # which a model in a folder does not need

@@ -57,8 +57,8 @@ class BatchUnderWay:
 class SDERolloutMixin:
     """Stochastic steps, fp32 latents and exact timesteps for a native pipeline, and what was sampled in its output.
 
-    Requests carry their common settings in extra_args["rollout"] and their own seed in the prompt; a request without
-    settings (the start-up dummy run) passes through unchanged.
+    Requests carry their common settings in extra_args["rollout"] and their own seed in the prompt. One without settings
+    passes through: vLLM-Omni's dummy run at the start, the only one, after which the text encoders are let go.
     """
 
     supports_request_batch = True
@@ -76,7 +76,7 @@ class SDERolloutMixin:
         if settings is None:
             output = super().forward(batch, *args, **kwargs)
             for name in [name for name in self._modules if name.startswith("text_encoder")]:
-                setattr(self, name, None)  # needed by the start-up dummy run only
+                setattr(self, name, None)  # prompts come encoded from now on
             return output
         generators = [torch.Generator().manual_seed(prompt["seed"]) for prompt in batch.prompts]
         starts = [prompt["initial_latents"] for prompt in batch.prompts if "initial_latents" in prompt]
@@ -221,8 +221,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def push_lora(self, tensors, config):
         """{"module.lora_A.weight": tensor} and peft's config as a dict -> how many modules the pipeline bound."""
         pipeline = self.model_runner.pipeline
-        names = {name: pipeline.module_name(name) for name in tensors}
-        tensors = {f"base_model.model.transformer.{names[name]}": tensor for name, tensor in tensors.items()}
+        prefix = "base_model.model.transformer."
+        tensors = {prefix + pipeline.module_name(name): tensor for name, tensor in tensors.items()}
         targets = [pipeline.module_name(target) for target in config["target_modules"]]
         pipeline._pending_lora = (tensors, config | {"target_modules": targets})
         request = policy_lora()

@@ -69,7 +69,7 @@ def generate(omni, request, lora):
         width=request.width,
         num_inference_steps=len(request.timesteps),
         guidance_scale=request.guidance_scale,
-        true_cfg_scale=request.guidance_scale,  # the same, where a pipeline has both
+        true_cfg_scale=request.guidance_scale,  # Qwen-Image's name of it; FLUX.1 needs a negative prompt for it
         lora_request=pipelines.policy_lora() if lora else None,
         extra_args={"rollout": rollout_settings(request)},
     )

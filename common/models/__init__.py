@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Protocol
 
+from common.refusals import refusing
 from common.stops import say
 
 import torch
@@ -21,7 +22,8 @@ class Family(Protocol):
     prompts, masks included. A family reuses the diffusers pipeline's own parts, and knows no algorithm."""
 
     lora_target_modules: tuple[str, ...]  # of the class: ends of the names of the attention projections
-    pipe: "diffusers.DiffusionPipeline"  # noqa: F821  # one that diffusers exports, with a `transformer` and `save_lora_weights`
+    # one that diffusers exports, with a `transformer` and `save_lora_weights`
+    pipe: "diffusers.DiffusionPipeline"  # noqa: F821  (imported late: slow)
     # a diffusers ModelMixin with `_no_split_modules`; with full weights another policy's takes its place, so that a
     # method always says self.transformer, never self.pipe.transformer
     transformer: torch.nn.Module
@@ -79,7 +81,8 @@ def find_family(model):
         index = folder / "model_index.json"
         if not index.is_file():
             raise ValueError(f"--model {model}: not a diffusers pipeline (no model_index.json)")
-        pipeline = json.loads(index.read_text()).get("_class_name")
+        with refusing(f"--model {model}: model_index.json", Exception):
+            pipeline = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     else:
         from diffusers import DiffusionPipeline  # slow
 

@@ -110,8 +110,8 @@ class Flux:
             def __init__(self, **kwargs):
                 super().__init__(**kwargs)
                 self.vae.float()
-                self.transformer.dtype = self.od_config.dtype  # asked for where there is no text encoder any more
-                # its load_weights knows them, and the LoRA manager asks the transformer
+                self.transformer.dtype = self.od_config.dtype  # vLLM-Omni asks for it once the text encoders are gone
+                # which fused layers hold q, k and v: vLLM-Omni's LoRA manager and our parameter_name look here
                 mapping = []
                 for fused, parts in self.transformer.packed_modules_mapping.items():
                     mapping += [(f".{fused}", f".{part}", shard) for part, shard in zip(parts, "qkv", strict=True)]

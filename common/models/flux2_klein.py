@@ -7,13 +7,22 @@ import torch
 from diffusers import AutoencoderKLFlux2
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
+PLACEHOLDER = "a prompt"  # in place of the text: vLLM-Omni's pipeline insists on one where embeddings are given
+
 
 class Flux2Klein:
     """Latents (B, C, h, w) are 2 x 2 latents of the VAE each, normalised; the transformer takes tokens (B, h w, C)."""
 
     lora_target_modules = (
-        *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-        "to_qkv_mlp_proj",  # of the blocks of one stream
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+        "to_qkv_mlp_proj",  # in the single-stream blocks
     )
 
     @staticmethod
@@ -118,8 +127,6 @@ class Flux2Klein:
 
         from vllm_omni.diffusion.models.flux2_klein.pipeline_flux2_klein import Flux2KleinPipeline
 
-        PLACEHOLDER = "a prompt"  # of a request whose embeddings are given
-
         class Flux2KleinRollout(SDERolloutMixin, Flux2KleinPipeline):
             """Prompt embeddings come with the requests, which the native pipeline does not ask for; the VAE is fp32, as
             the trainer's is."""
@@ -145,13 +152,13 @@ class Flux2Klein:
                 return latents.transpose(1, 2).reshape(len(latents), *self._run.latent_shape)
 
             def encode_prompt(self, prompt, **kwargs):
-                if self._run is not None:
+                if self._run is not None:  # asked twice: for the prompt, and for "", the negative one
                     name = "prompt_embeds" if prompt == PLACEHOLDER else "negative_prompt_embeds"
                     kwargs["prompt_embeds"] = self._run.prompts[0][name][None].to(self.device)
                 return super().encode_prompt(prompt, **kwargs)
 
             def load_weights(self, weights):
-                self.text_encoder = self.text_encoder or torch.nn.Module()  # its names are asked for
+                self.text_encoder = self.text_encoder or torch.nn.Module()  # let go by now; its parameters are listed
                 return super().load_weights(weights)
 
         return Flux2KleinRollout

@@ -93,7 +93,7 @@ class QwenImage:
         return velocity.float()
 
     def _latent_statistics(self):
-        """Mean and standard deviation (C, 1, 1, 1) of the VAE's latents."""
+        """Mean and standard deviation of the VAE's latents, stacked: (2, C, 1, 1, 1)."""
         config = self.pipe.vae.config
         statistics = torch.tensor([config.latents_mean, config.latents_std], device=self.pipe.vae.device)
         return statistics.view(2, -1, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""Z-Image (diffusers `ZImagePipeline`): base, guided by a second pass, and Turbo, which is trained without guidance."""
+"""Z-Image (diffusers `ZImagePipeline`): base, guided by a second pass; Turbo, whose --guidance_scale stays 1."""
 
 from common.schedule import sigma_schedule
 from common.vae import decode_latents, encode_pixels
@@ -10,7 +10,7 @@ from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_de
 
 
 class ZImage:
-    """Latents are (B, C, h, w); the transformer takes lists, of an image and a prompt each, and 1 - t, and gives -v."""
+    """Latents are (B, C, h, w). The transformer takes lists of images and of prompts, and 1 - t / 1000; it gives -v."""
 
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
     engine_pipeline = None  # vLLM-Omni's calls the scheduler itself, an image at a time: there is no hook for our steps
@@ -62,8 +62,8 @@ class ZImage:
     def predict_velocity(self, latents, timestep, conditioning, negative_conditioning=None, guidance_scale=1.0):
         """v (B, ...) in fp32 at fp32 latents (B, ...) and timesteps in (0, 1000], one or (B,), kept floats.
 
-        Guidance above 1 adds the negative branch (one row, for all): v_pos + guidance_scale (v_pos - v_neg), as its
-        pipeline has it, with gradient through both.
+        Guidance above 1 (its pipeline's above 0, which our 1 is) adds the negative branch (one row, for all):
+        v_pos + guidance_scale (v_pos - v_neg), as its pipeline has it, with gradient through both.
         """
         velocity = self._forward(latents, timestep, conditioning)
         if guidance_scale > 1:

@@ -78,9 +78,9 @@ def score_images(rewards, images, prompt_set):
             )
         try:
             scores = torch.as_tensor(returned, dtype=torch.float64, device="cpu")
-        except (TypeError, ValueError, RuntimeError):
-            kind = type(returned).__name__
-            raise RunError(f"reward {name} returned {kind}, where {len(images)} numbers are expected") from None
+        except Exception as error:  # whatever the object that it returned raises
+            fault = f"what it returned, a {type(returned).__name__}, is not {len(images)} numbers"
+            raise RunError(f"reward {name}: {fault} ({type(error).__name__})") from None
         if scores.shape != (len(images),):
             shape = tuple(scores.shape)
             raise RunError(f"reward {name}: expected {len(images)} scores, got shape {shape}")
