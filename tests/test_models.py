@@ -52,6 +52,11 @@ def test_what_is_no_model_is_one_line(tmp_path):
             find_family(model)
         text = str(error.value)
         assert text.startswith(f"--model {model}: {message}") and "\n" not in text
+    for content in ("{", "[]", "{}", "\ud800".encode("utf-8", "surrogatepass")):
+        (tmp_path / "model_index.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(ValueError, match=rf"^--model {tmp_path}: model_index.json: .") as error:
+            find_family(tmp_path)
+        assert "\n" not in str(error.value)
     with pytest.raises(ValueError) as error:
         find_family(pipeline_folder(tmp_path, "PixArtAlphaPipeline"))
     supported = "flux, flux2_klein, qwen_image, stable_diffusion_3, z_image"

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import flow_grpo
-from common.checkpoints import open_run, save_checkpoint, saved_checkpoints
+from common.checkpoints import check_unchanged, open_run, save_checkpoint, saved_checkpoints
 from common.data import PromptSet
 from common.errors import NothingBegun, RunError, one_line
 from common.lock import lock_run
 from common.options import check_options
 from common.rewards import score_images
-from common.run import RunLog
+from common.run import RunLog, create_run_folder
 from tests.conftest import ROOT, TINY, few_eval_prompts
 from tests.hostile import good_state
 
@@ -80,6 +80,24 @@ def test_metrics_that_are_gone_end_the_run(tmp_path):
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(RunError, match=r"^step 2: \S+/metrics.jsonl, which this run has written, is gone$"):
         log.write(2, {"a": 3.0})
+
+
+@pytest.mark.fast
+def test_a_checkpoint_saved_between_the_choice_and_the_lock_is_not_removed(tmp_path):
+    """By a process that was asked to stop, and saved, while the next one imported: it was taken for a later step's."""
+    run = tmp_path / "runs" / "long"
+    with pytest.raises(NothingBegun, match="was written to while this run was starting: give the same command"):
+        save_checkpoint(run, 5, good_state(), 2)
+        check_unchanged(run, None)
+    (fifth,) = saved_checkpoints(run)
+    check_unchanged(run, fifth)
+    check_unchanged(tmp_path / "runs" / "new", fifth)  # of another run, into a new folder
+    save_checkpoint(run, 10, good_state(), 2)
+    with pytest.raises(NothingBegun, match="was written to while this run was starting"):
+        check_unchanged(run, fifth)
+    with pytest.raises(NothingBegun, match="was written to"):
+        create_run_folder(run, {}, __file__, fifth)
+    assert [path.stem for path in saved_checkpoints(run)] == ["step_000005", "step_000010"]
 
 
 # ---- one writer ------------------------------------------------------------------------------------------------------
