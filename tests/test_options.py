@@ -147,14 +147,8 @@ def test_track_leaves_wandbs_table_of_images(run):
     paths = set()
     for table in tables:
         assert table["columns"] == ["step", "prompt and score", "image"]
-        assert [caption.split("  ")[-2] for _, caption, _ in table["data"]] == [
-            "0.00",
-            "1.00",
-            "2.00",
-            "3.00",
-            "0.00",
-            "1.00",
-        ]
+        scores = [caption.split("  ")[-2] for _, caption, _ in table["data"]]
+        assert scores == [f"by_place {place}.00" for place in (0, 1, 2, 3, 0, 1)]
         assert all(
             (image["_type"], image["width"], image["height"]) == ("image-file", 96, 32) for _, _, image in table["data"]
         )
@@ -169,7 +163,8 @@ def test_eval_only_evaluates_what_resume_names_and_trains_nothing(run, tmp_path)
     assert run_here(tmp_path, "flow_grpo.py", "--name", "trained", "--resume", run, *options) is None
     (base,), (trained,) = (read_metrics(tmp_path / "runs" / name) for name in ("base", "trained"))
     assert (base["training/global_step"], trained["training/global_step"]) == (0, 4)
-    assert "val/ocr/mean" in base and "val/ocr/mean" in trained and not any("actor" in name for name in trained)
+    assert "val/ocr/mean" in base and "val/by_place/mean" in trained  # the rewards of the run
+    assert not any("actor" in name for name in trained)
     assert not (tmp_path / "runs/trained/checkpoints").exists()
 
 
