@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from common.checkpoints import open_run
+from common.checkpoints import open_run, save_checkpoint
 from common.errors import RunError
 from common.files import atomic_file
 from common.lora import read_lora
@@ -316,6 +316,7 @@ def test_a_run_that_goes_on_keeps_the_first_record(tmp_path):
     create_run_folder(folder, OPTIONS, script, "another/step_000002.pt")
     assert {path.name for path in folder.iterdir()} == {".lock", "args.json", "source.py"}  # the first of this folder
     script.write_text("first = False\n")
+    save_checkpoint(folder, 4, {"step": 4}, 1)
     create_run_folder(folder, OPTIONS | {"learning_rate": 0.25}, script, folder / "checkpoints" / "step_000004.pt")
     rates = [
         json.loads((folder / f"args{end}.json").read_text())["args"]["learning_rate"] for end in ("", "_step_000004")
@@ -345,7 +346,7 @@ def test_save_samples_puts_every_ranks_images_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "gather_object", gather_object)
     shown = save_samples(tmp_path / "samples", *of_rank([0, 2, 4]))
     scores = ["0.00", "0.25", "0.50", "0.75", "1.00"]
-    assert [caption for _, caption in shown] == [f"p{i}  {score}  -1.00" for i, score in enumerate(scores)]
+    assert [caption for _, caption in shown] == [f"p{i}  ocr {score}  jpeg -1.00" for i, score in enumerate(scores)]
     assert [image.getpixel((0, 0))[0] for image, _ in shown] == [0, 1, 2, 3, 4]
     lines = [json.loads(line) for line in (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()]
     assert [list(line) for line in lines] == [["file", "prompt", "seed", "ocr", "jpeg"]] * 5
