@@ -185,11 +185,21 @@ def of_this_script(checkpoint):
 def check_unchanged(run, checkpoint):
     """Raises NothingBegun where another process has saved in `run` since `checkpoint` was chosen to go on from.
 
-    Under the run's lock: from here on nobody else saves.
+    Under the run's lock: from here on nobody else saves. A newer one that is bad was passed over in the choice.
     """
     is_own = checkpoint is not None and Path(checkpoint).is_relative_to(run)
-    if find_checkpoint(run) != (checkpoint if is_own else None):
-        raise NothingBegun(f"{run} was written to while this run was starting: give the same command again")
+    chosen = checkpoint_step(checkpoint) if is_own else -1
+    for path in saved_checkpoints(run):
+        if checkpoint_step(path) > chosen and is_good(path):
+            raise NothingBegun(f"{run} was written to while this run was starting: give the same command again")
+
+
+def is_good(path):
+    try:
+        load_checkpoint(path)
+    except ValueError:
+        return False
+    return True
 
 
 def rewind(run, step):

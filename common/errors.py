@@ -43,6 +43,8 @@ def one_line(error_type, run=None):
 
 def _line(message, run, error):
     """The script's last line: the message and, of a run that had begun, what its folder holds of use now."""
+    from common.checkpoints import saved_checkpoints  # which imports this file
+
     told = f"{Path(sys.argv[0]).name}: error: {brief(str(message))}"
     if run is None or not run.is_dir() or isinstance(error, NothingBegun):
         return told
@@ -51,8 +53,7 @@ def _line(message, run, error):
         with suppress(OSError):  # a full disk, which may be the error itself
             path.write_text("".join(traceback.format_exception(error)))
             told += f"; traceback: {brief(str(path))}"
-    saved = [path for path in (run / "checkpoints").glob("step_*.pt") if path.stem[5:].isdecimal()]
+    saved = saved_checkpoints(run)
     if saved:
-        newest = max(saved, key=lambda path: int(path.stem[5:]))
-        told += f"; go on from {newest.name}: the same command with --resume latest"
+        told += f"; go on from {saved[-1].name}: the same command with --resume latest"
     return told

@@ -13,6 +13,15 @@ def sigma_schedule(scheduler, **options):
     return scheduler.timesteps.float().clone(), scheduler.sigmas.float().clone()
 
 
+def shifted_schedule(scheduler, sigmas, num_tokens):
+    """sigma_schedule of T sigmas, from 1 to 1 / T, shifted by a mu that grows with the number of an image's tokens."""
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift  # slow
+
+    c = scheduler.config
+    mu = calculate_shift(num_tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
+    return sigma_schedule(scheduler, mu=mu, sigmas=sigmas)
+
+
 def random_window_start(seed, step, size, window_range):
     """First step of an SDE window of `size` steps: uniform over [lo, hi - size], inclusive, from Random(seed + step).
 

@@ -1,6 +1,12 @@
-"""Pixels and latents of the families whose VAE is diffusers' AutoencoderKL."""
+"""The size of images, and the latents of the families whose VAE is diffusers' AutoencoderKL."""
 
 import torch
+
+
+def check_multiples(height, width, unit):
+    """Raises ValueError where a side is no multiple of `unit` pixels, those of a token's side."""
+    if height % unit or width % unit:
+        raise ValueError(f"--image_size {height} {width}: must be multiples of {unit}")
 
 
 @torch.no_grad()

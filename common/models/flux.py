@@ -1,12 +1,11 @@
 """FLUX.1 (diffusers `FluxPipeline`): dev, which takes its guidance as an input, and schnell, which takes none."""
 
-from common.schedule import sigma_schedule
-from common.vae import decode_latents, encode_pixels
+from common.schedule import shifted_schedule
+from common.vae import check_multiples, decode_latents, encode_pixels
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKL
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 
 class Flux:
@@ -19,8 +18,7 @@ class Flux:
         """Raises ValueError where a side is no multiple of a token's."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
-        if height % unit or width % unit:
-            raise ValueError(f"--image_size {height} {width}: must be multiples of {unit}")
+        check_multiples(height, width, unit)
 
     def __init__(self, pipe):
         self.pipe = pipe
@@ -49,11 +47,8 @@ class Flux:
         """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""
         h = height // self.pipe.vae_scale_factor
         w = width // self.pipe.vae_scale_factor
-        c = self.pipe.scheduler.config
-        num_tokens = (h // 2) * (w // 2)
-        mu = calculate_shift(num_tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
         unshifted = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-        timesteps, sigmas = sigma_schedule(self.pipe.scheduler, mu=mu, sigmas=unshifted)
+        timesteps, sigmas = shifted_schedule(self.pipe.scheduler, unshifted, num_tokens=(h // 2) * (w // 2))
         return timesteps, sigmas, (self.transformer.config.in_channels // 4, h, w)
 
     def predict_velocity(self, latents, timestep, conditioning, negative_conditioning=None, guidance_scale=1.0):

@@ -1,6 +1,7 @@
 """FLUX.2-klein (diffusers `Flux2KleinPipeline`): base, guided by a second pass; distilled, which takes no guidance."""
 
 from common.schedule import sigma_schedule
+from common.vae import check_multiples
 
 import numpy as np
 import torch
@@ -30,8 +31,7 @@ class Flux2Klein:
         """Raises ValueError where a side is no multiple of a token's."""
         vae = AutoencoderKLFlux2.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
-        if height % unit or width % unit:
-            raise ValueError(f"--image_size {height} {width}: must be multiples of {unit}")
+        check_multiples(height, width, unit)
 
     def __init__(self, pipe):
         self.pipe = pipe

@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5 (diffusers `StableDiffusion3Pipeline`), and the embedded model, which is one."""
 
 from common.schedule import sigma_schedule
-from common.vae import decode_latents, encode_pixels
+from common.vae import check_multiples, decode_latents, encode_pixels
 
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel
@@ -17,8 +17,7 @@ class StableDiffusion3:
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         transformer = SD3Transformer2DModel.load_config(model, subfolder="transformer")
         unit = 2 ** (len(vae["block_out_channels"]) - 1) * transformer["patch_size"]  # pixels of a token's side
-        if height % unit or width % unit:
-            raise ValueError(f"--image_size {height} {width}: must be multiples of {unit}")
+        check_multiples(height, width, unit)
         largest = transformer["pos_embed_max_size"] * unit
         if max(height, width) > largest:
             raise ValueError(f"--image_size {height} {width}: this model has positions for {largest} pixels a side")

@@ -1,12 +1,12 @@
 """Z-Image (diffusers `ZImagePipeline`): base, guided by a second pass; Turbo, whose --guidance_scale stays 1."""
 
-from common.schedule import sigma_schedule
-from common.vae import decode_latents, encode_pixels
+from common.schedule import shifted_schedule
+from common.vae import check_multiples, decode_latents, encode_pixels
 
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL
-from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_default_z_image_sigmas
+from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
 
 
 class ZImage:
@@ -20,8 +20,7 @@ class ZImage:
         """Raises ValueError where a side is no multiple of a token's."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
-        if height % unit or width % unit:
-            raise ValueError(f"--image_size {height} {width}: must be multiples of {unit}")
+        check_multiples(height, width, unit)
 
     def __init__(self, pipe):
         self.pipe = pipe
@@ -52,11 +51,8 @@ class ZImage:
         """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""
         h = height // self.pipe.vae_scale_factor
         w = width // self.pipe.vae_scale_factor
-        c = self.pipe.scheduler.config
-        num_tokens = (h // 2) * (w // 2)
-        mu = calculate_shift(num_tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
-        unshifted = get_default_z_image_sigmas(num_inference_steps)
-        timesteps, sigmas = sigma_schedule(self.pipe.scheduler, mu=mu, sigmas=unshifted)
+        unshifted = get_default_z_image_sigmas(num_inference_steps)  # of fp32, unlike other pipelines'
+        timesteps, sigmas = shifted_schedule(self.pipe.scheduler, unshifted, num_tokens=(h // 2) * (w // 2))
         return timesteps, sigmas, (self.transformer.in_channels, h, w)
 
     def predict_velocity(self, latents, timestep, conditioning, negative_conditioning=None, guidance_scale=1.0):
