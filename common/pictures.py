@@ -5,8 +5,8 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-PANELS = {  # title -> metrics drawn in it; val/ is every validation reward
-    "reward": ("critic/rewards/mean", "val/"),
+PANELS = {  # title -> metrics drawn in it; a name that ends with a slash: every reward's mean below it
+    "reward": ("critic/rewards/mean", "critic/rewards/", "val/"),
     "zero-std groups, clip fraction": ("critic/rewards/zero_std_ratio", "actor/pg_clipfrac"),
     "gradient norm, KL to the reference": ("actor/grad_norm", "actor/kl_loss"),
     "accuracy of the pairs": ("actor/implicit_accuracy",),
@@ -16,6 +16,7 @@ PANELS = {  # title -> metrics drawn in it; val/ is every validation reward
         "rollout_corr/logprob_abs_diff_max",
     ),
 }
+VAL_TOTAL = "val/weighted_total/mean"
 CAPTION_HEIGHT = 14  # pixels, below an image
 GAP = 4  # pixels between the images of a grid
 
@@ -38,13 +39,16 @@ def read_metrics(folder):
 
 
 def drawn_metrics(rows, wanted):
-    """The metrics of a panel that the rows hold: those `wanted` and, for val/, every reward's mean; the weighted total
-    of the rewards where there are several."""
+    """The metrics of a panel that the rows hold: those `wanted` and, of the rewards below a name that ends with a slash,
+    each one's mean and the weighted total; with a single reward these are one curve, drawn once."""
     measured = sorted({name for row in rows for name in row})
-    validation = [name for name in measured if name.startswith("val/") and name.endswith("/mean")]
-    if len(validation) == 2:  # the total of one reward is that reward, times its weight
-        validation = [name for name in validation if name != "val/weighted_total/mean"]
-    return [name for name in measured if name in wanted or ("val/" in wanted and name in validation)]
+    drawn = [name for name in measured if name in wanted]
+    for prefix in (name for name in wanted if name.endswith("/")):
+        below = [name for name in measured if name.startswith(prefix) and name.endswith("/mean")]
+        if len(below) == 2:  # the one that is drawn whatever else is, or the reward's own
+            below = [name for name in below if name in wanted] or [name for name in below if name != VAL_TOTAL]
+        drawn += [name for name in below if name not in drawn]
+    return drawn
 
 
 def draw_panels(panels, path):

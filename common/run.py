@@ -44,6 +44,8 @@ def create_run_folder(folder, config, script, checkpoint=None):
         if checkpoint and (folder / "args.json").exists():
             suffix = f"_{Path(checkpoint).stem}"
         folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("traceback_rank*.txt"):  # of what ended the run then
+            old.unlink()
         # by a shell, which leaves the hash out where there is no git, instead of raising
         git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(script).parent, capture_output=True, text=True)
         record = {"command": " ".join(sys.argv), "git_hash": git.stdout.strip() or None, "args": config}

@@ -295,6 +295,9 @@ def test_create_run_folder(tmp_path):
         open_run(folder, None)
     assert json.loads((folder / "args.json").read_text()) == record
     open_run(tmp_path / "runs" / "another", None)
+    (folder / "traceback_rank1.txt").write_text("what ended the run")
+    create_run_folder(folder, OPTIONS, script)  # goes on, mended
+    assert not (folder / "traceback_rank1.txt").exists()
 
 
 def test_create_run_folder_records_the_git_hash(tmp_path):

@@ -205,7 +205,11 @@ def test_curves_have_a_colour_for_each_reward_and_the_panels_of_the_script(tmp_p
 def test_the_weighted_total_is_drawn_where_there_are_several_rewards():
     one = [{"val/ocr/mean": 1.0, "val/weighted_total/mean": 0.5}]
     two = [{"val/ocr/mean": 1.0, "val/red/mean": 0.0, "val/weighted_total/mean": 0.5}]
+    rollout = {"critic/rewards/mean": 0.5, "critic/rewards/ocr/mean": 1.0}
     assert drawn_metrics(one, PANELS["reward"]) == ["val/ocr/mean"]
+    assert drawn_metrics([rollout, *one], PANELS["reward"]) == ["critic/rewards/mean", "val/ocr/mean"]
+    rollout["critic/rewards/red/mean"] = 0.0
+    assert drawn_metrics([rollout], PANELS["reward"]) == sorted(rollout)
     assert drawn_metrics(two, PANELS["reward"]) == ["val/ocr/mean", "val/red/mean", "val/weighted_total/mean"]
     with pytest.raises(ValueError, match="--reward .*weighted_total is what their weighted sum is logged as"):
         load_rewards([f"{__file__}:weighted_total"], (1.0,))
