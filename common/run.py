@@ -270,8 +270,9 @@ def save_policy(folder, model, name):
 def save_weights(folder, pipe, tensors, lora_config):
     """Write a policy as diffusers loads it: a LoRA, or full weights where lora_config is None. Rank 0 writes.
 
-    A LoRA is for `pipe.load_lora_weights(folder)`, its alpha and rank in the file's metadata; full weights are for the
-    transformer's `from_pretrained(folder)`. tensors: keys relative to the transformer. Equal policies give equal bytes.
+    A LoRA is for `pipe.load_lora_weights(folder)`. Its B matrices are written times alpha / rank, with alpha = rank in
+    the metadata: a loader that ignores metadata gives it the same strength. Full weights are for the transformer's
+    `from_pretrained(folder)`. tensors: keys relative to the transformer. Equal policies give equal bytes.
     """
     if not on_rank_0():
         return
@@ -282,7 +283,9 @@ def save_weights(folder, pipe, tensors, lora_config):
             save_file(tensors, temporary)
             temporary.chmod(0o644)  # safetensors lets only its owner read
         return
-    settings = lora_config.to_dict()
+    scale = lora_config.lora_alpha / lora_config.r
+    tensors = {name: tensor * scale if ".lora_B." in name else tensor for name, tensor in tensors.items()}
+    settings = lora_config.to_dict() | {"lora_alpha": lora_config.r}
     for name, value in settings.items():
         if isinstance(value, set):  # of module names, which else stand in another order in every process
             settings[name] = sorted(value)

@@ -48,3 +48,15 @@ PUBLISHED = {
     "Qwen/Qwen-Image": ("qwen_image", "QwenImageTransformer2DModel", {}, 20.4),
     "Tongyi-MAI/Z-Image": ("z_image", "ZImageTransformer2DModel", {}, 6.2),
 }
+
+# Names of a LoRA's modules, after "transformer.", that ComfyUI maps to weights of its own: comfy/lora.py,
+# model_lora_keys_unet (17358c8), with the tables of comfy/utils.py (09708ea). There a LoRA acts with strength 1 where
+# its file has no alpha tensors, and metadata are not read. Qwen-Image's modules are called there as in diffusers.
+JOINT = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+COMFYUI_NAMES = {
+    "stable_diffusion_3": JOINT + r"|transformer_blocks\.\d+\.attn2\.(to_[qkv]|to_out\.0)",
+    "flux": JOINT + r"|single_transformer_blocks\.\d+\.(attn\.to_[qkv]|proj_mlp|proj_out)",
+    "flux2_klein": JOINT + r"|single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)",
+    "qwen_image": JOINT,
+    "z_image": r"(layers|context_refiner|noise_refiner)\.\d+\.attention\.(to_[qkv]|to_out\.0)",
+}

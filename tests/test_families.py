@@ -3,20 +3,23 @@
 import copy
 import importlib
 import inspect
+import re
 
 import flow_grpo
 from common.engine.client import VLLMEngine, check_engine
+from common.lora import read_lora
 from common.models import find_family, load_model
 from common.policy import acting, add_policies, make_lora, policy_tensors
 from common.run import save_weights
 from tests.conftest import ROOT, TINY, few_eval_prompts, run_here
-from tests.published_models import PUBLISHED
+from tests.published_models import COMFYUI_NAMES, PUBLISHED
 from tests.tiny_models import FAMILIES, make_checkpoint
 
 import diffusers
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 PROMPTS = ['a red sign that says "123"', "a sign"]
 SEEDS = [3, 4, 5]  # of images of the first, the second and the first prompt
@@ -208,9 +211,10 @@ def test_a_saved_lora_gives_the_trainers_image_in_the_stock_pipeline(family, che
     for target in model.lora_target_modules:
         assert any(name.endswith(f".{target}") for name in adapted), target
     save_weights(tmp_path, model.pipe, tensors, config)
+    assert read_lora(tmp_path)[1].lora_alpha == 4  # as is said to loaders that ask; the others know the tensors alone
 
     stock = load(checkpoint(family))
-    stock.pipe.load_lora_weights(tmp_path)
+    stock.pipe.load_lora_weights(load_file(tmp_path / "pytorch_lora_weights.safetensors"))
     _, request = request_for(stock)
     prompts = [PROMPTS[row] for row in request.prompt_index]
     images, _ = stock_call(stock.pipe, stock_latents(stock, first_latents(request)), prompts, 4)
@@ -323,7 +327,9 @@ def test_a_published_transformer(name, checkpoint):
     assert all(kinds.count(unit) >= 5 for unit in model.transformer._no_split_modules)
     linear = [key for key, module in model.transformer.named_modules() if isinstance(module, torch.nn.Linear)]
     for target in model.lora_target_modules:
-        assert sum(key.endswith(f".{target}") for key in linear) >= 5, target
+        modules = [key for key in linear if key.endswith(f".{target}")]
+        assert len(modules) >= 5, target
+        assert all(re.fullmatch(COMFYUI_NAMES[family], key) for key in modules), target
 
 
 # ---- docs/models.md --------------------------------------------------------------------------------------------------
