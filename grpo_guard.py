@@ -37,6 +37,7 @@ from common.noise import image_seed
 from common.options import SharedArgs, check_options, parse_args
 from common.policy import acting, add_policies, follow, make_lora, policy_tensors
 from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
+from common.prompt_cache import cache_prompts
 from common.rewards import eval_metrics, load_rewards, reward_metrics, sample_records, score_images
 from common.rng import restore_rng_states, rng_states, set_seed
 from common.rollout import RolloutRequest, Trajectories
@@ -207,6 +208,8 @@ def trained_steps(args, step):
 def load_policy(args, inputs, device):
     """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
+    prompts = inputs.train_set.prompts + inputs.eval_set.prompts
+    cache_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
     set_seed(args.seed)  # the same initial LoRA on every rank
     policies = ["default"]
     if args.ema_decay > 0:

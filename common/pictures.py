@@ -39,8 +39,8 @@ def read_metrics(folder):
 
 
 def drawn_metrics(rows, wanted):
-    """The metrics of a panel that the rows hold: those `wanted` and, of the rewards below a name that ends with a slash,
-    each one's mean and the weighted total; with a single reward these are one curve, drawn once."""
+    """The metrics of a panel that the rows hold: those `wanted` and, below a name that ends with a slash, each reward's
+    mean and the weighted total; with a single reward these are one curve, drawn once."""
     measured = sorted({name for row in rows for name in row})
     drawn = [name for name in measured if name in wanted]
     for prefix in (name for name in wanted if name.endswith("/")):

@@ -1,0 +1,85 @@
+"""Prompt embeddings kept in a folder: each prompt is encoded once, and the text encoders leave the device."""
+
+import hashlib
+from pathlib import Path
+
+from common.files import atomic_file
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+
+def cache_prompts(model, prompts, max_sequence_length, folder):
+    """Encode those of the prompts, and of the empty one, that `folder` lacks; model.encode_prompts reads it afterwards.
+
+    The text encoders move to the CPU, where a prompt that is none of these would be encoded. A prompt is encoded
+    by itself: its embedding depends on no other. folder None: nothing is kept. A collective: ranks share the work.
+    """
+    if folder is None:
+        return
+    encode = model.encode_prompts  # the family's own
+    key = encoders_key(model)
+
+    def encode_prompts(prompts, max_sequence_length):
+        rows = []
+        for prompt in prompts:
+            name = hashlib.blake2b(repr((key, max_sequence_length, prompt)).encode(), digest_size=16).hexdigest()
+            file = Path(folder) / f"{name}.safetensors"
+            conditioning = read_conditioning(file)
+            if conditioning is None:
+                conditioning = encode([prompt], max_sequence_length)
+                write_conditioning(file, conditioning)
+            rows.append(conditioning)
+        return {field: torch.cat([row[field].to(model.device) for row in rows]) for field in rows[0]}
+
+    distinct = list(dict.fromkeys([*prompts, ""]))  # "": of the second pass of guidance
+    for prompt in distinct[dist.get_rank() :: dist.get_world_size()]:
+        encode_prompts([prompt], max_sequence_length)
+    dist.barrier()  # a rank reads what others have encoded
+    model.encode_prompts = encode_prompts
+    for name, component in model.pipe.components.items():
+        if name.startswith("text_encoder") and component is not None:
+            component.to("cpu")
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # for the engine, which is another process
+
+
+def encoders_key(model):
+    """What embeddings depend on besides the prompt: the encoders' bits, their tokenizers, and the libraries."""
+    import diffusers
+    import transformers
+
+    parts = [diffusers.__version__, transformers.__version__, type(model).__name__]
+    for name, component in sorted(model.pipe.components.items()):
+        if name.startswith("text_encoder") and component is not None:
+            parts += [hash_bits(tensor) for tensor in component.state_dict().values()]
+        if name.startswith("tokenizer"):
+            parts.append(repr(component))
+    return parts
+
+
+def hash_bits(tensor):
+    """A number of a tensor's bits."""
+    return torch.hash_tensor(tensor).view(torch.int64).item()
+
+
+def write_conditioning(file, conditioning):
+    """Write the conditioning of one prompt, with a hash of each tensor's bits."""
+    hashes = {field: str(hash_bits(tensor)) for field, tensor in conditioning.items()}
+    tensors = {field: tensor.cpu().contiguous() for field, tensor in conditioning.items()}
+    with atomic_file(file) as temporary:
+        save_file(tensors, temporary, metadata=hashes)
+
+
+def read_conditioning(file):
+    """What write_conditioning wrote; None where there is no such file, or a disk has changed a bit of it."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            conditioning = {field: opened.get_tensor(field) for field in opened.keys()}  # noqa: SIM118  (it is no dict)
+            hashes = opened.metadata()
+    except (OSError, SafetensorError):
+        return None
+    as_written = {field: str(hash_bits(tensor)) for field, tensor in conditioning.items()} == hashes
+    return conditioning if as_written else None
