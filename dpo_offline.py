@@ -112,15 +112,16 @@ def check_args(args):
     args.micro_batch_size = fit_micro_batch(args.num_pairs, "--num_pairs", 1, args.micro_batch_size)
 
     rewards = load_rewards(args.reward, args.reward_weights)
-    train_set = read_prompts(args.train_prompts, rewards)
-    eval_set = read_prompts(args.eval_prompts, rewards, args.max_prompts)
     pairs = read_pairs(args.pairs) if args.pairs else None
+    train_set = PromptSet([], []) if pairs else read_prompts(args.train_prompts, rewards)
+    eval_set = read_prompts(args.eval_prompts, rewards, args.max_prompts)
     checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)
     # what imports diffusers and peft, which takes seconds, comes last
     family = find_family(args.model)
     family.check_image_size(args.model, *args.image_size)
     targets = args.lora_target_modules or family.lora_target_modules
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
+    checkpoints.check_policy(checkpoint, lora)
     return Inputs(family, rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint, pairs=pairs)
 
 

@@ -159,6 +159,7 @@ def check_args(args):
     check_engine(args.rollout, family)
     targets = args.lora_target_modules or family.lora_target_modules
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
+    checkpoints.check_policy(checkpoint, lora)
     return Inputs(family, rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
 
 

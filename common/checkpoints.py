@@ -182,6 +182,35 @@ def of_this_script(checkpoint):
     return checkpoint
 
 
+def check_policy(checkpoint, lora):
+    """Hold what is trained, make_lora's value, against the policy of the checkpoint that the run goes on from, if any.
+
+    Raises:
+        ValueError: one of them is a LoRA and the other full weights, or the LoRAs are of other ranks or modules.
+    """
+    if checkpoint is None:
+        return
+    with refusing(f"--resume {checkpoint}", Exception):  # it was checked, but may be a stranger's
+        tensors = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["policies"]["default"]
+        saved = {name.rpartition(".lora_")[0]: len(tensor) for name, tensor in tensors.items() if ".lora_A." in name}
+    if lora is None or not saved:
+        if lora or saved:
+            kind = "has a LoRA" if saved else "has full weights and no LoRA"
+            raise ValueError(f"--lora_rank {lora[0].r if lora else 0}: {checkpoint} {kind}")
+        return
+    config = lora[0]
+    ranks = sorted(set(saved.values()))
+    if ranks != [config.r]:
+        option = "--lora_rank" if lora[1] is None else "the rank of --lora_path"
+        raise ValueError(f"{option} {config.r}: the LoRA of {checkpoint} has the rank {ranks[0]}")
+    targets = sorted(config.target_modules)
+    unknown = [module for module in saved if not any(f".{module}".endswith(f".{target}") for target in targets)]
+    missing = [target for target in targets if not any(f".{module}".endswith(f".{target}") for module in saved)]
+    if unknown or missing:
+        fault = f"has {unknown[0]} among its modules" if unknown else f"has no {missing[0]} among its modules"
+        raise ValueError(f"--lora_target_modules: the LoRA of {checkpoint} {fault}")
+
+
 def check_unchanged(run, checkpoint):
     """Raises NothingBegun where another process has saved in `run` since `checkpoint` was chosen to go on from.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.refusals import refusing
+from common.stops import say
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -46,7 +47,8 @@ def read_prompts(path, rewards=None, max_prompts=0):
                 check(prompt)
         prompts.append(prompt)
         metadata.append(record)
-    if max_prompts:
+    if 0 < max_prompts < len(prompts):
+        say(f"{path}: the first {max_prompts} of its {len(prompts)} prompts (--max_prompts)")
         return PromptSet(prompts[:max_prompts], metadata[:max_prompts])
     return PromptSet(prompts, metadata)
 

@@ -66,7 +66,7 @@ class SharedArgs:
     lora_alpha: PositiveInt = 32
     """the LoRA acts with weight lora_alpha / lora_rank"""
     lora_path: str | None = None
-    """PEFT or diffusers LoRA to start from, with its own rank and modules; a KL is then to it"""
+    """PEFT or diffusers LoRA to start from, with its own rank and modules; it is then the reference, if there is one"""
     lora_target_modules: tuple[str, ...] = ()
     """modules that get a LoRA, by the end of their names; none given: the attention projections"""
     lora_exclude_modules: tuple[str, ...] = ()
@@ -155,7 +155,7 @@ def read_options(args_class):
             if isinstance(statement, ast.AnnAssign):
                 titles = re.findall(r"^    # ---- (\w+)$", "\n".join(lines[: statement.lineno]), re.MULTILINE)
                 is_docstring = isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant)
-                text = inspect.cleandoc(docstring.value.value) if is_docstring else ""
+                text = " ".join(docstring.value.value.split()) if is_docstring else ""  # wrapped anew for the screen
                 options[statement.target.id] = Option(titles[-1] if titles else "algorithm", text)
     return options
 

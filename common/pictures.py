@@ -64,7 +64,7 @@ def draw_panels(panels, path):
             _draw_curve(panel, label, name, [row for row in rows if name in row], colour)
         panel.set(title=title, xlabel="step")
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
+        panel.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)  # below: it hides no curve
     figure.savefig(path, dpi=110)
 
 

@@ -16,7 +16,7 @@ from common.distributed import on_rank_0
 from common.errors import RunError
 from common.files import atomic_file, writing
 from common.lock import lock_run
-from common.pictures import plot_curves, save_grid
+from common.pictures import drawn_metrics, plot_curves, save_grid
 from common.policy import policy_tensors
 
 import torch
@@ -78,6 +78,7 @@ class RunLog:
         self.created = time.perf_counter()  # until the first phase is timed: what comes before is the startup
         self.step_began = None  # perf_counter at the start of the step; None outside of `steps`
         self.has_written = False
+        self.has_warned = False
         self.bar = None
         self.done = None  # step that was written last, or that the run goes on from; None outside of training
         self.last = None  # step of the run
@@ -148,8 +149,11 @@ class RunLog:
                 images, captions = zip(*grid, strict=True)
                 save_grid(self.folder / f"grid_{step:04d}.png", images, captions)
                 plot_curves(self.folder)
+        if metrics.get("critic/rewards/zero_std_ratio") == 1 and not self.has_warned:
+            self.has_warned = True
+            self.say(f"step {step}: every image scores as the others of its prompt do: nothing is learned from them")
         if grid:
-            val = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("val/")]
+            val = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/",))]
             tqdm.write(f"step {step}: {', '.join(val)}")
         if self.wandb:
             self._write_to_wandb(step, metrics, grid)
@@ -164,7 +168,7 @@ class RunLog:
                 )
             else:
                 self.say(
-                    f"finished: all {self.last} steps are done; --resume latest goes on, with a larger --num_steps"
+                    f"finished: all {self.done} steps are done; --resume latest goes on, with a larger --num_steps"
                 )
         if self.wandb:
             self.wandb.finish()

@@ -65,12 +65,14 @@ def fit_micro_batch(count, options, num_updates, micro_batch_size):
         ValueError: they do not divide into updates, ranks and micro-batches; `options` says which options make them.
     """
     world_size = launched_world_size()
+    if count % (num_updates * world_size):
+        raise ValueError(f"{options} = {count} cannot be cut into {num_updates} updates x {world_size} ranks")
     per_rank = count // (num_updates * world_size)
-    micro_batch_size = min(micro_batch_size, max(1, per_rank))
-    if count % (num_updates * world_size * micro_batch_size):
+    micro_batch_size = min(micro_batch_size, per_rank)
+    if per_rank % micro_batch_size:
         raise ValueError(
-            f"{options} = {count} cannot be cut into {num_updates} updates x {world_size} ranks of micro-"
-            f"batches of {micro_batch_size}: change it, the number of updates, or --micro_batch_size"
+            f"--micro_batch_size {micro_batch_size}: a rank's {per_rank} images of an update cannot be cut into such "
+            f"({options} = {count}, {num_updates} updates, {world_size} ranks)"
         )
     return micro_batch_size
 

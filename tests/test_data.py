@@ -31,10 +31,11 @@ def test_read_jsonl(tmp_path):
     assert read_prompts(path) == PromptSet(["one", "two"], [{"answer": [1, 2]}, {"tag": "x"}])
 
 
-def test_the_first_prompts_and_some_of_them(tmp_path):
+def test_the_first_prompts_and_some_of_them(tmp_path, capfd):
     path = write(tmp_path, "prompts.jsonl", "".join(f'{{"prompt": "{name}", "n": {name}}}\n' for name in range(5)))
     prompts = read_prompts(path, max_prompts=3)
     assert len(prompts) == 3 and len(read_prompts(path)) == len(read_prompts(path, max_prompts=9)) == 5
+    assert capfd.readouterr().err == f"{path}: the first 3 of its 5 prompts (--max_prompts)\n"
     assert prompts == PromptSet(["0", "1", "2"], [{"n": 0}, {"n": 1}, {"n": 2}])
     for rows in ([2, 0, 2], torch.tensor([2, 0, 2]), iter((2, 0, 2))):
         assert prompts.select(rows) == PromptSet(["2", "0", "2"], [{"n": 2}, {"n": 0}, {"n": 2}])

@@ -299,16 +299,24 @@ def test_a_bad_option_ends_in_one_line(tmp_path, options):
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
 
-def test_another_runs_checkpoint_is_refused(tmp_path):
-    """Its modules are not this run's."""
+def test_another_runs_checkpoint_is_refused(tmp_path, capfd):
+    """Its modules are not this run's, which is told before the model loads."""
     options = [*LOCAL, "--num_steps", 1, *few_eval_prompts(tmp_path, 2)]
     assert run_here(tmp_path, "flow_grpo.py", "--name", "one", *options) is None
-    line = run_here(tmp_path, "flow_grpo.py", "--resume", "runs/one", "--lora_target_modules", "to_q", *options)
-    assert_one_line(line)
-    assert "the checkpoint's policy default is not this run's: " in line and "--lora_target_modules or --model" in line
-    line = run_here(tmp_path, "flow_grpo.py", "--name", "rank", "--resume", "runs/one", "--lora_rank", "4", *options)
-    assert_one_line(line)
-    assert "--lora_rank" in line
+    saved = "runs/one/checkpoints/step_000001.pt"
+    refused = {
+        "--lora_target_modules to_q": f"--lora_target_modules: the LoRA of {saved} has transformer_blocks.0.attn.to_k among",
+        "--lora_target_modules to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj to_add_out proj_out": ""
+        f"--lora_target_modules: the LoRA of {saved} has no proj_out among its modules",
+        "--lora_rank 4": f"--lora_rank 4: the LoRA of {saved} has the rank 16",
+        "--lora_rank 0": f"--lora_rank 0: {saved} has a LoRA",
+    }
+    capfd.readouterr()
+    for changed, told in refused.items():
+        line = run_here(tmp_path, "flow_grpo.py", "--name", "b", "--resume", "runs/one", *changed.split(), *options)
+        assert_one_line(line)
+        assert told in line
+    assert "loading" not in capfd.readouterr().err
 
 
 # ---- the last test: it takes the engine with it ----------------------------------------------------------------------

@@ -256,8 +256,9 @@ ERRORS = {
     "--reward_weights 1.0 2.0": "--reward_weights: 2 weights for 1 rewards",
     "--group_size 1": "--group_size 1: must be at least 2",
     "--micro_batch_size 0": "--micro_batch_size 0: must be at least 1",
-    "--num_prompts 5 --group_size 5": "--num_prompts x --group_size = 25 cannot be cut into 4 updates x 1 ranks of "
-    "micro-batches of 6: change it",
+    "--num_prompts 5 --group_size 5": "--num_prompts x --group_size = 25 cannot be cut into 4 updates x 1 ranks",
+    "--micro_batch_size 24": "--micro_batch_size 24: a rank's 64 images of an update cannot be cut into such "
+    "(--num_prompts x --group_size = 256, 4 updates, 1 ranks)",
     "--num_inference_steps 6 --sde_window_size 4 --sde_window_range 7 11": "--sde_window_range 7 11: "
     "--sde_window_size 4 does not fit in it; 0 5 is the widest range of 6 sampling steps",
     "--sde_window_range -1 1": "--sde_window_range -1 1: --sde_window_size 1 does not fit in it; 0 2 is the widest",

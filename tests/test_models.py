@@ -45,7 +45,7 @@ def test_a_new_file_is_a_new_family_and_nothing_else_changes(tmp_path, monkeypat
 def test_what_is_no_model_is_one_line(tmp_path):
     wrong = {
         tmp_path: "not a diffusers pipeline (no model_index.json)",
-        "no/such/model": "neither a folder nor a model",
+        "no/such/model": "no folder, and no model that can be fetched: Repo id must be in the form",
     }
     for model, message in wrong.items():
         with pytest.raises(ValueError) as error:

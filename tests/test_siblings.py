@@ -347,6 +347,7 @@ def test_dpo_offline_says_which_pairs_repeat(tmp_path, capsys):
     pair = '{"prompt": "p", "chosen": "red.png", "rejected": "blue.png"}\n'
     (tmp_path / "pairs.jsonl").write_text(pair + pair.replace('"p"', '"q"') + pair)
     options = ["--pairs", "pairs.jsonl", "--num_pairs", 2, "--num_steps", 1, *few_eval_prompts(tmp_path, 2)]
+    options += ["--train_prompts", "no/such.txt"]  # which pairs of one's own make needless
     assert run_here(tmp_path, "dpo_offline.py", *options) is None
     assert "3 pairs, 2 of them distinct; 2 are drawn\n" in capsys.readouterr().out
 

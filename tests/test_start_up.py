@@ -76,6 +76,19 @@ def test_training_is_announced_and_its_end_too(tmp_path, capsys):
     assert shown.out == "finished: all 30 steps are done; --resume latest goes on, with a larger --num_steps\n"
     assert shown.err == ""
 
+    log = RunLog(tmp_path)
+    list(log.steps(range(31, 21)))  # of a run that has more steps than are asked for now
+    log.close()
+    assert capsys.readouterr().out.startswith("finished: all 30 steps are done;")
+
+
+def test_a_rollout_of_equal_rewards_is_told_once(tmp_path, capsys):
+    log = RunLog(tmp_path)
+    for step, ratio in enumerate([0.5, 1.0, 1.0]):
+        log.write(step, {"critic/rewards/zero_std_ratio": ratio})
+    told = "step 1: every image scores as the others of its prompt do: nothing is learned from them\n"
+    assert capsys.readouterr().out == told
+
 
 def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
     saved = {"reward": ("ocr",), "reward_weights": (1.0,), "eval_prompts": "a.txt", "resume": "latest"}

@@ -81,16 +81,13 @@ def find_family(model):
         index = folder / "model_index.json"
         if not index.is_file():
             raise ValueError(f"--model {model}: not a diffusers pipeline (no model_index.json)")
-        with refusing(f"--model {model}: model_index.json", Exception):
-            pipeline = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     else:
-        from diffusers import DiffusionPipeline  # slow
+        from huggingface_hub import hf_hub_download  # slow
 
-        try:
-            pipeline = DiffusionPipeline.load_config(model)["_class_name"]
-        except OSError as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"--model {model}: neither a folder nor a model that can be fetched: {reason}") from None
+        with refusing(f"--model {model}: no folder, and no model that can be fetched"):
+            index = Path(hf_hub_download(model, "model_index.json"))
+    with refusing(f"--model {model}: model_index.json", Exception):
+        pipeline = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     wanted = str(pipeline).lower().removesuffix("pipeline")
     files = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
     found = [stem for stem in files if stem.replace("_", "") == wanted]
