@@ -305,7 +305,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path, capfd):
     assert run_here(tmp_path, "flow_grpo.py", "--name", "one", *options) is None
     saved = "runs/one/checkpoints/step_000001.pt"
     refused = {
-        "--lora_target_modules to_q": f"--lora_target_modules: the LoRA of {saved} has transformer_blocks.0.attn.to_k among",
+        "--lora_target_modules to_q": f"--lora_target_modules: the LoRA of {saved} has transformer_blocks.0.attn.to_k ",
         "--lora_target_modules to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj to_add_out proj_out": ""
         f"--lora_target_modules: the LoRA of {saved} has no proj_out among its modules",
         "--lora_rank 4": f"--lora_rank 4: the LoRA of {saved} has the rank 16",
