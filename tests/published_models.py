@@ -60,3 +60,16 @@ COMFYUI_NAMES = {
     "qwen_image": JOINT,
     "z_image": r"(layers|context_refiner|noise_refiner)\.\d+\.attention\.(to_[qkv]|to_out\.0)",
 }
+
+VAE_FACTOR = 8  # pixels of a latent's side, of all of them
+GEOMETRY = {
+    # hub id: (width of the first block's stream of image tokens, conditioning of one prompt, at the sequence length of
+    # docs/models.md: T5's 256 tokens and the CLIPs' 77 of SD3.5, CLIP-L's 768 and bigG's 1280; three layers of Qwen3-4B
+    # of FLUX.2-klein, one of Z-Image; Qwen2.5-VL-7B of Qwen-Image)
+    "stabilityai/stable-diffusion-3.5-medium": (1536, {"prompt_embeds": (333, 4096), "pooled_prompt_embeds": (2048,)}),
+    "stabilityai/stable-diffusion-3.5-large": (2432, {"prompt_embeds": (333, 4096), "pooled_prompt_embeds": (2048,)}),
+    "black-forest-labs/FLUX.1-dev": (3072, {"prompt_embeds": (256, 4096), "pooled_prompt_embeds": (768,)}),
+    "black-forest-labs/FLUX.2-klein-base-4B": (3072, {"prompt_embeds": (512, 3 * 2560)}),
+    "Qwen/Qwen-Image": (3072, {"prompt_embeds": (256, 3584), "prompt_embeds_mask": (256,)}),
+    "Tongyi-MAI/Z-Image": (3840, {"prompt_embeds": (256, 2560), "num_tokens": ()}),
+}

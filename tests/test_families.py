@@ -12,7 +12,7 @@ from common.models import find_family, load_model
 from common.policy import acting, add_policies, make_lora, policy_tensors
 from common.run import save_weights
 from tests.conftest import ROOT, TINY, few_eval_prompts, run_here
-from tests.published_models import COMFYUI_NAMES, PUBLISHED
+from tests.published_models import COMFYUI_NAMES, GEOMETRY, PUBLISHED, VAE_FACTOR
 from tests.tiny_models import FAMILIES, make_checkpoint
 
 import diffusers
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 PROMPTS = ['a red sign that says "123"', "a sign"]
 SEEDS = [3, 4, 5]  # of images of the first, the second and the first prompt
@@ -315,13 +316,20 @@ def test_a_script_takes_two_steps_of_a_family_and_goes_on(script, checkpoint, tm
 
 
 # ---- published sizes -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_transformer(name, checkpoint):
-    """Built on the meta device: how many parameters it has, FSDP's units, and the LoRA's targets."""
-    family, transformer_class, config, billions = PUBLISHED[name]
+def published(name, checkpoint):
+    """The family's object around a published transformer, on the meta device, in bf16."""
+    family, transformer_class, config, _ = PUBLISHED[name]
     model = copy.copy(load(checkpoint(family)))
     with torch.device("meta"):
-        model.transformer = getattr(diffusers, transformer_class)(**config)
+        model.transformer = getattr(diffusers, transformer_class)(**config).to(torch.bfloat16).requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_transformer(name, checkpoint):
+    """How many parameters it has, FSDP's units, and the LoRA's targets."""
+    model = published(name, checkpoint)
+    family, _, _, billions = PUBLISHED[name]
     assert round(sum(p.numel() for p in model.transformer.parameters()) / 1e9, 1) == billions
     kinds = [type(module).__name__ for module in model.transformer.modules()]
     assert all(kinds.count(unit) >= 5 for unit in model.transformer._no_split_modules)
@@ -330,6 +338,70 @@ def test_a_published_transformer(name, checkpoint):
         modules = [key for key in linear if key.endswith(f".{target}")]
         assert len(modules) >= 5, target
         assert all(re.fullmatch(COMFYUI_NAMES[family], key) for key in modules), target
+
+
+class Counts(list):
+    """Numbers of tokens where a family reads them: a fake tensor has no values."""
+
+    def expand(self, batch):
+        return Counts(self * (batch // len(self)))
+
+    def tolist(self):
+        return list(self)
+
+
+def fake_conditioning(name, batch):
+    """Of `batch` prompts, on the meta device, with the widths of the published text encoders."""
+    conditioning = {}
+    for key, shape in GEOMETRY[name][1].items():
+        conditioning[key] = torch.empty(batch, *shape, dtype=torch.bfloat16)
+    if "prompt_embeds_mask" in conditioning:
+        conditioning["prompt_embeds_mask"] = conditioning["prompt_embeds_mask"].long()
+    if "num_tokens" in conditioning:
+        conditioning["num_tokens"] = Counts([256, 100][:batch])
+    return conditioning
+
+
+@pytest.mark.parametrize("name", GEOMETRY)
+def test_a_published_step_at_512(name, checkpoint):
+    """Of fake tensors: 1024 image tokens, a velocity like the latents, and a gradient for every LoRA matrix."""
+    model = published(name, checkpoint)
+    model.pipe.vae_scale_factor = VAE_FACTOR
+    takes_two_passes = model.encode_negative(GUIDANCE, LENGTH) is not None
+    with torch.device("meta"):
+        add_policies(model, make_lora(None, 32, 64, model.lora_target_modules), ["default"])
+    # a tensor on another device, here the timestep, is an error unless it is moved, as it would be on a GPU
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        model.transformer = copy.deepcopy(model.transformer)
+    shapes = []  # of the image tokens, as they come to the first block
+    unit = model.transformer._no_split_modules[0]
+    first_block = next(module for module in model.transformer.modules() if type(module).__name__ == unit)
+
+    def keep_shape(block, args, kwargs):
+        shapes.append((args[0] if args else kwargs["hidden_states"]).shape)
+
+    first_block.register_forward_pre_hook(keep_shape, with_kwargs=True)
+    timesteps, _, latent_shape = model.schedule(10, 512, 512)
+    assert latent_shape == ((128, 32, 32) if "FLUX.2" in name else (16, 64, 64))
+    with mode, torch.device("meta"):
+        latents = torch.empty(2, *latent_shape)
+        conditioning = fake_conditioning(name, 2)
+        negative = fake_conditioning(name, 1) if takes_two_passes else None
+        with torch.no_grad():
+            guided = model.predict_velocity(latents, timesteps[3:5], conditioning, negative, GUIDANCE)
+        velocity = model.predict_velocity(latents, timesteps[3], conditioning)
+        velocity.square().mean().backward()
+    for v in (velocity, guided):
+        assert v.shape == latents.shape and v.dtype == torch.float32
+    width = GEOMETRY[name][0]
+    assert shapes == [(2, 1024, width)] * (3 if takes_two_passes else 2)
+    trained = {key: p for key, p in model.transformer.named_parameters() if p.requires_grad}
+    without = {key.partition(".lora_")[0] for key, p in trained.items() if p.grad is None}
+    # nothing comes after Qwen-Image's last block that would read what it makes of the text
+    assert without == ({"transformer_blocks.59.attn.to_add_out"} if name == "Qwen/Qwen-Image" else set())
+    for p in trained.values():
+        assert p.dtype == torch.float32 and (p.grad is None or p.grad.shape == p.shape)
 
 
 # ---- docs/models.md --------------------------------------------------------------------------------------------------
