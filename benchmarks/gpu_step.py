@@ -1,13 +1,15 @@
-"""One step of flow_grpo.py on every family at its published size, in bf16, on GPUs: seconds, memory, first ratio.
+"""One step of flow_grpo.py on every family at its published size, in bf16, where a GPU is at hand.
 
-    python benchmarks/gpu_step.py --scratch /data/scratch --ranks 8                # all, 70 GB on the disk at most
+    python benchmarks/gpu_step.py --scratch /data/scratch                      # all, on all GPUs of this machine
     python benchmarks/gpu_step.py --scratch /data/scratch --only Qwen-Image -- --train_with activation_checkpointing
-    python benchmarks/gpu_step.py --scratch /tmp/scratch --tiny                    # tries this script, on a CPU
+    python benchmarks/gpu_step.py --scratch /tmp/scratch --tiny                # tries this script, also on a CPU
 
-Nothing is downloaded, and the weights are random: the transformer has its published size, and so has the VAE (8 x). The
-text encoders have the published widths, but few and thin layers, and tokenizers of a few hundred tokens: encoding
-prompts is not what is timed, and their gigabytes are missing from the memory. Image size, steps, guidance, tokens and
-LoRA are those of docs/models.md; a rank makes two images of one prompt, in micro-batches of one, and updates once.
+Nothing is downloaded, and the weights are random. The transformer and the VAE have their published sizes; the text
+encoders have the published widths, but few or thin layers, and tokenizers of a few hundred tokens: they are neither
+timed, as each prompt is encoded once, nor do their gigabytes show. Image size, steps, guidance, tokens and LoRA are
+those of docs/models.md. A rank makes two images of one prompt, in micro-batches of one, and updates once, so that the
+ratio should be exactly 1. A checkpoint takes up to 45 GB on the disk and, while it loads, in each rank's host memory.
+
 Options after -- go to flow_grpo.py. A row of each model is printed, and appended to --table.
 """
 
@@ -19,8 +21,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.conftest import ROOT, read_metrics, torchrun
-from tests.published_models import PUBLISHED
+from tests.conftest import read_metrics, torchrun
+from tests.published_models import PUBLISHED, recipes
 from tests.tiny_models import FAMILIES, make_checkpoint
 
 import diffusers
@@ -62,19 +64,6 @@ TEXT_ENCODERS = {  # family: {text encoder: what differs in its config from that
 HEADER = "| model | on | ranks | seconds: step | rollout | update | peak GB of rank 0 | first ratio: mean | deviation |"
 
 
-def recipes():
-    """{(model, script): its command's options}, from the blocks of docs/models.md."""
-    commands = {}
-    for section in (ROOT / "docs" / "models.md").read_text().split("\n### ")[1:]:
-        name = section.partition("\n")[0]
-        lines = [line.partition(" ") for line in section.split("```")[1].strip().splitlines()]
-        shared = " ".join(options for script, _, options in lines if script == "all")
-        for script in dict.fromkeys(script for script, _, _ in lines if script != "all"):
-            own = " ".join(options for other, _, options in lines if other == script)
-            commands[name, script] = f"{shared} {own}".split()
-    return commands
-
-
 def wider(encoder, changes):
     """A new text encoder like the tiny one, with `changes` in its config."""
     config = copy.deepcopy(encoder.config)
@@ -94,7 +83,7 @@ def make_full_size(hub_id, folder):
     pipe = FAMILIES[family]()
     parts = {name: wider(getattr(pipe, name), changes) for name, changes in TEXT_ENCODERS[family].items()}
     parts["vae"] = type(pipe.vae)(**VAES[family])
-    # drawn where that is fast, and in bf16 from the first: twice Qwen-Image's 41 GB would not fit
+    # drawn where that is fast, and in bf16 from the first: Qwen-Image's 20 billion in fp32 fill an 80 GB GPU
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         parts["transformer"] = getattr(diffusers, transformer_class)(**config)
@@ -109,7 +98,7 @@ def make_full_size(hub_id, folder):
 
 
 def step(name, options, args):
-    """Make the checkpoint, run the step, delete the checkpoint. Returns the row."""
+    """Make the checkpoint and run the step. Returns the row."""
     hub_id = options[options.index("--model") + 1]
     checkpoint = args.scratch / name
     if not checkpoint.exists():
@@ -124,8 +113,6 @@ def step(name, options, args):
         small += ["--image_size", 32, 96, "--max_sequence_length", 160]
     torchrun(args.scratch, "flow_grpo.py", *options, *small, *args.more, nproc=args.ranks, timeout=3600)
     metrics = read_metrics(args.scratch / "runs" / run)[-1]
-    if not args.keep:
-        shutil.rmtree(checkpoint)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     seconds = [f"{metrics[key]:.1f}" for key in ("timing_s/step", "timing_s/gen", "timing_s/update_actor")]
     ratio = [f"{metrics['actor/ratio_mean']:.9f}", f"{metrics['actor/ratio_std']:.1e}"]
@@ -147,10 +134,16 @@ if __name__ == "__main__":
     args.scratch = args.scratch.resolve()
     args.scratch.mkdir(parents=True, exist_ok=True)
     if not args.table.exists():
-        args.table.write_text(f"{HEADER}\n{'|---' * HEADER.count(' | ')}|---|\n")
+        args.table.write_text(f"{HEADER}\n{'|---' * (HEADER.count('|') - 1)}|\n")
     print(HEADER)
     for name in args.only:
-        row = step(name, models[name], args)
+        try:
+            row = step(name, models[name], args)
+        except Exception as error:  # out of memory, say: the other models are wanted all the same
+            print(error, file=sys.stderr)
+            row = f"| {name} | failed |" + " |" * (HEADER.count("|") - 3)
+        if not args.keep:
+            shutil.rmtree(args.scratch / name, ignore_errors=True)
         print(row, flush=True)
         with open(args.table, "a") as table:
             table.write(row + "\n")

@@ -1,7 +1,10 @@
 """What is published of the models that people train: their transformers' configs, and how many parameters they have.
 
 Facts of the model cards and of the `transformer/config.json` of each, as far as they differ from diffusers' defaults.
+Last come their recipes, the commands of docs/models.md.
 """
+
+from tests.conftest import ROOT
 
 PUBLISHED = {
     # hub id: (family, transformer class, config, parameters in billions)
@@ -73,3 +76,16 @@ GEOMETRY = {
     "Qwen/Qwen-Image": (3072, {"prompt_embeds": (256, 3584), "prompt_embeds_mask": (256,)}),
     "Tongyi-MAI/Z-Image": (3840, {"prompt_embeds": (256, 2560), "num_tokens": ()}),
 }
+
+
+def recipes():
+    """{(model, script): its command's options}, from the blocks of docs/models.md."""
+    commands = {}
+    for section in (ROOT / "docs" / "models.md").read_text().split("\n### ")[1:]:
+        name = section.partition("\n")[0]
+        lines = [line.partition(" ") for line in section.split("```")[1].strip().splitlines()]
+        shared = " ".join(options for script, _, options in lines if script == "all")
+        for script in dict.fromkeys(script for script, _, _ in lines if script != "all"):
+            own = " ".join(options for other, _, options in lines if other == script)
+            commands[name, script] = f"{shared} {own}".split()
+    return commands

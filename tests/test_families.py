@@ -11,8 +11,8 @@ from common.lora import read_lora
 from common.models import find_family, load_model
 from common.policy import acting, add_policies, make_lora, policy_tensors
 from common.run import save_weights
-from tests.conftest import ROOT, TINY, few_eval_prompts, run_here
-from tests.published_models import COMFYUI_NAMES, GEOMETRY, PUBLISHED, VAE_FACTOR
+from tests.conftest import TINY, few_eval_prompts, run_here
+from tests.published_models import COMFYUI_NAMES, GEOMETRY, PUBLISHED, VAE_FACTOR, recipes
 from tests.tiny_models import FAMILIES, make_checkpoint
 
 import diffusers
@@ -405,19 +405,6 @@ def test_a_published_step_at_512(name, checkpoint):
 
 
 # ---- docs/models.md --------------------------------------------------------------------------------------------------
-def recipes():
-    """{(model, script): its command's options}, from the blocks of docs/models.md."""
-    commands = {}
-    for section in (ROOT / "docs" / "models.md").read_text().split("\n### ")[1:]:
-        name = section.partition("\n")[0]
-        lines = [line.partition(" ") for line in section.split("```")[1].strip().splitlines()]
-        shared = " ".join(options for script, _, options in lines if script == "all")
-        for script in dict.fromkeys(script for script, _, _ in lines if script != "all"):
-            own = " ".join(options for other, _, options in lines if other == script)
-            commands[name, script] = f"{shared} {own}".split()
-    return commands
-
-
 @pytest.mark.parametrize(("name", "script"), recipes())
 def test_a_recipe_is_parsed_and_in_order(name, script, monkeypatch):
     """By the script's own parser and bounds, and its window fits its steps."""
