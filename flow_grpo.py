@@ -156,7 +156,7 @@ def check_args(args):
     checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)
     # what imports diffusers and peft, which takes seconds, comes last
     family = find_family(args.model)
-    family.check_image_size(args.model, *args.image_size)
+    family.check_size(args.model, *args.image_size, args.num_frames)
     check_engine(args.rollout, family)
     targets = args.lora_target_modules or family.lora_target_modules
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
@@ -169,21 +169,22 @@ def make_request(args, model, prompts, prompt_index, seeds, *, sde_steps=(), num
     """Ask for B images of `prompts`, each encoded once: prompt_index (B,) says which one, seeds (B) its noise."""
     num_inference_steps = num_inference_steps or args.num_inference_steps
     height, width = args.image_size
-    timesteps, sigmas, latent_shape = model.schedule(num_inference_steps, height, width)  # (T,), (T + 1,), (C, h, w)
+    timesteps, sigmas, latent_shape = model.schedule(num_inference_steps, height, width, args.num_frames)
     return RolloutRequest(
         conditioning=model.encode_prompts(prompts, args.max_sequence_length),
         negative_conditioning=model.encode_negative(args.guidance_scale, args.max_sequence_length),
         prompt_index=prompt_index,
         seeds=seeds,
-        timesteps=timesteps,
-        sigmas=sigmas,
-        latent_shape=latent_shape,
+        timesteps=timesteps,  # (T,)
+        sigmas=sigmas,  # (T + 1,)
+        latent_shape=latent_shape,  # (C, h, w), of a video (C, f, h, w)
         sde_steps=sde_steps,
         sde_type=args.sde_type,
         noise_level=args.noise_level,
         guidance_scale=args.guidance_scale,
         height=height,
         width=width,
+        num_frames=args.num_frames,
     )
 
 

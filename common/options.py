@@ -54,6 +54,8 @@ class SharedArgs:
     CPU; compile compiles every block"""
     image_size: Annotated[tuple[int, int], Bound(at_least=1)] = (32, 96)
     """height and width of images in pixels"""
+    num_frames: PositiveInt = 1
+    """frames of a video, of a model that makes videos (docs/models.md); of images 1"""
     max_sequence_length: PositiveInt = 16
     """tokens per prompt, longer ones are cut (SD3.5: 256 of T5; others: docs/models.md)"""
     prompt_cache: str | None = None

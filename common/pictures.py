@@ -1,4 +1,4 @@
-"""The pictures of a run: curves.png of its metrics, and grids of captioned images."""
+"""The pictures of a run: curves.png of its metrics, its images and videos, and grids of captioned ones."""
 
 import json
 from pathlib import Path
@@ -78,6 +78,28 @@ def _draw_curve(panel, label, name, rows, colour):
     errors = [row.get(name.removesuffix("/mean") + "/stderr") for row in rows]
     style = {"marker": "o", "markersize": 4, "capsize": 2, "color": colour}
     panel.errorbar(steps, values, yerr=errors, label=label, zorder=3, **style)
+
+
+def save_png(path, image):
+    """Write a PIL image or a video, a list of PIL frames, as a PNG: of a video an animated one, which holds every frame
+    to the bit, a tenth of a second each in a browser."""
+    if not isinstance(image, list):
+        image.save(path)
+        return
+    first, *others = image
+    first.save(path, save_all=True, append_images=others)
+
+
+def as_one_picture(image):
+    """A PIL image as it is; of a video, a list of PIL frames, the first, the middle and the last one, top to bottom."""
+    if not isinstance(image, list):
+        return image
+    shown = sorted({0, len(image) // 2, len(image) - 1})
+    width, height = image[0].size
+    picture = Image.new("RGB", (width, len(shown) * height))
+    for row, number in enumerate(shown):
+        picture.paste(image[number], (0, row * height))
+    return picture
 
 
 def _end_that_fits(draw, caption, width):

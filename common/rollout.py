@@ -9,7 +9,7 @@ import torch
 
 @dataclass
 class RolloutRequest:
-    """B images of U distinct prompts, sampled in T steps: everything the policy is, apart from its weights."""
+    """B images or videos of U distinct prompts, sampled in T steps: everything the policy is, but for its weights."""
 
     conditioning: dict[str, torch.Tensor]
     """of the U prompts, (U, ...) each"""
@@ -24,7 +24,7 @@ class RolloutRequest:
     sigmas: torch.Tensor
     """(T + 1,) fp32 in [0, 1]"""
     latent_shape: tuple[int, ...]
-    """(C, h, w) of one image"""
+    """(C, h, w) of one image; of a video (C, f, h, w)"""
     sde_steps: tuple[int, ...]
     """the W stochastic steps, of 0..T-1; the others are ODE steps"""
     sde_type: str
@@ -37,6 +37,8 @@ class RolloutRequest:
     """of an image in pixels"""
     width: int
     """of an image in pixels"""
+    num_frames: int = 1
+    """of a video"""
     sigma_max: float | None = None
     """see sde_step; None: the schedule's second sigma, sigmas[1]"""
     initial_latents: torch.Tensor | None = None
@@ -111,7 +113,7 @@ class Trajectories:
     transition_stds: torch.Tensor
     """(B, W)"""
     images: list
-    """B PIL images"""
+    """B PIL images, or B videos: lists of PIL frames"""
 
     @staticmethod
     def from_steps(initial, outputs, images):

@@ -16,7 +16,7 @@ from common.distributed import on_rank_0
 from common.errors import RunError
 from common.files import atomic_file, writing
 from common.lock import lock_run
-from common.pictures import drawn_metrics, plot_curves, save_grid
+from common.pictures import as_one_picture, drawn_metrics, plot_curves, save_grid, save_png
 from common.policy import policy_tensors
 
 import torch
@@ -240,7 +240,8 @@ def max_memory_gb():
 def save_samples(folder, places, images, records, shown=32):
     """Write every rank's images as folder/PLACE.png, and a line for each in samples.jsonl: its file, and its record.
 
-    places (B,): the images' numbers over all ranks, of which one may come twice. images: B PIL images. records: B dicts
+    places (B,): the images' numbers over all ranks, of which one may come twice. images: B PIL images, or B videos,
+    lists of PIL frames, each of which becomes one animated PNG. records: B dicts
     {"prompt": ..., "seed": ..., "<reward>": score ...}, of which the prompt and all scores are the caption.
     A collective: rank 0 writes, and gets the first `shown` as (PIL image, caption); the others None.
     """
@@ -257,10 +258,10 @@ def save_samples(folder, places, images, records, shown=32):
         folder.mkdir(parents=True, exist_ok=True)
         for place, (image, record) in sorted(by_place.items()):
             file = f"{place:05d}.png"
-            image.save(folder / file)
+            save_png(folder / file, image)
             lines.append(json.dumps({"file": file, **record}) + "\n")
             scores = [f"{name} {score:.2f}" for name, score in record.items() if name not in ("prompt", "seed")]
-            grid.append((image, "  ".join([record["prompt"], *scores])))
+            grid.append((as_one_picture(image), "  ".join([record["prompt"], *scores])))
     with atomic_file(folder / "samples.jsonl") as temporary:
         temporary.write_text("".join(lines))
     return grid[:shown]

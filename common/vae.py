@@ -1,6 +1,13 @@
-"""The size of images, and the latents of the families whose VAE is diffusers' AutoencoderKL."""
+"""The size of images, one frame each, and the latents of the families whose VAE is diffusers' AutoencoderKL."""
 
 import torch
+
+
+def check_image(height, width, num_frames, unit):
+    """Raises ValueError where a side is no multiple of `unit` pixels, or where a video is asked for."""
+    if num_frames > 1:
+        raise ValueError(f"--num_frames {num_frames}: this model makes images, of 1 frame")
+    check_multiples(height, width, unit)
 
 
 def check_multiples(height, width, unit):

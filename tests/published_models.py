@@ -49,6 +49,19 @@ PUBLISHED = {
         3.9,
     ),
     "Qwen/Qwen-Image": ("qwen_image", "QwenImageTransformer2DModel", {}, 20.4),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (
+        "wan",
+        "WanTransformer3DModel",
+        {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960},
+        1.4,
+    ),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": ("wan", "WanTransformer3DModel", {}, 14.3),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (
+        "wan_ti2v",
+        "WanTransformer3DModel",
+        {"num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
+        5.0,
+    ),
     "Tongyi-MAI/Z-Image": ("z_image", "ZImageTransformer2DModel", {}, 6.2),
 }
 

@@ -59,7 +59,7 @@ def test_what_is_no_model_is_one_line(tmp_path):
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError) as error:
         find_family(pipeline_folder(tmp_path, "PixArtAlphaPipeline"))
-    supported = "flux, flux2_klein, qwen_image, stable_diffusion_3, z_image"
+    supported = "flux, flux2_klein, qwen_image, stable_diffusion_3, wan, z_image"
     assert str(error.value) == f"--model {tmp_path}: PixArtAlphaPipeline is not supported; supported: {supported}"
 
 

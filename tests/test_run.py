@@ -359,6 +359,21 @@ def test_save_samples_puts_every_ranks_images_in_order(tmp_path, monkeypatch):
     assert len(save_samples(tmp_path / "samples", *of_rank([0, 2, 4]), shown=2)) == 2
 
 
+def test_a_saved_video_has_all_its_frames_and_a_grid_shows_three(tmp_path, one_rank):
+    """Also where a frame is the one before it."""
+    levels = [10, 20, 20, 30, 40, 50]
+    video = [Image.new("RGB", (4, 2), (level, 0, level)) for level in levels]
+    shown = save_samples(tmp_path / "samples", [0], [video], [{"prompt": "p", "seed": 1}])
+    saved = Image.open(tmp_path / "samples" / "00000.png")
+    assert saved.n_frames == len(video)
+    for number, frame in enumerate(video):
+        saved.seek(number)
+        assert saved.convert("RGB").tobytes() == frame.tobytes()
+    ((picture, caption),) = shown
+    assert picture.size == (4, 6) and caption == "p"
+    assert [picture.getpixel((0, y))[0] for y in (0, 2, 4)] == [levels[0], levels[3], levels[5]]
+
+
 def test_save_samples_gives_the_other_ranks_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "gather_object", lambda value, parts: None)

@@ -12,6 +12,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    AutoencoderKLWan,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
@@ -21,6 +22,9 @@ from diffusers import (
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
@@ -37,6 +41,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3Model,
     T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
 
@@ -233,6 +239,51 @@ def z_image():
     )
 
 
+def wan(latent_channels=4, flow_shift=3.0, expand_timesteps=False, **vae_options):
+    """Wan 2.1: two blocks; a VAE of 8 x 8 pixels and 4 frames, as the published one."""
+    tokens = tokenizer("tokenizer_3")
+    text_config = UMT5Config(
+        vocab_size=len(tokens), d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, pad_token_id=tokens.pad_token_id
+    )
+    vae = AutoencoderKLWan(
+        base_dim=4,
+        z_dim=latent_channels,
+        dim_mult=[1, 1, 2, 2],
+        num_res_blocks=1,
+        latents_mean=[0.1, -0.2, 0.3, 0.0, 0.2, -0.1][:latent_channels],
+        latents_std=[1.5, 0.7, 1.1, 2.0, 0.9, 1.3][:latent_channels],
+        **vae_options,
+    )
+    transformer = WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=latent_channels,
+        out_channels=latent_channels,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=2,
+    )
+    # as it is published: with sigmas that are shifted and a solver of higher order
+    scheduler = UniPCMultistepScheduler(
+        use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=flow_shift, num_train_timesteps=1000
+    )
+    return WanPipeline(
+        tokenizer=tokens,
+        text_encoder=UMT5EncoderModel(text_config),
+        vae=vae,
+        scheduler=scheduler,
+        transformer=transformer,
+        expand_timesteps=expand_timesteps,
+    )
+
+
+def wan_ti2v():
+    """Wan 2.2 TI2V-5B: its VAE takes 2 x 2 pixels as one of 12 channels, and its pipeline a timestep for each token."""
+    of_vae = {"is_residual": True, "patch_size": 2, "scale_factor_spatial": 16, "decoder_base_dim": 8}
+    return wan(latent_channels=6, flow_shift=5.0, expand_timesteps=True, in_channels=12, out_channels=12, **of_vae)
+
+
 def stable_diffusion_3():
     """SD3.5: a block with a second attention, one without, and the last one; norms of queries and keys."""
     t5 = T5EncoderModel.from_pretrained(EMBEDDED / "text_encoder_3")
@@ -272,6 +323,8 @@ FAMILIES = {
     "flux2_klein": flux2_klein,
     "qwen_image": qwen_image,
     "z_image": z_image,
+    "wan": wan,
+    "wan_ti2v": wan_ti2v,
 }
 
 

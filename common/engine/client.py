@@ -130,8 +130,8 @@ class VLLMEngine:
                 f"{num_latents} latents and {num_log_probs} log-probs for {sde_steps} SDE steps; its log: "
                 f"{self.log_file}"
             )
-        pixels = answer.pop("images").numpy()  # (B, height, width, 3) uint8
-        return Trajectories(**answer, images=[Image.fromarray(image) for image in pixels])
+        pixels = answer.pop("images").numpy()  # (B, height, width, 3) uint8, of videos (B, frames, height, width, 3)
+        return Trajectories(**answer, images=[to_pil(image) for image in pixels])
 
     def push(self, tensors, config):
         """Replace the engine's policy: CPU tensors by the names that diffusers and peft give them.
@@ -288,6 +288,13 @@ class VLLMEngine:
         written = [line.strip() for line in lines if line.strip()]
         last = written[-1] if written else "nothing"
         return f"the rollout engine died during {operation} ({how}); its log, {self.log_file}, ends with: {last}"
+
+
+def to_pil(pixels):
+    """(height, width, 3) uint8 -> a PIL image; (frames, height, width, 3), a video -> the list of its frames."""
+    if pixels.ndim == 4:
+        return [to_pil(frame) for frame in pixels]
+    return Image.fromarray(pixels)
 
 
 def engine_environment(model, visible_device, num_threads):

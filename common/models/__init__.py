@@ -17,9 +17,10 @@ import torch
 
 
 class Family(Protocol):
-    """What a family gives. Latents are (B, C, h, w) everywhere outside its file: one whose transformer takes packed
-    tokens packs them inside. `conditioning` is a dict of tensors, (B, ...) each: what the transformer is told about B
-    prompts, masks included. A family reuses the diffusers pipeline's own parts, and knows no algorithm."""
+    """What a family gives. Latents are (B, C, h, w) everywhere outside its file, of videos (B, C, f, h, w): one whose
+    transformer takes packed tokens packs them inside. `conditioning` is a dict of tensors, (B, ...) each: what the
+    transformer is told about B prompts, masks included. A family reuses the diffusers pipeline's own parts, and knows
+    no algorithm."""
 
     lora_target_modules: tuple[str, ...]  # of the class: ends of the names of the attention projections
     # one that diffusers exports, with a `transformer` and `save_lora_weights`
@@ -32,8 +33,9 @@ class Family(Protocol):
     def __init__(self, pipe): ...
 
     @staticmethod
-    def check_image_size(model, height, width):
-        """Raises ValueError naming --image_size where the family cannot make such an image; by configs alone."""
+    def check_size(model, height, width, num_frames):
+        """Raises ValueError naming --image_size, --num_frames or --model where the family cannot make such an image,
+        or video; by configs alone."""
 
     def encode_prompts(self, prompts, max_sequence_length):
         """B prompts -> conditioning, in the text encoders' dtype."""
@@ -41,8 +43,9 @@ class Family(Protocol):
     def encode_negative(self, guidance_scale, max_sequence_length):
         """Conditioning of the empty prompt, one row; None where guidance of that scale takes no second pass."""
 
-    def schedule(self, num_inference_steps, height, width):
-        """Timesteps (T,) fp32, 1000 sigma, in (0, 1000]; sigmas (T + 1,); and the latents' (C, h, w)."""
+    def schedule(self, num_inference_steps, height, width, num_frames=1):
+        """Timesteps (T,) fp32, 1000 sigma, in (0, 1000]; sigmas (T + 1,); and the latents' (C, h, w), or (C, f, h, w)
+        of a video."""
 
     def predict_velocity(self, latents, timestep, conditioning, negative_conditioning=None, guidance_scale=1.0):
         """v (B, ...) in fp32 at fp32 latents (B, ...) and timesteps 1000 sigma, one or (B,), guided as the
@@ -52,13 +55,19 @@ class Family(Protocol):
         """
 
     def decode(self, latents):
-        """Latents (B, ...) -> list of B PIL images (of videos: lists of frames)."""
+        """Latents (B, ...) -> list of B PIL images, or of B videos: lists of PIL frames."""
 
     def encode_images(self, images, height, width):
-        """List of B PIL images -> latents (B, ...): the reverse of decode, for offline DPO."""
+        """List of B PIL images -> latents (B, ...): the reverse of decode, for offline DPO.
+
+        None in place of the method: the family makes videos, and offline DPO refuses it.
+        """
 
     def frozen_tensors(self):
-        """All tensors that latents and conditioning depend on, in a fixed order: they key offline DPO's cache."""
+        """All tensors that latents and conditioning depend on, in a fixed order: they key offline DPO's cache.
+
+        Not there where encode_images is not.
+        """
 
     @staticmethod
     def engine_pipeline():

@@ -1,7 +1,7 @@
 """FLUX.1 (diffusers `FluxPipeline`): dev, which takes its guidance as an input, and schnell, which takes none."""
 
 from common.schedule import shifted_schedule
-from common.vae import check_multiples, decode_latents, encode_pixels
+from common.vae import check_image, decode_latents, encode_pixels
 
 import numpy as np
 import torch
@@ -14,11 +14,11 @@ class Flux:
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     @staticmethod
-    def check_image_size(model, height, width):
+    def check_size(model, height, width, num_frames):
         """Raises ValueError where a side is no multiple of a token's."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
-        check_multiples(height, width, unit)
+        check_image(height, width, num_frames, unit)
 
     def __init__(self, pipe):
         self.pipe = pipe
@@ -43,7 +43,7 @@ class Flux:
     def encode_negative(self, guidance_scale, max_sequence_length):
         """None: guidance takes no second pass."""
 
-    def schedule(self, num_inference_steps, height, width):
+    def schedule(self, num_inference_steps, height, width, num_frames=1):
         """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""
         h = height // self.pipe.vae_scale_factor
         w = width // self.pipe.vae_scale_factor

@@ -1,7 +1,7 @@
 """FLUX.2-klein (diffusers `Flux2KleinPipeline`): base, guided by a second pass; distilled, which takes no guidance."""
 
 from common.schedule import sigma_schedule
-from common.vae import check_multiples
+from common.vae import check_image
 
 import numpy as np
 import torch
@@ -27,11 +27,11 @@ class Flux2Klein:
     )
 
     @staticmethod
-    def check_image_size(model, height, width):
+    def check_size(model, height, width, num_frames):
         """Raises ValueError where a side is no multiple of a token's."""
         vae = AutoencoderKLFlux2.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
-        check_multiples(height, width, unit)
+        check_image(height, width, num_frames, unit)
 
     def __init__(self, pipe):
         self.pipe = pipe
@@ -54,7 +54,7 @@ class Flux2Klein:
             return None
         return self.encode_prompts([""], max_sequence_length)
 
-    def schedule(self, num_inference_steps, height, width):
+    def schedule(self, num_inference_steps, height, width, num_frames=1):
         """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""
         unit = 2 * self.pipe.vae_scale_factor
         h = height // unit

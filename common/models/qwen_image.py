@@ -1,7 +1,7 @@
 """Qwen-Image (diffusers `QwenImagePipeline`): guidance by a second pass, rescaled to the first one's norm."""
 
 from common.schedule import shifted_schedule
-from common.vae import check_multiples
+from common.vae import check_image
 
 import numpy as np
 import torch
@@ -15,11 +15,11 @@ class QwenImage:
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     @staticmethod
-    def check_image_size(model, height, width):
+    def check_size(model, height, width, num_frames):
         """Raises ValueError where a side is no multiple of a token's."""
         vae = AutoencoderKLQwenImage.load_config(model, subfolder="vae")
         unit = 2 * 2 ** len(vae["temperal_downsample"])  # pixels of a token's side
-        check_multiples(height, width, unit)
+        check_image(height, width, num_frames, unit)
 
     def __init__(self, pipe):
         self.pipe = pipe
@@ -49,7 +49,7 @@ class QwenImage:
         """Conditioning of the empty prompt, one row, for the second pass of guidance above 1; None without."""
         return self.encode_prompts([""], max_sequence_length) if guidance_scale > 1 else None
 
-    def schedule(self, num_inference_steps, height, width):
+    def schedule(self, num_inference_steps, height, width, num_frames=1):
         """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""
         h = height // self.pipe.vae_scale_factor
         w = width // self.pipe.vae_scale_factor

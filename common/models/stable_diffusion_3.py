@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5 (diffusers `StableDiffusion3Pipeline`), and the embedded model, which is one."""
 
 from common.schedule import sigma_schedule
-from common.vae import check_multiples, decode_latents, encode_pixels
+from common.vae import check_image, decode_latents, encode_pixels
 
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel
@@ -12,12 +12,12 @@ class StableDiffusion3:
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     @staticmethod
-    def check_image_size(model, height, width):
+    def check_size(model, height, width, num_frames):
         """Raises ValueError: a size that is no multiple of a patch, or beyond the table of positions."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         transformer = SD3Transformer2DModel.load_config(model, subfolder="transformer")
         unit = 2 ** (len(vae["block_out_channels"]) - 1) * transformer["patch_size"]  # pixels of a token's side
-        check_multiples(height, width, unit)
+        check_image(height, width, num_frames, unit)
         largest = transformer["pos_embed_max_size"] * unit
         if max(height, width) > largest:
             raise ValueError(f"--image_size {height} {width}: this model has positions for {largest} pixels a side")
@@ -48,7 +48,7 @@ class StableDiffusion3:
         """Conditioning of the empty prompt, one row, for the second pass of guidance above 1; None without."""
         return self.encode_prompts([""], max_sequence_length) if guidance_scale > 1 else None
 
-    def schedule(self, num_inference_steps, height, width):
+    def schedule(self, num_inference_steps, height, width, num_frames=1):
         """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""
         config = self.transformer.config
         unit = self.pipe.vae_scale_factor * config.patch_size

@@ -1,7 +1,7 @@
 """Z-Image (diffusers `ZImagePipeline`): base, guided by a second pass; Turbo, whose --guidance_scale stays 1."""
 
 from common.schedule import shifted_schedule
-from common.vae import check_multiples, decode_latents, encode_pixels
+from common.vae import check_image, decode_latents, encode_pixels
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,11 @@ class ZImage:
     engine_pipeline = None  # vLLM-Omni's calls the scheduler itself, an image at a time: there is no hook for our steps
 
     @staticmethod
-    def check_image_size(model, height, width):
+    def check_size(model, height, width, num_frames):
         """Raises ValueError where a side is no multiple of a token's."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
-        check_multiples(height, width, unit)
+        check_image(height, width, num_frames, unit)
 
     def __init__(self, pipe):
         self.pipe = pipe
@@ -47,7 +47,7 @@ class ZImage:
         """Conditioning of the empty prompt, one row, for the second pass of guidance above 1; None without."""
         return self.encode_prompts([""], max_sequence_length) if guidance_scale > 1 else None
 
-    def schedule(self, num_inference_steps, height, width):
+    def schedule(self, num_inference_steps, height, width, num_frames=1):
         """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""
         h = height // self.pipe.vae_scale_factor
         w = width // self.pipe.vae_scale_factor

@@ -1,6 +1,7 @@
 """Rewards: plain functions `(images, prompts, metadata) -> scores`.
 
-images: list of B PIL images (RGB); prompts: list of B strings; metadata: list of B dicts (the other fields of a .jsonl
+images: list of B PIL images (RGB), of a model that makes videos list of B videos, lists of PIL frames; the built-in
+rewards are of images. prompts: list of B strings; metadata: list of B dicts (the other fields of a .jsonl
 prompt file). scores: B floats, higher is better. A reward may carry an attribute `check`, a function `(prompt)` that
 raises ValueError for a prompt it cannot score; it runs on every prompt before any model loads. A reward that fails
 raises: it never returns 0 instead.
@@ -67,7 +68,7 @@ def score_images(rewards, images, prompt_set):
         began_in = os.getcwd()
         try:
             # copies: what one reward does to them the next one does not see
-            copies = [image.copy() for image in images]
+            copies = copy.deepcopy(images)
             returned = function(copies, list(prompt_set.prompts), copy.deepcopy(prompt_set.metadata))
         except (Exception, SystemExit) as error:  # sys.exit(0) would else end the run as a success
             told = describe(error, own_folder(function))
