@@ -256,7 +256,7 @@ def wan(latent_channels=4, flow_shift=3.0, expand_timesteps=False, **vae_options
     )
     transformer = WanTransformer3DModel(
         num_attention_heads=2,
-        attention_head_dim=16,
+        attention_head_dim=24,  # of the others vLLM-Omni's splits into time, height and width differ, unlike of 128
         in_channels=latent_channels,
         out_channels=latent_channels,
         text_dim=16,

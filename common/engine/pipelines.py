@@ -104,7 +104,7 @@ class SDERolloutMixin:
                 "num_steps": num_steps,
             }
             result = DiffusionOutput(
-                output={"payload": {"image": output.output}, "metadata": {"rollout": rollout}},
+                output={"payload": {"image": self.pixels(output)}, "metadata": {"rollout": rollout}},
                 trajectory_latents=trajectories.latents[image],
                 trajectory_log_probs=trajectories.log_probs[image],
                 to_cpu=True,
@@ -132,6 +132,10 @@ class SDERolloutMixin:
     def unpack(self, latents):
         """The reverse of pack."""
         return latents
+
+    def pixels(self, output):
+        """What was decoded for one request, (1, 3, height, width) or (1, 3, frames, height, width) in [-1, 1]."""
+        return output.output
 
     def module_name(self, name):
         """vLLM-Omni's name of what diffusers calls `name`, a module of the transformer or the end of one: the same."""
@@ -243,8 +247,12 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             loaded = pipeline.load_weights(weights)
         except KeyError as error:
             raise RuntimeError(f"the engine's transformer has no weight {error}") from None
-        names = [parameter_name(pipeline.transformer, name) for name in tensors]
-        return sum(name in loaded for name in names)
+        bound = 0
+        for name in tensors:
+            # pipelines tell either; of a slice Wan's tells the parameter only once all its slices have come at once
+            if f"transformer.{name}" in loaded or parameter_name(pipeline.transformer, name) in loaded:
+                bound += 1
+        return bound
 
 
 def parameter_name(transformer, name):

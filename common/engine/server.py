@@ -53,7 +53,8 @@ def load_engine(options):
         distributed_executor_backend="uni",
         diffusion_attention_config={"default": {"backend": "TORCH_SDPA"}},
         custom_pipeline_args={"pipeline_class": "common.engine.pipelines.RolloutPipeline"},
-        engine_backend="common.engine.pipelines.RolloutDiffusionEngine",
+        # not as engine_backend, which vLLM-Omni drops for a model that it has a stage file of
+        stage_overrides={"0": {"engine_backend": "common.engine.pipelines.RolloutDiffusionEngine"}},
         worker_extension_cls="common.engine.pipelines.RolloutWorkerExtension",
     )
 
@@ -62,11 +63,12 @@ def generate(omni, request, lora):
     """RolloutRequest -> fields of Trajectories as CPU tensors, and the number of steps taken.
 
     One engine request per image, in the request's order; `lora`: with the adapter that was pushed. The images are
-    (B, height, width, 3) uint8.
+    (B, height, width, 3) uint8, videos (B, frames, height, width, 3).
     """
     params = OmniDiffusionSamplingParams(
         height=request.height,
         width=request.width,
+        num_frames=request.num_frames,
         num_inference_steps=len(request.timesteps),
         guidance_scale=request.guidance_scale,
         true_cfg_scale=request.guidance_scale,  # Qwen-Image's name of it; FLUX.1 needs a negative prompt for it
@@ -126,10 +128,11 @@ def image_number(output):
 
 
 def quantize(image):
-    """Decoded image(s) (1, 3, H, W) in [-1, 1] -> (1, H, W, 3) uint8, as diffusers' image processor rounds them."""
+    """A decoded image (1, 3, H, W) in [-1, 1] -> (1, H, W, 3) uint8, as diffusers' image processor rounds it; of a video
+    (1, 3, F, H, W) -> (1, F, H, W, 3)."""
     unit = (image.float() / 2 + 0.5).clamp(0, 1)
     pixels = (unit * 255).round().to(torch.uint8)
-    return pixels.permute(0, 2, 3, 1).contiguous()
+    return pixels.movedim(1, -1).contiguous()
 
 
 def rpc(omni, method, *args):

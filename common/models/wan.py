@@ -95,4 +95,31 @@ class Wan:
         pixels = vae.decode(latents, return_dict=False)[0]  # (B, 3, frames, height, width)
         return self.pipe.video_processor.postprocess_video(pixels, output_type="pil")
 
-    engine_pipeline = None
+    @staticmethod
+    def engine_pipeline():
+        """vLLM-Omni's Wan with our hooks; imported in the engine's process, where vLLM is."""
+        from common.engine.pipelines import SDERolloutMixin
+
+        from vllm_omni.diffusion.models.wan2_2.pipeline_wan2_2 import Wan22Pipeline
+
+        class WanRollout(SDERolloutMixin, Wan22Pipeline):
+            """Prompt embeddings come with the requests; the VAE is fp32, as the trainer's is."""
+
+            def __init__(self, **kwargs):
+                super().__init__(**kwargs)
+                self.vae.float()
+
+            def module_name(self, name):
+                return name.replace("to_out.0", "to_out")
+
+            def pixels(self, output):
+                return output.media.video.tensor
+
+            def load_weights(self, weights):
+                loaded = super().load_weights(weights)
+                # the one weight that is loaded under another name, and told of under that name alone
+                if "transformer.output_scale_shift_prepare.scale_shift_table" in loaded:
+                    loaded.add("transformer.scale_shift_table")
+                return loaded
+
+        return WanRollout
