@@ -293,7 +293,7 @@ def test_the_engine_samples_as_the_trainer_does(family, checkpoint, tmp_path):
     engine.close()
 
 
-@pytest.mark.parametrize("family", WITH_ENGINE)
+@pytest.mark.parametrize("family", [name for name in WITH_ENGINE if name != "wan_ti2v"])  # its transformer is wan's
 def test_the_engine_takes_full_weights(family, checkpoint, tmp_path):
     engine = start(checkpoint(family), tmp_path / "engine.log")
     model = load(checkpoint(family))
@@ -418,7 +418,8 @@ def test_a_published_transformer(name, checkpoint):
     for target in model.lora_target_modules:
         modules = [key for key in linear if key.endswith(f".{target}")]
         assert len(modules) >= 5, target
-        assert all(re.fullmatch(COMFYUI_NAMES[family], key) for key in modules), target
+        if family in COMFYUI_NAMES:
+            assert all(re.fullmatch(COMFYUI_NAMES[family], key) for key in modules), target
 
 
 class Counts(list):

@@ -212,6 +212,23 @@ def test_rewards_are_given_images_prompts_and_metadata():
     assert seen == [(IMAGES, ["first", "second"], [{"n": 1}, {"n": 2}])]
 
 
+def test_no_reward_sees_what_another_does_to_an_image_or_a_frame():
+    def paints(images, prompts, metadata):
+        for image in images:
+            for frame in image if isinstance(image, list) else [image]:
+                frame.putpixel((0, 0), (9, 9, 9))
+        return [0.0] * len(images)
+
+    def looks(images, prompts, metadata):
+        frames = [image[0] if isinstance(image, list) else image for image in images]
+        return [frame.getpixel((0, 0))[0] for frame in frames]
+
+    video = [Image.new("RGB", (4, 4)), Image.new("RGB", (4, 4))]
+    prompt_set = PromptSet(["a", "b"], [{}, {}])
+    scores = score_images({"paints": paints, "looks": looks}, [Image.new("RGB", (4, 4)), video], prompt_set)
+    assert scores[:, 1].tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("bad", [reward(1.0), reward(1.0, 2.0, 3.0), reward([1.0], [2.0]), lambda *_: 1.0])
 def test_wrong_number_of_scores(bad):
     with pytest.raises(RunError, match="reward broken: expected 2 scores"):
