@@ -67,8 +67,8 @@ PUBLISHED = {
 
 # Names of a LoRA's modules, after "transformer.", that ComfyUI maps to weights of its own: comfy/lora.py,
 # model_lora_keys_unet (17358c8), with the tables of comfy/utils.py (09708ea). There a LoRA acts with strength 1 where
-# its file has no alpha tensors, and metadata are not read. Qwen-Image's modules are called there as in diffusers. It has
-# no such names of Wan's.
+# its file has no alpha tensors, and metadata are not read. Qwen-Image's modules are called there as in diffusers. Wan's
+# have no such names there.
 JOINT = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
 COMFYUI_NAMES = {
     "stable_diffusion_3": JOINT + r"|transformer_blocks\.\d+\.attn2\.(to_[qkv]|to_out\.0)",

@@ -128,7 +128,7 @@ def image_number(output):
 
 
 def quantize(image):
-    """A decoded image (1, 3, H, W) in [-1, 1] -> (1, H, W, 3) uint8, as diffusers' image processor rounds it; of a video
+    """A decoded image (1, 3, H, W) in [-1, 1] -> (1, H, W, 3) uint8, as diffusers' image processor rounds it; a video
     (1, 3, F, H, W) -> (1, F, H, W, 3)."""
     unit = (image.float() / 2 + 0.5).clamp(0, 1)
     pixels = (unit * 255).round().to(torch.uint8)
