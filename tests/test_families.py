@@ -154,7 +154,10 @@ def test_schedule_velocity_and_image_are_the_stock_pipelines(model):
         # round-off of a step is the next one's input, and guidance enlarges it
         torch.testing.assert_close(packed(model, predicted), velocity, rtol=0, atol=1e-5 * velocity.abs().max())
         x = x + predicted * (request.sigmas[i + 1] - request.sigmas[i])
-    assert_same_images(flow_grpo.rollout(args, model, None, request).images, images)
+    ours = flow_grpo.rollout(args, model, None, request).images
+    assert_same_images(ours, images)
+    if makes_videos(model):
+        assert [len(video) for video in ours] == [NUM_FRAMES] * 3
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (64, 32), (256, 512), (1024, 1024)])
