@@ -164,7 +164,6 @@ def make_request(args, model, prompts, prompt_index, seeds, *, num_inference_ste
         guidance_scale=1.0,
         height=height,
         width=width,
-        num_frames=args.num_frames,
     )
 
 

@@ -182,7 +182,6 @@ def make_request(args, model, prompts, prompt_index, seeds, *, sde_steps=(), num
         guidance_scale=args.guidance_scale,
         height=height,
         width=width,
-        num_frames=args.num_frames,
     )
 
 

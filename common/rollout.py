@@ -37,8 +37,6 @@ class RolloutRequest:
     """of an image in pixels"""
     width: int
     """of an image in pixels"""
-    num_frames: int = 1
-    """of a video"""
     sigma_max: float | None = None
     """see sde_step; None: the schedule's second sigma, sigmas[1]"""
     initial_latents: torch.Tensor | None = None

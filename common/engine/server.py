@@ -68,7 +68,6 @@ def generate(omni, request, lora):
     params = OmniDiffusionSamplingParams(
         height=request.height,
         width=request.width,
-        num_frames=request.num_frames,
         num_inference_steps=len(request.timesteps),
         guidance_scale=request.guidance_scale,
         true_cfg_scale=request.guidance_scale,  # Qwen-Image's name of it; FLUX.1 needs a negative prompt for it
