@@ -118,7 +118,7 @@ def check_args(args):
     checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)
     # what imports diffusers and peft, which takes seconds, comes last
     family = find_family(args.model)
-    family.check_size(args.model, *args.image_size, args.num_frames)
+    family.check(args.model, *args.image_size, args.num_frames, args.guidance_scale)
     if family.encode_images is None:
         raise ValueError(f"--model {args.model}: makes videos, and dpo_offline.py takes pairs of images")
     targets = args.lora_target_modules or family.lora_target_modules

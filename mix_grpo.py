@@ -155,7 +155,7 @@ def check_args(args):
     checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)
     # what imports diffusers and peft, which takes seconds, comes last
     family = find_family(args.model)
-    family.check_size(args.model, *args.image_size, args.num_frames)
+    family.check(args.model, *args.image_size, args.num_frames, args.guidance_scale)
     check_engine(args.rollout, family)
     targets = args.lora_target_modules or family.lora_target_modules
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)

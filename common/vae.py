@@ -1,4 +1,4 @@
-"""The size of images, one frame each, and the latents of the families whose VAE is diffusers' AutoencoderKL."""
+"""What options a family cannot take, and the latents of the families whose VAE is diffusers' AutoencoderKL."""
 
 import torch
 
@@ -8,6 +8,12 @@ def check_image(height, width, num_frames, unit):
     if num_frames > 1:
         raise ValueError(f"--num_frames {num_frames}: this model makes images, of 1 frame")
     check_multiples(height, width, unit)
+
+
+def check_no_guidance(guidance_scale):
+    """Raises ValueError where guidance is asked of a model that takes none."""
+    if guidance_scale > 1:
+        raise ValueError(f"--guidance_scale {guidance_scale:g}: this model was distilled and takes none: pass 1")
 
 
 def check_multiples(height, width, unit):

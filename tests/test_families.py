@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import re
+import shutil
 
 import flow_grpo
 from common.engine.client import VLLMEngine, check_engine
@@ -50,9 +51,8 @@ def load(folder):
     model = load_model(find_family(folder), str(folder), torch.float32, "cpu")
     model.pipe.set_progress_bar_config(disable=True)
     model.published_scheduler = model.pipe.scheduler
-    if isinstance(
-        model.pipe.scheduler, diffusers.UniPCMultistepScheduler
-    ):  # of higher order: our ODE steps are Euler's
+    # of higher order: our ODE steps are Euler's
+    if isinstance(model.pipe.scheduler, diffusers.UniPCMultistepScheduler):
         shift = model.pipe.scheduler.config.flow_shift
         model.pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
     return model
@@ -67,8 +67,8 @@ def model(request, checkpoint):
     return load(checkpoint(request.param))
 
 
-def request_for(model, sde_steps=(), num_inference_steps=4):
-    options = {"image_size": (HEIGHT, WIDTH), "max_sequence_length": LENGTH, "guidance_scale": GUIDANCE}
+def request_for(model, sde_steps=(), num_inference_steps=4, guidance_scale=GUIDANCE):
+    options = {"image_size": (HEIGHT, WIDTH), "max_sequence_length": LENGTH, "guidance_scale": guidance_scale}
     if makes_videos(model):
         options["num_frames"] = NUM_FRAMES
     args = flow_grpo.Args(rollout="local", num_inference_steps=num_inference_steps, **options)
@@ -89,16 +89,17 @@ def packed(model, latents):
     return model.pipe._pack_latents(latents, *(latents.shape if takes_shape else ()))
 
 
-def stock_call(pipe, latents, prompts, num_inference_steps):
+def stock_call(pipe, latents, prompts, num_inference_steps, guidance=None):
     """The images or videos of the pipeline's own call, and what its scheduler was given: latents and velocity of every
     step."""
     options = inspect.signature(pipe.__call__).parameters
     frames = {"num_frames": NUM_FRAMES} if "num_frames" in options else {}
-    guidance = {"guidance_scale": GUIDANCE}
-    if "true_cfg_scale" in options and not getattr(pipe.transformer.config, "guidance_embeds", False):
-        guidance = {"true_cfg_scale": GUIDANCE}
-    if "negative_prompt" in options and not getattr(pipe.transformer.config, "guidance_embeds", False):
-        guidance["negative_prompt"] = [""] * len(prompts)
+    if guidance is None:
+        guidance = {"guidance_scale": GUIDANCE}
+        if "true_cfg_scale" in options and not getattr(pipe.transformer.config, "guidance_embeds", False):
+            guidance = {"true_cfg_scale": GUIDANCE}
+        if "negative_prompt" in options and not getattr(pipe.transformer.config, "guidance_embeds", False):
+            guidance["negative_prompt"] = [""] * len(prompts)
     steps = []
     real = pipe.scheduler.step
 
@@ -375,8 +376,10 @@ def test_a_script_trains_a_family_of_videos(checkpoint, tmp_path):
     assert np.abs(np.asarray(before.convert("RGB"), int) - np.asarray(after.convert("RGB"), int)).max() > 0
 
 
-def test_sizes_that_a_family_cannot_make_are_refused(checkpoint, tmp_path):
+def test_what_a_family_cannot_make_is_refused(checkpoint, tmp_path):
     """Before anything loads, in a line that names the option."""
+    schnell = with_config(checkpoint("flux"), tmp_path / "schnell", "transformer/config.json", guidance_embeds=False)
+    distilled = with_config(checkpoint("flux2_klein"), tmp_path / "4b", "model_index.json", is_distilled=True)
     second = {"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]}
     a14b = tmp_path / "a14b"
     a14b.mkdir()
@@ -387,10 +390,36 @@ def test_sizes_that_a_family_cannot_make_are_refused(checkpoint, tmp_path):
         (["--model", wan, "--num_frames", 4, "--image_size", 32, 64], r"--num_frames 4: must be 4 k \+ 1"),
         (["--model", wan, "--image_size", 32, 48], "--image_size 32 48: must be multiples of 32"),
         (["--model", flux, "--num_frames", 5], "--num_frames 5: this model makes images, of 1 frame"),
+        (["--model", schnell, "--guidance_scale", 3.5], r"--guidance_scale 3\.5: this model was distilled .*: pass 1"),
+        (["--model", distilled, "--guidance_scale", 4], r"--guidance_scale 4: this model was distilled .*: pass 1"),
     ):
         line = run_here(tmp_path, "flow_grpo.py", "--rollout", "local", *options)
         assert_one_line(line)
         assert re.fullmatch(f"flow_grpo.py: error: {refused}", line)
+
+
+def with_config(checkpoint, folder, file, **changes):
+    """A copy of a checkpoint's folder in which a .json says something else."""
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / file).read_text()) | changes
+    (folder / file).write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("family", ["flux", "flux2_klein"])
+def test_a_distilled_model_takes_its_steps_without_guidance(family, checkpoint, tmp_path):
+    """FLUX.1-schnell, which has no guidance input, and distilled klein: images are the stock pipeline's."""
+    if family == "flux":
+        changed = with_config(checkpoint(family), tmp_path / "m", "transformer/config.json", guidance_embeds=False)
+    else:
+        changed = with_config(checkpoint(family), tmp_path / "m", "model_index.json", is_distilled=True)
+    model = load(changed)
+    args, request = request_for(model, guidance_scale=1.0)
+    assert request.negative_conditioning is None
+    prompts = [PROMPTS[row] for row in request.prompt_index]
+    noise = stock_latents(model, first_latents(request))
+    images, _ = stock_call(model.pipe, noise, prompts, 4, guidance={"guidance_scale": 1.0})
+    assert_same_images(flow_grpo.rollout(args, model, None, request).images, images)
 
 
 def test_offline_dpo_refuses_a_family_of_videos(checkpoint, tmp_path):

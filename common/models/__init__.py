@@ -33,9 +33,9 @@ class Family(Protocol):
     def __init__(self, pipe): ...
 
     @staticmethod
-    def check_size(model, height, width, num_frames):
-        """Raises ValueError naming --image_size, --num_frames or --model where the family cannot make such an image,
-        or video; by configs alone."""
+    def check(model, height, width, num_frames, guidance_scale=1.0):
+        """Raises ValueError naming the option where the family cannot make such an image or video, or takes no
+        guidance; by the folder's or hub id's configs alone."""
 
     def encode_prompts(self, prompts, max_sequence_length):
         """B prompts -> conditioning, in the text encoders' dtype."""

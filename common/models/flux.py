@@ -1,11 +1,11 @@
 """FLUX.1 (diffusers `FluxPipeline`): dev, which takes its guidance as an input, and schnell, which takes none."""
 
 from common.schedule import shifted_schedule
-from common.vae import check_image, decode_latents, encode_pixels
+from common.vae import check_image, check_no_guidance, decode_latents, encode_pixels
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, FluxTransformer2DModel
 
 
 class Flux:
@@ -14,11 +14,13 @@ class Flux:
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     @staticmethod
-    def check_size(model, height, width, num_frames):
-        """Raises ValueError where a side is no multiple of a token's."""
+    def check(model, height, width, num_frames, guidance_scale=1.0):
+        """Raises ValueError where a side is no multiple of a token's, and for guidance of schnell."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
         check_image(height, width, num_frames, unit)
+        if not FluxTransformer2DModel.load_config(model, subfolder="transformer").get("guidance_embeds"):
+            check_no_guidance(guidance_scale)
 
     def __init__(self, pipe):
         self.pipe = pipe

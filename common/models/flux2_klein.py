@@ -1,11 +1,11 @@
 """FLUX.2-klein (diffusers `Flux2KleinPipeline`): base, guided by a second pass; distilled, which takes no guidance."""
 
 from common.schedule import sigma_schedule
-from common.vae import check_image
+from common.vae import check_image, check_no_guidance
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKLFlux2
+from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
 PLACEHOLDER = "a prompt"  # in place of the text: vLLM-Omni's pipeline insists on one where embeddings are given
@@ -27,11 +27,13 @@ class Flux2Klein:
     )
 
     @staticmethod
-    def check_size(model, height, width, num_frames):
-        """Raises ValueError where a side is no multiple of a token's."""
+    def check(model, height, width, num_frames, guidance_scale=1.0):
+        """Raises ValueError where a side is no multiple of a token's, and for guidance of the distilled model."""
         vae = AutoencoderKLFlux2.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
         check_image(height, width, num_frames, unit)
+        if Flux2KleinPipeline.load_config(model).get("is_distilled"):
+            check_no_guidance(guidance_scale)
 
     def __init__(self, pipe):
         self.pipe = pipe
@@ -50,9 +52,7 @@ class Flux2Klein:
 
     def encode_negative(self, guidance_scale, max_sequence_length):
         """Conditioning of the empty prompt, one row, for the second pass of guidance above 1; None without."""
-        if self.pipe.config.is_distilled or guidance_scale <= 1:
-            return None
-        return self.encode_prompts([""], max_sequence_length)
+        return self.encode_prompts([""], max_sequence_length) if guidance_scale > 1 else None
 
     def schedule(self, num_inference_steps, height, width, num_frames=1):
         """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""

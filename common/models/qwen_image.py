@@ -15,7 +15,7 @@ class QwenImage:
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     @staticmethod
-    def check_size(model, height, width, num_frames):
+    def check(model, height, width, num_frames, guidance_scale=1.0):
         """Raises ValueError where a side is no multiple of a token's."""
         vae = AutoencoderKLQwenImage.load_config(model, subfolder="vae")
         unit = 2 * 2 ** len(vae["temperal_downsample"])  # pixels of a token's side

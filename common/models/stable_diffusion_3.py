@@ -12,7 +12,7 @@ class StableDiffusion3:
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     @staticmethod
-    def check_size(model, height, width, num_frames):
+    def check(model, height, width, num_frames, guidance_scale=1.0):
         """Raises ValueError: a size that is no multiple of a patch, or beyond the table of positions."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         transformer = SD3Transformer2DModel.load_config(model, subfolder="transformer")

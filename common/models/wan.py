@@ -14,7 +14,7 @@ class Wan:
     encode_images = None  # what it makes are videos
 
     @staticmethod
-    def check_size(model, height, width, num_frames):
+    def check(model, height, width, num_frames, guidance_scale=1.0):
         """Raises ValueError: a second transformer, a side that is no multiple of a token's, or frames left over."""
         pipeline = WanPipeline.load_config(model)
         second_transformer = pipeline.get("transformer_2", [None])[0]  # its library
@@ -24,9 +24,8 @@ class Wan:
         transformer = WanTransformer3DModel.load_config(model, subfolder="transformer")
         unit = vae.get("scale_factor_spatial", 8) * transformer["patch_size"][1]  # pixels of a token's side
         check_multiples(height, width, unit)
-        frames = vae.get(
-            "scale_factor_temporal", 4
-        )  # of a frame of latents; Wan 2.1's config does not name its factors
+        # frames to a frame of latents; Wan 2.1's config does not name its factors
+        frames = vae.get("scale_factor_temporal", 4)
         if num_frames % frames != 1:
             raise ValueError(f"--num_frames {num_frames}: must be {frames} k + 1")
 

@@ -16,7 +16,7 @@ class ZImage:
     engine_pipeline = None  # vLLM-Omni's calls the scheduler itself, an image at a time: there is no hook for our steps
 
     @staticmethod
-    def check_size(model, height, width, num_frames):
+    def check(model, height, width, num_frames, guidance_scale=1.0):
         """Raises ValueError where a side is no multiple of a token's."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
