@@ -25,6 +25,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # pytest -n 2: a core for each, and for what it starts
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
 ROOT = Path(__file__).parents[1]
 EMBEDDED = ROOT / "assets" / "embedded"
 SCRIPTS = ["flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "diffusion_nft.py", "dpo_offline.py"]

@@ -78,17 +78,27 @@ COMFYUI_NAMES = {
     "z_image": r"(layers|context_refiner|noise_refiner)\.\d+\.attention\.(to_[qkv]|to_out\.0)",
 }
 
-VAE_FACTOR = 8  # pixels of a latent's side, of all of them
+VAE_FACTOR = 8  # pixels of a latent's side; of Wan 2.2's VAE 16
+IMAGE = (16, 64, 64)  # latents of 512 x 512 pixels; a token is of 2 x 2 of them
+VIDEO = (16, 9, 64, 64)  # of 33 frames of them
+SD3_TEXT = {"prompt_embeds": (333, 4096), "pooled_prompt_embeds": (2048,)}
 GEOMETRY = {
-    # hub id: (width of the first block's stream of image tokens, conditioning of one prompt, at the sequence length of
-    # docs/models.md: T5's 256 tokens and the CLIPs' 77 of SD3.5, CLIP-L's 768 and bigG's 1280; three layers of Qwen3-4B
-    # of FLUX.2-klein, one of Z-Image; Qwen2.5-VL-7B of Qwen-Image)
-    "stabilityai/stable-diffusion-3.5-medium": (1536, {"prompt_embeds": (333, 4096), "pooled_prompt_embeds": (2048,)}),
-    "stabilityai/stable-diffusion-3.5-large": (2432, {"prompt_embeds": (333, 4096), "pooled_prompt_embeds": (2048,)}),
-    "black-forest-labs/FLUX.1-dev": (3072, {"prompt_embeds": (256, 4096), "pooled_prompt_embeds": (768,)}),
-    "black-forest-labs/FLUX.2-klein-base-4B": (3072, {"prompt_embeds": (512, 3 * 2560)}),
-    "Qwen/Qwen-Image": (3072, {"prompt_embeds": (256, 3584), "prompt_embeds_mask": (256,)}),
-    "Tongyi-MAI/Z-Image": (3840, {"prompt_embeds": (256, 2560), "num_tokens": ()}),
+    # hub id: (latents of 512 x 512 pixels, (tokens, width) of the first block's stream of them, conditioning of one
+    # prompt, at the sequence length of docs/models.md: T5's 256 tokens and the CLIPs' 77 of SD3.5, CLIP-L's 768 and
+    # bigG's 1280; three layers of Qwen3-4B of FLUX.2-klein, one of Z-Image; Qwen2.5-VL-7B of Qwen-Image; UMT5 of Wan)
+    "stabilityai/stable-diffusion-3.5-medium": (IMAGE, (1024, 1536), SD3_TEXT),
+    "stabilityai/stable-diffusion-3.5-large": (IMAGE, (1024, 2432), SD3_TEXT),
+    "black-forest-labs/FLUX.1-dev": (
+        IMAGE,
+        (1024, 3072),
+        {"prompt_embeds": (256, 4096), "pooled_prompt_embeds": (768,)},
+    ),
+    "black-forest-labs/FLUX.2-klein-base-4B": ((128, 32, 32), (1024, 3072), {"prompt_embeds": (512, 3 * 2560)}),
+    "Qwen/Qwen-Image": (IMAGE, (1024, 3072), {"prompt_embeds": (256, 3584), "prompt_embeds_mask": (256,)}),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (VIDEO, (9 * 1024, 1536), {"prompt_embeds": (512, 4096)}),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": (VIDEO, (9 * 1024, 5120), {"prompt_embeds": (512, 4096)}),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": ((48, 9, 32, 32), (9 * 256, 3072), {"prompt_embeds": (512, 4096)}),
+    "Tongyi-MAI/Z-Image": (IMAGE, (1024, 3840), {"prompt_embeds": (256, 2560), "num_tokens": ()}),
 }
 
 

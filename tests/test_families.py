@@ -467,7 +467,7 @@ class Counts(list):
 def fake_conditioning(name, batch):
     """Of `batch` prompts, on the meta device, with the widths of the published text encoders."""
     conditioning = {}
-    for key, shape in GEOMETRY[name][1].items():
+    for key, shape in GEOMETRY[name][2].items():
         conditioning[key] = torch.empty(batch, *shape, dtype=torch.bfloat16)
     if "prompt_embeds_mask" in conditioning:
         conditioning["prompt_embeds_mask"] = conditioning["prompt_embeds_mask"].long()
@@ -478,9 +478,13 @@ def fake_conditioning(name, batch):
 
 @pytest.mark.parametrize("name", GEOMETRY)
 def test_a_published_step_at_512(name, checkpoint):
-    """Of fake tensors: 1024 image tokens, a velocity like the latents, and a gradient for every LoRA matrix."""
+    """Of fake tensors: the published number of tokens, a velocity like the latents, a gradient for each LoRA matrix."""
+    expected_shape, tokens, _ = GEOMETRY[name]
     model = published(name, checkpoint)
     model.pipe.vae_scale_factor = VAE_FACTOR
+    if makes_videos(model):
+        model.pipe.vae_scale_factor_spatial = 16 if "2.2" in name else VAE_FACTOR
+        model.pipe.vae_scale_factor_temporal = 4
     takes_two_passes = model.encode_negative(GUIDANCE, LENGTH) is not None
     with torch.device("meta"):
         add_policies(model, make_lora(None, 32, 64, model.lora_target_modules), ["default"])
@@ -496,8 +500,8 @@ def test_a_published_step_at_512(name, checkpoint):
         shapes.append((args[0] if args else kwargs["hidden_states"]).shape)
 
     first_block.register_forward_pre_hook(keep_shape, with_kwargs=True)
-    timesteps, _, latent_shape = model.schedule(10, 512, 512)
-    assert latent_shape == ((128, 32, 32) if "FLUX.2" in name else (16, 64, 64))
+    timesteps, _, latent_shape = model.schedule(10, 512, 512, 33 if makes_videos(model) else 1)
+    assert latent_shape == expected_shape
     with mode, torch.device("meta"):
         latents = torch.empty(2, *latent_shape)
         conditioning = fake_conditioning(name, 2)
@@ -508,8 +512,7 @@ def test_a_published_step_at_512(name, checkpoint):
         velocity.square().mean().backward()
     for v in (velocity, guided):
         assert v.shape == latents.shape and v.dtype == torch.float32
-    width = GEOMETRY[name][0]
-    assert shapes == [(2, 1024, width)] * (3 if takes_two_passes else 2)
+    assert shapes == [(2, *tokens)] * (3 if takes_two_passes else 2)
     trained = {key: p for key, p in model.transformer.named_parameters() if p.requires_grad}
     without = {key.partition(".lora_")[0] for key, p in trained.items() if p.grad is None}
     # nothing comes after Qwen-Image's last block that would read what it makes of the text
