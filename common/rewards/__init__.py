@@ -106,13 +106,12 @@ def eval_metrics(scores, rewards, reward_weights, num_prompts, images_per_prompt
     scores = gather_shares(scores, num_prompts * images_per_prompt)
     scores = scores.view(num_prompts, images_per_prompt, -1).mean(1)  # (prompts, R)
     totals = scores @ torch.tensor(reward_weights, dtype=scores.dtype)  # (prompts,)
-    columns = torch.cat([scores, totals[:, None]], 1)
-    means = columns.mean(0)
-    stderrs = columns.std(0, correction=0) / num_prompts**0.5
+    means = [*scores.mean(0), totals.mean()]
+    deviations = [*scores.std(0, correction=0), totals.std(correction=0)]
     metrics = {}
     for i, name in enumerate([*rewards, TOTAL]):
         metrics[f"val/{name}/mean"] = means[i]
-        metrics[f"val/{name}/stderr"] = stderrs[i]
+        metrics[f"val/{name}/stderr"] = deviations[i] / num_prompts**0.5
     return metrics
 
 
