@@ -32,12 +32,12 @@ from common.data import PromptSet, open_image, read_pairs, read_prompts
 from common.distributed import end_distributed, gather_objects, mean_over_ranks, on_rank_0, setup_distributed
 from common.errors import RunError, one_line
 from common.files import atomic_file, writing
-from common.models import find_family, load_model
+from common.models import check_model, find_family, load_model
 from common.noise import draw_noise, image_seed
 from common.options import SharedArgs, check_options, parse_args
 from common.policy import acting, add_policies, follow, make_lora
 from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
-from common.prompt_cache import cache_prompts
+from common.prompt_cache import cache_prompts, hash_bits
 from common.rewards import eval_metrics, load_rewards, sample_records, score_images
 from common.rng import restore_rng_states, rng_states, set_seed
 from common.rollout import RolloutRequest, Trajectories
@@ -111,14 +111,14 @@ def check_args(args):
     check_options(args)
     args.micro_batch_size = fit_micro_batch(args.num_pairs, "--num_pairs", 1, args.micro_batch_size)
 
-    rewards = load_rewards(args.reward, args.reward_weights)
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)
     pairs = read_pairs(args.pairs) if args.pairs else None
     train_set = PromptSet([], []) if pairs else read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, rewards, args.max_prompts)
     checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)
     # what imports diffusers and peft, which takes seconds, comes last
     family = find_family(args.model)
-    family.check(args.model, *args.image_size, args.num_frames, args.guidance_scale)
+    check_model(family, args.model, *args.image_size, args.num_frames, args.guidance_scale)
     if family.encode_images is None:
         raise ValueError(f"--model {args.model}: makes videos, and dpo_offline.py takes pairs of images")
     targets = args.lora_target_modules or family.lora_target_modules
@@ -206,7 +206,7 @@ def encode_pairs(args, model, pairs):
     A pair's key covers the prompt, both files' bytes, the size, and the bits of VAE and text encoders. Returns the
     files of all pairs; ranks share the work.
     """
-    bits = [torch.hash_tensor(t).view(torch.int64).item() for t in model.frozen_tensors()]
+    bits = [hash_bits(tensor) for tensor in model.frozen_tensors()]
     frozen_key = hashlib.blake2b(repr(bits).encode())
     files = []
     for prompt, chosen, rejected in pairs:
@@ -223,7 +223,7 @@ def encode_pairs(args, model, pairs):
         images = [open_image(image) for image in images]
         encoded = {"latents": model.encode_images(images, *args.image_size)}
         encoded |= model.encode_prompts([prompt], args.max_sequence_length)
-        with atomic_file(file) as temporary, open(temporary, "wb") as opened:
+        with atomic_file(file, shared=True) as temporary, open(temporary, "wb") as opened:
             torch.save({name: tensor.cpu() for name, tensor in encoded.items()}, opened)
     dist.barrier()  # a rank reads what others have encoded
     return files

@@ -38,7 +38,7 @@ from common.data import PromptSet, read_prompts
 from common.distributed import end_distributed, gather, gather_objects, gather_rows, mean_over_ranks, setup_distributed
 from common.engine.client import VLLMEngine, check_engine
 from common.errors import RunError, one_line
-from common.models import find_family, load_model
+from common.models import check_model, find_family, load_model
 from common.noise import image_seed
 from common.options import SharedArgs, check_options, parse_args
 from common.policy import acting, add_policies, follow, make_lora, policy_tensors
@@ -150,13 +150,13 @@ def check_args(args):
     if args.max_logprob_drift is None:
         args.max_logprob_drift = correction.default_drift_limit(args.dtype, args.old_log_prob, args.clip_range)
 
-    rewards = load_rewards(args.reward, args.reward_weights)
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)
     train_set = read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, rewards, args.max_prompts)
     checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)
     # what imports diffusers and peft, which takes seconds, comes last
     family = find_family(args.model)
-    family.check(args.model, *args.image_size, args.num_frames, args.guidance_scale)
+    check_model(family, args.model, *args.image_size, args.num_frames, args.guidance_scale)
     check_engine(args.rollout, family)
     targets = args.lora_target_modules or family.lora_target_modules
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)

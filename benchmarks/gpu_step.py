@@ -1,4 +1,4 @@
-"""One step of flow_grpo.py on every family at its published size, in bf16, where a GPU is at hand.
+"""One step of flow_grpo.py on every model of docs/models.md at its published size, in bf16, where a GPU is at hand.
 
     python benchmarks/gpu_step.py --scratch /data/scratch                      # all, on all GPUs of this machine
     python benchmarks/gpu_step.py --scratch /data/scratch --only Qwen-Image -- --train_with activation_checkpointing
@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.conftest import read_metrics, torchrun
+from tests.conftest import brightness_reward, read_metrics, torchrun
 from tests.published_models import PUBLISHED, recipes
 from tests.tiny_models import FAMILIES, make_checkpoint
 
@@ -39,12 +39,13 @@ KL_VAE = {  # of Stable Diffusion 3, FLUX.1 and Z-Image
     "scaling_factor": 1.5,
     "shift_factor": 0.06,
 }
-VAES = {  # family: config; diffusers' defaults are FLUX.2's and Qwen-Image's own
+VAES = {  # family: config; diffusers' defaults are FLUX.2's, Qwen-Image's and Wan's own
     "stable_diffusion_3": KL_VAE,
     "flux": KL_VAE,
     "z_image": KL_VAE,
     "flux2_klein": {},
     "qwen_image": {},
+    "wan": {},
 }
 CLIP_L = {"hidden_size": 768, "projection_dim": 768, "max_position_embeddings": 77}
 CLIP_G = {"hidden_size": 1280, "projection_dim": 1280, "max_position_embeddings": 77}
@@ -59,6 +60,7 @@ TEXT_ENCODERS = {  # family: {text encoder: what differs in its config from that
             "vision_config": {"out_hidden_size": 3584},
         }
     },
+    "wan": {"text_encoder": {"d_model": 4096}},
     "z_image": {"text_encoder": {"hidden_size": 2560}},
 }
 HEADER = "| model | on | ranks | seconds: step | rollout | update | peak GB of rank 0 | first ratio: mean | deviation |"
@@ -107,7 +109,7 @@ def step(name, options, args):
     run = f"gpu_step-{name}"
     shutil.rmtree(args.scratch / "runs" / run, ignore_errors=True)
     small = ["--rollout", "local", "--num_steps", 1, "--num_prompts", args.ranks, "--group_size", 2]
-    small += ["--updates_per_rollout", 1, "--micro_batch_size", 1, "--reward", "jpeg_compressibility"]
+    small += ["--updates_per_rollout", 1, "--micro_batch_size", 1, "--reward", brightness_reward(args.scratch)]
     small += ["--max_prompts", args.ranks, "--eval_num_inference_steps", 2, "--model", checkpoint, "--name", run]
     if args.tiny:
         small += ["--image_size", 32, 96, "--max_sequence_length", 160]

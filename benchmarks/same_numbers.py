@@ -106,7 +106,7 @@ def main():
     for script, setting, ranks, arguments, tolerance in settings():
         folders = [run(tree, script, setting, ranks, arguments) for tree in trees]
         numbers = [metrics(folder) for folder in folders]
-        new = {name for _, name in numbers[0].keys() ^ numbers[1].keys()}
+        new = {name for _, name in numbers[0]} ^ {name for _, name in numbers[1]}
         numbers = [{key: value for key, value in side.items() if key[1] not in new} for side in numbers]
         print(*(f"logged at one commit only: {name}\n" for name in sorted(new)), end="", sep="")
         adapters = [strengths(folder / "adapter") for folder in folders]

@@ -29,3 +29,23 @@ PositiveInt = Annotated[int, Bound(at_least=1)]
 NonNegativeInt = Annotated[int, Bound(at_least=0)]
 PositiveFloat = Annotated[float, Bound(above=0)]
 NonNegativeFloat = Annotated[float, Bound(at_least=0)]
+
+
+# ---- by what a model can make ----------------------------------------------------------------------------------------
+def check_image(height, width, num_frames, unit):
+    """Raises ValueError where a side is no multiple of `unit` pixels, or where a video is asked for."""
+    if num_frames > 1:
+        raise ValueError(f"--num_frames {num_frames}: this model makes images, of 1 frame")
+    check_multiples(height, width, unit)
+
+
+def check_no_guidance(guidance_scale):
+    """Raises ValueError where guidance is asked of a model that takes none."""
+    if guidance_scale > 1:
+        raise ValueError(f"--guidance_scale {guidance_scale:g}: this model was distilled and takes none: pass 1")
+
+
+def check_multiples(height, width, unit):
+    """Raises ValueError where a side is no multiple of `unit` pixels, those of a token's side."""
+    if height % unit or width % unit:
+        raise ValueError(f"--image_size {height} {width}: must be multiples of {unit}")

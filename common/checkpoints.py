@@ -22,7 +22,7 @@ STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list,
 # what the score of an evaluation depends on, beside the weights
 OF_THE_SCORE = (
     *("reward", "reward_weights", "eval_prompts", "max_prompts", "eval_images_per_prompt", "model", "dtype"),
-    *("image_size", "max_sequence_length", "eval_num_inference_steps", "guidance_scale"),
+    *("image_size", "num_frames", "max_sequence_length", "eval_num_inference_steps", "guidance_scale"),
 )
 IS_FOLDER = 0x10  # the bit of a zip record's attributes that marks a folder
 
@@ -193,22 +193,27 @@ def check_policy(checkpoint, lora):
     with refusing(f"--resume {checkpoint}", Exception):  # it was checked, but may be a stranger's
         tensors = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["policies"]["default"]
         saved = {name.rpartition(".lora_")[0]: len(tensor) for name, tensor in tensors.items() if ".lora_A." in name}
-    if lora is None or not saved:
-        if lora or saved:
-            kind = "has a LoRA" if saved else "has full weights and no LoRA"
-            raise ValueError(f"--lora_rank {lora[0].r if lora else 0}: {checkpoint} {kind}")
+    if lora is None:
+        if saved:
+            raise ValueError(f"--lora_rank 0: {checkpoint} has a LoRA")
         return
-    config = lora[0]
-    ranks = sorted(set(saved.values()))
-    if ranks != [config.r]:
-        option = "--lora_rank" if lora[1] is None else "the rank of --lora_path"
-        raise ValueError(f"{option} {config.r}: the LoRA of {checkpoint} has the rank {ranks[0]}")
+    config, given_tensors = lora
+    rank_option = "--lora_rank"
+    modules_option = "--lora_target_modules"
+    if given_tensors is not None:
+        rank_option = modules_option = "--lora_path"
+    if not saved:
+        raise ValueError(f"{rank_option}: {checkpoint} has full weights and no LoRA")
+    rank = min(saved.values())
+    if rank != config.r:
+        raise ValueError(f"{rank_option}: of rank {config.r}, where the LoRA of {checkpoint} has the rank {rank}")
     targets = sorted(config.target_modules)
     unknown = [module for module in saved if not any(f".{module}".endswith(f".{target}") for target in targets)]
     missing = [target for target in targets if not any(f".{module}".endswith(f".{target}") for module in saved)]
-    if unknown or missing:
-        fault = f"has {unknown[0]} among its modules" if unknown else f"has no {missing[0]} among its modules"
-        raise ValueError(f"--lora_target_modules: the LoRA of {checkpoint} {fault}")
+    if unknown:
+        raise ValueError(f"{modules_option}: the LoRA of {checkpoint} has {unknown[0]} among its modules")
+    if missing and not config.exclude_modules:  # which may have taken out all of a target
+        raise ValueError(f"{modules_option}: the LoRA of {checkpoint} has no {missing[0]} among its modules")
 
 
 def check_unchanged(run, checkpoint):

@@ -26,14 +26,15 @@ def writing(path):
 
 
 @contextmanager
-def atomic_file(path):
+def atomic_file(path, shared=False):
     """Yield the path of a temporary file that takes the place of `path` once the block has ended and it is on disk.
 
     A kill, an exception or a full disk at any moment leaves the previous `path`, or the new one, complete; only a kill
-    leaves the temporary file. A full disk raises `writing`'s RunError.
+    leaves the temporary file. A full disk raises `writing`'s RunError. shared: other processes may write it, too.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.new")
+    owner = f".{os.getpid()}" if shared else ""
+    temporary = path.with_name(f".{path.name}{owner}.new")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

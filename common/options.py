@@ -59,8 +59,8 @@ class SharedArgs:
     max_sequence_length: PositiveInt = 16
     """tokens per prompt, longer ones are cut (SD3.5: 256 of T5; others: docs/models.md)"""
     prompt_cache: str | None = None
-    """folder to keep prompt embeddings in, each made once, so that the text encoders leave the GPU for the CPU; None:
-    made anew for each rollout"""
+    """folder, seen by all ranks, to keep prompt embeddings in, each made once, so that the text encoders leave the GPU
+    for the CPU; None: made anew for each rollout"""
 
     # ---- policy
     lora_rank: NonNegativeInt = 16

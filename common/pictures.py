@@ -40,7 +40,7 @@ def read_metrics(folder):
 
 def drawn_metrics(rows, wanted):
     """The metrics of a panel that the rows hold: those `wanted` and, below a name that ends with a slash, each reward's
-    mean and the weighted total; with a single reward these are one curve, drawn once."""
+    mean and the weighted total; of a single reward, of which the total is a multiple, one of the two."""
     measured = sorted({name for row in rows for name in row})
     drawn = [name for name in measured if name in wanted]
     for prefix in (name for name in wanted if name.endswith("/")):

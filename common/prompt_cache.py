@@ -4,6 +4,8 @@ import hashlib
 from pathlib import Path
 
 from common.files import atomic_file
+from common.refusals import brief
+from common.stops import say
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ def cache_prompts(model, prompts, max_sequence_length, folder):
         return
     encode = model.encode_prompts  # the family's own
     key = encoders_key(model)
+    is_complete = False
 
     def encode_prompts(prompts, max_sequence_length):
         rows = []
@@ -29,6 +32,8 @@ def cache_prompts(model, prompts, max_sequence_length, folder):
             file = Path(folder) / f"{name}.safetensors"
             conditioning = read_conditioning(file)
             if conditioning is None:
+                if is_complete:
+                    say(brief(f"--prompt_cache {folder}: not there, and encoded on the CPU: {prompt}"))
                 conditioning = encode([prompt], max_sequence_length)
                 write_conditioning(file, conditioning)
             rows.append(conditioning)
@@ -38,6 +43,7 @@ def cache_prompts(model, prompts, max_sequence_length, folder):
     for prompt in distinct[dist.get_rank() :: dist.get_world_size()]:
         encode_prompts([prompt], max_sequence_length)
     dist.barrier()  # a rank reads what others have encoded
+    is_complete = True
     model.encode_prompts = encode_prompts
     for name, component in model.pipe.components.items():
         if name.startswith("text_encoder") and component is not None:
@@ -56,20 +62,21 @@ def encoders_key(model):
         if name.startswith("text_encoder") and component is not None:
             parts += [hash_bits(tensor) for tensor in component.state_dict().values()]
         if name.startswith("tokenizer"):
-            parts.append(repr(component))
+            vocabulary = sorted(component.get_vocab().items())
+            parts += [type(component).__name__, vocabulary, component.model_max_length, component.chat_template]
     return parts
 
 
 def hash_bits(tensor):
-    """A number of a tensor's bits."""
-    return torch.hash_tensor(tensor).view(torch.int64).item()
+    """A text that tells tensors of other values, or another dtype, apart; hash_tensor alone knows no dtype."""
+    return f"{tensor.dtype} {torch.hash_tensor(tensor).view(torch.int64).item()}"
 
 
 def write_conditioning(file, conditioning):
     """Write the conditioning of one prompt, with a hash of each tensor's bits."""
-    hashes = {field: str(hash_bits(tensor)) for field, tensor in conditioning.items()}
+    hashes = {field: hash_bits(tensor) for field, tensor in conditioning.items()}
     tensors = {field: tensor.cpu().contiguous() for field, tensor in conditioning.items()}
-    with atomic_file(file) as temporary:
+    with atomic_file(file, shared=True) as temporary:
         save_file(tensors, temporary, metadata=hashes)
 
 
@@ -81,5 +88,5 @@ def read_conditioning(file):
             hashes = opened.metadata()
     except (OSError, SafetensorError):
         return None
-    as_written = {field: str(hash_bits(tensor)) for field, tensor in conditioning.items()} == hashes
+    as_written = {field: hash_bits(tensor) for field, tensor in conditioning.items()} == hashes
     return conditioning if as_written else None

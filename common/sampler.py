@@ -71,7 +71,7 @@ def fit_micro_batch(count, options, num_updates, micro_batch_size):
     micro_batch_size = min(micro_batch_size, per_rank)
     if per_rank % micro_batch_size:
         raise ValueError(
-            f"--micro_batch_size {micro_batch_size}: a rank's {per_rank} images of an update cannot be cut into such "
+            f"--micro_batch_size {micro_batch_size}: a rank's share of an update, {per_rank}, cannot be cut into such "
             f"({options} = {count}, {num_updates} updates, {world_size} ranks)"
         )
     return micro_batch_size

@@ -6,8 +6,9 @@ import random
 def sigma_schedule(scheduler, **options):
     """The sampler's own schedule: timesteps (T,) in (0, 1000] and sigmas (T + 1,) from about 1 to 0, fp32 on the CPU.
 
-    `scheduler` is a diffusers FlowMatchEulerDiscreteScheduler; `options` are of its set_timesteps, given as the
-    family's pipeline gives them: num_inference_steps or sigmas, and mu. Timesteps stay floats.
+    `scheduler` is a diffusers one whose sigmas are flow matching's, FlowMatchEulerDiscreteScheduler most
+    often; `options` are of its set_timesteps, given as the family's pipeline gives them: num_inference_steps or sigmas,
+    and mu. Timesteps stay floats.
     """
     scheduler.set_timesteps(device="cpu", **options)
     return scheduler.timesteps.float().clone(), scheduler.sigmas.float().clone()

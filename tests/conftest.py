@@ -25,8 +25,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # pytest -n 2: a core for each, and for what it starts
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # pytest -n 2: a core for each worker, and for what it starts
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["PYTEST_XDIST_WORKER"][2:]) % len(cores)]})
     torch.set_num_threads(1)
 
 ROOT = Path(__file__).parents[1]

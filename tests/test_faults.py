@@ -308,7 +308,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path, capfd):
         "--lora_target_modules to_q": f"--lora_target_modules: the LoRA of {saved} has transformer_blocks.0.attn.to_k ",
         "--lora_target_modules to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj to_add_out proj_out": ""
         f"--lora_target_modules: the LoRA of {saved} has no proj_out among its modules",
-        "--lora_rank 4": f"--lora_rank 4: the LoRA of {saved} has the rank 16",
+        "--lora_rank 4": f"--lora_rank: of rank 4, where the LoRA of {saved} has the rank 16",
         "--lora_rank 0": f"--lora_rank 0: {saved} has a LoRA",
     }
     capfd.readouterr()
@@ -317,6 +317,9 @@ def test_another_runs_checkpoint_is_refused(tmp_path, capfd):
         assert_one_line(line)
         assert told in line
     assert "loading" not in capfd.readouterr().err
+    without = ["--name", "without", "--lora_exclude_modules", "to_q", "add_k_proj", *options]  # all of two targets
+    assert run_here(tmp_path, "flow_grpo.py", *without) is None
+    assert run_here(tmp_path, "flow_grpo.py", *without, "--resume", "latest") is None
 
 
 # ---- the last test: it takes the engine with it ----------------------------------------------------------------------

@@ -257,7 +257,7 @@ ERRORS = {
     "--group_size 1": "--group_size 1: must be at least 2",
     "--micro_batch_size 0": "--micro_batch_size 0: must be at least 1",
     "--num_prompts 5 --group_size 5": "--num_prompts x --group_size = 25 cannot be cut into 4 updates x 1 ranks",
-    "--micro_batch_size 24": "--micro_batch_size 24: a rank's 64 images of an update cannot be cut into such "
+    "--micro_batch_size 24": "--micro_batch_size 24: a rank's share of an update, 64, cannot be cut into such "
     "(--num_prompts x --group_size = 256, 4 updates, 1 ranks)",
     "--num_inference_steps 6 --sde_window_size 4 --sde_window_range 7 11": "--sde_window_range 7 11: "
     "--sde_window_size 4 does not fit in it; 0 5 is the widest range of 6 sampling steps",

@@ -4,7 +4,7 @@ import json
 
 from common import prompt_cache
 from common.prompt_cache import cache_prompts
-from tests.conftest import TINY, embedded_model, few_eval_prompts, run_here
+from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, run_here
 
 import pytest
 import torch
@@ -51,15 +51,25 @@ def test_every_prompt_is_encoded_once_by_itself_and_read_from_then_on(one_rank, 
     assert calls == []
 
 
-@pytest.mark.parametrize("change", ["length", "a bit of an encoder", "dtype", "tokenizer", "nothing"])
+@pytest.mark.parametrize(
+    "change", ["length", "a bit of an encoder", "dtype", "tokenizer's length", "a token more", "nothing"]
+)
 def test_what_embeddings_depend_on_is_in_the_key(one_rank, tmp_path, monkeypatch, change):
-    cache_prompts(embedded_model(), PROMPTS[:1], LENGTH, tmp_path)
+    model = embedded_model()
+    for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+        getattr(model.pipe, name).bfloat16().float()  # as files in bf16 are: the dtype alone tells them apart
+    cache_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
     model = embedded_model(torch.bfloat16 if change == "dtype" else torch.float32)
+    if change != "dtype":
+        for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+            getattr(model.pipe, name).bfloat16().float()
     if change == "a bit of an encoder":
         weight = next(model.pipe.text_encoder_3.parameters())
         weight.data.view(-1).view(torch.int32)[0] ^= 1
-    if change == "tokenizer":
+    if change == "tokenizer's length":
         model.pipe.tokenizer.model_max_length = 7
+    if change == "a token more":
+        model.pipe.tokenizer_3.add_tokens(["zzz"])
     calls = counting(model, monkeypatch)
     cache_prompts(model, PROMPTS[:1], LENGTH - 1 if change == "length" else LENGTH, tmp_path)
     assert len(calls) == (0 if change == "nothing" else 2)  # it, and the empty one
@@ -95,3 +105,28 @@ def test_a_run_with_a_cache_is_the_run_without(tmp_path, monkeypatch):
     assert rewards["with"] == rewards["again"]
     assert rewards["with"] == pytest.approx(rewards["without"], rel=1e-4)
     assert len(list((tmp_path / "kept").iterdir())) == 5  # and the negative one
+
+
+def test_a_prompt_that_is_not_there_is_encoded_and_told(one_rank, tmp_path, monkeypatch, capfd):
+    model = embedded_model()
+    cache_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
+    assert capfd.readouterr().err == "loading " + str(EMBEDDED) + "\n"
+    expected = embedded_model().encode_prompts([PROMPTS[1]], LENGTH)
+    capfd.readouterr()
+    assert_equal(model.encode_prompts([PROMPTS[1]], LENGTH), expected)
+    assert capfd.readouterr().err == f"--prompt_cache {tmp_path}: not there, and encoded on the CPU: {PROMPTS[1]}\n"
+    model.encode_prompts([PROMPTS[1]], LENGTH)
+    assert capfd.readouterr().err == ""
+
+
+def test_two_runs_write_one_cache(tmp_path, monkeypatch):
+    """Neither takes the other's file away: their temporary files have names of their own."""
+    conditioning = {"prompt_embeds": torch.ones(1, 2)}
+    names = []
+    own = prompt_cache.save_file
+    monkeypatch.setattr(prompt_cache, "save_file", lambda t, path, **k: names.append(path.name) or own(t, path, **k))
+    for process in (11, 22):
+        monkeypatch.setattr("common.files.os.getpid", lambda process=process: process)
+        prompt_cache.write_conditioning(tmp_path / "x.safetensors", conditioning)
+    assert names == [".x.safetensors.11.new", ".x.safetensors.22.new"]
+    assert_equal(prompt_cache.read_conditioning(tmp_path / "x.safetensors"), conditioning)

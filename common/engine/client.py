@@ -46,8 +46,8 @@ def check_engine(rollout, family):
     """
     if rollout != "vllm":
         return
-    if family.engine_pipeline is None:
-        raise ValueError(f"--rollout vllm: vLLM-Omni's {family.__name__} cannot take our steps: pass --rollout local")
+    if getattr(family, "engine_pipeline", None) is None:
+        raise ValueError(f"--rollout vllm: {family.__name__} has no hooks into vLLM-Omni's steps: pass --rollout local")
     if importlib.util.find_spec("vllm_omni") is None:
         raise ValueError(
             "--rollout vllm needs vLLM-Omni, which is not installed: pip install -r requirements.txt "

@@ -25,8 +25,8 @@ class Family(Protocol):
     lora_target_modules: tuple[str, ...]  # of the class: ends of the names of the attention projections
     # one that diffusers exports, with a `transformer` and `save_lora_weights`
     pipe: "diffusers.DiffusionPipeline"  # noqa: F821  (imported late: slow)
-    # a diffusers ModelMixin with `_no_split_modules`; with full weights another policy's takes its place, so that a
-    # method always says self.transformer, never self.pipe.transformer
+    # a diffusers ModelMixin with `_no_split_modules`, FSDP's units, its blocks first; with full weights another
+    # policy's takes its place, so that a method always says self.transformer, never self.pipe.transformer
     transformer: torch.nn.Module
     device: torch.device  # set by load_model; the transformer itself waits on the CPU for FSDP
 
@@ -35,10 +35,10 @@ class Family(Protocol):
     @staticmethod
     def check(model, height, width, num_frames, guidance_scale=1.0):
         """Raises ValueError naming the option where the family cannot make such an image or video, or takes no
-        guidance; by the folder's or hub id's configs alone."""
+        guidance; by the configs of `model`, a folder or hub id, alone."""
 
     def encode_prompts(self, prompts, max_sequence_length):
-        """B prompts -> conditioning, in the text encoders' dtype."""
+        """B prompts -> conditioning, in the text encoders' dtype; of one length, whatever the other prompts are."""
 
     def encode_negative(self, guidance_scale, max_sequence_length):
         """Conditioning of the empty prompt, one row; None where guidance of that scale takes no second pass."""
@@ -107,6 +107,12 @@ def find_family(model):
     if not hasattr(module, name):
         raise ValueError(f"--model {model}: common/models/{found[0]}.py has no class {name}")
     return getattr(module, name)
+
+
+def check_model(family, model, height, width, num_frames, guidance_scale=1.0):
+    """The family's `check`, whose configs may be missing or broken: ValueError in one line."""
+    with refusing(f"--model {model}", (OSError, KeyError)):
+        family.check(model, height, width, num_frames, guidance_scale)
 
 
 def load_model(family, model, dtype, device):

@@ -1,7 +1,8 @@
 """FLUX.1 (diffusers `FluxPipeline`): dev, which takes its guidance as an input, and schnell, which takes none."""
 
+from common.bounds import check_image, check_no_guidance
 from common.schedule import shifted_schedule
-from common.vae import check_image, check_no_guidance, decode_latents, encode_pixels
+from common.vae import decode_latents, encode_pixels
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ class Flux:
 
     @staticmethod
     def check(model, height, width, num_frames, guidance_scale=1.0):
-        """Raises ValueError where a side is no multiple of a token's, and for guidance of schnell."""
+        """Raises ValueError where a side is no multiple of a token's, for a video, and for guidance of schnell."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
         check_image(height, width, num_frames, unit)

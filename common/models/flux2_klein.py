@@ -1,7 +1,7 @@
 """FLUX.2-klein (diffusers `Flux2KleinPipeline`): base, guided by a second pass; distilled, which takes no guidance."""
 
+from common.bounds import check_image, check_no_guidance
 from common.schedule import sigma_schedule
-from common.vae import check_image, check_no_guidance
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ class Flux2Klein:
 
     @staticmethod
     def check(model, height, width, num_frames, guidance_scale=1.0):
-        """Raises ValueError where a side is no multiple of a token's, and for guidance of the distilled model."""
+        """Raises ValueError where a side is no multiple of a token's, for a video, and for guidance if distilled."""
         vae = AutoencoderKLFlux2.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
         check_image(height, width, num_frames, unit)

@@ -1,7 +1,7 @@
 """Qwen-Image (diffusers `QwenImagePipeline`): guidance by a second pass, rescaled to the first one's norm."""
 
+from common.bounds import check_image
 from common.schedule import shifted_schedule
-from common.vae import check_image
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ class QwenImage:
 
     @staticmethod
     def check(model, height, width, num_frames, guidance_scale=1.0):
-        """Raises ValueError where a side is no multiple of a token's."""
+        """Raises ValueError where a side is no multiple of a token's, and for a video."""
         vae = AutoencoderKLQwenImage.load_config(model, subfolder="vae")
         unit = 2 * 2 ** len(vae["temperal_downsample"])  # pixels of a token's side
         check_image(height, width, num_frames, unit)

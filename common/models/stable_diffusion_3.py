@@ -1,7 +1,8 @@
 """Stable Diffusion 3 and 3.5 (diffusers `StableDiffusion3Pipeline`), and the embedded model, which is one."""
 
+from common.bounds import check_image
 from common.schedule import sigma_schedule
-from common.vae import check_image, decode_latents, encode_pixels
+from common.vae import decode_latents, encode_pixels
 
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel

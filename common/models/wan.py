@@ -1,7 +1,7 @@
 """Wan 2.1 and Wan 2.2 TI2V-5B, text to video (diffusers `WanPipeline`): guidance by a second pass."""
 
+from common.bounds import check_multiples
 from common.schedule import sigma_schedule
-from common.vae import check_multiples
 
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
@@ -26,8 +26,8 @@ class Wan:
         check_multiples(height, width, unit)
         # frames to a frame of latents; Wan 2.1's config does not name its factors
         frames = vae.get("scale_factor_temporal", 4)
-        if num_frames % frames != 1:
-            raise ValueError(f"--num_frames {num_frames}: must be {frames} k + 1")
+        if num_frames % frames != 1 or num_frames == 1:
+            raise ValueError(f"--num_frames {num_frames}: must be {frames} k + 1, and more than 1")
 
     def __init__(self, pipe):
         self.pipe = pipe

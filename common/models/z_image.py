@@ -1,7 +1,8 @@
 """Z-Image (diffusers `ZImagePipeline`): base, guided by a second pass; Turbo, whose --guidance_scale stays 1."""
 
+from common.bounds import check_image
 from common.schedule import shifted_schedule
-from common.vae import check_image, decode_latents, encode_pixels
+from common.vae import decode_latents, encode_pixels
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ class ZImage:
 
     @staticmethod
     def check(model, height, width, num_frames, guidance_scale=1.0):
-        """Raises ValueError where a side is no multiple of a token's."""
+        """Raises ValueError where a side is no multiple of a token's, and for a video."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
         check_image(height, width, num_frames, unit)

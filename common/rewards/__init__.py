@@ -28,11 +28,12 @@ def built_in_rewards():
     return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
 
 
-def load_rewards(names, reward_weights):
+def load_rewards(names, reward_weights, num_frames=1):
     """Reward functions by name, {log name: function}; `path/to/file.py:function` loads a user's own.
 
     Raises:
-        ValueError: naming the reward that is unknown, or the file or function that is not there; or as many weights.
+        ValueError: naming the reward that is unknown, or the file or function that is not there; or as many weights; or
+            a built-in reward, all of which are of images, where videos of several frames are made.
     """
     functions = {}
     if len(reward_weights) != len(names):
@@ -41,6 +42,8 @@ def load_rewards(names, reward_weights):
         if ":" in name:
             function_name = name.rpartition(":")[2]
             functions[function_name] = load_function(name, "--reward")
+        elif name in built_in_rewards() and num_frames > 1:
+            raise ValueError(f"--reward {name}: scores images, not the videos of --num_frames {num_frames}")
         elif name in built_in_rewards():
             module = importlib.import_module(f"common.rewards.{name}")
             if not hasattr(module, name):
