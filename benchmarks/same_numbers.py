@@ -2,10 +2,10 @@
 
     python benchmarks/same_numbers.py 3c03b44 HEAD --work /tmp/same
 
-Each script runs 5 steps at its defaults with `--rollout local`, then on two ranks with a KL to the reference and
-averaged weights: every metric that both log, but times and memory, and every tensor of the saved adapter, is asked to
-be equal to the bit. The scripts that have an engine run 2 steps with `--rollout vllm`, which is asked to be equal to
-1e-6. Finished runs in the work folder are not made again.
+Each script runs 5 steps at its defaults with `--rollout local`, dpo_offline.py on pairs of 64 prompts; then on two ranks
+with a KL to the reference and averaged weights: every metric that both log, but times and memory, and every tensor of
+the saved adapter, is asked to be equal to the bit. The scripts that have an engine run 2 steps with `--rollout vllm`,
+which is asked to be equal to 1e-6. Finished runs in the work folder are not made again.
 """
 
 import argparse
@@ -27,7 +27,7 @@ ENGINE_TOLERANCE = 1e-6
 def settings():
     """Yields (script, name of the setting, ranks, options, tolerance)."""
     for script in SCRIPTS:
-        local = [] if script == "dpo_offline" else ["--rollout", "local"]
+        local = ["--num_pair_prompts", "64"] if script == "dpo_offline" else ["--rollout", "local"]
         yield script, "defaults", 1, [*local, "--num_steps", "5"], 0.0
         kl_coef = KL_COEF.get(script, 0.04)
         extras = ["--ema_decay", "0.9"] + (["--kl_coef", str(kl_coef)] if kl_coef else [])
