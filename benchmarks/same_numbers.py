@@ -2,10 +2,10 @@
 
     python benchmarks/same_numbers.py 3c03b44 HEAD --work /tmp/same
 
-Each script runs 5 steps at its defaults with `--rollout local`, dpo_offline.py on pairs of 64 prompts; then on two ranks
-with a KL to the reference and averaged weights: every metric that both log, but times and memory, and every tensor of
-the saved adapter, is asked to be equal to the bit. The scripts that have an engine run 2 steps with `--rollout vllm`,
-which is asked to be equal to 1e-6. Finished runs in the work folder are not made again.
+Each script runs 5 steps at its defaults with `--rollout local`, dpo_offline.py on pairs of 64 prompts; then on two
+ranks with a KL to the reference and averaged weights: every metric that both log, but times and memory, and every
+tensor of the saved adapter, is asked to be equal to the bit. The scripts that have an engine run 2 steps with
+`--rollout vllm`, which is asked to be equal to 1e-6. Finished runs in the work folder are not made again.
 """
 
 import argparse
