@@ -65,6 +65,7 @@ def draw_panels(panels, path):
         panel.set(title=title, xlabel="step")
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)  # below: it hides no curve
+    figure.draw_without_rendering()  # the layout settles in the second pass, which the saving is
     figure.savefig(path, dpi=110)
 
 

@@ -1,5 +1,6 @@
 """Users' own files: rewards with dataclasses, neighbours and bugs; photos that are rotated, of 16 bits, or the same."""
 
+import json
 import pickle
 import textwrap
 
@@ -200,6 +201,20 @@ def test_curves_have_a_colour_for_each_reward_and_the_panels_of_the_script(tmp_p
     assert [panel.get_title() for panel in panels] == ["reward", "accuracy of the pairs"]
     colours = {line.get_color() for line in panels[0].get_lines()}
     assert len(colours) == 2 and "black" not in colours
+
+
+def test_no_number_beside_a_panel_is_cut_off(tmp_path):
+    """Numbers of many places in the lower left panel: the picture's edges are white."""
+    rows = []
+    for i in range(31):
+        row = {"training/global_step": i, "critic/rewards/mean": 0.6 + i / 100, "actor/grad_norm": 0.003 + i / 7500}
+        row |= {"critic/rewards/zero_std_ratio": i / 100, "rollout_corr/logprob_abs_diff_max": i / 1e8}
+        rows.append(json.dumps(row) + "\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(rows))
+    plot_curves(tmp_path)
+    pixels = np.asarray(Image.open(tmp_path / "curves.png").convert("L"))
+    for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+        assert (edge == 255).all()
 
 
 def test_the_weighted_total_is_drawn_where_there_are_several_rewards():
