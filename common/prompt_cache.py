@@ -53,7 +53,7 @@ def cache_prompts(model, prompts, max_sequence_length, folder):
 
 
 def encoders_key(model):
-    """What embeddings depend on besides the prompt: the encoders' bits, their tokenizers, and the libraries."""
+    """A hash of what embeddings depend on besides the prompt: encoders' bits, tokenizers, and the libraries."""
     import diffusers
     import transformers
 
@@ -64,7 +64,7 @@ def encoders_key(model):
         if name.startswith("tokenizer"):
             vocabulary = sorted(component.get_vocab().items())
             parts += [type(component).__name__, vocabulary, component.model_max_length, component.chat_template]
-    return parts
+    return hashlib.blake2b(repr(parts).encode()).hexdigest()  # once: a vocabulary is megabytes
 
 
 def hash_bits(tensor):

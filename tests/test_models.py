@@ -73,3 +73,18 @@ def test_a_model_is_loaded_frozen_and_its_vae_in_fp32():
         assert not module.training and not any(p.requires_grad for p in module.parameters()), name
         dtypes = {p.dtype for p in module.parameters()}
         assert dtypes == {torch.float32 if name == "vae" else torch.bfloat16}, name
+
+
+@torch.no_grad()
+def test_latents_of_a_vae_without_a_shift():
+    """As AutoencoderKL's is by default: the one that is not there is 0."""
+    model = embedded_model()
+    latents = torch.randn(1, model.transformer.config.in_channels, 8, 24, generator=torch.Generator().manual_seed(0))
+    images = []
+    for shift in (None, 0.0):
+        model.pipe.vae.register_to_config(shift_factor=shift)
+        images.append(model.decode(latents))
+    encoded = model.encode_images(images[0], *images[0][0].size[::-1])
+    assert images[0][0].tobytes() == images[1][0].tobytes()
+    model.pipe.vae.register_to_config(shift_factor=None)
+    assert torch.equal(model.encode_images(images[0], *images[0][0].size[::-1]), encoded)

@@ -46,6 +46,7 @@ def test_every_prompt_is_encoded_once_by_itself_and_read_from_then_on(one_rank, 
 
     another = embedded_model(torch.bfloat16)  # the next run
     calls = counting(another, monkeypatch)
+    assert len(prompt_cache.encoders_key(another)) == 128  # not the vocabularies: it goes into every prompt's key
     cache_prompts(another, PROMPTS, LENGTH, tmp_path / "cache")
     assert_equal(another.encode_prompts(PROMPTS[:1], LENGTH), alone[0])
     assert calls == []
