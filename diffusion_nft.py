@@ -36,16 +36,17 @@ from common.engine.client import VLLMEngine, check_engine
 from common.errors import RunError, one_line
 from common.models import check_model, find_family, load_model
 from common.noise import image_seed
-from common.options import SharedArgs, check_options, parse_args
+from common.options import EngineArgs, check_options, parse_args
 from common.policy import acting, add_policies, follow, make_lora, policy_tensors
 from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
 from common.prompt_cache import cache_prompts
-from common.rewards import eval_metrics, load_rewards, reward_metrics, sample_records, score_images
+from common.rewards import Scorer, eval_metrics, load_rewards, reward_metrics, sample_records
 from common.rng import restore_rng_states, rng_states, set_seed
 from common.rollout import RolloutRequest, Trajectories
-from common.run import RunLog, close, create_run_folder, save_policy, save_samples
+from common.run import RunLog, close, create_run_folder, save_if_best, save_policy, save_samples
 from common.sampler import GroupSampler, fit_micro_batch, share_eval_images
 from common.sde import sde_step
+from common.sharding import shard_mesh
 from common.stops import catch_stop_signals
 
 import torch
@@ -57,18 +58,12 @@ ADAM_EPS = 1e-15  # small, because gradients of a mean over all latent elements 
 
 
 @dataclass
-class Args(SharedArgs):
+class Args(EngineArgs):
     # ---- run
     name: str = "diffusion_nft"
     """everything is written to runs/<name>, which must not hold a run yet (or see resume)"""
 
     # ---- rollout
-    rollout: Literal["vllm", "local"] = "vllm"
-    """who samples: vllm, a vLLM-Omni engine per rank in a process of its own; local, the training transformer"""
-    rollout_batch_size: PositiveInt = 32
-    """images the vLLM-Omni engine samples at once, at most; local takes micro_batch_size"""
-    engine_timeout_s: PositiveFloat = 600
-    """seconds to wait for an answer of the engine before the run stops with an error"""
     num_prompts: PositiveInt = 32
     """prompts per rollout, over all ranks"""
     group_size: Annotated[int, Bound(at_least=2)] = 8
@@ -219,16 +214,18 @@ def shard(args, model, device):
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
+    options = {"mesh": shard_mesh(device), "mp_policy": precision, "offload_policy": offload}
     # with a LoRA one transformer for all policies, else one each; the dict keeps one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
             transformer.enable_gradient_checkpointing()
         blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
-        for block in blocks:
-            if "compile" in args.train_with:
-                block.compile()
-            fully_shard(block, mp_policy=precision, offload_policy=offload)
-        fully_shard(transformer, mp_policy=precision, offload_policy=offload)
+        for module in [*blocks, transformer]:
+            if "compile" in args.train_with and module is not transformer:
+                module.compile()
+            if not model.is_lora and transformer is not model.policies.get("reference"):
+                module.float()  # what is trained or averaged; a block at a time, as the whole model may not fit
+            fully_shard(module, **options)
 
 
 def old_policy_decay(decay_schedule, old_decay, k):
@@ -269,13 +266,17 @@ def sample_locally(model, request):
     return Trajectories.from_steps(first_latents, outputs, model.decode(x))
 
 
-def rollout(args, model, engine, request):
-    """Trajectories on the training device: of W = 0 steps, so that `latents` (B, 1, ...) are the final ones."""
+def rollout(args, model, engine, request, finished=None):
+    """Trajectories of W = 0 steps, latents (B, 1, ...) the final ones; finished(rows, images) is told of each batch."""
     if engine:
-        return engine.generate(request).to(model.device)
+        return engine.generate(request, finished=finished).to(model.device)
     # micro_batch_size images at once
-    micro_batches = torch.arange(len(request.seeds)).split(args.micro_batch_size)
-    return Trajectories.cat([sample_locally(model, request.select(rows)) for rows in micro_batches])
+    parts = []
+    for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
+        parts.append(sample_locally(model, request.select(rows)))
+        if finished:
+            finished(rows.tolist(), parts[-1].images)
+    return Trajectories.cat(parts)
 
 
 class Batch(NamedTuple):
@@ -356,37 +357,49 @@ def noise_images(x0, t, noise):
     return sigma, x_t
 
 
-def accumulate_gradients(args, model, batch, mini_batch, *, timesteps, noise):
+@torch.no_grad()
+def velocities_of(args, model, policy, batch, *, timesteps, noise):
+    """Velocities (B, K, ...) of a policy that stays while another is trained, in the update's micro-batches."""
+    parts = []
+    with acting(model, policy):
+        for rows in torch.arange(len(batch.x0)).split(args.micro_batch_size):
+            conditioning = batch.request.select(rows).conditioning
+            columns = []
+            for k in range(timesteps.shape[1]):
+                t = timesteps[rows, k]  # (b,)
+                _, x_t = noise_images(batch.x0[rows], t, noise[rows, k])
+                columns.append(model.predict_velocity(x_t, t, conditioning))
+            parts.append(torch.stack(columns, 1))
+    return torch.cat(parts)
+
+
+def accumulate_gradients(args, model, batch, mini_batch, *, timesteps, noise, v_old, v_ref):
     """Add up the gradient of a mini-batch's loss: the mean over its images and their K timesteps (eq. 5).
 
-    mini_batch: rows of the batch; timesteps (B, K), noise (B, K, ...). A pass, forward and backward, is one timestep of
-    one micro-batch. Micro-batches are of one size, and FSDP averages over ranks. Returns the metrics of every pass.
+    mini_batch: rows of the batch; timesteps (B, K), noise (B, K, ...); v_old and v_ref (B, K, ...): what velocities_of
+    gives there for `old` and for the reference, None without KL. A pass, forward and backward, is one timestep of one
+    micro-batch. Micro-batches are of one size, and FSDP averages over ranks. Returns the metrics of every pass.
     """
     num_timesteps = timesteps.shape[1]  # K
     micro_batches = mini_batch.split(args.micro_batch_size)
     num_passes = len(micro_batches) * num_timesteps
+    # ranks exchange gradients once per optimizer step, in its last pass; of full weights, whose gradients before the
+    # exchange are as large as the whole model in fp32, in every pass
+    model.transformer.set_requires_gradient_sync(not model.is_lora)
     passes = []
     for rows in micro_batches:
         conditioning = batch.request.select(rows).conditioning
         for k in range(num_timesteps):
-            # ranks exchange gradients once per optimizer step, in its last pass
-            is_last_pass = rows is micro_batches[-1] and k == num_timesteps - 1
-            model.transformer.set_requires_gradient_sync(is_last_pass)
-
+            if rows is micro_batches[-1] and k == num_timesteps - 1:
+                model.transformer.set_requires_gradient_sync(True)
             t = timesteps[rows, k]  # (b,)
             x0 = batch.x0[rows]
             sigma, x_t = noise_images(x0, t, noise[rows, k])
-            with torch.no_grad(), acting(model, "old"):
-                v_old = model.predict_velocity(x_t, t, conditioning)
-            v_ref = None
-            if args.kl_coef:
-                with torch.no_grad(), acting(model, "reference"):
-                    v_ref = model.predict_velocity(x_t, t, conditioning)
             v = model.predict_velocity(x_t, t, conditioning)
             loss, metrics = nft_loss(
                 v,
-                v_old,
-                v_ref,
+                v_old[rows, k],
+                None if v_ref is None else v_ref[rows, k],
                 x_t,
                 x0,
                 sigma=sigma,
@@ -428,8 +441,11 @@ def update(args, model, optimizer, batch, step):
     for epoch in range(args.epochs_per_rollout):
         # drawn anew in every epoch, as in the paper's code
         timesteps, noise = draw_training_noise(args, batch.request, step, epoch, batch.image_index)
+        drawn = {"timesteps": timesteps, "noise": noise}
+        v_old = velocities_of(args, model, "old", batch, **drawn)
+        v_ref = velocities_of(args, model, "reference", batch, **drawn) if args.kl_coef else None
         for mini_batch in mini_batches:
-            passes = accumulate_gradients(args, model, batch, mini_batch, timesteps=timesteps, noise=noise)
+            passes = accumulate_gradients(args, model, batch, mini_batch, **drawn, v_old=v_old, v_ref=v_ref)
             grad_norm = optimizer_step(args, model, optimizer)
             if math.isfinite(grad_norm):  # it is over all ranks: they skip together
                 grad_norms.append(grad_norm)
@@ -453,20 +469,13 @@ def evaluate(args, model, engine, inputs, folder):
     index = torch.arange(len(places))
     request = make_request(args, model, prompts.prompts, index, seeds, num_inference_steps=steps)
     with acting(model, model.evaluated_policy, engine, "old"):
-        images = rollout(args, model, engine, request).images
-    scores = score_images(inputs.rewards, images, prompts)  # (B, R)
+        scorer = Scorer(inputs.rewards, prompts)
+        images = rollout(args, model, engine, request, scorer.add).images
+    scores = scorer.scores()  # (B, R)
     grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, inputs.rewards))
     num_prompts = len(inputs.eval_set)
     metrics = eval_metrics(scores, inputs.rewards, args.reward_weights, num_prompts, args.eval_images_per_prompt)
     return metrics, grid
-
-
-def save_if_best(args, model, metrics, best_score):
-    """Save the evaluated policy as best_adapter if its weighted total is the best so far. Returns the best so far."""
-    score = metrics["val/weighted_total/mean"].item()
-    if score > best_score:
-        save_policy(Path("runs") / args.name / "best_adapter", model, model.evaluated_policy)
-    return max(score, best_score)
 
 
 # ==== 11 CHECKPOINT ===================================================================================================
@@ -501,18 +510,19 @@ def load(args, path, model, optimizer, sampler):
 # ==== 12 MAIN =========================================================================================================
 def main(args, inputs):
     device = setup_distributed()
+    inputs = inputs._replace(checkpoint=checkpoints.from_rank_0(inputs.checkpoint))
     stop_requested = catch_stop_signals(args.max_minutes)
     folder = Path("runs") / args.name
     create_run_folder(folder, asdict(args), __file__, inputs.checkpoint)
-    num_images = args.num_prompts * args.group_size
-    log = RunLog(folder, args.track, asdict(args), num_images, args.profile_steps)
+    log = RunLog(folder, args.track, asdict(args), args.num_prompts * args.group_size, args.profile_steps)
 
     # the engine loads in a process of its own while the policy loads in this one
     engine = start_engine(args, folder, device)
     model, parameters = load_policy(args, inputs, device)
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=ADAM_EPS)
-    num_train_prompts = len(inputs.train_set)
-    sampler = GroupSampler(num_train_prompts, args.num_prompts, args.group_size, args.seed, args.updates_per_rollout)
+    sampler = GroupSampler(
+        len(inputs.train_set), args.num_prompts, args.group_size, args.seed, args.updates_per_rollout
+    )
     if engine:
         # prove, before hours are spent, that what is pushed changes the engine's images
         probe = make_request(args, model, inputs.eval_set.prompts[:1], torch.tensor([0]), seeds=[0])
@@ -532,7 +542,7 @@ def main(args, inputs):
         with log.timed("testing"):
             metrics, grid = evaluate(args, model, engine, inputs, folder / "samples" / f"{first_step:04d}")
         if not args.eval_only:
-            best_score = save_if_best(args, model, metrics, best_score)
+            best_score = save_if_best(folder, model, metrics, best_score)
         log.write(first_step, metrics, grid)
     if args.eval_only:
         close(engine, log)
@@ -543,12 +553,13 @@ def main(args, inputs):
         # sample G images for each prompt with `old`, which the engine holds already
         with log.timed("gen"):
             request, prompts, image_index = draw_request(args, model, sampler, inputs.train_set, step)
+            scorer = Scorer(inputs.rewards, prompts)
             with acting(model, "old"):
-                trajectories = rollout(args, model, engine, request)
+                trajectories = rollout(args, model, engine, request, scorer.add)
 
-        # score them, each rank its own
+        # score them, each rank its own; most have been scored while others were sampled
         with log.timed("reward"):
-            local_scores = score_images(inputs.rewards, trajectories.images, prompts)  # (B, R)
+            local_scores = scorer.scores()  # (B, R)
 
         # compare the images of a prompt with each other, over all ranks (Flow-GRPO, eq. 4)
         with log.timed("adv"):
@@ -576,7 +587,7 @@ def main(args, inputs):
                 follow(model, "old", metrics["old_policy/decay"])
             if engine:
                 engine.push(*policy_tensors(model, "old"))
-        metrics["training/epoch"] = sampler.position / num_train_prompts
+        metrics["training/epoch"] = sampler.position / sampler.num_prompts
         log.show(reward=totals.mean().item())
 
         # evaluate, log and save; a stop that one rank was asked for is a stop of all
@@ -585,7 +596,7 @@ def main(args, inputs):
         if is_due:
             with log.timed("testing"):
                 val_metrics, grid = evaluate(args, model, engine, inputs, folder / "samples" / f"{step:04d}")
-                best_score = save_if_best(args, model, val_metrics, best_score)
+                best_score = save_if_best(folder, model, val_metrics, best_score)
             metrics |= val_metrics
         log.write(step, metrics, grid)
         stopping = any(gather_objects(stop_requested()))

@@ -41,9 +41,10 @@ from common.prompt_cache import cache_prompts, hash_bits
 from common.rewards import eval_metrics, load_rewards, sample_records, score_images
 from common.rng import restore_rng_states, rng_states, set_seed
 from common.rollout import RolloutRequest, Trajectories
-from common.run import RunLog, create_run_folder, save_policy, save_samples
+from common.run import RunLog, create_run_folder, save_if_best, save_policy, save_samples
 from common.sampler import GroupSampler, fit_micro_batch, share_eval_images, share_of_rank
 from common.sde import sde_step
+from common.sharding import shard_mesh
 from common.stops import catch_stop_signals
 
 import torch
@@ -268,16 +269,18 @@ def shard(args, model, device):
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
+    options = {"mesh": shard_mesh(device), "mp_policy": precision, "offload_policy": offload}
     # with a LoRA one transformer for all policies, else one each; the dict keeps one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
             transformer.enable_gradient_checkpointing()
         blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
-        for block in blocks:
-            if "compile" in args.train_with:
-                block.compile()
-            fully_shard(block, mp_policy=precision, offload_policy=offload)
-        fully_shard(transformer, mp_policy=precision, offload_policy=offload)
+        for module in [*blocks, transformer]:
+            if "compile" in args.train_with and module is not transformer:
+                module.compile()
+            if not model.is_lora and transformer is not model.policies.get("reference"):
+                module.float()  # what is trained or averaged; a block at a time, as the whole model may not fit
+            fully_shard(module, **options)
 
 
 # ==== 5 ENGINE ========================================================================================================
@@ -363,10 +366,13 @@ def optimizer_step(args, model, optimizer):
 def update(args, model, optimizer, files, sigmas, noise):
     """One optimizer step on this rank's B pairs, cached in `files`. Returns metrics over all ranks."""
     micro_batches = torch.arange(len(files)).split(args.micro_batch_size)
+    # ranks exchange gradients once per optimizer step, in its last pass; of full weights, whose gradients before the
+    # exchange are as large as the whole model in fp32, in every pass
+    model.transformer.set_requires_gradient_sync(not model.is_lora)
     passes = []
     for rows in micro_batches:
-        # ranks exchange gradients once, in the last pass
-        model.transformer.set_requires_gradient_sync(rows is micro_batches[-1])
+        if rows is micro_batches[-1]:
+            model.transformer.set_requires_gradient_sync(True)
         encoded_pairs = [torch.load(files[row], map_location="cpu", weights_only=True) for row in rows.tolist()]
         latents = torch.stack([pair.pop("latents") for pair in encoded_pairs], 1).to(model.device)  # (2, b, ...)
         conditioning = {
@@ -410,14 +416,6 @@ def evaluate(args, model, inputs, folder):
     return metrics, grid
 
 
-def save_if_best(args, model, metrics, best_score):
-    """Save the evaluated policy as best_adapter if its weighted total is the best so far. Returns the best so far."""
-    score = metrics["val/weighted_total/mean"].item()
-    if score > best_score:
-        save_policy(Path("runs") / args.name / "best_adapter", model, model.evaluated_policy)
-    return max(score, best_score)
-
-
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args, model, optimizer, sampler, *, step, best_score):
     """Write all that changes, for any number of ranks to go on from, and the policy for diffusers. A collective."""
@@ -450,6 +448,7 @@ def load(args, path, model, optimizer, sampler):
 # ==== 12 MAIN =========================================================================================================
 def main(args, inputs):
     device = setup_distributed()
+    inputs = inputs._replace(checkpoint=checkpoints.from_rank_0(inputs.checkpoint))
     stop_requested = catch_stop_signals(args.max_minutes)
     folder = Path("runs") / args.name
     create_run_folder(folder, asdict(args), __file__, inputs.checkpoint)
@@ -488,7 +487,7 @@ def main(args, inputs):
         with log.timed("testing"):
             metrics, grid = evaluate(args, model, inputs, folder / "samples" / f"{first_step:04d}")
         if not args.eval_only:
-            best_score = save_if_best(args, model, metrics, best_score)
+            best_score = save_if_best(folder, model, metrics, best_score)
         log.write(first_step, metrics, grid)
     if args.eval_only:
         log.close()
@@ -514,7 +513,7 @@ def main(args, inputs):
         if is_due:
             with log.timed("testing"):
                 val_metrics, grid = evaluate(args, model, inputs, folder / "samples" / f"{step:04d}")
-                best_score = save_if_best(args, model, val_metrics, best_score)
+                best_score = save_if_best(folder, model, val_metrics, best_score)
             metrics |= val_metrics
         log.write(step, metrics, grid)
         stopping = any(gather_objects(stop_requested()))

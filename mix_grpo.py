@@ -25,22 +25,23 @@ from typing import Annotated, Literal, NamedTuple
 from common import checkpoints, correction
 from common.bounds import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from common.data import PromptSet, read_prompts
-from common.distributed import end_distributed, gather, gather_objects, gather_rows, mean_over_ranks, setup_distributed
+from common.distributed import end_distributed, gather_objects, gather_rows, mean_over_ranks, setup_distributed
 from common.engine.client import VLLMEngine, check_engine
 from common.errors import RunError, one_line
 from common.models import check_model, find_family, load_model
 from common.noise import image_seed
-from common.options import SharedArgs, check_options, parse_args
+from common.options import EngineArgs, check_options, parse_args
 from common.policy import acting, add_policies, follow, make_lora, policy_tensors
 from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
 from common.prompt_cache import cache_prompts
-from common.rewards import eval_metrics, load_rewards, reward_metrics, sample_records, score_images
+from common.rewards import Scorer, eval_metrics, load_rewards, reward_metrics, sample_records
 from common.rng import restore_rng_states, rng_states, set_seed
 from common.rollout import RolloutRequest, Trajectories
-from common.run import RunLog, close, create_run_folder, save_policy, save_samples
+from common.run import RunLog, close, create_run_folder, save_if_best, save_policy, save_samples
 from common.sampler import GroupSampler, fit_micro_batch, share_eval_images
 from common.schedule import check_window, random_window_start
 from common.sde import check_step_kind, kl_divergence, multistep_ode_step, sde_step
+from common.sharding import shard_mesh
 from common.stops import catch_stop_signals
 
 import torch
@@ -52,18 +53,12 @@ ADAM_EPS = 1e-15  # small, because gradients of a mean over all latent elements 
 
 
 @dataclass
-class Args(SharedArgs):
+class Args(EngineArgs):
     # ---- run
     name: str = "mix_grpo"
     """everything is written to runs/<name>, which must not hold a run yet (or see resume)"""
 
     # ---- rollout
-    rollout: Literal["vllm", "local"] = "vllm"
-    """who samples: vllm, a vLLM-Omni engine per rank in a process of its own; local, the training transformer"""
-    rollout_batch_size: PositiveInt = 32
-    """images the vLLM-Omni engine samples at once, at most; local takes micro_batch_size"""
-    engine_timeout_s: PositiveFloat = 600
-    """seconds to wait for an answer of the engine before the run stops with an error"""
     num_prompts: PositiveInt = 32
     """prompts per rollout, over all ranks"""
     group_size: Annotated[int, Bound(at_least=2)] = 8
@@ -107,8 +102,8 @@ class Args(SharedArgs):
     rollout_correction: str = "none"
     """importance weights against the engine's mismatch: none, or KIND:THRESHOLD, joined by commas; kinds tis, icepop,
     reject_k1, _k2, _k3, each also as tis_trajectory ...; thresholds in clip_range (k2, k3: in its square)"""
-    max_logprob_drift: PositiveFloat | None = None
-    """stop where engine and trainer differ by more in a log-prob; None: 2e-6, in bf16 2e-3, or less (old_log_prob)"""
+    max_velocity_drift: PositiveFloat | None = None
+    """stop where the engine's velocity is off the trainer's by more than this share; None: by dtype and guidance"""
 
     # ---- optimization
     num_steps: NonNegativeInt = 30
@@ -143,11 +138,9 @@ def check_args(args):
     updates = args.updates_per_rollout
     args.micro_batch_size = fit_micro_batch(num_images, "--num_prompts x --group_size", updates, args.micro_batch_size)
     check_window(args.sde_window_range, args.sde_window_size, args.num_inference_steps)
-    factors = correction.parse_correction(args.rollout_correction)
-    if factors and (args.rollout != "vllm" or args.old_log_prob != "recompute"):
-        raise ValueError("--rollout_correction needs --rollout vllm and --old_log_prob recompute")
-    if args.max_logprob_drift is None:
-        args.max_logprob_drift = correction.default_drift_limit(args.dtype, args.old_log_prob, args.clip_range)
+    correction.check_correction(args.rollout_correction, args.rollout, args.old_log_prob)
+    if args.max_velocity_drift is None:
+        args.max_velocity_drift = correction.default_drift_limit(args.dtype, args.guidance_scale)
 
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)
     train_set = read_prompts(args.train_prompts, rewards)
@@ -248,16 +241,18 @@ def shard(args, model, device):
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
+    options = {"mesh": shard_mesh(device), "mp_policy": precision, "offload_policy": offload}
     # with a LoRA one transformer for all policies, else one each; the dict keeps one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
             transformer.enable_gradient_checkpointing()
         blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
-        for block in blocks:
-            if "compile" in args.train_with:
-                block.compile()
-            fully_shard(block, mp_policy=precision, offload_policy=offload)
-        fully_shard(transformer, mp_policy=precision, offload_policy=offload)
+        for module in [*blocks, transformer]:
+            if "compile" in args.train_with and module is not transformer:
+                module.compile()
+            if not model.is_lora and transformer is not model.policies.get("reference"):
+                module.float()  # what is trained or averaged; a block at a time, as the whole model may not fit
+            fully_shard(module, **options)
 
 
 # ==== 5 ENGINE ========================================================================================================
@@ -294,13 +289,17 @@ def sample_locally(model, request):
     return Trajectories.from_steps(first_latents, outputs, model.decode(x))
 
 
-def rollout(args, model, engine, request):
-    """Trajectories of the request's images, on the training device."""
+def rollout(args, model, engine, request, finished=None):
+    """Trajectories of the request's images, on the training device; finished(rows, images) is told of every batch."""
     if engine:
-        return engine.generate(request).to(model.device)
+        return engine.generate(request, finished=finished).to(model.device)
     # the update's own batches: its first log-probs are these to the bit, and the ratio exactly 1
-    micro_batches = torch.arange(len(request.seeds)).split(args.micro_batch_size)
-    return Trajectories.cat([sample_locally(model, request.select(rows)) for rows in micro_batches])
+    parts = []
+    for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
+        parts.append(sample_locally(model, request.select(rows)))
+        if finished:
+            finished(rows.tolist(), parts[-1].images)
+    return Trajectories.cat(parts)
 
 
 def thin_out(request, flash_ratio):
@@ -321,7 +320,7 @@ def share_prefix(args, model, engine, request, step):
     """
     start = request.sde_steps[0]
     rows, place = request.prompt_index.unique(return_inverse=True)  # this rank's U prompts; (B,) among them
-    max_prompts_of_a_rank = gather(torch.tensor([len(rows)])).max().item()
+    max_prompts_of_a_rank = max(gather_objects(len(rows)))
     rows = rows[torch.arange(max_prompts_of_a_rank) % len(rows)]  # as many on every rank: they sample together
     seeds = [image_seed(args.seed, f"{step} prompt", row) for row in rows.tolist()]
     if start == 0:
@@ -330,8 +329,7 @@ def share_prefix(args, model, engine, request, step):
     else:
         prefix = replace(request.select_steps(0, start), prompt_index=rows, seeds=seeds)
         latents = rollout(args, model, engine, prefix).latents[:, -1]
-    rest = request.select_steps(start, len(request.timesteps))
-    return replace(rest, initial_latents=latents[place])
+    return replace(request.select_steps(start, len(request.timesteps)), initial_latents=latents[place])
 
 
 class Batch(NamedTuple):
@@ -390,31 +388,47 @@ def policy_step(model, request, x, i, **draw_or_score):
 
 
 @torch.no_grad()
-def recompute_log_probs(args, model, request, trajectories):
-    """The trajectories with the trainer's log_probs and means of the W trained steps, in the update's micro-batches."""
+def recompute_log_probs(args, model, request, trajectories, images):
+    """The trajectories of `images` (N,) with the acting policy's log_probs and means, in the update's micro-batches."""
     log_probs = []
     means = []
-    for rows in torch.arange(len(trajectories.latents)).split(args.micro_batch_size):
+    for rows in images.split(args.micro_batch_size):
         sub_request = request.select(rows)
         x = trajectories.latents[rows]  # (b, T + 1, ...)
         outs = [policy_step(model, sub_request, x[:, i], i, prev_sample=x[:, i + 1]) for i in request.sde_steps]
         log_probs.append(torch.stack([out.log_prob for out in outs], 1))
         means.append(torch.stack([out.prev_sample_mean for out in outs], 1))
-    return replace(trajectories, log_probs=torch.cat(log_probs), prev_sample_means=torch.cat(means))
+    scored = trajectories.select(images)
+    return replace(scored, log_probs=torch.cat(log_probs), prev_sample_means=torch.cat(means))
 
 
 def old_policy_terms(args, model, engine, request, trajectories):
     """What the ratio starts from: the rollout as sampled or, where an engine made it, as the trainer scores it.
 
-    Returns it with the rollout correction's weights (B, W), 1 without one, and their metrics.
+    Returns it with the rollout correction's weights (B, W), 1 without one, and metrics of how far the two are apart,
+    which is a RunError where it is more than round-off.
     """
-    if engine is None or args.old_log_prob == "rollout":
-        return trajectories, torch.ones_like(trajectories.log_probs), {}
-    old_policy = recompute_log_probs(args, model, request, trajectories)
-    log_ratios = correction.trajectory_log_ratios(trajectories, old_policy, request.sde_steps)  # (B, W)
-    factors = correction.parse_correction(args.rollout_correction)
-    correction_weights, metrics = correction.correction_weights(log_ratios, factors, args.clip_range)
-    return old_policy, correction_weights.float(), metrics
+    no_weights = torch.ones_like(trajectories.log_probs)
+    if engine is None:
+        return trajectories, no_weights, {}
+    keeps_engines = args.old_log_prob == "rollout"  # a micro-batch is enough to see whether they are one policy
+    images = torch.arange(args.micro_batch_size if keeps_engines else len(request.seeds))
+    scored = recompute_log_probs(args, model, request, trajectories, images)
+    log_prob_limit = args.clip_range / 2 if keeps_engines else math.inf
+    metrics = correction.check_engine_drift(request, trajectories, scored, args.max_velocity_drift, log_prob_limit)
+    if keeps_engines:
+        return trajectories, no_weights, metrics
+    correction_weights, weight_metrics = correction.rollout_weights(
+        args.rollout_correction, request, trajectories, scored, args.clip_range
+    )
+    return scored, correction_weights, metrics | weight_metrics
+
+
+def reference_means(args, model, batch):
+    """The reference's means (B, W, ...) of the trained steps, for the KL; once a rollout, as it does not change."""
+    images = torch.arange(len(batch.advantages))
+    with acting(model, "reference"):
+        return recompute_log_probs(args, model, batch.request, batch.trajectories, images).prev_sample_means
 
 
 # ==== 9 LOSS ==========================================================================================================
@@ -439,46 +453,40 @@ def policy_loss(log_prob, old_log_prob, advantages, clip_range, correction_weigh
     return loss, {f"actor/{name}": value.detach().double() for name, value in metrics.items()}
 
 
-def accumulate_gradients(args, model, batch, mini_batch):
+def accumulate_gradients(args, model, batch, mini_batch, ref_means):
     """Add up the gradient of a mini-batch's loss: the mean over its images and the W trained steps (eq. 9).
 
     mini_batch: rows of the batch. A pass, forward and backward, is one sampling step of one micro-batch. Micro-batches
-    are of one size, and FSDP averages over ranks. Returns the metrics of every pass, and log-probs (b, W).
+    are of one size, and FSDP averages over ranks. ref_means: reference_means', for the KL. Returns each pass's metrics.
     """
     latents = batch.trajectories.latents  # (B, T + 1, ...)
     dts = batch.request.sigmas.diff().tolist()  # T, negative
     sde_steps = batch.request.sde_steps
     micro_batches = mini_batch.split(args.micro_batch_size)
     num_passes = len(micro_batches) * len(sde_steps)
-    log_probs = torch.zeros_like(batch.old_policy.log_probs)
+    # ranks exchange gradients once per optimizer step, in its last pass; of full weights, whose gradients before the
+    # exchange are as large as the whole model in fp32, in every pass
+    model.transformer.set_requires_gradient_sync(not model.is_lora)
     passes = []
     for rows in micro_batches:
         sub_request = batch.request.select(rows)
         for w, i in enumerate(sde_steps):  # w: column of log_probs; i: sampling step
             x = latents[rows, i]
             x_next = latents[rows, i + 1]
-            # ranks exchange gradients once per optimizer step, in its last pass
-            is_last_pass = rows is micro_batches[-1] and i == sde_steps[-1]
-            model.transformer.set_requires_gradient_sync(is_last_pass)
-
-            if args.kl_coef:
-                with torch.no_grad(), acting(model, "reference"):
-                    # of x alone: x_next only says that nothing is to be drawn
-                    ref_mean = policy_step(model, sub_request, x, i, prev_sample=x_next).prev_sample_mean
+            if rows is micro_batches[-1] and i == sde_steps[-1]:
+                model.transformer.set_requires_gradient_sync(True)
             out = policy_step(model, sub_request, x, i, prev_sample=x_next)
             old_log_prob = batch.old_policy.log_probs[rows, w]
             advantages = batch.advantages[rows]
             correction_weights = batch.correction_weights[rows, w]
             loss, metrics = policy_loss(out.log_prob, old_log_prob, advantages, args.clip_range, correction_weights)
             if args.kl_coef:
-                kl = kl_divergence(out, ref_mean, dts[i], args.sde_type, args.kl_type).mean()
+                kl = kl_divergence(out, ref_means[rows, w], dts[i], args.sde_type, args.kl_type).mean()
                 loss = loss + args.kl_coef * kl  # eq. 3 subtracts it from what is maximised
                 metrics["actor/kl_loss"] = kl.detach().double()
             (loss / num_passes).backward()
-
-            log_probs[rows, w] = out.log_prob.detach()
             passes.append(metrics)
-    return passes, log_probs[mini_batch]
+    return passes
 
 
 def optimizer_step(args, model, optimizer):
@@ -500,12 +508,8 @@ def optimizer_step(args, model, optimizer):
 
 
 def update(args, model, optimizer, batch):
-    """epochs_per_rollout x updates_per_rollout optimizer steps on this rank's B images. Returns metrics over all ranks.
-
-    Raises:
-        RunError: the trainer's log-probs are not those of the engine that sampled.
-    """
-    request = batch.request
+    """epochs_per_rollout x updates_per_rollout optimizer steps on a rank's B images. Returns metrics over all ranks."""
+    ref_means = reference_means(args, model, batch) if args.kl_coef else None
     # consecutive, not shuffled: GroupSampler has dealt them so that any number of ranks updates on the same images
     mini_batches = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
     grad_norms = []
@@ -513,12 +517,9 @@ def update(args, model, optimizer, batch):
     metrics = {}
     for epoch in range(args.epochs_per_rollout):
         for mini_batch in mini_batches:
-            passes, log_probs = accumulate_gradients(args, model, batch, mini_batch)
+            passes = accumulate_gradients(args, model, batch, mini_batch, ref_means)
             if epoch == 0 and mini_batch is mini_batches[0]:
-                # nothing has changed since the rollout: engine and trainer still are one policy
-                drift = gather((log_probs - batch.trajectories.log_probs[mini_batch]).abs()).flatten(0, 1)  # (.., W)
-                correction.check_drift(drift, request.step_numbers, args.max_logprob_drift)
-                metrics |= correction.drift_metrics(drift, request.step_numbers)
+                metrics |= correction.on_policy_metrics(passes)  # nothing has changed since the rollout
             grad_norm = optimizer_step(args, model, optimizer)
             if math.isfinite(grad_norm):  # it is over all ranks: they skip together
                 grad_norms.append(grad_norm)
@@ -542,20 +543,13 @@ def evaluate(args, model, engine, inputs, folder):
     index = torch.arange(len(places))
     request = make_request(args, model, prompts.prompts, index, seeds, num_inference_steps=steps)
     with acting(model, model.evaluated_policy, engine):
-        images = rollout(args, model, engine, request).images
-    scores = score_images(inputs.rewards, images, prompts)  # (B, R)
+        scorer = Scorer(inputs.rewards, prompts)
+        images = rollout(args, model, engine, request, scorer.add).images
+    scores = scorer.scores()  # (B, R)
     grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, inputs.rewards))
     num_prompts = len(inputs.eval_set)
     metrics = eval_metrics(scores, inputs.rewards, args.reward_weights, num_prompts, args.eval_images_per_prompt)
     return metrics, grid
-
-
-def save_if_best(args, model, metrics, best_score):
-    """Save the evaluated policy as best_adapter if its weighted total is the best so far. Returns the best so far."""
-    score = metrics["val/weighted_total/mean"].item()
-    if score > best_score:
-        save_policy(Path("runs") / args.name / "best_adapter", model, model.evaluated_policy)
-    return max(score, best_score)
 
 
 # ==== 11 CHECKPOINT ===================================================================================================
@@ -590,18 +584,19 @@ def load(args, path, model, optimizer, sampler):
 # ==== 12 MAIN =========================================================================================================
 def main(args, inputs):
     device = setup_distributed()
+    inputs = inputs._replace(checkpoint=checkpoints.from_rank_0(inputs.checkpoint))
     stop_requested = catch_stop_signals(args.max_minutes)
     folder = Path("runs") / args.name
     create_run_folder(folder, asdict(args), __file__, inputs.checkpoint)
-    num_images = args.num_prompts * args.group_size
-    log = RunLog(folder, args.track, asdict(args), num_images, args.profile_steps)
+    log = RunLog(folder, args.track, asdict(args), args.num_prompts * args.group_size, args.profile_steps)
 
     # the engine loads in a process of its own while the policy loads in this one
     engine = start_engine(args, folder, device)
     model, parameters = load_policy(args, inputs, device)
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=ADAM_EPS)
-    num_train_prompts = len(inputs.train_set)
-    sampler = GroupSampler(num_train_prompts, args.num_prompts, args.group_size, args.seed, args.updates_per_rollout)
+    sampler = GroupSampler(
+        len(inputs.train_set), args.num_prompts, args.group_size, args.seed, args.updates_per_rollout
+    )
     if engine:
         # prove, before hours are spent, that what is pushed changes the engine's images
         probe = make_request(args, model, inputs.eval_set.prompts[:1], torch.tensor([0]), seeds=[0])
@@ -621,7 +616,7 @@ def main(args, inputs):
         with log.timed("testing"):
             metrics, grid = evaluate(args, model, engine, inputs, folder / "samples" / f"{first_step:04d}")
         if not args.eval_only:
-            best_score = save_if_best(args, model, metrics, best_score)
+            best_score = save_if_best(folder, model, metrics, best_score)
         log.write(first_step, metrics, grid)
     if args.eval_only:
         close(engine, log)
@@ -636,11 +631,12 @@ def main(args, inputs):
                 request = thin_out(request, args.flash_ratio)
             if args.shared_initial_noise:
                 request = share_prefix(args, model, engine, request, step)
-            trajectories = rollout(args, model, engine, request)
+            scorer = Scorer(inputs.rewards, prompts)
+            trajectories = rollout(args, model, engine, request, scorer.add)
 
-        # score them, each rank its own
+        # score them, each rank its own; most have been scored while others were sampled
         with log.timed("reward"):
-            local_scores = score_images(inputs.rewards, trajectories.images, prompts)  # (B, R)
+            local_scores = scorer.scores()  # (B, R)
 
         # compare the images of a prompt with each other, over all ranks (Flow-GRPO, eq. 4)
         with log.timed("adv"):
@@ -669,7 +665,7 @@ def main(args, inputs):
         with log.timed("update_weights"):
             if engine:
                 engine.push(*policy_tensors(model))
-        metrics["training/epoch"] = sampler.position / num_train_prompts
+        metrics["training/epoch"] = sampler.position / sampler.num_prompts
         log.show(reward=totals.mean().item())
 
         # evaluate, log and save; a stop that one rank was asked for is a stop of all
@@ -678,7 +674,7 @@ def main(args, inputs):
         if is_due:
             with log.timed("testing"):
                 val_metrics, grid = evaluate(args, model, engine, inputs, folder / "samples" / f"{step:04d}")
-                best_score = save_if_best(args, model, val_metrics, best_score)
+                best_score = save_if_best(folder, model, val_metrics, best_score)
             metrics |= val_metrics
         log.write(step, metrics, grid)
         stopping = any(gather_objects(stop_requested()))

@@ -12,6 +12,7 @@ from common.refusals import UNREADABLE, brief, reason, refusing
 from common.stops import say
 
 import torch
+import torch.distributed as dist
 
 # what only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "pairs.jsonl", "pairs")
@@ -152,6 +153,13 @@ def open_run(run, resume, eval_only=False):
     if checkpoint is None:
         raise ValueError(f"--resume {resume}: no checkpoint there")
     return of_this_script(checkpoint)
+
+
+def from_rank_0(checkpoint):
+    """The checkpoint that rank 0 has found, on every rank: each looks for itself, and disks need not agree at once."""
+    found = [checkpoint]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 def saved_options(resume):

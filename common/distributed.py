@@ -22,6 +22,12 @@ def launched_world_size():
     return int(os.environ["WORLD_SIZE"])
 
 
+def use_own_gpu():
+    """Make this rank's GPU, where there are GPUs, the current device of the thread."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
 def setup_distributed():
     """Join torchrun's world. Returns this rank's device; on CPU the ranks of a machine share its cores."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -29,8 +35,8 @@ def setup_distributed():
     # an hour: one rank's reward, or its checkpoint, may take its time
     timeout = timedelta(hours=1)
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+        use_own_gpu()
+        device = torch.device("cuda", torch.cuda.current_device())
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
     else:
         device = torch.device("cpu")

@@ -108,6 +108,19 @@ class SharedArgs:
     """images of each held-out prompt, each from a fixed seed of its own"""
 
 
+@dataclass
+class EngineArgs(SharedArgs):
+    """The options of the scripts whose images a rollout engine samples."""
+
+    # ---- rollout
+    rollout: Literal["vllm", "local"] = "vllm"
+    """who samples: vllm, a vLLM-Omni engine per rank in a process of its own; local, the training transformer"""
+    rollout_batch_size: PositiveInt = 32
+    """images the vLLM-Omni engine samples at once, at most; local takes micro_batch_size"""
+    engine_timeout_s: PositiveFloat = 600
+    """seconds to wait for an answer of the engine before the run stops with an error"""
+
+
 def check_options(args):
     """Hold every option against the bound beside its field, and the run's name against leaving runs/.
 

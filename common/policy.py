@@ -44,8 +44,8 @@ def make_lora(path, rank, alpha, target_modules, exclude_modules=()):
 def add_policies(model, lora, names):
     """Give `model` the policies `names`, equal at first; `default` is the first of them and the only trainable one.
 
-    lora: make_lora's value. A new LoRA needs no `reference`: that is the base model. What is trained or averaged is
-    fp32; a reference of full weights keeps the base model's dtype.
+    lora: make_lora's value. A new LoRA needs no `reference`: that is the base model. A LoRA is fp32; full weights that
+    are trained or averaged become so in `shard` of the scripts, block by block, and a reference keeps its dtype.
 
     Raises:
         RunError: a module of the LoRA that the transformer does not have.
@@ -59,14 +59,15 @@ def add_policies(model, lora, names):
 
 
 def _copy_transformer(model, names):
-    """A transformer for each policy; `default` has the pipeline's own."""
+    """A transformer for each policy; `default` has the pipeline's own. The copies share its memory until they are
+    sharded, which copies: a rank never holds two whole models."""
+    transformer = model.transformer
     model.policies = {}
     for name in names:
-        is_own = name == "default"
-        model.policies[name] = model.transformer if is_own else copy.deepcopy(model.transformer)
-    for name, policy in model.policies.items():
-        if name != "reference":
-            policy.float()
+        model.policies[name] = transformer
+        if name != "default":
+            shared = {id(p): torch.nn.Parameter(p.data, requires_grad=False) for p in transformer.parameters()}
+            model.policies[name] = copy.deepcopy(transformer, shared)
 
 
 def _add_adapters(model, lora_config, lora_tensors, names):

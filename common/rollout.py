@@ -135,6 +135,16 @@ class Trajectories:
             images=images,
         )
 
+    def select(self, rows):
+        """Those of the images `rows` (N,)."""
+        return Trajectories(
+            latents=self.latents[rows],
+            prev_sample_means=self.prev_sample_means[rows],
+            log_probs=self.log_probs[rows],
+            transition_stds=self.transition_stds[rows],
+            images=[self.images[row] for row in rows.tolist()],
+        )
+
     def to(self, device):
         """The same trajectories with their tensors on `device`."""
         return Trajectories(

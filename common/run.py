@@ -238,38 +238,49 @@ def max_memory_gb():
 
 # ---- images and weights ----------------------------------------------------------------------------------------------
 def save_samples(folder, places, images, records, shown=32):
-    """Write every rank's images as folder/PLACE.png, and a line for each in samples.jsonl: its file, and its record.
+    """Write a rank's images as folder/PLACE.png, and rank 0 a line for each in samples.jsonl: its file, and its record.
 
-    places (B,): the images' numbers over all ranks, of which one may come twice. images: B PIL images, or B videos,
-    lists of PIL frames, each of which becomes one animated PNG. records: B dicts
-    {"prompt": ..., "seed": ..., "<reward>": score ...}, of which the prompt and all scores are the caption.
-    A collective: rank 0 writes, and gets the first `shown` as (PIL image, caption); the others None.
+    places (B,): the images' numbers over all ranks; one that a rank has only to have as many as the others is left to
+    the rank whose turn it is. images: B PIL images, or B videos, lists of PIL frames, each of which becomes one
+    animated PNG. records: B dicts {"prompt": ..., "seed": ..., "<reward>": score ...}, of which the prompt and all
+    scores are the caption. A collective: rank 0 gets the first `shown` as (PIL image, caption); the others None.
     """
-    samples = list(zip(places, images, records, strict=True))
+    folder = Path(folder)
+    samples = {}  # by place: its record and, of those shown, its picture
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for place, image, record in zip(places, images, records, strict=True):
+            if place % dist.get_world_size() == dist.get_rank():
+                save_png(folder / f"{place:05d}.png", image)
+                samples[place] = (record, as_one_picture(image) if place < shown else None)
     parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(samples, parts)
     if parts is None:
         return None
-    by_place = {place: (image, record) for part in parts for place, image, record in part}
-    folder = Path(folder)
+    by_place = {place: sample for part in parts for place, sample in part.items()}
     lines = []  # of samples.jsonl
     grid = []
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for place, (image, record) in sorted(by_place.items()):
-            file = f"{place:05d}.png"
-            save_png(folder / file, image)
-            lines.append(json.dumps({"file": file, **record}) + "\n")
+    for place, (record, picture) in sorted(by_place.items()):
+        lines.append(json.dumps({"file": f"{place:05d}.png", **record}) + "\n")
+        if picture:
             scores = [f"{name} {score:.2f}" for name, score in record.items() if name not in ("prompt", "seed")]
-            grid.append((as_one_picture(image), "  ".join([record["prompt"], *scores])))
+            grid.append((picture, "  ".join([record["prompt"], *scores])))
     with atomic_file(folder / "samples.jsonl") as temporary:
         temporary.write_text("".join(lines))
-    return grid[:shown]
+    return grid
 
 
 def save_policy(folder, model, name):
     """Write policy `name` of the model as diffusers loads it. A collective."""
     save_weights(folder, model.pipe, *policy_tensors(model, name, keep=on_rank_0()))
+
+
+def save_if_best(folder, model, metrics, best_score):
+    """Save the evaluated policy as best_adapter if its weighted total is the best so far. Returns the best so far."""
+    score = metrics["val/weighted_total/mean"].item()
+    if score > best_score:
+        save_policy(folder / "best_adapter", model, model.evaluated_policy)
+    return max(score, best_score)
 
 
 def save_weights(folder, pipe, tensors, lora_config):

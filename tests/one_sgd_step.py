@@ -23,7 +23,6 @@ def main(path, micro_batch_size):
         sde_window_size=0,
         max_grad_norm=1e9,
         learning_rate=1.0,
-        max_logprob_drift=2e-6,
     )
     inputs = flow_grpo.check_args(args)
     device = setup_distributed()

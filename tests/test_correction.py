@@ -1,19 +1,22 @@
 """common/correction.py: log-ratios against torch's Normal, weights by hand, and the gate's verdicts."""
 
 import math
-import re
 from decimal import Decimal, getcontext
 
 from common.correction import (
     Factor,
-    check_drift,
+    check_engine_drift,
     correction_weights,
     default_drift_limit,
-    drift_metrics,
     log_ratios,
+    noise_differences,
+    on_policy_metrics,
     parse_correction,
+    velocity_differences,
 )
 from common.errors import RunError
+from common.noise import draw_noise
+from common.rollout import RolloutRequest, Trajectories
 from common.sde import sde_step
 
 import numpy as np
@@ -245,57 +248,148 @@ def test_parse_errors(text):
 
 
 # ---- the gate --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("shape", [(2, 3), (2, 1, 3)])  # (N, W), and (ranks, B, W)
-def test_the_gate_passes_at_its_limit_and_raises_above(shape):
-    differences = tensor([1e-7, 2e-6, 0.0], [3e-7, 1e-6, 2e-7]).view(shape)
-    check_drift(differences, (1, 4, 5), 2e-6)
-    differences[1, ..., 1] = 3.21e-6
+SIGMAS = [1.0, 0.9, 0.6, 0.35, 0.0]
+SDE_STEPS = (0, 2)
+
+
+def rollout_of(velocity_error=0.0, sde_type="sde", noise_level=0.7, size=6, **changes):
+    """A request of 3 images, what an engine gave whose velocity is off by a share of it, and the trainer's scores."""
+    request = RolloutRequest(
+        conditioning={"prompt_embeds": torch.zeros(3, 1)},
+        negative_conditioning=None,
+        prompt_index=torch.arange(3),
+        seeds=[7, 8, 9],
+        timesteps=1000 * torch.tensor(SIGMAS[:-1]),
+        sigmas=torch.tensor(SIGMAS),
+        latent_shape=(4, size, size),
+        sde_steps=SDE_STEPS,
+        sde_type=sde_type,
+        noise_level=noise_level,
+        guidance_scale=1.0,
+        height=8,
+        width=8,
+        **changes,
+    )
+    generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
+    x = request.first_latents(generators, "cpu")
+    first = x
+    steps = []
+    scores = []
+    for i in range(4):
+        v = torch.cos(3 * x)
+        level = noise_level if i in SDE_STEPS else 0.0
+        options = {"sde_type": sde_type, "sigma_max": request.sigma_max}
+        engine_v = v * (1 + velocity_error)
+        steps.append(sde_step(x, engine_v, SIGMAS[i], SIGMAS[i + 1], level, generator=generators, **options))
+        if i in SDE_STEPS:
+            x_next = steps[-1].prev_sample
+            scores.append(sde_step(x, v, SIGMAS[i], SIGMAS[i + 1], level, prev_sample=x_next, **options))
+        x = steps[-1].prev_sample
+    trajectories = Trajectories.from_steps(first, steps, images=[None] * 3)
+    scored = Trajectories(
+        latents=trajectories.latents,
+        prev_sample_means=torch.stack([out.prev_sample_mean for out in scores], 1),
+        log_probs=torch.stack([out.log_prob for out in scores], 1),
+        transition_stds=trajectories.transition_stds,
+        images=trajectories.images,
+    )
+    return request, trajectories, scored
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A world of one rank."""
+    monkeypatch.setattr("common.correction.gather", lambda tensor: tensor[None])
+
+
+@pytest.mark.parametrize("size", [2, 16])
+@pytest.mark.parametrize("noise_level", [0.1, 0.7])
+@pytest.mark.parametrize("sde_type", ["sde", "dance", "cps", "cps_gauss"])
+def test_the_difference_of_velocities_knows_no_other_scale(sde_type, noise_level, size):
+    """A velocity that is 1 % too long is 1 % off, at every step, of every kind, by noise and number of elements."""
+    request, trajectories, scored = rollout_of(0.01, sde_type, noise_level, size)
+    differences = velocity_differences(request, trajectories, scored.prev_sample_means)
+    torch.testing.assert_close(differences, torch.full((3, 2), 0.01, dtype=torch.float64), rtol=1e-3, atol=0)
+
+
+def test_what_was_drawn_is_the_noise_of_the_seeds():
+    request, trajectories, _ = rollout_of()
+    assert noise_differences(request, trajectories).max() < 2e-7
+    others = rollout_of()[0]
+    others.seeds[1] = 1
+    different = noise_differences(others, trajectories)
+    assert different[1].min() > 0.1 and different[[0, 2]].max() < 2e-7
+    # latents to go on from leave a generator's first draw to the first step
+    start = draw_noise((3, 4, 6, 6))
+    request, trajectories, _ = rollout_of(initial_latents=start)
+    assert noise_differences(request, trajectories).max() < 2e-7
+
+
+@pytest.mark.parametrize("column", [0, 1, 3])
+def test_latents_rounded_to_bf16_are_seen(column):
+    """The first ones, and those that a step ends at; whatever the dtype of the forward passes."""
+    request, trajectories, _ = rollout_of()
+    latents = trajectories.latents.clone()
+    latents[1, column] = latents[1, column].bfloat16().float()
+    differences = noise_differences(request, trajectories.__class__(**{**vars(trajectories), "latents": latents}))
+    assert 5e-4 < differences.max() < 5e-3
+    assert differences[[0, 2]].max() < 2e-7
+
+
+def test_the_gate_passes_round_off_and_tells_how_much_it_is(alone):
+    request, trajectories, scored = rollout_of(0.01)
+    metrics = check_engine_drift(request, trajectories, scored, limit=0.0101)
+    names = ("velocity_diff_max", "velocity_diff_max/0", "velocity_diff_max/2")
+    assert all(metrics[f"rollout_corr/{name}"] == pytest.approx(0.01, rel=1e-3) for name in names)
+    log_prob = (scored.log_probs - trajectories.log_probs).abs()
+    assert metrics["rollout_corr/logprob_abs_diff_mean"] == log_prob.mean()
+    assert metrics["rollout_corr/logprob_abs_diff_max/2"] == log_prob[:, 1].max()
+    # the engine's means of the first images are enough
+    first = trajectories.__class__(**{**vars(trajectories), "prev_sample_means": trajectories.prev_sample_means[:1]})
+    assert check_engine_drift(request, first, scored, limit=0.0101).keys() == metrics.keys()
+
+
+def test_the_gate_stops_another_policy_in_one_line(alone):
+    request, trajectories, scored = rollout_of(0.01)
+    scored.prev_sample_means[2, 1] += 1.0
     with pytest.raises(
-        RunError,
-        match=re.escape(
-            "at sampling step 4 the trainer's log-prob is 3.2e-06 off the engine's, more than "
-            "--max_logprob_drift 2.0e-06: they do not run the same policy."
-        ),
+        RunError, match=r"^at sampling step 2 the engine's velocity is \S+ off the trainer's, "
     ) as error:
-        check_drift(differences, (1, 4, 5), 2e-6)
+        check_engine_drift(request, trajectories, scored, limit=0.02)
     message = str(error.value)
-    for hint in (
-        "sigmas",
-        "number of steps",
-        "guidance",
-        "stale weights",
-        "dtype of latents",
-        "--rollout local",
-        "Raise --max_logprob_drift only if this is the round-off of --dtype",
-    ):
+    for hint in ("more than --max_velocity_drift 2.0e-02:", "sigmas", "number of steps", "guidance", "--rollout local"):
         assert hint in message, hint
     assert "\n" not in message and isinstance(error.value, RuntimeError)
 
 
+def test_the_gate_stops_rounded_latents_and_a_ratio_that_starts_off(alone):
+    request, trajectories, scored = rollout_of()
+    rounded = trajectories.__class__(**{**vars(trajectories), "latents": trajectories.latents.bfloat16().float()})
+    with pytest.raises(RunError, match=r"at sampling step \d the engine's samples are .* does it keep fp32 latents\?"):
+        check_engine_drift(request, rounded, scored, limit=10.0)
+    scored.log_probs[0, 1] += 1e-3
+    check_engine_drift(request, trajectories, scored, limit=1e-4)
+    with pytest.raises(RunError, match=r"at sampling step 2 the engine's log-prob is 1.0e-03 off .* recompute"):
+        check_engine_drift(request, trajectories, scored, limit=1e-4, log_prob_limit=5e-4)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_the_gate_raises_on_nan_wherever_it_is(bad):
-    for row in range(2):
-        for w in range(3):
-            differences = torch.full((2, 3), 1.0)
-            differences[row, w] = bad
-            with pytest.raises(RunError, match=f"at sampling step {w} .* is {bad} off"):
-                check_drift(differences, (0, 1, 2), 10.0)
+@pytest.mark.parametrize("column", [0, 1])
+def test_the_gate_stops_at_nan_wherever_it_is(bad, column, alone):
+    for row in range(3):
+        request, trajectories, scored = rollout_of()
+        scored.prev_sample_means[row, column] = bad
+        with pytest.raises(RunError, match=f"at sampling step {SDE_STEPS[column]} "):
+            check_engine_drift(request, trajectories, scored, limit=10.0)
 
 
-def test_the_limit_follows_dtype_and_clip_range():
-    assert default_drift_limit("float32", "recompute", 1e-6) == 2e-6
-    assert default_drift_limit("bfloat16", "recompute", 1e-4) == 2e-3
-    assert default_drift_limit("float32", "rollout", 1e-4) == 2e-6
-    assert default_drift_limit("float32", "rollout", 1e-6) == 5e-7
-    assert default_drift_limit("bfloat16", "rollout", 1e-4) == 5e-5
+def test_the_limit_follows_dtype_and_guidance():
+    assert default_drift_limit("float32", 1.0) == 1e-4
+    assert default_drift_limit("bfloat16", 1.0) == 0.03
+    assert default_drift_limit("bfloat16", 4.0) == pytest.approx(0.03 * 5)  # 4 and -3: the root of 16 + 9
 
 
-def test_drift_metrics():
-    differences = tensor([1.0, 5.0], [3.0, 4.0], [2.0, 0.0], [0.0, 1.0])
-    want = {"mean": 2.0, "max": 5.0, "max/2": 3.0, "max/7": 5.0}
-    for shaped in (differences, differences.view(2, 2, 2)):
-        got = {name: value.item() for name, value in drift_metrics(shaped, (2, 7)).items()}
-        assert got == {f"rollout_corr/logprob_abs_diff_{name}": value for name, value in want.items()}
-    differences[0, 0] = math.nan
-    got = drift_metrics(differences, (2, 7))
-    assert got["rollout_corr/logprob_abs_diff_max"].isnan() and got["rollout_corr/logprob_abs_diff_max/2"].isnan()
+def test_on_policy_metrics(monkeypatch):
+    monkeypatch.setattr("common.correction.mean_over_ranks", lambda passes: dict.fromkeys(passes[0], 2.0))
+    passes = [{"actor/loss": 1.0, "actor/ratio_mean": 1.0, "actor/ratio_std": 0.0}]
+    assert on_policy_metrics(passes) == {"actor/on_policy_ratio_mean": 2.0, "actor/on_policy_ratio_std": 2.0}

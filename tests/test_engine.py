@@ -54,7 +54,7 @@ def assert_parity(engine, model, args, request, lora):
     theirs = engine.generate(request, lora=lora)
     ours = flow_grpo.rollout(args, model, None, request)
     assert theirs.log_probs.shape == (7, len(request.sde_steps))
-    log_probs = flow_grpo.recompute_log_probs(args, model, request, theirs).log_probs
+    log_probs = flow_grpo.recompute_log_probs(args, model, request, theirs, torch.arange(len(theirs.images))).log_probs
     torch.testing.assert_close(log_probs, theirs.log_probs, rtol=0, atol=1e-6)
     # two rollouts of their own: round-off of each step is the next step's input, and guidance enlarges it
     torch.testing.assert_close(theirs.latents, ours.latents, rtol=0, atol=1e-4)

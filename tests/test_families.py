@@ -280,7 +280,9 @@ def assert_parity(engine, model, policy, lora):
     theirs = engine.generate(request, lora=lora)
     with acting(model, policy):
         ours = flow_grpo.rollout(args, model, None, request)
-        log_probs = flow_grpo.recompute_log_probs(args, model, request, theirs).log_probs
+        log_probs = flow_grpo.recompute_log_probs(
+            args, model, request, theirs, torch.arange(len(theirs.images))
+        ).log_probs
     torch.testing.assert_close(log_probs, theirs.log_probs, rtol=0, atol=1e-6)
     torch.testing.assert_close(theirs.latents, ours.latents, rtol=0, atol=1e-5)
     assert_same_images(theirs.images, ours.images)

@@ -53,7 +53,7 @@ NUMBERS = {  # of each script: option -> values that it refuses
         "engine_timeout_s": ["0", "nan", "inf"],
         "updates_per_rollout": ["0", "-1"],
         "epochs_per_rollout": ["0"],
-        "max_logprob_drift": ["0", "nan", "inf", "-1"],
+        "max_velocity_drift": ["0", "nan", "inf", "-1"],
         "rollout_correction": ["nonsense", "tis:nan", "tis:-1"],
     },
     "grpo_guard.py": {"dppo_delta": ["0", "nan", "inf"], "noise_level": ["nan", "1e308"]},

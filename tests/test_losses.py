@@ -238,12 +238,14 @@ def test_rescoring_a_trajectory_gives_ratio_exactly_1(sde_type, sde_steps):
     trajectories = sample_locally(model, request.select(rows))
     assert trajectories.latents.shape == (6, 7, 4, 2, 3)
     assert trajectories.log_probs.shape == (6, len(sde_steps))
-    again = recompute_log_probs(SimpleNamespace(micro_batch_size=6), model, request, trajectories)
+    again = recompute_log_probs(SimpleNamespace(micro_batch_size=6), model, request, trajectories, rows)
     assert torch.equal(again.log_probs, trajectories.log_probs)
     assert torch.equal(again.prev_sample_means, trajectories.prev_sample_means)
-    assert again.latents is trajectories.latents and again.images is trajectories.images
+    assert torch.equal(again.latents, trajectories.latents) and again.images == trajectories.images
+    again = recompute_log_probs(SimpleNamespace(micro_batch_size=6), model, request, trajectories, rows[:4])
+    assert again.log_probs.shape == (4, len(sde_steps)) and again.latents.shape[0] == len(again.images) == 4
     # another micro-batch size: vectors end elsewhere and sums have another order, round-off of fp32
-    again = recompute_log_probs(SimpleNamespace(micro_batch_size=2), model, request, trajectories)
+    again = recompute_log_probs(SimpleNamespace(micro_batch_size=2), model, request, trajectories, rows)
     torch.testing.assert_close(again.log_probs, trajectories.log_probs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(again.prev_sample_means, trajectories.prev_sample_means, rtol=1e-6, atol=1e-6)
 

@@ -290,7 +290,6 @@ def policy(lora_path=None, **changes):
         rollout="local",
         num_inference_steps=4,
         updates_per_rollout=1,
-        max_logprob_drift=1e9,
         lora_path=lora_path and str(lora_path),
         **changes,
     )

@@ -105,7 +105,7 @@ class VLLMEngine:
             self.ready = True
         return self.startup_s
 
-    def generate(self, request, lora=True):
+    def generate(self, request, lora=True, finished=None):
         """RolloutRequest -> Trajectories, with what was last pushed or, `lora=False`, with the base model.
 
         An engine that has taken full weights no longer has the base model.
@@ -131,7 +131,10 @@ class VLLMEngine:
                 f"{self.log_file}"
             )
         pixels = answer.pop("images").numpy()  # (B, height, width, 3) uint8, of videos (B, frames, height, width, 3)
-        return Trajectories(**answer, images=[to_pil(image) for image in pixels])
+        images = [to_pil(image) for image in pixels]
+        if finished:
+            finished(range(len(images)), images)
+        return Trajectories(**answer, images=images)
 
     def push(self, tensors, config):
         """Replace the engine's policy: CPU tensors by the names that diffusers and peft give them.

@@ -2,9 +2,12 @@
 
 images: list of B PIL images (RGB), of a model that makes videos list of B videos, lists of PIL frames; the built-in
 rewards are of images. prompts: list of B strings; metadata: list of B dicts (the other fields of a .jsonl
-prompt file). scores: B floats, higher is better. A reward may carry an attribute `check`, a function `(prompt)` that
-raises ValueError for a prompt it cannot score; it runs on every prompt before any model loads. A reward that fails
-raises: it never returns 0 instead.
+prompt file). scores: B floats, higher is better. A reward that fails raises: it never returns 0 instead.
+
+Rewards run in a thread beside the rollout, batch by batch as images are finished: an image's score may not depend on
+the others of the call. A reward with the attribute `whole_batch = True` is called once, with all images of the rank.
+One with an attribute `check`, a function `(prompt)` that raises ValueError for a prompt that it cannot score, has it
+run on every prompt before any model loads. On GPUs the rank's own is the current device from the import on.
 
 The built-in reward NAME is function NAME of the file common/rewards/NAME.py; a user's own is path/to/file.py:function.
 """
@@ -12,8 +15,11 @@ The built-in reward NAME is function NAME of the file common/rewards/NAME.py; a 
 import copy
 import importlib
 import os
+import queue
+import threading
 from pathlib import Path
 
+from common.distributed import use_own_gpu
 from common.errors import RunError
 from common.sampler import gather_shares
 from common.user_code import describe, load_function, own_folder
@@ -36,6 +42,7 @@ def load_rewards(names, reward_weights, num_frames=1):
             a built-in reward, all of which are of images, where videos of several frames are made.
     """
     functions = {}
+    use_own_gpu()  # before a user's file is imported, which may load a network
     if len(reward_weights) != len(names):
         raise ValueError(f"--reward_weights: {len(reward_weights)} weights for {len(names)} rewards; give one for each")
     for name in names:
@@ -57,6 +64,62 @@ def load_rewards(names, reward_weights, num_frames=1):
     if TOTAL in functions:
         raise ValueError(f"--reward {' '.join(names)}: {TOTAL} is what their weighted sum is logged as")
     return functions
+
+
+class Scorer:
+    """Scores the images of a rollout in a thread of its own, while the others are being sampled.
+
+    scorer = Scorer(rewards, prompts)
+    scorer.add([0, 1], images)  # as often as images are finished
+    scores = scorer.scores()
+    """
+
+    def __init__(self, rewards, prompt_set):
+        """rewards: {name: function}; prompt_set: the prompts of all B images."""
+        self.rewards = rewards
+        self.prompt_set = prompt_set
+        self.early = {name: f for name, f in rewards.items() if not getattr(f, "whole_batch", False)}
+        self.images = [None] * len(prompt_set)
+        self.scores_of_early = torch.full((len(prompt_set), len(self.early)), torch.nan, dtype=torch.float64)
+        self.finished = queue.SimpleQueue()  # of (rows, images), and None at the end
+        self.error = None  # what ended the thread early
+        # a daemon: a reward that hangs must not keep a run from ending that has failed elsewhere
+        self.thread = threading.Thread(target=self._score, daemon=True)
+        self.thread.start()
+
+    def add(self, rows, images):
+        """Hand over finished images: `rows`, their numbers among the B, and the images."""
+        for row, image in zip(rows, images, strict=True):
+            self.images[row] = image
+        self.finished.put((list(rows), images))
+
+    def scores(self):
+        """Wait for all scores: (B, R) in fp64, a column for each reward, in their order.
+
+        Raises:
+            RunError: what score_images raises.
+        """
+        self.finished.put(None)
+        self.thread.join()
+        if self.error:
+            raise self.error
+        early = iter(self.scores_of_early.T)
+        columns = []
+        for name, function in self.rewards.items():
+            if name in self.early:
+                columns.append(next(early))
+            else:
+                columns.append(score_images({name: function}, self.images, self.prompt_set)[:, 0])
+        return torch.stack(columns, 1)
+
+    def _score(self):
+        use_own_gpu()  # which is set for each thread
+        try:
+            for rows, images in iter(self.finished.get, None):
+                if self.early:
+                    self.scores_of_early[rows] = score_images(self.early, images, self.prompt_set.select(rows))
+        except Exception as error:  # raised in `scores`, in the thread that waits for them
+            self.error = error
 
 
 @torch.no_grad()
