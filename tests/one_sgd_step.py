@@ -1,5 +1,6 @@
 """One SGD update of flow_grpo.py's policy on 16 images with made-up advantages; saves the LoRA. Run by torchrun."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from common.sampler import GroupSampler
 import torch
 
 
-def main(path, micro_batch_size):
+def main(path, micro_batch_size, ranks_of_a_node):
     args = flow_grpo.Args(
         rollout="local",
         num_prompts=4,
@@ -26,6 +27,7 @@ def main(path, micro_batch_size):
     )
     inputs = flow_grpo.check_args(args)
     device = setup_distributed()
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_of_a_node)  # as if the ranks were on several nodes
     model, trained = flow_grpo.load_policy(args, inputs, device)
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, args.seed)
     request, _, image_index = flow_grpo.draw_request(args, model, sampler, inputs.train_set, step=1)
@@ -40,5 +42,5 @@ def main(path, micro_batch_size):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     end_distributed()

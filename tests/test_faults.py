@@ -55,10 +55,15 @@ def steps_of(folder, name="flow_grpo"):
 
 
 # ---- the engine does not run the trainer's policy --------------------------------------------------------------------
-DRIFT = r"at sampling step \d the trainer's log-prob is \S+ off the engine's, more than --max_logprob_drift 2.0e-06: "
+DRIFT = (
+    r"at sampling step \d the engine's velocity is \S+ off the trainer's, more than --max_velocity_drift \S+: they do"
+)
+LATENTS = (
+    r"at sampling step \d the engine's samples are \S+ off mean \+ std x the noise of their seeds, more than 1.0e-05: "
+)
 BROKEN = {
     "sigmas": (DRIFT, []),
-    "bf16_latents": (DRIFT, []),
+    "bf16_latents": (LATENTS, []),
     "stale": (DRIFT, []),
     "guidance": (DRIFT, ["--guidance_scale", 3]),
     "steps": ("the engine took 5 sampling steps where 6 were asked for, and gave 6 latents and 1 log-probs for 1", []),

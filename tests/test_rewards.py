@@ -2,11 +2,13 @@
 
 import io
 import sys
+import threading
 
 from common import rewards as room
 from common.data import PromptSet
 from common.errors import RunError
 from common.rewards import (
+    Scorer,
     built_in_rewards,
     eval_metrics,
     load_rewards,
@@ -250,6 +252,72 @@ def test_a_reward_that_raises_is_never_a_score():
     told = r"reward broken raised ConnectionError: the judge is down \(.*test_rewards.py:\d+\)$"
     with pytest.raises(RunError, match=told):
         score_images({"fine": reward(1, 2), "broken": fails}, IMAGES, PROMPTS)
+
+
+# ---- Scorer ----------------------------------------------------------------------------------------------------------
+FIVE = [sign(str(i)) for i in range(5)]
+FIVE_PROMPTS = PromptSet([f"p{i}" for i in range(5)], [{"n": i} for i in range(5)])
+
+
+def brightness(images, prompts, metadata):
+    return [
+        image.resize((1, 1)).getpixel((0, 0))[0] / 255 + data["n"] for image, data in zip(images, metadata, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("batches", [[[0, 1, 2, 3, 4]], [[0], [1, 2], [3, 4]], [[3, 4], [0, 1], [2]]])
+def test_scores_of_batches_are_those_of_all_at_once(batches):
+    """A reward that wants all images has them once, in order, and its column where it is named."""
+    calls = []
+
+    def rank_of(images, prompts, metadata):
+        calls.append([data["n"] for data in metadata])
+        return [10 * prompts.index(prompt) + len(images) for prompt in prompts]
+
+    rank_of.whole_batch = True
+    rewards = {"first": brightness, "rank_of": rank_of, "last": lambda *given: [-score for score in brightness(*given)]}
+    scorer = Scorer(rewards, FIVE_PROMPTS)
+    for rows in batches:
+        scorer.add(rows, [FIVE[row] for row in rows])
+    scores = scorer.scores()
+    assert calls == [[0, 1, 2, 3, 4]]
+    assert torch.equal(scores, score_images(rewards, FIVE, FIVE_PROMPTS)) and scores.dtype == torch.float64
+    assert scores[:, 1].tolist() == [5, 15, 25, 35, 45]
+
+
+def test_images_are_scored_while_others_are_sampled():
+    """The reward of the first batch ends only after the second has been handed over, and begins before."""
+    began = threading.Event()
+    go_on = threading.Event()
+
+    def waits(images, prompts, metadata):
+        began.set()
+        assert go_on.wait(30)
+        return [1.0] * len(images)
+
+    scorer = Scorer({"waits": waits}, FIVE_PROMPTS)
+    scorer.add(range(2), FIVE[:2])
+    assert began.wait(30)
+    scorer.add(range(2, 5), FIVE[2:])
+    go_on.set()
+    assert scorer.scores().tolist() == [[1.0]] * 5
+    assert scorer.thread.daemon  # one that hangs does not keep a failed run from ending
+
+
+def test_a_reward_that_fails_beside_the_rollout_ends_it_when_scores_are_asked_for():
+    calls = []
+
+    def fails(images, prompts, metadata):
+        calls.append(prompts)
+        raise ConnectionError("the judge is down")
+
+    scorer = Scorer({"broken": fails}, FIVE_PROMPTS)
+    scorer.add([0, 1], FIVE[:2])
+    scorer.add([2, 3, 4], FIVE[2:])
+    with pytest.raises(RunError, match="reward broken raised ConnectionError: the judge is down") as error:
+        scorer.scores()
+    assert calls == [["p0", "p1"]]
+    assert isinstance(error.value.__cause__, ConnectionError)  # for the traceback in the run folder
 
 
 # ---- reward_metrics --------------------------------------------------------------------------------------------------
