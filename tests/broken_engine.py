@@ -42,38 +42,51 @@ def bf16_latents(answer):
 REQUESTS = {"sigmas": shifted_sigmas, "steps": one_step_less, "guidance": without_guidance}
 SIGNALS = {"killed": signal.SIGKILL, "stuck": signal.SIGSTOP}  # to the engine, in its second rollout
 ANSWERS = {"bf16_latents": bf16_latents}
-BOUND = {"push_lora": lambda tensors: len(tensors) // 2, "push_weights": len}  # what an engine that took them says
 BREAKAGES = (*REQUESTS, *ANSWERS, *SIGNALS, "stale")
 
 
-def break_engine(breakage, call=VLLMEngine._call, verify_push=VLLMEngine.verify_push):
-    """Patch VLLMEngine. With "stale", the policy verified at the start of the run stays the engine's."""
+def break_engine(breakage, engine=VLLMEngine):
+    """Patch VLLMEngine. With "stale" the engine keeps the adapter that was verified at the start of the run: it gets
+    that one again in place of the new one, and says honestly what it holds."""
     if breakage not in BREAKAGES:
         raise SystemExit(f"broken_engine.py: error: {breakage!r} is none of {', '.join(BREAKAGES)}")
+    ask = engine._ask
+    answer = engine._answer
+    generate = engine.generate
+    verify_push = engine.verify_push
 
-    def broken_call(self, operation, *args, **kwargs):
-        if operation in BOUND and breakage == "stale" and getattr(self, "verified", False):
-            return BOUND[operation](args[0])
-        training = operation == "generate" and args[0].sde_steps
-        if not training:
-            return call(self, operation, *args, **kwargs)
-        if breakage in REQUESTS:
-            args = (REQUESTS[breakage](args[0]), *args[1:])
-        if breakage in SIGNALS:
+    def broken_ask(self, operation, *args, **kwargs):
+        if operation == "push_lora" and breakage == "stale":
+            if getattr(self, "verified", False):
+                args = self.first_push
+            self.first_push = args
+        if self.trains and breakage in REQUESTS and operation == "generate":
+            args = (REQUESTS[breakage](args[0]),)
+        return ask(self, operation, *args, **kwargs)
+
+    def broken_answer(self, number, operation):
+        value = answer(self, number, operation)
+        if self.trains and breakage in ANSWERS and operation == "generate":
+            value = ANSWERS[breakage](value)
+        return value
+
+    def broken_generate(self, request, *args, **kwargs):
+        self.trains = bool(request.sde_steps)
+        if self.trains and breakage in SIGNALS:
             self.rollouts = getattr(self, "rollouts", 0) + 1
             if self.rollouts == 2:
                 os.kill(self.process.pid, SIGNALS[breakage])
-        answer = call(self, operation, *args, **kwargs)
-        if breakage in ANSWERS:
-            answer = ANSWERS[breakage](answer)
-        return answer
+        return generate(self, request, *args, **kwargs)
 
     def then_verified(self, *args):
         verify_push(self, *args)
         self.verified = True
 
-    VLLMEngine._call = broken_call
-    VLLMEngine.verify_push = then_verified
+    engine.trains = False
+    engine._ask = broken_ask
+    engine._answer = broken_answer
+    engine.generate = broken_generate
+    engine.verify_push = then_verified
 
 
 if __name__ == "__main__":

@@ -5,16 +5,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from multiprocessing import Pipe
+from pathlib import Path
 
 import flow_grpo
-from common.engine import client
+from common.engine import client, messages
 from common.engine.client import EngineError, VLLMEngine
 from common.lora import read_lora
 from common.policy import policy_tensors
 from common.rollout import RolloutRequest
 from common.run import save_weights
-from tests.conftest import EMBEDDED, ROOT, embedded_model, policy_without_fsdp
+from tests.conftest import EMBEDDED, ROOT, assert_same, embedded_model, policy_without_fsdp
 
 import psutil
 import pytest
@@ -24,9 +27,9 @@ from peft import LoraConfig
 PROMPTS = ['a red sign that says "123"', 'a blue sign that says "456789"', 'a white sign that says "0000"']
 
 
-def start(folder, timeout_s=120.0, dtype="float32"):
+def start(folder, timeout_s=120.0, dtype="float32", **options):
     return VLLMEngine(
-        EMBEDDED, dtype, max_num_seqs=4, log_file=folder / "engine.log", timeout_s=timeout_s, num_threads=1
+        EMBEDDED, dtype, max_num_seqs=4, log_file=folder / "engine.log", timeout_s=timeout_s, num_threads=1, **options
     )
 
 
@@ -36,6 +39,13 @@ def engine(tmp_path_factory):
     yield engine
     engine.close()
     assert engine.process.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def bf16_engine(tmp_path_factory):
+    engine = start(tmp_path_factory.mktemp("bf16"), dtype="bfloat16")
+    yield engine
+    engine.close()
 
 
 def request_for(model, args, sde_steps=(0, 1, 2, 3, 4), seeds=range(7)):
@@ -104,15 +114,35 @@ def test_parity_with_a_window_and_other_batches(engine):
 
 
 def replace_calls(monkeypatch, engine):
-    """The engine's real `_call`, and a dict: a function put there under an operation's name is called in its place."""
-    real = engine._call
+    """The engine's real `_call`, and a dict: a function put there under an operation's name answers in its place."""
+    ask = engine._ask
+    answer = engine._answer
     replaced = {}
+    answers = []
 
-    def call(operation, *args, **kwargs):
-        return replaced.get(operation, real)(operation, *args, **kwargs)
+    def ask_or_replace(operation, *args, memory=None, **kwargs):
+        if operation not in replaced:
+            return ask(operation, *args, memory=memory, **kwargs)
+        answers.append(replaced[operation](operation, *args, **kwargs))
+        return None
 
-    monkeypatch.setattr(engine, "_call", call)
+    def real(operation, *args, **kwargs):
+        return answer(ask(operation, *args, **kwargs), operation)
+
+    monkeypatch.setattr(engine, "_ask", ask_or_replace)
+    monkeypatch.setattr(engine, "_answer", lambda n, operation: answers.pop(0) if n is None else answer(n, operation))
     return real, replaced
+
+
+def weight_fingerprints(tensors):
+    """What an engine says that holds these full weights."""
+    return {name: messages.fingerprint(tensor) for name, tensor in tensors.items()}
+
+
+def adapter_fingerprints(tensors, config):
+    """What an engine says in whose layers this adapter acts."""
+    scale = config["lora_alpha"] / config["r"]
+    return weight_fingerprints({name: t * scale if "lora_B" in name else t for name, t in tensors.items()})
 
 
 def test_first_push_is_verified(engine, monkeypatch):
@@ -122,19 +152,68 @@ def test_first_push_is_verified(engine, monkeypatch):
     engine.verify_push(adapter, config, request)
     assert_parity(engine, model, args, request_for(model, args), lora=True)  # it leaves the real adapter
     real, replaced = replace_calls(monkeypatch, engine)
-    replaced["push_lora"] = lambda operation, tensors, config: 30
+    replaced["push_lora"] = lambda operation, tensors, config: (30, {})
     with pytest.raises(EngineError, match="bound 30 of the 31 adapter's modules"):
         engine.verify_push(adapter, config, request)
-    replaced["push_lora"] = lambda operation, tensors, config: 31
+    replaced["push_lora"] = lambda operation, tensors, config: (31, adapter_fingerprints(tensors, config))
     with pytest.raises(EngineError, match="changes nothing"):
         engine.verify_push(adapter, config, request)
     del replaced["push_lora"]
-    replaced["generate"] = lambda operation, request, lora: real(operation, request, lora=engine.pushed is not None)
+    replaced["generate"] = lambda operation, request, **options: real(
+        operation, request, **options | {"lora": engine.pushed is not None}
+    )
     engine.pushed = None
     with pytest.raises(EngineError, match="changes the engine's base model too"):
         engine.verify_push(adapter, config, request)
     with pytest.raises(EngineError, match="full weights cannot be pushed to an engine that has taken a LoRA"):
         engine.push({"proj_out.bias": torch.zeros(16)}, None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora_alpha", [16, 20])  # of rank 16: as it is, and scaled
+def test_an_adapter_that_is_stale_in_one_element_is_an_error(engine, bf16_engine, monkeypatch, dtype, lora_alpha):
+    """By one unit in the last place of what the engine holds; what its dtype rounds away is not stale."""
+    engine = {"float32": engine, "bfloat16": bf16_engine}[dtype]
+    model, _, config = policy_without_fsdp(lora_alpha=lora_alpha)
+    adapter = policy_tensors(model)[0]
+    engine.push(adapter, config)
+    ask = engine._ask
+
+    def push_but_keep(name, change):
+        """Push the adapter changed by `change` in one element of `name`, to an engine that keeps the one it has."""
+        changed = adapter | {name: adapter[name].clone()}
+        changed[name][1, 2] = change(changed[name][1, 2])
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_ask", lambda operation, tensors, config: ask(operation, kept, config))
+            engine.push(changed, config)
+
+    kept = {name: tensor.to(engine.dtype) for name, tensor in adapter.items()}
+    for name in ("transformer_blocks.1.attn.to_k.lora_A.weight", "transformer_blocks.0.attn.to_out.0.lora_B.weight"):
+        with pytest.raises(EngineError, match=rf"is stale: {name} in it is not what was pushed \(1 of 62 tensors"):
+            push_but_keep(name, lambda x: next_number(x.to(engine.dtype)).float())
+        push_but_keep(name, lambda x: x.to(engine.dtype).float() * (1 + torch.finfo(engine.dtype).eps / 256))
+
+
+def next_number(x):
+    """The next one of its dtype, away from 0."""
+    integers = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+    return (x.view(integers[x.dtype]) + 1).view(x.dtype)
+
+
+def test_an_adapter_that_does_not_act_is_an_error(engine, monkeypatch):
+    """The engine says what is active in its layers, not what it was sent; nor may anything else act in them."""
+    model, args, config = policy_without_fsdp()
+    adapter = policy_tensors(model)[0]
+    engine.push(adapter, config)
+    fewer = {name: tensor for name, tensor in adapter.items() if ".to_q." in name}
+    real = engine._call
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_call", lambda operation, tensors, config: (31, real(operation, fewer, config)[1]))
+        with pytest.raises(EngineError, match=r"stale: transformer_blocks.0.attn.to_k.lora_A.weight .*54 of 62 tensor"):
+            engine.push(adapter, config)
+        patch.setattr(engine, "_call", lambda operation, tensors, config: (4, real(operation, adapter, config)[1]))
+        with pytest.raises(EngineError, match=r"stale: transformer_blocks.0.attn.to_k.lora_A.weight .*54 of 62 tensor"):
+            engine.push(fewer, config)
 
 
 def test_an_adapter_read_from_a_file_is_pushed(engine, tmp_path):
@@ -171,6 +250,120 @@ def test_log_probs_too_few_are_an_error(engine, monkeypatch):
         engine.generate(request, lora=False)
 
 
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sde_steps", [(0, 1, 2), ()])
+def test_chunks_give_the_numbers_of_one_large_call(engine, monkeypatch, sde_steps):
+    """To the bit: 10 images in batches of 4, which one call of the engine's samples just so."""
+    model, args, config = policy_without_fsdp(guidance_scale=3.0)
+    engine.push(policy_tensors(model)[0], config)
+    request = request_for(model, args, sde_steps, range(10))
+    whole = engine._call("generate", request.cpu(), lora=True, means=True, is_last=True)
+    seen = []
+    chunked = engine.generate(request, finished=lambda rows, images: seen.append((rows, images)))
+    for name in ("latents", "prev_sample_means", "log_probs", "transition_stds"):
+        assert torch.equal(getattr(chunked, name), whole[name]), name
+    assert [rows for rows, _ in seen] == [range(4), range(4, 8), range(8, 10)]
+    assert [image for _, images in seen for image in images] == chunked.images
+    for image, expected in zip(chunked.images, whole["images"], strict=True):
+        assert torch.equal(pixels(image), expected.flatten().int())
+    without_means = engine.generate(request, means=False)
+    assert without_means.prev_sample_means is None and torch.equal(without_means.latents, chunked.latents)
+
+
+def test_a_chunk_is_on_its_way_before_the_one_before_it_is_done_and_has_each_prompt_once(engine, monkeypatch):
+    model, args, _ = policy_without_fsdp()
+    prompt_index = torch.tensor([2, 2, 0, 2, 1, 1, 1, 1, 0, 2])
+    request = replace(request_for(model, args, (0,), range(10)), prompt_index=prompt_index)
+    events = []
+    ask = engine._ask
+    answer = engine._answer
+
+    def recorded_ask(operation, part, **kwargs):
+        events.append(f"ask {len(part.seeds)}")
+        assert len(part.conditioning["prompt_embeds"]) == len(set(part.prompt_index.tolist()))
+        return ask(operation, part, **kwargs)
+
+    def recorded_answer(number, operation):
+        events.append("answer")
+        return answer(number, operation)
+
+    monkeypatch.setattr(engine, "_ask", recorded_ask)
+    monkeypatch.setattr(engine, "_answer", recorded_answer)
+    chunked = engine.generate(request, lora=False, finished=lambda rows, images: events.append("finished"))
+    assert events == ["ask 4", "ask 4", "answer", "finished", "ask 2", "answer", "finished", "answer", "finished"]
+    alone = engine.generate(replace(request.select(torch.tensor([9])), seeds=[9]), lora=False)
+    torch.testing.assert_close(alone.latents, chunked.latents[9:], rtol=0, atol=1e-5)  # of its own prompt
+
+
+def test_what_finished_raises_leaves_a_usable_engine(engine):
+    model, args, _ = policy_without_fsdp()
+    request = request_for(model, args, (0, 1), range(10))
+    expected = engine.generate(request, lora=False)
+
+    def fail(rows, images):
+        raise KeyError("of the reward")
+
+    with pytest.raises(KeyError, match="of the reward"):
+        engine.generate(request, lora=False, finished=fail)
+    again = engine.generate(request, lora=False)
+    assert torch.equal(again.latents, expected.latents) and torch.equal(again.log_probs, expected.log_probs)
+
+
+def test_each_chunk_has_its_own_bound(engine, monkeypatch):
+    """All three together take longer than timeout_s."""
+    model, args, _ = policy_without_fsdp()
+    request = request_for(model, args, (0,), range(12))
+    engine.generate(request, lora=False)
+    monkeypatch.setattr(engine, "timeout_s", 2.5)
+    began = time.monotonic()
+    engine.generate(request, lora=False, finished=lambda rows, images: time.sleep(1.0))
+    assert time.monotonic() - began > 2.5
+
+
+# ---- what passes between the processes -------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_a_message_brings_back_what_was_sent_and_leaves_no_file():
+    """Tensors of all kinds in memory without a name, and anything that pickle takes around them."""
+    sent = {
+        "bf16": torch.arange(6).view(2, 3).bfloat16(),
+        "part": torch.arange(10.0)[::3],
+        "int": torch.tensor([2**40]),
+        "bool": torch.tensor(True),
+        "empty": torch.zeros(3, 0),
+        "others": [1, ("a", None), torch.float32],
+    }
+    ours, theirs = Pipe()
+    before = set(os.listdir("/dev/shm"))
+    messages.send(ours, sent)
+    messages.send(ours, "the next")
+    received = messages.receive(theirs)
+    assert_same(received, sent)
+    assert messages.receive(theirs) == "the next"
+    received["bf16"].add_(1)  # it may be written to
+    maps = Path("/proc/self/maps")
+    assert "memfd:cleanflow" in maps.read_text() and set(os.listdir("/dev/shm")) == before
+    del received
+    assert "memfd:cleanflow" not in maps.read_text()
+    ours.close()
+    with pytest.raises(EOFError):
+        messages.receive(theirs)
+
+
+@pytest.mark.fast
+def test_fingerprint():
+    """The same in every dtype that holds the numbers; another for one unit in the last place; zeros do not count."""
+    x = torch.randn(50, 70, generator=torch.Generator().manual_seed(0)).bfloat16()
+    value = messages.fingerprint(x)
+    assert value == messages.fingerprint(x.float()) == messages.fingerprint(torch.nn.functional.pad(x, (0, 3, 2, 0)))
+    assert value == messages.fingerprint(x[:20]) ^ messages.fingerprint(x[20:])
+    assert messages.fingerprint(torch.tensor([1.5])) == 0x3FF8000000000000  # float64's bits
+    for dtype in (torch.bfloat16, torch.float32):
+        changed = x.to(dtype)
+        changed[7, 5] = next_number(changed[7, 5])
+        assert messages.fingerprint(changed) != value
+
+
+# ---- full weights ----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def full_engine(tmp_path_factory):
     """An engine that takes full weights; it comes with the embedded model's own."""
@@ -200,7 +393,7 @@ def test_first_push_of_full_weights_is_verified(full_engine, monkeypatch):
         full_engine.push({}, LoraConfig())
 
     real, replaced = replace_calls(monkeypatch, full_engine)
-    monkeypatch.setattr(client, "TENSORS_PER_MESSAGE", 40)
+    monkeypatch.setattr(client, "BUCKET_BYTES", 4e6)
     sent = []
 
     def verify():  # as with a fresh engine
@@ -208,17 +401,21 @@ def test_first_push_of_full_weights_is_verified(full_engine, monkeypatch):
         full_engine.pushed = None
         full_engine.verify_push(tensors, None, request)
 
-    def with_a_wrong_sign(operation, part):
+    def without_one(operation, part):
+        bound, held = real(operation, part)
+        return bound - ("proj_out.bias" in part), held
+
+    def with_a_wrong_sign(operation, part):  # of 16 numbers: the fingerprint is the same
         return real(operation, {name: -part[name] if name == "proj_out.bias" else part[name] for name in part})
 
     def recorded(operation, part):
         sent.append(list(part))
         return real(operation, part)
 
-    replaced["push_weights"] = lambda operation, part: len(part)
+    replaced["push_weights"] = lambda operation, part: (len(part), weight_fingerprints(part))
     with pytest.raises(EngineError, match="a pushed weight changes nothing"):
         verify()
-    replaced["push_weights"] = lambda operation, part: real(operation, part) - ("proj_out.bias" in part)
+    replaced["push_weights"] = without_one
     with pytest.raises(EngineError, match=f"bound {len(tensors) - 1} of the {len(tensors)} transformer's tensors"):
         verify()
     replaced["push_weights"] = with_a_wrong_sign
@@ -226,8 +423,8 @@ def test_first_push_of_full_weights_is_verified(full_engine, monkeypatch):
         verify()
     replaced["push_weights"] = recorded
     verify()
-    probe, *messages = sent
-    assert len(probe) == 1 and len(messages) > 2 and sum(messages, []) == list(tensors)
+    probe, *buckets = sent
+    assert len(probe) == 1 and len(buckets) > 2 and sum(buckets, []) == list(tensors)
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
@@ -254,14 +451,108 @@ def test_an_unknown_weight_is_an_error_and_the_engine_lives_on(full_engine):
     assert full_engine.push({"proj_out.bias": embedded_model().transformer.proj_out.bias}, None) == 1
 
 
-def test_bf16_engine_takes_fp32_weights(tmp_path):
-    """They are rounded on arrival as on loading: the image comes back to the bit, which verify_push asserts."""
+class OneAtATime(Mapping):
+    """What a sharded model's weights are: gathered when asked for, of a size that is known before."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+        self.gathered = []
+
+    def __getitem__(self, name):
+        self.gathered.append(name)
+        return self.tensors[name].clone()
+
+    def __iter__(self):
+        return iter(self.tensors)
+
+    def __len__(self):
+        return len(self.tensors)
+
+    def numel(self, name):
+        return self.tensors[name].numel()
+
+
+def test_full_weights_are_gathered_one_at_a_time_and_go_in_buckets(full_engine, monkeypatch):
+    tensors = OneAtATime(with_noise(embedded_model()))
+    monkeypatch.setattr(client, "BUCKET_BYTES", 1e6)
+    sizes = []
+    memory = messages.Memory
+
+    def recorded(num_bytes):
+        sizes.append(num_bytes)
+        return memory(num_bytes)
+
+    monkeypatch.setattr(messages, "Memory", recorded)
+    full_engine.push(tensors, None)
+    assert tensors.gathered == list(tensors)  # each once, in order
+    largest = max(4 * tensors.numel(name) for name in tensors)
+    assert len(sizes) > 5 and max(sizes) <= max(1e6, largest + 64)
+    assert sum(sizes) == sum(-(-4 * tensors.numel(name) // 64) * 64 for name in tensors)
+
+
+def test_a_weight_that_is_stale_in_one_element_is_an_error(full_engine, monkeypatch):
+    """Also of k, which the engine holds between q and v in one tensor."""
+    tensors = with_noise(embedded_model())
+    ask = full_engine._ask
+    for name in ("transformer_blocks.0.attn.to_k.weight", "transformer_blocks.1.ff.net.2.bias"):
+        stale = tensors[name].clone()
+        stale.view(-1)[5] = next_number(stale.view(-1)[5])
+
+        def keeping(operation, part, memory=None, name=name, stale=stale):
+            return ask(operation, part | {name: stale})
+
+        with monkeypatch.context() as patch:
+            patch.setattr(full_engine, "_ask", keeping)
+            with pytest.raises(EngineError, match=rf"stale: {name} .*\(1 of {len(tensors)} tensors"):
+                full_engine.push(tensors, None)
+    full_engine.push(tensors, None)
+
+
+def test_bf16_engine_takes_the_trainers_weights(tmp_path):
+    """A model that was loaded in fp32, or in bf16 with the table of positions, a buffer, rounded, too: both are what
+    the engine loaded, and the image comes back to the bit, which verify_push asserts."""
     engine = start(tmp_path, dtype="bfloat16")
-    model = embedded_model()
     args = replace(flow_grpo.Args(), num_inference_steps=6)
-    request = request_for(model, args, sde_steps=(), seeds=range(1))
-    request.conditioning = {name: tensor.bfloat16() for name, tensor in request.conditioning.items()}
-    engine.verify_push(model.transformer.state_dict(), None, request)
+    for dtype in (torch.bfloat16, torch.float32):
+        model = embedded_model(dtype)
+        assert model.transformer.pos_embed.pos_embed.dtype == dtype
+        request = request_for(model, args, sde_steps=(), seeds=range(1))
+        request.conditioning = {name: tensor.bfloat16() for name, tensor in request.conditioning.items()}
+        weights = OneAtATime({name: tensor.float() for name, tensor in model.transformer.state_dict().items()})
+        engine.pushed = None  # it has its own weights again
+        engine.verify_push(weights, None, request)
+        assert len(weights.gathered) == len(weights) + 1  # the probe's
+    engine.close()
+
+
+# ---- the engine's memory and its end ---------------------------------------------------------------------------------
+def test_an_engine_that_sleeps_is_woken_before_it_is_asked(tmp_path, capfd, monkeypatch):
+    """After each rollout its weights leave the GPU. The CPU's worker refuses to sample asleep, as a GPU's could not."""
+    engine = start(tmp_path, sleeps=True)
+    told = "--engine_sleep: on a CPU the engine has no GPU memory to give back"
+    assert capfd.readouterr().err.count(told) == 1
+    model, args, config = policy_without_fsdp()
+    request = request_for(model, args, (0,), range(5))
+    bounded = engine._bounded
+    operations = []
+
+    def recorded(operation, function, *args):
+        if function is messages.send:
+            operations.append(operation)
+        return bounded(operation, function, *args)
+
+    monkeypatch.setattr(engine, "_bounded", recorded)
+    adapter = policy_tensors(model)[0]
+    engine.push(adapter, config)
+    one = engine.generate(request)
+    other = engine.generate(request)
+    engine.push(adapter, config)
+    slept = ["generate", "generate", "fall_asleep", "get_up"]
+    assert operations == ["push_lora", *slept, *slept, "push_lora"]
+    assert torch.equal(one.latents, other.latents)
+    engine._call("fall_asleep")  # behind the client's back
+    with pytest.raises(EngineError, match="the worker sleeps"):
+        engine.generate(request)
     engine.close()
 
 

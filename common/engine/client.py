@@ -3,15 +3,16 @@
 import contextlib
 import importlib.util
 import os
-import pickle
 import re
 import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 
+from common.engine import messages
 from common.errors import RunError
 from common.rollout import Trajectories
 from common.stops import say
@@ -21,7 +22,7 @@ from PIL import Image
 
 FULL_WEIGHTS = "full weights"
 LORA = "a LoRA"
-TENSORS_PER_MESSAGE = 16  # of full weights on their way to the engine: a message of all would be the model once more
+BUCKET_BYTES = 1e9  # of full weights that are on their way to the engine at once
 # The trainer's variables that the engine gets: none with a key to a service, and not the RANK, WORLD_SIZE ... of
 # torchrun, from which an engine would take itself for one of its workers
 ENGINE_VARIABLES = re.compile(
@@ -62,7 +63,9 @@ class VLLMEngine:
     that names the child's log, within `timeout_s`.
     """
 
-    def __init__(self, model, dtype, max_num_seqs, log_file, timeout_s, visible_device=None, num_threads=None):
+    def __init__(
+        self, model, dtype, max_num_seqs, log_file, timeout_s, visible_device=None, num_threads=None, sleeps=False
+    ):
         """Start loading at once; the first call waits.
 
         Args:
@@ -73,13 +76,21 @@ class VLLMEngine:
             timeout_s: seconds to wait for an answer.
             visible_device: CUDA index for the child, or None on CPU.
             num_threads: the child's, on CPU; None: as many as this process has.
+            sleeps: whether its weights leave the GPU after `generate`, until the next call.
         """
+        self.dtype = getattr(torch, dtype)
+        self.max_num_seqs = max_num_seqs
         self.timeout_s = timeout_s
+        self.sleeps = sleeps
         self.log_file = Path(log_file)
         self.pushed = None  # or LORA, or FULL_WEIGHTS
         self.ready = False
+        self.is_asleep = False
+        self.num_asked = 0
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         say(f"starting the rollout engine; its log: {self.log_file}")
+        if sleeps and visible_device is None:
+            say("--engine_sleep: on a CPU the engine has no GPU memory to give back")
         self.connection, child = Pipe()
         # -P: nothing is imported from the directory the run was started in
         command = [sys.executable, "-P", "-m", "common.engine.server", str(child.fileno()), str(os.getpid())]
@@ -96,17 +107,23 @@ class VLLMEngine:
                 start_new_session=True,
             )
         child.close()
-        self._send("start", {"model": str(model), "dtype": dtype, "max_num_seqs": max_num_seqs})
+        options = {"model": str(model), "dtype": dtype, "max_num_seqs": max_num_seqs, "enable_sleep_mode": sleeps}
+        self._bounded("start", messages.send, self.connection, options)
 
     def wait_ready(self):
         """Block until the engine has loaded; returns the seconds it took from its own start."""
         if not self.ready:
-            self.startup_s = self._receive("start")
+            self.startup_s = self._answer(0, "start")
             self.ready = True
         return self.startup_s
 
-    def generate(self, request, lora=True, finished=None):
+    def generate(self, request, lora=True, means=True, finished=None):
         """RolloutRequest -> Trajectories, with what was last pushed or, `lora=False`, with the base model.
+
+        The request goes in chunks of max_num_seqs images, one ahead of the one that is waited for, each with its own
+        `timeout_s`. `finished(rows, images)` gets each chunk's images and their numbers, a range, while the engine
+        samples the next one; what it raises ends the call, and the engine can be used again. Without `means`
+        prev_sample_means, as large as the latents of the SDE steps, stay in the engine and are None.
 
         An engine that has taken full weights no longer has the base model.
 
@@ -117,7 +134,42 @@ class VLLMEngine:
             if not lora:
                 raise EngineError("the engine has taken full weights: it has no base model any more to generate with")
             lora = False  # what was pushed is the model itself
-        answer = self._call("generate", request.cpu(), lora=lora)
+        on_cpu = request.cpu()
+        num_images = len(request.seeds)
+        chunks = []
+        for start in range(0, num_images, self.max_num_seqs):
+            chunks.append(range(start, min(start + self.max_num_seqs, num_images)))
+
+        asked = [self._ask_for(on_cpu, chunks, 0, lora=lora, means=means)]
+        answers = []
+        images = []
+        for i, rows in enumerate(chunks):
+            asked.append(self._ask_for(on_cpu, chunks, i + 1, lora=lora, means=means))
+            answer = self._answer(asked[i], "generate")
+            self._check_steps(request, answer)
+            # (b, height, width, 3) uint8, of videos (b, frames, height, width, 3)
+            chunk_images = [to_pil(image) for image in answer.pop("images").numpy()]
+            answers.append(answer)
+            images += chunk_images
+            if finished:
+                finished(rows, chunk_images)
+        tensors = {"prev_sample_means": None}
+        for name in answers[0]:
+            tensors[name] = torch.cat([answer[name] for answer in answers])
+        if self.sleeps:
+            self._call("fall_asleep")
+            self.is_asleep = True
+        return Trajectories(**tensors, images=images)
+
+    def _ask_for(self, request, chunks, i, lora, means):
+        """Ask for the images of the i-th chunk; for nothing behind the last one. Returns the call's number."""
+        if i == len(chunks):
+            return None
+        part = select_images(request, chunks[i])
+        return self._ask("generate", part, lora=lora, means=means, is_last=i == len(chunks) - 1)
+
+    def _check_steps(self, request, answer):
+        """Takes num_steps out of an answer. Raises EngineError where it is not of the request's steps."""
         num_steps = answer.pop("num_steps")
         num_latents = answer["latents"].shape[1]
         num_log_probs = answer["log_probs"].shape[1]
@@ -130,21 +182,18 @@ class VLLMEngine:
                 f"{num_latents} latents and {num_log_probs} log-probs for {sde_steps} SDE steps; its log: "
                 f"{self.log_file}"
             )
-        pixels = answer.pop("images").numpy()  # (B, height, width, 3) uint8, of videos (B, frames, height, width, 3)
-        images = [to_pil(image) for image in pixels]
-        if finished:
-            finished(range(len(images)), images)
-        return Trajectories(**answer, images=images)
 
     def push(self, tensors, config):
-        """Replace the engine's policy: CPU tensors by the names that diffusers and peft give them.
+        """Replace the engine's policy: tensors by the names that diffusers and peft give them.
 
         With a LoraConfig they are an adapter, {"module.lora_A.weight": tensor}; with None the transformer's own
-        weights, {"module.weight": tensor}, all or some of them. A run pushes the one or the other. Returns how many
-        modules of the adapter, or tensors, the engine bound: all.
+        weights, {"module.weight": tensor}, all or some of them. These may be any Mapping, which is asked for one tensor
+        at a time, in its order; with a method `numel` for one that is gathered only then. A run pushes the one or the
+        other. Returns how many modules of the adapter, or tensors, the engine bound: all.
 
         Raises:
-            EngineError: saying what the engine did not bind, or that it has taken the other kind before.
+            EngineError: saying what the engine did not bind, which tensor it holds is not the one that was pushed, or
+                that it has taken the other kind before.
         """
         kind = FULL_WEIGHTS if config is None else LORA
         if self.pushed not in (None, kind):
@@ -171,15 +220,59 @@ class VLLMEngine:
             "peft_type": "LORA",
             "bias": "none",
         }
-        return self._call("push_lora", tensors, peft_config)
+        tensors = {name: tensor.to("cpu", self.dtype) for name, tensor in tensors.items()}
+        bound, held = self._call("push_lora", tensors, peft_config)
+        if bound == len(tensors) // 2:
+            pushed = {}
+            for name, tensor in tensors.items():
+                # as vLLM scales an adapter: B alone, in the engine's dtype
+                is_scaled = "lora_B" in name and config.lora_alpha != config.r
+                pushed[name] = messages.fingerprint(tensor * (config.lora_alpha / config.r) if is_scaled else tensor)
+            self._check_held(pushed, held)
+        return bound
 
     def _push_weights(self, tensors):
-        """Returns how many tensors the engine bound, of all messages."""
-        items = list(tensors.items())
+        """Returns how many tensors the engine bound, of all buckets."""
         bound = 0
-        for i in range(0, len(items), TENSORS_PER_MESSAGE):
-            bound += self._call("push_weights", dict(items[i : i + TENSORS_PER_MESSAGE]))
+        for names, num_bytes in self._buckets(tensors):
+            memory = messages.Memory(num_bytes)
+            try:
+                bucket = {name: memory.put(tensors[name], self.dtype) for name in names}
+                call = self._ask("push_weights", bucket, memory=memory)
+            finally:
+                memory.close()
+            # while the engine loads them
+            pushed = {name: messages.fingerprint(tensor) for name, tensor in bucket.items()}
+            bound_here, held = self._answer(call, "push_weights")
+            if bound_here == len(names):
+                self._check_held(pushed, held)
+            bound += bound_here
         return bound
+
+    def _buckets(self, tensors):
+        """The tensors' names in order, in lists of BUCKET_BYTES at most or of one, each with its size in bytes."""
+        names = []
+        total = 0
+        for name in tensors:
+            num_bytes = messages.padded(num_elements(tensors, name) * self.dtype.itemsize)
+            if names and total + num_bytes > BUCKET_BYTES:
+                yield names, total
+                names = []
+                total = 0
+            names.append(name)
+            total += num_bytes
+        if names:
+            yield names, total
+
+    def _check_held(self, pushed, held):
+        """Compare fingerprints of what was pushed and what the engine holds. Raises EngineError where they differ."""
+        names = [*pushed, *(name for name in held if name not in pushed)]
+        wrong = [name for name in names if held.get(name) != pushed.get(name)]
+        if wrong:
+            raise EngineError(
+                f"the engine's policy is stale: {wrong[0]} in it is not what was pushed ({len(wrong)} of {len(names)} "
+                f"tensors are not); its log: {self.log_file}"
+            )
 
     def verify_push(self, tensors, config, request):
         """Push for the first time, and prove that pushing works.
@@ -215,7 +308,7 @@ class VLLMEngine:
 
     def _verify_weights(self, tensors, request):
         base = self.generate(request, lora=False).latents
-        largest = max(tensors, key=lambda name: tensors[name].numel())
+        largest = max(tensors, key=lambda name: num_elements(tensors, name))
         self.push({largest: tensors[largest] * 1.5}, None)
         if torch.equal(self.generate(request).latents, base):
             raise EngineError(f"a pushed weight changes nothing in the engine's images; its log: {self.log_file}")
@@ -238,17 +331,24 @@ class VLLMEngine:
             self.process.wait()
 
     def _call(self, operation, *args, **kwargs):
+        return self._answer(self._ask(operation, *args, **kwargs), operation)
+
+    def _ask(self, operation, *args, memory=None, **kwargs):
+        """Send a call; returns its number, for _answer. memory: where all tensors of the arguments lie, if they do."""
         self.wait_ready()
-        self._send(operation, (operation, args, kwargs))
-        return self._receive(operation)
+        if self.is_asleep:
+            self.is_asleep = False
+            self._call("get_up")
+        self.num_asked += 1
+        self._bounded(operation, messages.send, self.connection, (self.num_asked, operation, args, kwargs), memory)
+        return self.num_asked
 
-    def _send(self, operation, message):
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._bounded(operation, self.connection.send_bytes, data)
-
-    def _receive(self, operation):
-        answered, value = pickle.loads(self._bounded(operation, self.connection.recv_bytes))
-        if not answered:
+    def _answer(self, number, operation):
+        """Wait for the answer of a call. Those of calls before it, which nobody waits for any more, are dropped."""
+        answers = -1
+        while answers != number:
+            answers, succeeded, value = self._bounded(operation, messages.receive, self.connection)
+        if not succeeded:
             raise EngineError(
                 f"the rollout engine failed during {operation}: {value}; Traceback and log: {self.log_file}"
             )
@@ -291,6 +391,27 @@ class VLLMEngine:
         written = [line.strip() for line in lines if line.strip()]
         last = written[-1] if written else "nothing"
         return f"the rollout engine died during {operation} ({how}); its log, {self.log_file}, ends with: {last}"
+
+
+def select_images(request, rows):
+    """The request for some of its images, with the conditioning of each of their prompts once. On the CPU."""
+    rows = torch.tensor(rows)
+    prompts, prompt_index = request.prompt_index[rows].unique(return_inverse=True)
+    start = request.initial_latents
+    return replace(
+        request,
+        conditioning={name: tensor[prompts] for name, tensor in request.conditioning.items()},
+        prompt_index=prompt_index,
+        seeds=[request.seeds[row] for row in rows.tolist()],
+        initial_latents=None if start is None else start[rows],
+    )
+
+
+def num_elements(tensors, name):
+    """How many elements a tensor of a Mapping has; without gathering it, where the Mapping tells."""
+    if hasattr(tensors, "numel"):
+        return tensors.numel(name)
+    return tensors[name].numel()
 
 
 def to_pil(pixels):

@@ -18,13 +18,30 @@ class CpuSDPABackend(SDPABackend):
 
 
 class CpuDiffusionWorker(DiffusionWorker):
-    """Sleep mode needs CUDA's virtual memory; on CPU there is no device memory to give back."""
+    """Sleep mode needs CUDA's virtual memory; on CPU there is no device memory to give back. As on a GPU, where the
+    weights would be gone, one that sleeps does not sample."""
+
+    is_asleep = False
 
     def sleep(self, level=1):
+        self.is_asleep = True
         return 0
 
     def wake_up(self, tags=None):
+        self.is_asleep = False
         return True
+
+    def execute_model(self, *args, **kwargs):
+        self._check_awake()
+        return super().execute_model(*args, **kwargs)
+
+    def execute_model_batch(self, *args, **kwargs):
+        self._check_awake()
+        return super().execute_model_batch(*args, **kwargs)
+
+    def _check_awake(self):
+        if self.is_asleep:
+            raise RuntimeError("the worker sleeps: it is to be woken before it samples")
 
     def _maybe_get_memory_pool_context(self, tag):
         return nullcontext()

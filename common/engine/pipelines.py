@@ -5,8 +5,10 @@ which every native denoising loop passes through, carry the sampling: `predict_n
 `scheduler_step_maybe_with_cfg`; `sde_step` is the trainer's.
 """
 
+import time
 from dataclasses import dataclass, field
 
+from common.engine.messages import fingerprint
 from common.noise import draw_noise
 from common.rollout import Trajectories
 from common.sde import SDEStepOutput, multistep_ode_step, sde_step
@@ -41,6 +43,7 @@ class BatchUnderWay:
     latent_shape: tuple[int, ...]
     sigma_max: float
     multistep_from: int | None
+    means: bool  # whether the trainer asks for prev_sample_means
     prompts: list[dict]  # B, as server.image_prompts made them
     generators: list[torch.Generator]  # B
     starts: list[torch.Tensor]  # B latents to go on from, or none
@@ -94,19 +97,22 @@ class SDERolloutMixin:
 
     def _with_trajectories(self, outputs, run):
         """The B outputs of the native pipeline, each with its own image's trajectory."""
-        trajectories = Trajectories.from_steps(run.initial, run.outputs, images=[]).to("cpu")
+        trajectories = Trajectories.from_steps(run.initial, run.outputs, images=[])
+        latents = trajectories.latents.cpu()  # at once for all images: each copy waits for the GPU
+        log_probs = trajectories.log_probs.cpu()
+        transition_stds = trajectories.transition_stds.cpu()
+        if run.means:
+            means = trajectories.prev_sample_means.cpu()
         num_steps = torch.tensor(run.step)
         results = []
         for image, output in enumerate(outputs):
-            rollout = {
-                "prev_sample_means": trajectories.prev_sample_means[image],
-                "transition_stds": trajectories.transition_stds[image],
-                "num_steps": num_steps,
-            }
+            rollout = {"transition_stds": transition_stds[image], "num_steps": num_steps}
+            if run.means:
+                rollout["prev_sample_means"] = means[image]
             result = DiffusionOutput(
                 output={"payload": {"image": self.pixels(output)}, "metadata": {"rollout": rollout}},
-                trajectory_latents=trajectories.latents[image],
-                trajectory_log_probs=trajectories.log_probs[image],
+                trajectory_latents=latents[image],
+                trajectory_log_probs=log_probs[image],
                 to_cpu=True,
             )
             results.append(result)
@@ -140,6 +146,10 @@ class SDERolloutMixin:
     def module_name(self, name):
         """vLLM-Omni's name of what diffusers calls `name`, a module of the transformer or the end of one: the same."""
         return name
+
+    def weight_name(self, name):
+        """vLLM-Omni's name of what diffusers calls `name`, a weight of the transformer; of q, k, v before they fuse."""
+        return self.module_name(name)
 
     def predict_noise_maybe_with_cfg(
         self, do_true_cfg, true_cfg_scale, positive_kwargs, negative_kwargs, *args, **kwargs
@@ -211,7 +221,20 @@ class SDERolloutMixin:
 
 
 class RolloutDiffusionEngine(DiffusionEngine):
-    """Hands the pipeline's tensors through instead of converting them to PIL."""
+    """Hands the pipeline's tensors through instead of converting them to PIL, and samples a chunk's images together."""
+
+    images_to_come = 0  # of the chunk that the server is handing over, image by image
+
+    def _wait_for_admission_if_needed_locked(self):
+        """Let the first batch of a chunk be whole: by itself it would be of the images that had come by chance."""
+        waiting = 0
+        deadline = time.monotonic() + 5  # where no image follows another for so long, it failed on the way
+        while self.scheduler.num_waiting_requests() < self.images_to_come and time.monotonic() < deadline:
+            if self.scheduler.num_waiting_requests() > waiting:
+                waiting = self.scheduler.num_waiting_requests()
+                deadline = time.monotonic() + 5
+            self._cv.wait(timeout=0.002)
+        RolloutDiffusionEngine.images_to_come = 0
 
     def _init_process_hooks(self, od_config):
         super()._init_process_hooks(od_config)
@@ -220,15 +243,26 @@ class RolloutDiffusionEngine(DiffusionEngine):
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):
-    """What vLLM-Omni's worker can do besides sampling: take a policy."""
+    """What vLLM-Omni's worker can do besides sampling: take a policy, and give its memory back for a while."""
+
+    def fall_asleep(self):
+        """Move the weights to host memory, and release what is cached."""
+        self.sleep(level=1)
+
+    def get_up(self):
+        """Bring the weights back."""
+        self.wake_up(["weights"])
 
     def push_lora(self, tensors, config):
-        """{"module.lora_A.weight": tensor} and peft's config as a dict -> how many modules the pipeline bound."""
+        """{"module.lora_A.weight": tensor} and peft's config as a dict -> how many modules the pipeline bound, and a
+        fingerprint of each matrix that acts, by the same names.
+        """
         pipeline = self.model_runner.pipeline
-        prefix = "base_model.model.transformer."
-        tensors = {prefix + pipeline.module_name(name): tensor for name, tensor in tensors.items()}
+        names = {"transformer." + pipeline.module_name(name): name for name in tensors}
+        prefix = "base_model.model."
         targets = [pipeline.module_name(target) for target in config["target_modules"]]
-        pipeline._pending_lora = (tensors, config | {"target_modules": targets})
+        prefixed = {prefix + name: tensors[names[name]] for name in names}
+        pipeline._pending_lora = (prefixed, config | {"target_modules": targets})
         request = policy_lora()
         try:
             self.remove_lora(LORA_ID)
@@ -237,10 +271,13 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             self.lora_manager.set_active_adapter(request)
         finally:
             pipeline._pending_lora = None
-        return pipeline.bound_lora_modules
+        held = {names.get(name, name): value for name, value in lora_fingerprints(self.lora_manager).items()}
+        return pipeline.bound_lora_modules, held
 
     def push_weights(self, tensors):
-        """{diffusers name: tensor} of the transformer -> how many of them the pipeline loaded."""
+        """{diffusers name: tensor} of the transformer -> how many of them the pipeline loaded, and a fingerprint of
+        each that it now has.
+        """
         pipeline = self.model_runner.pipeline
         weights = [(f"transformer.{name}", tensor) for name, tensor in tensors.items()]
         try:
@@ -248,16 +285,51 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         except KeyError as error:
             raise RuntimeError(f"the engine's transformer has no weight {error}") from None
         bound = 0
+        held = {}
+        own = dict(pipeline.transformer.named_parameters()) | dict(pipeline.transformer.named_buffers())
         for name in tensors:
             # pipelines tell either; of a slice Wan's tells the parameter only once all its slices have come at once
-            if f"transformer.{name}" in loaded or parameter_name(pipeline.transformer, name) in loaded:
+            if f"transformer.{name}" in loaded or f"transformer.{parameter_slice(pipeline, name)[0]}" in loaded:
                 bound += 1
-        return bound
+                held[name] = fingerprint(held_weight(pipeline, own, name))
+        return bound, held
 
 
-def parameter_name(transformer, name):
-    """The pipeline's name of the parameter that diffusers' weight `name` is, or is a slice of, as q, k and v are."""
-    for stacked, part, _ in transformer.stacked_params_mapping:
+def parameter_slice(pipeline, name):
+    """The pipeline's name of the parameter that diffusers' weight `name` is, or is a slice of, as q, k and v are.
+
+    With the layer's slices before this one and with it, (0, 1) for k; None where it is the whole.
+    """
+    name = pipeline.weight_name(name)
+    for stacked, part, shard in pipeline.transformer.stacked_params_mapping:
         if part in name:
-            return "transformer." + name.replace(part, stacked)
-    return f"transformer.{name}"
+            return name.replace(part, stacked), "qkv".index(shard)
+    return name, None
+
+
+def held_weight(pipeline, own, name):
+    """The tensor, of the transformer's `own`, that diffusers' weight `name` was loaded into."""
+    parameter, number = parameter_slice(pipeline, name)
+    if number is None:
+        return own[parameter]
+    sizes = pipeline.transformer.get_submodule(parameter.rpartition(".")[0]).output_sizes  # rows of q, k and v
+    return own[parameter].narrow(0, sum(sizes[:number]), sizes[number])
+
+
+def lora_fingerprints(manager):
+    """{"transformer.module.lora_A.weight": fingerprint} of the matrices that act in the layers, of all adapters.
+
+    Of a layer that holds q, k and v each has its own. vLLM-Omni pads the rank with zeros, which count for nothing.
+    """
+    found = {}
+    for name, layer in manager._lora_modules.items():
+        modules = [name]
+        if len(layer.lora_a_stacked) > 1:
+            parent, _, fused = name.rpartition(".")
+            parts = manager._get_packed_sublayer_suffixes(fused, len(layer.lora_a_stacked))
+            modules = [f"{parent}.{part}" for part in parts]
+        for i, module in enumerate(modules):
+            if layer._diffusion_lora_active_slices[i]:
+                found[f"{module}.lora_A.weight"] = fingerprint(layer.lora_a_stacked[i])
+                found[f"{module}.lora_B.weight"] = fingerprint(layer.lora_b_stacked[i])
+    return found

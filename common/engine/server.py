@@ -5,7 +5,7 @@
 
 import importlib
 import os
-import pickle
+import queue
 import socket
 import sys
 import threading
@@ -14,13 +14,14 @@ import traceback
 from multiprocessing.connection import Connection
 
 import common  # noqa: F401  (repairs torchvision before vllm imports it)
-from common.engine import pipelines
+from common.engine import messages, pipelines
 from common.models import find_family
 
 import torch
 from torch.distributed import TCPStore
 from tqdm import tqdm
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+from vllm_omni.platforms import current_omni_platform
 
 
 def listen_on_loopback():
@@ -59,10 +60,11 @@ def load_engine(options):
     )
 
 
-def generate(omni, request, lora):
+def generate(omni, request, lora, means, is_last):
     """RolloutRequest -> fields of Trajectories as CPU tensors, and the number of steps taken.
 
-    One engine request per image, in the request's order; `lora`: with the adapter that was pushed. The images are
+    One engine request per image, in the request's order; `lora`: with the adapter that was pushed; `means`: with
+    prev_sample_means; `is_last`: nothing follows, and the GPU memory that is cached for it is released. The images are
     (B, height, width, 3) uint8, videos (B, frames, height, width, 3).
     """
     params = OmniDiffusionSamplingParams(
@@ -72,27 +74,31 @@ def generate(omni, request, lora):
         guidance_scale=request.guidance_scale,
         true_cfg_scale=request.guidance_scale,  # Qwen-Image's name of it; FLUX.1 needs a negative prompt for it
         lora_request=pipelines.policy_lora() if lora else None,
-        extra_args={"rollout": rollout_settings(request)},
+        extra_args={"rollout": rollout_settings(request, means)},
     )
+    pipelines.RolloutDiffusionEngine.images_to_come = len(request.seeds)
     outputs = omni.generate(image_prompts(request), params, use_tqdm=False)
     outputs = sorted(outputs, key=image_number)  # they come in completion order
     latents = [output.trajectory_latents for output in outputs]
     log_probs = [output.trajectory_log_probs for output in outputs]
     images = [quantize(image) for output in outputs for image in output.images]
     rollouts = [output.multimodal_output["metadata"]["rollout"] for output in outputs]
-    means = [rollout["prev_sample_means"] for rollout in rollouts]
     stds = [rollout["transition_stds"] for rollout in rollouts]
-    return {
+    fields = {
         "latents": torch.stack(latents),
-        "prev_sample_means": torch.stack(means),
         "log_probs": torch.stack(log_probs),
         "transition_stds": torch.stack(stds),
         "num_steps": min(rollout["num_steps"].item() for rollout in rollouts),
         "images": torch.cat(images),
     }
+    if means:
+        fields["prev_sample_means"] = torch.stack([rollout["prev_sample_means"] for rollout in rollouts])
+    if is_last:
+        current_omni_platform.empty_cache()
+    return fields
 
 
-def rollout_settings(request):
+def rollout_settings(request, means):
     """What all images of a RolloutRequest share: what the pipeline's hooks read (pipelines.BatchUnderWay)."""
     return {
         "timesteps": request.timesteps,
@@ -103,6 +109,7 @@ def rollout_settings(request):
         "latent_shape": request.latent_shape,
         "sigma_max": request.sigma_max,
         "multistep_from": request.multistep_from,
+        "means": means,
     }
 
 
@@ -151,40 +158,65 @@ def answer(omni, operation, *args, **kwargs):
     return rpc(omni, operation, *args)
 
 
-def reply(connection, answered, value):
-    """(True, a value) or (False, one line about what failed), as VLLMEngine reads it."""
-    connection.send_bytes(pickle.dumps((answered, value), protocol=pickle.HIGHEST_PROTOCOL))
+def read_calls(connection, calls):
+    """Put what the trainer asks for into a queue, while what it asked for before is done; None at the end."""
+    try:
+        while True:
+            calls.put(messages.receive(connection))
+    except (EOFError, OSError):  # the trainer closed its end
+        calls.put(None)
 
 
-def reply_error(connection, error):
-    """One line for the trainer's screen; the log, which is our stderr, has the rest."""
-    traceback.print_exc()
+def write_answers(connection, answers):
+    """Send (number of the call, whether it succeeded, a value or one line about what failed), while the next is done.
+
+    The log, which is our stderr, has the rest of what failed.
+    """
+    while True:
+        number, succeeded, value = answers.get()
+        try:
+            messages.send(connection, (number, succeeded, value))
+        except (BrokenPipeError, ConnectionError):  # the trainer closed its end
+            return
+        except Exception as error:
+            traceback.print_exc()
+            messages.send(connection, (number, False, one_line(error)))
+
+
+def one_line(error):
+    """For the trainer's screen: an exception's kind and text, the end of it where it is long."""
     line = " ".join(f"{type(error).__name__}: {error}".split())
     if len(line) >= 400:
         line = f"... {line[-400:]}"
-    reply(connection, False, line)
+    return line
 
 
 def serve(connection):
     """Load, then answer one call after another; what fails is told and the engine lives on."""
     start = time.time()
-    options = pickle.loads(connection.recv_bytes())
+    calls = queue.SimpleQueue()
+    answers = queue.SimpleQueue()
+    threading.Thread(target=write_answers, args=(connection, answers), daemon=True).start()
+    options = messages.receive(connection)
     try:
         omni = load_engine(options)
     except Exception as error:
-        reply_error(connection, error)
+        traceback.print_exc()
+        messages.send(connection, (0, False, one_line(error)))
         return
-    reply(connection, True, time.time() - start)
+    answers.put((0, True, time.time() - start))
+    threading.Thread(target=read_calls, args=(connection, calls), daemon=True).start()
     while True:
-        try:
-            message = connection.recv_bytes()
-        except EOFError:  # the trainer closed its end
+        call = calls.get()
+        if call is None:
             break
+        number, operation, args, kwargs = call
         try:
-            operation, args, kwargs = pickle.loads(message)
-            reply(connection, True, answer(omni, operation, *args, **kwargs))
+            answers.put((number, True, answer(omni, operation, *args, **kwargs)))
         except Exception as error:
-            reply_error(connection, error)
+            traceback.print_exc()
+            answers.put((number, False, one_line(error)))
+        del call, args, kwargs  # tensors of full weights, which would wait here for the next ones
     omni.close()
 
 

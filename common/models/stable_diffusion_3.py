@@ -116,6 +116,8 @@ class StableDiffusion3:
             def __init__(self, **kwargs):
                 super().__init__(**kwargs)
                 self.vae.float()
+                # a buffer, which stays fp32 here and is rounded in the trainer's transformer
+                self.transformer.pos_embed.to(self.od_config.dtype)
 
             def encode_prompt(self, *args, **kwargs):
                 return tuple(embeds.to(self.device) for embeds in super().encode_prompt(*args, **kwargs))
