@@ -245,9 +245,8 @@ def start_engine(args, folder, device):
     if args.rollout == "local":
         return None
     log_file = folder / f"engine_rank{dist.get_rank()}.log"
-    return VLLMEngine(
-        args.model, args.dtype, args.rollout_batch_size, log_file, args.engine_timeout_s, visible_device=device.index
-    )
+    options = {"visible_device": device.index, "sleeps": args.engine_sleep}
+    return VLLMEngine(args.model, args.dtype, args.rollout_batch_size, log_file, args.engine_timeout_s, **options)
 
 
 # ==== 6 ROLLOUT =======================================================================================================

@@ -243,9 +243,8 @@ def start_engine(args, folder, device):
     if args.rollout == "local":
         return None
     log_file = folder / f"engine_rank{dist.get_rank()}.log"
-    return VLLMEngine(
-        args.model, args.dtype, args.rollout_batch_size, log_file, args.engine_timeout_s, visible_device=device.index
-    )
+    options = {"visible_device": device.index, "sleeps": args.engine_sleep}
+    return VLLMEngine(args.model, args.dtype, args.rollout_batch_size, log_file, args.engine_timeout_s, **options)
 
 
 # ==== 6 ROLLOUT =======================================================================================================
@@ -265,7 +264,10 @@ def sample_locally(model, request):
 def rollout(args, model, engine, request, finished=None):
     """Trajectories of the request's images, on the training device; finished(rows, images) is told of every batch."""
     if engine:
-        return engine.generate(request, finished=finished).to(model.device)
+        # of the engine's means, as large as its latents, the check of its drift takes a micro-batch
+        reads_all = args.rollout_correction != "none" or args.old_log_prob == "rollout"
+        num_means = len(request.seeds) if reads_all else args.micro_batch_size
+        return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
     # the update's own batches: its first log-probs are these to the bit, and the ratio exactly 1
     parts = []
     for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):

@@ -118,7 +118,9 @@ class EngineArgs(SharedArgs):
     rollout_batch_size: PositiveInt = 32
     """images the vLLM-Omni engine samples at once, at most; local takes micro_batch_size"""
     engine_timeout_s: PositiveFloat = 600
-    """seconds to wait for an answer of the engine before the run stops with an error"""
+    """seconds to wait for a batch of images of the engine, or another answer, before the run stops with an error"""
+    engine_sleep: bool = False
+    """the engine's weights leave the GPU after each rollout, which takes seconds, and the update has their memory"""
 
 
 def check_options(args):

@@ -105,7 +105,7 @@ class Trajectories:
     latents: torch.Tensor
     """(B, T + 1, ...), from noise to the final latents; (B, 1, ...), the final ones, where W is 0"""
     prev_sample_means: torch.Tensor
-    """(B, W, ...), of the SDE steps"""
+    """(B, W, ...), of the SDE steps; of the first M images alone, (M, W, ...), where the others' are not read"""
     log_probs: torch.Tensor
     """(B, W), as the engine that sampled computed them"""
     transition_stds: torch.Tensor
@@ -137,9 +137,10 @@ class Trajectories:
 
     def select(self, rows):
         """Those of the images `rows` (N,)."""
+        with_means = rows[rows < len(self.prev_sample_means)]
         return Trajectories(
             latents=self.latents[rows],
-            prev_sample_means=self.prev_sample_means[rows],
+            prev_sample_means=self.prev_sample_means[with_means],
             log_probs=self.log_probs[rows],
             transition_stds=self.transition_stds[rows],
             images=[self.images[row] for row in rows.tolist()],

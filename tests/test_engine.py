@@ -266,8 +266,9 @@ def test_chunks_give_the_numbers_of_one_large_call(engine, monkeypatch, sde_step
     assert [image for _, images in seen for image in images] == chunked.images
     for image, expected in zip(chunked.images, whole["images"], strict=True):
         assert torch.equal(pixels(image), expected.flatten().int())
-    without_means = engine.generate(request, means=False)
-    assert without_means.prev_sample_means is None and torch.equal(without_means.latents, chunked.latents)
+    first_means = engine.generate(request, num_means=1)
+    of_first_chunk = chunked.prev_sample_means[: engine.max_num_seqs]
+    assert torch.equal(first_means.prev_sample_means, of_first_chunk) and torch.equal(first_means.latents, chunked.latents)
 
 
 def test_a_chunk_is_on_its_way_before_the_one_before_it_is_done_and_has_each_prompt_once(engine, monkeypatch):

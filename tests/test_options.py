@@ -173,13 +173,15 @@ class Started(Exception):
 
 
 def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
-    args = flow_grpo.Args(rollout_batch_size=5, engine_timeout_s=7, dtype="bfloat16", model="a/model")
+    args = flow_grpo.Args(
+        rollout_batch_size=5, engine_timeout_s=7, engine_sleep=True, dtype="bfloat16", model="a/model"
+    )
     cpu = torch.device("cpu")
     with monkeypatch.context() as patch:
         patch.setattr(flow_grpo, "VLLMEngine", lambda *positional, **named: (positional, named))
         engine, named = flow_grpo.start_engine(args, tmp_path, cpu)
     assert engine == ("a/model", "bfloat16", 5, tmp_path / "engine_rank0.log", 7)
-    assert named == {"visible_device": None}
+    assert named == {"visible_device": None, "sleeps": True}
 
     def start(*environment):
         raise Started(*environment)

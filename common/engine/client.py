@@ -117,13 +117,14 @@ class VLLMEngine:
             self.ready = True
         return self.startup_s
 
-    def generate(self, request, lora=True, means=True, finished=None):
+    def generate(self, request, lora=True, num_means=None, finished=None):
         """RolloutRequest -> Trajectories, with what was last pushed or, `lora=False`, with the base model.
 
         The request goes in chunks of max_num_seqs images, one ahead of the one that is waited for, each with its own
         `timeout_s`. `finished(rows, images)` gets each chunk's images and their numbers, a range, while the engine
-        samples the next one; what it raises ends the call, and the engine can be used again. Without `means`
-        prev_sample_means, as large as the latents of the SDE steps, stay in the engine and are None.
+        samples the next one; what it raises ends the call, and the engine can be used again. Of
+        prev_sample_means, as large as the latents of the SDE steps, those of the first num_means images come back, and
+        of the others of their chunk; None: all.
 
         An engine that has taken full weights no longer has the base model.
 
@@ -140,11 +141,13 @@ class VLLMEngine:
         for start in range(0, num_images, self.max_num_seqs):
             chunks.append(range(start, min(start + self.max_num_seqs, num_images)))
 
-        asked = [self._ask_for(on_cpu, chunks, 0, lora=lora, means=means)]
+        wanted = num_images if num_means is None else num_means
+        free_cached_memory()  # for the engine, which is another process
+        asked = [self._ask_for(on_cpu, chunks, 0, lora=lora, num_means=wanted)]
         answers = []
         images = []
         for i, rows in enumerate(chunks):
-            asked.append(self._ask_for(on_cpu, chunks, i + 1, lora=lora, means=means))
+            asked.append(self._ask_for(on_cpu, chunks, i + 1, lora=lora, num_means=wanted))
             answer = self._answer(asked[i], "generate")
             self._check_steps(request, answer)
             # (b, height, width, 3) uint8, of videos (b, frames, height, width, 3)
@@ -153,19 +156,20 @@ class VLLMEngine:
             images += chunk_images
             if finished:
                 finished(rows, chunk_images)
-        tensors = {"prev_sample_means": None}
+        tensors = {}
         for name in answers[0]:
-            tensors[name] = torch.cat([answer[name] for answer in answers])
+            tensors[name] = torch.cat([answer[name] for answer in answers if name in answer])
         if self.sleeps:
             self._call("fall_asleep")
             self.is_asleep = True
         return Trajectories(**tensors, images=images)
 
-    def _ask_for(self, request, chunks, i, lora, means):
+    def _ask_for(self, request, chunks, i, lora, num_means):
         """Ask for the images of the i-th chunk; for nothing behind the last one. Returns the call's number."""
         if i == len(chunks):
             return None
         part = select_images(request, chunks[i])
+        means = chunks[i].start < num_means
         return self._ask("generate", part, lora=lora, means=means, is_last=i == len(chunks) - 1)
 
     def _check_steps(self, request, answer):
@@ -405,6 +409,12 @@ def select_images(request, rows):
         seeds=[request.seeds[row] for row in rows.tolist()],
         initial_latents=None if start is None else start[rows],
     )
+
+
+def free_cached_memory():
+    """Give back to the GPU what torch keeps of this process's freed tensors."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def num_elements(tensors, name):
