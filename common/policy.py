@@ -6,8 +6,10 @@ transformer and the base is all adapters off; with full weights each is a transf
 
 import copy
 import warnings
+from collections.abc import Mapping
 from contextlib import contextmanager
 
+from common.distributed import on_rank_0
 from common.errors import RunError
 from common.lora import read_lora
 
@@ -183,17 +185,44 @@ def local_tensors(model, name):
     return model.policies[name].state_dict()
 
 
-def policy_tensors(model, name="default", keep=True):
-    """All tensors of policy `name`, unsharded, on the CPU; and its LoraConfig, or None for full weights. A collective.
+class PolicyTensors(Mapping):
+    """A policy's tensors by name, each gathered from all ranks when it is asked for: a rank never holds all of them.
 
-    Keys are relative to the transformer: "module.lora_A.weight", or a parameter's own name. A rank that does not `keep`
-    them gets none.
+    Asking is a collective, and so is going through them, `items`.
     """
-    tensors = {}
-    for key, tensor in local_tensors(model, name).items():
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        if keep:
-            tensors[key] = tensor.detach().cpu().clone()
+
+    def __init__(self, of_this_rank):
+        self.of_this_rank = of_this_rank  # {name: this rank's shard, or a whole tensor}
+
+    def __getitem__(self, name):
+        tensor = self.of_this_rank[name].detach()
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def __iter__(self):
+        return iter(self.of_this_rank)
+
+    def __len__(self):
+        return len(self.of_this_rank)
+
+    def numel(self, name):
+        """Elements of a tensor, which is not gathered for it."""
+        return self.of_this_rank[name].numel()
+
+
+def policy_tensors(model, name="default"):
+    """The unsharded tensors of policy `name`, as a PolicyTensors; and its LoraConfig, or None for full weights.
+
+    Names are relative to the transformer: "module.lora_A.weight", or a parameter's own name.
+    """
     lora_config = model.transformer.peft_config[name] if model.is_lora else None
-    return tensors, lora_config
+    return PolicyTensors(local_tensors(model, name)), lora_config
+
+
+def tensors_on_rank_0(model, name="default"):
+    """{name: copy on the CPU} of all tensors of a policy on rank 0, {} on the others; its LoraConfig. A collective."""
+    tensors, lora_config = policy_tensors(model, name)
+    kept = {}
+    for key, tensor in tensors.items():
+        if on_rank_0():
+            kept[key] = tensor.cpu().clone()
+    return kept, lora_config

@@ -1,8 +1,7 @@
 """What a checkpoint holds of the policies and their optimizer, unsharded: any number of ranks can go on from it."""
 
-from common.distributed import on_rank_0
 from common.errors import NothingBegun
-from common.policy import local_tensors, policy_tensors
+from common.policy import local_tensors, tensors_on_rank_0
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -17,7 +16,7 @@ def policy_states(model):
     states = {}
     for name in model.policies:
         if name != "reference":
-            states[name], _ = policy_tensors(model, name, keep=on_rank_0())
+            states[name], _ = tensors_on_rank_0(model, name)
     return states
 
 

@@ -17,7 +17,7 @@ from common.errors import RunError
 from common.files import atomic_file, writing
 from common.lock import lock_run
 from common.pictures import as_one_picture, drawn_metrics, plot_curves, save_grid, save_png
-from common.policy import policy_tensors
+from common.policy import tensors_on_rank_0
 
 import torch
 import torch.distributed as dist
@@ -272,7 +272,7 @@ def save_samples(folder, places, images, records, shown=32):
 
 def save_policy(folder, model, name):
     """Write policy `name` of the model as diffusers loads it. A collective."""
-    save_weights(folder, model.pipe, *policy_tensors(model, name, keep=on_rank_0()))
+    save_weights(folder, model.pipe, *tensors_on_rank_0(model, name))
 
 
 def save_if_best(folder, model, metrics, best_score):

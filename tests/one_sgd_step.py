@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
 from common.distributed import end_distributed, setup_distributed
-from common.policy import policy_tensors
+from common.policy import tensors_on_rank_0
 from common.sampler import GroupSampler
 
 import torch
@@ -36,7 +36,7 @@ def main(path, micro_batch_size, ranks_of_a_node):
     advantages = torch.linspace(-2, 2, 16)[image_index]
     optimizer = torch.optim.SGD(trained, lr=1.0)
     flow_grpo.update(args, model, optimizer, flow_grpo.Batch(request, trajectories, old, weights, advantages))
-    adapter, _ = policy_tensors(model)
+    adapter, _ = tensors_on_rank_0(model)
     if torch.distributed.get_rank() == 0:
         torch.save(adapter, path)
 

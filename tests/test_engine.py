@@ -14,7 +14,7 @@ import flow_grpo
 from common.engine import client, messages
 from common.engine.client import EngineError, VLLMEngine
 from common.lora import read_lora
-from common.policy import policy_tensors
+from common.policy import tensors_on_rank_0
 from common.rollout import RolloutRequest
 from common.run import save_weights
 from tests.conftest import EMBEDDED, ROOT, assert_same, embedded_model, policy_without_fsdp
@@ -82,7 +82,7 @@ def test_parity_base_and_after_a_push(engine, guidance_scale, sde_type):
     request = request_for(base, args)
     assert_parity(engine, base, args, request, lora=False)
     model, args, config = policy_without_fsdp(guidance_scale=guidance_scale, sde_type=sde_type)
-    adapter = policy_tensors(model)[0]
+    adapter = tensors_on_rank_0(model)[0]
     before = {k: v.clone() for k, v in adapter.items()}
     assert engine.push(adapter, config) == len(adapter) // 2 == 31
     assert all(torch.equal(before[k], v) for k, v in adapter.items())  # the pushed tensors are not scaled in place
@@ -97,14 +97,14 @@ def test_parity_of_a_step_from_a_users_file(engine, tmp_path):
         "    return x + v * (sigma_next - sigma), 0.3 * noise_level * math.sqrt(sigma - sigma_next)\n"
     )
     model, args, config = policy_without_fsdp(sde_type=f"{tmp_path / 'steps.py'}:small")
-    engine.push(policy_tensors(model)[0], config)
+    engine.push(tensors_on_rank_0(model)[0], config)
     assert_parity(engine, model, args, request_for(model, args), lora=True)
 
 
 def test_parity_with_a_window_and_other_batches(engine):
     """ODE steps around the window draw no noise, and an image does not depend on the images sampled with it."""
     model, args, config = policy_without_fsdp()
-    engine.push(policy_tensors(model)[0], config)
+    engine.push(tensors_on_rank_0(model)[0], config)
     request = request_for(model, args, sde_steps=(2, 3))
     assert_parity(engine, model, args, request, lora=True)
     seven = engine.generate(request)
@@ -147,7 +147,7 @@ def adapter_fingerprints(tensors, config):
 
 def test_first_push_is_verified(engine, monkeypatch):
     model, args, config = policy_without_fsdp(trained=False)
-    adapter = policy_tensors(model)[0]
+    adapter = tensors_on_rank_0(model)[0]
     request = request_for(model, args, sde_steps=(), seeds=range(1))
     engine.verify_push(adapter, config, request)
     assert_parity(engine, model, args, request_for(model, args), lora=True)  # it leaves the real adapter
@@ -175,7 +175,7 @@ def test_an_adapter_that_is_stale_in_one_element_is_an_error(engine, bf16_engine
     """By one unit in the last place of what the engine holds; what its dtype rounds away is not stale."""
     engine = {"float32": engine, "bfloat16": bf16_engine}[dtype]
     model, _, config = policy_without_fsdp(lora_alpha=lora_alpha)
-    adapter = policy_tensors(model)[0]
+    adapter = tensors_on_rank_0(model)[0]
     engine.push(adapter, config)
     ask = engine._ask
 
@@ -203,7 +203,7 @@ def next_number(x):
 def test_an_adapter_that_does_not_act_is_an_error(engine, monkeypatch):
     """The engine says what is active in its layers, not what it was sent; nor may anything else act in them."""
     model, args, config = policy_without_fsdp()
-    adapter = policy_tensors(model)[0]
+    adapter = tensors_on_rank_0(model)[0]
     engine.push(adapter, config)
     fewer = {name: tensor for name, tensor in adapter.items() if ".to_q." in name}
     real = engine._call
@@ -221,7 +221,7 @@ def test_an_adapter_read_from_a_file_is_pushed(engine, tmp_path):
     model, args, config = policy_without_fsdp()
     fewer = (".to_q.", ".add_v_proj.")
     adapter = {
-        name: tensor for name, tensor in policy_tensors(model)[0].items() if any(module in name for module in fewer)
+        name: tensor for name, tensor in tensors_on_rank_0(model)[0].items() if any(module in name for module in fewer)
     }
     for name, p in model.transformer.named_parameters():
         if "lora_B" in name and not any(module in name for module in fewer):
@@ -255,7 +255,7 @@ def test_log_probs_too_few_are_an_error(engine, monkeypatch):
 def test_chunks_give_the_numbers_of_one_large_call(engine, monkeypatch, sde_steps):
     """To the bit: 10 images in batches of 4, which one call of the engine's samples just so."""
     model, args, config = policy_without_fsdp(guidance_scale=3.0)
-    engine.push(policy_tensors(model)[0], config)
+    engine.push(tensors_on_rank_0(model)[0], config)
     request = request_for(model, args, sde_steps, range(10))
     whole = engine._call("generate", request.cpu(), lora=True, means=True, is_last=True)
     seen = []
@@ -268,7 +268,9 @@ def test_chunks_give_the_numbers_of_one_large_call(engine, monkeypatch, sde_step
         assert torch.equal(pixels(image), expected.flatten().int())
     first_means = engine.generate(request, num_means=1)
     of_first_chunk = chunked.prev_sample_means[: engine.max_num_seqs]
-    assert torch.equal(first_means.prev_sample_means, of_first_chunk) and torch.equal(first_means.latents, chunked.latents)
+    assert torch.equal(first_means.prev_sample_means, of_first_chunk) and torch.equal(
+        first_means.latents, chunked.latents
+    )
 
 
 def test_a_chunk_is_on_its_way_before_the_one_before_it_is_done_and_has_each_prompt_once(engine, monkeypatch):
@@ -543,7 +545,7 @@ def test_an_engine_that_sleeps_is_woken_before_it_is_asked(tmp_path, capfd, monk
         return bounded(operation, function, *args)
 
     monkeypatch.setattr(engine, "_bounded", recorded)
-    adapter = policy_tensors(model)[0]
+    adapter = tensors_on_rank_0(model)[0]
     engine.push(adapter, config)
     one = engine.generate(request)
     other = engine.generate(request)
@@ -566,7 +568,7 @@ def test_the_engine_computes_attention_by_torchs_sdpa(engine):
 
 def test_a_failing_call_brings_its_traceback_and_the_engine_lives_on(engine):
     model, args, config = policy_without_fsdp()
-    adapter = policy_tensors(model)[0]
+    adapter = tensors_on_rank_0(model)[0]
     unknown = {name.replace("transformer_blocks.0", "transformer_blocks.9"): tensor for name, tensor in adapter.items()}
     with pytest.raises(EngineError, match="failed during push_lora"):
         engine.push(unknown, config)

@@ -11,7 +11,7 @@ import flow_grpo
 from common.engine.client import VLLMEngine, check_engine
 from common.lora import read_lora
 from common.models import find_family, load_model
-from common.policy import acting, add_policies, make_lora, policy_tensors
+from common.policy import acting, add_policies, make_lora, tensors_on_rank_0
 from common.run import save_weights
 from tests.conftest import (
     TINY,
@@ -248,7 +248,7 @@ def test_a_saved_lora_gives_the_trainers_image_in_the_stock_pipeline(family, che
     give_lora(model)
     trajectories = flow_grpo.rollout(*arguments(model))
     assert (trajectories.latents - before).abs().max() > 1e-2
-    tensors, config = policy_tensors(model)
+    tensors, config = tensors_on_rank_0(model)
     adapted = {name.rpartition(".lora_")[0] for name in tensors}
     for target in model.lora_target_modules:
         assert any(name.endswith(f".{target}") for name in adapted), target
@@ -298,7 +298,7 @@ def test_the_engine_samples_as_the_trainer_does(family, checkpoint, tmp_path):
     base = assert_parity(engine, model, "reference", lora=False)
     pushed = []
     for _ in range(2):
-        tensors, config = policy_tensors(model)
+        tensors, config = tensors_on_rank_0(model)
         assert engine.push(tensors, config) == len(tensors) // 2
         pushed.append(assert_parity(engine, model, "default", lora=True))
         for name, parameter in model.transformer.named_parameters():
@@ -316,11 +316,11 @@ def test_the_engine_takes_full_weights(family, checkpoint, tmp_path):
     add_policies(model, None, ["default"])
     args, request = request_for(model)
     one_image = flow_grpo.make_request(args, model, PROMPTS[:1], torch.tensor([0]), seeds=[0])  # equal to the bit
-    engine.verify_push(*policy_tensors(model), one_image)
+    engine.verify_push(*tensors_on_rank_0(model), one_image)
     torch.manual_seed(3)
     for parameter in model.transformer.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.02)
-    tensors, config = policy_tensors(model)
+    tensors, config = tensors_on_rank_0(model)
     assert engine.push(tensors, config) == len(tensors)
     assert_parity(engine, model, "default", lora=True)
     engine.close()

@@ -12,7 +12,7 @@ import flow_grpo
 from common.data import PromptSet
 from common.noise import draw_noise
 from common.options import GROUPS, check_options, parse_args
-from common.policy import policy_tensors
+from common.policy import tensors_on_rank_0
 from common.run import save_weights
 from tests.conftest import (
     EMBEDDED,
@@ -144,7 +144,7 @@ def request_of(args, model, prompts, prompt_index, seeds, sde_steps=()):
 def test_saved_adapter_gives_the_trainers_image_in_stock_diffusers(tmp_path, one_rank):
     """Invariant 18, through save_weights and StableDiffusion3Pipeline.load_lora_weights; merged equals adapter."""
     model, args, config = policy_without_fsdp()
-    adapter, _ = policy_tensors(model)
+    adapter, _ = tensors_on_rank_0(model)
     request = request_of(args, model, ['a red sign that says "4711"'], [0], [7])
     trained = flow_grpo.sample_locally(model, request)
     names = {name.rpartition(".")[0].rpartition(".lora_")[0] for name in adapter}
@@ -221,7 +221,7 @@ def test_constant_reward_changes_nothing(tmp_path):
     state = torch.load(tmp_path / "runs/flow_grpo/checkpoints/step_000002.pt", weights_only=True)
     assert all(v.abs().max() == 0 for k, v in state["policies"]["default"].items() if "lora_B" in k)
     model, _, _ = policy_without_fsdp(trained=False)
-    for name, value in policy_tensors(model)[0].items():
+    for name, value in tensors_on_rank_0(model)[0].items():
         assert torch.equal(state["policies"]["default"][name], value), name
 
 

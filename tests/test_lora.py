@@ -3,7 +3,7 @@
 import json
 
 from common.lora import read_lora
-from common.policy import policy_tensors
+from common.policy import tensors_on_rank_0
 from common.run import save_weights
 from tests.conftest import embedded_model, policy_without_fsdp
 
@@ -50,7 +50,7 @@ def stock_velocity(folder):
 def trained():
     """A model with an acting LoRA of rank 16 and alpha 32, its tensors and its config."""
     model, _, config = policy_without_fsdp()
-    return model, policy_tensors(model)[0], config
+    return model, tensors_on_rank_0(model)[0], config
 
 
 def assert_same_lora(read, tensors, rank, alpha):

@@ -10,7 +10,7 @@ import flow_grpo
 from common.data import PromptSet
 from common.errors import RunError
 from common.models import find_family
-from common.policy import acting, add_policies, follow, make_lora, policy_tensors, use_policy
+from common.policy import acting, add_policies, follow, make_lora, tensors_on_rank_0, use_policy
 from common.policy_state import load_policy_tensors
 from common.run import save_policy
 from common.sampler import GroupSampler
@@ -140,31 +140,31 @@ def test_another_policys_pass_leaves_no_trace(model, name):
 
 
 def test_follow(model):
-    before = {name: policy_tensors(model, name)[0] for name in model.policies}
+    before = {name: tensors_on_rank_0(model, name)[0] for name in model.policies}
     follow(model, "old", 0.25)
-    after = {name: policy_tensors(model, name)[0] for name in model.policies}
+    after = {name: tensors_on_rank_0(model, name)[0] for name in model.policies}
     for key, value in after["old"].items():
         torch.testing.assert_close(value, 0.25 * before["old"][key] + 0.75 * before["default"][key], rtol=0, atol=1e-6)
     assert not same(after["old"], before["old"])
     assert same({**after, "old": None}, {**before, "old": None})  # the others have not moved
     follow(model, "old", 0.0)
-    assert same(policy_tensors(model, "old")[0], before["default"])
+    assert same(tensors_on_rank_0(model, "old")[0], before["default"])
     assert torch.equal(velocity(model, "old"), velocity(model, "default"))
 
 
 def test_policy_tensors_come_back_and_are_copies(model):
-    tensors = policy_tensors(model, "ema")[0]
+    tensors = tensors_on_rank_0(model, "ema")[0]
     kept = {key: value.clone() for key, value in tensors.items()}
     load_policy_tensors(model, "old", tensors)
-    assert same(policy_tensors(model, "old")[0], kept)
+    assert same(tensors_on_rank_0(model, "old")[0], kept)
     for value in tensors.values():
         value.zero_()
-    assert same(policy_tensors(model, "ema")[0], kept) and same(policy_tensors(model, "old")[0], kept)
+    assert same(tensors_on_rank_0(model, "ema")[0], kept) and same(tensors_on_rank_0(model, "old")[0], kept)
 
 
 @pytest.mark.parametrize("change", ["less", "more", "shape"])
 def test_tensors_of_another_policy_are_refused_in_a_line(model, change):
-    tensors = policy_tensors(model)[0]
+    tensors = tensors_on_rank_0(model)[0]
     key = sorted(tensors)[3]
     if change == "shape":
         tensors[key] = tensors[key][:-1]
@@ -173,11 +173,11 @@ def test_tensors_of_another_policy_are_refused_in_a_line(model, change):
         tensors[key] = torch.zeros(1)
     else:
         del tensors[key]
-    before = policy_tensors(model)[0]
+    before = tensors_on_rank_0(model)[0]
     with pytest.raises(RunError) as error:
         load_policy_tensors(model, "default", tensors)
     assert key in str(error.value) and "--lora_rank" in str(error.value) and "\n" not in str(error.value)
-    assert same(policy_tensors(model)[0], before)
+    assert same(tensors_on_rank_0(model)[0], before)
 
 
 # ---- which modules ---------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_exactly_those_modules_get_a_lora(target, exclude, count):
 
     expected = {name for name, module in model.transformer.named_modules() if chosen(name, module)}
     add_policies(model, make_lora(None, 4, 8, ends, exclude), ["default"])
-    got = {key.rpartition(".lora_")[0] for key in policy_tensors(model)[0]}
+    got = {key.rpartition(".lora_")[0] for key in tensors_on_rank_0(model)[0]}
     assert got == expected and len(got) == (count or len(got))
 
 
@@ -317,7 +317,7 @@ def test_kl_is_zero_at_first_and_its_gradient_is_not_after_a_step(kind, lora_fil
         weight_decay=0.0,
     )
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0, eps=flow_grpo.ADAM_EPS)
-    reference = policy_tensors(model, "reference")[0] if "reference" in model.policies else {}
+    reference = tensors_on_rank_0(model, "reference")[0] if "reference" in model.policies else {}
     metrics = one_update(args, model, optimizer, 0 * ADVANTAGES)
     assert metrics["actor/kl_loss"] == 0 and metrics["actor/grad_norm"] == 0
     metrics = one_update(args, model, optimizer, ADVANTAGES)
@@ -329,7 +329,7 @@ def test_kl_is_zero_at_first_and_its_gradient_is_not_after_a_step(kind, lora_fil
     kl = [one_update(args, model, optimizer, 0 * ADVANTAGES)["actor/kl_loss"] for _ in range(3)]
     assert kl[0] > kl[1] > kl[2] > 0  # back towards the reference
     if reference:
-        assert same(policy_tensors(model, "reference")[0], reference)
+        assert same(tensors_on_rank_0(model, "reference")[0], reference)
 
 
 # ---- optimizer steps -------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_kl_is_zero_at_first_and_its_gradient_is_not_after_a_step(kind, lora_fil
 def test_average_and_warm_up_by_hand(rank, one_rank):
     args, model, trained = policy(ema_decay=0.26, lr_warmup_steps=4, learning_rate=2e-3, lora_rank=rank)
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0)
-    average = policy_tensors(model, "ema")[0]
+    average = tensors_on_rank_0(model, "ema")[0]
     start = copy.deepcopy(average)
     rates = []
     for k in (None, 1, 2, None, 3, 4, 5, 6):
@@ -346,10 +346,10 @@ def test_average_and_warm_up_by_hand(rank, one_rank):
             p.grad = torch.zeros_like(p) + gradient
         flow_grpo.optimizer_step(args, model, optimizer)
         if k:  # 2/11, 3/12, then ema_decay, as 4/13 is above it
-            decay, default = min(0.26, (1 + k) / (10 + k)), policy_tensors(model)[0]
+            decay, default = min(0.26, (1 + k) / (10 + k)), tensors_on_rank_0(model)[0]
             average = {key: decay * v + (1 - decay) * default[key] for key, v in average.items()}
             rates.append(optimizer.param_groups[0]["lr"])
-        for key, value in policy_tensors(model, "ema")[0].items():
+        for key, value in tensors_on_rank_0(model, "ema")[0].items():
             torch.testing.assert_close(value, average[key], rtol=0, atol=5e-7)
     assert rates == pytest.approx([5e-4, 1e-3, 1.5e-3, 2e-3, 2e-3, 2e-3])
     assert not same(average, start)
@@ -392,7 +392,7 @@ def test_evaluation_uses_the_average_and_leaves_the_trained_weights_alone(one_ra
     args, model, trained = policy(ema_decay=0.9, eval_num_inference_steps=3)
     disturb(model, "default", 0.1)
     inputs = inputs_of(args, {"zero": lambda images, prompts, metadata: [0.0] * len(images)})
-    before = {name: policy_tensors(model, name)[0] for name in model.policies}
+    before = {name: tensors_on_rank_0(model, name)[0] for name in model.policies}
     flags = [p.requires_grad for p in model.transformer.parameters()]
 
     def images():
@@ -400,7 +400,7 @@ def test_evaluation_uses_the_average_and_leaves_the_trained_weights_alone(one_ra
         return [image.tobytes() for image, _ in shown]
 
     averaged = images()
-    assert same({name: policy_tensors(model, name)[0] for name in model.policies}, before)
+    assert same({name: tensors_on_rank_0(model, name)[0] for name in model.policies}, before)
     assert flags == [p.requires_grad for p in model.transformer.parameters()]
     assert sum(flags) == len(trained) > 0
     model.evaluated_policy = "default"
@@ -416,13 +416,13 @@ def gradient(**changes):
     """(gradient {name: tensor}, metrics, calls of the first block) of one update, by an SGD step of rate 1."""
     args, model, trained = policy(learning_rate=1.0, max_grad_norm=1e9, **changes)
     disturb(model, "default", 0.02)
-    before = policy_tensors(model)[0]
+    before = tensors_on_rank_0(model)[0]
     request, out = rollout_of(args, model)
     calls = []
     model.transformer.transformer_blocks[0].attn.register_forward_pre_hook(lambda *_: calls.append(1))
     batch = flow_grpo.Batch(request, out, out, torch.ones_like(out.log_probs), ADVANTAGES)
     metrics = flow_grpo.update(args, model, torch.optim.SGD(trained, lr=1.0), batch)
-    return {key: before[key] - v for key, v in policy_tensors(model)[0].items()}, metrics, len(calls)
+    return {key: before[key] - v for key, v in tensors_on_rank_0(model)[0].items()}, metrics, len(calls)
 
 
 @pytest.fixture(scope="module")
