@@ -28,7 +28,8 @@ def draw_noise(shape, generator=None, device="cpu", dtype=torch.float32):
     if isinstance(generator, list | tuple):
         if len(generator) != shape[0]:
             raise ValueError(f"{len(generator)} generators for a batch of {shape[0]}")
-        return torch.cat([draw_noise((1, *shape[1:]), g, device, dtype) for g in generator])
+        drawn = [draw_noise((1, *shape[1:]), g, g.device, dtype) for g in generator]
+        return torch.cat(drawn).to(device)  # at once: each move to a GPU waits for it
     drawn_on = device if generator is None else generator.device
     noise = torch.randn(shape, generator=generator, device=drawn_on, dtype=dtype)
     return noise.to(device)

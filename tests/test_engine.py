@@ -214,6 +214,14 @@ def test_an_adapter_that_does_not_act_is_an_error(engine, monkeypatch):
         patch.setattr(engine, "_call", lambda operation, tensors, config: (4, real(operation, adapter, config)[1]))
         with pytest.raises(EngineError, match=r"stale: transformer_blocks.0.attn.to_k.lora_A.weight .*54 of 62 tensor"):
             engine.push(fewer, config)
+    engine.push(adapter, config)
+    held = engine._call("held_lora")
+    assert len(held) == 62
+    request = request_for(model, args, (), range(1))
+    engine.generate(request, lora=False)
+    assert engine._call("held_lora") == {}
+    engine.generate(request)
+    assert engine._call("held_lora") == held
 
 
 def test_an_adapter_read_from_a_file_is_pushed(engine, tmp_path):

@@ -271,8 +271,28 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             self.lora_manager.set_active_adapter(request)
         finally:
             pipeline._pending_lora = None
-        held = {names.get(name, name): value for name, value in lora_fingerprints(self.lora_manager).items()}
+        held = {names.get(name, name): value for name, value in self.held_lora().items()}
         return pipeline.bound_lora_modules, held
+
+    def held_lora(self):
+        """{"transformer.module.lora_A.weight": fingerprint} of the matrices that act in the layers, whatever adapter
+        they are of, by vLLM-Omni's names.
+
+        Of a layer that holds q, k and v each has its own. The rank is padded with zeros, which count for nothing.
+        """
+        manager = self.lora_manager
+        found = {}
+        for name, layer in manager._lora_modules.items():
+            modules = [name]
+            if len(layer.lora_a_stacked) > 1:
+                parent, _, fused = name.rpartition(".")
+                parts = manager._get_packed_sublayer_suffixes(fused, len(layer.lora_a_stacked))
+                modules = [f"{parent}.{part}" for part in parts]
+            for i, module in enumerate(modules):
+                if layer._diffusion_lora_active_slices[i]:
+                    found[f"{module}.lora_A.weight"] = fingerprint(layer.lora_a_stacked[i])
+                    found[f"{module}.lora_B.weight"] = fingerprint(layer.lora_b_stacked[i])
+        return found
 
     def push_weights(self, tensors):
         """{diffusers name: tensor} of the transformer -> how many of them the pipeline loaded, and a fingerprint of
@@ -314,22 +334,3 @@ def held_weight(pipeline, own, name):
         return own[parameter]
     sizes = pipeline.transformer.get_submodule(parameter.rpartition(".")[0]).output_sizes  # rows of q, k and v
     return own[parameter].narrow(0, sum(sizes[:number]), sizes[number])
-
-
-def lora_fingerprints(manager):
-    """{"transformer.module.lora_A.weight": fingerprint} of the matrices that act in the layers, of all adapters.
-
-    Of a layer that holds q, k and v each has its own. vLLM-Omni pads the rank with zeros, which count for nothing.
-    """
-    found = {}
-    for name, layer in manager._lora_modules.items():
-        modules = [name]
-        if len(layer.lora_a_stacked) > 1:
-            parent, _, fused = name.rpartition(".")
-            parts = manager._get_packed_sublayer_suffixes(fused, len(layer.lora_a_stacked))
-            modules = [f"{parent}.{part}" for part in parts]
-        for i, module in enumerate(modules):
-            if layer._diffusion_lora_active_slices[i]:
-                found[f"{module}.lora_A.weight"] = fingerprint(layer.lora_a_stacked[i])
-                found[f"{module}.lora_B.weight"] = fingerprint(layer.lora_b_stacked[i])
-    return found
