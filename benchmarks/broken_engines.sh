@@ -8,7 +8,7 @@ small="--num_steps 3 --num_prompts 4 --group_size 4 --updates_per_rollout 1 --nu
 log=$(mktemp)
 trap 'rm -rf "$log" runs/broken' EXIT
 echo "# ./benchmarks/broken_engines.sh, commit $(git rev-parse --short HEAD), seed 1,$(grep -m1 "model name" /proc/cpuinfo | cut -d: -f2)"
-for breakage in sigmas steps stale bf16_latents "guidance --guidance_scale 3"; do
+for breakage in sigmas steps stale "stale --dtype bfloat16" bf16_latents "guidance --guidance_scale 3"; do
     rm -rf runs/broken
     # shellcheck disable=SC2086
     torchrun --standalone tests/broken_engine.py $breakage $small --name broken > "$log" 2>&1 || true

@@ -111,6 +111,11 @@ class Wan:
             def module_name(self, name):
                 return name.replace("to_out.0", "to_out")
 
+            def weight_name(self, name):
+                if name == "scale_shift_table":
+                    return "output_scale_shift_prepare.scale_shift_table"
+                return self.module_name(name).replace(".ffn.net.", ".ffn.net_")
+
             def pixels(self, output):
                 return output.media.video.tensor
 
