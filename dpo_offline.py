@@ -32,7 +32,7 @@ from common.data import PromptSet, open_image, read_pairs, read_prompts
 from common.distributed import end_distributed, gather_objects, mean_over_ranks, on_rank_0, setup_distributed
 from common.errors import RunError, one_line
 from common.files import atomic_file, writing
-from common.models import check_model, find_family, load_model
+from common.models import check_model, compile_block, find_family, load_model, on_device
 from common.noise import draw_noise, image_seed
 from common.options import SharedArgs, check_options, parse_args
 from common.policy import acting, add_policies, follow, make_lora
@@ -277,7 +277,7 @@ def shard(args, model, device):
         blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
         for module in [*blocks, transformer]:
             if "compile" in args.train_with and module is not transformer:
-                module.compile()
+                compile_block(module)
             if not model.is_lora and transformer is not model.policies.get("reference"):
                 module.float()  # what is trained or averaged; a block at a time, as the whole model may not fit
             fully_shard(module, **options)
@@ -468,7 +468,7 @@ def main(args, inputs):
                 pairs = read_pairs(pairs_file)
             except ValueError as error:
                 raise RunError(f"{error}; remove {pairs_file} to have the pairs made anew") from None
-    with log.timed("encode_pairs"):
+    with log.timed("encode_pairs"), on_device(model, "text_encoder"), on_device(model, "vae"):
         files = [] if args.eval_only else encode_pairs(args, model, pairs)
     sampler = GroupSampler(len(files), args.num_pairs, group_size=1, seed=args.seed)
     if files:

@@ -32,7 +32,7 @@ from common.data import PromptSet, read_prompts
 from common.distributed import end_distributed, gather_objects, gather_rows, mean_over_ranks, setup_distributed
 from common.engine.client import VLLMEngine, check_engine
 from common.errors import RunError, one_line
-from common.models import check_model, find_family, load_model
+from common.models import check_model, compile_block, find_family, load_model
 from common.noise import image_seed
 from common.options import EngineArgs, check_options, parse_args
 from common.policy import acting, add_policies, follow, make_lora, policy_tensors
@@ -231,7 +231,7 @@ def shard(args, model, device):
         blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
         for module in [*blocks, transformer]:
             if "compile" in args.train_with and module is not transformer:
-                module.compile()
+                compile_block(module)
             if not model.is_lora and transformer is not model.policies.get("reference"):
                 module.float()  # what is trained or averaged; a block at a time, as the whole model may not fit
             fully_shard(module, **options)

@@ -1,9 +1,10 @@
-"""Prompt embeddings kept in a folder: each prompt is encoded once, and the text encoders leave the device."""
+"""Prompt embeddings kept in a folder: each prompt is encoded once, and the text encoders do not come back."""
 
 import hashlib
 from pathlib import Path
 
 from common.files import atomic_file
+from common.models import on_device
 from common.refusals import brief
 from common.stops import say
 
@@ -16,13 +17,14 @@ from safetensors.torch import save_file
 def cache_prompts(model, prompts, max_sequence_length, folder):
     """Encode those of the prompts, and of the empty one, that `folder` lacks; model.encode_prompts reads it afterwards.
 
-    The text encoders move to the CPU, where a prompt that is none of these would be encoded. A prompt is encoded
-    by itself: its embedding depends on no other. folder None: nothing is kept. A collective: ranks share the work.
+    The text encoders come to the device once, and again for a prompt that is none of these. A prompt is encoded by
+    itself: its embedding depends on no other. folder None: nothing is kept. A collective: ranks share the work.
     """
     if folder is None:
         return
     encode = model.encode_prompts  # the family's own
-    key = encoders_key(model)
+    with on_device(model, "text_encoder"):  # a GPU hashes gigabytes faster
+        key = encoders_key(model)
     is_complete = False
 
     def encode_prompts(prompts, max_sequence_length):
@@ -33,23 +35,19 @@ def cache_prompts(model, prompts, max_sequence_length, folder):
             conditioning = read_conditioning(file)
             if conditioning is None:
                 if is_complete:
-                    say(brief(f"--prompt_cache {folder}: not there, and encoded on the CPU: {prompt}"))
+                    say(brief(f"--prompt_cache {folder}: not there, and encoded now: {prompt}"))
                 conditioning = encode([prompt], max_sequence_length)
                 write_conditioning(file, conditioning)
             rows.append(conditioning)
         return {field: torch.cat([row[field].to(model.device) for row in rows]) for field in rows[0]}
 
     distinct = list(dict.fromkeys([*prompts, ""]))  # "": of the second pass of guidance
-    for prompt in distinct[dist.get_rank() :: dist.get_world_size()]:
-        encode_prompts([prompt], max_sequence_length)
+    with on_device(model, "text_encoder"):
+        for prompt in distinct[dist.get_rank() :: dist.get_world_size()]:
+            encode_prompts([prompt], max_sequence_length)
     dist.barrier()  # a rank reads what others have encoded
     is_complete = True
     model.encode_prompts = encode_prompts
-    for name, component in model.pipe.components.items():
-        if name.startswith("text_encoder") and component is not None:
-            component.to("cpu")
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # for the engine, which is another process
 
 
 def encoders_key(model):

@@ -6,11 +6,12 @@ import inspect
 import json
 import re
 import shutil
+import sys
 
 import flow_grpo
 from common.engine.client import VLLMEngine, check_engine
 from common.lora import read_lora
-from common.models import find_family, load_model
+from common.models import both_branches, find_family, load_model
 from common.policy import acting, add_policies, make_lora, tensors_on_rank_0
 from common.run import save_weights
 from tests.conftest import (
@@ -31,7 +32,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 PROMPTS = ['a red sign that says "123"', "a sign"]
 SEEDS = [3, 4, 5]  # of images of the first, the second and the first prompt
@@ -208,6 +209,75 @@ def test_prompts_do_not_see_each_other(model):
     assert (together[0] - together[1]).abs().max() > 1e-3
 
 
+def test_both_branches_of_guidance_are_one_batch(model, monkeypatch):
+    """Velocity and gradient are those of two passes; the transformer is called once, the negative rows last."""
+    module = sys.modules[type(model).__module__]
+    if not hasattr(module, "both_branches"):
+        pytest.skip("guidance takes no second pass")
+    _, request = request_for(model)
+    images = request.select(torch.arange(3))
+    guided = (request.timesteps[:3], images.conditioning, request.negative_conditioning, GUIDANCE)
+    model.transformer.requires_grad_(True)
+    inputs = [first_latents(request).requires_grad_(), *model.transformer.parameters()]
+    calls = []
+    handle = model.transformer.register_forward_hook(lambda *_: calls.append(1))
+
+    def of_two_passes(forward, latents, timestep, conditioning, negative_conditioning):
+        negative = {name: torch.cat([row] * len(latents)) for name, row in negative_conditioning.items()}
+        return forward(latents, timestep, conditioning), forward(latents, timestep, negative)
+
+    velocities = []
+    gradients = []
+    for way in (module.both_branches, of_two_passes):
+        monkeypatch.setattr(module, "both_branches", way)
+        velocities.append(model.predict_velocity(inputs[0], *guided))
+        weights = torch.randn(velocities[0].shape, generator=torch.Generator().manual_seed(0))
+        gradients.append(torch.autograd.grad((velocities[-1] * weights).sum(), inputs, allow_unused=True))
+    handle.remove()
+    model.transformer.requires_grad_(False)
+    assert len(calls) == 1 + 2
+    scale = velocities[1].abs().max().item()
+    torch.testing.assert_close(velocities[0], velocities[1], rtol=0, atol=1e-5 * scale)
+    for one, other in zip(*gradients, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-3 * other.abs().max().item())
+    assert gradients[1][0].abs().max() > 1e-2
+
+
+def test_branches_of_two_lengths_are_no_batch():
+    prompts = {"prompt_embeds": torch.ones(2, 7, 3)}
+    with pytest.raises(ValueError, match=r"^prompt_embeds: \(2, 7, 3\) of the prompts, \(1, 1, 3\) of the negative$"):
+        both_branches(None, torch.ones(2, 1), torch.tensor(1.0), prompts, {"prompt_embeds": torch.ones(1, 1, 3)})
+
+
+def test_the_vae_decodes_and_encodes_a_few_images_at_a_time(model, monkeypatch):
+    """Of at most PIXELS_AT_ONCE: here room for two and a half images, or videos, of three."""
+    vae = model.pipe.vae
+    seen = []
+    for name in ("encode", "decode"):
+        own = getattr(vae, name)
+        monkeypatch.setattr(vae, name, lambda x, own=own, **options: seen.append(len(x)) or own(x, **options))
+    _, request = request_for(model)
+    latents = first_latents(request)
+    whole = model.decode(latents)
+    pixels = HEIGHT * WIDTH
+    if makes_videos(model):
+        pixels *= latents.shape[2] * model.pipe.vae_scale_factor_temporal
+    monkeypatch.setattr("common.vae.PIXELS_AT_ONCE", int(2.5 * pixels))
+    in_slices = model.decode(latents)
+    assert_same_images(in_slices, whole)
+    assert seen == [3, 2, 1]
+    monkeypatch.setattr("common.vae.PIXELS_AT_ONCE", 1)  # less than an image
+    assert_same_images(model.decode(latents), whole)
+    assert seen == [3, 2, 1, 1, 1, 1]
+    if not makes_videos(model):
+        seen.clear()
+        one_by_one = model.encode_images(whole, HEIGHT, WIDTH)
+        monkeypatch.undo()
+        torch.testing.assert_close(model.encode_images(whole, HEIGHT, WIDTH), one_by_one, rtol=0, atol=1e-4)
+        assert seen == [1, 1, 1]
+
+
 def test_images_and_latents(model):
     """encode_images is the reverse of decode: an image's latents, decoded, are what the VAE makes of the image."""
     if makes_videos(model):
@@ -267,6 +337,43 @@ def arguments(model):
     """Of flow_grpo.rollout, for an ODE rollout by the transformer itself."""
     args, request = request_for(model)
     return args, model, None, request
+
+
+def test_the_tiny_sd35_has_all_kinds_of_block_and_its_lora_acts_in_each_attention(checkpoint):
+    """As SD3.5-medium: blocks with attn2, without, and the last one, whose text ends there."""
+    model = load(checkpoint("stable_diffusion_3"))
+    kinds = {(block.attn2 is not None, block.context_pre_only) for block in model.transformer.transformer_blocks}
+    assert kinds == {(True, False), (False, False), (False, True)}
+    before = flow_grpo.rollout(*arguments(model)).latents
+    give_lora(model)
+    own = {name: p for name, p in model.transformer.named_parameters() if "lora_B" in name}
+    assert sum(".attn2." in name for name in own) == 2 * 4  # of both blocks to_q, to_k, to_v, to_out.0
+    for name, parameter in own.items():
+        if ".attn2." not in name:
+            parameter.data.zero_()
+    assert (flow_grpo.rollout(*arguments(model)).latents - before).abs().max() > 1e-2
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
+def test_compiled_in_bf16_the_first_ratio_is_exactly_1(checkpoint, one_rank):
+    """With activation checkpointing and all kinds of block, more than dynamo's default number of graphs; the rollout's
+    are without gradient, the update's with it."""
+    train_with = ("compile", "activation_checkpointing")
+    folder = checkpoint("stable_diffusion_3")
+    changes = {"dtype": "bfloat16", "train_with": train_with, "num_inference_steps": 3, "sde_window_size": 0}
+    args = flow_grpo.Args(rollout="local", image_size=(HEIGHT, WIDTH), guidance_scale=GUIDANCE, **changes)
+    model = load_model(find_family(folder), str(folder), torch.bfloat16, "cpu")
+    give_lora(model)
+    torch._dynamo.utils.counters.clear()
+    flow_grpo.shard(args, model, torch.device("cpu"))
+    with torch.no_grad():
+        request = flow_grpo.make_request(args, model, PROMPTS, torch.tensor([0, 1]), SEEDS[:2], sde_steps=(0, 1))
+    out = flow_grpo.rollout(args, model, None, request)
+    batch = flow_grpo.Batch(request, out, out, torch.ones_like(out.log_probs), torch.tensor([1.0, -1.0]))
+    _, log_probs = flow_grpo.accumulate_gradients(args, model, batch, torch.arange(2))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 8  # it did compile
+    assert torch.equal(log_probs, out.log_probs)
+    assert any(p.grad is not None and p.grad.full_tensor().abs().max() > 0 for p in model.transformer.parameters())
 
 
 # ---- against the engine ----------------------------------------------------------------------------------------------
@@ -496,16 +603,6 @@ def test_a_published_transformer(name, checkpoint):
             assert all(re.fullmatch(COMFYUI_NAMES[family], key) for key in modules), target
 
 
-class Counts(list):
-    """Numbers of tokens where a family reads them: a fake tensor has no values."""
-
-    def expand(self, batch):
-        return Counts(self * (batch // len(self)))
-
-    def tolist(self):
-        return list(self)
-
-
 def fake_conditioning(name, batch):
     """Of `batch` prompts, on the meta device, with the widths of the published text encoders."""
     conditioning = {}
@@ -514,13 +611,15 @@ def fake_conditioning(name, batch):
     if "prompt_embeds_mask" in conditioning:
         conditioning["prompt_embeds_mask"] = conditioning["prompt_embeds_mask"].long()
     if "num_tokens" in conditioning:
-        conditioning["num_tokens"] = Counts([256, 100][:batch])
+        conditioning["num_tokens"] = torch.empty(batch, dtype=torch.long)
     return conditioning
 
 
 @pytest.mark.parametrize("name", GEOMETRY)
-def test_a_published_step_at_512(name, checkpoint):
+def test_a_published_step_at_512(name, checkpoint, monkeypatch):
     """Of fake tensors: the published number of tokens, a velocity like the latents, a gradient for each LoRA matrix."""
+    # Z-Image reads numbers of tokens, and a fake tensor has no values
+    monkeypatch.setattr(FakeTensor, "tolist", lambda counts: [256, 100, 256, 100][: len(counts)])
     expected_shape, tokens, _ = GEOMETRY[name]
     model = published(name, checkpoint)
     model.pipe.vae_scale_factor = VAE_FACTOR
@@ -554,7 +653,7 @@ def test_a_published_step_at_512(name, checkpoint):
         velocity.square().mean().backward()
     for v in (velocity, guided):
         assert v.shape == latents.shape and v.dtype == torch.float32
-    assert shapes == [(2, *tokens)] * (3 if takes_two_passes else 2)
+    assert shapes == [(4 if takes_two_passes else 2, *tokens), (2, *tokens)]
     trained = {key: p for key, p in model.transformer.named_parameters() if p.requires_grad}
     without = {key.partition(".lora_")[0] for key, p in trained.items() if p.grad is None}
     # nothing comes after Qwen-Image's last block that would read what it makes of the text

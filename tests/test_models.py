@@ -2,14 +2,19 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 from common import models
-from common.models import Family, find_family
+from common.models import Family, find_family, on_device
 from common.models.stable_diffusion_3 import StableDiffusion3
+from common.prompt_cache import cache_prompts
+from common.vae import decode_in_slices, encode_in_slices
 from tests.conftest import EMBEDDED, ROOT, embedded_model
 
+import diffusers
 import pytest
 import torch
+import transformers
 
 pytestmark = pytest.mark.fast
 
@@ -88,3 +93,137 @@ def test_latents_of_a_vae_without_a_shift():
     assert images[0][0].tobytes() == images[1][0].tobytes()
     model.pipe.vae.register_to_config(shift_factor=None)
     assert torch.equal(model.encode_images(images[0], *images[0][0].size[::-1]), encoded)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale", "expected"),
+    [
+        ((9, 16, 64, 64), 64, [4, 4, 1]),  # 512 x 512
+        ((3, 16, 128, 128), 64, [1, 1, 1]),  # 1024 x 1024
+        ((2, 16, 256, 256), 64, [1, 1]),  # one is more than a call should take, and takes it
+        ((2, 16, 9, 30, 52), 256, [1, 1]),  # videos of 33 frames
+        ((64, 16, 4, 12), 64, [64]),  # the embedded size
+    ],
+)
+def test_how_many_images_a_call_of_the_vae_takes(shape, scale, expected):
+    seen = []
+
+    class VAE:
+        def decode(self, latents, return_dict):
+            seen.append(len(latents))
+            return (latents,)
+
+        def encode(self, pixels):
+            seen.append(len(pixels))
+            return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: pixels))
+
+    latents = torch.empty(shape, device="meta")
+    assert decode_in_slices(VAE(), latents, scale).shape == shape and seen == expected
+    if len(shape) == 4:
+        seen.clear()
+        pixels = torch.empty(shape[0], 3, shape[2] * 8, shape[3] * 8, device="meta")
+        assert encode_in_slices(VAE(), pixels).shape == pixels.shape and seen == expected
+
+
+class FakeGPU:
+    """A device in name: what is moved there is a copy on the CPU, so that a model works there.
+
+    Its home is the addresses of what waits on the CPU; a component whose tensors are elsewhere is on the device.
+    """
+
+    def __init__(self, model, monkeypatch):
+        self.model = model
+        self.copies = 0
+        self.events = []  # what was done on the device, and when its cache was emptied
+        model.device = torch.device("cuda", 0)
+        self.home = {tensor.data_ptr() for part in self.components("") for tensor in part.state_dict().values()}
+        own = torch.Tensor.to
+
+        def to(tensor, *places, **options):
+            if model.device in places or options.get("device") == model.device:
+                self.copies += 1
+                tensor = tensor.clone()
+            elsewhere = [place for place in places if place != model.device]
+            options.pop("device", None)
+            return own(tensor, *elsewhere, **options) if elsewhere or options else tensor
+
+        monkeypatch.setattr(torch.Tensor, "to", to)
+        for mixin in (diffusers.ModelMixin, transformers.PreTrainedModel):
+            monkeypatch.setattr(mixin, "device", property(self.device_of))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.events.append(f"emptied, {self.places()}"))
+
+    def components(self, prefix):
+        parts = self.model.pipe.components.items()
+        return [part for name, part in parts if name.startswith(prefix) and isinstance(part, torch.nn.Module)]
+
+    def device_of(self, component):
+        return torch.device("cpu") if next(component.parameters()).data_ptr() in self.home else self.model.device
+
+    def places(self):
+        """Where all tensors of text encoders and VAE are: "encoders on the cpu, VAE on the cuda"."""
+        found = []
+        for prefix in ("text_encoder", "vae"):
+            tensors = [tensor for part in self.components(prefix) for tensor in part.state_dict().values()]
+            at_home = {tensor.data_ptr() in self.home for tensor in tensors}
+            assert len(at_home) == 1  # all of them, buffers too
+            found.append("waiting" if at_home.pop() else "there")
+        return "encoders {}, VAE {}".format(*found)
+
+
+def test_encoders_and_vae_are_on_the_device_only_where_they_work(monkeypatch):
+    model = embedded_model()
+    latents = torch.randn(2, model.transformer.config.in_channels, 8, 24, generator=torch.Generator().manual_seed(0))
+    images = model.decode(latents)
+    encoded = model.encode_images(images, 64, 192)
+    conditioning = model.encode_prompts(["a sign", "another"], 16)
+    gpu = FakeGPU(model, monkeypatch)
+    for part in (*gpu.components("text_encoder"), model.pipe.vae.decoder, model.pipe.vae.encoder):
+        part.register_forward_hook(lambda *_: gpu.events.append(gpu.places()))
+    for name, tensor in model.encode_prompts(["a sign", "another"], 16).items():
+        assert torch.equal(tensor, conditioning[name])
+    waiting = "encoders waiting, VAE waiting"
+    assert gpu.events == ["encoders there, VAE waiting"] * 3 + [f"emptied, {waiting}"]
+    gpu.events.clear()
+    assert [image.tobytes() for image in model.decode(latents)] == [image.tobytes() for image in images]
+    assert torch.equal(model.encode_images(images, 64, 192), encoded)
+    assert gpu.events == ["encoders waiting, VAE there", f"emptied, {waiting}"] * 2
+
+
+def test_what_waits_is_brought_once_by_a_block_around_all_calls_and_never_copied_back(monkeypatch):
+    model = embedded_model()
+    gpu = FakeGPU(model, monkeypatch)
+    weight = model.pipe.text_encoder_3.shared.weight
+    content = weight.data.clone()
+    with on_device(model, "text_encoder"):
+        brought = gpu.copies
+        assert brought == sum(len([*part.parameters(), *part.buffers()]) for part in gpu.components("text_encoder"))
+        assert gpu.places() == "encoders there, VAE waiting"
+        with on_device(model, "text_encoder"):
+            assert gpu.copies == brought
+        assert gpu.places() == "encoders there, VAE waiting" and gpu.events == []
+        assert model.pipe.text_encoder_3.shared.weight is weight  # the same parameter, with other data
+    assert gpu.events == ["emptied, encoders waiting, VAE waiting"]
+    assert gpu.copies == brought and torch.equal(weight, content)
+
+
+def test_on_the_cpu_nothing_moves(monkeypatch):
+    model = embedded_model()
+    monkeypatch.setattr(torch.Tensor, "to", lambda *_: pytest.fail("moved"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("emptied"))
+    with on_device(model, "text_encoder"), on_device(model, "vae"):
+        pass
+
+
+def test_a_prompt_cache_brings_the_encoders_for_all_its_prompts_at_once(one_rank, tmp_path, monkeypatch):
+    model = embedded_model()
+    gpu = FakeGPU(model, monkeypatch)
+    own = model.encode_prompts
+    monkeypatch.setattr(model, "encode_prompts", lambda *asked: gpu.events.append(gpu.places()) or own(*asked))
+    monkeypatch.setattr("common.prompt_cache.encoders_key", lambda model: gpu.events.append("key, " + gpu.places()))
+    cache_prompts(model, ["a sign", "another"], 16, tmp_path)
+    there = "encoders there, VAE waiting"
+    emptied = "emptied, encoders waiting, VAE waiting"
+    assert gpu.events == [f"key, {there}", emptied, there, there, there, emptied]  # the third is the empty prompt
+    gpu.events.clear()
+    model.encode_prompts(["another"], 16)
+    assert gpu.events == []

@@ -67,21 +67,22 @@ def clip_text_encoder(width):
     return CLIPTextModel(config)
 
 
-def autoencoder(latent_channels):
-    """An AutoencoderKL of factor 4."""
+def autoencoder(latent_channels, factor=4):
+    """An AutoencoderKL of `factor` x `factor` pixels to a latent."""
+    num_halvings = factor.bit_length() - 1
     return AutoencoderKL(
         latent_channels=latent_channels,
-        block_out_channels=(8, 8, 16),
+        block_out_channels=(8,) * num_halvings + (16,),
         norm_num_groups=4,
         layers_per_block=1,
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
+        down_block_types=("DownEncoderBlock2D",) * (num_halvings + 1),
+        up_block_types=("UpDecoderBlock2D",) * (num_halvings + 1),
         scaling_factor=0.36,
         shift_factor=0.11,
     )
 
 
-def flux():
+def flux(vae_factor=4):
     """FLUX.1: two double blocks and two single ones, rotary positions of 4 + 6 + 6 of 16 channels a head."""
     t5 = T5EncoderModel.from_pretrained(EMBEDDED / "text_encoder_3")
     transformer = FluxTransformer2DModel(
@@ -97,7 +98,7 @@ def flux():
     )
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae=autoencoder(4),
+        vae=autoencoder(4, vae_factor),
         text_encoder=clip_text_encoder(32),
         tokenizer=tokenizer("tokenizer"),
         text_encoder_2=t5,
@@ -215,7 +216,7 @@ def flux2_klein():
     )
 
 
-def z_image():
+def z_image(vae_factor=4):
     """Z-Image: two blocks and a refiner of each stream."""
     tokens = qwen_tokenizer()
     tokens.chat_template = CHAT_TEMPLATE
@@ -232,7 +233,7 @@ def z_image():
     )
     return ZImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=autoencoder(4),
+        vae=autoencoder(4, vae_factor),
         text_encoder=Qwen3Model(qwen3_config(tokens, num_layers=3)),
         tokenizer=tokens,
         transformer=transformer,
@@ -284,21 +285,22 @@ def wan_ti2v():
     return wan(latent_channels=6, flow_shift=5.0, expand_timesteps=True, in_channels=12, out_channels=12, **of_vae)
 
 
-def stable_diffusion_3():
-    """SD3.5: a block with a second attention, one without, and the last one; norms of queries and keys."""
+def stable_diffusion_3(vae_factor=4):
+    """SD3.5-medium: two blocks with a second attention (attn2), one without, and the last one, of three kinds; norms of
+    queries and keys."""
     t5 = T5EncoderModel.from_pretrained(EMBEDDED / "text_encoder_3")
     transformer = SD3Transformer2DModel(
         sample_size=16,
         in_channels=4,
         out_channels=4,
-        num_layers=3,
+        num_layers=4,
         attention_head_dim=16,
         num_attention_heads=2,
         joint_attention_dim=t5.config.d_model,
         caption_projection_dim=32,
         pooled_projection_dim=128,
         pos_embed_max_size=96,
-        dual_attention_layers=(0,),
+        dual_attention_layers=(0, 1),
         qk_norm="rms_norm",
     )
     encoders = [
@@ -306,7 +308,7 @@ def stable_diffusion_3():
     ]
     return StableDiffusion3Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae=autoencoder(4),
+        vae=autoencoder(4, vae_factor),
         text_encoder=encoders[0],
         tokenizer=tokenizer("tokenizer"),
         text_encoder_2=encoders[1],
@@ -328,10 +330,10 @@ FAMILIES = {
 }
 
 
-def make_checkpoint(family, folder):
+def make_checkpoint(family, folder, **options):
     """Write the tiny checkpoint of a family to `folder`, the same bytes every time. Returns the folder."""
     torch.manual_seed(0)
-    pipe = FAMILIES[family]()
+    pipe = FAMILIES[family](**options)
     for parameter in pipe.transformer.parameters():
         if parameter.dim() == 1:  # biases and norms begin at 0 and 1: to mistake one for another would not show
             parameter.data.add_(0.1 * torch.randn_like(parameter))

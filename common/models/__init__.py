@@ -6,7 +6,9 @@ the file knows the family.
 """
 
 import importlib
+import itertools
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +30,7 @@ class Family(Protocol):
     # a diffusers ModelMixin with `_no_split_modules`, FSDP's units, its blocks first; with full weights another
     # policy's takes its place, so that a method always says self.transformer, never self.pipe.transformer
     transformer: torch.nn.Module
-    device: torch.device  # set by load_model; the transformer itself waits on the CPU for FSDP
+    device: torch.device  # set by load_model, which leaves everything on the CPU: see on_device; FSDP moves the rest
 
     def __init__(self, pipe): ...
 
@@ -79,6 +81,62 @@ class Family(Protocol):
         """
 
 
+@contextmanager
+def on_device(model, prefix):
+    """Within the block those components of the pipeline whose names begin with `prefix` are on model.device: its text
+    encoders ("text_encoder"), or its VAE ("vae").
+
+    Else they wait on the CPU, so that training has the memory. What comes is a copy, which is let go at the end: the
+    weights are frozen. T5-XXL's 10 GB take a second or more over PCIe, once a rollout and once an evaluation;
+    --prompt_cache saves that. Where calls are many, a block around them all brings a component once: an inner block
+    finds it there. On the CPU nothing moves.
+    """
+    waiting = []  # (tensor, its data on the CPU)
+    for name, component in model.pipe.components.items():
+        if name.startswith(prefix) and component is not None and component.device != model.device:
+            for tensor in itertools.chain(component.parameters(), component.buffers()):
+                waiting.append((tensor, tensor.data))
+                tensor.data = tensor.data.to(model.device)
+    yield
+    for tensor, data in waiting:
+        tensor.data = data
+    if waiting and model.device.type == "cuda":
+        torch.cuda.empty_cache()  # for the engine, which is another process
+
+
+def both_branches(forward, latents, timestep, conditioning, negative_conditioning):
+    """v of the prompts and v of the negative prompt at the same latents, (B, ...) each, from one call of `forward`.
+
+    One batch of 2B rows keeps a GPU busier than two of B, and FSDP gathers the weights once. Its rows are the prompts'
+    first, then the negative prompt's, whose one row is repeated. forward: (latents, timestep, conditioning) -> v.
+    """
+    batch = len(latents)
+    both = {}
+    for name, tensor in conditioning.items():  # (B, ...)
+        negative = negative_conditioning[name]  # (1, ...)
+        if negative.shape[1:] != tensor.shape[1:]:
+            raise ValueError(f"{name}: {tuple(tensor.shape)} of the prompts, {tuple(negative.shape)} of the negative")
+        both[name] = torch.cat([tensor, negative.expand_as(tensor)])
+    timestep = timestep.expand(batch).repeat(2)
+    velocity = forward(torch.cat([latents, latents]), timestep, both)
+    return velocity.chunk(2)
+
+
+def compile_block(block):
+    """torch.compile of a transformer's block in place, with the log-probs of its graph without gradient equal to those
+    of its graph with it: the old ones come from the former, the new ones from the latter.
+
+    By default they round at other places in bf16 (a ratio of 1 +- 6e-4 was seen in place of 1). Both now round between
+    operations, as without compilation.
+    """
+    from torch._inductor import config as inductor_config  # slow
+
+    inductor_config.emulate_precision_casts = True
+    # SD3.5 has three kinds of block, each compiled anew with gradient, without and in checkpointing: dynamo stops at 8
+    torch._dynamo.config.recompile_limit = 64
+    block.compile()
+
+
 def find_family(model):
     """Family class of a diffusers folder or hub id, from its model_index.json, before anything is loaded.
 
@@ -116,8 +174,11 @@ def check_model(family, model, height, width, num_frames, guidance_scale=1.0):
 
 
 def load_model(family, model, dtype, device):
-    """The family's object around its frozen pipeline, in eval mode, with `device` as an attribute: what is offloaded
-    does not tell. The VAE stays fp32: its rounding would show."""
+    """The family's object around its frozen pipeline, in eval mode, on the CPU, with `device` as an attribute.
+
+    fully_shard moves the transformer to it, block by block, and `on_device` the rest. The VAE stays fp32: its rounding
+    would show.
+    """
     import transformers  # slow, as diffusers is
     from diffusers import DiffusionPipeline
     from diffusers.utils.logging import disable_progress_bar
@@ -129,8 +190,6 @@ def load_model(family, model, dtype, device):
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval()
-            # fully_shard moves the transformer, block by block: all of it may not fit
-            component.to("cpu" if component is pipe.transformer else device)
     model = family(pipe)
     model.device = torch.device(device)
     return model

@@ -1,6 +1,7 @@
 """FLUX.1 (diffusers `FluxPipeline`): dev, which takes its guidance as an input, and schnell, which takes none."""
 
 from common.bounds import check_image, check_no_guidance
+from common.models import on_device
 from common.schedule import shifted_schedule
 from common.vae import decode_latents, encode_pixels
 
@@ -32,15 +33,16 @@ class Flux:
         """B prompts -> {"prompt_embeds": (B, L, C), "pooled_prompt_embeds": (B, P)} in the text encoders' dtype."""
         prompt_embeds = []
         pooled = []
-        for i in range(0, len(prompts), 32):  # T5's attention over thousands of prompts would not fit a GPU
-            embeds, pooled_embeds, _ = self.pipe.encode_prompt(
-                prompt=prompts[i : i + 32],
-                prompt_2=None,
-                max_sequence_length=max_sequence_length,
-                device=self.pipe.text_encoder.device,
-            )
-            prompt_embeds.append(embeds)
-            pooled.append(pooled_embeds)
+        with on_device(self, "text_encoder"):
+            for i in range(0, len(prompts), 32):  # T5's attention over thousands of prompts would not fit a GPU
+                embeds, pooled_embeds, _ = self.pipe.encode_prompt(
+                    prompt=prompts[i : i + 32],
+                    prompt_2=None,
+                    max_sequence_length=max_sequence_length,
+                    device=self.device,
+                )
+                prompt_embeds.append(embeds)
+                pooled.append(pooled_embeds)
         return {"prompt_embeds": torch.cat(prompt_embeds), "pooled_prompt_embeds": torch.cat(pooled)}
 
     def encode_negative(self, guidance_scale, max_sequence_length):
@@ -79,11 +81,13 @@ class Flux:
 
     def decode(self, latents):
         """Latents (B, ...) -> list of B PIL images, as the pipeline decodes them."""
-        return decode_latents(self.pipe, latents)
+        with on_device(self, "vae"):
+            return decode_latents(self.pipe, latents)
 
     def encode_images(self, images, height, width):
         """List of B PIL images, resized where they differ -> latents (B, ...), the mode of the VAE's posterior."""
-        return encode_pixels(self.pipe, images, height, width)
+        with on_device(self, "vae"):
+            return encode_pixels(self.pipe, images, height, width)
 
     def frozen_tensors(self):
         """All numbers of the model that latents and conditioning depend on, in a fixed order."""

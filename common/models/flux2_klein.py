@@ -1,7 +1,9 @@
 """FLUX.2-klein (diffusers `Flux2KleinPipeline`): base, guided by a second pass; distilled, which takes no guidance."""
 
 from common.bounds import check_image, check_no_guidance
+from common.models import both_branches, on_device
 from common.schedule import sigma_schedule
+from common.vae import decode_in_slices, encode_in_slices
 
 import numpy as np
 import torch
@@ -43,11 +45,12 @@ class Flux2Klein:
     def encode_prompts(self, prompts, max_sequence_length):
         """B prompts -> {"prompt_embeds": (B, L, C)}, of three layers of the encoder, its padding included."""
         prompt_embeds = []
-        for i in range(0, len(prompts), 32):  # the encoder's attention over thousands of prompts would not fit a GPU
-            embeds, _ = self.pipe.encode_prompt(
-                prompts[i : i + 32], device=self.pipe.text_encoder.device, max_sequence_length=max_sequence_length
-            )
-            prompt_embeds.append(embeds)
+        with on_device(self, "text_encoder"):
+            for i in range(0, len(prompts), 32):  # the encoder's attention over thousands would not fit a GPU
+                embeds, _ = self.pipe.encode_prompt(
+                    prompts[i : i + 32], device=self.device, max_sequence_length=max_sequence_length
+                )
+                prompt_embeds.append(embeds)
         return {"prompt_embeds": torch.cat(prompt_embeds)}
 
     def encode_negative(self, guidance_scale, max_sequence_length):
@@ -67,18 +70,17 @@ class Flux2Klein:
     def predict_velocity(self, latents, timestep, conditioning, negative_conditioning=None, guidance_scale=1.0):
         """v (B, ...) in fp32 at fp32 latents (B, ...) and timesteps in (0, 1000], one or (B,), kept floats.
 
-        With negative_conditioning (one row, for all): v_neg + guidance_scale (v_pos - v_neg), with gradient through
-        both.
+        Guidance above 1 adds the negative branch (one row, for all): v_neg + guidance_scale (v_pos - v_neg), with
+        gradient through both.
         """
-        velocity = self._forward(latents, timestep, conditioning)
-        if negative_conditioning is not None:
-            negative = self._forward(latents, timestep, negative_conditioning)
-            velocity = negative + guidance_scale * (velocity - negative)
-        return velocity
+        if guidance_scale <= 1:
+            return self._forward(latents, timestep, conditioning)
+        velocity, negative = both_branches(self._forward, latents, timestep, conditioning, negative_conditioning)
+        return negative + guidance_scale * (velocity - negative)
 
     def _forward(self, latents, timestep, conditioning):
         batch = len(latents)
-        prompt_embeds = conditioning["prompt_embeds"].expand(batch, -1, -1)
+        prompt_embeds = conditioning["prompt_embeds"]
         tokens = self.pipe._pack_latents(latents)
         timestep = timestep.to(latents.device).expand(batch)
         velocity = self.transformer(
@@ -102,18 +104,20 @@ class Flux2Klein:
     def decode(self, latents):
         """Latents (B, ...) -> list of B PIL images, as the pipeline decodes them."""
         vae = self.pipe.vae
-        mean, std = self._latent_statistics()
-        latents = self.pipe._unpatchify_latents(latents.to(vae.device, vae.dtype) * std + mean)
-        pixels = vae.decode(latents, return_dict=False)[0]
+        with on_device(self, "vae"):
+            mean, std = self._latent_statistics()
+            latents = self.pipe._unpatchify_latents(latents.to(vae.device, vae.dtype) * std + mean)
+            pixels = decode_in_slices(vae, latents, scale=self.pipe.vae_scale_factor**2)
         return self.pipe.image_processor.postprocess(pixels)
 
     @torch.no_grad()
     def encode_images(self, images, height, width):
         """List of B PIL images, resized where they differ -> latents (B, ...), the mode of the VAE's posterior."""
         vae = self.pipe.vae
-        mean, std = self._latent_statistics()
         pixels = self.pipe.image_processor.preprocess(images, height, width)
-        latents = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode()
+        with on_device(self, "vae"):
+            mean, std = self._latent_statistics()
+            latents = encode_in_slices(vae, pixels.to(vae.device, vae.dtype))
         return (self.pipe._patchify_latents(latents) - mean) / std
 
     def frozen_tensors(self):

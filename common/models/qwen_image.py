@@ -1,7 +1,9 @@
 """Qwen-Image (diffusers `QwenImagePipeline`): guidance by a second pass, rescaled to the first one's norm."""
 
 from common.bounds import check_image
+from common.models import both_branches, on_device
 from common.schedule import shifted_schedule
+from common.vae import decode_in_slices, encode_in_slices
 
 import numpy as np
 import torch
@@ -33,16 +35,16 @@ class QwenImage:
         """
         prompt_embeds = []
         masks = []
-        for i in range(0, len(prompts), 32):  # the encoder's attention over thousands of prompts would not fit a GPU
-            device = self.pipe.text_encoder.device
-            embeds, mask = self.pipe.encode_prompt(
-                prompts[i : i + 32], device=device, max_sequence_length=max_sequence_length
-            )
-            if mask is None:  # no prompt of these is shorter than another
-                mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=device)
-            missing = max_sequence_length - embeds.shape[1]
-            prompt_embeds.append(F.pad(embeds, (0, 0, 0, missing)))
-            masks.append(F.pad(mask, (0, missing)))
+        with on_device(self, "text_encoder"):
+            for i in range(0, len(prompts), 32):  # the encoder's attention over thousands would not fit a GPU
+                embeds, mask = self.pipe.encode_prompt(
+                    prompts[i : i + 32], device=self.device, max_sequence_length=max_sequence_length
+                )
+                if mask is None:  # no prompt of these is shorter than another
+                    mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=self.device)
+                missing = max_sequence_length - embeds.shape[1]
+                prompt_embeds.append(F.pad(embeds, (0, 0, 0, missing)))
+                masks.append(F.pad(mask, (0, missing)))
         return {"prompt_embeds": torch.cat(prompt_embeds), "prompt_embeds_mask": torch.cat(masks)}
 
     def encode_negative(self, guidance_scale, max_sequence_length):
@@ -63,26 +65,27 @@ class QwenImage:
         Guidance above 1 adds the negative branch (one row, for all), with gradient through both; each token's guided
         velocity is rescaled to the norm that it has without guidance.
         """
-        batch, channels, h, w = latents.shape
-        tokens = self.pipe._pack_latents(latents, batch, channels, h, w)
-        velocity = self._forward(tokens, timestep, conditioning, h, w)
-        if guidance_scale > 1:
-            negative = self._forward(tokens, timestep, negative_conditioning, h, w)
+        if guidance_scale <= 1:
+            velocity = self._forward(latents, timestep, conditioning)
+        else:
+            velocity, negative = both_branches(self._forward, latents, timestep, conditioning, negative_conditioning)
             guided = negative + guidance_scale * (velocity - negative)
             norm = velocity.norm(dim=-1, keepdim=True)
             velocity = guided * (norm / guided.norm(dim=-1, keepdim=True))
+        h, w = latents.shape[2:]
         return self.pipe._unpack_latents(velocity, 2 * h, 2 * w, vae_scale_factor=2)[:, :, 0]
 
-    def _forward(self, tokens, timestep, conditioning, h, w):
+    def _forward(self, latents, timestep, conditioning):
+        """v of the tokens, (B, h w / 4, 4 C)."""
         prompt_embeds = conditioning["prompt_embeds"]
-        batch = len(tokens)
-        mask = conditioning["prompt_embeds_mask"].expand(batch, -1)
-        timestep = timestep.to(tokens.device).expand(batch)
+        batch, channels, h, w = latents.shape
+        tokens = self.pipe._pack_latents(latents, batch, channels, h, w)
+        timestep = timestep.to(latents.device).expand(batch)
         velocity = self.transformer(
             hidden_states=tokens.to(prompt_embeds.dtype),
             timestep=timestep / 1000,
-            encoder_hidden_states=prompt_embeds.expand(batch, -1, -1),
-            encoder_hidden_states_mask=mask,
+            encoder_hidden_states=prompt_embeds,
+            encoder_hidden_states_mask=conditioning["prompt_embeds_mask"],
             img_shapes=[[(1, h // 2, w // 2)]] * batch,
             return_dict=False,
         )[0]
@@ -98,19 +101,21 @@ class QwenImage:
     def decode(self, latents):
         """Latents (B, ...) -> list of B PIL images, as the pipeline decodes them."""
         vae = self.pipe.vae
-        mean, std = self._latent_statistics()
-        latents = latents.to(vae.device, vae.dtype)[:, :, None] * std + mean  # (B, C, 1 frame, h, w)
-        pixels = vae.decode(latents, return_dict=False)[0][:, :, 0]
-        return self.pipe.image_processor.postprocess(pixels)
+        with on_device(self, "vae"):
+            mean, std = self._latent_statistics()
+            latents = latents.to(vae.device, vae.dtype)[:, :, None] * std + mean  # (B, C, 1 frame, h, w)
+            pixels = decode_in_slices(vae, latents, scale=self.pipe.vae_scale_factor**2)
+        return self.pipe.image_processor.postprocess(pixels[:, :, 0])
 
     @torch.no_grad()
     def encode_images(self, images, height, width):
         """List of B PIL images, resized where they differ -> latents (B, ...), the mode of the VAE's posterior."""
         vae = self.pipe.vae
-        mean, std = self._latent_statistics()
         pixels = self.pipe.image_processor.preprocess(images, height, width)
-        pixels = pixels.to(vae.device, vae.dtype)[:, :, None]  # (B, 3, 1 frame, height, width)
-        latents = vae.encode(pixels).latent_dist.mode()
+        with on_device(self, "vae"):
+            mean, std = self._latent_statistics()
+            pixels = pixels.to(vae.device, vae.dtype)[:, :, None]  # (B, 3, 1 frame, height, width)
+            latents = encode_in_slices(vae, pixels)
         return ((latents - mean) / std)[:, :, 0]
 
     def frozen_tensors(self):

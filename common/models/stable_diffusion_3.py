@@ -1,6 +1,7 @@
 """Stable Diffusion 3 and 3.5 (diffusers `StableDiffusion3Pipeline`), and the embedded model, which is one."""
 
 from common.bounds import check_image
+from common.models import both_branches, on_device
 from common.schedule import sigma_schedule
 from common.vae import decode_latents, encode_pixels
 
@@ -32,17 +33,18 @@ class StableDiffusion3:
         """B prompts -> {"prompt_embeds": (B, L, C), "pooled_prompt_embeds": (B, P)} in the text encoders' dtype."""
         prompt_embeds = []
         pooled = []
-        for i in range(0, len(prompts), 32):  # T5's attention over thousands of prompts would not fit a GPU
-            embeds, _, pooled_embeds, _ = self.pipe.encode_prompt(
-                prompt=prompts[i : i + 32],
-                prompt_2=None,
-                prompt_3=None,
-                do_classifier_free_guidance=False,
-                max_sequence_length=max_sequence_length,
-                device=self.pipe.text_encoder.device,
-            )
-            prompt_embeds.append(embeds)
-            pooled.append(pooled_embeds)
+        with on_device(self, "text_encoder"):
+            for i in range(0, len(prompts), 32):  # T5's attention over thousands of prompts would not fit a GPU
+                embeds, _, pooled_embeds, _ = self.pipe.encode_prompt(
+                    prompt=prompts[i : i + 32],
+                    prompt_2=None,
+                    prompt_3=None,
+                    do_classifier_free_guidance=False,
+                    max_sequence_length=max_sequence_length,
+                    device=self.device,
+                )
+                prompt_embeds.append(embeds)
+                pooled.append(pooled_embeds)
         return {"prompt_embeds": torch.cat(prompt_embeds), "pooled_prompt_embeds": torch.cat(pooled)}
 
     def encode_negative(self, guidance_scale, max_sequence_length):
@@ -68,31 +70,31 @@ class StableDiffusion3:
         Guidance above 1 adds the negative branch (one row, for all): v_neg + guidance_scale (v_pos - v_neg), with
         gradient through both.
         """
-        velocity = self._forward(latents, timestep, conditioning)
-        if guidance_scale > 1:
-            negative = self._forward(latents, timestep, negative_conditioning)
-            velocity = negative + guidance_scale * (velocity - negative)
-        return velocity
+        if guidance_scale <= 1:
+            return self._forward(latents, timestep, conditioning)
+        velocity, negative = both_branches(self._forward, latents, timestep, conditioning, negative_conditioning)
+        return negative + guidance_scale * (velocity - negative)
 
     def _forward(self, latents, timestep, conditioning):
         prompt_embeds = conditioning["prompt_embeds"]
-        pooled = conditioning["pooled_prompt_embeds"]
         velocity = self.transformer(
             hidden_states=latents.to(prompt_embeds.dtype),
             timestep=timestep.to(latents.device).expand(len(latents)),
-            encoder_hidden_states=prompt_embeds.expand(len(latents), -1, -1),
-            pooled_projections=pooled.expand(len(latents), -1),
+            encoder_hidden_states=prompt_embeds,
+            pooled_projections=conditioning["pooled_prompt_embeds"],
             return_dict=False,
         )[0]
         return velocity.float()
 
     def decode(self, latents):
         """Latents (B, ...) -> list of B PIL images, as the pipeline decodes them."""
-        return decode_latents(self.pipe, latents)
+        with on_device(self, "vae"):
+            return decode_latents(self.pipe, latents)
 
     def encode_images(self, images, height, width):
         """List of B PIL images, resized where they differ -> latents (B, ...), the mode of the VAE's posterior."""
-        return encode_pixels(self.pipe, images, height, width)
+        with on_device(self, "vae"):
+            return encode_pixels(self.pipe, images, height, width)
 
     def frozen_tensors(self):
         """All numbers of the model that latents and conditioning depend on, in a fixed order."""

@@ -1,7 +1,9 @@
 """Wan 2.1 and Wan 2.2 TI2V-5B, text to video (diffusers `WanPipeline`): guidance by a second pass."""
 
 from common.bounds import check_multiples
+from common.models import both_branches, on_device
 from common.schedule import sigma_schedule
+from common.vae import decode_in_slices
 
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
@@ -37,14 +39,15 @@ class Wan:
     def encode_prompts(self, prompts, max_sequence_length):
         """B prompts -> {"prompt_embeds": (B, L, C)}, zeros behind the last token, in the text encoder's dtype."""
         prompt_embeds = []
-        for i in range(0, len(prompts), 32):  # UMT5's attention over thousands of prompts would not fit a GPU
-            embeds, _ = self.pipe.encode_prompt(
-                prompts[i : i + 32],
-                do_classifier_free_guidance=False,
-                max_sequence_length=max_sequence_length,
-                device=self.pipe.text_encoder.device,
-            )
-            prompt_embeds.append(embeds)
+        with on_device(self, "text_encoder"):
+            for i in range(0, len(prompts), 32):  # UMT5's attention over thousands of prompts would not fit a GPU
+                embeds, _ = self.pipe.encode_prompt(
+                    prompts[i : i + 32],
+                    do_classifier_free_guidance=False,
+                    max_sequence_length=max_sequence_length,
+                    device=self.device,
+                )
+                prompt_embeds.append(embeds)
         return {"prompt_embeds": torch.cat(prompt_embeds)}
 
     def encode_negative(self, guidance_scale, max_sequence_length):
@@ -67,11 +70,10 @@ class Wan:
         Guidance above 1 adds the negative branch (one row, for all): v_neg + guidance_scale (v_pos - v_neg), with
         gradient through both.
         """
-        velocity = self._forward(latents, timestep, conditioning)
-        if guidance_scale > 1:
-            negative = self._forward(latents, timestep, negative_conditioning)
-            velocity = negative + guidance_scale * (velocity - negative)
-        return velocity
+        if guidance_scale <= 1:
+            return self._forward(latents, timestep, conditioning)
+        velocity, negative = both_branches(self._forward, latents, timestep, conditioning, negative_conditioning)
+        return negative + guidance_scale * (velocity - negative)
 
     def _forward(self, latents, timestep, conditioning):
         prompt_embeds = conditioning["prompt_embeds"]
@@ -79,7 +81,7 @@ class Wan:
             hidden_states=latents.to(prompt_embeds.dtype),
             # TI2V-5B's pipeline gives every token a timestep (`expand_timesteps`): in text to video they are all one
             timestep=timestep.to(latents.device).expand(len(latents)),
-            encoder_hidden_states=prompt_embeds.expand(len(latents), -1, -1),
+            encoder_hidden_states=prompt_embeds,
             return_dict=False,
         )[0]
         return velocity.float()
@@ -88,10 +90,12 @@ class Wan:
     def decode(self, latents):
         """Latents (B, ...) -> list of B videos, lists of PIL frames, as the pipeline decodes them."""
         vae = self.pipe.vae
-        statistics = torch.tensor([vae.config.latents_mean, vae.config.latents_std], device=vae.device)
-        mean, std = statistics.view(2, -1, 1, 1, 1)  # (C, 1, 1, 1) each
-        latents = latents.to(vae.device, vae.dtype) * std + mean
-        pixels = vae.decode(latents, return_dict=False)[0]  # (B, 3, frames, height, width)
+        scale = self.pipe.vae_scale_factor_spatial**2 * self.pipe.vae_scale_factor_temporal
+        with on_device(self, "vae"):
+            statistics = torch.tensor([vae.config.latents_mean, vae.config.latents_std], device=vae.device)
+            mean, std = statistics.view(2, -1, 1, 1, 1)  # (C, 1, 1, 1) each
+            latents = latents.to(vae.device, vae.dtype) * std + mean
+            pixels = decode_in_slices(vae, latents, scale)  # (B, 3, frames, height, width)
         return self.pipe.video_processor.postprocess_video(pixels, output_type="pil")
 
     @staticmethod

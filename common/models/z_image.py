@@ -1,6 +1,7 @@
 """Z-Image (diffusers `ZImagePipeline`): base, guided by a second pass; Turbo, whose --guidance_scale stays 1."""
 
 from common.bounds import check_image
+from common.models import both_branches, on_device
 from common.schedule import shifted_schedule
 from common.vae import decode_latents, encode_pixels
 
@@ -32,16 +33,17 @@ class ZImage:
         """B prompts -> {"prompt_embeds": (B, L, C), zeros behind a prompt's last token; "num_tokens": (B,)}."""
         prompt_embeds = []
         num_tokens = []
-        for i in range(0, len(prompts), 32):  # the encoder's attention over thousands of prompts would not fit a GPU
-            per_prompt, _ = self.pipe.encode_prompt(
-                list(prompts[i : i + 32]),
-                device=self.pipe.text_encoder.device,
-                do_classifier_free_guidance=False,
-                max_sequence_length=max_sequence_length,
-            )
-            for embeds in per_prompt:  # (its tokens, C)
-                prompt_embeds.append(F.pad(embeds, (0, 0, 0, max_sequence_length - len(embeds))))
-                num_tokens.append(len(embeds))
+        with on_device(self, "text_encoder"):
+            for i in range(0, len(prompts), 32):  # the encoder's attention over thousands would not fit a GPU
+                per_prompt, _ = self.pipe.encode_prompt(
+                    list(prompts[i : i + 32]),
+                    device=self.device,
+                    do_classifier_free_guidance=False,
+                    max_sequence_length=max_sequence_length,
+                )
+                for embeds in per_prompt:  # (its tokens, C)
+                    prompt_embeds.append(F.pad(embeds, (0, 0, 0, max_sequence_length - len(embeds))))
+                    num_tokens.append(len(embeds))
         return {"prompt_embeds": torch.stack(prompt_embeds), "num_tokens": torch.tensor(num_tokens)}
 
     def encode_negative(self, guidance_scale, max_sequence_length):
@@ -62,29 +64,29 @@ class ZImage:
         Guidance above 1 (its pipeline's above 0, which our 1 is) adds the negative branch (one row, for all):
         v_pos + guidance_scale (v_pos - v_neg), as its pipeline has it, with gradient through both.
         """
-        velocity = self._forward(latents, timestep, conditioning)
-        if guidance_scale > 1:
-            negative = self._forward(latents, timestep, negative_conditioning)
-            velocity = velocity + guidance_scale * (velocity - negative)
-        return velocity
+        if guidance_scale <= 1:
+            return self._forward(latents, timestep, conditioning)
+        velocity, negative = both_branches(self._forward, latents, timestep, conditioning, negative_conditioning)
+        return velocity + guidance_scale * (velocity - negative)
 
     def _forward(self, latents, timestep, conditioning):
-        batch = len(latents)
-        prompt_embeds = conditioning["prompt_embeds"].expand(batch, -1, -1)
-        num_tokens = conditioning["num_tokens"].expand(batch).tolist()
+        prompt_embeds = conditioning["prompt_embeds"]
+        num_tokens = conditioning["num_tokens"].tolist()
         images = latents.to(prompt_embeds.dtype)[:, :, None]  # (B, C, 1 frame, h, w)
         prompts = [embeds[:count] for embeds, count in zip(prompt_embeds, num_tokens, strict=True)]
-        timestep = timestep.to(latents.device).expand(batch)
+        timestep = timestep.to(latents.device).expand(len(latents))
         outputs = self.transformer(list(images), 1 - timestep / 1000, prompts, return_dict=False)[0]
         return -torch.stack([output.float() for output in outputs])[:, :, 0]
 
     def decode(self, latents):
         """Latents (B, ...) -> list of B PIL images, as the pipeline decodes them."""
-        return decode_latents(self.pipe, latents)
+        with on_device(self, "vae"):
+            return decode_latents(self.pipe, latents)
 
     def encode_images(self, images, height, width):
         """List of B PIL images, resized where they differ -> latents (B, ...), the mode of the VAE's posterior."""
-        return encode_pixels(self.pipe, images, height, width)
+        with on_device(self, "vae"):
+            return encode_pixels(self.pipe, images, height, width)
 
     def frozen_tensors(self):
         """All numbers of the model that latents and conditioning depend on, in a fixed order."""
