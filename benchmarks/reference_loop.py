@@ -1,0 +1,312 @@
+"""A step of flow_grpo.py beside a step of the published loop's shape, in turn on the same machine: seconds by phase.
+
+    python benchmarks/reference_loop.py              # three pairs: 256 images, ten sampling steps, nine trained
+    python benchmarks/reference_loop.py --short      # a try with 32 images and one pair
+    python benchmarks/reference_loop.py --only theirs --num_inference_steps 3 --steps 6      # does it learn?
+
+"Theirs" is the shape of the loop that was published with Flow-GRPO (arXiv 2505.05470), written here from its
+description and shortened to the embedded model; it is not that code. In it the whole image is one process:
+  - a rollout is a number of sampling batches, each drawn, encoded (every prompt once per image) and denoised by the
+    diffusers pipeline's parts; latents, log-probs and timesteps are kept; the last step is deterministic;
+  - the images of a batch are scored in a thread while the next batch is sampled, and awaited at the end;
+  - all samples are shuffled; an update goes through a quarter of them, batch by batch and timestep by timestep, and
+    adds up gradients; peft's LoRA, AdamW, no FSDP, fp32.
+"Ours" is flow_grpo.py itself under torchrun with --rollout local. Both have the same threads, images, prompts, sampling
+steps, optimizer steps, LoRA, learning rate and reward; each takes the batch size that is fastest for it. A run is a
+process of its own; its first step is not counted.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import flow_grpo
+from common.rewards.ocr import ocr
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+from diffusers.utils.logging import disable_progress_bar
+from peft import LoraConfig
+from torch.nn.utils import clip_grad_norm_
+
+PHASES = ("sampling", "update", "step")  # of which the first holds the rewards that are waited for
+
+
+# ---- theirs ----------------------------------------------------------------------------------------------------------
+def load_pipeline(defaults):
+    """The embedded pipeline in fp32 with a LoRA on its attention projections, and the parameters that are trained."""
+    disable_progress_bar()
+    pipe = StableDiffusion3Pipeline.from_pretrained(defaults.model)
+    for part in (pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3, pipe.transformer):
+        part.requires_grad_(False).eval()
+    projections = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+    lora = LoraConfig(
+        r=defaults.lora_rank,
+        lora_alpha=defaults.lora_alpha,
+        init_lora_weights="gaussian",
+        target_modules=projections,
+    )
+    pipe.transformer.add_adapter(lora)
+    return pipe, [p for p in pipe.transformer.parameters() if p.requires_grad]
+
+
+def encode(pipe, prompts, max_sequence_length):
+    """Prompts (B) -> embeddings (B, L, C) and pooled (B, P)."""
+    embeds, _, pooled, _ = pipe.encode_prompt(
+        prompt=prompts,
+        prompt_2=None,
+        prompt_3=None,
+        do_classifier_free_guidance=False,
+        max_sequence_length=max_sequence_length,
+    )
+    return embeds, pooled
+
+
+def predict(pipe, latents, timestep, embeds, pooled):
+    """The velocity (B, ...) at latents (B, ...) and timesteps (B,)."""
+    return pipe.transformer(
+        hidden_states=latents,
+        timestep=timestep,
+        encoder_hidden_states=embeds,
+        pooled_projections=pooled,
+        return_dict=False,
+    )[0]
+
+
+def sde_step_with_log_prob(scheduler, velocity, i, sample, noise_level, prev_sample=None):
+    """An SDE step (Flow-GRPO, eq. 9) of B samples at step i: the next sample, drawn or as given, and log-probs (B,)."""
+    sigma = scheduler.sigmas[i]
+    dt = scheduler.sigmas[i + 1] - sigma
+    capped = torch.where(sigma == 1, scheduler.sigmas[1], sigma)
+    std_dev_t = torch.sqrt(sigma / (1 - capped)) * noise_level
+    drift = velocity * (1 + std_dev_t**2 * (1 - sigma) / (2 * sigma)) * dt
+    mean = sample * (1 + std_dev_t**2 / (2 * sigma) * dt) + drift
+    std = std_dev_t * torch.sqrt(-dt)
+    if prev_sample is None:
+        prev_sample = mean + std * torch.randn_like(mean)
+    log_prob = -((prev_sample.detach() - mean) ** 2) / (2 * std**2) - torch.log(std) - math.log(2 * math.pi) / 2
+    return prev_sample, log_prob.mean(dim=tuple(range(1, log_prob.ndim)))
+
+
+@torch.no_grad()
+def sample_batch(pipe, prompts, options, defaults):
+    """Sample an image of each of B prompts. Returns the images and what training needs of them, (B, ...) each."""
+    scheduler = pipe.scheduler
+    embeds, pooled = encode(pipe, prompts, defaults.max_sequence_length)
+    height, width = defaults.image_size
+    channels = pipe.transformer.config.in_channels
+    size = (height // pipe.vae_scale_factor, width // pipe.vae_scale_factor)
+    latents = torch.randn(len(prompts), channels, *size)
+    scheduler.set_timesteps(options.num_inference_steps)
+    all_latents = [latents]
+    all_log_probs = []
+    for i, t in enumerate(scheduler.timesteps):
+        velocity = predict(pipe, latents, t.expand(len(prompts)), embeds, pooled)
+        if i < options.num_inference_steps - 1:
+            latents, log_prob = sde_step_with_log_prob(scheduler, velocity, i, latents, defaults.noise_level)
+            all_log_probs.append(log_prob)
+        else:
+            latents = latents + velocity * (scheduler.sigmas[i + 1] - scheduler.sigmas[i])
+        all_latents.append(latents)
+
+    pixels = pipe.vae.decode(latents / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor).sample
+    images = pipe.image_processor.postprocess(pixels)
+    all_latents = torch.stack(all_latents, dim=1)  # (B, T + 1, ...)
+    sample = {
+        "embeds": embeds,
+        "pooled": pooled,
+        "timesteps": scheduler.timesteps[:-1].repeat(len(prompts), 1),  # (B, T - 1)
+        "latents": all_latents[:, :-2],  # (B, T - 1, ...), before each trained step
+        "next_latents": all_latents[:, 1:-1],  # after it
+        "log_probs": torch.stack(all_log_probs, dim=1),  # (B, T - 1)
+    }
+    return images, sample
+
+
+def rollout(pipe, prompts, options, defaults, executor):
+    """Sample every prompt's image, batch by batch, scored in threads. Returns the samples as one, rewards included."""
+    futures = []
+    samples = []
+    for start in range(0, len(prompts), options.their_batch_size):
+        batch = prompts[start : start + options.their_batch_size]
+        images, sample = sample_batch(pipe, batch, options, defaults)
+        futures.append(executor.submit(ocr, images, batch, None))
+        time.sleep(0)  # lets the thread begin
+        samples.append(sample)
+    rewards = torch.tensor([reward for future in futures for reward in future.result()])  # (N,)
+    collated = {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
+    return collated | {"rewards": rewards}
+
+
+def advantages_by_prompt(rewards, prompts):
+    """Each reward (N,) less its prompt's mean, over the deviation of all."""
+    advantages = torch.empty_like(rewards)
+    for prompt in dict.fromkeys(prompts):
+        rows = torch.tensor([i for i, other in enumerate(prompts) if other == prompt])
+        advantages[rows] = rewards[rows] - rewards[rows].mean()
+    return advantages / (rewards.std(correction=0) + 1e-4)
+
+
+def train(pipe, parameters, optimizer, samples, options, defaults):
+    """The optimizer steps on a rollout's samples, shuffled. Returns the ratios (B,) of the first pass."""
+    num_samples = len(samples["rewards"])
+    order = torch.randperm(num_samples)
+    samples = {name: values[order] for name, values in samples.items()}
+    first_ratios = None
+    for mini_batch in torch.arange(num_samples).chunk(defaults.updates_per_rollout):
+        batches = mini_batch.split(options.their_batch_size)
+        num_timesteps = options.num_inference_steps - 1
+        for rows in batches:
+            sample = {name: values[rows] for name, values in samples.items()}
+            advantages = sample["advantages"].clamp(-defaults.adv_clip_max, defaults.adv_clip_max)
+            for j in range(num_timesteps):
+                x = sample["latents"][:, j]
+                x_next = sample["next_latents"][:, j]
+                velocity = predict(pipe, x, sample["timesteps"][:, j], sample["embeds"], sample["pooled"])
+                _, log_prob = sde_step_with_log_prob(pipe.scheduler, velocity, j, x, defaults.noise_level, x_next)
+                ratio = torch.exp(log_prob - sample["log_probs"][:, j])
+                unclipped_loss = -advantages * ratio
+                clipped_loss = -advantages * ratio.clamp(1 - defaults.clip_range, 1 + defaults.clip_range)
+                loss = torch.maximum(unclipped_loss, clipped_loss).mean()
+                (loss / (len(batches) * num_timesteps)).backward()
+                if first_ratios is None:
+                    first_ratios = ratio.detach()
+        clip_grad_norm_(parameters, defaults.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return first_ratios
+
+
+def run_theirs(options):
+    """Train for options.steps steps after one of warming up. Prints a JSON line a step."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as common.distributed does for one rank
+    torch.manual_seed(options.seed)
+    defaults = flow_grpo.Args()
+    pipe, parameters = load_pipeline(defaults)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=defaults.learning_rate, weight_decay=defaults.weight_decay, eps=flow_grpo.ADAM_EPS
+    )
+    train_prompts = Path(defaults.train_prompts).read_text().splitlines()
+    with ThreadPoolExecutor(max_workers=8) as executor:
+        for step in range(options.steps + 1):
+            began = time.perf_counter()
+            places = torch.randint(len(train_prompts), (options.num_prompts,)).tolist()
+            prompts = [train_prompts[place] for place in places for _ in range(defaults.group_size)]  # N
+            samples = rollout(pipe, prompts, options, defaults, executor)
+            sampled = time.perf_counter()
+            samples["advantages"] = advantages_by_prompt(samples["rewards"], prompts)
+            ratios = train(pipe, parameters, optimizer, samples, options, defaults)
+            ended = time.perf_counter()
+            told = {
+                "step": ended - began,
+                "sampling": sampled - began,
+                "update": ended - sampled,
+                "reward": samples["rewards"].mean().item(),
+                "first ratio off 1": (ratios - 1).abs().max().item(),
+            }
+            print(json.dumps(told), flush=True)
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+def start_theirs(options, folder, number):
+    """Run "theirs" in a process of its own. Returns a dict a step."""
+    command = [sys.executable, __file__, "--in_process", "--seed", str(number)]
+    for name in ("num_prompts", "num_inference_steps", "steps", "their_batch_size"):
+        command += [f"--{name}", str(getattr(options, name))]
+    done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def start_ours(options, folder, number):
+    """Run flow_grpo.py, as its users do. Returns a dict a step."""
+    name = f"ours{number}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ROOT / "flow_grpo.py", "--name", name]
+    command += ["--rollout", "local", "--num_inference_steps", options.num_inference_steps, "--sde_window_size", 0]
+    command += ["--num_prompts", options.num_prompts, "--micro_batch_size", options.our_batch_size, "--seed", number]
+    # two prompts of evaluation, which are not timed
+    command += ["--num_steps", options.steps + 1, "--eval_every", 10_000, "--max_prompts", 2]
+    subprocess.run([*map(str, command)], cwd=folder, check=True, stdout=sys.stderr)
+    lines = (Path(folder) / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    steps = []
+    for row in map(json.loads, lines[1:]):
+        step = row["timing_s/step"]
+        update = row["timing_s/update_actor"]
+        reward = row["critic/rewards/mean"]
+        steps.append({"step": step, "sampling": step - update, "update": update, "reward": reward})
+    return steps
+
+
+def medians(steps):
+    """Of every phase over the steps that are counted: all but the first."""
+    return {phase: statistics.median(row[phase] for row in steps[1:]) for phase in PHASES}
+
+
+def main(options):
+    runs = {"ours": [], "theirs": []}
+    starters = {"ours": start_ours, "theirs": start_theirs}
+    sides = [options.only] if options.only else ["ours", "theirs"]
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(1, options.pairs + 1):
+            for side in sides:
+                steps = starters[side](options, folder, number)
+                runs[side].append(medians(steps))
+                for row in steps:
+                    print(side, number, json.dumps(row), flush=True)
+
+    num_images = options.num_prompts * flow_grpo.Args.group_size
+    cores = len(os.sched_getaffinity(0))
+    print(
+        f"\n{num_images} images, {options.num_inference_steps} sampling steps, all but the last trained, "
+        f"{flow_grpo.Args.updates_per_rollout} optimizer steps; cores: {cores}; seconds, medians of {options.pairs} "
+        f"runs of {options.steps} steps; images at once: ours {options.our_batch_size}, "
+        f"theirs {options.their_batch_size}\n"
+    )
+    print("| phase |", " | ".join(sides), "| ours / theirs, median of pairs |")
+    print("|---" * (len(sides) + 2) + "|")
+    for phase in PHASES:
+        cells = [f"{statistics.median(run[phase] for run in runs[side]):.2f}" for side in sides]
+        ratio = ""
+        if not options.only:
+            pairs = zip(runs["ours"], runs["theirs"], strict=True)
+            ratio = f"{statistics.median(ours[phase] / theirs[phase] for ours, theirs in pairs):.3f}"
+        print(f"| {phase} |", " | ".join(cells), f"| {ratio} |")
+
+
+def parse_options():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=3, help="runs of each side, in turn")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a run that are counted, after the first")
+    parser.add_argument("--num_prompts", type=int, default=32, help="of a rollout, with 8 images each")
+    parser.add_argument("--num_inference_steps", type=int, default=10, help="sampling steps, all but the last trained")
+    parser.add_argument("--our_batch_size", type=int, default=64, help="--micro_batch_size of flow_grpo.py")
+    parser.add_argument("--their_batch_size", type=int, default=64, help="images of a sampling and of a training batch")
+    parser.add_argument("--only", choices=["ours", "theirs"], help="one side alone")
+    parser.add_argument("--short", action="store_true", help="4 prompts, one pair, one step")
+    parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--in_process", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.short:
+        options.num_prompts = 4
+        options.pairs = 1
+        options.steps = 1
+        options.our_batch_size = 8
+        options.their_batch_size = 8
+    return options
+
+
+if __name__ == "__main__":
+    options = parse_options()
+    if options.in_process:
+        run_theirs(options)
+    else:
+        main(options)
