@@ -28,8 +28,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
 from common.rewards.ocr import ocr
 
@@ -39,6 +38,7 @@ from diffusers.utils.logging import disable_progress_bar
 from peft import LoraConfig
 from torch.nn.utils import clip_grad_norm_
 
+ROOT = Path(__file__).parents[1]
 PHASES = ("sampling", "update", "step")  # of which the first holds the rewards that are waited for
 
 
@@ -198,7 +198,7 @@ def run_theirs(options):
     )
     train_prompts = Path(defaults.train_prompts).read_text().splitlines()
     with ThreadPoolExecutor(max_workers=8) as executor:
-        for step in range(options.steps + 1):
+        for _ in range(options.steps + 1):
             began = time.perf_counter()
             places = torch.randint(len(train_prompts), (options.num_prompts,)).tolist()
             prompts = [train_prompts[place] for place in places for _ in range(defaults.group_size)]  # N
