@@ -4,7 +4,9 @@ Facts of the model cards and of the `transformer/config.json` of each, as far as
 Last come their recipes, the commands of docs/models.md.
 """
 
-from tests.conftest import ROOT
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 PUBLISHED = {
     # hub id: (family, transformer class, config, parameters in billions)

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import common  # noqa: F401  (repairs torchvision before diffusers imports it)
-from tests.conftest import EMBEDDED
 
 import torch
 from diffusers import (
@@ -44,6 +43,8 @@ from transformers import (
     UMT5Config,
     UMT5EncoderModel,
 )
+
+EMBEDDED = Path(__file__).parents[1] / "assets" / "embedded"
 
 
 def tokenizer(name):
