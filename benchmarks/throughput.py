@@ -10,11 +10,11 @@ The script's own main runs; the first step warms up, and the medians of the othe
 FLOPs are counted, not estimated: every call of the transformer is noted with its shapes, and run again on fake tensors
 under torch's counter, forward, or forward and backward where it was called with gradient. What activation checkpointing
 computes a second time is not counted, nor are text encoders; the VAE has a line of its own, `decode`, whose seconds are
-not among those of `gen`, and whose FLOPs are not among those of `step`. Calls inside a vLLM-Omni
-engine are in another process: there it is images x steps x branches, at the trainer's shapes. FLOPs, rates and memory
-are of rank 0, images of all ranks. The matrix rate is the best of square matrix products of several sizes, in the
-run's dtype, on its device and threads, measured before the first step and after the last; the larger of the two counts. CPU s, the seconds that the process
-computes (those of gen with its decoding), is less than threads x seconds where others share the cores.
+not among those of `gen`, and whose FLOPs are not among those of `step`. Calls inside a vLLM-Omni engine are in another
+process: there it is images x steps x branches, at the trainer's shapes. FLOPs, rates and memory are of rank 0, images
+of all ranks. The matrix rate is the best of square matrix products of several sizes, in the run's dtype, on its device
+and threads, measured before the first step and after the last; the larger of the two counts. CPU s, the seconds that
+the process computes (of gen with its decoding), is less than threads x seconds where others share the cores.
 
 Last comes the share of a step that is spent neither in models (forward, backward, decoding, text encoders), nor in
 rewards, nor waiting for the engine. On a GPU these clocks wait for it, so that the last step alone has them, and no
@@ -406,7 +406,8 @@ def summarize(meter, folder, args):
                 "peak_gb": meter.memory_gb["gen"],
             }
             phases["gen"]["s"] -= phases["decode"]["s"]
-        keys = [key for key in flops if key[0] in steps and name in (key[1], "step")]
+        wanted = set(names) - set(NOT_OF_A_STEP) if name == "step" else {name}
+        keys = [key for key in flops if key[0] in steps and key[1] in wanted]
         phases[name] = {
             "s": seconds,
             "cpu_s": statistics.median(meter.cpu_s[step, name] for step in steps),
