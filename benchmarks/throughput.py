@@ -364,13 +364,13 @@ class Meter:
         """{phase: {"forward": images, "forward and backward": images}} of a step, a branch of guidance an image."""
         table = defaultdict(Counter)
         for (at, phase), passes in self.passes.items():
-            if at != step:
+            if at != step or phase in NOT_OF_A_STEP:
                 continue
             for one, times in passes.items():
                 kind = "forward and backward" if one.with_gradient else "forward"
                 table[phase][kind] += times * num_images(self.calls[one.shapes])
         for (at, phase), images in self.engine_images.items():
-            if at == step:
+            if at == step and phase not in NOT_OF_A_STEP:
                 table[phase]["forward"] += images
         return table
 

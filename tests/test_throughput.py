@@ -5,7 +5,7 @@ import json
 from benchmarks.throughput import TensorLike, count_flops, covered, fake_copy
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.policy import make_lora
-from tests.conftest import ROOT, brightness_reward, torchrun
+from tests.conftest import brightness_reward, torchrun
 from tests.published_models import GEOMETRY, PUBLISHED
 
 import diffusers
@@ -30,14 +30,9 @@ def test_flops_of_sd35_medium_at_512():
     }
     call = {name: TensorLike(shape, torch.bfloat16) for name, shape in call.items()}
     lora_config, _ = make_lora(None, 32, 64, StableDiffusion3.lora_target_modules)
-    terms = {}
-    cases = {"forward": (lora_config, False), "lora": (lora_config, True), "full": (None, True)}
-    for name, (lora, with_backward) in cases.items():
-        copied, mode = fake_copy(transformer, torch.bfloat16, lora)
-        terms[name] = count_flops(copied, mode, ((), call), with_backward) / 2 / 1e12  # of one image
-    assert round(terms["forward"], 2) == 2.48
-    assert round(terms["lora"], 2) == 5.31
-    assert terms["full"] == pytest.approx(3 * 2.4426, rel=1e-2)  # without the LoRA's .036; the first layers need less
+    copied, mode = fake_copy(transformer, torch.bfloat16, lora_config)
+    of_one_image = [count_flops(copied, mode, ((), call), backward) / 2 / 1e12 for backward in (False, True)]
+    assert [round(tflop, 2) for tflop in of_one_image] == [2.48, 5.31]
 
 
 @pytest.mark.fast
@@ -71,4 +66,4 @@ def test_the_passes_of_a_step(with_engine, tmp_path):
     assert sum(figures["shares"].values()) == pytest.approx(1)
     assert (figures["shares"]["engine"] > 0) is with_engine
     assert figures["matrix_tflop_per_s"][0] > 0 and figures["images"] == 8
-    assert (ROOT / "benchmarks" / "throughput.py").exists() and figures["peak_gb"] >= phases["update_actor"]["peak_gb"]
+    assert figures["peak_gb"] >= phases["update_actor"]["peak_gb"]
