@@ -35,6 +35,11 @@ if [ -n "$MISSING" ]; then
     exit 1
 fi
 
+# the line of a log that says what went wrong: torchrun's own come after it
+reason() {
+    grep -iE "error|unrecognized" "$RESULTS/$1.log" | grep -vE "elastic|ChildFailed|error_file" | tail -n 1 | cut -c 1-300
+}
+
 # try NAME LIMIT COMMAND...: run it for LIMIT seconds at most, and never beyond MINUTES; its output is RESULTS/NAME.log
 try() {
     local name=$1 limit=$2 began=$SECONDS status left
@@ -48,8 +53,8 @@ try() {
     timeout --kill-after 10 $((limit < left ? limit : left)) "$@" > "$RESULTS/$name.log" 2>&1
     status=$?
     if [ "$status" -ne 0 ]; then
-        echo "$name: failed, status $status (124: time was over) after $((SECONDS - began)) s: $(tail -n 400 \
-            "$RESULTS/$name.log" | grep -i error | tail -n 1 | cut -c 1-300)" | tee -a "$REPORT"
+        echo "$name: failed, status $status (124: time was over) after $((SECONDS - began)) s: $(reason "$name")" |
+            tee -a "$REPORT"
         echo >> "$REPORT"
     fi
     return $status
@@ -66,9 +71,8 @@ import json, statistics, sys
 rows = [json.loads(line) for line in open(f"runs/{sys.argv[1]}/metrics.jsonl")]
 rewards = [f"{row['val/ocr/mean']:.3f}" for row in rows if "val/ocr/mean" in row]
 seconds = statistics.median(row["timing_s/step"] for row in rows[1:])
-drift = rows[1]["actor/ratio_std"]
 print(f"{sys.argv[1]}: reward of held-out prompts {', '.join(rewards)}; {seconds:.2f} s a step, ", end="")
-print(f"{rows[1]['perf/max_memory_gb']:.2f} GB; deviation of the first rollout's ratios {drift:.1e}\n")
+print(f"{rows[-1]['perf/max_memory_gb']:.2f} GB\n")
 PYTHON
     done
 }
@@ -77,7 +81,7 @@ PYTHON
 model() {
     local name=$1 hub_id=$2 tiny=()
     shift 2
-    local options=(--model "$WORK/$name" --rollout local --dtype bfloat16 --reward jpeg_incompressibility "$@")
+    local options=(--model "$name" --rollout local --dtype bfloat16 --reward jpeg_incompressibility "$@")
     if [ "$TINY" ]; then
         tiny=(--tiny)
         options+=(--image_size 32 96 --max_sequence_length 160 --num_inference_steps 3 --sde_window_size 1)

@@ -76,6 +76,9 @@ def matrix_rate(dtype):
                 a @ b
             wait_for_gpu()
             best = max(best, products * 2 * n**3 / (time.perf_counter() - began))
+    if on_gpu:
+        del a, b
+        torch.cuda.empty_cache()
     return best
 
 
@@ -386,7 +389,7 @@ def covered(intervals):
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
-def summarize(meter, folder, args):
+def summarize(meter, folder, args, command):
     """The figures of a finished run, for JSON."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = list(meter.measured_steps())
@@ -421,7 +424,7 @@ def summarize(meter, folder, args):
         phase["share_of_matrix_rate"] = phase["tflop_per_s"] * 1e12 / rate
     git = subprocess.run("git rev-parse --short HEAD", shell=True, cwd=ROOT, capture_output=True, text=True)
     return {
-        "command": " ".join(sys.argv),
+        "command": command,
         "commit": git.stdout.strip(),
         "machine": describe_machine(),
         "torch": torch.__version__,
@@ -490,7 +493,7 @@ def main():
     with one_line(RunError, folder):
         script.main(args, inputs)
     if on_rank_0():
-        figures = summarize(meter, folder, args)
+        figures = summarize(meter, folder, args, " ".join(["benchmarks/throughput.py", ours.script, *options]))
         print(as_table(figures))
         if ours.out:
             ours.out.write_text(json.dumps(figures, indent=1) + "\n")
