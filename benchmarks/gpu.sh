@@ -16,7 +16,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 ROOT=$PWD
 TINY=${TINY:-}
-MINUTES=${MINUTES:-25}
+MINUTES=${MINUTES:-$([ "$TINY" ] && echo 60 || echo 25)}  # a CPU takes its time to compile
 RESULTS=$(realpath -m "${RESULTS:-gpu_results}")
 WORK=${WORK:-$(mktemp -d)}
 REPORT=$RESULTS/report.md
@@ -50,6 +50,7 @@ try() {
         return 1
     fi
     echo "$name: $*"
+    if [ "$TINY" ]; then limit=$((4 * limit)); fi
     timeout --kill-after 10 $((limit < left ? limit : left)) "$@" > "$RESULTS/$name.log" 2>&1
     status=$?
     if [ "$status" -ne 0 ]; then

@@ -3,7 +3,7 @@
     torchrun --standalone benchmarks/throughput.py flow_grpo.py --rollout local
     torchrun --standalone benchmarks/throughput.py mix_grpo.py --out mix.json --model scratch/sd35m --dtype bfloat16
 
-What comes after the script are its own options, whose defaults here are four steps and an evaluation of a prompt a
+What comes after the script are its own options, whose defaults here are four steps and an evaluation of a micro-batch a
 rank in two sampling steps. A model of a published size and random weights is made by benchmarks/random_model.py.
 
 The script's own main runs; the first step warms up, and the medians of the others are taken from its metrics.jsonl.
@@ -481,9 +481,11 @@ def main():
     ours, options = parser.parse_known_args()
     script = importlib.import_module(ours.script.removesuffix(".py"))
     defaults = ["--name", f"throughput-{script.__name__}", "--num_steps", "4", "--eval_every", "1000000"]
-    defaults += ["--max_prompts", os.environ["WORLD_SIZE"], "--eval_num_inference_steps", "2"]
+    defaults += ["--eval_num_inference_steps", "2"]
     with one_line(ValueError):
         args = parse_args(script.Args, __doc__, [*defaults, *options])  # of an option given twice the last one counts
+        # a micro-batch a rank: a block that has been compiled for one size is compiled for any at the next
+        args.max_prompts = args.max_prompts or args.micro_batch_size * int(os.environ["WORLD_SIZE"])
         inputs = script.check_args(args)
         if args.num_steps < 3:
             raise ValueError(f"--num_steps {args.num_steps}: must be at least 3: one warms up, one is for the clocks")
