@@ -4,11 +4,13 @@ Importing this package repairs one thing: next to a CPU build of torch, the regi
 dies on import with "operator torchvision::nms does not exist", and transformers imports torchvision. Declaring the
 operators' schemas first is enough for the parts that are used; torchaudio and torchcodec fail the same way and are
 hidden. The scripts import `common` before diffusers. Nothing happens on a CUDA build, or where torchvision loads.
+And it makes fp32 twice as fast on an AMD CPU: common/cpu_matmul.py.
 """
 
 import sys
 
 import common.stops  # noqa: F401  (notes this process's parent, before the seconds that torch's import takes)
+from common.cpu_matmul import use_onednn
 
 import torch
 
@@ -30,3 +32,4 @@ def _repair_torchvision():
 
 
 _repair_torchvision()
+use_onednn()
