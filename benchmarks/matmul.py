@@ -29,10 +29,8 @@ def gflops(function, a, b):
 def main():
     cpu = subprocess.run("grep -m1 'model name' /proc/cpuinfo", shell=True, capture_output=True, text=True).stdout
     commit = subprocess.run("git rev-parse --short HEAD", shell=True, capture_output=True, text=True).stdout
-    print(
-        f"# python benchmarks/matmul.py, commit {commit.strip()}, {cpu.partition(':')[2].strip()}, torch {torch.__version__},"
-    )
-    print(f"# {torch.get_num_threads()} thread: GFLOP/s of (n, k) x (k, m), torch's own and oneDNN's")
+    print(f"# python benchmarks/matmul.py, commit {commit.strip()}, {cpu.partition(':')[2].strip()}")
+    print(f"# torch {torch.__version__}, {torch.get_num_threads()} thread: GFLOP/s of (n, k) x (k, m), medians")
     torch.set_grad_enabled(False)
     ways = {
         "torch": lambda a, b: torch.mm(a, b, out=a.new_empty(a.shape[0], b.shape[1])),

@@ -1,4 +1,4 @@
-"""Matrix products of fp32 on a CPU by oneDNN, where torch would take MKL, which leaves AVX-512 of other makers unused."""
+"""fp32 matrix products on a CPU by oneDNN, where torch takes MKL, which leaves the AVX-512 of other makers unused."""
 
 import warnings
 from pathlib import Path
@@ -12,7 +12,7 @@ overrides = torch.library.Library("aten", "IMPL")  # an override lasts as long a
 def use_onednn():
     """Override torch.mm and torch.addmm, forward and backward, where it helps: on an AMD CPU, beside no GPU.
 
-    Twice as fast there (benchmarks/matmul.py); with gradient and without the numbers are the same to the bit, as before.
+    Twice as fast there (benchmarks/matmul.py). With gradient and without the numbers are equal to the bit, as before.
     """
     if torch.cuda.is_available() or not torch.backends.mkldnn.is_available() or not is_amd():
         return

@@ -45,13 +45,15 @@ def test_empty_products(size):
 @pytest.mark.skipif(not cpu_matmul.is_amd(), reason="torch's own matmul is as fast on this CPU")
 def test_a_linear_layer_takes_it_with_gradient_and_without_to_the_bit(monkeypatch):
     calls = []
-    monkeypatch.setattr(cpu_matmul, "takes_onednn", lambda a, b: calls.append(1) or True)
+    takes = cpu_matmul.takes_onednn
+    monkeypatch.setattr(cpu_matmul, "LEAST", 1)
+    monkeypatch.setattr(cpu_matmul, "takes_onednn", lambda a, b: calls.append(takes(a, b)) or takes(a, b))
     torch.manual_seed(0)
     layer = torch.nn.Linear(30, 40)
     x = torch.randn(4, 5, 30, requires_grad=True)
     y = layer(x)
     (y**2).sum().backward()
-    assert len(calls) >= 3  # forward, and two backward
+    assert calls == [True, True, True]  # forward, and two backward
     with torch.no_grad():
         assert torch.equal(layer(x), y)
     expected = 2 * y.detach().flatten(0, 1).double().t() @ x.detach().flatten(0, 1).double()
