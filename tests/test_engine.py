@@ -276,9 +276,8 @@ def test_chunks_give_the_numbers_of_one_large_call(engine, monkeypatch, sde_step
         assert torch.equal(pixels(image), expected.flatten().int())
     first_means = engine.generate(request, num_means=1)
     of_first_chunk = chunked.prev_sample_means[: engine.max_num_seqs]
-    assert torch.equal(first_means.prev_sample_means, of_first_chunk) and torch.equal(
-        first_means.latents, chunked.latents
-    )
+    assert torch.equal(first_means.prev_sample_means, of_first_chunk)
+    assert torch.equal(first_means.latents, chunked.latents)
 
 
 def test_a_chunk_is_on_its_way_before_the_one_before_it_is_done_and_has_each_prompt_once(engine, monkeypatch):
@@ -610,6 +609,28 @@ def test_an_engine_that_cannot_load_says_why(tmp_path):
     with pytest.raises(EngineError, match="(?s)failed during start.*Traceback"):
         engine.wait_ready()
     engine.close()
+
+
+@pytest.mark.fast
+def test_gpus_of_the_engines_own(monkeypatch):
+    """Two ranks on GPUs 0 and 1 of six: the engine of the second one gets the second of two others."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    client.check_devices("vllm", (5, 2))
+    assert client.engine_device((5, 2), torch.device("cuda", 1)) == 2
+    assert client.engine_device((), torch.device("cuda", 1)) == 1
+    assert client.engine_device((), torch.device("cpu")) is None
+    refused = {
+        (2,): "2: must be a GPU for each of the 2 ranks of this machine",
+        (3, 3): "3 3: must be a GPU for each of the 2 ranks",
+        (2, 6): "2 6: of the 6 GPUs seen here, from 0, the first 2 are the ranks' own; 6 is none of the others",
+        (1, 2): "1 2: of the 6 GPUs .*; 1 is none of the others",
+    }
+    for devices, told in refused.items():
+        with pytest.raises(ValueError, match=f"^--engine_devices {told}"):
+            client.check_devices("vllm", devices)
+    with pytest.raises(ValueError, match="^--engine_devices 2 3: with --rollout local there is no engine"):
+        client.check_engine("local", None, (2, 3))
 
 
 def test_environment_of_the_engine(monkeypatch):

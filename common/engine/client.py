@@ -39,12 +39,15 @@ class EngineError(RunError):
     """The engine process failed, died or did not answer in time."""
 
 
-def check_engine(rollout, family):
-    """Look for vLLM-Omni, and for our hooks into its pipeline of the family, where `--rollout vllm` asks for them.
+def check_engine(rollout, family, engine_devices=()):
+    """Look for vLLM-Omni, for our hooks into its pipeline of the family, and for GPUs of the engines' own, where
+    `--rollout vllm` and `--engine_devices` ask for them.
 
     Raises:
         ValueError: one is not there; with what to do.
     """
+    if engine_devices:
+        check_devices(rollout, engine_devices)
     if rollout != "vllm":
         return
     if getattr(family, "engine_pipeline", None) is None:
@@ -54,6 +57,31 @@ def check_engine(rollout, family):
             "--rollout vllm needs vLLM-Omni, which is not installed: pip install -r requirements.txt "
             "(requirements-cuda.txt on a GPU), or pass --rollout local"
         )
+
+
+def check_devices(rollout, engine_devices):
+    """Raises ValueError where --engine_devices does not name a GPU for the engine of each rank of this machine, none of
+    them a rank's own: those are the first ones."""
+    option = f"--engine_devices {' '.join(map(str, engine_devices))}"
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    num_gpus = torch.cuda.device_count()
+    if rollout != "vllm":
+        raise ValueError(f"{option}: with --rollout {rollout} there is no engine")
+    if len(engine_devices) != num_ranks or len(set(engine_devices)) != num_ranks:
+        raise ValueError(f"{option}: must be a GPU for each of the {num_ranks} ranks of this machine")
+    for index in engine_devices:
+        if not num_ranks <= index < num_gpus:
+            raise ValueError(
+                f"{option}: of the {num_gpus} GPUs seen here, from 0, the first {num_ranks} are the ranks' own; "
+                f"{index} is none of the others"
+            )
+
+
+def engine_device(engine_devices, device):
+    """CUDA index of the engine of the rank that trains on `device`; None on a CPU. `engine_devices` as the option."""
+    if engine_devices:
+        return engine_devices[device.index]
+    return device.index
 
 
 class VLLMEngine:
@@ -341,6 +369,7 @@ class VLLMEngine:
         """Send a call; returns its number, for _answer. memory: where all tensors of the arguments lie, if they do."""
         self.wait_ready()
         if self.is_asleep:
+            free_cached_memory()  # for its weights
             self.is_asleep = False
             self._call("get_up")
         self.num_asked += 1
