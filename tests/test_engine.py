@@ -368,7 +368,7 @@ def test_fingerprint():
     assert value == messages.fingerprint(x[:20]) ^ messages.fingerprint(x[20:])
     assert messages.fingerprint(torch.tensor([1.5])) == 0x3FF8000000000000  # float64's bits
     for dtype in (torch.bfloat16, torch.float32):
-        changed = x.to(dtype)
+        changed = x.to(dtype).clone()
         changed[7, 5] = next_number(changed[7, 5])
         assert messages.fingerprint(changed) != value
 
