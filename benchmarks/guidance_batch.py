@@ -57,7 +57,7 @@ def main(repetitions=5):
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     print(f"# python benchmarks/guidance_batch.py: commit {git.stdout.strip()}, torch {torch.__version__}, {machine},")
-    print(f"# {torch.get_num_threads()} threads; seconds, medians of {repetitions}, the two ways in turns")
+    print(f"# {torch.get_num_threads()} thread(s); seconds (of a CPU: of its time), medians of {repetitions}, in turns")
     print("batch  way         forward  forward and backward")
     ways = {"one batch": models.both_branches, "two passes": two_passes}
     for batch in BATCHES:
