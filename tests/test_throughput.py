@@ -37,7 +37,7 @@ def test_flops_of_sd35_medium_at_512():
 
 @pytest.mark.fast
 def test_seconds_covered_by_intervals_that_overlap():
-    assert covered([(5, 6), (1, 3), (2, 4), (2.5, 3)]) == 3 + 1
+    assert covered([(7, 8), (1, 3), (2, 5), (2.5, 3), (3.5, 5.5)]) == 4.5 + 1
     assert covered([]) == 0
 
 
