@@ -2,7 +2,7 @@
 
     python benchmarks/reference_loop.py              # three pairs: 256 images, ten sampling steps, nine trained
     python benchmarks/reference_loop.py --short      # a try with 32 images and one pair
-    python benchmarks/reference_loop.py --only theirs --num_inference_steps 3 --steps 6      # does it learn?
+    python benchmarks/reference_loop.py --only theirs --pairs 1 --num_inference_steps 3 --steps 10    # it learns
 
 "Theirs" is the shape of the loop that was published with Flow-GRPO (arXiv 2505.05470), written here from its
 description and shortened to the embedded model; it is not that code. In it the whole image is one process:
@@ -223,8 +223,14 @@ def start_theirs(options, folder, number):
     command = [sys.executable, __file__, "--in_process", "--seed", str(number)]
     for name in ("num_prompts", "num_inference_steps", "steps", "their_batch_size"):
         command += [f"--{name}", str(getattr(options, name))]
-    done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    steps = []
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            steps.append(json.loads(line))
+            print("theirs", number, line, end="", flush=True)
+    if process.returncode:
+        raise SystemExit(f"the loop of their shape ended with exit code {process.returncode}")
+    return steps
 
 
 def start_ours(options, folder, number):
@@ -243,6 +249,7 @@ def start_ours(options, folder, number):
         update = row["timing_s/update_actor"]
         reward = row["critic/rewards/mean"]
         steps.append({"step": step, "sampling": step - update, "update": update, "reward": reward})
+        print("ours", number, json.dumps(steps[-1]), flush=True)
     return steps
 
 
@@ -258,10 +265,7 @@ def main(options):
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1, options.pairs + 1):
             for side in sides:
-                steps = starters[side](options, folder, number)
-                runs[side].append(medians(steps))
-                for row in steps:
-                    print(side, number, json.dumps(row), flush=True)
+                runs[side].append(medians(starters[side](options, folder, number)))
 
     num_images = options.num_prompts * flow_grpo.Args.group_size
     cores = len(os.sched_getaffinity(0))
