@@ -175,6 +175,7 @@ def test_the_slurm_script_goes_on_as_long_as_it_gets_on(tmp_path):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": str(free_port() - 20_000), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+    job["SLURM_CPUS_PER_TASK"] = "1"
     paths = f"{tmp_path}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     for plan, exit_code, requeued in (("yes 3", 1, True), ("no 3", 1, False), ("yes 0", 0, False)):
         (tmp_path / "plan").write_text(plan)
