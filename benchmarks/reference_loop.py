@@ -12,8 +12,9 @@ description and shortened to the embedded model; it is not that code. In it the 
   - all samples are shuffled; an update goes through a quarter of them, batch by batch and timestep by timestep, and
     adds up gradients; peft's LoRA, AdamW, no FSDP, fp32.
 "Ours" is flow_grpo.py itself under torchrun with --rollout local. Both have the same threads, images, prompts, sampling
-steps, optimizer steps, LoRA, learning rate and reward; each takes the batch size that is fastest for it. A run is a
-process of its own; its first step is not counted.
+steps, optimizer steps, LoRA, learning rate and reward; each takes the batch size that is fastest for it. Theirs has
+torch's own matrix products, as a script has that does not import common (--their_products ours: those of
+common/cpu_matmul.py). A run is a process of its own; its first step is not counted.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
+from common import cpu_matmul
 from common.rewards.ocr import ocr
 
 import torch
@@ -190,6 +192,8 @@ def train(pipe, parameters, optimizer, samples, options, defaults):
 def run_theirs(options):
     """Train for options.steps steps after one of warming up. Prints a JSON line a step."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # as common.distributed does for one rank
+    if options.their_products == "torch":
+        cpu_matmul.overrides._destroy()  # which importing flow_grpo has brought
     torch.manual_seed(options.seed)
     defaults = flow_grpo.Args()
     pipe, parameters = load_pipeline(defaults)
@@ -221,7 +225,7 @@ def run_theirs(options):
 def start_theirs(options, folder, number):
     """Run "theirs" in a process of its own. Returns a dict a step."""
     command = [sys.executable, __file__, "--in_process", "--seed", str(number)]
-    for name in ("num_prompts", "num_inference_steps", "steps", "their_batch_size"):
+    for name in ("num_prompts", "num_inference_steps", "steps", "their_batch_size", "their_products"):
         command += [f"--{name}", str(getattr(options, name))]
     steps = []
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
@@ -273,7 +277,7 @@ def main(options):
         f"\n{num_images} images, {options.num_inference_steps} sampling steps, all but the last trained, "
         f"{flow_grpo.Args.updates_per_rollout} optimizer steps; cores: {cores}; seconds, medians of {options.pairs} "
         f"runs of {options.steps} steps; images at once: ours {options.our_batch_size}, "
-        f"theirs {options.their_batch_size}\n"
+        f"theirs {options.their_batch_size}; their matrix products: {options.their_products}\n"
     )
     print("| phase |", " | ".join(sides), "| ours / theirs, median of pairs |")
     print("|---" * (len(sides) + 2) + "|")
@@ -294,6 +298,7 @@ def parse_options():
     parser.add_argument("--num_inference_steps", type=int, default=10, help="sampling steps, all but the last trained")
     parser.add_argument("--our_batch_size", type=int, default=64, help="--micro_batch_size of flow_grpo.py")
     parser.add_argument("--their_batch_size", type=int, default=64, help="images of a sampling and of a training batch")
+    parser.add_argument("--their_products", choices=["torch", "ours"], default="torch", help="fp32 matrix products")
     parser.add_argument("--only", choices=["ours", "theirs"], help="one side alone")
     parser.add_argument("--short", action="store_true", help="4 prompts, one pair, one step")
     parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
