@@ -35,6 +35,7 @@ from common.files import atomic_file, writing
 from common.models import check_model, compile_block, find_family, load_model, on_device
 from common.noise import draw_noise, image_seed
 from common.options import SharedArgs, check_options, parse_args
+from common.plan import show_plan
 from common.policy import acting, add_policies, follow, make_lora
 from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
 from common.prompt_cache import cache_prompts, hash_bits
@@ -530,6 +531,18 @@ if __name__ == "__main__":
     with one_line(ValueError):
         args = parse_args(Args, __doc__)
         inputs = check_args(args)
+        if args.plan:
+            show_plan(
+                asdict(args),
+                inputs,
+                num_images=2 * args.num_pairs,
+                micro_batch_images=2 * args.micro_batch_size,
+                sampled_steps=0,
+                trained_steps=1,
+                trained_guidance=1.0,
+                policies=["reference"],
+            )
+            raise SystemExit
     with one_line(RunError, Path("runs") / args.name):
         main(args, inputs)
     end_distributed()

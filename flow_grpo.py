@@ -41,6 +41,7 @@ from common.errors import RunError, one_line
 from common.models import check_model, compile_block, find_family, load_model
 from common.noise import image_seed
 from common.options import EngineArgs, check_options, parse_args
+from common.plan import show_plan
 from common.policy import acting, add_policies, follow, make_lora, policy_tensors
 from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
 from common.prompt_cache import cache_prompts
@@ -626,6 +627,8 @@ if __name__ == "__main__":
     with one_line(ValueError):
         args = parse_args(Args, __doc__)
         inputs = check_args(args)
+        if args.plan:
+            raise SystemExit(show_plan(asdict(args), inputs, trained_steps=len(trained_steps(args, 1))))
     with one_line(RunError, Path("runs") / args.name):
         main(args, inputs)
     end_distributed()

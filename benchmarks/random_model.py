@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.published_models import PUBLISHED
+from tests.published_models import PUBLISHED, VAES
 from tests.tiny_models import FAMILIES, make_checkpoint
 
 import diffusers
@@ -29,25 +29,6 @@ CPU_TRANSFORMER = {  # what differs from the tiny one
     "num_attention_heads": 12,
     "caption_projection_dim": 768,
     "dual_attention_layers": (),
-}
-KL_VAE = {  # of Stable Diffusion 3, FLUX.1 and Z-Image
-    "latent_channels": 16,
-    "block_out_channels": (128, 256, 512, 512),
-    "layers_per_block": 2,
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-    "scaling_factor": 1.5,
-    "shift_factor": 0.06,
-}
-VAES = {  # family: config; diffusers' defaults are FLUX.2's, Qwen-Image's and Wan's own
-    "stable_diffusion_3": KL_VAE,
-    "flux": KL_VAE,
-    "z_image": KL_VAE,
-    "flux2_klein": {},
-    "qwen_image": {},
-    "wan": {},
 }
 CLIP_L = {"hidden_size": 768, "projection_dim": 768, "max_position_embeddings": 77}
 CLIP_G = {"hidden_size": 1280, "projection_dim": 1280, "max_position_embeddings": 77}

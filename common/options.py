@@ -43,6 +43,9 @@ class SharedArgs:
     """steps of which a torch profiler trace is written, trace_STEP.json, large, for chrome://tracing"""
     eval_only: bool = False
     """evaluate and exit, under a new name: the checkpoint of --resume, with the options it has, or the model"""
+    plan: Literal["rtx4090", "a100-40", "a100-80", "h100-80", "h200-141", "cpu"] | None = None
+    """print what the run would need of memory and time on such devices, load nothing, and exit; with 1, and a line on
+    what to change, where it does not fit"""
 
     # ---- model
     model: str = str(ASSETS / "embedded")

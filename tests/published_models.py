@@ -1,9 +1,11 @@
-"""What is published of the models that people train: their transformers' configs, and how many parameters they have.
+"""What is published of the models that people train: their parts' configs, and how many parameters they have.
 
-Facts of the model cards and of the `transformer/config.json` of each, as far as they differ from diffusers' defaults.
-Last come their recipes, the commands of docs/models.md.
+Facts of the model cards and of the `config.json` of each part, as far as they differ from diffusers' and transformers'
+defaults. Last come their recipes and presets, the commands of docs/models.md.
 """
 
+import inspect
+import json
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +68,121 @@ PUBLISHED = {
     ),
     "Tongyi-MAI/Z-Image": ("z_image", "ZImageTransformer2DModel", {}, 6.2),
 }
+
+KL_VAE = {  # of Stable Diffusion 3, FLUX.1 and Z-Image
+    "latent_channels": 16,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+    "scaling_factor": 1.5,
+    "shift_factor": 0.06,
+}
+VAES = {  # family: config; diffusers' defaults are FLUX.2's, Qwen-Image's and Wan 2.1's own
+    "stable_diffusion_3": KL_VAE,
+    "flux": KL_VAE,
+    "z_image": KL_VAE,
+    "flux2_klein": {},
+    "qwen_image": {},
+    "wan": {},
+}
+CLIP_L = {"projection_dim": 768, "hidden_act": "quick_gelu"}  # the rest is transformers' default of a text model
+CLIP_G = {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 20,
+    "projection_dim": 1280,
+}
+T5_XXL = {"d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
+QWEN3_4B = {
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+QWEN2_5_VL_7B = {
+    "text_config": {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "vision_config": {"hidden_size": 1280, "intermediate_size": 3420, "depth": 32, "out_hidden_size": 3584},
+}
+# family: (pipeline, VAE, {text encoder: (class, config, parameters in billions)})
+PIPELINES = {
+    "stable_diffusion_3": (
+        "StableDiffusion3Pipeline",
+        "AutoencoderKL",
+        {
+            "text_encoder": ("CLIPTextModelWithProjection", CLIP_L, 0.1),
+            "text_encoder_2": ("CLIPTextModelWithProjection", CLIP_G, 0.7),
+            "text_encoder_3": ("T5EncoderModel", T5_XXL, 4.8),
+        },
+    ),
+    "flux": (
+        "FluxPipeline",
+        "AutoencoderKL",
+        {"text_encoder": ("CLIPTextModel", CLIP_L, 0.1), "text_encoder_2": ("T5EncoderModel", T5_XXL, 4.8)},
+    ),
+    "flux2_klein": (
+        "Flux2KleinPipeline",
+        "AutoencoderKLFlux2",
+        {"text_encoder": ("Qwen3ForCausalLM", QWEN3_4B, 4.0)},
+    ),
+    "qwen_image": (
+        "QwenImagePipeline",
+        "AutoencoderKLQwenImage",
+        {"text_encoder": ("Qwen2_5_VLForConditionalGeneration", QWEN2_5_VL_7B, 8.3)},
+    ),
+    "wan": (
+        "WanPipeline",
+        "AutoencoderKLWan",
+        {"text_encoder": ("UMT5EncoderModel", T5_XXL | {"vocab_size": 256384}, 5.7)},
+    ),
+    "z_image": ("ZImagePipeline", "AutoencoderKL", {"text_encoder": ("Qwen3Model", QWEN3_4B, 4.0)}),
+}
+
+
+def write_configs(hub_id, folder):
+    """Write the configs of a published model to `folder`, as its repository has them, without weights or tokenizers."""
+    import common  # noqa: F401  (repairs torchvision before diffusers imports it)
+
+    import diffusers
+    import transformers
+
+    family, transformer_class, config, _ = PUBLISHED[hub_id]
+    pipeline_class, vae_class, text_encoders = PIPELINES[family]
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=family not in ("wan",))
+    index = {"_class_name": pipeline_class, "scheduler": ["diffusers", type(scheduler).__name__]}
+    parts = {"transformer": (transformer_class, config), "vae": (vae_class, VAES[family])}
+    for name, (class_name, values) in parts.items():
+        index[name] = ["diffusers", class_name]
+        parameters = inspect.signature(getattr(diffusers, class_name)).parameters
+        defaults = {key: p.default for key, p in parameters.items() if p.default is not p.empty}
+        write_json(folder / name / "config.json", {"_class_name": class_name, **defaults, **values})
+    for name, (class_name, values, _) in text_encoders.items():
+        index[name] = ["transformers", class_name]
+        config = getattr(transformers, class_name).config_class(**values)
+        config.save_pretrained(folder / name)
+    scheduler.save_pretrained(folder / "scheduler")
+    write_json(folder / "model_index.json", index)
+    return folder
+
+
+def write_json(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
 
 # Names of a LoRA's modules, after "transformer.", that ComfyUI maps to weights of its own: comfy/lora.py,
 # model_lora_keys_unet (17358c8), with the tables of comfy/utils.py (09708ea). There a LoRA acts with strength 1 where

@@ -39,6 +39,10 @@ class Family(Protocol):
         """Raises ValueError naming the option where the family cannot make such an image or video, or takes no
         guidance; by the configs of `model`, a folder or hub id, alone."""
 
+    @staticmethod
+    def conditioning_shapes(transformer, max_sequence_length):
+        """{name: shape} of the conditioning of one prompt, by the transformer's config alone, for --plan."""
+
     def encode_prompts(self, prompts, max_sequence_length):
         """B prompts -> conditioning, in the text encoders' dtype; of one length, whatever the other prompts are."""
 

@@ -24,6 +24,14 @@ class Flux:
         if not FluxTransformer2DModel.load_config(model, subfolder="transformer").get("guidance_embeds"):
             check_no_guidance(guidance_scale)
 
+    @staticmethod
+    def conditioning_shapes(transformer, max_sequence_length):
+        """{name: shape} of the conditioning of one prompt, by the transformer's config."""
+        return {
+            "prompt_embeds": (max_sequence_length, transformer["joint_attention_dim"]),
+            "pooled_prompt_embeds": (transformer["pooled_projection_dim"],),
+        }
+
     def __init__(self, pipe):
         self.pipe = pipe
         self.transformer = pipe.transformer

@@ -37,6 +37,11 @@ class Flux2Klein:
         if Flux2KleinPipeline.load_config(model).get("is_distilled"):
             check_no_guidance(guidance_scale)
 
+    @staticmethod
+    def conditioning_shapes(transformer, max_sequence_length):
+        """{name: shape} of the conditioning of one prompt, by the transformer's config."""
+        return {"prompt_embeds": (max_sequence_length, transformer["joint_attention_dim"])}
+
     def __init__(self, pipe):
         self.pipe = pipe
         self.transformer = pipe.transformer

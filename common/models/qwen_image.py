@@ -23,6 +23,14 @@ class QwenImage:
         unit = 2 * 2 ** len(vae["temperal_downsample"])  # pixels of a token's side
         check_image(height, width, num_frames, unit)
 
+    @staticmethod
+    def conditioning_shapes(transformer, max_sequence_length):
+        """{name: shape} of the conditioning of one prompt, by the transformer's config."""
+        return {
+            "prompt_embeds": (max_sequence_length, transformer["joint_attention_dim"]),
+            "prompt_embeds_mask": (max_sequence_length,),
+        }
+
     def __init__(self, pipe):
         self.pipe = pipe
         self.transformer = pipe.transformer

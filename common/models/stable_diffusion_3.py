@@ -24,6 +24,14 @@ class StableDiffusion3:
         if max(height, width) > largest:
             raise ValueError(f"--image_size {height} {width}: this model has positions for {largest} pixels a side")
 
+    @staticmethod
+    def conditioning_shapes(transformer, max_sequence_length):
+        """{name: shape} of the conditioning of one prompt, by the transformer's config."""
+        return {
+            "prompt_embeds": (77 + max_sequence_length, transformer["joint_attention_dim"]),  # CLIP's tokens, then T5's
+            "pooled_prompt_embeds": (transformer["pooled_projection_dim"],),
+        }
+
     def __init__(self, pipe):
         self.pipe = pipe
         self.transformer = pipe.transformer

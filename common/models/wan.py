@@ -31,6 +31,11 @@ class Wan:
         if num_frames % frames != 1 or num_frames == 1:
             raise ValueError(f"--num_frames {num_frames}: must be {frames} k + 1, and more than 1")
 
+    @staticmethod
+    def conditioning_shapes(transformer, max_sequence_length):
+        """{name: shape} of the conditioning of one prompt, by the transformer's config."""
+        return {"prompt_embeds": (max_sequence_length, transformer["text_dim"])}
+
     def __init__(self, pipe):
         self.pipe = pipe
         self.transformer = pipe.transformer
