@@ -117,10 +117,11 @@ class Blueprint:
         processor = type("Pixels", (), {"postprocess": lambda self, x: x, "postprocess_video": lambda self, x, **_: x})
         self.pipe.image_processor = self.pipe.video_processor = processor()
 
+        self.source = source
         self.dtype = dtype
         self.text_encoder_bytes = sum(count(encoder) for encoder in text_encoders) * dtype.itemsize
         self.vae_bytes = 4 * count(self.pipe.vae)  # fp32
-        self.num_weights = count(self.pipe.transformer)
+        self.num_weights = count(self.pipe.transformer)  # of the model itself: without a LoRA
         self.fp32_buffer_bytes = sum(buffer.nbytes for buffer in self.pipe.transformer.buffers())
         self.buffer_bytes = 0  # as from_pretrained rounds them
         for buffer in self.pipe.transformer.buffers():

@@ -143,8 +143,8 @@ def weight_parts(blueprint, w):
     itemsize = blueprint.dtype.itemsize
     is_lora = blueprint.num_trained < blueprint.num_weights
     place = "host" if "cpu_offload" in w.train_with else "device"
-    frozen = itemsize * (blueprint.num_weights - blueprint.num_trained) / w.ranks_here
-    if not is_lora and "reference" in w.policies:
+    frozen = 0
+    if is_lora or "reference" in w.policies:
         frozen = itemsize * blueprint.num_weights / w.ranks_here
     trained = 4 * blueprint.num_trained / w.ranks_here
     averages = [policy for policy in w.policies if policy not in ("default", "reference")]

@@ -232,3 +232,17 @@ def recipes():
             own = " ".join(options for other, _, options in lines if other == script)
             commands[name, script] = f"{shared} {own}".split()
     return commands
+
+
+def presets():
+    """(ranks, script, options) of each command of docs/models.md's presets."""
+    page = (ROOT / "docs" / "models.md").read_text()
+    section = page.split("\n## Presets")[1].split("\n## ")[0].replace("\\\n", "")
+    commands = []
+    for line in section.splitlines():
+        words = line.split()
+        if words[:2] == ["torchrun", "--standalone"]:
+            ranks = int(words[3]) if words[2] == "--nproc_per_node" else 1
+            place = next(i for i, word in enumerate(words) if word.endswith(".py"))
+            commands.append((ranks, words[place], words[place + 1 :]))
+    return commands
