@@ -40,7 +40,7 @@ def mm(a, b):
     """aten::mm."""
     if not takes_onednn(a, b):
         return torch.mm(a, b, out=a.new_empty(a.shape[0], b.shape[1]))  # torch's own: the overload is not overridden
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, attr="none", scalars=[], algorithm="")
 
 
 def addmm(bias, a, b, *, beta=1, alpha=1):
@@ -48,4 +48,4 @@ def addmm(bias, a, b, *, beta=1, alpha=1):
     is_plain = beta == 1 and alpha == 1 and bias.dim() == 1 and bias.shape[0] == b.shape[1]
     if not is_plain or bias.dtype != a.dtype or not takes_onednn(a, b):
         return torch.addmm(bias, a, b, beta=beta, alpha=alpha, out=a.new_empty(a.shape[0], b.shape[1]))
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, attr="none", scalars=[], algorithm="")
