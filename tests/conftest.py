@@ -158,8 +158,9 @@ def few_eval_prompts(folder, count=8):
 
 # ---- the embedded model in this process ------------------------------------------------------------------------------
 @pytest.fixture
-def one_rank(tmp_path):
+def one_rank(tmp_path, monkeypatch):
     """A world of this process alone."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
