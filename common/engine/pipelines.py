@@ -12,6 +12,7 @@ from common.engine.messages import fingerprint
 from common.noise import draw_noise
 from common.rollout import Trajectories
 from common.sde import SDEStepOutput, multistep_ode_step, sde_step
+from common.vae import PIXELS_AT_ONCE
 
 import torch
 from vllm.lora.lora_model import LoRAModel
@@ -81,6 +82,9 @@ class SDERolloutMixin:
             for name in [name for name in self._modules if name.startswith("text_encoder")]:
                 setattr(self, name, None)  # prompts come encoded from now on
             return output
+        params = batch.sampling_params_list[0]
+        # one image at a time, where all would take gigabytes
+        self.vae.use_slicing = len(batch.prompts) * params.height * params.width > PIXELS_AT_ONCE
         generators = [torch.Generator().manual_seed(prompt["seed"]) for prompt in batch.prompts]
         starts = [prompt["initial_latents"] for prompt in batch.prompts if "initial_latents" in prompt]
         run = BatchUnderWay(**settings, prompts=batch.prompts, generators=generators, starts=starts)
