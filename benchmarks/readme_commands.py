@@ -1,8 +1,8 @@
 """The commands of README.md and docs/, and the recipes of docs/models.md, for three steps on a CPU.
 
-    python benchmarks/readme_commands.py docs/records/readme_commands.md                    # those the record lacks
-    python benchmarks/readme_commands.py docs/records/readme_commands.md --only README.md
-    python benchmarks/readme_commands.py docs/records/readme_commands.md --only SD3.5-medium Wan2.1-1.3B
+    python benchmarks/readme_commands.py docs/records/readme_commands.txt                    # those the record lacks
+    python benchmarks/readme_commands.py docs/records/readme_commands.txt --only README.md
+    python benchmarks/readme_commands.py docs/records/readme_commands.txt --only SD3.5-medium Wan2.1-1.3B
 
 Every flag is as it is written, but for these. A published model becomes the tiny random checkpoint of its family
 (tests/tiny_models.py), of 8 x 8 pixels to a latent; SD3.5's has all of its three kinds of block. Eight ranks become
@@ -31,7 +31,7 @@ IMAGES_PER_RANK = 2
 EIGHT_PIXELS = ("stable_diffusion_3", "flux", "z_image")  # whose tiny VAEs have 4 x 4 to a latent else
 HEADER = """# The commands of README.md and docs/, on a CPU
 
-    python benchmarks/readme_commands.py docs/records/readme_commands.md
+    python benchmarks/readme_commands.py docs/records/readme_commands.txt
 
 As written, but for: tiny random checkpoints of the published models' families (SD3.5's has its three kinds of block),
 at most two ranks, two images a rank in one update, two evaluation prompts, three steps.

@@ -124,7 +124,7 @@ class EngineArgs(SharedArgs):
     """seconds to wait for a batch of images of the engine, or another answer, before the run stops with an error"""
     engine_sleep: bool = False
     """the engine's weights leave the GPU after each rollout, which takes seconds, and the update has their memory"""
-    engine_devices: tuple[int, ...] = ()
+    engine_devices: Annotated[tuple[int, ...], Bound(at_least=0)] = ()
     """GPUs for the engines alone, an index for each rank of a machine, behind the ranks' own; none: they share those"""
 
 

@@ -39,26 +39,34 @@ def test_every_epoch_draws_timesteps_and_noise_anew():
 
 
 def test_an_update_draws_for_each_of_its_epochs(monkeypatch):
-    """Once an epoch, for all of its mini-batches."""
+    """Once an epoch, for all of its mini-batches, and with them what policies say there that do not change."""
     draws = []
     used = []
+    frozen = []
 
     def draw(args, request, step, epoch, image_index):
         draws.append((step, epoch))
         return epoch, epoch
 
-    def accumulate(args, model, batch, mini_batch, *, timesteps, noise):
+    def velocities_of(args, model, policy, batch, *, timesteps, noise):
+        frozen.append((policy, timesteps, noise))
+        return f"{policy} {timesteps}"
+
+    def accumulate(args, model, batch, mini_batch, *, timesteps, noise, v_old, v_ref):
+        assert (v_old, v_ref) == (f"old {timesteps}", f"reference {timesteps}")
         used.append((timesteps, noise, mini_batch.tolist()))
         return []
 
     monkeypatch.setattr(diffusion_nft, "draw_training_noise", draw)
+    monkeypatch.setattr(diffusion_nft, "velocities_of", velocities_of)
     monkeypatch.setattr(diffusion_nft, "accumulate_gradients", accumulate)
     monkeypatch.setattr(diffusion_nft, "optimizer_step", lambda *args: math.inf)
     batch = SimpleNamespace(x0=torch.zeros(4, 1), request=None, image_index=None)
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
-    args = SimpleNamespace(updates_per_rollout=2, epochs_per_rollout=2)
+    args = SimpleNamespace(updates_per_rollout=2, epochs_per_rollout=2, kl_coef=0.1)
     metrics = diffusion_nft.update(args, None, optimizer, batch, 7)
     assert draws == [(7, 0), (7, 1)]
+    assert frozen == [("old", 0, 0), ("reference", 0, 0), ("old", 1, 1), ("reference", 1, 1)]
     assert used == [(0, 0, [0, 1]), (0, 0, [2, 3]), (1, 1, [0, 1]), (1, 1, [2, 3])]
     assert metrics == {"actor/skipped_steps": 4, "actor/lr": 0.1}
 
