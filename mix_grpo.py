@@ -242,7 +242,7 @@ def shard(args, model, device):
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
-    options = {"mesh": shard_mesh(device), "mp_policy": precision, "offload_policy": offload}
+    options = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
     # with a LoRA one transformer for all policies, else one each; the dict keeps one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:

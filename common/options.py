@@ -55,6 +55,9 @@ class SharedArgs:
     train_with: tuple[Literal["activation_checkpointing", "cpu_offload", "compile"], ...] = ()
     """activation_checkpointing recomputes activations in the backward pass; cpu_offload keeps weights and Adam on the
     CPU; compile compiles every block"""
+    shard_ranks: NonNegativeInt = 0
+    """ranks that share one copy of the transformer, each a shard of it, at most a node's; 0: all of a node; 1: each has
+    a copy, which needs more memory and no gathering of weights"""
     image_size: Annotated[tuple[int, int], Bound(at_least=1)] = (32, 96)
     """height and width of images in pixels"""
     num_frames: PositiveInt = 1
@@ -129,11 +132,15 @@ class EngineArgs(SharedArgs):
 
 
 def check_options(args):
-    """Hold every option against the bound beside its field, and the run's name against leaving runs/.
+    """Hold every option against the bound beside its field, the run's name against leaving runs/, and copies of the
+    weights against the ranks there are.
 
     Raises:
         ValueError: in one line that names the option, its value and what it must be.
     """
+    ranks_of_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if args.shard_ranks and ranks_of_a_node % args.shard_ranks:
+        raise ValueError(f"--shard_ranks {args.shard_ranks}: does not divide the {ranks_of_a_node} ranks of a node")
     name = args.name
     if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 200:
         raise ValueError(f"--name {name}: must be the name of one folder, of at most 200 bytes")

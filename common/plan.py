@@ -77,7 +77,14 @@ class Workload:
     ranks: int = 1
     """over all nodes"""
     ranks_here: int = 1
-    """of a node: they share the weights"""
+    """of a node"""
+    shard_ranks: int = 0
+    """that share one copy of the weights; 0: those of a node"""
+
+    @property
+    def shards(self):
+        """Parts that a copy of the weights is in."""
+        return self.shard_ranks or self.ranks_here
 
     @property
     def has_engine(self):
@@ -145,8 +152,8 @@ def weight_parts(blueprint, w):
     place = "host" if "cpu_offload" in w.train_with else "device"
     frozen = 0
     if is_lora or "reference" in w.policies:
-        frozen = itemsize * blueprint.num_weights / w.ranks_here
-    trained = 4 * blueprint.num_trained / w.ranks_here
+        frozen = itemsize * blueprint.num_weights / w.shards
+    trained = 4 * blueprint.num_trained / w.shards
     averages = [policy for policy in w.policies if policy not in ("default", "reference")]
     advice = "use more ranks, or --train_with cpu_offload"
     if not is_lora:
@@ -178,7 +185,7 @@ def pass_parts(blueprint, w, costs):
     if "activation_checkpointing" not in w.train_with:
         to_train += ", or --train_with activation_checkpointing"
     # FSDP gathers the next block while one is at work, from several ranks into a buffer first
-    num_blocks = 2 if w.ranks_here == 1 else 3
+    num_blocks = 2 if w.shards == 1 else 3
     gathered = blueprint.dtype.itemsize * (blueprint.outside_blocks + num_blocks * blueprint.largest_block)
     latent_bytes = 4 * torch.Size(blueprint.latent_shape(w.image_size, w.num_frames)).numel()
     kept = w.sampled_steps + 1 + 2 * w.trained_steps  # latents, and the means of two policies

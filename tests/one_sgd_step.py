@@ -1,6 +1,5 @@
 """One SGD update of flow_grpo.py's policy on 16 images with made-up advantages; saves the LoRA. Run by torchrun."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -13,12 +12,13 @@ from common.sampler import GroupSampler
 import torch
 
 
-def main(path, micro_batch_size, ranks_of_a_node):
+def main(path, micro_batch_size, shard_ranks):
     args = flow_grpo.Args(
         rollout="local",
         num_prompts=4,
         group_size=4,
         micro_batch_size=micro_batch_size,
+        shard_ranks=shard_ranks,
         updates_per_rollout=1,
         num_inference_steps=5,
         sde_window_size=0,
@@ -27,7 +27,6 @@ def main(path, micro_batch_size, ranks_of_a_node):
     )
     inputs = flow_grpo.check_args(args)
     device = setup_distributed()
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_of_a_node)  # as if the ranks were on several nodes
     model, trained = flow_grpo.load_policy(args, inputs, device)
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, args.seed)
     request, _, image_index = flow_grpo.draw_request(args, model, sampler, inputs.train_set, step=1)
