@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from common.blueprint import Blueprint, Cost
 from common.distributed import launched_world_size
+from common.vae import PIXELS_AT_ONCE
 
 import torch
 
@@ -70,6 +71,7 @@ class Workload:
     rollout: str = "local"
     rollout_batch_size: int = 1
     engine_sleep: bool = False
+    engine_devices: tuple[int, ...] = ()
     old_log_prob: str = "rollout"
     num_prompts: int = 1
     epochs_per_rollout: int = 1
@@ -117,7 +119,7 @@ class Part(NamedTuple):
     name: str
     num_bytes: float
     phases: tuple[str, ...]
-    place: str  # device: a rank's GPU; host: each rank's; node: once for all ranks of a node
+    place: str  # device: a rank's GPU; engine: its engine's own; host: each rank's; node: once for all ranks of a node
     advice: str  # what makes it smaller
 
 
@@ -205,10 +207,13 @@ def pass_parts(blueprint, w, costs):
 
 
 def engine_parts(blueprint, w, costs):
-    """The engine of a rank, a process on the same GPU."""
+    """The engine of a rank, a process on the same GPU, or on one of its own."""
+    place = "engine" if w.engine_devices else "device"
     advice = "pass --engine_sleep True, or --rollout local, for which the ranks share the weights"
     n = w.engine_batch
-    taken = n * max(costs.sampling.peak_bytes, costs.decoding.peak_bytes)
+    fits_at_once = n * w.image_size[0] * w.image_size[1] <= PIXELS_AT_ONCE
+    num_decoded = n if fits_at_once else 1  # as in common/engine/pipelines.py
+    taken = max(n * costs.sampling.peak_bytes, num_decoded * costs.decoding.peak_bytes)
     transformer = blueprint.dtype.itemsize * blueprint.num_weights + blueprint.fp32_buffer_bytes
     if blueprint.num_trained < blueprint.num_weights:
         transformer += blueprint.dtype.itemsize * blueprint.num_trained  # the LoRA
@@ -217,13 +222,13 @@ def engine_parts(blueprint, w, costs):
     asleep = tuple(phase for phase in PHASES if phase not in awake)
     to_sample = "lower --rollout_batch_size" if n > 1 else advice
     parts = [
-        Part("engine: its transformer and VAE", weights, awake, "device", advice),
+        Part("engine: its transformer and VAE", weights, awake, place, advice),
         Part("engine: its transformer and VAE, asleep", weights, asleep, "host", advice),
-        Part(f"engine: sampling and decoding {n} images", taken, ("rollout",), "device", to_sample),
+        Part(f"engine: sampling and decoding {n} images", taken, ("rollout",), place, to_sample),
     ]
     text_encoders = blueprint.text_encoder_bytes
-    parts.append(Part("engine: text encoders, until it has started", text_encoders, ("start",), "device", advice))
-    parts.append(Part("engine: CUDA", CUDA_PROCESS, PHASES, "device", advice))
+    parts.append(Part("engine: text encoders, until it has started", text_encoders, ("start",), place, advice))
+    parts.append(Part("engine: CUDA", CUDA_PROCESS, PHASES, place, advice))
     parts.append(Part("engine: process", ENGINE_PROCESS, PHASES, "host", advice))
     return parts
 
@@ -256,7 +261,7 @@ def on_one_memory(parts):
     kept = []
     for part in parts:
         if not part.name.endswith(("CUDA", "in use")):
-            kept.append(part._replace(place="host" if part.place == "device" else part.place))
+            kept.append(part._replace(place="host" if part.place in ("device", "engine") else part.place))
     return kept
 
 
@@ -351,9 +356,12 @@ def report(blueprint, w, device):
         elif part.place == "node":
             host.append(part)
     on_device = [part for part in parts if part.place == "device"]
+    on_engine = [part for part in parts if part.place == "engine"]
 
     if on_device:
         print("\n".join(table(on_device, f"GB of each of {w.ranks} GPUs, {device}")))
+    if on_engine:
+        print("\n".join(table(on_engine, f"GB of each of {w.ranks} GPUs of the engines")))
     print("\n".join(table(host, f"GB of a node's memory, {w.ranks_here} ranks")))
     otherwise = w.micro_batch_images * costs.training_otherwise.peak_bytes / GB
     word = "without" if "activation_checkpointing" in w.train_with else "with"
@@ -366,6 +374,8 @@ def report(blueprint, w, device):
         print(check_fits(host, limit_gb, device, "this machine"))
     else:
         print(check_fits(on_device, limit_gb, device, "a GPU"))
+    if on_engine:
+        print(check_fits(on_engine, limit_gb, device, "an engine's GPU"))
 
 
 def workload(options, num_eval_prompts, **counts):

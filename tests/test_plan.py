@@ -181,6 +181,28 @@ def test_what_more_ranks_policies_and_offloading_change():
     assert four["weights of old and ema, float32"].num_bytes == four["Adam's two moments, float32"].num_bytes
     places = {name: part.place for name, part in parts(train_with=("cpu_offload",)).items()}
     assert places["trained weights, float32"] == "host" and places["buffers of the transformer"] == "device"
+    copies = parts(ranks=8, ranks_here=4, shard_ranks=2)
+    assert copies["trained weights, float32"].num_bytes == weights / 2
+
+
+@pytest.mark.fast
+def test_an_engine_beside_its_rank_and_on_a_gpu_of_its_own():
+    """It decodes its whole batch at once where that is a few pixels, else image by image."""
+    blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
+    taken = "engine: sampling and decoding 8 images"
+
+    def parts(**changes):
+        w = small_workload(rollout="vllm", rollout_batch_size=8, **changes)
+        return {part.name: part for part in plan.engine_parts(blueprint, w, COSTS)}
+
+    small = parts()
+    assert small[taken].num_bytes == 8 * 100
+    large = COSTS._replace(sampling=plan.Cost(10, 1))
+    w = small_workload(rollout="vllm", rollout_batch_size=8, image_size=(1024, 1024))
+    assert {part.name: part.num_bytes for part in plan.engine_parts(blueprint, w, large)}[taken] == 100
+    beside = {part.place for part in small.values()}
+    apart = {part.place for part in parts(engine_devices=(4, 5)).values()}
+    assert beside == {"device", "host"} and apart == {"engine", "host"}
 
 
 # ---- the sums --------------------------------------------------------------------------------------------------------
