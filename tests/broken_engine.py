@@ -59,7 +59,9 @@ def break_engine(breakage, engine=VLLMEngine):
         if operation == "push_lora" and breakage == "stale":
             if getattr(self, "verified", False):
                 args = self.first_push
-            self.first_push = args
+            tensors, config = args
+            # copies: the tensors can be the trained ones themselves
+            self.first_push = ({name: tensor.clone() for name, tensor in tensors.items()}, config)
         if self.trains and breakage in REQUESTS and operation == "generate":
             args = (REQUESTS[breakage](args[0]),)
         return ask(self, operation, *args, **kwargs)

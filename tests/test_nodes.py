@@ -72,10 +72,10 @@ def logs(folder):
 
 @pytest.fixture(scope="module")
 def one_node(tmp_path_factory):
-    """The folder, options and metrics of a run of two ranks on one node."""
+    """The folder, options and metrics of a run of two ranks on one node, with a copy of the weights each, as on two."""
     folder = tmp_path_factory.mktemp("one")
     options = [*TINY, *few_eval_prompts(folder, 4), "--reward", brightness_reward(folder)]
-    torchrun(folder, "flow_grpo.py", *options, "--rollout", "local", *STEPS, nproc=2)
+    torchrun(folder, "flow_grpo.py", *options, "--rollout", "local", *STEPS, "--shard_ranks", 1, nproc=2)
     return folder, options, untimed(read_metrics(folder / "runs" / "flow_grpo"))
 
 
