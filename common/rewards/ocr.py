@@ -4,7 +4,6 @@ import functools
 import logging
 
 import numpy as np
-import torch
 
 
 def ocr(images, prompts, metadata):
@@ -78,6 +77,7 @@ def _recognizer():
             "Global.log_level": "warning",
             # least width: shorter lines are not padded to 320 pixels, which costs 1.7x
             "Rec.rec_img_shape": [3, 48, 48],
-            "EngineConfig.onnxruntime.intra_op_num_threads": torch.get_num_threads(),
+            # it runs beside the rollout: a second thread's waiting takes more from that than it gives here
+            "EngineConfig.onnxruntime.intra_op_num_threads": 1,
         }
     )
