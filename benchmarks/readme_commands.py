@@ -7,7 +7,7 @@
 Every flag is as it is written, but for these. A published model becomes the tiny random checkpoint of its family
 (tests/tiny_models.py), of 8 x 8 pixels to a latent; SD3.5's has all of its three kinds of block. Eight ranks become
 two; a rank makes two images, in one update; there are two evaluation prompts. Prompts are made up, my_rewards.py is the
-README's. A recipe is run on two ranks. A row of each command is appended to the record.
+README's. A recipe is run on two ranks; a preset is run, not planned. A row of each command is appended to the record.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from tests.tiny_models import make_checkpoint
 
 NUM_STEPS = 3
 IMAGES_PER_RANK = 2
+INPUTS = ["--train_prompts", "train.txt", "--eval_prompts", "test.txt"]  # which recipes and presets leave to the reader
 EIGHT_PIXELS = ("stable_diffusion_3", "flux", "z_image")  # whose tiny VAEs have 4 x 4 to a latent else
 HEADER = """# The commands of README.md and docs/, on a CPU
 
@@ -56,6 +57,10 @@ def commands_of_pages():
                     ranks, script, options = found.groups()
                     options = shlex.split(options, comments=True)
                     name = " ".join([page.name, script, *options])
+                    if "--plan" in options:
+                        place = options.index("--plan")
+                        del options[place : place + 2]
+                        options = ["--reward", "my_rewards.py:redness", *INPUTS, *options]  # a later one wins
                     commands.setdefault(name, (int(ranks or 1), script, options))
     return commands
 
@@ -64,11 +69,8 @@ def commands_of_recipes():
     """{model and script: (ranks, script, options)}; docs/models.md says what to add to its lines."""
     commands = {}
     for (model, script), options in recipes().items():
-        added = ["--train_prompts", "train.txt", "--eval_prompts", "test.txt", "--reward", "my_rewards.py:redness"]
-        is_of_videos = "--num_frames" in options
-        if is_of_videos:
-            added[-1] = "my_rewards.py:first_frame"
-        commands[f"{model} {script}"] = (2, script, [*options, *added])
+        reward = "motion" if "--num_frames" in options else "redness"
+        commands[f"{model} {script}"] = (2, script, [*options, *INPUTS, "--reward", f"my_rewards.py:{reward}"])
     return commands
 
 
@@ -78,7 +80,7 @@ def write_inputs(folder):
     for name in ("train.txt", "test.txt", "held_out.txt"):
         (folder / name).write_text("\n".join(prompts) + "\n")
     (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "a sign that says \\"{n}\\""}}\n' for n in range(8)))
-    of_videos = "\n\ndef first_frame(videos, prompts, metadata):\n"
+    of_videos = "\n\ndef motion(videos, prompts, metadata):\n"
     of_videos += "    return redness([video[0] for video in videos], prompts, metadata)\n"
     (folder / "my_rewards.py").write_text(python_block(ROOT / "README.md", "# my_rewards.py") + of_videos)
     (folder / "my_steps.py").write_text(python_block(ROOT / "docs" / "new_algorithm.md", "# my_steps.py"))
