@@ -1,0 +1,77 @@
+"""Steps of two runs, in turn on the same machine: how much longer one takes than the other, as a ratio.
+
+    python benchmarks/step_pairs.py engines    # the default run: --rollout vllm beside --rollout local
+    python benchmarks/step_pairs.py window     # ten steps: MixGRPO's window of 2, at each of its positions, beside
+                                               # Flow-GRPO, which trains all but the last
+
+A run's first step is not counted. Of the others the mean is taken, so that each position of the window counts once, and
+the engine's start, evaluations and checkpoints are no part of it. Prints a table for docs/performance.md.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TEN_STEPS = ["--rollout", "local", "--num_inference_steps", 10]
+EVERY_POSITION = ["--sde_window_size", 2, "--sde_window_range", 0, 9, "--iters_per_group", 1]
+COMPARED = {
+    # name: [(label, script, number of steps, options) of the first, of the second]
+    "engines": [
+        ("vllm", "flow_grpo.py", 5, ["--rollout", "vllm"]),
+        ("local", "flow_grpo.py", 5, ["--rollout", "local"]),
+    ],
+    "window": [
+        # starts 0 to 7, one rollout at each; the ninth step is at 0 again, in place of the first
+        ("mix_grpo.py", "mix_grpo.py", 9, [*TEN_STEPS, *EVERY_POSITION]),
+        ("flow_grpo.py", "flow_grpo.py", 3, [*TEN_STEPS, "--sde_window_size", 0]),
+    ],
+}
+
+
+def mean_step(folder, script, num_steps, options):
+    """Run a script. Returns the mean of its steps but the first: {"rollout": s, "update": s, "both": s}."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ROOT / script, "--name", "run"]
+    command += ["--num_steps", num_steps, "--eval_every", 10_000, "--max_prompts", 2, *options]
+    subprocess.run(["rm", "-rf", Path(folder) / "runs"], check=True)
+    subprocess.run([*map(str, command)], cwd=folder, check=True, stdout=sys.stderr)
+    rows = map(json.loads, (Path(folder) / "runs" / "run" / "metrics.jsonl").read_text().splitlines())
+    steps = [row for row in rows if "actor/loss" in row][1:]
+    rollout = statistics.mean(row["timing_s/gen"] + row["timing_s/reward"] for row in steps)
+    update = statistics.mean(row["timing_s/update_actor"] + row["timing_s/update_weights"] for row in steps)
+    return {"rollout": rollout, "update": update, "both": rollout + update}
+
+
+def main(options):
+    compared = COMPARED[options.compared]
+    runs = {label: [] for label, *_ in compared}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(options.pairs):
+            for label, *command in compared:
+                runs[label].append(mean_step(folder, *command))
+                print(label, json.dumps(runs[label][-1]), file=sys.stderr, flush=True)
+
+    first, second = runs
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    print(
+        f"\n{options.compared}, commit {git.stdout.strip()}, cores: {len(os.sched_getaffinity(0))}; seconds of a step,"
+    )
+    print(f"medians of {options.pairs} runs; of the ratios pair by pair: median [all]\n")
+    print(f"| phase | {first} | {second} | {first} / {second} |\n|---|---|---|---|")
+    for phase in ("rollout", "update", "both"):
+        medians = [f"{statistics.median(run[phase] for run in runs[label]):.2f}" for label in runs]
+        ratios = [a[phase] / b[phase] for a, b in zip(runs[first], runs[second], strict=True)]
+        listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(f"| {phase} | {' | '.join(medians)} | {statistics.median(ratios):.2f} [{listed}] |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("compared", choices=COMPARED)
+    parser.add_argument("--pairs", type=int, default=3, help="runs of each, in turn")
+    main(parser.parse_args())
