@@ -3,6 +3,7 @@
     python benchmarks/step_pairs.py engines    # the default run: --rollout vllm beside --rollout local
     python benchmarks/step_pairs.py window     # ten steps: MixGRPO's window of 2, at each of its positions, beside
                                                # Flow-GRPO, which trains all but the last
+    python benchmarks/step_pairs.py window_alone    # the same with a reward that takes no time
 
 A run's first step is not counted. Of the others the mean is taken, so that each position of the window counts once, and
 the engine's start, evaluations and checkpoints are no part of it. Prints a table for docs/performance.md.
@@ -20,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TEN_STEPS = ["--rollout", "local", "--num_inference_steps", 10]
 EVERY_POSITION = ["--sde_window_size", 2, "--sde_window_range", 0, 9, "--iters_per_group", 1]
+NO_TIME = ["--reward", "jpeg_compressibility"]  # to score an image: what is left is rollout and update
 COMPARED = {
     # name: [(label, script, number of steps, options) of the first, of the second]
     "engines": [
@@ -30,6 +32,10 @@ COMPARED = {
         # starts 0 to 7, one rollout at each; the ninth step is at 0 again, in place of the first
         ("mix_grpo.py", "mix_grpo.py", 9, [*TEN_STEPS, *EVERY_POSITION]),
         ("flow_grpo.py", "flow_grpo.py", 3, [*TEN_STEPS, "--sde_window_size", 0]),
+    ],
+    "window_alone": [
+        ("mix_grpo.py", "mix_grpo.py", 9, [*TEN_STEPS, *EVERY_POSITION, *NO_TIME]),
+        ("flow_grpo.py", "flow_grpo.py", 3, [*TEN_STEPS, "--sde_window_size", 0, *NO_TIME]),
     ],
 }
 
