@@ -4,6 +4,7 @@
     python benchmarks/step_pairs.py window     # ten steps: MixGRPO's window of 2, at each of its positions, beside
                                                # Flow-GRPO, which trains all but the last
     python benchmarks/step_pairs.py window_alone    # the same with a reward that takes no time
+    python benchmarks/step_pairs.py ranks      # the default step, --rollout local, of two ranks beside one
 
 A run's first step is not counted. Of the others the mean is taken, so that each position of the window counts once, and
 the engine's start, evaluations and checkpoints are no part of it. Prints a table for docs/performance.md.
@@ -23,27 +24,32 @@ TEN_STEPS = ["--rollout", "local", "--num_inference_steps", 10]
 EVERY_POSITION = ["--sde_window_size", 2, "--sde_window_range", 0, 9, "--iters_per_group", 1]
 NO_TIME = ["--reward", "jpeg_compressibility"]  # to score an image: what is left is rollout and update
 COMPARED = {
-    # name: [(label, script, number of steps, options) of the first, of the second]
+    # name: [(label, ranks, script, number of steps, options) of the first, of the second]
     "engines": [
-        ("vllm", "flow_grpo.py", 5, ["--rollout", "vllm"]),
-        ("local", "flow_grpo.py", 5, ["--rollout", "local"]),
+        ("vllm", 1, "flow_grpo.py", 5, ["--rollout", "vllm"]),
+        ("local", 1, "flow_grpo.py", 5, ["--rollout", "local"]),
     ],
     "window": [
         # starts 0 to 7, one rollout at each; the ninth step is at 0 again, in place of the first
-        ("mix_grpo.py", "mix_grpo.py", 9, [*TEN_STEPS, *EVERY_POSITION]),
-        ("flow_grpo.py", "flow_grpo.py", 3, [*TEN_STEPS, "--sde_window_size", 0]),
+        ("mix_grpo.py", 1, "mix_grpo.py", 9, [*TEN_STEPS, *EVERY_POSITION]),
+        ("flow_grpo.py", 1, "flow_grpo.py", 3, [*TEN_STEPS, "--sde_window_size", 0]),
     ],
     "window_alone": [
-        ("mix_grpo.py", "mix_grpo.py", 9, [*TEN_STEPS, *EVERY_POSITION, *NO_TIME]),
-        ("flow_grpo.py", "flow_grpo.py", 3, [*TEN_STEPS, "--sde_window_size", 0, *NO_TIME]),
+        ("mix_grpo.py", 1, "mix_grpo.py", 9, [*TEN_STEPS, *EVERY_POSITION, *NO_TIME]),
+        ("flow_grpo.py", 1, "flow_grpo.py", 3, [*TEN_STEPS, "--sde_window_size", 0, *NO_TIME]),
+    ],
+    "ranks": [
+        ("2 ranks", 2, "flow_grpo.py", 5, ["--rollout", "local", "--micro_batch_size", 32]),
+        ("1 rank", 1, "flow_grpo.py", 5, ["--rollout", "local"]),
     ],
 }
 
 
-def mean_step(folder, script, num_steps, options):
+def mean_step(folder, ranks, script, num_steps, options):
     """Run a script. Returns the mean of its steps but the first: {"rollout": s, "update": s, "both": s}."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ROOT / script, "--name", "run"]
-    command += ["--num_steps", num_steps, "--eval_every", 10_000, "--max_prompts", 2, *options]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
+    command += [ROOT / script, "--name", "run", "--num_steps", num_steps, *options]
+    command += ["--eval_every", 10_000, "--max_prompts", 2]
     subprocess.run(["rm", "-rf", Path(folder) / "runs"], check=True)
     subprocess.run([*map(str, command)], cwd=folder, check=True, stdout=sys.stderr)
     rows = map(json.loads, (Path(folder) / "runs" / "run" / "metrics.jsonl").read_text().splitlines())
