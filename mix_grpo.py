@@ -26,7 +26,7 @@ from common import checkpoints, correction
 from common.bounds import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from common.data import PromptSet, read_prompts
 from common.distributed import end_distributed, gather_objects, gather_rows, mean_over_ranks, setup_distributed
-from common.engine.client import VLLMEngine, check_engine, engine_device
+from common.engine.client import VLLMEngine, check_engine, engine_gpus
 from common.errors import RunError, one_line
 from common.models import check_model, compile_block, find_family, load_model
 from common.noise import image_seed
@@ -150,7 +150,7 @@ def check_args(args):
     # what imports diffusers and peft, which takes seconds, comes last
     family = find_family(args.model)
     check_model(family, args.model, *args.image_size, args.num_frames, args.guidance_scale)
-    check_engine(args.rollout, family, args.engine_devices)
+    check_engine(args.rollout, family, args.model, args.engine_devices, args.engine_tensor_parallel)
     targets = args.lora_target_modules or family.lora_target_modules
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
     checkpoints.check_policy(checkpoint, lora)
@@ -261,9 +261,9 @@ def start_engine(args, folder, device):
     """This rank's vLLM-Omni engine, loading in the background while the trainer loads; None with --rollout local."""
     if args.rollout == "local":
         return None
-    log_file = folder / f"engine_rank{dist.get_rank()}.log"
-    options = {"visible_device": engine_device(args.engine_devices, device), "sleeps": args.engine_sleep}
-    return VLLMEngine(args.model, args.dtype, args.rollout_batch_size, log_file, args.engine_timeout_s, **options)
+    gpus = engine_gpus(args.engine_devices, args.engine_tensor_parallel, device)
+    options = {"log_file": folder / f"engine_rank{dist.get_rank()}.log", "gpus": gpus, "sleeps": args.engine_sleep}
+    return VLLMEngine(args.model, args.dtype, args.rollout_batch_size, timeout_s=args.engine_timeout_s, **options)
 
 
 # ==== 6 ROLLOUT =======================================================================================================

@@ -5,6 +5,7 @@ is taken with fake tensors, which have shapes and no memory: what it costs is co
 """
 
 import inspect
+import re
 import weakref
 from typing import NamedTuple
 
@@ -31,6 +32,10 @@ ATTENTION_FLOPS = {  # of the kernel that fake CPU tensors choose, which saves a
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
 }
+
+
+# layers whose weights the workers of an engine share out, by diffusers' names; each has all of the others
+SPLIT = re.compile(r"\.(attn\d?|ff|ff_context|ffn|img_mlp|txt_mlp)\.")
 
 
 class Meter(TorchDispatchMode):
@@ -122,6 +127,10 @@ class Blueprint:
         self.text_encoder_bytes = sum(count(encoder) for encoder in text_encoders) * dtype.itemsize
         self.vae_bytes = 4 * count(self.pipe.vae)  # fp32
         self.num_weights = count(self.pipe.transformer)  # of the model itself: without a LoRA
+        self.num_split = 0  # of them, what --engine_tensor_parallel divides
+        for name, parameter in self.pipe.transformer.named_parameters():
+            if SPLIT.search(name):
+                self.num_split += parameter.numel()
         self.fp32_buffer_bytes = sum(buffer.nbytes for buffer in self.pipe.transformer.buffers())
         self.buffer_bytes = 0  # as from_pretrained rounds them
         for buffer in self.pipe.transformer.buffers():

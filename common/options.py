@@ -128,7 +128,10 @@ class EngineArgs(SharedArgs):
     engine_sleep: bool = False
     """the engine's weights leave the GPU after each rollout, which takes seconds, and the update has their memory"""
     engine_devices: Annotated[tuple[int, ...], Bound(at_least=0)] = ()
-    """GPUs for the engines alone, an index for each rank of a machine, behind the ranks' own; none: they share those"""
+    """GPUs for the engines alone, --engine_tensor_parallel indices for each rank of a machine, a rank's next to each
+    other, behind the ranks' own; none: they share those"""
+    engine_tensor_parallel: PositiveInt = 1
+    """workers that an engine's transformer is split over, each on a GPU of --engine_devices; must divide its heads"""
 
 
 def check_options(args):

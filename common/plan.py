@@ -72,6 +72,7 @@ class Workload:
     rollout_batch_size: int = 1
     engine_sleep: bool = False
     engine_devices: tuple[int, ...] = ()
+    engine_tensor_parallel: int = 1
     old_log_prob: str = "rollout"
     num_prompts: int = 1
     epochs_per_rollout: int = 1
@@ -207,14 +208,20 @@ def pass_parts(blueprint, w, costs):
 
 
 def engine_parts(blueprint, w, costs):
-    """The engine of a rank, a process on the same GPU, or on one of its own."""
+    """The engine of a rank, a process on the same GPU, or on one of its own; or split over several of these, of which
+    this is each. Activations are counted as if they were not split, which attention's are."""
     place = "engine" if w.engine_devices else "device"
     advice = "pass --engine_sleep True, or --rollout local, for which the ranks share the weights"
+    if w.engine_devices:
+        advice = "raise --engine_tensor_parallel, with more --engine_devices"
+    workers = w.engine_tensor_parallel
+    here = 1 if w.engine_devices else workers  # of the workers, on a CPU all
     n = w.engine_batch
     fits_at_once = n * w.image_size[0] * w.image_size[1] <= PIXELS_AT_ONCE
     num_decoded = n if fits_at_once else 1  # as in common/engine/pipelines.py
     taken = max(n * costs.sampling.peak_bytes, num_decoded * costs.decoding.peak_bytes)
-    transformer = blueprint.dtype.itemsize * blueprint.num_weights + blueprint.fp32_buffer_bytes
+    num_weights = blueprint.num_weights - blueprint.num_split + blueprint.num_split / workers
+    transformer = blueprint.dtype.itemsize * num_weights + blueprint.fp32_buffer_bytes
     if blueprint.num_trained < blueprint.num_weights:
         transformer += blueprint.dtype.itemsize * blueprint.num_trained  # the LoRA
     weights = transformer + blueprint.vae_bytes
@@ -222,14 +229,15 @@ def engine_parts(blueprint, w, costs):
     asleep = tuple(phase for phase in PHASES if phase not in awake)
     to_sample = "lower --rollout_batch_size" if n > 1 else advice
     parts = [
-        Part("engine: its transformer and VAE", weights, awake, place, advice),
-        Part("engine: its transformer and VAE, asleep", weights, asleep, "host", advice),
-        Part(f"engine: sampling and decoding {n} images", taken, ("rollout",), place, to_sample),
+        Part("engine: its transformer and VAE", here * weights, awake, place, advice),
+        Part("engine: its transformer and VAE, asleep", workers * weights, asleep, "host", advice),
+        Part(f"engine: sampling and decoding {n} images", here * taken, ("rollout",), place, to_sample),
     ]
-    text_encoders = blueprint.text_encoder_bytes
+    text_encoders = here * blueprint.text_encoder_bytes
+    processes = ENGINE_PROCESS * (1 if workers == 1 else 1 + workers)
     parts.append(Part("engine: text encoders, until it has started", text_encoders, ("start",), place, advice))
     parts.append(Part("engine: CUDA", CUDA_PROCESS, PHASES, place, advice))
-    parts.append(Part("engine: process", ENGINE_PROCESS, PHASES, "host", advice))
+    parts.append(Part("engine: process", processes, PHASES, "host", advice))
     return parts
 
 
@@ -361,7 +369,7 @@ def report(blueprint, w, device):
     if on_device:
         print("\n".join(table(on_device, f"GB of each of {w.ranks} GPUs, {device}")))
     if on_engine:
-        print("\n".join(table(on_engine, f"GB of each of {w.ranks} GPUs of the engines")))
+        print("\n".join(table(on_engine, f"GB of each of {w.ranks * w.engine_tensor_parallel} GPUs of the engines")))
     print("\n".join(table(host, f"GB of a node's memory, {w.ranks_here} ranks")))
     otherwise = w.micro_batch_images * costs.training_otherwise.peak_bytes / GB
     word = "without" if "activation_checkpointing" in w.train_with else "with"

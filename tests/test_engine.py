@@ -617,9 +617,9 @@ def test_gpus_of_the_engines_own(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
     client.check_devices("vllm", (5, 2))
-    assert client.engine_device((5, 2), torch.device("cuda", 1)) == 2
-    assert client.engine_device((), torch.device("cuda", 1)) == 1
-    assert client.engine_device((), torch.device("cpu")) is None
+    assert client.engine_gpus((5, 2), 1, torch.device("cuda", 1)) == (2,)
+    assert client.engine_gpus((), 1, torch.device("cuda", 1)) == (1,)
+    assert client.engine_gpus((), 1, torch.device("cpu")) == (None,)
     refused = {
         (2,): "2: must be a GPU for each of the 2 ranks of this machine",
         (3, 3): "3 3: must be a GPU for each of the 2 ranks",
@@ -630,7 +630,7 @@ def test_gpus_of_the_engines_own(monkeypatch):
         with pytest.raises(ValueError, match=f"^--engine_devices {told}"):
             client.check_devices("vllm", devices)
     with pytest.raises(ValueError, match="^--engine_devices 2 3: with --rollout local there is no engine"):
-        client.check_engine("local", None, (2, 3))
+        client.check_engine("local", None, EMBEDDED, (2, 3))
 
 
 def test_environment_of_the_engine(monkeypatch):
@@ -642,13 +642,13 @@ def test_environment_of_the_engine(monkeypatch):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    on_cpu = client.engine_environment(EMBEDDED, visible_device=None, num_threads=2)
+    on_cpu = client.engine_environment(EMBEDDED, (None,), num_threads=2)
     assert on_cpu.keys().isdisjoint(torchruns | keys | {"HF_TOKEN"})
     assert on_cpu["HF_HOME"] == on_cpu["VLLM_CACHE_ROOT"] == "7" and on_cpu["PATH"] == os.environ["PATH"]
     assert on_cpu["OMP_NUM_THREADS"] == "2" and on_cpu["MALLOC_ARENA_MAX"] == "1" and on_cpu["HF_HUB_OFFLINE"] == "1"
     assert on_cpu["PYTHONPATH"].split(os.pathsep) == [str(ROOT), str(ROOT / "common/engine/plugin"), "/elsewhere"]
     for index, device in ((0, "4"), (1, "6"), (2, "2")):
-        on_gpu = client.engine_environment("a/hub-id", visible_device=index, num_threads=2)
+        on_gpu = client.engine_environment("a/hub-id", (index,), num_threads=2)
         assert on_gpu["CUDA_VISIBLE_DEVICES"] == device and "OMP_NUM_THREADS" not in on_gpu
         assert on_gpu["HF_TOKEN"] == "7" and on_gpu.keys().isdisjoint(torchruns | keys)
 

@@ -439,8 +439,8 @@ def test_the_engine_takes_full_weights(family, checkpoint, tmp_path):
 def test_a_family_without_hooks_is_refused_for_the_engine(name, checkpoint):
     family = find_family(checkpoint(name))
     with pytest.raises(ValueError, match=f"^--rollout vllm: {family.__name__} has no hooks into vLLM-Omni's steps: "):
-        check_engine("vllm", family)
-    check_engine("local", family)
+        check_engine("vllm", family, checkpoint(name))
+    check_engine("local", family, checkpoint(name))
 
 
 # ---- the scripts -----------------------------------------------------------------------------------------------------

@@ -180,8 +180,13 @@ def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(flow_grpo, "VLLMEngine", lambda *positional, **named: (positional, named))
         engine, named = flow_grpo.start_engine(args, tmp_path, cpu)
-    assert engine == ("a/model", "bfloat16", 5, tmp_path / "engine_rank0.log", 7)
-    assert named == {"visible_device": None, "sleeps": True}
+    assert engine == ("a/model", "bfloat16", 5)
+    assert named == {
+        "log_file": tmp_path / "engine_rank0.log",
+        "timeout_s": 7,
+        "gpus": (None,),
+        "sleeps": True,
+    }
 
     def start(*environment):
         raise Started(*environment)
@@ -189,7 +194,7 @@ def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "engine_environment", start)
     with pytest.raises(Started) as started:
         flow_grpo.start_engine(args, tmp_path, cpu)
-    assert started.value.args == ("a/model", None, torch.get_num_threads())
+    assert started.value.args == ("a/model", (None,), torch.get_num_threads())
 
 
 def test_nft_and_dpo_options(tmp_path):

@@ -39,15 +39,15 @@ class EngineError(RunError):
     """The engine process failed, died or did not answer in time."""
 
 
-def check_engine(rollout, family, engine_devices=()):
+def check_engine(rollout, family, model, engine_devices=(), tensor_parallel=1):
     """Look for vLLM-Omni, for our hooks into its pipeline of the family, and for GPUs of the engines' own, where
-    `--rollout vllm` and `--engine_devices` ask for them.
+    `--rollout vllm`, `--engine_devices` and `--engine_tensor_parallel` ask for them. model: a folder or hub id.
 
     Raises:
         ValueError: one is not there; with what to do.
     """
-    if engine_devices:
-        check_devices(rollout, engine_devices)
+    if engine_devices or tensor_parallel > 1:
+        check_devices(rollout, engine_devices, tensor_parallel)
     if rollout != "vllm":
         return
     if getattr(family, "engine_pipeline", None) is None:
@@ -57,18 +57,28 @@ def check_engine(rollout, family, engine_devices=()):
             "--rollout vllm needs vLLM-Omni, which is not installed: pip install -r requirements.txt "
             "(requirements-cuda.txt on a GPU), or pass --rollout local"
         )
+    if tensor_parallel > 1:
+        check_heads(model, tensor_parallel)
 
 
-def check_devices(rollout, engine_devices):
-    """Raises ValueError where --engine_devices does not name a GPU for the engine of each rank of this machine, none of
-    them a rank's own: those are the first ones."""
+def check_devices(rollout, engine_devices, tensor_parallel=1):
+    """Raises ValueError where --engine_devices does not name the GPUs for the engine of each rank of this machine,
+    tensor_parallel each, none of them a rank's own: those are the first ones. On a CPU none are needed."""
     option = f"--engine_devices {' '.join(map(str, engine_devices))}"
+    if not engine_devices:
+        option = f"--engine_tensor_parallel {tensor_parallel}"
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     num_gpus = torch.cuda.device_count()
     if rollout != "vllm":
         raise ValueError(f"{option}: with --rollout {rollout} there is no engine")
-    if len(engine_devices) != num_ranks or len(set(engine_devices)) != num_ranks:
-        raise ValueError(f"{option}: must be a GPU for each of the {num_ranks} ranks of this machine")
+    if not engine_devices and num_gpus:
+        raise ValueError(f"{option}: needs --engine_devices, {tensor_parallel} for each of the {num_ranks} ranks here")
+    if not engine_devices:
+        return
+    needed = num_ranks * tensor_parallel
+    if len(engine_devices) != needed or len(set(engine_devices)) != needed:
+        each = "a GPU" if tensor_parallel == 1 else f"{tensor_parallel} GPUs (--engine_tensor_parallel)"
+        raise ValueError(f"{option}: must be {each} for each of the {num_ranks} ranks of this machine")
     for index in engine_devices:
         if not num_ranks <= index < num_gpus:
             raise ValueError(
@@ -77,11 +87,22 @@ def check_devices(rollout, engine_devices):
             )
 
 
-def engine_device(engine_devices, device):
-    """CUDA index of the engine of the rank that trains on `device`; None on a CPU. `engine_devices` as the option."""
+def check_heads(model, tensor_parallel):
+    """Raises ValueError where the attention heads of the transformer cannot be dealt out to the engine's workers."""
+    from diffusers import AutoModel  # slow
+
+    num_heads = AutoModel.load_config(model, subfolder="transformer")["num_attention_heads"]
+    if num_heads % tensor_parallel:
+        raise ValueError(f"--engine_tensor_parallel {tensor_parallel}: does not divide the model's {num_heads} heads")
+
+
+def engine_gpus(engine_devices, tensor_parallel, device):
+    """The CUDA index of each worker of the engine of the rank that trains on `device`; None of one on a CPU. The first
+    two are as the options."""
     if engine_devices:
-        return engine_devices[device.index]
-    return device.index
+        first = device.index * tensor_parallel
+        return engine_devices[first : first + tensor_parallel]
+    return (device.index,) * tensor_parallel
 
 
 class VLLMEngine:
@@ -91,9 +112,7 @@ class VLLMEngine:
     that names the child's log, within `timeout_s`.
     """
 
-    def __init__(
-        self, model, dtype, max_num_seqs, log_file, timeout_s, visible_device=None, num_threads=None, sleeps=False
-    ):
+    def __init__(self, model, dtype, max_num_seqs, log_file, timeout_s, gpus=(None,), num_threads=None, sleeps=False):
         """Start loading at once; the first call waits.
 
         Args:
@@ -102,8 +121,9 @@ class VLLMEngine:
             max_num_seqs: images sampled at once, at most.
             log_file: where the child's output goes.
             timeout_s: seconds to wait for an answer.
-            visible_device: CUDA index for the child, or None on CPU.
-            num_threads: the child's, on CPU; None: as many as this process has.
+            gpus: the CUDA index, or None on CPU, of each process that its transformer is split over; of one, the
+                child itself.
+            num_threads: of each, on CPU; None: they share as many as this process has.
             sleeps: whether its weights leave the GPU after `generate`, until the next call.
         """
         self.dtype = getattr(torch, dtype)
@@ -117,7 +137,8 @@ class VLLMEngine:
         self.num_asked = 0
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         say(f"starting the rollout engine; its log: {self.log_file}")
-        if sleeps and visible_device is None:
+        num_threads = num_threads or max(1, torch.get_num_threads() // len(gpus))
+        if sleeps and gpus[0] is None:
             say("--engine_sleep: on a CPU the engine has no GPU memory to give back")
         self.connection, child = Pipe()
         # -P: nothing is imported from the directory the run was started in
@@ -126,7 +147,7 @@ class VLLMEngine:
             self.log_begins = log.tell()  # what is there is of the engines before this one
             self.process = subprocess.Popen(
                 command,
-                env=engine_environment(model, visible_device, num_threads or torch.get_num_threads()),
+                env=engine_environment(model, gpus, num_threads),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -136,7 +157,7 @@ class VLLMEngine:
             )
         child.close()
         options = {"model": str(model), "dtype": dtype, "max_num_seqs": max_num_seqs, "enable_sleep_mode": sleeps}
-        self._bounded("start", messages.send, self.connection, options)
+        self._bounded("start", messages.send, self.connection, (options, len(gpus)))
 
     def wait_ready(self):
         """Block until the engine has loaded; returns the seconds it took from its own start."""
@@ -359,8 +380,13 @@ class VLLMEngine:
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self._kill()
             self.process.wait()
+
+    def _kill(self):
+        """End the child and its workers: they are of its process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def _call(self, operation, *args, **kwargs):
         return self._answer(self._ask(operation, *args, **kwargs), operation)
@@ -399,7 +425,7 @@ class VLLMEngine:
         thread.start()
         thread.join(self.timeout_s)
         if thread.is_alive():
-            self.process.kill()
+            self._kill()
             raise EngineError(
                 f"the rollout engine did not answer to {operation} within {self.timeout_s:g} s "
                 f"(--engine_timeout_s) and was stopped; its log: {self.log_file}"
@@ -413,7 +439,7 @@ class VLLMEngine:
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:  # its pipe is closed but threads keep it alive
-            self.process.kill()
+            self._kill()
             self.process.wait()
         code = self.process.returncode
         how = f"exit code {code}"
@@ -460,7 +486,7 @@ def to_pil(pixels):
     return Image.fromarray(pixels)
 
 
-def engine_environment(model, visible_device, num_threads):
+def engine_environment(model, gpus, num_threads):
     """The child's environment variables: those of this process's that it needs, and what vLLM-Omni is to find."""
     env = {}
     for name, value in os.environ.items():
@@ -474,11 +500,12 @@ def engine_environment(model, visible_device, num_threads):
         env["HF_HUB_OFFLINE"] = "1"
         for name in HUB_TOKENS:
             env.pop(name, None)
-    if visible_device is not None:
+    if gpus[0] is not None:
         names = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        device = names[visible_device] if len(names) > visible_device else str(visible_device)
-        env["CUDA_VISIBLE_DEVICES"] = device
+        devices = [names[index] if len(names) > index else str(index) for index in gpus]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     else:
+        env["GLOO_SOCKET_IFNAME"] = "lo"  # its workers are all on this machine
         env["TORCHDYNAMO_DISABLE"] = "1"
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # one malloc arena: what is freed in one of several is not reused in another (benchmarks/engine_memory.py)

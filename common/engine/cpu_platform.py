@@ -49,7 +49,7 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def get_device_count(cls):
-        return 1
+        return 64  # that workers of one engine may take: a CPU is as many as are asked for
 
     @classmethod
     def get_device_version(cls):
@@ -99,3 +99,8 @@ def _keep_linear_weight(layer, remove_weight):
 
 
 linear_utils.dispatch_cpu_unquantized_gemm = _keep_linear_weight
+# between the workers of an engine: gloo. vLLM's own, in shared memory, needs names that its LLM workers agree on, and a
+# kill would leave it in /dev/shm
+CpuPlatform.get_device_communicator_cls = classmethod(
+    lambda cls: "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+)

@@ -3,7 +3,9 @@
 from contextlib import nullcontext
 
 from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
-from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
+from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
+from vllm_omni.diffusion.ipc import pack_diffusion_output_shm
+from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker, WorkerProc
 
 
 class CpuSDPAImpl(SDPAImpl):
@@ -45,3 +47,22 @@ class CpuDiffusionWorker(DiffusionWorker):
 
     def _maybe_get_memory_pool_context(self, tag):
         return nullcontext()
+
+
+def send_outputs(worker):
+    """The thread that hands what was sampled to the engine, where that has several workers. vLLM-Omni's own copies it
+    on a stream of the accelerator: where there is none it ends at once, and the engine waits for ever."""
+    while (item := worker._async_output_queue.get()) is not None:
+        output, output_id, _ = item
+        answer = AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=output_id)
+        try:
+            answer.output = pack_diffusion_output_shm(output)
+        except Exception as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        worker._enqueue_result(answer)
+        with worker._async_output_done:
+            worker._async_output_pending -= 1
+            worker._async_output_done.notify_all()
+
+
+WorkerProc._async_output_loop = send_outputs

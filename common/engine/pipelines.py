@@ -5,26 +5,51 @@ which every native denoising loop passes through, carry the sampling: `predict_n
 `scheduler_step_maybe_with_cfg`; `sde_step` is the trainer's.
 """
 
+import functools
+import importlib
+import operator
+import socket
 import time
 from dataclasses import dataclass, field
 
 from common.engine.messages import fingerprint
+from common.models import find_family
 from common.noise import draw_noise
 from common.rollout import Trajectories
 from common.sde import SDEStepOutput, multistep_ode_step, sde_step
 from common.vae import PIXELS_AT_ONCE
 
 import torch
+from torch.distributed import TCPStore
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine
-from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension, _run_and_gather_rank_values
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from vllm_omni.lora.request import LoRARequest
 
 LORA_ID = 1
-RolloutPipeline = None  # the server puts the class of the model's family here, where vLLM-Omni imports it by name
+RolloutPipeline = None  # the class of the model's family, where vLLM-Omni imports it by name
+
+
+def use_pipeline_of(model):
+    """Put the class of the family of `model` where this process imports it: the engine's, and that of each worker."""
+    global RolloutPipeline
+    RolloutPipeline = find_family(model).engine_pipeline()
+
+
+def listen_on_loopback():
+    """Let torch's store, which listens on all interfaces, listen on this machine's own alone: its ranks are here."""
+
+    def loopback_store(host_name, port, world_size=None, is_master=False, **options):
+        if is_master:
+            listener = socket.create_server(("127.0.0.1", port))
+            options["master_listen_fd"] = listener.detach()  # the store closes it
+        return TCPStore(host_name, port, world_size, is_master, **options)
+
+    # by its whole name: torch.distributed.rendezvous is a function, too
+    importlib.import_module("torch.distributed.rendezvous").TCPStore = loopback_store
 
 
 def policy_lora():
@@ -247,7 +272,18 @@ class RolloutDiffusionEngine(DiffusionEngine):
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):
-    """What vLLM-Omni's worker can do besides sampling: take a policy, and give its memory back for a while."""
+    """What vLLM-Omni's worker can do besides sampling: take a policy, and give its memory back for a while.
+
+    Of several workers each has a part of the transformer. All take the whole of what is pushed, and cut their part out.
+    """
+
+    def init_device(self):
+        listen_on_loopback()
+        super().init_device()
+
+    def re_init_pipeline(self, custom_pipeline_args):
+        use_pipeline_of(self.od_config.model)
+        super().re_init_pipeline(custom_pipeline_args)
 
     def fall_asleep(self):
         """Move the weights to host memory, and release what is cached."""
@@ -259,8 +295,18 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
     def push_lora(self, tensors, config):
         """{"module.lora_A.weight": tensor} and peft's config as a dict -> how many modules the pipeline bound, and a
-        fingerprint of each matrix that acts, by the same names.
+        fingerprint of each matrix that acts, by the same names; of all workers.
         """
+        return of_all_workers("push_lora", lambda: self._push_lora(tensors, config))
+
+    def push_weights(self, tensors):
+        """{diffusers name: tensor} of the transformer -> how many of them the pipeline loaded, and a fingerprint of
+        each that it now has; of all workers.
+        """
+        return of_all_workers("push_weights", lambda: self._push_weights(tensors))
+
+    def _push_lora(self, tensors, config):
+        """This worker's (number of modules that were bound, {name: (fingerprint of its part, whether it is one)})."""
         pipeline = self.model_runner.pipeline
         names = {"transformer." + pipeline.module_name(name): name for name in tensors}
         prefix = "base_model.model."
@@ -275,14 +321,25 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             self.lora_manager.set_active_adapter(request)
         finally:
             pipeline._pending_lora = None
-        held = {names.get(name, name): value for name, value in self.held_lora().items()}
+        held = {}
+        for full_name, matrix in self._lora_matrices().items():
+            name = names.get(full_name, full_name)
+            # the side that is not the rank's, which is padded
+            side = 1 if "lora_A" in name else 0
+            is_split = name in tensors and matrix.shape[side] < tensors[name].shape[side]
+            held[name] = (fingerprint(matrix), is_split)
         return pipeline.bound_lora_modules, held
 
     def held_lora(self):
-        """{"transformer.module.lora_A.weight": fingerprint} of the matrices that act in the layers, whatever adapter
-        they are of, by vLLM-Omni's names.
+        """{"transformer.module.lora_A.weight": fingerprint} of what acts in this worker's layers."""
+        return {name: fingerprint(matrix) for name, matrix in self._lora_matrices().items()}
 
-        Of a layer that holds q, k and v each has its own. The rank is padded with zeros, which count for nothing.
+    def _lora_matrices(self):
+        """{"transformer.module.lora_A.weight": matrix} of those that act in this worker's layers, whatever adapter they
+        are of, by vLLM-Omni's names.
+
+        Of a layer that holds q, k and v each has its own. The rank is padded with zeros, which count for nothing in a
+        fingerprint.
         """
         manager = self.lora_manager
         found = {}
@@ -294,14 +351,12 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 modules = [f"{parent}.{part}" for part in parts]
             for i, module in enumerate(modules):
                 if layer._diffusion_lora_active_slices[i]:
-                    found[f"{module}.lora_A.weight"] = fingerprint(layer.lora_a_stacked[i])
-                    found[f"{module}.lora_B.weight"] = fingerprint(layer.lora_b_stacked[i])
+                    found[f"{module}.lora_A.weight"] = layer.lora_a_stacked[i][0, 0]
+                    found[f"{module}.lora_B.weight"] = layer.lora_b_stacked[i][0, 0]
         return found
 
-    def push_weights(self, tensors):
-        """{diffusers name: tensor} of the transformer -> how many of them the pipeline loaded, and a fingerprint of
-        each that it now has.
-        """
+    def _push_weights(self, tensors):
+        """This worker's (number of tensors that were loaded, {name: (fingerprint of its part, whether it is one)})."""
         pipeline = self.model_runner.pipeline
         weights = [(f"transformer.{name}", tensor) for name, tensor in tensors.items()]
         try:
@@ -311,12 +366,39 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         bound = 0
         held = {}
         own = dict(pipeline.transformer.named_parameters()) | dict(pipeline.transformer.named_buffers())
-        for name in tensors:
+        for name, tensor in tensors.items():
             # pipelines tell either; of a slice Wan's tells the parameter only once all its slices have come at once
             if f"transformer.{name}" in loaded or f"transformer.{parameter_slice(pipeline, name)[0]}" in loaded:
                 bound += 1
-                held[name] = fingerprint(held_weight(pipeline, own, name))
+                weight = held_weight(pipeline, own, name)
+                held[name] = (fingerprint(weight), weight.numel() < tensor.numel())
         return bound, held
+
+
+def of_all_workers(operation, push):
+    """What a push came to on all workers, as of one: (modules or tensors that all have bound, {name: fingerprint}).
+
+    `push` is this worker's: () -> (number bound, {name: (fingerprint of its part, whether it is one)}).
+    """
+    workers = _run_and_gather_rank_values(operation, push)
+    held = {}
+    for name in dict.fromkeys(name for _, parts in workers for name in parts):
+        held[name] = whole_fingerprint([parts.get(name) for _, parts in workers])
+    return min(bound for bound, _ in workers), held
+
+
+def whole_fingerprint(parts):
+    """The fingerprint of a tensor by that of each worker's part, or copy: the xor of the parts is that of the whole.
+
+    None, which is no tensor's, where copies differ, or a worker has nothing.
+    """
+    if None in parts:
+        return None
+    values = [value for value, _ in parts]
+    is_split = [part for _, part in parts]
+    if all(is_split):
+        return functools.reduce(operator.xor, values)
+    return values[0] if len(set(values)) == 1 and not any(is_split) else None
 
 
 def parameter_slice(pipeline, name):
@@ -336,5 +418,6 @@ def held_weight(pipeline, own, name):
     parameter, number = parameter_slice(pipeline, name)
     if number is None:
         return own[parameter]
-    sizes = pipeline.transformer.get_submodule(parameter.rpartition(".")[0]).output_sizes  # rows of q, k and v
+    layer = pipeline.transformer.get_submodule(parameter.rpartition(".")[0])
+    sizes = [size // layer.tp_size for size in layer.output_sizes]  # rows of q, k and v that this worker has
     return own[parameter].narrow(0, sum(sizes[:number]), sizes[number])

@@ -3,10 +3,8 @@
 `client.py` runs it as `python -m common.engine.server FD PARENT`: the pipe's file descriptor and the trainer's process.
 """
 
-import importlib
 import os
 import queue
-import socket
 import sys
 import threading
 import time
@@ -15,47 +13,37 @@ from multiprocessing.connection import Connection
 
 import common  # noqa: F401  (repairs torchvision before vllm imports it)
 from common.engine import messages, pipelines
-from common.models import find_family
 
 import torch
-from torch.distributed import TCPStore
 from tqdm import tqdm
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 from vllm_omni.platforms import current_omni_platform
 
 
-def listen_on_loopback():
-    """Let torch's store, which listens on all interfaces, listen on this machine's own alone: its one rank is here."""
-
-    def loopback_store(host_name, port, world_size=None, is_master=False, **options):
-        if is_master:
-            listener = socket.create_server(("127.0.0.1", port))
-            options["master_listen_fd"] = listener.detach()  # the store closes it
-        return TCPStore(host_name, port, world_size, is_master, **options)
-
-    # by its whole name: torch.distributed.rendezvous is a function, too
-    importlib.import_module("torch.distributed.rendezvous").TCPStore = loopback_store
-
-
-def load_engine(options):
-    """vLLM-Omni's engine on the rollout pipeline of the model's family. `options`: those that come from the trainer."""
+def load_engine(options, num_workers):
+    """vLLM-Omni's engine on the rollout pipeline of the model's family. `options`: those that come from the trainer;
+    num_workers: processes that the transformer is split over, or 1 for this one."""
     from vllm_omni.entrypoints import Omni
 
     # in place of tqdm's own lock between processes: a file in shared memory, which a kill of all of them would leave
     tqdm.set_lock(threading.RLock())
-    # vLLM-Omni imports its classes by name; the executor "uni" keeps the pipeline in this process
-    listen_on_loopback()
-    pipelines.RolloutPipeline = find_family(options["model"]).engine_pipeline()
+    pipelines.use_pipeline_of(options["model"])
     if not pipelines.RolloutPipeline.supports_request_batch:
         options["max_num_seqs"] = 1
+    stage = {
+        # not as engine_backend and so on, which vLLM-Omni drops for a model that it has a stage file of
+        "engine_backend": "common.engine.pipelines.RolloutDiffusionEngine",
+        "tensor_parallel_size": num_workers,
+        "devices": ",".join(map(str, range(num_workers))),
+    }
+    # vLLM-Omni imports its classes by name; the executor "uni" keeps the pipeline in this process
     return Omni(
         **options,
         enforce_eager=True,
-        distributed_executor_backend="uni",
+        distributed_executor_backend="uni" if num_workers == 1 else "mp",
         diffusion_attention_config={"default": {"backend": "TORCH_SDPA"}},
         custom_pipeline_args={"pipeline_class": "common.engine.pipelines.RolloutPipeline"},
-        # not as engine_backend, which vLLM-Omni drops for a model that it has a stage file of
-        stage_overrides={"0": {"engine_backend": "common.engine.pipelines.RolloutDiffusionEngine"}},
+        stage_overrides={"0": stage},
         worker_extension_cls="common.engine.pipelines.RolloutWorkerExtension",
     )
 
@@ -197,9 +185,9 @@ def serve(connection):
     calls = queue.SimpleQueue()
     answers = queue.SimpleQueue()
     threading.Thread(target=write_answers, args=(connection, answers), daemon=True).start()
-    options = messages.receive(connection)
+    options, num_workers = messages.receive(connection)
     try:
-        omni = load_engine(options)
+        omni = load_engine(options, num_workers)
     except Exception as error:
         traceback.print_exc()
         messages.send(connection, (0, False, one_line(error)))
