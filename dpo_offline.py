@@ -28,7 +28,7 @@ from typing import Annotated, NamedTuple
 # common before torch and diffusers: it repairs torchvision next to a CPU torch
 from common import checkpoints
 from common.bounds import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from common.data import PromptSet, open_image, read_pairs, read_prompts
+from common.data import ParquetPairs, PromptSet, open_image, read_pairs, read_prompts
 from common.distributed import end_distributed, gather_objects, mean_over_ranks, on_rank_0, setup_distributed
 from common.errors import RunError, one_line
 from common.files import atomic_file, writing
@@ -66,7 +66,8 @@ class Args(SharedArgs):
     # ---- data
     pairs: str | None = None
     """.jsonl of {"prompt", "chosen", "rejected"} (image files, relative to it; "chosen_score" and "rejected_score" are
-    checked where given), or a folder with a pairs.jsonl; None: pairs are made from train_prompts, else unused"""
+    checked where given), a .parquet of pick-a-pic's, or a folder with a pairs.jsonl or .parquet files; None: pairs are
+    made from train_prompts, else unused"""
     cache: str = "cache"
     """folder of encoded pairs, kept between runs and seen by all ranks; a changed model or image is encoded anew"""
     num_pair_prompts: PositiveInt = 512
@@ -105,7 +106,7 @@ class Inputs(NamedTuple):
     eval_set: PromptSet
     lora: tuple | None  # make_lora's; None: full weights
     checkpoint: Path | None  # to go on from
-    pairs: list | None  # (prompt, chosen, rejected) each; None: to be made
+    pairs: list | ParquetPairs | None  # (prompt, chosen, rejected) each; None: to be made
 
 
 def check_args(args):
@@ -210,25 +211,32 @@ def encode_pairs(args, model, pairs):
     """
     bits = [hash_bits(tensor) for tensor in model.frozen_tensors()]
     frozen_key = hashlib.blake2b(repr(bits).encode())
+    ranks = {}  # of each distinct file the rank that encodes it: a pair that stands twice is encoded once
     files = []
     for prompt, chosen, rejected in pairs:
         key = frozen_key.copy()
         key.update(repr((prompt, *args.image_size, args.max_sequence_length)).encode())
         key.update(chosen.read_bytes() + rejected.read_bytes())
-        files.append(Path(args.cache) / f"{key.hexdigest()[:32]}.pt")
-    distinct = dict(zip(files, pairs, strict=True))  # a pair that stands twice is encoded once
-    of_this_rank = list(distinct)[dist.get_rank() :: dist.get_world_size()]
-    for file in of_this_rank:
-        if is_encoded(file):
-            continue
-        prompt, *images = distinct[file]
-        images = [open_image(image) for image in images]
-        encoded = {"latents": model.encode_images(images, *args.image_size)}
-        encoded |= model.encode_prompts([prompt], args.max_sequence_length)
-        with atomic_file(file, shared=True) as temporary, open(temporary, "wb") as opened:
-            torch.save({name: tensor.cpu() for name, tensor in encoded.items()}, opened)
+        file = Path(args.cache) / f"{key.hexdigest()[:32]}.pt"
+        files.append(file)
+        rank = ranks.setdefault(file, len(ranks) % dist.get_world_size())
+        if rank == dist.get_rank() and not is_encoded(file):
+            encode_pair(args, model, (prompt, chosen, rejected), file)
     dist.barrier()  # a rank reads what others have encoded
     return files
+
+
+def encode_pair(args, model, pair, file):
+    """Write a pair's encoding to `file`; raises RunError for an image that cannot be read."""
+    prompt, *images = pair
+    try:
+        images = [open_image(image) for image in images]
+    except ValueError as error:
+        raise RunError(str(error)) from None
+    encoded = {"latents": model.encode_images(images, *args.image_size)}
+    encoded |= model.encode_prompts([prompt], args.max_sequence_length)
+    with atomic_file(file, shared=True) as temporary, open(temporary, "wb") as opened:
+        torch.save({name: tensor.cpu() for name, tensor in encoded.items()}, opened)
 
 
 def is_encoded(file):

@@ -1,15 +1,19 @@
-"""Prompts and preference pairs from files, every fault named by file and line before a model loads."""
+"""Prompts and preference pairs from files, every fault named by file and line, or row, before a model loads."""
 
+import io
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.parquet import Blob, read_rows
 from common.refusals import refusing
 from common.stops import say
 
 import numpy as np
 from PIL import Image, ImageOps
+
+PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")  # columns of its rows that are read
 
 
 @dataclass
@@ -17,7 +21,7 @@ class PromptSet:
     """Prompts and what else is known of them, in the order of their file."""
 
     prompts: list[str]
-    metadata: list[dict]  # the other fields of a .jsonl record, for the rewards
+    metadata: list[dict]  # the other fields of a .jsonl record or columns of a .parquet row, for the rewards
 
     def __len__(self):
         return len(self.prompts)
@@ -29,13 +33,14 @@ class PromptSet:
 
 
 def read_prompts(path, rewards=None, max_prompts=0):
-    """Read prompts from a .txt file (one a line) or a .jsonl file ({"prompt": ..., anything else is metadata}).
+    """Read prompts from a .txt file (one a line), a .jsonl file ({"prompt": ..., anything else is metadata}) or a
+    .parquet file with a column `prompt`, of strings or of chats as VeRL-Omni writes them; other columns are metadata.
 
     Blank lines are skipped; with max_prompts only the first so many prompts are taken. Each prompt is shown to the
     rewards ({name: function}) that have a `check`. Returns a PromptSet.
 
     Raises:
-        ValueError: naming the file and, where there is one, the line at fault.
+        ValueError: naming the file and, where there is one, the line or row at fault.
     """
     checks = [reward.check for reward in (rewards or {}).values() if hasattr(reward, "check")]
     prompts = []
@@ -55,6 +60,8 @@ def read_prompts(path, rewards=None, max_prompts=0):
 
 def _read_records(path):
     """[("file:line", {"prompt": ..., more})] of a prompt file; raises ValueError for what read_prompts says."""
+    if path.suffix == ".parquet":
+        return _read_chats(path)
     with refusing(path):
         lines = _read_lines(path)
     records = []
@@ -70,7 +77,7 @@ def _read_records(path):
 
 def _read_lines(path):
     if path.suffix not in (".txt", ".jsonl"):
-        raise ValueError("prompts are read from .txt or .jsonl files")
+        raise ValueError("prompts are read from .txt, .jsonl or .parquet files")
     if not path.is_file():
         raise ValueError("no such file")
     try:
@@ -94,19 +101,67 @@ def _parse_record(line):
     return record
 
 
+def _read_chats(path):
+    """[("file, row N", {"prompt": ..., more})] of rows as VeRL-Omni's, whose `prompt` and `negative_prompt` are chats.
+
+    The prompt is what the user says. What the system says before it is left out, as a pipeline has a template of its
+    own. Guidance is away from the empty prompt: a negative prompt that is not blank cannot be used.
+    """
+    records = []
+    num_systems = 0
+    for where, row in read_rows(path, ["prompt"], more=True):
+        with refusing(where):
+            chat = _read_chat("prompt", row["prompt"])
+            if not chat["user"].strip():
+                raise ValueError("prompt: must not be blank")
+            negative = row.pop("negative_prompt", None)
+            if negative is not None and _read_chat("negative_prompt", negative)["user"].strip():
+                raise ValueError("negative_prompt: must be blank, as guidance here is away from the empty prompt")
+        if chat.get("system", "").strip():
+            num_systems += 1
+        records.append((where, row | {"prompt": chat["user"]}))
+    if not records:
+        raise ValueError(f"{path}: no prompts")
+    if num_systems:
+        say(f"{path}: the system messages of {num_systems} prompts are left out; the model's pipeline has its own")
+    return records
+
+
+def _read_chat(column, chat):
+    """{role: text} of a chat of one user message, with or without a system message; a string is a user's."""
+    if isinstance(chat, str):
+        return {"user": chat}
+    messages = chat if isinstance(chat, list) else []
+    texts = {}
+    for message in messages:
+        if isinstance(message, dict) and isinstance(message.get("content"), str):
+            texts[message.get("role")] = message["content"]
+    if "user" not in texts or not texts.keys() <= {"system", "user"} or len(texts) != len(messages):
+        raise ValueError(f"{column}: must be a string or one user message of text, with a system message or none")
+    return texts
+
+
 def read_pairs(path):
     """Read preference pairs: a .jsonl of {"prompt", "chosen", "rejected"}, the latter two image files relative to it,
-    or a folder with such a pairs.jsonl. "chosen_score" and "rejected_score" may be given.
+    or a folder with such a pairs.jsonl, "chosen_score" and "rejected_score" may be given; or a .parquet file with
+    pick-a-pic's columns, or a folder of them.
 
-    Returns a list of (prompt, chosen, rejected), the latter two as Path.
+    Returns a list of (prompt, chosen, rejected), the latter two as Path; of parquet files a ParquetPairs.
 
     Raises:
-        ValueError: naming file and line: no such image, not an image, equal images, chosen scored below rejected.
+        ValueError: naming file and line or row: no such image, not an image, equal images, chosen scored below
+            rejected. Of a parquet's images only the beginning is looked at, and their bytes are compared.
     """
     path = Path(path)
+    files = [path]
     with refusing(path):
         if path.is_dir():
-            path = path / "pairs.jsonl"
+            files = sorted(path.glob("*.parquet"))
+            if (path / "pairs.jsonl").exists() or not files:
+                path = path / "pairs.jsonl"
+                files = [path]
+    if files[0].suffix == ".parquet":
+        return ParquetPairs(files)
     pairs = []
     for where, record in _read_records(path):
         with refusing(where):
@@ -119,6 +174,66 @@ def read_pairs(path):
     return pairs
 
 
+class ParquetPairs:
+    """The pairs of files in pick-a-pic's columns, (prompt, chosen, rejected) each, the latter two as Blob.
+
+    The files are read anew for every pass, as they may be larger than memory. Ties are left out, and counted on the
+    screen.
+    """
+
+    def __init__(self, files):
+        """Reads the files to their end. Raises read_pairs' ValueError."""
+        self.files = files
+        self.num_pairs = 0
+        for file in files:
+            rows = [pair is not None for pair in _read_pick_a_pic(file)]
+            num_ties = rows.count(False)
+            if num_ties:
+                say(f"{file}: {num_ties} of its {len(rows)} pairs are ties, which are left out")
+            self.num_pairs += rows.count(True)
+        if self.num_pairs == 0:
+            raise ValueError(f"{files[0]}: no pairs")
+
+    def __len__(self):
+        return self.num_pairs
+
+    def __iter__(self):
+        for file in self.files:
+            for pair in _read_pick_a_pic(file):
+                if pair is not None:
+                    yield pair
+
+
+def _read_pick_a_pic(file):
+    """Yield (prompt, chosen, rejected) of every row, or None for a tie."""
+    for where, row in read_rows(file, PICK_A_PIC):
+        with refusing(where):
+            pair = _order_by_label(where, row)
+        yield pair
+
+
+def _order_by_label(where, row):
+    labels = (row["label_0"], row["label_1"])
+    if labels == (0.5, 0.5):
+        return None
+    if labels not in ((1, 0), (0, 1)):
+        raise ValueError(f"label_0 {labels[0]}, label_1 {labels[1]}: must be 1 and 0, 0 and 1, or 0.5 and 0.5")
+    if not isinstance(row["caption"], str) or not row["caption"].strip():
+        raise ValueError("caption: must be a non-empty string")
+    images = []
+    for column in ("jpg_0", "jpg_1"):
+        if not isinstance(row[column], bytes):
+            raise ValueError(f"{column}: must be the bytes of an image")
+        with refusing(f"{column}: not a readable image", Exception):
+            Image.open(io.BytesIO(row[column])).close()  # its header: it is decoded when it is used
+        images.append(Blob(f"{where}, {column}", row[column]))
+    if row["jpg_0"] == row["jpg_1"]:
+        raise ValueError("jpg_0 and jpg_1 are the same image")
+    if labels == (0, 1):
+        images.reverse()
+    return row["caption"], *images
+
+
 def _find_image(record, kind, folder):
     """The path of a record's image of that kind, and its size and pixels."""
     if not isinstance(record.get(kind), str):
@@ -127,14 +242,18 @@ def _find_image(record, kind, folder):
     with refusing(kind):
         if not path.is_file():
             raise ValueError(f"no such file: {path}")
-    with refusing(f"{kind}: not a readable image: {path}", Exception):
+    with refusing(kind):
         image = open_image(path)  # to its end: verify() would miss a truncated file
     return path, (image.size, image.tobytes())
 
 
-def open_image(path):
-    """The file's image, RGB, 8 bits a channel, upright as its EXIF orientation says."""
-    with Image.open(path) as image:
+def open_image(source):
+    """The image of a Path or Blob, RGB, 8 bits a channel, upright as its EXIF orientation says.
+
+    Raises:
+        ValueError: naming it: not a readable image.
+    """
+    with refusing(f"not a readable image: {source}", Exception), Image.open(io.BytesIO(source.read_bytes())) as image:
         image.load()
         if image.mode.startswith("I;16"):  # 16 bits: convert() would clip them to white
             eight_bits = np.asarray(image).astype(np.float64) / 257

@@ -82,7 +82,8 @@ class SharedArgs:
 
     # ---- data
     train_prompts: str = str(ASSETS / "train_prompts.txt")
-    """prompts to train on: .txt, one a line, or .jsonl, {"prompt": ...} with any metadata for the rewards"""
+    """prompts to train on: .txt, one a line; .jsonl, {"prompt": ...} with any metadata for the rewards; or .parquet, as
+    VeRL-Omni's (docs/flow_grpo.md)"""
     eval_prompts: str = str(ASSETS / "eval_prompts.txt")
     """held-out prompts, sampled at every evaluation: a file like train_prompts"""
 
