@@ -5,8 +5,11 @@ from collections import Counter
 
 from common.data import PromptSet, read_prompts
 from common.rewards import load_rewards
+from common.rewards.ocr import quoted_text
 from common.sampler import GroupSampler, gather_shares, share_of_rank
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -102,6 +105,144 @@ def test_a_users_check_sees_every_prompt(tmp_path):
     reward.check = seen.append
     read_prompts(write(tmp_path, "prompts.txt", "a\nb\n\nc\n"), {"mine": reward})
     assert seen == ["a", "b", "c"]
+
+
+# ---- files of others, as they are published --------------------------------------------------------------------------
+# the columns that VeRL-Omni's examples/flowgrpo_trainer/data_process/qwenimage_ocr.py writes
+MESSAGES = pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()}))
+VERL_OMNI = pyarrow.schema(
+    {
+        "data_source": pyarrow.string(),
+        "prompt": MESSAGES,
+        "negative_prompt": MESSAGES,
+        "ability": pyarrow.string(),
+        "reward_model": pyarrow.struct({"style": pyarrow.string(), "ground_truth": pyarrow.string()}),
+        "extra_info": pyarrow.struct({"split": pyarrow.string(), "index": pyarrow.int64()}),
+    }
+)
+
+
+def chat(text, system=None):
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": text}]
+
+
+def verl_row(index, **changes):
+    row = {
+        "data_source": "flow_grpo/ocr",
+        "prompt": chat(f'A mug with "No {index}" on it', "Describe the image:"),
+        "negative_prompt": chat(" ", "Describe the image:"),
+        "ability": "ocr",
+        "reward_model": {"style": "model", "ground_truth": f"No {index}"},
+        "extra_info": {"split": "train", "index": index},
+    }
+    return row | changes
+
+
+def write_rows(path, rows, schema=VERL_OMNI):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)
+    return path
+
+
+def test_read_verl_omni_rows(tmp_path, capfd):
+    path = write_rows(tmp_path / "train.parquet", [verl_row(index) for index in range(100)])
+    prompts = read_prompts(path, load_rewards(["ocr"], [1]))
+    assert prompts.prompts == [f'A mug with "No {index}" on it' for index in range(100)]
+    assert prompts.metadata[7] == {
+        "data_source": "flow_grpo/ocr",
+        "ability": "ocr",
+        "reward_model": {"style": "model", "ground_truth": "No 7"},
+        "extra_info": {"split": "train", "index": 7},
+    }
+    for prompt, metadata in zip(prompts.prompts, prompts.metadata, strict=True):
+        assert quoted_text(prompt) == metadata["reward_model"]["ground_truth"].replace(" ", "").lower()
+    said = "the system messages of 100 prompts are left out; the model's pipeline has its own"
+    assert capfd.readouterr().err == f"{path}: {said}\n"
+    assert read_prompts(str(path), max_prompts=3) == prompts.select(range(3))
+
+
+def test_read_verl_omni_rows_of_a_user_alone(tmp_path, capfd):
+    """Those of sd3_ocr.py: no system message, no negative prompt; and a column of strings."""
+    fields = {name: VERL_OMNI.field(name).type for name in ("data_source", "prompt", "ability", "reward_model")}
+    fields["extra_info"] = pyarrow.struct({"split": "string", "index": "int64", "raw_prompt": "string"})
+    row = verl_row(0, prompt=chat("A mug"), extra_info={"split": "test", "index": 0, "raw_prompt": "A mug"})
+    del row["negative_prompt"]
+    read = read_prompts(write_rows(tmp_path / "sd3.parquet", [row], pyarrow.schema(fields)))
+    expected = {name: row[name] for name in ("data_source", "ability", "reward_model", "extra_info")}
+    assert read == PromptSet(["A mug"], [expected])
+    strings = pyarrow.schema({"prompt": "string", "tag": "string"})
+    read = read_prompts(write_rows(tmp_path / "strings.parquet", [{"prompt": "A mug", "tag": "x"}], strings))
+    assert read == PromptSet(["A mug"], [{"tag": "x"}])
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"prompt": None}, "prompt: must be a string or one user message"),
+        ({"prompt": []}, "prompt: must be"),
+        ({"prompt": [{"role": "system", "content": "S"}]}, "prompt: must be"),
+        ({"prompt": [*chat("a mug"), {"role": "assistant", "content": "Yes"}]}, "prompt: must be"),
+        ({"prompt": [*chat("a mug"), *chat("a cup")]}, "prompt: must be"),
+        ({"prompt": [{"role": "user", "content": None}]}, "prompt: must be"),
+        ({"prompt": chat(" \t")}, "prompt: must not be blank"),
+        ({"negative_prompt": chat("blurry", "S")}, "negative_prompt: must be blank"),
+        ({"negative_prompt": []}, "negative_prompt: must be a string or one user message"),
+        ({"prompt": chat("a mug without a text")}, "OCR needs a prompt with text in double quotes"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, changes, reason):
+    """The 71st of 80, in the second batch of those that are read at once."""
+    rows = [verl_row(index, **(changes if index == 70 else {})) for index in range(80)]
+    path = write_rows(tmp_path / "train.parquet", rows)
+    with pytest.raises(ValueError) as error:
+        read_prompts(path, load_rewards(["ocr"], [1]), max_prompts=1)
+    assert str(error.value).startswith(f"{path}, row 70: {reason}")
+
+
+def test_a_bad_parquet_is_named(tmp_path):
+    good = write_rows(tmp_path / "good.parquet", [verl_row(index) for index in range(3)])
+    read_prompts(good)
+    faults = {}
+    for name, data in (("cut", good.read_bytes()[:-100]), ("text", b"a mug\n" * 20), ("empty", b"")):
+        path = tmp_path / f"{name}.parquet"
+        path.write_bytes(data)
+        faults[path] = "arquet"  # its own words: no magic bytes, too small to be a Parquet file
+    (tmp_path / "folder.parquet").mkdir()
+    faults[tmp_path / "folder.parquet"] = faults[tmp_path / "none.parquet"] = "no such file"
+    faults[write_rows(tmp_path / "rows.parquet", [])] = "no prompts"
+    other = pyarrow.schema({"caption": "string", "jpg_0": "binary"})
+    columns = write_rows(tmp_path / "columns.parquet", [{"caption": "a mug", "jpg_0": b""}], other)
+    faults[columns] = "expected the columns prompt; found caption, jpg_0"
+    for path, fault in faults.items():
+        with pytest.raises(ValueError) as error:
+            read_prompts(path)
+        message = str(error.value)
+        assert message.startswith(f"{path}: ") and fault in message and "\n" not in message
+
+
+def test_read_flow_grpos_files(tmp_path):
+    """Lines of the kinds that its dataset/ocr, dataset/pickscore and dataset/geneval have."""
+    signs = ['A shop window with a neon sign that reads "Open Late". Rain on the glass.', 'A mug, "Number 1" on it.']
+    ocr_file = write(tmp_path, "train.txt", "\n".join(signs))  # no line break after the last
+    assert read_prompts(ocr_file, load_rewards(["ocr_contains"], [1])) == PromptSet(signs, [{}, {}])
+    # lone quotes, letters that do not print, a tab, what separates lines elsewhere
+    odd = [
+        "'a fox, by no one",
+        'a "fox',
+        "a\u200bfox, \U0001f98a",
+        "a\tfox",
+        "a fox\u2028at night",
+        "ein Fuchs, grün,,",
+    ]
+    assert read_prompts(write(tmp_path, "pickscore.txt", "\n".join(odd) + "\n")).prompts == odd
+    records = [
+        {"tag": "counting", "include": [{"class": "fox", "count": 2}], "exclude": [{"class": "fox", "count": 3}]},
+        {"tag": "color_attr", "include": [{"class": "fox", "count": 1, "color": "red"}, {"class": "mug", "count": 1}]},
+    ]
+    lines = [json.dumps({**record, "prompt": f"a photo {i}"}) for i, record in enumerate(records)]
+    geneval = write(tmp_path, "train_metadata.jsonl", "\n".join(lines) + "\n")
+    assert read_prompts(geneval) == PromptSet(["a photo 0", "a photo 1"], records)
 
 
 # ---- GroupSampler, invariant 13 --------------------------------------------------------------------------------------

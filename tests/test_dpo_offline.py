@@ -1,15 +1,19 @@
 """dpo_offline's loss against its closed forms, and the pairs it reads."""
 
+import io
 import json
 import math
 from types import SimpleNamespace
 
 import dpo_offline
 from common.data import read_pairs
+from common.errors import RunError
 from common.models import find_family, load_model
 from dpo_offline import dpo_loss, flow_matching_errors
 from tests.conftest import EMBEDDED, assert_same
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -117,6 +121,116 @@ def test_a_bad_record_is_named_by_its_line(folder, record, message):
     with pytest.raises(ValueError, match=message) as caught:
         read_pairs(path)
     assert "pairs.jsonl:3:" in str(caught.value)
+
+
+# ---- pick-a-pic, with the columns that its dataset card names --------------------------------------------------------
+STRINGS = ["best_image_uid", "caption", "model_0", "model_1"]
+STRINGS += ["image_0_uid", "image_0_url", "image_1_uid", "image_1_url"]
+NUMBERS = ["ranking_id", "user_id", "num_example_per_prompt", "__index_level_0__"]
+COLUMNS = dict.fromkeys(STRINGS, "string") | dict.fromkeys(NUMBERS, "int64")
+COLUMNS |= {"are_different": "bool", "has_label": "bool", "created_at": pyarrow.timestamp("ns")}
+COLUMNS |= {"jpg_0": "binary", "jpg_1": "binary", "label_0": "float64", "label_1": "float64"}
+PICK_A_PIC = pyarrow.schema(dict(sorted(COLUMNS.items())))
+
+
+def jpg(colour, size=(96, 32)):
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, "jpeg")
+    return buffer.getvalue()
+
+
+def pick(label_0, label_1, **changes):
+    """A row of pick-a-pic's: of a red image and a blue one, unless `changes` say otherwise."""
+    row = {"caption": "a mug", "jpg_0": jpg("red"), "jpg_1": jpg("blue"), "label_0": label_0, "label_1": label_1}
+    return {"ranking_id": 1, "has_label": True, "model_0": "one", **row, **changes}
+
+
+def write_picks(path, *rows):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows), PICK_A_PIC), path)
+    return path
+
+
+def test_pairs_of_pick_a_pic(tmp_path, capfd):
+    rows = [pick(1, 0), pick(0.5, 0.5), pick(0, 1, caption="a cup"), pick(0.5, 0.5, jpg_1=jpg("red"))]
+    path = write_picks(tmp_path / "train-00000-of-00002.parquet", *rows)
+    write_picks(tmp_path / "train-00001-of-00002.parquet", *[pick(1, 0, caption=f"{i}") for i in range(70)])
+    pairs = read_pairs(str(path))
+    assert capfd.readouterr().err == f"{path}: 2 of its 4 pairs are ties, which are left out\n"
+    assert len(pairs) == 2
+    for _ in range(2):  # in every pass
+        (first, chosen, rejected), (second, better, worse) = pairs
+        assert (first, second) == ("a mug", "a cup")
+        assert chosen.read_bytes() == worse.read_bytes() == jpg("red")
+        assert rejected.read_bytes() == better.read_bytes() == jpg("blue")
+        assert str(better) == f"{path}, row 2, jpg_1"
+    both = read_pairs(tmp_path)
+    assert len(both) == 72 and [prompt for prompt, _, _ in both][:3] == ["a mug", "a cup", "0"]
+    (tmp_path / "pairs.jsonl").write_text("{")  # a folder of ours
+    with pytest.raises(ValueError, match=r"pairs\.jsonl:1: not JSON"):
+        read_pairs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (pick(1, 1), "label_0 1.0, label_1 1.0: must be 1 and 0"),
+        (pick(None, None), "label_0 None, label_1 None: must be"),
+        (pick(math.nan, 1), "label_0 nan, label_1 1.0: must be"),
+        (pick(0.5, 1), "label_0 0.5, label_1 1.0: must be"),
+        (pick(1, 0, caption=None), "caption: must be a non-empty string"),
+        (pick(1, 0, caption=" "), "caption: must be"),
+        (pick(1, 0, jpg_1=None), "jpg_1: must be the bytes of an image"),
+        (pick(1, 0, jpg_0=b""), "jpg_0: not a readable image"),
+        (pick(1, 0, jpg_0=b"no image"), "jpg_0: not a readable image"),
+        (pick(1, 0, jpg_1=jpg("red")), "jpg_0 and jpg_1 are the same image"),
+    ],
+)
+def test_a_bad_row_of_pick_a_pic_is_named(tmp_path, row, reason):
+    path = write_picks(tmp_path / "train.parquet", pick(1, 0), row)
+    with pytest.raises(ValueError) as error:
+        read_pairs(path)
+    assert str(error.value).startswith(f"{path}, row 1: {reason}")
+
+
+def test_a_parquet_without_pairs_is_named(tmp_path):
+    faults = {write_picks(tmp_path / "ties.parquet", pick(0.5, 0.5)): "no pairs"}
+    faults[write_picks(tmp_path / "none.parquet")] = "no pairs"
+    prompts = tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a mug"], "tag": ["x"]}), prompts)
+    faults[prompts] = "expected the columns caption, jpg_0, jpg_1, label_0, label_1; found prompt, tag"
+    cut = tmp_path / "cut.parquet"
+    cut.write_bytes(write_picks(tmp_path / "good.parquet", pick(1, 0)).read_bytes()[:-20])
+    faults[cut] = "Parquet magic bytes not found"
+    for path, fault in faults.items():
+        with pytest.raises(ValueError) as error:
+            read_pairs(path)
+        assert str(error.value).startswith(f"{path}: {fault}") and "\n" not in str(error.value)
+
+
+def test_pick_a_pic_is_encoded_as_the_same_images_in_files_are(tmp_path, monkeypatch):
+    for name, value in {"get_rank": 0, "get_world_size": 1, "barrier": None}.items():
+        monkeypatch.setattr(dpo_offline.dist, name, lambda value=value: value)
+    model = load_model(find_family(str(EMBEDDED)), str(EMBEDDED), torch.float32, torch.device("cpu"))
+    args = SimpleNamespace(cache=tmp_path / "cache", image_size=(32, 96), max_sequence_length=16)
+    path = write_picks(tmp_path / "train.parquet", pick(0, 1), pick(0.5, 0.5), pick(1, 0))
+    for colour in ("red", "blue"):
+        (tmp_path / f"{colour}.jpg").write_bytes(jpg(colour))
+    lines = []
+    for chosen, rejected in (("blue", "red"), ("red", "blue")):
+        lines.append({"prompt": "a mug", "chosen": f"{chosen}.jpg", "rejected": f"{rejected}.jpg"})
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    files = dpo_offline.encode_pairs(args, model, read_pairs(path))
+    assert files == dpo_offline.encode_pairs(args, model, read_pairs(tmp_path / "pairs.jsonl"))
+    latents = torch.load(files[0], weights_only=True)["latents"]
+    expected = model.encode_images([Image.open(tmp_path / "blue.jpg"), Image.open(tmp_path / "red.jpg")], 32, 96)
+    assert len(files) == 2 and torch.equal(latents, expected)
+
+    whole = io.BytesIO()
+    Image.effect_noise((96, 32), 50).save(whole, "jpeg")
+    cut = write_picks(tmp_path / "cut.parquet", pick(1, 0), pick(1, 0, jpg_1=whole.getvalue()[:900]))
+    pairs = read_pairs(cut)  # whose headers are fine
+    with pytest.raises(RunError, match=f"^not a readable image: {cut}, row 1, jpg_1: image file is truncated"):
+        dpo_offline.encode_pairs(args, model, pairs)
 
 
 def test_errors_by_hand():

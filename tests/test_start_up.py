@@ -13,6 +13,7 @@ import pytest
 
 SCRIPTS = ["flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "dpo_offline.py", "diffusion_nft.py"]
 SLOW = {"diffusers", "transformers", "peft", "matplotlib", "wandb", "rapidocr", "onnxruntime", "vllm", "torch._dynamo"}
+SLOW |= {"pyarrow"}  # for a parquet alone
 pytestmark = pytest.mark.fast
 
 REFUSED = """
