@@ -28,6 +28,8 @@ from common.options import check_options, parse_args
 from common.rewards import load_rewards
 from tests.conftest import SCRIPTS, assert_same
 
+import pyarrow
+import pyarrow.parquet
 import safetensors.torch
 import torch
 from hypothesis import strategies as st
@@ -214,6 +216,48 @@ def attempt_pairs(example):
         file = re.escape(str(path))
         names = [rf"^{file}:\d+: ", f"^{file}: no prompts", f"^{file}: not UTF-8"]
         return held(lambda: read_pairs(folder), check, names)
+
+
+# ---- parquet ---------------------------------------------------------------------------------------------------------
+@functools.cache
+def good_parquet(reader):
+    """The bytes of three rows as VeRL-Omni's, or of three pairs in pick-a-pic's columns, one of them a tie."""
+    if reader == "prompts":
+        chat = [{"role": "system", "content": "S"}, {"role": "user", "content": 'a sign "12"'}]
+        rows = [{"prompt": chat, "extra_info": {"index": index}} for index in range(3)]
+    else:
+        red, blue = good_images()["red.png"], good_images()["blue.png"]
+        rows = [{"caption": "c", "jpg_0": red, "jpg_1": blue, "label_0": x, "label_1": 1 - x} for x in (1.0, 0.5, 0.0)]
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
+    return buffer.getvalue()
+
+
+def parquet_files():
+    """A reader, and the bytes of a file that it reads, spoilt."""
+    return st.sampled_from(["prompts", "pairs"]).flatmap(lambda name: st.tuples(st.just(name), spoilt_parquet(name)))
+
+
+def spoilt_parquet(reader):
+    return spoilt(good_parquet(reader)) | st.binary(max_size=200)
+
+
+def attempt_parquet(example):
+    reader, data = example
+
+    def check(found):
+        if reader == "prompts":
+            assert 0 < len(found) == len(found.metadata)
+            assert all(isinstance(prompt, str) and prompt.strip() and prompt.encode() for prompt in found.prompts)
+            return
+        pairs = list(found)
+        assert 0 < len(found) == len(pairs)
+        assert all(prompt.strip() and chosen.content != rejected.content for prompt, chosen, rejected in pairs)
+
+    with scratch() as folder, contextlib.redirect_stderr(io.StringIO()):  # which tells of ties
+        path = folder / "file.parquet"
+        path.write_bytes(data)
+        return held(lambda: READERS[reader][0](path), check, [f"^{re.escape(str(path))}(, row \\d+)?: "])
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
@@ -523,6 +567,7 @@ def attempt_options(example):
 CLASSES = {
     "prompt files": (prompt_files, attempt_prompts),
     "pairs and their images": (pair_files, attempt_pairs),
+    "parquet files": (parquet_files, attempt_parquet),
     "adapters": (adapters, attempt_adapter),
     "files that --resume names": (checkpoints, attempt_checkpoint),
     "damaged checkpoints": (damaged_checkpoints, attempt_damaged_checkpoint),

@@ -68,6 +68,13 @@ def test_pairs(example):
 
 
 @bounded(100)
+@given(hostile.parquet_files())
+def test_parquet_files(example):
+    """Rows of a damaged file are prompts or pairs that can be used, or one line names the file, or the row."""
+    hostile.attempt_parquet(example)
+
+
+@bounded(100)
 @given(hostile.adapters())
 def test_adapters(example):
     """Every weight of the file is a finite fp32 matrix of the rank, alpha a number above 0; or it is refused."""
