@@ -5,9 +5,9 @@ One training step, by the paper's equations; x_s = (1 - s) x0 + s noise, v = noi
   1. Sample images with `old`, by any solver, without guidance (Algorithm 1, line 3): `rollout`.
   2. Rewards, compared within a prompt, become optimality probabilities r in [0, 1] (section 3.3, Optimality Reward;
      Algorithm 1, lines 4, 5): `compute_advantages`, `optimality`.
-  3. The forward process noises the final images anew; no trajectory, no log-prob (Algorithm 1, line 9): `noise_images`.
-  4. Around v_old stand an implicit positive and a negative policy, v+- = v_old +- beta (v - v_old) (lines 10, 11); flow
-     matching draws v+ to images by r and v- by 1 - r (theorem 3.2, eq. 5; Adaptive Loss Weighting): `nft_loss`.
+  3. The forward process noises the final images anew; no trajectory or log-prob (Algorithm 1, line 9): `noise_images`.
+  4. Around v_old stand an implicit positive and a negative policy, v+- = v_old +- beta (v - v_old) (lines 10, 11);
+     flow matching draws v+ to images by r and v- by 1 - r (theorem 3.2, eq. 5; Adaptive Loss Weighting): `nft_loss`.
   5. The loss is a mean over images and their timesteps: `accumulate_gradients`, `update`.
   6. `old` follows (Soft Update of Sampling Policy; line 14): `old_policy_decay`, `follow` in `main`.
 
