@@ -59,7 +59,7 @@ SIGMA = torch.tensor([0.5, 0.25], dtype=torch.float64)
 
 @pytest.mark.fast
 def test_awm_loss_by_hand(scripts):
-    """Errors 1/4 and 1, of `old` 1 and 0: ratios e^.75 and e^-1, clipped to 1.5 and .5, which with A 1 and -1/2 count."""
+    """Errors 1/4, 1, of `old` 1, 0: ratios e^.75 and e^-1, clipped to 1.5 and .5, which count: A is 1 and -1/2."""
     loss, metrics = scripts["awm"].awm_loss(
         column(1.5, 3.0),
         column(1.0, 2.0),
