@@ -134,17 +134,18 @@ def _read_chat(column, chat):
     messages = chat if isinstance(chat, list) else []
     texts = {}
     for message in messages:
-        if isinstance(message, dict) and isinstance(message.get("content"), str):
-            texts[message.get("role")] = message["content"]
-    if "user" not in texts or not texts.keys() <= {"system", "user"} or len(texts) != len(messages):
+        if isinstance(message, dict) and message.get("role") in ("system", "user"):
+            texts[message["role"]] = message.get("content")
+    are_texts = all(isinstance(text, str) for text in texts.values())
+    if not are_texts or "user" not in texts or len(texts) != len(messages):
         raise ValueError(f"{column}: must be a string or one user message of text, with a system message or none")
     return texts
 
 
 def read_pairs(path):
     """Read preference pairs: a .jsonl of {"prompt", "chosen", "rejected"}, the latter two image files relative to it,
-    or a folder with such a pairs.jsonl, "chosen_score" and "rejected_score" may be given; or a .parquet file with
-    pick-a-pic's columns, or a folder of them.
+    or a folder with such a pairs.jsonl ("chosen_score" and "rejected_score" may be given); or a .parquet file with
+    pick-a-pic's columns, or a folder of such.
 
     Returns a list of (prompt, chosen, rejected), the latter two as Path; of parquet files a ParquetPairs.
 
@@ -242,7 +243,6 @@ def _find_image(record, kind, folder):
     with refusing(kind):
         if not path.is_file():
             raise ValueError(f"no such file: {path}")
-    with refusing(kind):
         image = open_image(path)  # to its end: verify() would miss a truncated file
     return path, (image.size, image.tobytes())
 

@@ -185,6 +185,8 @@ def test_read_verl_omni_rows_of_a_user_alone(tmp_path, capfd):
         ({"prompt": [*chat("a mug"), {"role": "assistant", "content": "Yes"}]}, "prompt: must be"),
         ({"prompt": [*chat("a mug"), *chat("a cup")]}, "prompt: must be"),
         ({"prompt": [{"role": "user", "content": None}]}, "prompt: must be"),
+        ({"prompt": [{"role": None, "content": "a mug"}]}, "prompt: must be"),
+        ({"prompt": [None]}, "prompt: must be"),
         ({"prompt": chat(" \t")}, "prompt: must not be blank"),
         ({"negative_prompt": chat("blurry", "S")}, "negative_prompt: must be blank"),
         ({"negative_prompt": []}, "negative_prompt: must be a string or one user message"),
