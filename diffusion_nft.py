@@ -126,7 +126,7 @@ def check_args(args):
     updates = args.updates_per_rollout
     args.micro_batch_size = fit_micro_batch(num_images, "--num_prompts x --group_size", updates, args.micro_batch_size)
 
-    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, load=not args.plan)
     train_set = read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, rewards, args.max_prompts)
     checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)

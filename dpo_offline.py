@@ -114,7 +114,7 @@ def check_args(args):
     check_options(args)
     args.micro_batch_size = fit_micro_batch(args.num_pairs, "--num_pairs", 1, args.micro_batch_size)
 
-    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, load=not args.plan)
     pairs = read_pairs(args.pairs) if args.pairs else None
     train_set = PromptSet([], []) if pairs else read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, rewards, args.max_prompts)

@@ -144,7 +144,7 @@ def check_args(args):
     if args.max_velocity_drift is None:
         args.max_velocity_drift = correction.default_drift_limit(args.dtype, args.guidance_scale)
 
-    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, load=not args.plan)
     train_set = read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, rewards, args.max_prompts)
     checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)

@@ -89,7 +89,9 @@ class SharedArgs:
 
     # ---- reward
     reward: tuple[str, ...] = ("ocr",)
-    """ocr, ocr_contains, jpeg_compressibility, jpeg_incompressibility, path/to/file.py:function; several are added"""
+    """ocr, ocr_contains (a sign's one line), ocr_scene, ocr_scene_contains (text anywhere), jpeg_compressibility,
+    jpeg_incompressibility, path/to/file.py:function; pickscore, clip_score, aesthetic, whose weights PICKSCORE_MODEL,
+    CLIP_SCORE_MODEL, AESTHETIC_MODEL name, environment variables (common/rewards); several are added"""
     reward_weights: tuple[float, ...] = (1.0,)
     """weight of each reward in the sum"""
 

@@ -13,6 +13,7 @@ from common.engine.client import VLLMEngine, check_engine
 from common.lora import read_lora
 from common.models import both_branches, find_family, load_model
 from common.policy import acting, add_policies, make_lora, tensors_on_rank_0
+from common.rewards import load_rewards
 from common.run import save_weights
 from tests.conftest import (
     TINY,
@@ -679,4 +680,6 @@ def test_a_recipe_is_parsed_and_in_order(name, script, monkeypatch):
     else:
         num_images = args.num_prompts * args.group_size
         module.fit_micro_batch(num_images, "images", args.updates_per_rollout, args.micro_batch_size)
+    of_text = name in ("SD3.5-medium", "Qwen-Image")
+    assert list(load_rewards(args.reward, args.reward_weights)) == ["ocr_scene_contains" if of_text else "ocr"]
     assert args.model in PUBLISHED

@@ -31,7 +31,18 @@ SECTIONS = [
 ]
 # in the rooms where users add files, those of the project
 OURS = {
-    "rewards": {"__init__", "jpeg_compressibility", "jpeg_incompressibility", "ocr", "ocr_contains"},
+    "rewards": {
+        "__init__",
+        "aesthetic",
+        "clip_score",
+        "jpeg_compressibility",
+        "jpeg_incompressibility",
+        "ocr",
+        "ocr_contains",
+        "ocr_scene",
+        "ocr_scene_contains",
+        "pickscore",
+    },
     "models": {"__init__", "stable_diffusion_3"},
 }
 COMMON = sorted(

@@ -7,7 +7,12 @@ prompt file). scores: B floats, higher is better. A reward that fails raises: it
 Rewards run in a thread beside the rollout, batch by batch as images are finished: an image's score may not depend on
 the others of the call. A reward with the attribute `whole_batch = True` is called once, with all images of the rank.
 One with an attribute `check`, a function `(prompt)` that raises ValueError for a prompt that it cannot score, has it
-run on every prompt before any model loads. On GPUs the rank's own is the current device from the import on.
+run on every prompt before any model loads. One with an attribute `load`, a function without arguments, has it called
+before the model that is trained loads: it loads the reward's own network, or raises ValueError for what is missing.
+One with an attribute `offload`, such a function too, has it called when all images of a rollout are scored.
+
+On GPUs the rank's own is the current device, in the thread that scores too: a network goes there by `.to("cuda")`, best
+in fp32, and takes a fixed number of images at a time (common/rewards/clip_score.py shows how and why).
 
 The built-in reward NAME is function NAME of the file common/rewards/NAME.py; a user's own is path/to/file.py:function.
 """
@@ -21,6 +26,7 @@ from pathlib import Path
 
 from common.distributed import use_own_gpu
 from common.errors import RunError
+from common.refusals import refusing
 from common.sampler import gather_shares
 from common.user_code import describe, load_function, own_folder
 
@@ -34,12 +40,15 @@ def built_in_rewards():
     return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
 
 
-def load_rewards(names, reward_weights, num_frames=1):
+def load_rewards(names, reward_weights, num_frames=1, load=True):
     """Reward functions by name, {log name: function}; `path/to/file.py:function` loads a user's own.
+
+    load: call the `load` of those that have one.
 
     Raises:
         ValueError: naming the reward that is unknown, or the file or function that is not there; or as many weights; or
-            a built-in reward, all of which are of images, where videos of several frames are made.
+            a built-in reward, all of which are of images, where videos of several frames are made; or what its `load`
+            raises.
     """
     functions = {}
     use_own_gpu()  # before a user's file is imported, which may load a network
@@ -63,6 +72,10 @@ def load_rewards(names, reward_weights, num_frames=1):
         raise ValueError(f"--reward {' '.join(names)}: two rewards of the same name")
     if TOTAL in functions:
         raise ValueError(f"--reward {' '.join(names)}: {TOTAL} is what their weighted sum is logged as")
+    for name, function in functions.items():
+        if load and hasattr(function, "load"):
+            with refusing(f"--reward {name}", Exception):
+                function.load()
     return functions
 
 
@@ -110,6 +123,9 @@ class Scorer:
                 columns.append(next(early))
             else:
                 columns.append(score_images({name: function}, self.images, self.prompt_set)[:, 0])
+        for function in self.rewards.values():
+            if hasattr(function, "offload"):
+                function.offload()
         return torch.stack(columns, 1)
 
     def _score(self):
