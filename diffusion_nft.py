@@ -34,6 +34,7 @@ from common.data import PromptSet, read_prompts
 from common.distributed import end_distributed, gather_objects, gather_rows, mean_over_ranks, setup_distributed
 from common.engine.client import VLLMEngine, check_engine, engine_gpus
 from common.errors import RunError, one_line
+from common.failures import leave_out_failed, loss_weights
 from common.models import check_model, compile_block, find_family, load_model
 from common.noise import image_seed
 from common.options import EngineArgs, check_options, parse_args
@@ -285,6 +286,7 @@ class Batch(NamedTuple):
     request: RolloutRequest
     x0: torch.Tensor  # (B, ...), final latents of the rollout
     r: torch.Tensor  # (B,), optimality
+    weights: torch.Tensor  # (B,), 0 of images left out, 1 where none is
     image_index: torch.Tensor  # (B,), the images' numbers over all ranks
 
 
@@ -292,17 +294,17 @@ class Batch(NamedTuple):
 def compute_advantages(rewards, group_size, adv_clip_max=5.0, scale_rewards="batch"):
     """A = (r - mean of the group) / (S + 1e-4), clamped to +- adv_clip_max (Flow-GRPO, eq. 4), in fp64.
 
-    rewards: (P * group_size,) of the whole rollout, group by group. S is the population standard deviation of each
-    "group" (the paper) or of all of them ("batch", its code); "none" does not divide. Equal rewards get exactly 0.
+    rewards: (P * group_size,), group by group; NaN is left out and gets 0, as equal rewards do, exactly. S is the
+    population standard deviation of each "group" (the paper) or of all ("batch", its code); "none" does not divide.
     """
     groups = rewards.double().view(-1, group_size)  # (P, G)
-    centred = groups - groups[:, :1]  # first, so that equal rewards are exact zeros
-    centred = centred - centred.mean(1, keepdim=True)
+    centred = groups - groups.nanmedian(1, keepdim=True).values  # one of them, so that equal rewards are exact zeros
+    centred = centred - centred.nanmean(1, keepdim=True)
     if scale_rewards == "batch":
-        centred = centred / (groups.std(correction=0) + 1e-4)
+        centred = centred / (groups[~groups.isnan()].std(correction=0) + 1e-4)
     elif scale_rewards == "group":
-        centred = centred / (groups.std(1, keepdim=True, correction=0) + 1e-4)
-    return centred.clamp(-adv_clip_max, adv_clip_max).flatten()
+        centred = centred / (centred.square().nanmean(1, keepdim=True).sqrt() + 1e-4)
+    return centred.where(~groups.isnan(), 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
 
 
 # ==== 8 LOG PROB ======================================================================================================
@@ -324,12 +326,13 @@ def optimality(advantages, adv_mode, adv_clip_max):
 
 
 # ==== 9 LOSS ==========================================================================================================
-def nft_loss(v, v_old, v_ref, x_t, x0, *, sigma, r, nft_beta, adv_clip_max, kl_coef):
+def nft_loss(v, v_old, v_ref, x_t, x0, *, sigma, r, nft_beta, adv_clip_max, kl_coef, weights=1.0):
     """adv_clip_max mean(r L+ / beta + (1 - r) L- / beta) + kl_coef mean((v - v_ref)^2) (eq. 5, weighted as in 3.3).
 
     L+- = mean((x0_hat+- - x0)^2) / w+- per sample, with x0_hat = x_t - sigma v+-, v+ = beta v + (1 - beta) v_old,
     v- = (1 + beta) v_old - beta v, and w+- = mean |x0_hat+- - x0|, at least 1e-5, in fp64 and without gradient.
-    Velocities, x_t and x0 (B, ...), sigma and r (B,); v_ref None without KL. Returns loss (minimise), metrics.
+    Velocities, x_t and x0 (B, ...), sigma, r and the weights of both terms (B,); v_ref None without KL. Returns loss
+    (minimise), metrics.
     """
     sigma = sigma.view(-1, *[1] * (x0.dim() - 1))
 
@@ -341,8 +344,8 @@ def nft_loss(v, v_old, v_ref, x_t, x0, *, sigma, r, nft_beta, adv_clip_max, kl_c
     shift = nft_beta * (v - v_old)  # exactly 0 at v_old, so that both gradients cancel there where r is 1/2
     positive = weighted_error(v_old + shift)
     negative = weighted_error(v_old - shift)
-    loss = adv_clip_max * (r * positive + (1 - r) * negative).mean() / nft_beta
-    kl = loss.new_zeros(()) if v_ref is None else ((v - v_ref) ** 2).mean()
+    loss = adv_clip_max * (weights * (r * positive + (1 - r) * negative)).mean() / nft_beta
+    kl = loss.new_zeros(()) if v_ref is None else (weights * ((v - v_ref) ** 2).flatten(1).mean(1)).mean()
     loss = loss + kl_coef * kl
     metrics = {"loss": loss, "positive_loss": positive.mean(), "negative_loss": negative.mean(), "kl_loss": kl}
     metrics["old_deviation"] = ((v - v_old) ** 2).mean()
@@ -404,6 +407,7 @@ def accumulate_gradients(args, model, batch, mini_batch, *, timesteps, noise, v_
                 x0,
                 sigma=sigma,
                 r=batch.r[rows],
+                weights=batch.weights[rows],
                 nft_beta=args.nft_beta,
                 adv_clip_max=args.adv_clip_max,
                 kl_coef=args.kl_coef,
@@ -469,7 +473,7 @@ def evaluate(args, model, engine, inputs, folder):
     index = torch.arange(len(places))
     request = make_request(args, model, prompts.prompts, index, seeds, num_inference_steps=steps)
     with acting(model, model.evaluated_policy, engine, "old"):
-        scorer = Scorer(inputs.rewards, prompts)
+        scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
         images = rollout(args, model, engine, request, scorer.add).images
     scores = scorer.scores()  # (B, R)
     grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, inputs.rewards))
@@ -553,27 +557,29 @@ def main(args, inputs):
         # sample G images for each prompt with `old`, which the engine holds already
         with log.timed("gen"):
             request, prompts, image_index = draw_request(args, model, sampler, inputs.train_set, step)
-            scorer = Scorer(inputs.rewards, prompts)
+            scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
             with acting(model, "old"):
                 trajectories = rollout(args, model, engine, request, scorer.add)
 
         # score them, each rank its own; most have been scored while others were sampled
         with log.timed("reward"):
-            local_scores = scorer.scores()  # (B, R)
+            scores = scorer.scores()  # (B, R), NaN where a reward failed
 
         # compare the images of a prompt with each other, over all ranks (Flow-GRPO, eq. 4)
         with log.timed("adv"):
-            scores = gather_rows(local_scores, image_index)  # (N, R)
+            scores = gather_rows(scores, image_index)  # (N, R)
+            scores, metrics = leave_out_failed(scores, inputs.rewards, args.group_size)
             totals = scores @ torch.tensor(args.reward_weights, dtype=torch.float64)  # (N,)
             advantages = compute_advantages(totals, args.group_size, args.adv_clip_max, args.scale_rewards)  # (N,)
             r = optimality(advantages, args.adv_mode, args.adv_clip_max)  # (N,)
-            metrics = reward_metrics(scores, totals, advantages, inputs.rewards, args.group_size)
-            metrics["critic/optimality/mean"] = r.mean()
+            metrics |= reward_metrics(scores, totals, advantages, inputs.rewards, args.group_size)
+            metrics["critic/optimality/mean"] = r[~totals.isnan()].mean()
 
         # draw the velocity to the better images and away from the others, on the forward process (eq. 5)
         with log.timed("update_actor"):
             local_r = r[image_index].to(device, torch.float32)  # (B,)
-            batch = Batch(request, trajectories.latents[:, -1], local_r, image_index)
+            weights = loss_weights(scores, args.updates_per_rollout)[image_index].to(device)  # (B,)
+            batch = Batch(request, trajectories.latents[:, -1], local_r, weights, image_index)
             metrics |= update(args, model, optimizer, batch, step)
         skipped_in_a_row = 0 if "actor/grad_norm" in metrics else skipped_in_a_row + 1
         if skipped_in_a_row == MAX_SKIPPED:
@@ -588,7 +594,7 @@ def main(args, inputs):
             if engine:
                 engine.push(*policy_tensors(model, "old"))
         metrics["training/epoch"] = sampler.position / sampler.num_prompts
-        log.show(reward=totals.mean().item())
+        log.show(reward=totals.nanmean().item())
 
         # evaluate, log and save; a stop that one rank was asked for is a stop of all
         grid = None

@@ -31,6 +31,7 @@ from common.bounds import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from common.data import ParquetPairs, PromptSet, open_image, read_pairs, read_prompts
 from common.distributed import end_distributed, gather_objects, mean_over_ranks, on_rank_0, setup_distributed
 from common.errors import RunError, one_line
+from common.failures import best_and_worst
 from common.files import atomic_file, writing
 from common.models import check_model, compile_block, find_family, load_model, on_device
 from common.noise import draw_noise, image_seed
@@ -159,20 +160,24 @@ def make_pairs(args, model, inputs, folder):
     Ranks share the prompts; prompts whose images all score the same make no pair. Returns the path of pairs.jsonl.
 
     Raises:
-        RunError: the images of every prompt score the same.
+        RunError: the images of every prompt score the same, or have no scores.
     """
     num_prompts = min(args.num_pair_prompts, len(inputs.train_set))
     (folder / "pairs").mkdir(parents=True, exist_ok=True)
     records = {}  # by the prompt's row
+    num_failed = 0  # images that a reward failed on
     for row in share_of_rank(num_prompts):
-        record = make_pair(args, model, inputs, folder, row)
+        record, failed = make_pair(args, model, inputs, folder, row)
+        num_failed += failed
         if record is not None:
             records[row] = record
     by_row = {row: record for of_rank in gather_objects(records) for row, record in of_rank.items()}
+    num_failed = sum(gather_objects(num_failed))
+    told = f"; a reward failed on {num_failed} of their images" if num_failed else ""
     if not by_row:
-        raise RunError(f"--num_pair_prompts {args.num_pair_prompts}: the images of every prompt score the same")
+        raise RunError(f"--num_pair_prompts {args.num_pair_prompts}: the images of every prompt score the same{told}")
     if on_rank_0():
-        print(f"{len(by_row)} pairs of {num_prompts} prompts")
+        print(f"{len(by_row)} pairs of {num_prompts} prompts{told}")
         with atomic_file(folder / "pairs.jsonl") as temporary:
             temporary.write_text("".join(json.dumps(by_row[row]) + "\n" for row in sorted(by_row)))
     dist.barrier()  # before other ranks read the file
@@ -180,27 +185,31 @@ def make_pairs(args, model, inputs, folder):
 
 
 def make_pair(args, model, inputs, folder, row):
-    """The record of a pair of train_set's prompt `row`, its images written; None where all of them score the same.
+    """The record of a pair of train_set's prompt `row`, its images written, and how many images a reward failed on.
 
-    None, too, for a prompt of another rank, which is sampled only to keep the ranks together.
+    No record, None, where all that have scores score the same, and for a prompt of another rank, which is sampled only
+    to keep the ranks together.
     """
     prompt = inputs.train_set.prompts[row]
     seeds = [image_seed(args.seed, "pairs", row * args.group_size + i) for i in range(args.group_size)]
     request = make_request(args, model, [prompt], torch.zeros(args.group_size, dtype=torch.long), seeds)
     images = sample(args, model, request).images
-    scores = score_images(inputs.rewards, images, inputs.train_set.select([row] * args.group_size))  # (G, R)
-    totals = scores @ torch.tensor(args.reward_weights).double()  # (G,)
-    best = totals.argmax().item()
-    worst = totals.argmin().item()
-    if totals[best] == totals[worst] or row % dist.get_world_size() != dist.get_rank():
-        return None
+    if row % dist.get_world_size() != dist.get_rank():
+        return None, 0
+    prompts = inputs.train_set.select([row] * args.group_size)
+    scores = score_images(inputs.rewards, images, prompts, args.reward_failure)  # (G, R), NaN where a reward failed
+    totals = scores @ torch.tensor(args.reward_weights).double()  # (G,), NaN of an image that is left out
+    failed = totals.isnan().sum().item()
+    places = best_and_worst(totals)
+    if places is None:
+        return None, failed
     record = {"prompt": prompt}
-    for kind, i in (("chosen", best), ("rejected", worst)):
+    for kind, i in zip(("chosen", "rejected"), places, strict=True):
         file = f"pairs/{row:05d}_{kind}.png"
         with writing(folder / "pairs"):
             images[i].save(folder / file)
         record |= {kind: file, f"{kind}_score": totals[i].item()}
-    return record
+    return record, failed
 
 
 def encode_pairs(args, model, pairs):
@@ -418,7 +427,7 @@ def evaluate(args, model, inputs, folder):
     request = make_request(args, model, prompts.prompts, index, seeds, num_inference_steps=steps)
     with acting(model, model.evaluated_policy):
         images = sample(args, model, request).images
-    scores = score_images(inputs.rewards, images, prompts)  # (B, R)
+    scores = score_images(inputs.rewards, images, prompts, args.reward_failure)  # (B, R)
     grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, inputs.rewards))
     num_prompts = len(inputs.eval_set)
     metrics = eval_metrics(scores, inputs.rewards, args.reward_weights, num_prompts, args.eval_images_per_prompt)

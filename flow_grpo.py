@@ -38,6 +38,7 @@ from common.data import PromptSet, read_prompts
 from common.distributed import end_distributed, gather_objects, gather_rows, mean_over_ranks, setup_distributed
 from common.engine.client import VLLMEngine, check_engine, engine_gpus
 from common.errors import RunError, one_line
+from common.failures import leave_out_failed, loss_weights
 from common.models import check_model, compile_block, find_family, load_model
 from common.noise import image_seed
 from common.options import EngineArgs, check_options, parse_args
@@ -288,23 +289,24 @@ class Batch(NamedTuple):
     old_policy: Trajectories  # the same latents, with the log_probs (B, W) and means that the ratio starts from
     correction_weights: torch.Tensor  # (B, W), 1 without a rollout correction
     advantages: torch.Tensor  # (B,)
+    weights: torch.Tensor  # (B,), 0 of images left out, 1 where none is
 
 
 # ==== 7 ADVANTAGE =====================================================================================================
 def compute_advantages(rewards, group_size, adv_clip_max=5.0, scale_rewards="batch"):
     """A = (r - mean of the group) / (S + 1e-4), clamped to +- adv_clip_max (Flow-GRPO, eq. 4), in fp64.
 
-    rewards: (P * group_size,) of the whole rollout, group by group. S is the population standard deviation of each
-    "group" (the paper) or of all of them ("batch", its code); "none" does not divide. Equal rewards get exactly 0.
+    rewards: (P * group_size,), group by group; NaN is left out and gets 0, as equal rewards do, exactly. S is the
+    population standard deviation of each "group" (the paper) or of all ("batch", its code); "none" does not divide.
     """
     groups = rewards.double().view(-1, group_size)  # (P, G)
-    centred = groups - groups[:, :1]  # first, so that equal rewards are exact zeros
-    centred = centred - centred.mean(1, keepdim=True)
+    centred = groups - groups.nanmedian(1, keepdim=True).values  # one of them, so that equal rewards are exact zeros
+    centred = centred - centred.nanmean(1, keepdim=True)
     if scale_rewards == "batch":
-        centred = centred / (groups.std(correction=0) + 1e-4)
+        centred = centred / (groups[~groups.isnan()].std(correction=0) + 1e-4)
     elif scale_rewards == "group":
-        centred = centred / (groups.std(1, keepdim=True, correction=0) + 1e-4)
-    return centred.clamp(-adv_clip_max, adv_clip_max).flatten()
+        centred = centred / (centred.square().nanmean(1, keepdim=True).sqrt() + 1e-4)
+    return centred.where(~groups.isnan(), 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
 
 
 # ==== 8 LOG PROB ======================================================================================================
@@ -372,10 +374,10 @@ def reference_means(args, model, batch):
 
 
 # ==== 9 LOSS ==========================================================================================================
-def policy_loss(log_prob, old_log_prob, advantages, clip_range, correction_weights=1.0):
+def policy_loss(log_prob, old_log_prob, advantages, clip_range, weights=1.0):
     """Mean over samples of max(-A ratio, -A clip(ratio, 1 +- clip_range)): minus eq. 5 of Flow-GRPO at one step, no KL.
 
-    ratio = exp(log_prob - old_log_prob). All (B,); a sample's loss is multiplied by its rollout correction's weight.
+    ratio = exp(log_prob - old_log_prob). All (B,); a sample's loss is multiplied by its weight.
     Returns the loss, to be minimised, and its metrics, scalars without gradient.
     """
     log_ratio = log_prob - old_log_prob  # (B,)
@@ -383,7 +385,7 @@ def policy_loss(log_prob, old_log_prob, advantages, clip_range, correction_weigh
     unclipped_loss = -advantages * ratio
     clipped_loss = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
     # the maximum is the pessimistic one: the clip takes away what would be gained beyond it, and nothing else
-    loss = (correction_weights * torch.maximum(unclipped_loss, clipped_loss)).mean()
+    loss = (weights * torch.maximum(unclipped_loss, clipped_loss)).mean()
 
     higher = ((ratio > 1 + clip_range) & (advantages > 0)).double().mean()
     lower = ((ratio < 1 - clip_range) & (advantages < 0)).double().mean()
@@ -417,13 +419,12 @@ def accumulate_gradients(args, model, batch, mini_batch, ref_means):
                 model.transformer.set_requires_gradient_sync(True)
             out = policy_step(model, sub_request, x, i, prev_sample=x_next)
             old_log_prob = batch.old_policy.log_probs[rows, w]
-            advantages = batch.advantages[rows]
-            correction_weights = batch.correction_weights[rows, w]
-            loss, metrics = policy_loss(out.log_prob, old_log_prob, advantages, args.clip_range, correction_weights)
+            weights = batch.weights[rows] * batch.correction_weights[rows, w]
+            loss, metrics = policy_loss(out.log_prob, old_log_prob, batch.advantages[rows], args.clip_range, weights)
             if args.kl_coef:
-                kl = kl_divergence(out, ref_means[rows, w], dts[i], args.sde_type, args.kl_type).mean()
-                loss = loss + args.kl_coef * kl  # eq. 3 subtracts it from what is maximised
-                metrics["actor/kl_loss"] = kl.detach().double()
+                kl = batch.weights[rows] * kl_divergence(out, ref_means[rows, w], dts[i], args.sde_type, args.kl_type)
+                loss = loss + args.kl_coef * kl.mean()  # eq. 3 subtracts it from what is maximised
+                metrics["actor/kl_loss"] = kl.mean().detach().double()
             (loss / num_passes).backward()
             passes.append(metrics)
     return passes
@@ -483,7 +484,7 @@ def evaluate(args, model, engine, inputs, folder):
     index = torch.arange(len(places))
     request = make_request(args, model, prompts.prompts, index, seeds, num_inference_steps=steps)
     with acting(model, model.evaluated_policy, engine):
-        scorer = Scorer(inputs.rewards, prompts)
+        scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
         images = rollout(args, model, engine, request, scorer.add).images
     scores = scorer.scores()  # (B, R)
     grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, inputs.rewards))
@@ -567,32 +568,31 @@ def main(args, inputs):
         # sample G images for each prompt with the current policy (Flow-GRPO, eq. 9)
         with log.timed("gen"):
             request, prompts, image_index = draw_request(args, model, sampler, inputs.train_set, step)
-            scorer = Scorer(inputs.rewards, prompts)
+            scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
             trajectories = rollout(args, model, engine, request, scorer.add)
 
         # score them, each rank its own; most have been scored while others were sampled
         with log.timed("reward"):
-            local_scores = scorer.scores()  # (B, R)
+            scores = scorer.scores()  # (B, R), NaN where a reward failed
 
         # compare the images of a prompt with each other, over all ranks (Flow-GRPO, eq. 4)
         with log.timed("adv"):
-            scores = gather_rows(local_scores, image_index)  # (N, R)
+            scores = gather_rows(scores, image_index)  # (N, R)
+            scores, metrics = leave_out_failed(scores, inputs.rewards, args.group_size)
             totals = scores @ torch.tensor(args.reward_weights, dtype=torch.float64)  # (N,)
             advantages = compute_advantages(totals, args.group_size, args.adv_clip_max, args.scale_rewards)  # (N,)
-            metrics = reward_metrics(scores, totals, advantages, inputs.rewards, args.group_size)
+            metrics |= reward_metrics(scores, totals, advantages, inputs.rewards, args.group_size)
 
         # the density of what was sampled, under the policy that sampled it
         with log.timed("old_log_prob"):
-            old_policy, correction_weights, correction_metrics = old_policy_terms(
-                args, model, engine, request, trajectories
-            )
+            old_policy, correction_weights, drift_metrics = old_policy_terms(args, model, engine, request, trajectories)
 
         # make the steps that led to better images more likely (Flow-GRPO, eq. 5)
         with log.timed("update_actor"):
             local_advantages = advantages[image_index].to(device, torch.float32)  # (B,)
-            batch = Batch(request, trajectories, old_policy, correction_weights, local_advantages)
-            metrics |= correction_metrics
-            metrics |= update(args, model, optimizer, batch)
+            weights = loss_weights(scores, args.updates_per_rollout)[image_index].to(device)  # (B,)
+            batch = Batch(request, trajectories, old_policy, correction_weights, local_advantages, weights=weights)
+            metrics |= drift_metrics | update(args, model, optimizer, batch)
         skipped_in_a_row = 0 if "actor/grad_norm" in metrics else skipped_in_a_row + 1
         if skipped_in_a_row == MAX_SKIPPED:
             raise RunError(f"step {step}: no finite gradient in {MAX_SKIPPED} rollouts: lower --learning_rate")
@@ -602,7 +602,7 @@ def main(args, inputs):
             if engine:
                 engine.push(*policy_tensors(model))
         metrics["training/epoch"] = sampler.position / sampler.num_prompts
-        log.show(reward=totals.mean().item())
+        log.show(reward=totals.nanmean().item())
 
         # evaluate, log and save; a stop that one rank was asked for is a stop of all
         grid = None

@@ -90,10 +90,14 @@ class SharedArgs:
     # ---- reward
     reward: tuple[str, ...] = ("ocr",)
     """ocr, ocr_contains (a sign's one line), ocr_scene, ocr_scene_contains (text anywhere), jpeg_compressibility,
-    jpeg_incompressibility, path/to/file.py:function; pickscore, clip_score, aesthetic, whose weights PICKSCORE_MODEL,
-    CLIP_SCORE_MODEL, AESTHETIC_MODEL name, environment variables (common/rewards); several are added"""
+    jpeg_incompressibility, path/to/file.py:function; pickscore, clip_score, aesthetic, vlm_judge, http_scorer, whose
+    weights or servers PICKSCORE_MODEL, VLM_JUDGE_URL and other environment variables name (docs/rewards.md); several
+    are added"""
     reward_weights: tuple[float, ...] = (1.0,)
     """weight of each reward in the sum"""
+    reward_failure: Literal["stop", "mask"] = "stop"
+    """where a reward cannot score an image, as a judge whose answer holds no number: end the run, or leave the image
+    out of its group and the loss, and count it; a server that is gone ends the run in any case"""
 
     # ---- optimization
     lr_warmup_steps: NonNegativeInt = 0

@@ -263,8 +263,9 @@ def save_samples(folder, places, images, records, shown=32):
     for place, (record, picture) in sorted(by_place.items()):
         lines.append(json.dumps({"file": f"{place:05d}.png", **record}) + "\n")
         if picture:
-            scores = [f"{name} {score:.2f}" for name, score in record.items() if name not in ("prompt", "seed")]
-            grid.append((picture, "  ".join([record["prompt"], *scores])))
+            scores = {name: score for name, score in record.items() if name not in ("prompt", "seed")}
+            told = [f"{name} failed" if score is None else f"{name} {score:.2f}" for name, score in scores.items()]
+            grid.append((picture, "  ".join([record["prompt"], *told])))
     with atomic_file(folder / "samples.jsonl") as temporary:
         temporary.write_text("".join(lines))
     return grid

@@ -371,7 +371,8 @@ def test_compiled_in_bf16_the_first_ratio_is_exactly_1(checkpoint, one_rank):
     with torch.no_grad():
         request = flow_grpo.make_request(args, model, PROMPTS, torch.tensor([0, 1]), SEEDS[:2], sde_steps=(0, 1))
     out = flow_grpo.rollout(args, model, None, request)
-    batch = flow_grpo.Batch(request, out, out, torch.ones_like(out.log_probs), torch.tensor([1.0, -1.0]))
+    weights = torch.ones_like(out.log_probs)
+    batch = flow_grpo.Batch(request, out, out, weights, torch.tensor([1.0, -1.0]), torch.ones(2))
     trained = [parameter for parameter in model.transformer.parameters() if parameter.requires_grad]
     metrics = flow_grpo.update(args, model, torch.optim.SGD(trained, lr=1.0), batch)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 8  # it did compile

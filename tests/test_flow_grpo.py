@@ -40,6 +40,7 @@ EXPECTED = {
     "training/global_step",
     "training/epoch",
     *(f"critic/rewards/{k}" for k in ("mean", "max", "min", "std_mean", "zero_std_ratio", "group_size", "ocr/mean")),
+    *(f"critic/rewards/{k}" for k in ("ocr/failed", "skipped_groups")),
     *(f"critic/advantages/{k}" for k in ("mean", "max", "min")),
     *(f"actor/{k}" for k in ("loss", "pg_clipfrac", "pg_clipfrac_higher", "pg_clipfrac_lower", "ratio_mean")),
     *(f"actor/{k}" for k in ("ratio_std", "ppo_kl", "grad_norm", "lr", "skipped_steps")),

@@ -116,9 +116,9 @@ def test_first_update_is_reinforce():
 
 
 @pytest.mark.parametrize("trust_region", ["clip", "dppo"])
-def test_a_corrections_weight_multiplies_its_samples_loss(trust_region):
+def test_a_weight_multiplies_its_samples_loss(trust_region):
     weights = torch.tensor([0.0, 2.0], dtype=torch.float64)
-    loss, grad, metrics = hand_loss([0.05, -0.05], [1, 1], trust_region=trust_region, correction_weights=weights)
+    loss, grad, metrics = hand_loss([0.05, -0.05], [1, 1], trust_region=trust_region, weights=weights)
     want = -math.exp(-0.05) / 0.25 if trust_region == "clip" else -math.exp(-0.05 - 0.05**2 / 2)
     slope = want if trust_region == "clip" else want * 1.05  # of d - d^2 / 2
     assert loss == pytest.approx(want) and grad == pytest.approx([0, slope])

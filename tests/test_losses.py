@@ -147,7 +147,7 @@ def test_loss_is_the_mean_of_the_table():
     assert {name: metrics[f"actor/{name}"].item() for name in expected} == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_corrections_weight_multiplies_its_samples_loss():
+def test_a_weight_multiplies_its_samples_loss():
     old, ratio = tensor(-1.0, -2.0), tensor(1.02, 0.98)
     log_prob = (old + ratio.log()).requires_grad_()
     loss, _ = policy_loss(log_prob, old, tensor(1, 3), 0.05, tensor(0, 0.5))

@@ -303,7 +303,7 @@ def policy(lora_path=None, **changes):
 def one_update(args, model, optimizer, advantages):
     """An update on four images; Adam-free with an SGD optimizer of rate 1, whose change is minus the gradient."""
     request, out = rollout_of(args, model)
-    batch = flow_grpo.Batch(request, out, out, torch.ones_like(out.log_probs), advantages)
+    batch = flow_grpo.Batch(request, out, out, torch.ones_like(out.log_probs), advantages, torch.ones(len(advantages)))
     return flow_grpo.update(args, model, optimizer, batch)
 
 
@@ -424,7 +424,7 @@ def gradient(**changes):
     request, out = rollout_of(args, model)
     calls = []
     model.transformer.transformer_blocks[0].attn.register_forward_pre_hook(lambda *_: calls.append(1))
-    batch = flow_grpo.Batch(request, out, out, torch.ones_like(out.log_probs), ADVANTAGES)
+    batch = flow_grpo.Batch(request, out, out, torch.ones_like(out.log_probs), ADVANTAGES, torch.ones(len(ADVANTAGES)))
     metrics = flow_grpo.update(args, model, torch.optim.SGD(trained, lr=1.0), batch)
     return {key: before[key] - v for key, v in tensors_on_rank_0(model)[0].items()}, metrics, len(calls)
 

@@ -25,7 +25,7 @@ def test_their_update_has_our_gradient(monkeypatch):
     ours = flow_grpo.rollout(args, model, None, request)
     rewards = torch.rand(NUM_IMAGES)
     advantages = flow_grpo.compute_advantages(rewards, args.group_size).float()
-    batch = flow_grpo.Batch(request, ours, ours, torch.ones_like(ours.log_probs), advantages)
+    batch = flow_grpo.Batch(request, ours, ours, torch.ones_like(ours.log_probs), advantages, torch.ones(NUM_IMAGES))
     flow_grpo.accumulate_gradients(args, model, batch, torch.arange(NUM_IMAGES), None)
     expected = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
 

@@ -35,6 +35,7 @@ OURS = {
         "__init__",
         "aesthetic",
         "clip_score",
+        "http_scorer",
         "jpeg_compressibility",
         "jpeg_incompressibility",
         "ocr",
@@ -42,6 +43,7 @@ OURS = {
         "ocr_scene",
         "ocr_scene_contains",
         "pickscore",
+        "vlm_judge",
     },
     "models": {"__init__", "stable_diffusion_3"},
 }

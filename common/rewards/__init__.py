@@ -2,7 +2,8 @@
 
 images: list of B PIL images (RGB), of a model that makes videos list of B videos, lists of PIL frames; the built-in
 rewards are of images. prompts: list of B strings; metadata: list of B dicts (the other fields of a .jsonl
-prompt file). scores: B floats, higher is better. A reward that fails raises: it never returns 0 instead.
+prompt file). scores: B floats, higher is better. A reward that fails raises: it never returns 0 instead. Where it fails
+on one image alone it may return the exception in the place of that score: --reward_failure says what follows.
 
 Rewards run in a thread beside the rollout, batch by batch as images are finished: an image's score may not depend on
 the others of the call. A reward with the attribute `whole_batch = True` is called once, with all images of the rank.
@@ -19,6 +20,7 @@ The built-in reward NAME is function NAME of the file common/rewards/NAME.py; a 
 
 import copy
 import importlib
+import math
 import os
 import queue
 import threading
@@ -26,8 +28,10 @@ from pathlib import Path
 
 from common.distributed import use_own_gpu
 from common.errors import RunError
-from common.refusals import refusing
+from common.failures import count_failed
+from common.refusals import brief, reason, refusing
 from common.sampler import gather_shares
+from common.stops import say
 from common.user_code import describe, load_function, own_folder
 
 import torch
@@ -82,15 +86,16 @@ def load_rewards(names, reward_weights, num_frames=1, load=True):
 class Scorer:
     """Scores the images of a rollout in a thread of its own, while the others are being sampled.
 
-    scorer = Scorer(rewards, prompts)
+    scorer = Scorer(rewards, prompts, "stop")
     scorer.add([0, 1], images)  # as often as images are finished
     scores = scorer.scores()
     """
 
-    def __init__(self, rewards, prompt_set):
-        """rewards: {name: function}; prompt_set: the prompts of all B images."""
+    def __init__(self, rewards, prompt_set, reward_failure="stop"):
+        """rewards: {name: function}; prompt_set: the prompts of all B images; reward_failure: stop or mask."""
         self.rewards = rewards
         self.prompt_set = prompt_set
+        self.reward_failure = reward_failure
         self.early = {name: f for name, f in rewards.items() if not getattr(f, "whole_batch", False)}
         self.images = [None] * len(prompt_set)
         self.scores_of_early = torch.full((len(prompt_set), len(self.early)), torch.nan, dtype=torch.float64)
@@ -107,22 +112,26 @@ class Scorer:
         self.finished.put((list(rows), images))
 
     def scores(self):
-        """Wait for all scores: (B, R) in fp64, a column for each reward, in their order.
+        """Wait for all scores: (B, R) in fp64, a column for each reward, in their order; NaN as in score_images.
 
         Raises:
-            RunError: what score_images raises.
+            RunError: what score_images raises; or an image was never handed over, whose NaN would say that it failed.
         """
         self.finished.put(None)
         self.thread.join()
         if self.error:
             raise self.error
+        missing = sum(image is None for image in self.images)
+        if missing:
+            raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
         early = iter(self.scores_of_early.T)
         columns = []
         for name, function in self.rewards.items():
             if name in self.early:
                 columns.append(next(early))
             else:
-                columns.append(score_images({name: function}, self.images, self.prompt_set)[:, 0])
+                alone = {name: function}
+                columns.append(score_images(alone, self.images, self.prompt_set, self.reward_failure)[:, 0])
         for function in self.rewards.values():
             if hasattr(function, "offload"):
                 function.offload()
@@ -133,17 +142,21 @@ class Scorer:
         try:
             for rows, images in iter(self.finished.get, None):
                 if self.early:
-                    self.scores_of_early[rows] = score_images(self.early, images, self.prompt_set.select(rows))
+                    prompts = self.prompt_set.select(rows)
+                    self.scores_of_early[rows] = score_images(self.early, images, prompts, self.reward_failure)
         except Exception as error:  # raised in `scores`, in the thread that waits for them
             self.error = error
 
 
 @torch.no_grad()
-def score_images(rewards, images, prompt_set):
+def score_images(rewards, images, prompt_set, reward_failure="stop"):
     """Scores (B, R) in fp64 of B images of the B prompts of a PromptSet: a column for each reward, in their order.
 
+    NaN, with reward_failure "mask", where a reward gave an exception in the place of a score.
+
     Raises:
-        RunError: naming the reward that raised, gave the wrong number of scores, or a score that is not finite.
+        RunError: naming the reward that raised, gave the wrong number of scores, or a score that is not finite; with
+            "stop" also one that gave an exception in the place of a score.
     """
     columns = []
     for name, function in rewards.items():
@@ -159,41 +172,62 @@ def score_images(rewards, images, prompt_set):
             raise RunError(
                 f"reward {name} changed the working directory to {os.getcwd()}, and paths of the run with it"
             )
-        try:
-            scores = torch.as_tensor(returned, dtype=torch.float64, device="cpu")
-        except Exception as error:  # whatever the object that it returned raises
-            fault = f"what it returned, a {type(returned).__name__}, is not {len(images)} numbers"
-            raise RunError(f"reward {name}: {fault} ({type(error).__name__})") from None
-        if scores.shape != (len(images),):
-            shape = tuple(scores.shape)
-            raise RunError(f"reward {name}: expected {len(images)} scores, got shape {shape}")
-        if not scores.isfinite().all():
-            i = int((~scores.isfinite()).nonzero()[0])
-            raise RunError(f"reward {name}: score {scores[i].item()} for image {i} (prompt: {prompt_set.prompts[i]})")
-        columns.append(scores)
+        columns.append(_as_scores(name, returned, prompt_set.prompts, reward_failure))
     return torch.stack(columns, 1)
 
 
+def _as_scores(name, returned, prompts, reward_failure):
+    """What reward `name` returned of B images as (B,) in fp64, with NaN for the exceptions in it."""
+    failures = {}  # by the image's place
+    if isinstance(returned, list | tuple):
+        failures = {i: value for i, value in enumerate(returned) if isinstance(value, Exception)}
+        returned = [math.nan if i in failures else value for i, value in enumerate(returned)]
+    try:
+        scores = torch.as_tensor(returned, dtype=torch.float64, device="cpu")
+    except Exception as error:  # whatever the object that it returned raises
+        fault = f"what it returned, a {type(returned).__name__}, is not {len(prompts)} numbers"
+        raise RunError(f"reward {name}: {fault} ({type(error).__name__})") from None
+    if scores.shape != (len(prompts),):
+        shape = tuple(scores.shape)
+        raise RunError(f"reward {name}: expected {len(prompts)} scores, got shape {shape}")
+    for i, score in enumerate(scores.tolist()):
+        if not math.isfinite(score) and i not in failures:
+            raise RunError(f"reward {name}: score {score} for image {i} (prompt: {prompts[i]})")
+    if failures:
+        i, error = next(iter(failures.items()))
+        first = f"image {i} (prompt: {prompts[i]}): {reason(error)}"
+        if reward_failure == "stop":
+            raise RunError(f"reward {name} failed on {first}; --reward_failure mask leaves such images out") from error
+        say(brief(f"reward {name} failed on {len(failures)} of {len(prompts)} images, which are left out: {first}"))
+    return scores
+
+
 def sample_records(prompt_set, seeds, scores, rewards):
-    """What is written of B images of an evaluation: [{"prompt": ..., "seed": ..., "<reward>": score ...}]."""
+    """What is written of B images of an evaluation: [{"prompt": ..., "seed": ..., "<reward>": score ...}].
+
+    A score is None where the reward failed.
+    """
     records = []
     for prompt, seed, row in zip(prompt_set.prompts, seeds, scores.tolist(), strict=True):
-        records.append({"prompt": prompt, "seed": seed, **dict(zip(rewards, row, strict=True))})
+        by_name = {name: None if math.isnan(score) else score for name, score in zip(rewards, row, strict=True)}
+        records.append({"prompt": prompt, "seed": seed, **by_name})
     return records
 
 
 def eval_metrics(scores, rewards, reward_weights, num_prompts, images_per_prompt):
     """Mean and standard error over held-out prompts of each reward and of their weighted total, from this rank's share
-    of the scores (B, R)."""
+    of the scores (B, R), and on how many images each reward failed; a prompt all of whose images it left is left out.
+    """
     scores = gather_shares(scores, num_prompts * images_per_prompt)
-    scores = scores.view(num_prompts, images_per_prompt, -1).mean(1)  # (prompts, R)
-    totals = scores @ torch.tensor(reward_weights, dtype=scores.dtype)  # (prompts,)
+    scores, metrics = count_failed(scores, rewards)
+    scores = scores.view(num_prompts, images_per_prompt, -1).nanmean(1)  # (prompts, R)
+    scores = scores[~scores.isnan().any(1)]  # (prompts that are kept, R)
+    totals = scores @ torch.tensor(reward_weights, dtype=scores.dtype)  # (prompts that are kept,)
     means = [*scores.mean(0), totals.mean()]
     deviations = [*scores.std(0, correction=0), totals.std(correction=0)]
-    metrics = {}
     for i, name in enumerate([*rewards, TOTAL]):
         metrics[f"val/{name}/mean"] = means[i]
-        metrics[f"val/{name}/stderr"] = deviations[i] / num_prompts**0.5
+        metrics[f"val/{name}/stderr"] = deviations[i] / len(scores) ** 0.5
     return metrics
 
 
@@ -201,15 +235,21 @@ def reward_metrics(scores, totals, advantages, names, group_size):
     """Statistics of a rollout, group by group: scores (N, R) by reward, their weighted sums (N,), advantages (N,).
 
     std_mean is the mean over groups of the population standard deviation; zero_std_ratio the share of groups whose
-    images all score the same, from which nothing is learned.
+    images all score the same, from which nothing is learned. All are of the images whose scores are not NaN.
     """
-    groups = totals.view(-1, group_size)  # (P, group_size)
-    all_equal = groups.amax(1) == groups.amin(1)  # not std == 0: the std of equal values can be 1e-17
+    is_kept = ~scores.isnan().any(1)  # (N,)
+    group_of = torch.arange(len(scores)) // group_size
+    groups = [totals[is_kept & (group_of == number)] for number in group_of[is_kept].unique()]
+    scores = scores[is_kept]
+    totals = totals[is_kept]
+    advantages = advantages[is_kept]
+    deviations = torch.stack([group.std(correction=0) for group in groups])
+    all_equal = torch.stack([group.amax() == group.amin() for group in groups])  # the std of equal values can be 1e-17
     metrics = {
         "critic/rewards/mean": totals.mean(),
         "critic/rewards/max": totals.max(),
         "critic/rewards/min": totals.min(),
-        "critic/rewards/std_mean": groups.std(1, correction=0).mean(),
+        "critic/rewards/std_mean": deviations.mean(),
         "critic/rewards/zero_std_ratio": all_equal.double().mean(),
         "critic/rewards/group_size": group_size,
     }

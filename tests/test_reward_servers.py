@@ -1,0 +1,564 @@
+"""vlm_judge and http_scorer against real servers: slow, broken, wrong and gone; what they ask; beside a rollout."""
+
+import base64
+import contextlib
+import io
+import json
+import math
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import flow_grpo
+from common import json_http
+from common.data import PromptSet
+from common.errors import RunError
+from common.rewards import Scorer, load_rewards, score_images
+from common.rewards.vlm_judge import QUESTION, read_score
+from tests.conftest import ROOT, TINY, few_eval_prompts, read_metrics, run_here, without_times
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytestmark = pytest.mark.fast
+
+IMAGES = [Image.new("RGB", (4, 4), (0, 50 * i, 0)) for i in range(4)]
+PROMPTS = PromptSet([f"prompt {i}" for i in range(4)], [{"n": i} for i in range(4)])
+KINDS = ["vlm_judge", "http_scorer"]
+
+
+# ---- a server --------------------------------------------------------------------------------------------------------
+class Server(ThreadingHTTPServer):
+    """Listens on a free port; `answer` is a function (path, body) -> (status, content), body None of a GET."""
+
+    daemon_threads = True
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.requests = []  # (path, body, headers) of every POST
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self):
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send(*self.server.answer(self.path, None))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((self.path, body, self.headers))
+        self.send(*self.server.answer(self.path, body))
+
+    def send(self, status, content):
+        if status is None:  # to die in the middle of an answer
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b'{"res')
+            return
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of one that is not waited for any more
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+def shown(kind, body):
+    """The images in a request."""
+    if kind == "vlm_judge":
+        content = body["messages"][0]["content"]
+        encoded = [part["image_url"]["url"].split("base64,")[1] for part in content if part["type"] == "image_url"]
+    else:
+        encoded = [request["history"][-1]["image_b64"] for request in body["requests"]]
+    return [Image.open(io.BytesIO(base64.b64decode(text))) for text in encoded]
+
+
+def number(image):
+    """Which of IMAGES it is."""
+    return image.getpixel((0, 0))[1] // 50
+
+
+def completion(text, finish_reason="stop"):
+    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish_reason}]}
+
+
+def good_answer(kind, path, body):
+    """What a server says that gives image i of IMAGES the score i / 10."""
+    if body is None:
+        return 200, {"data": [{"id": "tiny"}]} if kind == "vlm_judge" else {"rewards": ["green", "other"]}
+    numbers = [number(image) for image in shown(kind, body)]
+    if kind == "vlm_judge":
+        return 200, completion(f"Nothing is right.\nScore: {numbers[0]}")
+    results = [{"green": {"green": n / 10}} for n in numbers]
+    return 200, {"results": results, "errors": [{} for _ in numbers]}
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """serve(kind, answer): starts a server and points the reward's settings at it. Returns the server and {name:
+    function} as load_rewards gives them."""
+    servers = []
+    monkeypatch.setattr(json_http, "BACK_OFF_S", 0.01)
+
+    def start(kind, answer=None, load=True, **settings):
+        server = Server(answer or (lambda *request: good_answer(kind, *request)))
+        servers.append(server)
+        prefix = kind.upper()
+        defaults = {"URL": server.url, "MODEL": "tiny", "REWARD": "green", "TIMEOUT_S": "20", "RETRIES": "2"}
+        for name, value in (defaults | settings).items():
+            monkeypatch.setenv(f"{prefix}_{name}", str(value))
+        return server, load_rewards([kind], [1]) if load else None
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+def fault_of(rewards, reward_failure="mask"):
+    """The one line with which scoring IMAGES ends the run."""
+    with pytest.raises(RunError) as error:
+        score_images(rewards, IMAGES, PROMPTS, reward_failure)
+    line = str(error.value)
+    assert "\n" not in line and len(line) < 700
+    print(line)
+    return line
+
+
+# ---- what is asked, and the scores -----------------------------------------------------------------------------------
+def test_the_judge_is_shown_image_and_prompt(serve, tmp_path):
+    question = tmp_path / "question.txt"
+    question.write_text("{not a field} Is it {prompt}? {prompt}! Score:")
+    settings = {"PROMPT": question, "RANGE": "-1,3", "MAX_TOKENS": 7, "API_KEY": "secret"}
+    server, rewards = serve("vlm_judge", **settings)
+    scores = score_images(rewards, IMAGES, PROMPTS)
+    assert scores.tolist() == [[0.25], [0.5], [0.75], [1.0]]  # of 0 to 3, in -1 to 3
+    assert len(server.requests) == 4
+    for path, body, headers in server.requests:
+        i = number(shown("vlm_judge", body)[0])
+        picture, text = body["messages"][0]["content"]
+        assert picture["image_url"]["url"].startswith("data:image/png;base64,iVBORw0KGgo")
+        assert np.array_equal(np.asarray(shown("vlm_judge", body)[0]), np.asarray(IMAGES[i]))
+        assert text == {"type": "text", "text": f"{{not a field}} Is it prompt {i}? prompt {i}! Score:"}
+        assert (path, body["model"], body["temperature"], body["max_tokens"]) == ("/chat/completions", "tiny", 0, 7)
+        assert headers["Authorization"] == "Bearer secret"
+
+
+def test_the_scorer_is_sent_the_fields_of_its_protocol(serve):
+    server, rewards = serve("http_scorer", BATCH_SIZE=3, CONCURRENCY=1)
+    assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
+    bodies = [body for _, body, _ in server.requests]
+    assert [path for path, _, _ in server.requests] == ["/score"] * 2
+    assert [len(body["requests"]) for body in bodies] == [3, 1]
+    for i, request in enumerate(bodies[0]["requests"] + bodies[1]["requests"]):
+        assert set(request) == {"history", "required_rewards", "metadata"}
+        assert request["required_rewards"] == ["green"] and request["metadata"] == {"n": i}
+        assert [turn["text"] for turn in request["history"]] == [f"prompt {i}"]
+    assert [number(image) for body in bodies for image in shown("http_scorer", body)] == [0, 1, 2, 3]
+    assert "Authorization" not in server.requests[0][2]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "result", "score"),
+    [
+        ("green", {"green": {"any name": 3}}, 3),
+        ("green", {"green": -2.5, "other": 1}, -2.5),
+        ("green/b", {"green": {"a": 1, "b": 2}}, 2),
+    ],
+)
+def test_a_result_is_a_number_or_one_of_several_by_name(serve, wanted, result, score):
+    def answer(path, body):
+        return (200, {"results": [result] * 4, "errors": [{}] * 4}) if body else good_answer("http_scorer", path, body)
+
+    _, rewards = serve("http_scorer", answer, REWARD=wanted)
+    assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [score] * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Score: 7", 0.7),
+        ("Good.\n**Score:** 8/10", 0.8),
+        ("**Score**: 10.", 1.0),
+        ("score: 3\nNo: SCORE: 4.5, for the cat.", 0.45),
+        ("It scores 9 of 10.", None),
+        ("Score: seven", None),
+        ("Score: 4\nScore: ?", None),  # never the one before
+        ("Score: 11", None),
+        ("Score: -1", None),
+        ("Score: 8,5", None),
+        ("Score: 1e1", None),
+        ("Score: 1.2.3", None),
+        ("Score: 70%", None),
+        ("Score: nan", None),
+        ("Score:", None),
+        ("", None),
+    ],
+)
+def test_the_rule_by_which_an_answer_is_read(text, score):
+    if score is None:
+        with pytest.raises(ValueError, match="an answer "):
+            read_score(text, 0, 10)
+    else:
+        assert read_score(text, 0, 10) == pytest.approx(score, abs=1e-15)
+
+
+def test_the_committed_question_asks_for_what_is_read():
+    question = QUESTION.read_text()
+    assert question.count("{prompt}") == 1 and question.rstrip().endswith("Score: N")
+    assert read_score(question.replace("Score: N", "Score: 10"), 0, 10) == 1
+
+
+# ---- servers that fail -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slow_server_is_waited_for_and_one_that_is_too_slow_ends_the_run(serve, kind):
+    def slow(path, body):
+        time.sleep(0.3 if body else 0)
+        return good_answer(kind, path, body)
+
+    _, rewards = serve(kind, slow)
+    assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
+    server, rewards = serve(kind, slow, TIMEOUT_S=0.1, CONCURRENCY=1)
+    assert "no answer within 0.1 s, in each of 3 attempts" in fault_of(rewards)
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("status", "told"), [(500, "HTTP 500: out of memory"), (None, "no answer (IncompleteRead")])
+def test_a_fault_that_passes_is_retried_and_one_that_stays_ends_the_run(serve, kind, status, told):
+    def failing(count):
+        left = [count]
+
+        def answer(path, body):
+            if body is None or left[0] == 0:
+                return good_answer(kind, path, body)
+            left[0] -= 1
+            return status, b"out of memory"
+
+        return answer
+
+    server, rewards = serve(kind, failing(2), CONCURRENCY=1)
+    assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
+    assert len(server.requests) == 2 + (4 if kind == "vlm_judge" else 1)
+    server, rewards = serve(kind, failing(-1), CONCURRENCY=1)
+    line = fault_of(rewards)
+    assert f"reward {kind} raised ServerError: {server.url}" in line
+    assert told in line and "in each of 3 attempts" in line
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_that_dies_between_requests_ends_the_run(serve, kind):
+    server, rewards = serve(kind)
+    assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
+    server.stop()
+    assert "no answer (Connection refused), in each of 3 attempts" in fault_of(rewards)
+
+
+GARBAGE = {
+    "vlm_judge": [
+        (b"<html>busy</html>", "the answer is not JSON: <html>busy</html>"),
+        (b"", "the answer is not JSON: nothing"),
+        ({}, "no chat completion"),
+        ([], "no chat completion"),
+        ({"choices": []}, "no chat completion"),
+        ({"choices": [{"text": "Score: 5"}]}, "no chat completion"),
+    ],
+    "http_scorer": [
+        (b"<html>busy</html>", "the answer is not JSON: <html>busy</html>"),
+        (b"\xff" * 500, "the answer is not JSON"),
+        ([1, 2, 3, 4], 'no "results", a list of objects'),
+        ({"results": [0.1, 0.2, 0.3, 0.4], "errors": [{}] * 4}, 'no "results", a list of objects'),
+        ({"results": [{"green": 1}] * 4}, 'no "errors", a list of objects'),
+        ({"results": [{"green": 1}] * 3, "errors": [{}] * 4}, '"results" has 3 entries for 4 requests'),
+        ({"results": [{"green": 1}] * 4, "errors": []}, '"errors" has 0 entries for 4 requests'),
+        ({"results": [{"green": 1}] * 5, "errors": [{}] * 5}, '"results" has 5 entries for 4 requests'),
+        ({"results": [{}] * 4, "errors": [{}] * 4}, "neither a number nor an error for green"),
+        ({"results": [{"green": None}] * 4, "errors": [{}] * 4}, "neither a number nor an error for green"),
+        ({"results": [{"green": "1"}] * 4, "errors": [{}] * 4}, "neither a number nor an error for green"),
+        ({"results": [{"green": True}] * 4, "errors": [{}] * 4}, "neither a number nor an error for green"),
+        ({"results": [{"green": {"a": 1, "b": 2}}] * 4, "errors": [{}] * 4}, "neither a number nor an error"),
+        ({"results": [{"green": {}}] * 4, "errors": [{}] * 4}, "neither a number nor an error for green"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "content", "told"), [(kind, *case) for kind in KINDS for case in GARBAGE[kind]])
+def test_garbage_is_never_a_score_and_never_one_images_failure(serve, kind, content, told):
+    _, rewards = serve(kind, lambda path, body: (200, content) if body else good_answer(kind, path, body))
+    assert told in fault_of(rewards)
+
+
+# what a server says of image 1 alone; the others get their scores
+ONE_FAILS = {
+    "no score": ("vlm_judge", (200, completion("I cannot judge this.")), "does not end with Score: and a number"),
+    "no text": ("vlm_judge", (200, completion(None)), "does not end with Score: and a number"),
+    "out of range": ("vlm_judge", (200, completion("Score: 55")), "whose score is not in 0 to 10"),
+    "cut": ("vlm_judge", (200, completion("Score: 1", "length")), "cut at VLM_JUDGE_MAX_TOKENS 512"),
+    "refused": ("vlm_judge", (400, b"image too large"), "HTTP 400: image too large"),
+    "an error": ("http_scorer", ({}, {"green": "ValueError('too dark')"}), "too dark"),
+    "NaN": ("http_scorer", ({"green": {"green": math.nan}}, {}), "score nan"),
+    "infinite": ("http_scorer", ({"green": math.inf}, {}), "score inf"),
+    "both": ("http_scorer", ({"green": 0.0}, {"green": "timed out"}), "timed out"),
+}
+
+
+@pytest.mark.parametrize("case", ONE_FAILS)
+def test_a_failure_of_one_image_is_masked_or_ends_the_run(serve, case):
+    kind, failing, told = ONE_FAILS[case]
+
+    def answer(path, body):
+        status, content = good_answer(kind, path, body)
+        if body and kind == "vlm_judge" and number(shown(kind, body)[0]) == 1:
+            return failing
+        if body and kind == "http_scorer":
+            content["results"][1], content["errors"][1] = failing
+        return status, content
+
+    server, rewards = serve(kind, answer)
+    scores = score_images(rewards, IMAGES, PROMPTS, "mask")[:, 0]
+    assert scores[[0, 2, 3]].tolist() == [0, 0.2, 0.3] and scores[1].isnan()
+    line = fault_of(rewards, "stop")
+    assert line.startswith(f"reward {kind} failed on image 1 (prompt: prompt 1): ") and told in line
+
+
+def test_a_request_of_a_batch_that_is_refused_ends_the_run(serve):
+    _, rewards = serve("http_scorer", lambda path, body: (413, b"") if body else good_answer("http_scorer", path, body))
+    assert "HTTP 413: nothing" in fault_of(rewards)
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+SETTINGS = {
+    "vlm_judge": [
+        ({"URL": ""}, "VLM_JUDGE_URL is not set; for example VLM_JUDGE_URL=http://127.0.0.1:8000/v1"),
+        ({"URL": "localhost:8000"}, "VLM_JUDGE_URL=localhost:8000: must begin with http:// or https://"),
+        ({"MODEL": " "}, "VLM_JUDGE_MODEL is not set"),
+        ({"MODEL": "other"}, "VLM_JUDGE_MODEL=other: not at the server, which has tiny"),
+        ({"PROMPT": "no/such.txt"}, "VLM_JUDGE_PROMPT=no/such.txt: No such file or directory"),
+        ({"PROMPT": __file__ + "/x"}, "VLM_JUDGE_PROMPT="),
+        ({"PROMPT": str(ROOT / "requirements.txt")}, "the question must hold {prompt}"),
+        ({"RANGE": "10"}, "VLM_JUDGE_RANGE=10: must be two numbers"),
+        ({"RANGE": "10,0"}, "VLM_JUDGE_RANGE=10,0: must be two numbers"),
+        ({"RANGE": "0,nan"}, "VLM_JUDGE_RANGE=0,nan: must be two numbers"),
+        ({"RETRIES": "-1"}, "VLM_JUDGE_RETRIES=-1: must be a whole number, at least 0"),
+        ({"CONCURRENCY": "2.5"}, "VLM_JUDGE_CONCURRENCY=2.5: must be a whole number, at least 1"),
+        ({"TIMEOUT_S": "inf"}, "VLM_JUDGE_TIMEOUT_S=inf: must be a number, at least 0.001"),
+        ({"MAX_TOKENS": "0"}, "VLM_JUDGE_MAX_TOKENS=0: must be a whole number, at least 1"),
+    ],
+    "http_scorer": [
+        ({"URL": ""}, "HTTP_SCORER_URL is not set; for example HTTP_SCORER_URL=http://127.0.0.1:8080"),
+        ({"URL": "file:///etc/passwd"}, "HTTP_SCORER_URL=file:///etc/passwd: must begin with http"),
+        ({"REWARD": ""}, "HTTP_SCORER_REWARD is not set"),
+        ({"REWARD": "blue"}, "HTTP_SCORER_REWARD=blue: not at the server, which has green, other"),
+        ({"BATCH_SIZE": "x"}, "HTTP_SCORER_BATCH_SIZE=x: must be a whole number, at least 1"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "settings", "told"), [(kind, *case) for kind in KINDS for case in SETTINGS[kind]])
+def test_a_wrong_setting_is_refused_in_one_line(serve, kind, settings, told):
+    with pytest.raises(ValueError) as error:
+        serve(kind, **settings)
+    line = str(error.value)
+    assert line.startswith(f"--reward {kind}: ") and told in line and "\n" not in line
+    print(line)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ((401, b"no key"), "HTTP 401: no key"),
+        ((500, b"starting"), "HTTP 500: starting"),
+        ((200, b"<html>"), "the answer is not JSON: <html>"),
+        ((200, {"object": "list"}), "not a list of names"),
+        ((200, []), "not a list of names"),
+    ],
+)
+def test_a_server_that_is_another_is_refused_before_any_model_loads(serve, kind, answer, told):
+    with pytest.raises(ValueError) as error:
+        serve(kind, lambda path, body: answer)
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_that_is_not_there_is_refused_and_one_without_a_list_is_not(serve, kind, tmp_path):
+    _, rewards = serve(kind, lambda path, body: good_answer(kind, path, body) if body else (404, b""))
+    assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
+    server, _ = serve(kind)
+    server.stop()
+    line = run_here(tmp_path, "flow_grpo.py", "--reward", kind, "--rollout", "local")
+    assert line.startswith(f"flow_grpo.py: error: --reward {kind}: {server.url}/")
+    assert line.endswith("no answer (Connection refused)")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_settings_are_those_of_the_start(serve, monkeypatch):
+    _, rewards = serve("http_scorer")
+    monkeypatch.setenv("HTTP_SCORER_REWARD", "other")
+    assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
+
+
+def test_a_users_reward_has_its_load_run_too(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def mine(images, prompts, metadata):\n    return [0.0] * len(images)\n\n\n"
+        "def load():\n    raise ValueError('no weights\\nhere')\n\n\nmine.load = load\n"
+    )
+    with pytest.raises(ValueError, match=r"^--reward mine: no weights\\nhere$"):
+        load_rewards([f"{path}:mine"], [1])
+
+
+# ---- the example server ----------------------------------------------------------------------------------------------
+def test_the_example_server_scores_and_says_what_it_cannot(serve, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "docs" / "scorer_server.py", str(port)], stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.05)
+        monkeypatch.setenv("HTTP_SCORER_URL", f"http://127.0.0.1:{port}/")
+        monkeypatch.setenv("HTTP_SCORER_REWARD", "redness")
+        rewards = load_rewards(["http_scorer"], [1])
+        red = [Image.new("RGB", (4, 4), colour) for colour in ("red", "black", "white", (0, 255, 255))]
+        assert score_images(rewards, red, PROMPTS)[:, 0].tolist() == pytest.approx([1, 0, 0, -1])
+        server = json_http.read_server("HTTP_SCORER", "", 1)
+        asked = {"history": [{"text": "a", "image_b64": "AAAA"}], "required_rewards": ["redness"], "metadata": {}}
+        answer = json_http.ask(server, "/score", {"requests": [asked]})
+        assert answer["results"] == [{}] and "UnidentifiedImageError" in answer["errors"][0]["redness"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+# ---- beside a rollout ------------------------------------------------------------------------------------------------
+def test_threads_keep_the_order_and_end_at_the_first_exception():
+    begun = []
+
+    def work(item):
+        begun.append(item)
+        assert threading.current_thread().daemon  # one that hangs does not keep a failed run from ending
+        if item == 2:
+            raise KeyError("two")
+        return 10 * item
+
+    assert json_http.in_threads(work, [3, 1, 0], 2) == [30, 10, 0]
+    assert json_http.in_threads(work, [], 2) == []
+    begun.clear()
+    with pytest.raises(KeyError, match="two"):
+        json_http.in_threads(work, [1, 2, 3, 4], 1)
+    assert begun == [1, 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_of_the_answers_changes_no_number(serve, kind):
+    """All four requests are under way before the first is answered, and the last image's is answered first."""
+    arrived = threading.Barrier(4)
+    answered = [threading.Event() for _ in range(5)]
+    answered[4].set()
+
+    def last_first(path, body):
+        if body:
+            i = number(shown(kind, body)[0])
+            arrived.wait(60)
+            assert answered[i + 1].wait(60)
+            answered[i].set()
+        return good_answer(kind, path, body)
+
+    _, rewards = serve(kind, last_first, BATCH_SIZE=1, CONCURRENCY=4)
+    assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
+
+
+def test_no_more_requests_than_allowed_are_under_way(serve):
+    under_way = []
+    most = []
+    lock = threading.Lock()
+
+    def count(path, body):
+        if body:
+            with lock:
+                under_way.append(1)
+                most.append(len(under_way))
+            time.sleep(0.05)
+            with lock:
+                under_way.pop()
+        return good_answer("vlm_judge", path, body)
+
+    _, rewards = serve("vlm_judge", count, CONCURRENCY=2)
+    score_images(rewards, IMAGES, PROMPTS)
+    assert max(most) == 2
+
+
+def mean_of(kind, body):
+    """Brightness as the server sees it, as an answer of its kind."""
+    values = [float(np.asarray(image).mean() / 255) for image in shown(kind, body)]
+    if kind == "vlm_judge":
+        return 200, completion(f"Score: {10 * values[0]:.12f}")
+    return 200, {"results": [{"green": value} for value in values], "errors": [{} for _ in values]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_is_asked_while_images_are_sampled_and_what_is_waited_for_is_timed(serve, kind, tmp_path, monkeypatch):
+    """The second batch of images is handed over only once the server has been asked about the first, which it answers
+    only once it has: rollout and server wait for each other, and not in turn. The last answer of a rollout comes .2 s
+    after the run has begun to wait for it, in the phase `reward`. The numbers are those of a server without tricks."""
+    asked = threading.Event()
+    sampled_on = threading.Event()
+    waited_for = threading.Event()
+
+    class Watched(Scorer):
+        def add(self, rows, images):
+            if all(image is None for image in self.images):
+                for event in (asked, sampled_on, waited_for):
+                    event.clear()
+            elif not sampled_on.is_set():
+                assert asked.wait(60)
+                sampled_on.set()
+            super().add(rows, images)
+
+        def scores(self):
+            waited_for.set()
+            return super().scores()
+
+    def slow(path, body):
+        if body is None:
+            return good_answer(kind, path, body)
+        asked.set()
+        assert sampled_on.wait(60)
+        assert waited_for.wait(60)
+        time.sleep(0.2)
+        return mean_of(kind, body)
+
+    def plain(path, body):
+        return mean_of(kind, body) if body else good_answer(kind, path, body)
+
+    options = ["--reward", kind, *TINY, "--micro_batch_size", 4, "--rollout", "local", "--num_steps", 2]
+    options += few_eval_prompts(tmp_path)
+    serve(kind, plain)
+    assert run_here(tmp_path, "flow_grpo.py", *options, "--name", "plain") is None
+    serve(kind, slow)
+    monkeypatch.setattr(flow_grpo, "Scorer", Watched)
+    assert run_here(tmp_path, "flow_grpo.py", *options, "--name", "slow") is None
+    slow_rows = read_metrics(tmp_path / "runs" / "slow")
+    assert without_times(slow_rows) == without_times(read_metrics(tmp_path / "runs" / "plain"))
+    assert all(row["timing_s/reward"] >= 0.2 for row in slow_rows[1:])
+    assert torch.tensor([row["critic/rewards/std_mean"] for row in slow_rows[1:]]).min() > 0
