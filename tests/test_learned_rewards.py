@@ -36,7 +36,8 @@ def make_clip(folder, seed):
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=WIDTH))
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.3, generator=generator)
+        if weight.dim() > 1:  # not the biases, which all inputs share
+            torch.nn.init.normal_(weight, std=0.3, generator=generator)
     torch.nn.init.constant_(model.logit_scale, 3.21)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -91,8 +92,7 @@ NOTHING = [{}] * len(IMAGES)
 def reference_pixels(image):
     """CLIP's own preprocessing: the shorter side to SIZE (bicubic, PIL's), the middle cut out, its mean and deviation
     taken off."""
-    scale = SIZE / min(image.size)
-    size = [max(SIZE, int(side * scale)) for side in image.size]
+    size = [SIZE * side // min(image.size) for side in image.size]
     small = image.convert("RGB").resize(size, Image.Resampling.BICUBIC)
     left = (size[0] - SIZE) // 2
     upper = (size[1] - SIZE) // 2

@@ -28,6 +28,13 @@ PICTURES = {
     ),
     "a wide one": (1024, 256, [(500, 90, 60, "4711 OPEN")], "4711OPEN"),
     "a tall one of 1024": (384, 1024, [(60, 100, 50, "TOP"), (60, 900, 50, "BOTTOM")], "TOPBOTTOM"),
+    "small print": (
+        512,
+        512,
+        [(40, 100, 14, "small print here"), (300, 400, 11, "tiny 12345")],
+        "smallprintheretiny12345",
+    ),
+    "as large as it gets": (512, 512, [(10, 100, 200, "BIG")], "BIG"),
     "a sign of one line": (96, 32, [(8, 2, 24, "4711")], "4711"),
 }
 
