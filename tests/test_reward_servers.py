@@ -25,7 +25,7 @@ import pytest
 import torch
 from PIL import Image
 
-pytestmark = pytest.mark.fast
+fast = pytest.mark.fast
 
 IMAGES = [Image.new("RGB", (4, 4), (0, 50 * i, 0)) for i in range(4)]
 PROMPTS = PromptSet([f"prompt {i}" for i in range(4)], [{"n": i} for i in range(4)])
@@ -139,6 +139,7 @@ def fault_of(rewards, reward_failure="mask"):
 
 
 # ---- what is asked, and the scores -----------------------------------------------------------------------------------
+@fast
 def test_the_judge_is_shown_image_and_prompt(serve, tmp_path):
     question = tmp_path / "question.txt"
     question.write_text("{not a field} Is it {prompt}? {prompt}! Score:")
@@ -157,6 +158,7 @@ def test_the_judge_is_shown_image_and_prompt(serve, tmp_path):
         assert headers["Authorization"] == "Bearer secret"
 
 
+@fast
 def test_the_scorer_is_sent_the_fields_of_its_protocol(serve):
     server, rewards = serve("http_scorer", BATCH_SIZE=3, CONCURRENCY=1)
     assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
@@ -171,6 +173,7 @@ def test_the_scorer_is_sent_the_fields_of_its_protocol(serve):
     assert "Authorization" not in server.requests[0][2]
 
 
+@fast
 @pytest.mark.parametrize(
     ("wanted", "result", "score"),
     [
@@ -187,6 +190,7 @@ def test_a_result_is_a_number_or_one_of_several_by_name(serve, wanted, result, s
     assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [score] * 4
 
 
+@fast
 @pytest.mark.parametrize(
     ("text", "score"),
     [
@@ -216,6 +220,7 @@ def test_the_rule_by_which_an_answer_is_read(text, score):
         assert read_score(text, 0, 10) == pytest.approx(score, abs=1e-15)
 
 
+@fast
 def test_the_committed_question_asks_for_what_is_read():
     question = QUESTION.read_text()
     assert question.count("{prompt}") == 1 and question.rstrip().endswith("Score: N")
@@ -223,19 +228,27 @@ def test_the_committed_question_asks_for_what_is_read():
 
 
 # ---- servers that fail -----------------------------------------------------------------------------------------------
+@fast
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slow_server_is_waited_for_and_one_that_is_too_slow_ends_the_run(serve, kind):
+    go_on = threading.Event()
+
     def slow(path, body):
-        time.sleep(0.3 if body else 0)
+        if body:
+            go_on.wait(60)
         return good_answer(kind, path, body)
 
     _, rewards = serve(kind, slow)
+    threading.Timer(0.3, go_on.set).start()
     assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
-    server, rewards = serve(kind, slow, TIMEOUT_S=0.1, CONCURRENCY=1)
-    assert "no answer within 0.1 s, in each of 3 attempts" in fault_of(rewards)
-    assert len(server.requests) == 3
+    assert go_on.is_set()
+    go_on.clear()
+    _, rewards = serve(kind, slow, TIMEOUT_S=1, RETRIES=1)
+    assert "no answer within 1 s, in each of 2 attempts" in fault_of(rewards)
+    go_on.set()
 
 
+@fast
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("status", "told"), [(500, "HTTP 500: out of memory"), (None, "no answer (IncompleteRead")])
 def test_a_fault_that_passes_is_retried_and_one_that_stays_ends_the_run(serve, kind, status, told):
@@ -260,6 +273,7 @@ def test_a_fault_that_passes_is_retried_and_one_that_stays_ends_the_run(serve, k
     assert len(server.requests) == 3
 
 
+@fast
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_that_dies_between_requests_ends_the_run(serve, kind):
     server, rewards = serve(kind)
@@ -296,6 +310,7 @@ GARBAGE = {
 }
 
 
+@fast
 @pytest.mark.parametrize(("kind", "content", "told"), [(kind, *case) for kind in KINDS for case in GARBAGE[kind]])
 def test_garbage_is_never_a_score_and_never_one_images_failure(serve, kind, content, told):
     _, rewards = serve(kind, lambda path, body: (200, content) if body else good_answer(kind, path, body))
@@ -316,6 +331,7 @@ ONE_FAILS = {
 }
 
 
+@fast
 @pytest.mark.parametrize("case", ONE_FAILS)
 def test_a_failure_of_one_image_is_masked_or_ends_the_run(serve, case):
     kind, failing, told = ONE_FAILS[case]
@@ -335,6 +351,7 @@ def test_a_failure_of_one_image_is_masked_or_ends_the_run(serve, case):
     assert line.startswith(f"reward {kind} failed on image 1 (prompt: prompt 1): ") and told in line
 
 
+@fast
 def test_a_request_of_a_batch_that_is_refused_ends_the_run(serve):
     _, rewards = serve("http_scorer", lambda path, body: (413, b"") if body else good_answer("http_scorer", path, body))
     assert "HTTP 413: nothing" in fault_of(rewards)
@@ -368,6 +385,7 @@ SETTINGS = {
 }
 
 
+@fast
 @pytest.mark.parametrize(("kind", "settings", "told"), [(kind, *case) for kind in KINDS for case in SETTINGS[kind]])
 def test_a_wrong_setting_is_refused_in_one_line(serve, kind, settings, told):
     with pytest.raises(ValueError) as error:
@@ -377,6 +395,7 @@ def test_a_wrong_setting_is_refused_in_one_line(serve, kind, settings, told):
     print(line)
 
 
+@fast
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("answer", "told"),
@@ -394,6 +413,7 @@ def test_a_server_that_is_another_is_refused_before_any_model_loads(serve, kind,
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
+@fast
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_that_is_not_there_is_refused_and_one_without_a_list_is_not(serve, kind, tmp_path):
     _, rewards = serve(kind, lambda path, body: good_answer(kind, path, body) if body else (404, b""))
@@ -406,12 +426,14 @@ def test_a_server_that_is_not_there_is_refused_and_one_without_a_list_is_not(ser
     assert not (tmp_path / "runs").exists()
 
 
+@fast
 def test_settings_are_those_of_the_start(serve, monkeypatch):
     _, rewards = serve("http_scorer")
     monkeypatch.setenv("HTTP_SCORER_REWARD", "other")
     assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
 
 
+@fast
 def test_a_users_reward_has_its_load_run_too(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
@@ -423,6 +445,7 @@ def test_a_users_reward_has_its_load_run_too(tmp_path):
 
 
 # ---- the example server ----------------------------------------------------------------------------------------------
+@fast
 def test_the_example_server_scores_and_says_what_it_cannot(serve, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -451,6 +474,7 @@ def test_the_example_server_scores_and_says_what_it_cannot(serve, monkeypatch):
 
 
 # ---- beside a rollout ------------------------------------------------------------------------------------------------
+@fast
 def test_threads_keep_the_order_and_end_at_the_first_exception():
     begun = []
 
@@ -469,6 +493,7 @@ def test_threads_keep_the_order_and_end_at_the_first_exception():
     assert begun == [1, 2]
 
 
+@fast
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_order_of_the_answers_changes_no_number(serve, kind):
     """All four requests are under way before the first is answered, and the last image's is answered first."""
@@ -488,6 +513,7 @@ def test_the_order_of_the_answers_changes_no_number(serve, kind):
     assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
 
 
+@fast
 def test_no_more_requests_than_allowed_are_under_way(serve):
     under_way = []
     most = []

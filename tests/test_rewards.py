@@ -361,6 +361,8 @@ def test_evaluation_by_hand(monkeypatch):
     variance = ((0.5 - 3.5 / 3) ** 2 + (3 - 3.5 / 3) ** 2 + (0 - 3.5 / 3) ** 2) / 3
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
         {
+            "val/a/failed": 0,
+            "val/b/failed": 0,
             "val/a/mean": 3.5 / 3,
             "val/a/stderr": (variance / 3) ** 0.5,
             "val/b/mean": 5,
