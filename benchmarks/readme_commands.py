@@ -70,7 +70,8 @@ def commands_of_recipes():
     commands = {}
     for (model, script), options in recipes().items():
         reward = "motion" if "--num_frames" in options else "redness"
-        commands[f"{model} {script}"] = (2, script, [*options, *INPUTS, "--reward", f"my_rewards.py:{reward}"])
+        options = ["--reward", f"my_rewards.py:{reward}", *INPUTS, *options]  # the recipe's own reward, if any, wins
+        commands[f"{model} {script}"] = (2, script, options)
     return commands
 
 
