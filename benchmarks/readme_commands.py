@@ -26,6 +26,8 @@ from tests.conftest import ROOT, read_metrics, torchrun
 from tests.published_models import PUBLISHED, recipes
 from tests.tiny_models import make_checkpoint
 
+import pyarrow.parquet
+
 NUM_STEPS = 3
 IMAGES_PER_RANK = 2
 INPUTS = ["--train_prompts", "train.txt", "--eval_prompts", "test.txt"]  # which recipes and presets leave to the reader
@@ -89,6 +91,11 @@ def write_inputs(folder):
     images = [ROOT / "docs" / name for name in ("before_after.png", "curve.png")]
     pair = f'{{"prompt": "a sign", "chosen": "{images[0]}", "rejected": "{images[1]}"}}\n'
     pairs.write_text(pair * IMAGES_PER_RANK)
+    row = {"caption": "a sign", "jpg_0": images[0].read_bytes(), "jpg_1": images[1].read_bytes()}
+    rows = [row | {"label_0": 1.0, "label_1": 0.0}] * IMAGES_PER_RANK
+    pick_a_pic = folder / "pickapic_v2" / "data" / "train-00000-of-00645.parquet"
+    pick_a_pic.parent.mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), pick_a_pic)
 
 
 def python_block(page, first_line):
