@@ -49,13 +49,16 @@ at most two ranks, two images a rank in one update, two evaluation prompts, thre
 
 
 def commands_of_pages():
-    """{page and command, on one line: (ranks, script, options)} of the torchrun commands that stand in code blocks."""
+    """{page and command, on one line: (ranks, script, options)} of the torchrun commands that stand in code blocks.
+
+    Not those of a script that a page makes, as docs/more_algorithms.md does: its test applies and runs it.
+    """
     commands = {}
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for block in re.findall(r"^```\w*\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 found = re.search(r"torchrun --standalone (?:--nproc_per_node (\d+) )?(\w+\.py)(.*)", line)
-                if found:
+                if found and (ROOT / found[2]).is_file():
                     ranks, script, options = found.groups()
                     options = shlex.split(options, comments=True)
                     name = " ".join([page.name, script, *options])
