@@ -120,7 +120,7 @@ def test_one_stale_worker_is_an_error(engine, tmp_path):
 
 @pytest.mark.parametrize("family", ["stable_diffusion_3", "flux", "flux2_klein", "qwen_image", "wan"])
 def test_full_weights_of_a_family(family, tmp_path):
-    """All weights arrive, are those of the model's files, and act; and as many are split as --plan says."""
+    """All weights arrive, are those of the model's files, and act."""
     folder = make_checkpoint(family, tmp_path / "model")
     engine = start(tmp_path, folder)
     model = load_model(find_family(folder), str(folder), torch.float32, torch.device("cpu"))
