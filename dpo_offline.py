@@ -40,7 +40,7 @@ from common.plan import show_plan
 from common.policy import acting, add_policies, follow, make_lora
 from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
 from common.prompt_cache import cache_prompts, hash_bits
-from common.rewards import eval_metrics, load_rewards, sample_records, score_images
+from common.rewards import eval_metrics, load_eval_rewards, load_rewards, sample_records, score_images
 from common.rng import restore_rng_states, rng_states, set_seed
 from common.rollout import RolloutRequest, Trajectories
 from common.run import RunLog, create_run_folder, save_if_best, save_policy, save_samples
@@ -48,6 +48,7 @@ from common.sampler import GroupSampler, fit_micro_batch, share_eval_images, sha
 from common.sde import sde_step
 from common.sharding import shard_mesh
 from common.stops import catch_stop_signals
+from common.watch import watch_metrics
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,7 @@ class Inputs(NamedTuple):
 
     family: type  # a class of common/models
     rewards: dict  # {name: function}
+    eval_rewards: dict  # those, and behind them those of --eval_reward
     train_set: PromptSet
     eval_set: PromptSet
     lora: tuple | None  # make_lora's; None: full weights
@@ -116,9 +118,10 @@ def check_args(args):
     args.micro_batch_size = fit_micro_batch(args.num_pairs, "--num_pairs", 1, args.micro_batch_size)
 
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, load=not args.plan)
+    eval_rewards = load_eval_rewards(args.eval_reward, rewards, args.num_frames, load=not args.plan)
     pairs = read_pairs(args.pairs) if args.pairs else None
     train_set = PromptSet([], []) if pairs else read_prompts(args.train_prompts, rewards)
-    eval_set = read_prompts(args.eval_prompts, rewards, args.max_prompts)
+    eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
     checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)
     # what imports diffusers and peft, which takes seconds, comes last
     family = find_family(args.model)
@@ -128,7 +131,7 @@ def check_args(args):
     targets = args.lora_target_modules or family.lora_target_modules
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
     checkpoints.check_policy(checkpoint, lora)
-    return Inputs(family, rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint, pairs=pairs)
+    return Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint, pairs=pairs)
 
 
 # ==== 3 DATA ==========================================================================================================
@@ -427,11 +430,11 @@ def evaluate(args, model, inputs, folder):
     request = make_request(args, model, prompts.prompts, index, seeds, num_inference_steps=steps)
     with acting(model, model.evaluated_policy):
         images = sample(args, model, request).images
-    scores = score_images(inputs.rewards, images, prompts, args.reward_failure)  # (B, R)
-    grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, inputs.rewards))
+    scores = score_images(inputs.eval_rewards, images, prompts, args.reward_failure)  # (B, R)
+    grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, inputs.eval_rewards))
     num_prompts = len(inputs.eval_set)
-    metrics = eval_metrics(scores, inputs.rewards, args.reward_weights, num_prompts, args.eval_images_per_prompt)
-    return metrics, grid
+    metrics = eval_metrics(scores, inputs.eval_rewards, args.reward_weights, num_prompts, args.eval_images_per_prompt)
+    return metrics | watch_metrics(folder, places, images, args.eval_images_per_prompt), grid
 
 
 # ==== 11 CHECKPOINT ===================================================================================================
@@ -512,7 +515,7 @@ def main(args, inputs):
         return
 
     skipped_in_a_row = 0
-    for step in log.steps(range(first_step + 1, args.num_steps + 1)):
+    for step in log.steps(range(first_step + 1, args.num_steps + 1), args.stop_if):
         # make the chosen images likelier than the rejected ones, relative to the reference (eq. 14)
         with log.timed("update_actor"):
             pair_rows, pair_index, _ = sampler.draw()  # (num_pairs,), (B,): our B of them
@@ -534,7 +537,7 @@ def main(args, inputs):
                 best_score = save_if_best(folder, model, val_metrics, best_score)
             metrics |= val_metrics
         log.write(step, metrics, grid)
-        stopping = any(gather_objects(stop_requested()))
+        stopping = any(gather_objects(stop_requested())) or log.stop_reason is not None
         if is_due or stopping:
             with log.timed("save_checkpoint"):  # after the log, which a resumed run cuts back to the checkpoint
                 save(args, model, optimizer, sampler, step=step, best_score=best_score)

@@ -12,7 +12,7 @@ One training step, by the paper's equations; what is not named here is as in flo
     torchrun --standalone mix_grpo.py --flash_ratio 0.5 --num_inference_steps 8    # half of the later steps, by 2M
 
 Where it departs from the paper: past its end the window returns (there it stays, and in its code shrinks to nothing);
-rewards have weights, and their advantages a clamp each, over the deviation of the whole rollout.
+rewards have weights; deviations are of the whole rollout, and several rewards' sum is divided by its own, too (GDPO).
 """
 
 # ==== 1 ARGS ==========================================================================================================
@@ -36,15 +36,16 @@ from common.plan import show_plan
 from common.policy import acting, add_policies, follow, make_lora, policy_tensors
 from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
 from common.prompt_cache import cache_prompts
-from common.rewards import Scorer, eval_metrics, load_rewards, reward_metrics, sample_records
+from common.rewards import Scorer, eval_metrics, load_eval_rewards, load_rewards, reward_metrics, sample_records
 from common.rng import restore_rng_states, rng_states, set_seed
 from common.rollout import RolloutRequest, Trajectories
 from common.run import RunLog, close, create_run_folder, save_if_best, save_policy, save_samples
 from common.sampler import GroupSampler, fit_micro_batch, share_eval_images
-from common.schedule import check_window, random_window_start
+from common.schedule import check_window, random_window_start, thin_out
 from common.sde import check_step_kind, kl_divergence, multistep_ode_step, sde_step
 from common.sharding import shard_mesh
 from common.stops import catch_stop_signals
+from common.watch import rollout_diversity, watch_metrics
 
 import torch
 import torch.distributed as dist
@@ -99,6 +100,8 @@ class Args(EngineArgs):
     """advantages are clamped to +- this"""
     scale_rewards: Literal["batch", "group", "none"] = "batch"
     """divide advantages by the rewards' deviation over the rollout (batch) or the prompt's group; none: Dr.GRPO"""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "normalize_then_sum"
+    """advantages of several rewards: of their weighted sum; or each one's own, added and normalised again (GDPO)"""
     old_log_prob: Literal["rollout", "recompute"] = "recompute"
     """whose log-probs the ratio starts from: rollout, the engine's; recompute, the trainer's (local: the same)"""
     rollout_correction: str = "none"
@@ -126,6 +129,7 @@ class Inputs(NamedTuple):
 
     family: type  # a class of common/models
     rewards: dict  # {name: function}
+    eval_rewards: dict  # those, and behind them those of --eval_reward
     train_set: PromptSet
     eval_set: PromptSet
     lora: tuple | None  # make_lora's; None: full weights
@@ -145,8 +149,9 @@ def check_args(args):
         args.max_velocity_drift = correction.default_drift_limit(args.dtype, args.guidance_scale)
 
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, load=not args.plan)
+    eval_rewards = load_eval_rewards(args.eval_reward, rewards, args.num_frames, load=not args.plan)
     train_set = read_prompts(args.train_prompts, rewards)
-    eval_set = read_prompts(args.eval_prompts, rewards, args.max_prompts)
+    eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
     checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)
     # what imports diffusers and peft, which takes seconds, comes last
     family = find_family(args.model)
@@ -155,7 +160,7 @@ def check_args(args):
     targets = args.lora_target_modules or family.lora_target_modules
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
     checkpoints.check_policy(checkpoint, lora)
-    return Inputs(family, rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
+    return Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
 
 
 # ==== 3 DATA ==========================================================================================================
@@ -306,16 +311,6 @@ def rollout(args, model, engine, request, finished=None):
     return Trajectories.cat(parts)
 
 
-def thin_out(request, flash_ratio):
-    """The request with the n steps after its window thinned out to ceil(flash_ratio n), for the 2M solver (Flash)."""
-    end = request.sde_steps[-1] + 1  # first step after the window
-    num_steps = len(request.timesteps)
-    count = math.ceil(flash_ratio * (num_steps - end))
-    steps = [*range(end), *(end + j * (num_steps - end) // count for j in range(count))]
-    sigmas = request.sigmas[[*steps, num_steps]]
-    return replace(request, timesteps=request.timesteps[steps], sigmas=sigmas, multistep_from=end)
-
-
 def share_prefix(args, model, engine, request, step):
     """Take the ODE steps before the window, once per prompt and rank, and return the request for the rest of them.
 
@@ -363,12 +358,16 @@ def compute_advantages(rewards, group_size, adv_clip_max=5.0, scale_rewards="bat
     return centred.where(~groups.isnan(), 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
 
 
-def combine_advantages(args, scores):
-    """(N,) of scores (N, R): the advantages of each reward, added with its weight (Algorithm 1, line 17)."""
-    advantages = torch.zeros_like(scores[:, 0])
-    for w, rewards in zip(args.reward_weights, scores.T, strict=True):
-        advantages += w * compute_advantages(rewards, args.group_size, args.adv_clip_max, args.scale_rewards)
-    return advantages
+def combine_advantages(args, scores, adv_clip_max):
+    """Advantages (N,) of R rewards by their scores (N, R): those of the weighted sum or, with normalize_then_sum, the
+    weighted sum of each one's own, divided by that sum's deviation over the rollout (GDPO, arXiv 2601.05242)."""
+    scale_rewards = args.scale_rewards
+    if args.multi_objective_aggregation == "normalize_then_sum" and scores.shape[1] > 1 and scale_rewards != "none":
+        own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in scores.T]
+        scores = torch.stack(own_advantages, 1).where(~scores.isnan(), torch.nan)
+        scale_rewards = "batch"
+    totals = scores @ torch.tensor(args.reward_weights, dtype=torch.float64)  # (N,)
+    return compute_advantages(totals, args.group_size, adv_clip_max, scale_rewards)
 
 
 # ==== 8 LOG PROB ======================================================================================================
@@ -546,13 +545,13 @@ def evaluate(args, model, engine, inputs, folder):
     index = torch.arange(len(places))
     request = make_request(args, model, prompts.prompts, index, seeds, num_inference_steps=steps)
     with acting(model, model.evaluated_policy, engine):
-        scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
+        scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
         images = rollout(args, model, engine, request, scorer.add).images
     scores = scorer.scores()  # (B, R)
-    grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, inputs.rewards))
+    grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, inputs.eval_rewards))
     num_prompts = len(inputs.eval_set)
-    metrics = eval_metrics(scores, inputs.rewards, args.reward_weights, num_prompts, args.eval_images_per_prompt)
-    return metrics, grid
+    metrics = eval_metrics(scores, inputs.eval_rewards, args.reward_weights, num_prompts, args.eval_images_per_prompt)
+    return metrics | watch_metrics(folder, places, images, args.eval_images_per_prompt), grid
 
 
 # ==== 11 CHECKPOINT ===================================================================================================
@@ -626,7 +625,7 @@ def main(args, inputs):
         return
 
     skipped_in_a_row = 0
-    for step in log.steps(range(first_step + 1, args.num_steps + 1)):
+    for step in log.steps(range(first_step + 1, args.num_steps + 1), args.stop_if):
         # sample G images for each prompt with the current policy (Flow-GRPO, eq. 9)
         with log.timed("gen"):
             request, prompts, image_index = draw_request(args, model, sampler, inputs.train_set, step)
@@ -646,8 +645,9 @@ def main(args, inputs):
             scores = gather_rows(scores, image_index)  # (N, R)
             scores, metrics = leave_out_failed(scores, inputs.rewards, args.group_size)
             totals = scores @ torch.tensor(args.reward_weights, dtype=torch.float64)  # (N,)
-            advantages = combine_advantages(args, scores)  # (N,)
+            advantages = combine_advantages(args, scores, args.adv_clip_max)  # (N,)
             metrics |= reward_metrics(scores, totals, advantages, inputs.rewards, args.group_size)
+            metrics["critic/diversity"] = rollout_diversity(trajectories.images, image_index, args.group_size)
 
         # the density of what was sampled, under the policy that sampled it
         with log.timed("old_log_prob"):
@@ -679,7 +679,7 @@ def main(args, inputs):
                 best_score = save_if_best(folder, model, val_metrics, best_score)
             metrics |= val_metrics
         log.write(step, metrics, grid)
-        stopping = any(gather_objects(stop_requested()))
+        stopping = any(gather_objects(stop_requested())) or log.stop_reason is not None
         if is_due or stopping:
             with log.timed("save_checkpoint"):  # after the log, which a resumed run cuts back to the checkpoint
                 save(args, model, optimizer, sampler, step=step, best_score=best_score)

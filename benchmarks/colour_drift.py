@@ -5,7 +5,8 @@
 
 Of every held-out prompt the image before training and that of the given step, from the same seed: distance of their
 median colours (the sign's ground), mean over channels, of 255. Prints the mean over images, and the share above 32; of
-two grids, which hold the first 32 prompts, also the range by the colour that the prompt asks for.
+two grids, which hold the first 32 prompts, with one reward in their captions, also the range by the colour that the
+prompt asks for.
 """
 
 import sys

@@ -17,7 +17,7 @@ import torch.distributed as dist
 # what only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "pairs.jsonl", "pairs")
 # options that may differ between a checkpoint and the run that goes on from it without a word
-EXPECTED_TO_DIFFER = ("name", "resume", "num_steps", "max_minutes", "keep_checkpoints", "track", "eval_only")
+EXPECTED_TO_DIFFER = ("name", "resume", "num_steps", "max_minutes", "stop_if", "keep_checkpoints", "track", "eval_only")
 # what every script saves and goes on from
 STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
 # what the score of an evaluation depends on, beside the weights

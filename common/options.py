@@ -17,6 +17,7 @@ from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 from common.bounds import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from common.checkpoints import EXPECTED_TO_DIFFER, saved_options
 from common.stops import say
+from common.watch import read_stop_rules
 
 import tyro
 
@@ -118,7 +119,11 @@ class SharedArgs:
     max_prompts: NonNegativeInt = 0
     """use only the first so many held-out prompts; 0: all"""
     eval_images_per_prompt: PositiveInt = 1
-    """images of each held-out prompt, each from a fixed seed of its own"""
+    """images of each held-out prompt, each from a fixed seed of its own; of several their diversity is logged"""
+    eval_reward: tuple[str, ...] = ()
+    """rewards that are not trained on and score every evaluation, apart from the weighted total: as for reward"""
+    stop_if: tuple[str, ...] = ()
+    """save and exit after an evaluation that meets one of these, in quotes: 'val/aesthetic/mean<5.2', with < or >"""
 
 
 @dataclass
@@ -148,6 +153,7 @@ def check_options(args):
     Raises:
         ValueError: in one line that names the option, its value and what it must be.
     """
+    read_stop_rules(args.stop_if)
     ranks_of_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if args.shard_ranks and ranks_of_a_node % args.shard_ranks:
         raise ValueError(f"--shard_ranks {args.shard_ranks}: does not divide the {ranks_of_a_node} ranks of a node")

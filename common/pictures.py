@@ -1,14 +1,17 @@
 """The pictures of a run: curves.png of its metrics, its images and videos, and grids of captioned ones."""
 
 import json
+import math
 from pathlib import Path
 
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageSequence
 
+WATCHED = ("val/diversity", "val/drift_from_base")
 PANELS = {  # title -> metrics drawn in it; a name that ends with a slash: every reward's mean below it
     "reward": ("critic/rewards/mean", "critic/rewards/", "val/"),
     "zero-std groups, clip fraction": ("critic/rewards/zero_std_ratio", "actor/pg_clipfrac"),
     "gradient norm, KL to the reference": ("actor/grad_norm", "actor/kl_loss"),
+    "diversity within a prompt, drift from step 0": ("critic/diversity", *WATCHED),
     "accuracy of the pairs": ("actor/implicit_accuracy",),
     "implicit rewards of the pairs": ("actor/margin", "actor/chosen_reward", "actor/rejected_reward"),
     "engine against trainer, |log-prob difference|": (
@@ -17,7 +20,7 @@ PANELS = {  # title -> metrics drawn in it; a name that ends with a slash: every
     ),
 }
 VAL_TOTAL = "val/weighted_total/mean"
-CAPTION_HEIGHT = 14  # pixels, below an image
+LINE_HEIGHT = 14  # pixels of a line of a caption, below an image
 GAP = 4  # pixels between the images of a grid
 
 
@@ -40,15 +43,24 @@ def read_metrics(folder):
 
 def drawn_metrics(rows, wanted):
     """The metrics of a panel that the rows hold: those `wanted` and, below a name that ends with a slash, each reward's
-    mean and the weighted total; of a single reward, of which the total is a multiple, one of the two."""
+    mean and the weighted total, unless that is one of them; of a single reward, of which it is a multiple, one of the
+    two."""
     measured = sorted({name for row in rows for name in row})
     drawn = [name for name in measured if name in wanted]
     for prefix in (name for name in wanted if name.endswith("/")):
         below = [name for name in measured if name.startswith(prefix) and name.endswith("/mean")]
         if len(below) == 2:  # the one that is drawn whatever else is, or the reward's own
             below = [name for name in below if name in wanted] or [name for name in below if name != VAL_TOTAL]
+        elif any(_is_total(rows, name) for name in below):  # the only one that is trained on
+            below.remove(VAL_TOTAL)
         drawn += [name for name in below if name not in drawn]
     return drawn
+
+
+def _is_total(rows, name):
+    """Whether the metric is the weighted total under another name, to round-off."""
+    values = [(row.get(name, math.nan), row[VAL_TOTAL]) for row in rows if VAL_TOTAL in row]
+    return name != VAL_TOTAL and len(values) > 0 and all(math.isclose(value, total) for value, total in values)
 
 
 def draw_panels(panels, path):
@@ -77,6 +89,8 @@ def _draw_curve(panel, label, name, rows, colour):
         panel.plot(steps, values, linewidth=1.5, label=label, color=colour)
         return
     errors = [row.get(name.removesuffix("/mean") + "/stderr") for row in rows]
+    if None in errors:  # not of a mean
+        errors = None
     style = {"marker": "o", "markersize": 4, "capsize": 2, "color": colour}
     panel.errorbar(steps, values, yerr=errors, label=label, zorder=3, **style)
 
@@ -91,6 +105,13 @@ def save_png(path, image):
     first.save(path, save_all=True, append_images=others)
 
 
+def open_png(path):
+    """What save_png has written there: a PIL image, or a list of PIL frames."""
+    with Image.open(path) as file:
+        frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(file)]
+    return frames[0] if len(frames) == 1 else frames
+
+
 def as_one_picture(image):
     """A PIL image as it is; of a video, a list of PIL frames, the first, the middle and the last one, top to bottom."""
     if not isinstance(image, list):
@@ -103,18 +124,18 @@ def as_one_picture(image):
     return picture
 
 
-def _end_that_fits(draw, caption, width):
-    """The end of a caption, on one line, that is at most `width` pixels long; no letter before it is measured."""
-    caption = " ".join(caption.split())[-width:]  # no letter is narrower than a pixel
-    while draw.textlength(caption) > width:
-        caption = caption[1:]
-    return caption
+def _end_that_fits(draw, line, width):
+    """The end of a line of a caption that is at most `width` pixels long; no letter before it is measured."""
+    line = " ".join(line.split())[-width:]  # no letter is narrower than a pixel
+    while draw.textlength(line) > width:
+        line = line[1:]
+    return line
 
 
 def save_grid(path, images, captions, columns=8, scale=None):
-    """Write a PNG of `images` (PIL, equal sizes) row by row, each over its caption.
+    """Write a PNG of `images` (PIL, equal sizes) row by row, each over its caption, of one line or several.
 
-    Of a caption that is too long its end is shown. Small images are enlarged `scale` times, None: to about 200 pixels.
+    Of a line that is too long its end is shown. Small images are enlarged `scale` times, None: to about 200 pixels.
     """
     width, height = images[0].size
     if scale is None:
@@ -122,14 +143,17 @@ def save_grid(path, images, captions, columns=8, scale=None):
     width *= scale
     height *= scale
     cell_width = width + GAP
-    cell_height = height + CAPTION_HEIGHT + GAP
+    lines = [caption.split("\n") for caption in captions]
+    cell_height = height + LINE_HEIGHT * max(map(len, lines)) + GAP
     num_rows = -(-len(images) // columns)  # rounded up
     sheet = Image.new("RGB", (columns * cell_width, num_rows * cell_height), "white")
     draw = ImageDraw.Draw(sheet)
-    for i, (image, caption) in enumerate(zip(images, captions, strict=True)):
+    for i, (image, caption) in enumerate(zip(images, lines, strict=True)):
         row, column = divmod(i, columns)
         left = column * cell_width
         top = row * cell_height
         sheet.paste(image.resize((width, height), Image.NEAREST), (left, top))
-        draw.text((left + 1, top + height), _end_that_fits(draw, caption, width), fill="black")
+        for number, line in enumerate(caption):
+            corner = (left + 1, top + height + number * LINE_HEIGHT)
+            draw.text(corner, _end_that_fits(draw, line, width), fill="black")
     sheet.save(path)

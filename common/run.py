@@ -16,8 +16,9 @@ from common.distributed import on_rank_0
 from common.errors import RunError
 from common.files import atomic_file, writing
 from common.lock import lock_run
-from common.pictures import as_one_picture, drawn_metrics, plot_curves, save_grid, save_png
+from common.pictures import WATCHED, as_one_picture, drawn_metrics, plot_curves, save_grid, save_png
 from common.policy import tensors_on_rank_0
+from common.watch import check_stop_rules, read_stop_rules
 
 import torch
 import torch.distributed as dist
@@ -82,10 +83,22 @@ class RunLog:
         self.bar = None
         self.done = None  # step that was written last, or that the run goes on from; None outside of training
         self.last = None  # step of the run
+        self.stop_rules = []
+        self.stop_reason = None  # what the last evaluation has told of a rule that it meets
+        self.evaluated = None  # names of an evaluation's metrics, once there was one
         self.wandb = start_wandb(self.folder, config) if track and self.writes else None
 
-    def steps(self, numbers):
-        """Yield each step of the range `numbers` under a progress bar; a trace is written once its step has ended."""
+    def steps(self, numbers, stop_if=()):
+        """Yield each step of the range `numbers` under a progress bar; a trace is written once its step has ended.
+
+        stop_if: rules (common/watch.py) that evaluations among these steps are held against: see `write`.
+
+        Raises:
+            RunError: the evaluation before them has no metric that a rule names.
+        """
+        self.stop_rules = read_stop_rules(stop_if)
+        if self.evaluated:
+            check_stop_rules(self.stop_rules, self.evaluated)
         self.done = numbers.start - 1
         self.last = numbers.stop - 1
         if numbers:
@@ -124,14 +137,16 @@ class RunLog:
         """Write the metrics, finite numbers or scalar tensors, and the timing under their names; start a new timing.
 
         grid: an evaluation's list of (PIL image, caption), for which grid_STEP.png and curves.png are drawn, too.
+        A rule of --stop_if that an evaluation of a step meets is written, too, and told in `stop_reason`, on all ranks.
 
         Raises:
-            RunError: naming the metrics that are NaN or infinite, or the folder that could not be written.
+            RunError: naming the metrics that are NaN or infinite, or the folder that could not be written; or an
+                evaluation lacks the metric of a rule.
         """
         if self.step_began is not None:  # a step of training, whose seconds are without its evaluation
             self.timing["step"] = time.perf_counter() - self.step_began - self.timing.get("testing", 0.0)
             self.done = step
-        metrics = metrics | self._speed_metrics(step)
+        metrics = metrics | self._speed_metrics(step) | self._met_stop_rules(metrics)
         self.timing = {}
         if not self.writes:
             return
@@ -153,7 +168,7 @@ class RunLog:
             self.has_warned = True
             self.say(f"step {step}: every image scores as the others of its prompt do: nothing is learned from them")
         if grid:
-            val = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/",))]
+            val = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]
             tqdm.write(f"step {step}: {', '.join(val)}")
         if self.wandb:
             self._write_to_wandb(step, metrics, grid)
@@ -162,7 +177,9 @@ class RunLog:
         """Say how a training ended that ended well."""
         if self.last is not None:
             self.bar.close()
-            if self.done < self.last:
+            if self.stop_reason:
+                self.say(f"stopped after step {self.done} of {self.last}: {self.stop_reason}; --resume latest goes on")
+            elif self.done < self.last:
                 self.say(
                     f"stopped after step {self.done} of {self.last}; --resume latest goes on, with the same command"
                 )
@@ -179,6 +196,21 @@ class RunLog:
             rows = [[step, caption, self.wandb.Image(image)] for image, caption in grid]
             table["val/images"] = self.wandb.Table(["step", "prompt and score", "image"], rows)
         self.wandb.log(metrics | table, step=step)
+
+    def _met_stop_rules(self, metrics):
+        """What is written of the rules that these metrics, where they are an evaluation's in training, meet."""
+        evaluated = [name for name in metrics if name.startswith("val/")]
+        if not evaluated:
+            return {}
+        self.evaluated = evaluated
+        if self.step_began is None:
+            return {}
+        check_stop_rules(self.stop_rules, evaluated)
+        met = [rule for rule in self.stop_rules if rule.holds(float(metrics[rule.metric]))]
+        if met:
+            told = [f"{rule.metric} is {float(metrics[rule.metric]):.4g} (--stop_if {rule})" for rule in met]
+            self.stop_reason = ", ".join(told)
+        return {f"training/stop_if/{rule}": 1.0 for rule in met}
 
     def _speed_metrics(self, step):
         """Seconds by phase, and for a step of training also per image and as throughput, images/s per rank."""
@@ -243,7 +275,8 @@ def save_samples(folder, places, images, records, shown=32):
     places (B,): the images' numbers over all ranks; one that a rank has only to have as many as the others is left to
     the rank whose turn it is. images: B PIL images, or B videos, lists of PIL frames, each of which becomes one
     animated PNG. records: B dicts {"prompt": ..., "seed": ..., "<reward>": score ...}, of which the prompt and all
-    scores are the caption. A collective: rank 0 gets the first `shown` as (PIL image, caption); the others None.
+    scores are the caption, several scores on a line of their own. A collective: rank 0 gets the first `shown` as (PIL
+    image, caption); the others None.
     """
     folder = Path(folder)
     samples = {}  # by place: its record and, of those shown, its picture
@@ -265,7 +298,10 @@ def save_samples(folder, places, images, records, shown=32):
         if picture:
             scores = {name: score for name, score in record.items() if name not in ("prompt", "seed")}
             told = [f"{name} failed" if score is None else f"{name} {score:.2f}" for name, score in scores.items()]
-            grid.append((picture, "  ".join([record["prompt"], *told])))
+            prompt = " ".join(record["prompt"].split())
+            line_of_scores = "  ".join(told)
+            separator = "\n" if len(told) > 1 else "  "
+            grid.append((picture, f"{prompt}{separator}{line_of_scores}".strip()))
     with atomic_file(folder / "samples.jsonl") as temporary:
         temporary.write_text("".join(lines))
     return grid

@@ -1,6 +1,8 @@
 """When a sampler takes its steps, and which of them are stochastic."""
 
+import math
 import random
+from dataclasses import replace
 
 
 def sigma_schedule(scheduler, **options):
@@ -43,3 +45,13 @@ def check_window(window_range, size, num_inference_steps):
     if not 0 <= low <= high - size <= last - size:
         advice = f"0 {last} is the widest range of {num_inference_steps} sampling steps"
         raise ValueError(f"--sde_window_range {low} {high}: --sde_window_size {size} does not fit in it; {advice}")
+
+
+def thin_out(request, flash_ratio):
+    """The request with the n steps after its window thinned out to ceil(flash_ratio n), for the 2M solver (Flash)."""
+    end = request.sde_steps[-1] + 1  # first step after the window
+    num_steps = len(request.timesteps)
+    count = math.ceil(flash_ratio * (num_steps - end))
+    steps = [*range(end), *(end + j * (num_steps - end) // count for j in range(count))]
+    sigmas = request.sigmas[[*steps, num_steps]]
+    return replace(request, timesteps=request.timesteps[steps], sigmas=sigmas, multistep_from=end)

@@ -142,6 +142,17 @@ def brightness_reward(folder):
     return f"{path}:brightness"
 
 
+def brightness_and_redness(folder):
+    """Two such rewards."""
+    brightness = brightness_reward(folder)
+    path = Path(folder) / "redness.py"
+    path.write_text(
+        "import numpy\n\n\ndef redness(images, prompts, metadata):\n"
+        "    return [numpy.asarray(image)[..., 0].mean() / 255 for image in images]\n"
+    )
+    return [brightness, f"{path}:redness"]
+
+
 def constant_reward(folder):
     """A reward from which nothing is to be learned."""
     path = Path(folder) / "constant.py"

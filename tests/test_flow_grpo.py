@@ -39,6 +39,7 @@ PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weight
 EXPECTED = {
     "training/global_step",
     "training/epoch",
+    "critic/diversity",
     *(f"critic/rewards/{k}" for k in ("mean", "max", "min", "std_mean", "zero_std_ratio", "group_size", "ocr/mean")),
     *(f"critic/rewards/{k}" for k in ("ocr/failed", "skipped_groups")),
     *(f"critic/advantages/{k}" for k in ("mean", "max", "min")),
@@ -187,7 +188,7 @@ def test_evaluation_leaves_weights_and_rng_alone_and_repeats_itself(one_rank, tm
     model, args, _ = policy_without_fsdp()
     eval_set = PromptSet(['a sign that says "12"'] * 3, [{}] * 3)
     rewards = {"ocr": lambda images, prompts, metadata: [0.5] * len(images)}
-    inputs = flow_grpo.Inputs(type(model), rewards, eval_set, eval_set, lora=None, checkpoint=None)
+    inputs = flow_grpo.Inputs(type(model), rewards, rewards, eval_set, eval_set, lora=None, checkpoint=None)
     before, rng = {k: v.clone() for k, v in model.transformer.state_dict().items()}, torch.get_rng_state()
     grids = [flow_grpo.evaluate(args, model, None, inputs, tmp_path)[1] for _ in range(2)]
     assert torch.equal(rng, torch.get_rng_state())

@@ -5,7 +5,14 @@ from types import SimpleNamespace
 
 from common.rollout import RolloutRequest
 from common.schedule import sigma_schedule
-from flow_grpo import compute_advantages, policy_loss, policy_step, recompute_log_probs, sample_locally
+from flow_grpo import (
+    combine_advantages,
+    compute_advantages,
+    policy_loss,
+    policy_step,
+    recompute_log_probs,
+    sample_locally,
+)
 
 import pytest
 import torch
@@ -106,6 +113,71 @@ def test_an_image_that_is_left_out_counts_nowhere(options):
     torch.testing.assert_close(
         advantages[kept], compute_advantages(rewards[kept], 3, **options), rtol=1e-12, atol=1e-12
     )
+
+
+# ---- several rewards -------------------------------------------------------------------------------------------------
+def combined(scores, aggregation, scale_rewards="group", weights=(1.0, 1.0), adv_clip_max=5.0):
+    args = SimpleNamespace(
+        group_size=2, scale_rewards=scale_rewards, multi_objective_aggregation=aggregation, reward_weights=weights
+    )
+    return combine_advantages(args, scores, adv_clip_max)
+
+
+# two rewards of three groups of two: totals 0, 1 | 0, 2 | 1, 2
+BINARY = torch.tensor([[0, 0], [1, 0], [0, 0], [1, 1], [1, 0], [1, 1]], dtype=torch.float64)
+
+
+def test_two_rewards_at_once_count_for_more_than_one_where_each_is_normalised_first():
+    """GDPO, figure 2: the sum's own normalisation hides how many rewards an image has gained."""
+    summed = combined(BINARY, "sum_then_normalize").view(3, 2)
+    torch.testing.assert_close(summed[:, 1], tensor(1, 1, 1), rtol=0, atol=3e-4)  # .5 / .5001, 1 / 1.0001, .5 / .5001
+    own = 0.5 / 0.5001  # of a reward that one of two images has; sums: own, 2 own, own
+    deviation = own * math.sqrt((1 + 4 + 1) / 3)
+    expected = tensor(own, 2 * own, own) / (deviation + 1e-4)
+    advantages = combined(BINARY, "normalize_then_sum").view(3, 2)
+    torch.testing.assert_close(advantages[:, 1], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(advantages.sum(1), tensor(0, 0, 0), rtol=0, atol=1e-12)
+
+
+def test_weighted_rewards_by_hand():
+    """0, 4 | 1, 1 and 10, 0 | 2, 6: off their means by 2 | 0 and 5 | 2; of the whole the variances are 2.25, 14.75."""
+    scores = torch.tensor([[0, 10], [4, 0], [1, 2], [1, 6]], dtype=torch.float64)
+    weights = (1.0, 0.5)
+    first, second = math.sqrt(2.25) + 1e-4, math.sqrt(14.75) + 1e-4
+    sums = [
+        -2 / first + 0.5 * 5 / second,
+        -0.5 * 2 / second,
+    ]  # of each group's first image
+    deviation = math.sqrt((sums[0] ** 2 + sums[1] ** 2) / 2) + 1e-4
+    expected = [sums[0] / deviation, -sums[0] / deviation, sums[1] / deviation, -sums[1] / deviation]
+    advantages = combined(scores, "normalize_then_sum", "batch", weights)
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-12)
+    clamped = combined(scores, "normalize_then_sum", "batch", weights, adv_clip_max=1.0)
+    assert clamped.tolist() == pytest.approx([max(-1, min(1, a)) for a in expected], abs=1e-12)
+    # weighted sums 5, 4 | 2, 4; deviation sqrt(((1.25^2 + .25^2) + (1.75^2 + .25^2)) / 4)
+    whole = math.sqrt((1.25**2 + 0.25**2 + 1.75**2 + 0.25**2) / 4) + 1e-4
+    expected = [0.5 / whole, -0.5 / whole, -1 / whole, 1 / whole]
+    assert combined(scores, "sum_then_normalize", "batch", weights).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("scale_rewards", ["batch", "group", "none"])
+def test_one_reward_or_none_to_divide_by_is_the_same_either_way(scale_rewards):
+    one = random_rewards(3, 2)[:, None]
+    two = torch.stack([one[:, 0], random_rewards(3, 2, seed=1)], 1)
+    for scores, weights in ((one, (2.0,)), (two, (1.0, 0.5))):
+        given = (scale_rewards, weights)
+        is_same = torch.equal(
+            combined(scores, "normalize_then_sum", *given), combined(scores, "sum_then_normalize", *given)
+        )
+        assert is_same == (scores is one or scale_rewards == "none")
+
+
+def test_equal_scores_of_every_reward_are_exactly_zero_either_way():
+    scores = torch.cat([BINARY, torch.tensor([[0.1, 0.7]] * 2, dtype=torch.float64)])
+    for aggregation in ("sum_then_normalize", "normalize_then_sum"):
+        for scale_rewards in ("batch", "group", "none"):
+            advantages = combined(scores, aggregation, scale_rewards)
+            assert advantages[-2:].tolist() == [0, 0] and advantages[:2].abs().min() > 0.1
 
 
 # ---- the loss, invariants 6 and 7 ------------------------------------------------------------------------------------

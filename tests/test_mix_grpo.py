@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import mix_grpo
 from common.noise import draw_noise, image_seed
 from common.rollout import RolloutRequest
+from common.schedule import thin_out
 from common.sde import multistep_ode_step, sde_step
 
 import pytest
@@ -134,11 +135,11 @@ def request_of(num_steps, sde_steps, batch=6):
 
 
 def test_thinning_keeps_everything_up_to_the_end_of_the_window():
-    thin = mix_grpo.thin_out(request_of(10, (2, 3)), 0.5)  # of steps 4..9 ceil(.5 6) = 3: 4, 6, 8
+    thin = thin_out(request_of(10, (2, 3)), 0.5)  # of steps 4..9 ceil(.5 6) = 3: 4, 6, 8
     torch.testing.assert_close(thin.timesteps, torch.tensor([1000.0, 900, 800, 700, 600, 400, 200]))
     torch.testing.assert_close(thin.sigmas, torch.tensor([1, 0.9, 0.8, 0.7, 0.6, 0.4, 0.2, 0]))
     assert thin.multistep_from == 4 and thin.sde_steps == (2, 3) and thin.sigma_max == pytest.approx(0.9)
-    assert mix_grpo.thin_out(request_of(6, (3, 4)), 0.01).timesteps.tolist() == pytest.approx(
+    assert thin_out(request_of(6, (3, 4)), 0.01).timesteps.tolist() == pytest.approx(
         [1000 * (1 - i / 6) for i in range(6)]
     )  # the one step left stays
 
@@ -164,7 +165,7 @@ def test_shared_prefix_equals_the_unshared_one(start, flash_ratio, monkeypatch):
     args, model = SimpleNamespace(seed=3, micro_batch_size=4), Affine()
     request = request_of(8, (start, start + 1))
     if flash_ratio < 1:
-        request = mix_grpo.thin_out(request, flash_ratio)
+        request = thin_out(request, flash_ratio)
     shared = mix_grpo.share_prefix(args, model, None, request, step=5)
     assert shared.sde_steps == (0, 1) and shared.sigma_max == request.sigma_max
     got = mix_grpo.rollout(args, model, None, shared)
@@ -196,12 +197,12 @@ def test_shared_prefix_equals_the_unshared_one(start, flash_ratio, monkeypatch):
 
 
 # ---- several rewards -------------------------------------------------------------------------------------------------
-def test_advantages_are_taken_for_each_reward_and_added():
-    """By hand, not scaled: groups of two with rewards 0, 4 | 1, 1 and 10, 0 | 2, 6, clamped to +- 3 before they add."""
+def test_each_reward_is_normalised_on_its_own_by_default():
+    """Algorithm 1, line 17: the rewards' scales do not matter."""
     scores = torch.tensor([[0, 10], [4, 0], [1, 2], [1, 6]], dtype=torch.float64)
-    args = SimpleNamespace(group_size=2, adv_clip_max=3.0, scale_rewards="none", reward_weights=(1.0, 0.5))
-    expected = [-2 + 0.5 * 3, 2 - 0.5 * 3, 0 - 0.5 * 2, 0 + 0.5 * 2]
-    assert mix_grpo.combine_advantages(args, scores).tolist() == pytest.approx(expected, abs=1e-12)
-    args.scale_rewards = "batch"  # each reward by its own deviation: their scales do not matter
-    scaled = mix_grpo.combine_advantages(args, scores * torch.tensor([1.0, 100.0]))
-    torch.testing.assert_close(scaled, mix_grpo.combine_advantages(args, scores), rtol=0, atol=1e-4)
+    args = mix_grpo.Args(group_size=2, reward_weights=(1.0, 0.5))
+    scaled = mix_grpo.combine_advantages(args, scores * torch.tensor([1.0, 100.0]), 5.0)
+    torch.testing.assert_close(scaled, mix_grpo.combine_advantages(args, scores, 5.0), rtol=0, atol=1e-4)
+    args.reward_weights = (1.0,)
+    own = 2 / (math.sqrt(2.25) + 1e-4)  # of 0, 4, 1, 1 the variance is 2.25
+    assert mix_grpo.combine_advantages(args, scores[:, :1], 5.0).tolist() == pytest.approx([-own, own, 0, 0])

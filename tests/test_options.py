@@ -147,7 +147,7 @@ def test_track_leaves_wandbs_table_of_images(run):
     paths = set()
     for table in tables:
         assert table["columns"] == ["step", "prompt and score", "image"]
-        scores = [caption.split("  ")[-2] for _, caption, _ in table["data"]]
+        scores = [caption.split("\n")[1].split("  ")[0] for _, caption, _ in table["data"]]
         assert scores == [f"by_place {place}.00" for place in (0, 1, 2, 3, 0, 1)]
         assert all(
             (image["_type"], image["width"], image["height"]) == ("image-file", 96, 32) for _, _, image in table["data"]

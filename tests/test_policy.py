@@ -285,7 +285,7 @@ def inputs_of(args, rewards=None):
     family = find_family(EMBEDDED)
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, family.lora_target_modules)
     prompts = PromptSet(PROMPTS, [{}] * len(PROMPTS))
-    return flow_grpo.Inputs(family, rewards, train_set=prompts, eval_set=prompts, lora=lora, checkpoint=None)
+    return flow_grpo.Inputs(family, rewards, rewards, train_set=prompts, eval_set=prompts, lora=lora, checkpoint=None)
 
 
 def policy(lora_path=None, **changes):

@@ -259,10 +259,12 @@ def test_plot_curves(tmp_path):
         ((32, 16), 10, {}, (8 * 196, 2 * 114)),  # enlarged 6 times
         ((512, 512), 1, {}, (8 * 516, 530)),
         ((10, 10), 3, {"columns": 2, "scale": 2}, (2 * 24, 2 * 38)),
+        ((96, 32), 3, {"caption": "a prompt\nits scores"}, (8 * 196, 96)),
     ],
 )
 def test_save_grid_size(tmp_path, size, count, options, expected):
-    save_grid(tmp_path / "grid.png", [Image.new("RGB", size, "red")] * count, ["caption"] * count, **options)
+    captions = ["caption"] * (count - 1) + [options.pop("caption", "caption")]
+    save_grid(tmp_path / "grid.png", [Image.new("RGB", size, "red")] * count, captions, **options)
     assert Image.open(tmp_path / "grid.png").size == expected
 
 
@@ -356,7 +358,7 @@ def test_save_samples_puts_every_ranks_images_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     shown = save_samples(tmp_path / "samples", *of_rank([0, 2, 4]))
     scores = ["0.00", "0.25", "0.50", "0.75", "1.00"]
-    assert [caption for _, caption in shown] == [f"p{i}  ocr {score}  jpeg -1.00" for i, score in enumerate(scores)]
+    assert [caption for _, caption in shown] == [f"p{i}\nocr {score}  jpeg -1.00" for i, score in enumerate(scores)]
     assert [image.getpixel((0, 0))[0] for image, _ in shown] == [0, 1, 2, 3, 4]
     lines = [json.loads(line) for line in (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()]
     assert [list(line) for line in lines] == [["file", "prompt", "seed", "ocr", "jpeg"]] * 5

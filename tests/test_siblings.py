@@ -10,6 +10,7 @@ from tests.conftest import (
     SIBLINGS,
     SMALL,
     assert_one_line,
+    brightness_and_redness,
     brightness_reward,
     constant_reward,
     few_eval_prompts,
@@ -29,7 +30,7 @@ from PIL import Image
 
 # Lines added or removed against flow_grpo.py under ruff format, the header docstring apart: only ever lowered, but for
 # a fix, with its reason in the commit. dpo_offline.py, about half of whose lines differ, has no number.
-CHANGED = {"grpo_guard.py": 91, "mix_grpo.py": 116, "diffusion_nft.py": 361}
+CHANGED = {"grpo_guard.py": 93, "mix_grpo.py": 100, "diffusion_nft.py": 363}
 # Functions and classes of flow_grpo.py that an algorithm changes; any other of the same name is equal to the byte.
 DIFFERENT = {
     "grpo_guard.py": {"policy_loss", "accumulate_gradients", "main"},
@@ -52,7 +53,7 @@ DIFFERENT = {
 # Options of another default, bound or meaning, as the algorithm needs; `name` differs in all.
 DIFFERENT_OPTIONS = {
     "grpo_guard.py": {"clip_range"},
-    "mix_grpo.py": {"sde_window_size", "sde_window_range"},
+    "mix_grpo.py": {"sde_window_size", "sde_window_range", "multi_objective_aggregation"},
     "diffusion_nft.py": {"num_inference_steps", "kl_coef"},
     "dpo_offline.py": {
         "group_size",
@@ -141,7 +142,12 @@ def runs(tmp_path_factory):
                 "--updates_per_rollout",
                 2,
                 "--reward",
-                brightness_reward(folder),
+                *brightness_and_redness(folder),
+                "--reward_weights",
+                1,
+                0.5,
+                "--multi_objective_aggregation",
+                "normalize_then_sum",
                 *few_eval_prompts(folder),
                 nproc=nproc,
             )
@@ -157,6 +163,7 @@ def test_ranks_and_engines_agree(runs, script, other):
     """Invariant 11: the same images, rewards and first update whatever makes them."""
     first, second = read_metrics(runs(script, "local", 1)), read_metrics(runs(script, *other))
     assert first[0]["val/brightness/mean"] == pytest.approx(second[0]["val/brightness/mean"], abs=1e-6)
+    assert first[1]["critic/diversity"] == pytest.approx(second[1]["critic/diversity"], abs=1e-5)
     assert first[1]["critic/rewards/mean"] == pytest.approx(second[1]["critic/rewards/mean"], abs=1e-6)
     for name in ("actor/loss", "actor/grad_norm"):
         assert second[1][name] == pytest.approx(first[1][name], rel=1e-3, abs=1e-5), name

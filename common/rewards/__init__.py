@@ -44,7 +44,7 @@ def built_in_rewards():
     return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
 
 
-def load_rewards(names, reward_weights, num_frames=1, load=True):
+def load_rewards(names, reward_weights, num_frames=1, option="--reward", load=True):
     """Reward functions by name, {log name: function}; `path/to/file.py:function` loads a user's own.
 
     load: call the `load` of those that have one.
@@ -61,26 +61,39 @@ def load_rewards(names, reward_weights, num_frames=1, load=True):
     for name in names:
         if ":" in name:
             function_name = name.rpartition(":")[2]
-            functions[function_name] = load_function(name, "--reward")
+            functions[function_name] = load_function(name, option)
         elif name in built_in_rewards() and num_frames > 1:
-            raise ValueError(f"--reward {name}: scores images, not the videos of --num_frames {num_frames}")
+            raise ValueError(f"{option} {name}: scores images, not the videos of --num_frames {num_frames}")
         elif name in built_in_rewards():
             module = importlib.import_module(f"common.rewards.{name}")
             if not hasattr(module, name):
-                raise ValueError(f"--reward {name}: common/rewards/{name}.py has no function {name}")
+                raise ValueError(f"{option} {name}: common/rewards/{name}.py has no function {name}")
             functions[name] = getattr(module, name)
         else:
             known = ", ".join(built_in_rewards())
-            raise ValueError(f"--reward {name}: unknown; use one of {known}, or path/to/file.py:function")
+            raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
     if len(functions) < len(names):
-        raise ValueError(f"--reward {' '.join(names)}: two rewards of the same name")
+        raise ValueError(f"{option} {' '.join(names)}: two rewards of the same name")
     if TOTAL in functions:
-        raise ValueError(f"--reward {' '.join(names)}: {TOTAL} is what their weighted sum is logged as")
+        raise ValueError(f"{option} {' '.join(names)}: {TOTAL} is what their weighted sum is logged as")
     for name, function in functions.items():
         if load and hasattr(function, "load"):
-            with refusing(f"--reward {name}", Exception):
+            with refusing(f"{option} {name}", Exception):
                 function.load()
     return functions
+
+
+def load_eval_rewards(names, rewards, num_frames=1, load=True):
+    """`rewards`, which are trained on, and behind them those of --eval_reward, by which evaluations are scored, too.
+
+    Raises:
+        ValueError: as load_rewards; or one of them has the name of one that is trained on.
+    """
+    watched = load_rewards(names, [1.0] * len(names), num_frames, option="--eval_reward", load=load)
+    for name in watched:
+        if name in rewards:
+            raise ValueError(f"--eval_reward {' '.join(names)}: a reward of --reward is named {name} already")
+    return rewards | watched
 
 
 class Scorer:
@@ -215,14 +228,16 @@ def sample_records(prompt_set, seeds, scores, rewards):
 
 
 def eval_metrics(scores, rewards, reward_weights, num_prompts, images_per_prompt):
-    """Mean and standard error over held-out prompts of each reward and of their weighted total, from this rank's share
-    of the scores (B, R), and on how many images each reward failed; a prompt all of whose images it left is left out.
+    """Mean and standard error over held-out prompts of each reward and, of those that have a weight, the first ones, of
+    their weighted total, from this rank's share of the scores (B, R), and on how many images each reward failed; a
+    prompt all of whose images it left is left out.
     """
     scores = gather_shares(scores, num_prompts * images_per_prompt)
     scores, metrics = count_failed(scores, rewards)
     scores = scores.view(num_prompts, images_per_prompt, -1).nanmean(1)  # (prompts, R)
     scores = scores[~scores.isnan().any(1)]  # (prompts that are kept, R)
-    totals = scores @ torch.tensor(reward_weights, dtype=scores.dtype)  # (prompts that are kept,)
+    weights = torch.tensor(reward_weights, dtype=scores.dtype)
+    totals = scores[:, : len(weights)] @ weights  # (prompts that are kept,)
     means = [*scores.mean(0), totals.mean()]
     deviations = [*scores.std(0, correction=0), totals.std(correction=0)]
     for i, name in enumerate([*rewards, TOTAL]):
