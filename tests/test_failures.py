@@ -152,11 +152,22 @@ def test_advantages_of_what_is_kept_by_hand():
 
 
 @fast
-def test_mix_grpo_leaves_an_image_out_of_every_rewards_advantage():
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_an_image_is_left_out_of_every_rewards_advantage(aggregation):
     """Of b all that is kept is equal: only a counts, whose second group keeps 1 and 3, and not the 9."""
-    args = SimpleNamespace(reward_weights=(1.0, 10.0), group_size=3, adv_clip_max=5.0, scale_rewards="none")
-    expected = [-3, 0, 3, -1, 0, 1, 0, 0, 0, 0, 0, 0]
-    assert mix_grpo.combine_advantages(args, kept_scores()[0]).tolist() == expected
+    args = SimpleNamespace(reward_weights=(1.0, 10.0), group_size=3, scale_rewards="batch")
+    args.multi_objective_aggregation = aggregation
+    centred = torch.tensor([-3, 0, 3, -1, 0, 1, 0, 0, 0, 0, 0, 0], dtype=torch.float64)
+    scores, _ = kept_scores()
+    a, b = scores[~scores.isnan().any(1)].T
+    assert len(a) == 5
+    if aggregation == "sum_then_normalize":
+        expected = centred / ((a + 10 * b).std(correction=0) + 1e-4)
+    else:  # a's advantage, over the deviation of the five sums, whose mean is 0
+        expected = centred / (a.std(correction=0) + 1e-4)
+        expected = expected / ((expected.square().sum() / 5).sqrt() + 1e-4)
+    advantages = flow_grpo.combine_advantages(args, scores, 5.0)
+    torch.testing.assert_close(advantages, expected, rtol=0, atol=1e-12)
 
 
 @fast
@@ -220,9 +231,9 @@ def test_a_failure_is_written_as_one(one_rank, tmp_path):
     assert records[1] == {"prompt": "second", "seed": 8, "a": None, "b": 2.0}
     grid = save_samples(tmp_path, [0, 1, 2], IMAGES, records)
     assert [caption for _, caption in grid] == [
-        "first  a 0.50  b 1.00",
-        "second  a failed  b 2.00",
-        "third  a 0.25  b 3.00",
+        "first\na 0.50  b 1.00",
+        "second\na failed  b 2.00",
+        "third\na 0.25  b 3.00",
     ]
     assert '"a": null, "b": 2.0' in (tmp_path / "samples.jsonl").read_text().splitlines()[1]
 
