@@ -140,7 +140,7 @@ def run(ranks, script, options, folder):
     ranks, options = smaller(script, ranks, options, folder)
     name = options[options.index("--name") + 1] if "--name" in options else script.removesuffix(".py")
     run_folder = folder / "runs" / name
-    if "--resume" not in options:
+    if "--resume" not in options and "--help" not in options:
         shutil.rmtree(run_folder, ignore_errors=True)
     began = time.perf_counter()
     torchrun(folder, script, *options, nproc=ranks, timeout=3600)
