@@ -198,13 +198,11 @@ class RunLog:
         self.wandb.log(metrics | table, step=step)
 
     def _met_stop_rules(self, metrics):
-        """What is written of the rules that these metrics, where they are an evaluation's in training, meet."""
+        """What is written of the rules (of `steps`) that these metrics, where they are of an evaluation, meet."""
         evaluated = [name for name in metrics if name.startswith("val/")]
         if not evaluated:
             return {}
         self.evaluated = evaluated
-        if self.step_began is None:
-            return {}
         check_stop_rules(self.stop_rules, evaluated)
         met = [rule for rule in self.stop_rules if rule.holds(float(metrics[rule.metric]))]
         if met:

@@ -109,15 +109,15 @@ def test_drift_and_diversity_of_evaluations(one_rank, tmp_path):
 
 @fast
 def test_drift_is_over_all_ranks_and_each_image_counts_once(one_rank, tmp_path, monkeypatch):
-    """Three images on two ranks, the second of which has the first one again, to have as many: moved by 0, .2, .4."""
+    """Three images on two ranks, the second of which has the first one again, to have as many: moved by 0, .5, .4."""
     evaluation(tmp_path, 0, [grey(0)] * 3, "pqr")
     evaluation(tmp_path, 5, [grey(0), grey(51), grey(102)], "pqr")
-    others = {torch.int64: torch.tensor([1, 0]), torch.float64: torch.tensor([0.2, 9.0], dtype=torch.float64)}
+    others = {torch.int64: torch.tensor([1, 0]), torch.float64: torch.tensor([0.5, 9.0], dtype=torch.float64)}
     both = lambda tensor: torch.stack([tensor, others[tensor.dtype]])
     monkeypatch.setattr(watch, "gather", both)
     monkeypatch.setattr("common.sampler.gather", both)
     found = watch.watch_metrics(tmp_path / "samples" / "0005", [0, 2], [grey(0), grey(102)], 1)
-    assert found["val/drift_from_base"].item() == pytest.approx(0.2, abs=1e-12)
+    assert found["val/drift_from_base"].item() == pytest.approx(0.3, abs=1e-12)
 
 
 @fast
