@@ -275,9 +275,9 @@ class Meter:
             self.note_memory()
             self.phase = "between" if outer == "start" else outer
 
-        def steps_and_rates(log, numbers):
+        def steps_and_rates(log, numbers, stop_if):
             self.matrix_rates.append(matrix_rate(dtype))
-            for step in steps(log, numbers):
+            for step in steps(log, numbers, stop_if):
                 self.step = step
                 yield step
             self.step = None

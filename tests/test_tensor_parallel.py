@@ -1,6 +1,8 @@
 """An engine whose transformer is split over two workers, on a CPU: the policy of one worker, to round-off."""
 
+import threading
 import time
+from collections import OrderedDict
 
 import flow_grpo
 from common.engine import client, messages
@@ -141,6 +143,33 @@ def test_full_weights_of_a_family(family, tmp_path):
         ours = flow_grpo.recompute_log_probs(args, model, request, theirs, torch.arange(1))
     torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=0, atol=1e-5)
     engine.close()
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
+def test_images_that_overtake_the_word_of_their_batch_arrive(error):
+    """The executor looks for the batch's requests, then they are noted, then it keeps the images under the batch."""
+    import common.engine.pipelines as pipelines  # loads vLLM-Omni
+
+    from vllm_omni.diffusion.data import DiffusionOutput
+    from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
+
+    class OfNoWorkers(pipelines.RolloutExecutor):
+        def __init__(self):
+            self._futures_lock = threading.RLock()
+            self._output_futures, self._completed_outputs, self._dropped_output_ids = {}, {}, OrderedDict()
+            self._batch_split_map = {"batch": {"batch/7": "7", "batch/8": "8"}}
+            self._closed = False
+
+    executor = OfNoWorkers()
+    outputs = [DiffusionOutput(output=torch.tensor(number)) for number in (7, 8)]
+    sampled = [RunnerOutput(request_id=str(o.output.item()), finished=True, result=o) for o in outputs]
+    waits = executor.wait_output_ready("batch/7")  # one asked for before, one after
+    with executor._futures_lock:
+        executor._finish_output("batch", None if error else BatchRunnerOutput.from_list(sampled), error)
+    for number, future in ((7, waits), (8, executor.wait_output_ready("batch/8"))):
+        output = future.result(timeout=0)
+        assert output.error == "out of memory" if error else output.output == number
+    assert not executor._completed_outputs and not executor._batch_split_map
 
 
 def test_a_run_with_an_engine_of_two_workers(tmp_path):

@@ -366,6 +366,7 @@ def test_rules_are_refused_where_they_are_known_to_be_wrong(tmp_path):
     line = run_here(tmp_path, "flow_grpo.py", *options, "--stop_if", "val/ocr<0.5")
     assert_one_line(line)
     assert line.endswith(
-        "no evaluation logs val/ocr; there are val/drift_from_base, val/ocr/mean, val/weighted_total/mean"
+        "no evaluation logs val/ocr; there are "
+        "val/drift_from_base, val/ocr/failed, val/ocr/mean, val/weighted_total/mean"
     )
     assert len(read_metrics(tmp_path / "runs" / "flow_grpo")) == 1

@@ -25,6 +25,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine
+from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension, _run_and_gather_rank_values
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from vllm_omni.lora.request import LoRARequest
@@ -269,6 +270,19 @@ class RolloutDiffusionEngine(DiffusionEngine):
         super()._init_process_hooks(od_config)
         self.post_process_func = None
         self._post_process_accepts_sampling_params = False
+
+
+class RolloutExecutor(MultiprocDiffusionExecutor):
+    """vLLM-Omni's executor of several workers, which loses no batch. The word that a batch is sampled and its images
+    come by two threads: images that overtake it are kept under the batch's id until it is split into requests. Where it
+    was split after they were looked for there and before they were kept, nobody would ask for them again."""
+
+    def _finish_output(self, async_output_id, result, exc):  # under the lock of what it reads
+        requests = self._batch_split_map.pop(async_output_id, None)
+        if requests is None:
+            super()._finish_output(async_output_id, result, exc)
+        else:
+            self._deliver_batch_split(requests, result, exc and str(exc))
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):

@@ -40,7 +40,7 @@ def load_engine(options, num_workers):
     return Omni(
         **options,
         enforce_eager=True,
-        distributed_executor_backend="uni" if num_workers == 1 else "mp",
+        distributed_executor_backend="uni" if num_workers == 1 else "common.engine.pipelines.RolloutExecutor",
         diffusion_attention_config={"default": {"backend": "TORCH_SDPA"}},
         custom_pipeline_args={"pipeline_class": "common.engine.pipelines.RolloutPipeline"},
         stage_overrides={"0": stage},
