@@ -166,8 +166,9 @@ def draw(runs, path):
             axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=colour, alpha=0.15, linewidth=0)
             axis.set(xlabel=across, ylabel=f"held-out {up}")
         if lines[0]["steps"][0]["ratio_mean"] is not None:
-            y = [[1e4 * (step["ratio_mean"] - 1) for step in seeds] for seeds in zip(*(li["steps"] for li in lines))]
-            axes[1, 1].plot(range(1, len(y) + 1), list(map(statistics.mean, y)), color=colour, label=name)
+            steps = zip(*(line["steps"] for line in lines), strict=True)  # of the seeds, by rollout
+            ratios = [1e4 * (statistics.mean(step["ratio_mean"] for step in seeds) - 1) for seeds in steps]
+            axes[1, 1].plot(range(1, len(ratios) + 1), ratios, color=colour, label=name)
     axes[1, 1].set(xlabel="rollouts", ylabel="(mean ratio - 1) x 1e4")
     axes[0, 1].set(xlabel="seconds of training, one core")
     axes[0, 0].legend(fontsize="small")
