@@ -1,8 +1,8 @@
 """A tiny random vision-language model that answers in scores, for vLLM to serve:  python tests/tiny_judge.py FOLDER
 
 Nothing is downloaded. It is a Qwen2.5-VL of two layers and random weights, whose vocabulary has a token for each answer
-of `Score: 0` to `Score: 10`. Of all tokens these alone can come first, and the end of the answer alone can come after
-them: what it says depends on image and prompt, and means nothing.
+of `Score: 0` to `Score: 10`, and for one without a score. Of all tokens these alone can come first, and the end of the
+answer alone can come after them: what it says depends on the image, more than on the prompt, and means nothing.
 """
 
 import sys
@@ -24,7 +24,7 @@ from transformers import (
 
 WIDTH = 128
 VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-ANSWERS = [f"Score: {score}" for score in range(11)]
+ANSWERS = [*(f"Score: {score}" for score in range(11)), "I cannot say."]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if 'text' in part %}{{ part['text'] }}"
@@ -71,11 +71,14 @@ def make_judge(folder):
         vision_start_token_id=vision_start,
         vision_end_token_id=vision_end,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(1)  # with it images of one prompt differ in their scores, and some get none
     model = Qwen2_5_VLForConditionalGeneration(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:  # of the size that keeps the size of what goes through, so that the image matters
             parameter.normal_(std=parameter[0].numel() ** -0.5)
+    for layer in model.model.language_model.layers:
+        layer.self_attn.q_proj.weight *= 8  # few of the image's tokens are looked at, not all of them a little
+        layer.self_attn.o_proj.weight *= 8  # and they count for more than the last word
     answers = token_id(ANSWERS)
     direction = torch.nn.functional.normalize(torch.randn(WIDTH), dim=0)  # of an answer's embedding, and of its end
     rows = torch.randn(len(answers), WIDTH)
@@ -84,10 +87,10 @@ def make_judge(folder):
     head.zero_()
     head[answers] = rows
     head[token_id("<|im_end|>")] = direction
-    model.model.language_model.embed_tokens.weight[answers] = 100 * direction
+    model.model.language_model.embed_tokens.weight[answers] = 10000 * direction  # more than all that is added to it
     model.generation_config = GenerationConfig(eos_token_id=token_id("<|im_end|>"))
     model.save_pretrained(folder)
-    sizes = {"size": {"shortest_edge": 28 * 28, "longest_edge": 224 * 224}}
+    sizes = {"size": {"shortest_edge": 224 * 224, "longest_edge": 448 * 448}}  # 64 tokens of an image, or more
     processor = Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(**sizes),
         tokenizer=tokens,
