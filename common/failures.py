@@ -1,8 +1,9 @@
 """What becomes of images that a reward could not score, where --reward_failure is mask: they are left out.
 
 In scores NaN says that a reward failed, and only common/rewards, where no reward's own NaN passes, puts it there. An
-image that any reward failed on is left out whole: of its group's mean and deviation, of the loss, of an evaluation's
-means and of the pairs for DPO. A group that keeps fewer than two has nothing to compare, and is left out, too.
+image that any trained reward failed on is left out whole: of its group's mean and deviation, of the loss, of their
+means in an evaluation and of the pairs for DPO. A group that keeps fewer than two has nothing to compare, and is left
+out, too.
 """
 
 from common.errors import RunError
@@ -41,19 +42,22 @@ def loss_weights(scores, num_updates):
     return torch.where(share_kept > 0, is_kept / share_kept, 0.0).flatten().float()
 
 
-def count_failed(scores, names):
-    """The scores (M, R) of an evaluation with NaN in all columns of the images that are left out, and metrics: the
-    number of images that each reward failed on.
+def count_failed(scores, names, num_trained):
+    """The scores (M, R) of an evaluation with NaN in the columns of the first num_trained rewards where one of them
+    failed, and metrics: the number of images that each reward failed on. Those behind, which nothing is trained on, are
+    each on its own: what they failed on stays among the images of the others.
 
     Raises:
-        RunError: no image is kept.
+        RunError: a reward has no image with a score left.
     """
     has_failed = scores.isnan()
-    is_kept = ~has_failed.any(1)
-    if not is_kept.any():
+    is_left_out = has_failed[:, :num_trained].any(1)
+    scores = scores.clone()
+    scores[is_left_out, :num_trained] = torch.nan
+    if scores.isnan().all(0).any():
         raise RunError(f"no image of the evaluation has its scores: {_count(has_failed, names)}")
     metrics = {f"val/{name}/failed": has_failed[:, r].sum() for r, name in enumerate(names)}
-    return scores.where(is_kept[:, None], torch.nan), metrics
+    return scores, metrics
 
 
 def best_and_worst(totals):

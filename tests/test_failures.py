@@ -222,7 +222,20 @@ def test_an_evaluation_leaves_images_and_prompts_out(monkeypatch):
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected, abs=1e-12)
     told = "no image of the evaluation has its scores: reward a failed on 2 of 3, reward b failed on 2 of 3"
     with pytest.raises(RunError, match=told):
-        count_failed(scores[3:], ["a", "b"])
+        count_failed(scores[3:], ["a", "b"], 2)
+
+
+@fast
+def test_a_reward_that_only_watches_leaves_no_image_out_of_the_others(monkeypatch):
+    """Two trained rewards, one watching, on three prompts of an image; the second prompt is without its first score."""
+    scores = tensor([1, 0, NAN], [NAN, 4, 5], [3, 2, 7])
+    monkeypatch.setattr("common.sampler.gather", lambda tensor: tensor[None])
+    metrics = eval_metrics(scores, ["a", "b", "watches"], (1, 2), num_prompts=3, images_per_prompt=1)
+    means = {"a": 2, "b": 1, "watches": 6, "weighted_total": 4}
+    assert {name: metrics[f"val/{name}/mean"].item() for name in means} == means
+    assert [metrics[f"val/{name}/failed"].item() for name in ("a", "b", "watches")] == [1, 0, 1]
+    with pytest.raises(RunError, match="reward watches failed on 3 of 3"):
+        count_failed(scores.index_fill(1, torch.tensor([2]), NAN), ["a", "b", "watches"], 2)
 
 
 @fast

@@ -233,16 +233,14 @@ def eval_metrics(scores, rewards, reward_weights, num_prompts, images_per_prompt
     prompt all of whose images it left is left out.
     """
     scores = gather_shares(scores, num_prompts * images_per_prompt)
-    scores, metrics = count_failed(scores, rewards)
+    scores, metrics = count_failed(scores, rewards, len(reward_weights))
     scores = scores.view(num_prompts, images_per_prompt, -1).nanmean(1)  # (prompts, R)
-    scores = scores[~scores.isnan().any(1)]  # (prompts that are kept, R)
     weights = torch.tensor(reward_weights, dtype=scores.dtype)
-    totals = scores[:, : len(weights)] @ weights  # (prompts that are kept,)
-    means = [*scores.mean(0), totals.mean()]
-    deviations = [*scores.std(0, correction=0), totals.std(correction=0)]
-    for i, name in enumerate([*rewards, TOTAL]):
-        metrics[f"val/{name}/mean"] = means[i]
-        metrics[f"val/{name}/stderr"] = deviations[i] / len(scores) ** 0.5
+    totals = scores[:, : len(weights)] @ weights  # (prompts,)
+    for name, of_prompts in zip([*rewards, TOTAL], [*scores.T, totals], strict=True):
+        kept = of_prompts[~of_prompts.isnan()]
+        metrics[f"val/{name}/mean"] = kept.mean()
+        metrics[f"val/{name}/stderr"] = kept.std(correction=0) / len(kept) ** 0.5
     return metrics
 
 
