@@ -536,7 +536,7 @@ def update(args, model, optimizer, batch):
 def evaluate(args, model, engine, inputs, folder):
     """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks, written to `folder`.
 
-    Returns each reward's mean and standard error over prompts and, on rank 0, 32 images as (PIL image, caption).
+    Returns its metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
     """
     places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
     steps = args.eval_num_inference_steps

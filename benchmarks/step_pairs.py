@@ -46,7 +46,7 @@ COMPARED = {
 
 
 def mean_step(folder, ranks, script, num_steps, options):
-    """Run a script. Returns the mean of its steps but the first: {"rollout": s, "update": s, "both": s}."""
+    """Run a script. Returns the mean of its steps but the first: {"rollout": s, "update": s, "step": s}."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
     command += [ROOT / script, "--name", "run", "--num_steps", num_steps, *options]
     command += ["--eval_every", 10_000, "--max_prompts", 2]
@@ -56,7 +56,7 @@ def mean_step(folder, ranks, script, num_steps, options):
     steps = [row for row in rows if "actor/loss" in row][1:]
     rollout = statistics.mean(row["timing_s/gen"] + row["timing_s/reward"] for row in steps)
     update = statistics.mean(row["timing_s/update_actor"] + row["timing_s/update_weights"] for row in steps)
-    return {"rollout": rollout, "update": update, "both": rollout + update}
+    return {"rollout": rollout, "update": update, "step": statistics.mean(row["timing_s/step"] for row in steps)}
 
 
 def main(options):
@@ -75,7 +75,7 @@ def main(options):
     )
     print(f"medians of {options.pairs} runs; of the ratios pair by pair: median [all]\n")
     print(f"| phase | {first} | {second} | {first} / {second} |\n|---|---|---|---|")
-    for phase in ("rollout", "update", "both"):
+    for phase in ("rollout", "update", "step"):
         medians = [f"{statistics.median(run[phase] for run in runs[label]):.2f}" for label in runs]
         ratios = [a[phase] / b[phase] for a, b in zip(runs[first], runs[second], strict=True)]
         listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)

@@ -6,7 +6,7 @@ import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.refusals import brief
+from common.refusals import UNREADABLE, brief
 
 # what gloo and NCCL say of a rank that has ended
 RANK_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
@@ -32,8 +32,9 @@ def one_line(error_type, run=None):
     try:
         yield
     except error_type as error:
-        # bad arguments are the same on every rank, and told once
-        silent = error_type is ValueError and os.environ.get("LOCAL_RANK", "0") != "0"
+        # bad arguments are the same on every rank, and told once; a reward may fail to load on this rank alone
+        is_everywhere = error_type is ValueError and isinstance(error.__cause__ or error, UNREADABLE)
+        silent = is_everywhere and os.environ.get("LOCAL_RANK", "0") != "0"
         raise SystemExit(1 if silent else _line(error, run, error)) from None
     except RuntimeError as error:
         if not any(sign in str(error) for sign in RANK_IS_GONE):

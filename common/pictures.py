@@ -51,7 +51,7 @@ def drawn_metrics(rows, wanted):
         below = [name for name in measured if name.startswith(prefix) and name.endswith("/mean")]
         if len(below) == 2:  # the one that is drawn whatever else is, or the reward's own
             below = [name for name in below if name in wanted] or [name for name in below if name != VAL_TOTAL]
-        elif any(_is_total(rows, name) for name in below):  # the only one that is trained on
+        elif VAL_TOTAL in below and any(_is_total(rows, name) for name in below):  # the only one that is trained on
             below.remove(VAL_TOTAL)
         drawn += [name for name in below if name not in drawn]
     return drawn

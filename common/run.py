@@ -18,7 +18,7 @@ from common.files import atomic_file, writing
 from common.lock import lock_run
 from common.pictures import WATCHED, as_one_picture, drawn_metrics, plot_curves, save_grid, save_png
 from common.policy import tensors_on_rank_0
-from common.watch import check_stop_rules, read_stop_rules
+from common.watch import read_stop_rules, unknown_metric
 
 import torch
 import torch.distributed as dist
@@ -97,8 +97,8 @@ class RunLog:
             RunError: the evaluation before them has no metric that a rule names.
         """
         self.stop_rules = read_stop_rules(stop_if)
-        if self.evaluated:
-            check_stop_rules(self.stop_rules, self.evaluated)
+        if self.evaluated and (line := unknown_metric(self.stop_rules, self.evaluated)):
+            raise RunError(line)
         self.done = numbers.start - 1
         self.last = numbers.stop - 1
         if numbers:
@@ -138,15 +138,15 @@ class RunLog:
 
         grid: an evaluation's list of (PIL image, caption), for which grid_STEP.png and curves.png are drawn, too.
         A rule of --stop_if that an evaluation of a step meets is written, too, and told in `stop_reason`, on all ranks.
+        One whose metric the evaluation lacks is only said: by then there is training to lose.
 
         Raises:
-            RunError: naming the metrics that are NaN or infinite, or the folder that could not be written; or an
-                evaluation lacks the metric of a rule.
+            RunError: naming the metrics that are NaN or infinite, or the folder that could not be written.
         """
         if self.step_began is not None:  # a step of training, whose seconds are without its evaluation
             self.timing["step"] = time.perf_counter() - self.step_began - self.timing.get("testing", 0.0)
             self.done = step
-        metrics = metrics | self._speed_metrics(step) | self._met_stop_rules(metrics)
+        metrics = metrics | self._speed_metrics(step) | self._met_stop_rules(step, metrics)
         self.timing = {}
         if not self.writes:
             return
@@ -197,14 +197,16 @@ class RunLog:
             table["val/images"] = self.wandb.Table(["step", "prompt and score", "image"], rows)
         self.wandb.log(metrics | table, step=step)
 
-    def _met_stop_rules(self, metrics):
+    def _met_stop_rules(self, step, metrics):
         """What is written of the rules (of `steps`) that these metrics, where they are of an evaluation, meet."""
         evaluated = [name for name in metrics if name.startswith("val/")]
         if not evaluated:
             return {}
         self.evaluated = evaluated
-        check_stop_rules(self.stop_rules, evaluated)
-        met = [rule for rule in self.stop_rules if rule.holds(float(metrics[rule.metric]))]
+        if line := unknown_metric(self.stop_rules, evaluated):
+            self.say(f"step {step}: {line}")
+        known = [rule for rule in self.stop_rules if rule.metric in evaluated]
+        met = [rule for rule in known if rule.holds(float(metrics[rule.metric]))]
         if met:
             told = [f"{rule.metric} is {float(metrics[rule.metric]):.4g} (--stop_if {rule})" for rule in met]
             self.stop_reason = ", ".join(told)

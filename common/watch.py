@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.distributed import gather, gather_objects, gather_rows, on_rank_0
-from common.errors import RunError
 from common.pictures import as_one_picture, open_png
 from common.refusals import UNREADABLE, brief, reason
 from common.sampler import gather_shares
@@ -118,7 +117,7 @@ def base_samples(run):
         except (*UNREADABLE, KeyError, TypeError):
             return None
         if resume not in (None, "latest"):
-            resume = Path(resume)
+            resume = Path(resume).absolute()
             run = resume.parents[1] if resume.suffix == ".pt" else resume
     return None
 
@@ -164,9 +163,10 @@ def read_stop_rules(texts):
     return rules
 
 
-def check_stop_rules(rules, measured):
-    """Raises RunError where a rule's metric is none of `measured`, those of an evaluation."""
+def unknown_metric(rules, measured):
+    """A line on the first rule whose metric is none of `measured`, those of an evaluation; None where all are."""
     for rule in rules:
         if rule.metric not in measured:
             known = ", ".join(sorted(name for name in measured if not name.endswith("/stderr")))
-            raise RunError(brief(f"--stop_if {rule}: no evaluation logs {rule.metric}; there are {known}"))
+            return brief(f"--stop_if {rule}: no evaluation logs {rule.metric}; there are {known}")
+    return None

@@ -8,7 +8,7 @@ import flow_grpo
 import grpo_guard
 import mix_grpo
 from common.data import PromptSet
-from common.errors import RunError
+from common.errors import RunError, one_line
 from common.failures import best_and_worst, count_failed, leave_out_failed, loss_weights
 from common.rewards import Scorer, eval_metrics, reward_metrics, sample_records, score_images
 from common.run import save_samples
@@ -199,6 +199,20 @@ def test_weights_divide_each_mini_batch_by_what_it_keeps():
     assert loss_weights(scores, 2).tolist() == pytest.approx([*(1.2, 1.2, 1.2, 1.2, 0, 1.2), *[0] * 6])
     whole = loss_weights(SCORES[:3], 1)
     assert whole.tolist() == [1, 1, 1] and whole.dtype == torch.float32
+
+
+@fast
+@pytest.mark.parametrize(
+    ("cause", "rank_1_tells"),
+    [(None, False), (FileNotFoundError("no such file"), False), (RuntimeError("out of memory"), True)],
+)
+def test_what_a_reward_raises_as_it_loads_is_told_by_the_rank_it_happens_on(cause, rank_1_tells, monkeypatch):
+    """Missing files and settings are missed by all ranks, and told once."""
+    for rank, tells in (("0", True), ("1", rank_1_tells)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as ended, one_line(ValueError):
+            raise ValueError("--reward clip_score: it did not load") from cause
+        assert str(ended.value).endswith("error: --reward clip_score: it did not load") == tells
 
 
 # ---- an evaluation ---------------------------------------------------------------------------------------------------

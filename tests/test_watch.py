@@ -245,6 +245,20 @@ def log_of(folder, curve, stop_if):
 
 
 @fast
+def test_base_samples_are_found_from_a_bare_file_name(tmp_path, monkeypatch):
+    """A run that went on from `--resume step_000005.pt`, given in the folder of that file."""
+    (tmp_path / "old" / "samples" / "0000").mkdir(parents=True)
+    (tmp_path / "old" / "samples" / "0000" / "samples.jsonl").touch()
+    checkpoints = tmp_path / "old" / "checkpoints"
+    checkpoints.mkdir()
+    run = tmp_path / "new"
+    run.mkdir()
+    (run / "args.json").write_text(json.dumps({"args": {"resume": "step_000005.pt"}}))
+    monkeypatch.chdir(checkpoints)
+    assert watch.base_samples(run) == tmp_path / "old" / "samples" / "0000"
+
+
+@fast
 def test_an_evaluation_that_meets_a_rule_ends_the_run(tmp_path, capfd):
     rules = ["val/a/mean<0.5", "val/a/mean>3"]
     log = log_of(tmp_path, {0: 0.1, 2: 0.5, 4: 0.25}, rules)  # before training, and at the limit, nothing is met
@@ -265,16 +279,17 @@ def test_without_a_rule_that_is_met_a_run_goes_to_its_end(tmp_path, capfd):
 
 
 @fast
-def test_a_rule_of_no_metric_is_refused_at_the_first_evaluation(tmp_path):
+def test_a_rule_of_no_metric_is_refused_at_the_first_evaluation(tmp_path, capfd):
     told = "--stop_if val/b/mean<0.5: no evaluation logs val/b/mean; there are val/a/mean"
     with pytest.raises(RunError) as error:
         log_of(tmp_path, {0: 0.1}, ["val/a/mean<0.05", "val/b/mean<0.5"])
     assert str(error.value) == told
-    log = RunLog(tmp_path)  # of a run that goes on, whose first evaluation is in training
-    with pytest.raises(RunError) as error:
-        for step in log.steps(range(6, 9), ["val/b/mean<0.5"]):
-            log.write(step, {"loss": 1.0} | ({"val/a/mean": 0.1} if step == 7 else {}))
-    assert str(error.value) == told and log.done == 7
+    log = RunLog(tmp_path)  # of a run that goes on, whose first evaluation is in training: nothing of it is lost
+    for step in log.steps(range(6, 9), ["val/b/mean<0.5", "val/a/mean<0.5"]):
+        log.write(step, {"loss": 1.0} | ({"val/a/mean": 0.1} if step == 7 else {}))
+    assert log.done == 8 and read_metrics(tmp_path)[-1]["training/global_step"] == 8
+    assert log.stop_reason == "val/a/mean is 0.1 (--stop_if val/a/mean<0.5)"
+    assert f"step 7: {told}" in capfd.readouterr().out
 
 
 # ---- pictures of several rewards -------------------------------------------------------------------------------------
@@ -289,6 +304,8 @@ def test_curves_of_each_reward_and_of_a_total_that_is_none_of_them(tmp_path):
     assert drawn_metrics(watched, ("val/",)) == ["val/colour/mean", "val/ocr/mean"]
     both = [metrics_row(0, ocr=0.5, colour=0.9, weighted_total=1.4), metrics_row(5, ocr=0.6, colour=0.8)]
     assert "val/weighted_total/mean" in drawn_metrics(both, ("val/",))
+    equal = both[0] | {f"critic/rewards/{name}mean": 1.4 for name in ("", "ocr/", "colour/")}  # to the total, by chance
+    assert drawn_metrics([equal], ("critic/rewards/",)) == [name for name in sorted(equal) if name[:2] == "cr"]
     both[0] |= {"val/drift_from_base": 0.0, "val/diversity": 0.1, "critic/diversity": 0.1}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
     plot_curves(tmp_path)

@@ -59,10 +59,12 @@ def send_outputs(worker):
             answer.output = pack_diffusion_output_shm(output)
         except Exception as error:
             answer.error = f"{type(error).__name__}: {error}"
-        worker._enqueue_result(answer)
-        with worker._async_output_done:
-            worker._async_output_pending -= 1
-            worker._async_output_done.notify_all()
+        try:
+            worker._enqueue_result(answer)
+        finally:
+            with worker._async_output_done:
+                worker._async_output_pending = max(0, worker._async_output_pending - 1)
+                worker._async_output_done.notify_all()
 
 
 WorkerProc._async_output_loop = send_outputs
