@@ -4,7 +4,8 @@
 
 Nothing of it was run on a GPU. SD3.5-medium with the paper's recipe (README.md), by its published configs, in bf16, on
 nodes of eight H100 SXM. FLOPs and memory are --plan's (common/plan.py), at 40 % of the matrix rate. Traffic is counted
-as FSDP2 makes it with the scripts' settings, and assumed not to overlap with the computing:
+as FSDP2 makes it with the scripts' settings, and assumed not to overlap with the computing. Rows of 48 x 24 images, and
+of 1024 x 1024, are of micro-batches of one image, the others of two:
 
 - a pass gathers the frozen weights of a node's shards twice, forward and backward, and a pass without gradient once;
 - an optimizer step exchanges a LoRA's gradients in fp32 once; of full weights every pass does, within the node and over

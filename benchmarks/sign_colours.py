@@ -1,7 +1,7 @@
 """What becomes of the signs' colours, which OCR does not see: trained on OCR alone, with a reward for them, with a KL.
 
-    python benchmarks/sign_colours.py docs/records/sign_colours.jsonl             # the runs that it lacks, in turn
-    python benchmarks/sign_colours.py docs/records/sign_colours.jsonl --table     # what it holds, in Markdown
+    python -m benchmarks.sign_colours docs/records/sign_colours.jsonl             # the runs that it lacks, in turn
+    python -m benchmarks.sign_colours docs/records/sign_colours.jsonl --table     # what it holds, in Markdown
 
 Three settings (SETTINGS), three seeds, one thread (--core). A run is runs/sign_colours-SETTING-seedSEED, goes on where
 it was interrupted, and becomes a JSON line of the record once it is done, so that the campaign does, too. `off` is the
@@ -11,10 +11,11 @@ share of the held-out signs whose sign_colour is below .5: more than 32 of 255 o
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+from benchmarks.comparison import print_table, spread
 
 ROOT = Path(__file__).parents[1]
 COLOUR = "assets/sign_colour.py:sign_colour"
@@ -27,13 +28,12 @@ SEEDS = (1, 2, 3)
 COLUMNS = {"ocr": 3, "sign_colour": 3, "off": 2, "drift": 3, "seconds": 0}  # of the table, with their digits
 
 
-def train(setting, seed, num_steps, core):
+def train(script, name, seed, num_steps, options, core):
     """The folder of a run that is done."""
-    name = f"sign_colours-{setting}-seed{seed}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "flow_grpo.py", "--rollout", "local"]
-    command += ["--name", name, "--seed", str(seed), "--num_steps", str(num_steps), "--resume", "latest"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", script, "--name", name, "--seed", seed]
+    command += ["--num_steps", num_steps, "--resume", "latest", *options]
     os.sched_setaffinity(0, {core})  # of what is started, too, which then takes one thread
-    subprocess.run([*command, *SETTINGS[setting]], cwd=ROOT, check=True)
+    subprocess.run([*map(str, command)], cwd=ROOT, check=True)
     return ROOT / "runs" / name
 
 
@@ -63,19 +63,15 @@ def read_record(path):
 
 def show(record):
     """The record as a table: mean over seeds, and their range."""
-    print(f"| setting | steps, seeds | {' | '.join(COLUMNS)} |\n|{' --- |' * (2 + len(COLUMNS))}")
     before = record[0]["before"]
-    print(f"| before | | {before['ocr']:.3f} | {before['sign_colour']:.3f} | | | |")
+    rows = [["setting", "steps, seeds", *COLUMNS]]
+    rows.append(["before", "", f"{before['ocr']:.3f}", f"{before['sign_colour']:.3f}", "", "", ""])
     for setting in SETTINGS:
         lines = [line for line in record if line["setting"] == setting]
-        if not lines:
-            continue
-        cells = [setting, f"{lines[0]['steps']}, {len(lines)}"]
-        for name, digits in COLUMNS.items():
-            values = [line[name] for line in lines]
-            low, high = min(values), max(values)
-            cells.append(f"{statistics.mean(values):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]")
-        print(f"| {' | '.join(cells)} |")
+        if lines:
+            cells = [spread([line[name] for line in lines], digits) for name, digits in COLUMNS.items()]
+            rows.append([setting, f"{lines[0]['steps']}, {len(lines)}", *cells])
+    print_table(rows)
 
 
 def main():
@@ -94,7 +90,10 @@ def main():
         for setting in SETTINGS:
             if (setting, seed, args.num_steps) in done:
                 continue
-            line = measure(train(setting, seed, args.num_steps, args.core), setting, seed)
+            name = f"sign_colours-{setting}-seed{seed}"
+            options = ["--rollout", "local", *SETTINGS[setting]]
+            run = train("flow_grpo.py", name, seed, args.num_steps, options, args.core)
+            line = measure(run, setting, seed)
             with open(args.record, "a") as file:
                 file.write(json.dumps(line) + "\n")
 

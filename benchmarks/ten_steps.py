@@ -1,8 +1,8 @@
 """The second setting of docs/comparison.md: ten steps, all but the last trained, larger noise and learning rate.
 
-    python benchmarks/ten_steps.py docs/records/ten_steps.jsonl --core 0 --seeds 1 2       # the runs that it lacks
-    python benchmarks/ten_steps.py docs/records/ten_steps.jsonl --core 1 --seeds 3         # beside it
-    python benchmarks/ten_steps.py docs/records/ten_steps.jsonl --table docs/records/ten_steps.png
+    python -m benchmarks.ten_steps docs/records/ten_steps.jsonl --core 0 --seeds 1 2       # the runs that it lacks
+    python -m benchmarks.ten_steps docs/records/ten_steps.jsonl --core 1 --seeds 3         # beside it
+    python -m benchmarks.ten_steps docs/records/ten_steps.jsonl --table docs/records/ten_steps.png
 
 The embedded model and its OCR reward; 128 images a rollout, each run on one core. Besides OCR every evaluation asks two
 rewards that no run is trained on: the sign's colour, and its size as a JPEG. A run is runs/ten_steps-NAME-seedSEED,
@@ -12,20 +12,13 @@ goes on from there to a line of its own. dpo_offline.py makes its pairs of as ma
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
-import matplotlib
+from benchmarks.comparison import plt, print_table, spread
+from benchmarks.sign_colours import COLOUR, read_record, train
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-ROOT = Path(__file__).parents[1]
 IMAGES = 128  # of a rollout
-COLOUR = "assets/sign_colour.py:sign_colour"
 COMMON = ["--num_inference_steps", 10, "--eval_num_inference_steps", 10, "--learning_rate", 2e-3]
 COMMON += ["--max_prompts", 128, "--eval_images_per_prompt", 2, "--eval_reward", COLOUR, "jpeg_compressibility"]
 ONLINE = ["--rollout", "local", "--num_prompts", 16, "--group_size", 8, "--eval_every", 5]
@@ -57,17 +50,6 @@ HELD_OUT = {  # name: metric, of each evaluation, with the digits of the table
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
-def train(name, seed, num_steps, core):
-    """The folder of a run that is done."""
-    script, *options = SETTINGS[name]
-    run = f"ten_steps-{name}-seed{seed}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", script, "--name", run, "--seed", seed]
-    command += ["--num_steps", num_steps, "--resume", "latest", *COMMON, *options]
-    os.sched_setaffinity(0, {core})  # of what is started, too, which then takes one thread
-    subprocess.run(list(map(str, command)), cwd=ROOT, check=True)
-    return ROOT / "runs" / run
-
-
 def measure(run, name, seed):
     """The line of a run: its last step, what each step and each evaluation gave, at how many images and seconds."""
     args = json.loads((run / "args.json").read_text())
@@ -95,9 +77,10 @@ def measure(run, name, seed):
 # ---- table and picture -----------------------------------------------------------------------------------------------
 def longest_runs(path):
     """{name: [line of each seed]}, of a seed's lines the one with most steps."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_record(path)
     runs = {(line["name"], line["seed"]): line for line in sorted(lines, key=lambda line: line["num_steps"])}
-    return {name: [line for (of, _), line in sorted(runs.items()) if of == name] for name in SETTINGS}
+    of_names = {name: [line for (of, _), line in sorted(runs.items()) if of == name] for name in SETTINGS}
+    return {name: lines for name, lines in of_names.items() if lines}
 
 
 def first(line, column, threshold):
@@ -105,18 +88,14 @@ def first(line, column, threshold):
     return next((point[column] for point in line["evaluations"] if point["ocr"] >= threshold), None)
 
 
-def spread(values, digits):
-    if any(value is None for value in values):
-        return f"{sum(value is not None for value in values)} of {len(values)} reach it"
-    low, high = min(values), max(values)
-    return f"{statistics.mean(values):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
-def print_table(rows):
-    header, *others = rows
-    for row in (header, ["---"] * len(header), *others):
-        print(f"| {' | '.join(row)} |")
-    print()
+def reward_at(line, seconds):
+    """The held-out reward after so many seconds of training, between the two evaluations that it lies between."""
+    before = [point for point in line["evaluations"] if point["seconds"] <= seconds][-1]
+    after = [point for point in line["evaluations"] if point["seconds"] > seconds][:1]
+    if not after:
+        return before["ocr"]
+    share = (seconds - before["seconds"]) / (after[0]["seconds"] - before["seconds"])
+    return before["ocr"] + share * (after[0]["ocr"] - before["ocr"])
 
 
 def show(runs, threshold, at_seconds):
@@ -134,8 +113,7 @@ def show(runs, threshold, at_seconds):
     for name, lines in runs.items():
         rates = [line["evaluations"][-1]["seconds"] / line["num_steps"] for line in lines]
         cells = [spread([first(line, column, threshold) for line in lines], 0) for column in ("images", "seconds")]
-        then = [[point["ocr"] for point in line["evaluations"] if point["seconds"] <= at_seconds][-1] for line in lines]
-        rows.append([name, spread(rates, 1), *cells, spread(then, 3)])
+        rows.append([name, spread(rates, 1), *cells, spread([reward_at(line, at_seconds) for line in lines], 3)])
     print_table(rows)
 
     rows = [["", "ratio_mean - 1, first rollout", "later rollouts", "clipped above", "clipped below"]]
@@ -159,14 +137,14 @@ def draw(runs, path):
     for number, (name, lines) in enumerate(runs.items()):
         colour = f"C{number}"
         for axis, (across, up) in zip(axes.flat, panels, strict=False):
-            points = list(zip(*(line["evaluations"] for line in lines), strict=True))  # of the seeds, by evaluation
+            points = list(zip(*(line["evaluations"] for line in lines), strict=False))  # of the seeds, by evaluation
             x = [statistics.mean(point[across] for point in seeds) for seeds in points]
             y = [[point[up] for point in seeds] for seeds in points]
             axis.plot(x, list(map(statistics.mean, y)), color=colour, label=name)
             axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=colour, alpha=0.15, linewidth=0)
             axis.set(xlabel=across, ylabel=f"held-out {up}")
         if lines[0]["steps"][0]["ratio_mean"] is not None:
-            steps = zip(*(line["steps"] for line in lines), strict=True)  # of the seeds, by rollout
+            steps = zip(*(line["steps"] for line in lines), strict=False)  # of the seeds, by rollout
             ratios = [1e4 * (statistics.mean(step["ratio_mean"] for step in seeds) - 1) for seeds in steps]
             axes[1, 1].plot(range(1, len(ratios) + 1), ratios, color=colour, label=name)
     axes[1, 1].set(xlabel="rollouts", ylabel="(mean ratio - 1) x 1e4")
@@ -192,12 +170,12 @@ def main():
     for seed in args.seeds:
         for name in args.names:
             num_steps = 40 if name == "dpo_offline" else args.num_rollouts
-            lines = args.record.read_text().splitlines() if args.record.exists() else []
-            if (name, seed, num_steps) in {
-                (line["name"], line["seed"], line["num_steps"]) for line in map(json.loads, lines)
-            }:
+            record = read_record(args.record)  # to which another process appends, too
+            if (name, seed, num_steps) in [(line["name"], line["seed"], line["num_steps"]) for line in record]:
                 continue
-            line = measure(train(name, seed, num_steps, args.core), name, seed)
+            script, *options = SETTINGS[name]
+            run = train(script, f"ten_steps-{name}-seed{seed}", seed, num_steps, [*COMMON, *options], args.core)
+            line = measure(run, name, seed)
             with open(args.record, "a") as file:
                 file.write(json.dumps(line) + "\n")
 
