@@ -197,7 +197,12 @@ def test_a_result_is_a_number_or_one_of_several_by_name(serve, wanted, result, s
         ("Score: 7", 0.7),
         ("Good.\n**Score:** 8/10", 0.8),
         ("**Score**: 10.", 1.0),
-        ("score: 3\nNo: SCORE: 4.5, for the cat.", 0.45),
+        ("score: 3\nNo: SCORE: 4.5 / 10 .\n", 0.45),
+        ("Score: 10 would be perfect; I give 3.", None),
+        ("Score: 5/100", None),
+        ("Score: 7-8", None),
+        ("Score: 7/", None),
+        ("Score: 4.5, for the cat.", None),
         ("It scores 9 of 10.", None),
         ("Score: seven", None),
         ("Score: 4\nScore: ?", None),  # never the one before

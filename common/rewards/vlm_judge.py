@@ -43,8 +43,8 @@ from common.json_http import (
 from common.refusals import refusing
 
 QUESTION = Path(__file__).with_name("vlm_judge.txt")
-# not followed by more of a number, as in 8,5 or 1e3
-NUMBER = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)(?![\w%]|[.,]\d)")
+NUMBER = r"[+-]?\d+(?:\.\d+)?"
+SCORE = re.compile(rf"\s*({NUMBER})\s*(?:/\s*({NUMBER})\s*)?\.?\s*")  # 7, or 7/10, with or without a full stop
 
 
 class Settings(NamedTuple):
@@ -98,16 +98,17 @@ def judge(settings, image, prompt):
 def read_score(text, least, highest):
     """The number behind the last "Score:" of an answer, mapped from [least, highest] to [0, 1].
 
-    Case and the asterisks of Markdown do not count; what follows the number, "/10" or a full stop, is not read.
+    Case and the asterisks of Markdown do not count. Behind the number may stand "/10", where 10 is the highest score,
+    and a full stop, and nothing else: "Score: 10 would be perfect" is no 10.
 
     Raises:
         ValueError: there is no such number, or it is outside of the range: it is not moved into it.
     """
     _, found, behind = text.replace("*", "").lower().rpartition("score:")
-    number = NUMBER.match(behind)
-    if not found or not number:
+    ending = SCORE.fullmatch(behind)
+    if not found or not ending or (ending[2] and float(ending[2]) != highest):
         raise ValueError(f"an answer that does not end with Score: and a number: {text[-200:]!r}")
-    score = float(number[1])
+    score = float(ending[1])
     if not least <= score <= highest:
         raise ValueError(f"an answer whose score is not in {least:g} to {highest:g}: {text[-200:]!r}")
     return (score - least) / (highest - least)
