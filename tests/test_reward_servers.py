@@ -322,6 +322,16 @@ def test_garbage_is_never_a_score_and_never_one_images_failure(serve, kind, cont
     assert told in fault_of(rewards)
 
 
+@fast
+@pytest.mark.parametrize("result", [{"green": 0.5}, {"green": {"blue": 0.5}}])
+def test_a_number_that_is_not_the_metrics_is_not_taken_for_it(serve, result):
+    def answer(path, body):
+        return (200, {"results": [result] * 4, "errors": [{}] * 4}) if body else good_answer("http_scorer", path, body)
+
+    _, rewards = serve("http_scorer", answer, REWARD="green/foo")
+    assert f"neither a number nor an error for green/foo: {result}" in fault_of(rewards)
+
+
 # what a server says of image 1 alone; the others get their scores
 ONE_FAILS = {
     "no score": ("vlm_judge", (200, completion("I cannot judge this.")), "does not end with Score: and a number"),
@@ -330,6 +340,7 @@ ONE_FAILS = {
     "cut": ("vlm_judge", (200, completion("Score: 1", "length")), "cut at VLM_JUDGE_MAX_TOKENS 512"),
     "refused": ("vlm_judge", (400, b"image too large"), "HTTP 400: image too large"),
     "an error": ("http_scorer", ({}, {"green": "ValueError('too dark')"}), "too dark"),
+    "an error of no name": ("http_scorer", ({"green": 0.0}, {"error": "boom"}), "{'error': 'boom'}"),
     "NaN": ("http_scorer", ({"green": {"green": math.nan}}, {}), "score nan"),
     "infinite": ("http_scorer", ({"green": math.inf}, {}), "score inf"),
     "both": ("http_scorer", ({"green": 0.0}, {"green": "timed out"}), "timed out"),

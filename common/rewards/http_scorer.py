@@ -25,7 +25,8 @@ The answer has an entry for each request, in their order:
     {"results": [{REWARD: {METRIC: NUMBER}}], "errors": [{}]}
 
     results           REWARD's number, finite, or its numbers by name; higher is better
-    errors            {REWARD: TEXT} where that image could not be scored, and {} where it could
+    errors            {REWARD: TEXT}, or any other that is not empty, where that image could not be scored; {} where it
+                      could
 
 An error of an image, or a number that is not finite, is that image's failure; anything else is the run's. GET
 URL/rewards, {"rewards": [NAME, ...]}, is asked for once at the start; a server need not have it.
@@ -86,12 +87,14 @@ def ask_for(settings, batch):
 
 def read_score(settings, result, error):
     """The score in one entry of "results", or the ValueError that the entry of "errors" makes of it."""
-    if settings.reward in error:
-        return ValueError(str(error[settings.reward]))
+    if error:  # under whatever name: one reward is asked for
+        return ValueError(str(error.get(settings.reward, error)))
     score = result.get(settings.reward)
     if isinstance(score, dict):
         metrics = [settings.metric] if settings.metric else list(score)
         score = score.get(metrics[0]) if len(metrics) == 1 else None
+    elif settings.metric:
+        score = None  # a number without a name, which need not be the metric's
     if isinstance(score, bool) or not isinstance(score, int | float):
         wanted = "/".join(name for name in (settings.reward, settings.metric) if name)
         raise ServerError(
