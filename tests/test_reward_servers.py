@@ -430,10 +430,24 @@ def test_a_server_that_is_another_is_refused_before_any_model_loads(serve, kind,
 
 
 @fast
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_server_that_is_not_there_is_refused_and_one_without_a_list_is_not(serve, kind, tmp_path):
-    _, rewards = serve(kind, lambda path, body: good_answer(kind, path, body) if body else (404, b""))
+@pytest.mark.parametrize("status", [404, 405])
+def test_a_server_without_a_list_is_a_scorer_and_no_judge(serve, status):
+    """Every server of chat completions lists its models: an address without a list lacks its /v1."""
+    answers = {
+        kind: lambda path, body, kind=kind: good_answer(kind, path, body) if body else (status, b"") for kind in KINDS
+    }
+    _, rewards = serve("http_scorer", answers["http_scorer"])
     assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
+    server, _ = serve("vlm_judge", answers["vlm_judge"], load=False)
+    with pytest.raises(ValueError) as error:
+        load_rewards(["vlm_judge"], [1])
+    told = f"VLM_JUDGE_URL={server.url}: no /models there; is its /v1 missing?"
+    assert str(error.value) == f"--reward vlm_judge: {told}"
+
+
+@fast
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_that_is_not_there_is_refused(serve, kind, tmp_path):
     server, _ = serve(kind)
     server.stop()
     line = run_here(tmp_path, "flow_grpo.py", "--reward", kind, "--rollout", "local")

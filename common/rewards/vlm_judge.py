@@ -144,7 +144,9 @@ def load():
     read_settings.cache_clear()
     settings = read_settings()
     names = ask_for_names(settings.server, "/models", lambda answer: [model["id"] for model in answer["data"]])
-    if names is not None and settings.model not in names:
+    if names is None:
+        raise ValueError(f"VLM_JUDGE_URL={settings.server.url}: no /models there; is its /v1 missing?")
+    if settings.model not in names:
         raise ValueError(f"VLM_JUDGE_MODEL={settings.model}: not at the server, which has {', '.join(names)}")
 
 
