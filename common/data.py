@@ -37,12 +37,16 @@ def read_prompts(path, rewards=None, max_prompts=0):
     .parquet file with a column `prompt`, of strings or of chats as VeRL-Omni writes them; other columns are metadata.
 
     Blank lines are skipped; with max_prompts only the first so many prompts are taken. Each prompt is shown to the
-    rewards ({name: function}) that have a `check`. Returns a PromptSet.
+    rewards ({name: function}) that have a `check`, its metadata to those that have a `check_metadata`.
+
+    Returns a PromptSet.
 
     Raises:
         ValueError: naming the file and, where there is one, the line or row at fault.
     """
-    checks = [reward.check for reward in (rewards or {}).values() if hasattr(reward, "check")]
+    functions = (rewards or {}).values()
+    checks = [reward.check for reward in functions if hasattr(reward, "check")]
+    metadata_checks = [reward.check_metadata for reward in functions if hasattr(reward, "check_metadata")]
     prompts = []
     metadata = []
     for where, record in _read_records(Path(path)):
@@ -50,6 +54,8 @@ def read_prompts(path, rewards=None, max_prompts=0):
         with refusing(where):
             for check in checks:
                 check(prompt)
+            for check in metadata_checks:
+                check(record)
         prompts.append(prompt)
         metadata.append(record)
     if 0 < max_prompts < len(prompts):

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import datetime
 import io
 import json
 import math
@@ -10,17 +11,20 @@ import subprocess
 import sys
 import threading
 import time
+from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import flow_grpo
 from common import json_http
-from common.data import PromptSet
+from common.data import PromptSet, read_prompts
 from common.errors import RunError
 from common.rewards import Scorer, load_rewards, score_images
 from common.rewards.vlm_judge import QUESTION, read_score
 from tests.conftest import ROOT, TINY, few_eval_prompts, read_metrics, run_here, without_times
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -454,6 +458,25 @@ def test_a_server_that_is_not_there_is_refused(serve, kind, tmp_path):
     assert line.startswith(f"flow_grpo.py: error: --reward {kind}: {server.url}/")
     assert line.endswith("no answer (Connection refused)")
     assert not (tmp_path / "runs").exists()
+
+
+@fast
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(b"\x89PNG", "bytes"), (datetime.date(2025, 1, 2), "date"), (Decimal("1.5"), "Decimal"), ({"at": [b""]}, "bytes")],
+)
+def test_a_column_that_json_cannot_hold_is_refused_before_any_model_loads(serve, tmp_path, value, kind):
+    _, rewards = serve("http_scorer")
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a mug", "a cup"], "tag": [1, 2]}), path)
+    assert read_prompts(path, rewards).metadata == [{"tag": 1}, {"tag": 2}]
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a mug", "a cup"], "tag": [None, value]}), path)
+    told = f"{path}, row 1: tag: http_scorer cannot send it: Object of type {kind} is not JSON serializable"
+    with pytest.raises(ValueError) as error:
+        read_prompts(path, rewards)
+    assert str(error.value) == told
+    _, others = serve("vlm_judge")
+    assert read_prompts(path, others).metadata == [{"tag": None}, {"tag": value}]  # which it does not send
 
 
 @fast

@@ -6,11 +6,15 @@ prompt file). scores: B floats, higher is better. A reward that fails raises: it
 on one image alone it may return the exception in the place of that score: --reward_failure says what follows.
 
 Rewards run in a thread beside the rollout, batch by batch as images are finished: an image's score may not depend on
-the others of the call. A reward with the attribute `whole_batch = True` is called once, with all images of the rank.
-One with an attribute `check`, a function `(prompt)` that raises ValueError for a prompt that it cannot score, has it
-run on every prompt before any model loads. One with an attribute `load`, a function without arguments, has it called
-before the model that is trained loads: it loads the reward's own network, or raises ValueError for what is missing.
-One with an attribute `offload`, such a function too, has it called when all images of a rollout are scored.
+the others of the call. The function may have attributes:
+
+    whole_batch     True: it is called once, with all images of the rank
+    check           a function (prompt), run on every prompt before any model loads: raises ValueError for one that the
+                    reward cannot score
+    check_metadata  such a function (dict), run on every prompt's metadata
+    load            a function (), run before the model that is trained loads: loads the reward's own network, or raises
+                    ValueError for what is missing
+    offload         a function (), run when all images of a rollout are scored
 
 On GPUs the rank's own is the current device, in the thread that scores too: a network goes there by `.to("cuda")`, best
 in fp32, and takes a fixed number of images at a time (common/rewards/clip_score.py shows how and why).

@@ -18,7 +18,7 @@ A request is POSTed to URL/score:
     requests          one for each image
     history           one turn: the prompt, and the image as a PNG in base64
     required_rewards  the one of HTTP_SCORER_REWARD, without METRIC
-    metadata          the other fields of the prompt's record
+    metadata          the other fields of the prompt's record, which must be such as JSON has
 
 The answer has an entry for each request, in their order:
 
@@ -33,6 +33,7 @@ URL/rewards, {"rewards": [NAME, ...]}, is asked for once at the start; a server 
 """
 
 import functools
+import json
 import math
 from typing import NamedTuple
 
@@ -124,4 +125,14 @@ def load():
         raise ValueError(f"HTTP_SCORER_REWARD={settings.reward}: not at the server, which has {', '.join(names)}")
 
 
+def check_metadata(metadata):
+    """Raises ValueError, naming the column, for what JSON does not have: the bytes, dates, Decimals of a .parquet."""
+    for column, value in metadata.items():
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise ValueError(f"{column}: http_scorer cannot send it: {error}") from None
+
+
 http_scorer.load = load
+http_scorer.check_metadata = check_metadata
