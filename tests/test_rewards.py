@@ -380,3 +380,17 @@ def test_records_of_samples():
         {"prompt": "first", "seed": 7, "a": 0.5, "b": 1.0},
         {"prompt": "second", "seed": 8, "a": 0.25, "b": 2.0},
     ]
+
+
+@pytest.mark.parametrize("name", ["pickscore", "clip_score", "aesthetic"])
+@pytest.mark.parametrize("value", ["true", "2"])
+def test_another_value_of_reward_offload_is_refused_before_the_network_is_read(name, value, tmp_path, monkeypatch):
+    for variable in ("PICKSCORE_MODEL", "CLIP_SCORE_MODEL", "AESTHETIC_CLIP"):
+        monkeypatch.setenv(variable, str(tmp_path / "nowhere"))
+    monkeypatch.setenv("REWARD_OFFLOAD", value)
+    with pytest.raises(ValueError, match=f"^--reward {name}: REWARD_OFFLOAD={value}: must be 0 or 1$"):
+        load_rewards([name], [1])
+    for good in ("", "0", "1"):
+        monkeypatch.setenv("REWARD_OFFLOAD", good)
+        with pytest.raises(ValueError, match=f"^--reward {name}: cannot load "):
+            load_rewards([name], [1])

@@ -45,8 +45,9 @@ def load_clip(source):
     """The CLIPModel of weights_of's `source`, frozen, in fp32, on own_device; loaded once, for all rewards that ask.
 
     Raises:
-        ValueError: naming the variable, and what is wrong with what it names.
+        ValueError: naming the variable, and what is wrong with what it names; or REWARD_OFFLOAD is neither 0 nor 1.
     """
+    wants_offload()
     name = source[1]
     if name not in LOADED:
         with refusing_weights(source):
@@ -69,11 +70,19 @@ def _read_clip(name):
 
 def offload():
     """The networks leave the GPU until they are asked again, if REWARD_OFFLOAD is 1."""
-    if os.environ.get("REWARD_OFFLOAD") == "1":
+    if wants_offload():
         for model in LOADED.values():
             model.to("cpu")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def wants_offload():
+    """Whether REWARD_OFFLOAD is 1; raises ValueError where it is neither that nor 0."""
+    value = os.environ.get("REWARD_OFFLOAD", "").strip() or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"REWARD_OFFLOAD={value}: must be 0 or 1")
+    return value == "1"
 
 
 @functools.cache
