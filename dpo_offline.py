@@ -40,7 +40,7 @@ from common.plan import show_plan
 from common.policy import acting, add_policies, follow, make_lora
 from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
 from common.prompt_cache import cache_prompts, hash_bits
-from common.rewards import eval_metrics, load_eval_rewards, load_rewards, sample_records, score_images
+from common.rewards import eval_metrics, load_eval_rewards, load_rewards, offload_rewards, sample_records, score_images
 from common.rng import restore_rng_states, rng_states, set_seed
 from common.rollout import RolloutRequest, Trajectories
 from common.run import RunLog, create_run_folder, save_if_best, save_policy, save_samples
@@ -174,6 +174,7 @@ def make_pairs(args, model, inputs, folder):
         num_failed += failed
         if record is not None:
             records[row] = record
+    offload_rewards(inputs.rewards)  # networks of rewards leave the GPU to the training, if asked
     by_row = {row: record for of_rank in gather_objects(records) for row, record in of_rank.items()}
     num_failed = sum(gather_objects(num_failed))
     told = f"; a reward failed on {num_failed} of their images" if num_failed else ""
@@ -431,6 +432,7 @@ def evaluate(args, model, inputs, folder):
     with acting(model, model.evaluated_policy):
         images = sample(args, model, request).images
     scores = score_images(inputs.eval_rewards, images, prompts, args.reward_failure)  # (B, R)
+    offload_rewards(inputs.eval_rewards)
     grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, inputs.eval_rewards))
     num_prompts = len(inputs.eval_set)
     metrics = eval_metrics(scores, inputs.eval_rewards, args.reward_weights, num_prompts, args.eval_images_per_prompt)

@@ -11,6 +11,7 @@ from common.rewards import clip_score as clip_score_file
 from common.rewards.aesthetic import aesthetic
 from common.rewards.clip_score import CHUNK, clip_score, embed_images, embed_prompts, own_device
 from common.rewards.pickscore import pickscore
+from common.user_code import load_function
 from tests.conftest import EMBEDDED, ROOT, TINY, assert_one_line, few_eval_prompts, read_metrics, run_here
 
 import numpy as np
@@ -320,6 +321,31 @@ def test_networks_leave_the_gpu_after_a_rollout_if_asked(asked, monkeypatch):
     scorer.scores()
     assert moves == ["the GPU"] * 2 + ["cpu"] * asked
     assert own_device() == torch.device("cpu")
+
+
+COUNTING = """
+import numpy
+
+calls = []
+
+
+def brightness(images, prompts, metadata):
+    calls.append(len(images))
+    return [numpy.asarray(image).mean() / 255 for image in images]
+
+
+brightness.offload = lambda: calls.append("offload")
+"""
+
+
+def test_dpo_offlines_rewards_are_offloaded_once_the_pairs_and_each_evaluation_are_scored(tmp_path):
+    path = tmp_path / "counting.py"
+    path.write_text(COUNTING)
+    options = ["--reward", f"{path}:brightness", "--num_pair_prompts", 3, "--group_size", 2, "--num_pairs", 2]
+    options += ["--num_steps", 1, "--eval_num_inference_steps", 1, *few_eval_prompts(tmp_path, 4)]
+    assert run_here(tmp_path, "dpo_offline.py", *options) is None
+    calls = load_function(f"{path}:brightness", "--reward").__globals__["calls"]
+    assert calls == [2, 2, 2, "offload", 4, "offload", 4, "offload"]  # three pairs, and evaluations of four prompts
 
 
 # ---- a reward of one's own -------------------------------------------------------------------------------------------

@@ -149,9 +149,7 @@ class Scorer:
             else:
                 alone = {name: function}
                 columns.append(score_images(alone, self.images, self.prompt_set, self.reward_failure)[:, 0])
-        for function in self.rewards.values():
-            if hasattr(function, "offload"):
-                function.offload()
+        offload_rewards(self.rewards)
         return torch.stack(columns, 1)
 
     def _score(self):
@@ -217,6 +215,13 @@ def _as_scores(name, returned, prompts, reward_failure):
             raise RunError(f"reward {name} failed on {first}; --reward_failure mask leaves such images out") from error
         say(brief(f"reward {name} failed on {len(failures)} of {len(prompts)} images, which are left out: {first}"))
     return scores
+
+
+def offload_rewards(rewards):
+    """Run the `offload` of those rewards that have one: {name: function}."""
+    for function in rewards.values():
+        if hasattr(function, "offload"):
+            function.offload()
 
 
 def sample_records(prompt_set, seeds, scores, rewards):
