@@ -37,7 +37,7 @@ from common.errors import RunError, one_line
 from common.failures import leave_out_failed, loss_weights
 from common.models import check_model, compile_block, find_family, load_model
 from common.noise import image_seed
-from common.options import EngineArgs, check_options, parse_args
+from common.options import EngineArgs, check_options, parse_args, recorded
 from common.plan import show_plan
 from common.policy import acting, add_policies, follow, make_lora, policy_tensors
 from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
@@ -506,7 +506,7 @@ def save(args, model, optimizer, sampler, *, step, best_score):
     state = {
         "step": step,
         "best": best_score,
-        "args": asdict(args),
+        "args": recorded(args),
         "sampler": sampler.state_dict(),
         "rng": gather_objects(rng_states()),
         "policies": policy_states(model),
@@ -524,7 +524,7 @@ def load(args, path, model, optimizer, sampler):
     optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # the rate is set at every step
     sampler.load_state_dict(state["sampler"])
     restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
-    is_comparable = checkpoints.say_resumed(path, state["args"], asdict(args))
+    is_comparable = checkpoints.say_resumed(path, state["args"], recorded(args))
     return state["step"], state["best"] if is_comparable else -math.inf
 
 
@@ -534,8 +534,8 @@ def main(args, inputs):
     inputs = inputs._replace(checkpoint=checkpoints.from_rank_0(inputs.checkpoint))
     stop_requested = catch_stop_signals(args.max_minutes)
     folder = Path("runs") / args.name
-    create_run_folder(folder, asdict(args), __file__, inputs.checkpoint)
-    log = RunLog(folder, args.track, asdict(args), args.num_prompts * args.group_size, args.profile_steps)
+    create_run_folder(folder, recorded(args), __file__, inputs.checkpoint)
+    log = RunLog(folder, args.track, recorded(args), args.num_prompts * args.group_size, args.profile_steps)
 
     # the engine loads in a process of its own while the policy loads in this one
     engine = start_engine(args, folder, device)

@@ -35,7 +35,7 @@ from common.failures import best_and_worst
 from common.files import atomic_file, writing
 from common.models import check_model, compile_block, find_family, load_model, on_device
 from common.noise import draw_noise, image_seed
-from common.options import SharedArgs, check_options, parse_args
+from common.options import SharedArgs, check_options, parse_args, recorded
 from common.plan import show_plan
 from common.policy import acting, add_policies, follow, make_lora
 from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
@@ -446,7 +446,7 @@ def save(args, model, optimizer, sampler, *, step, best_score):
     state = {
         "step": step,
         "best": best_score,
-        "args": asdict(args),
+        "args": recorded(args),
         "sampler": sampler.state_dict(),
         "rng": gather_objects(rng_states()),
         "policies": policy_states(model),
@@ -464,7 +464,7 @@ def load(args, path, model, optimizer, sampler):
     optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # the rate is set at every step
     sampler.load_state_dict(state["sampler"])
     restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
-    is_comparable = checkpoints.say_resumed(path, state["args"], asdict(args))
+    is_comparable = checkpoints.say_resumed(path, state["args"], recorded(args))
     return state["step"], state["best"] if is_comparable else -math.inf
 
 
@@ -474,9 +474,9 @@ def main(args, inputs):
     inputs = inputs._replace(checkpoint=checkpoints.from_rank_0(inputs.checkpoint))
     stop_requested = catch_stop_signals(args.max_minutes)
     folder = Path("runs") / args.name
-    create_run_folder(folder, asdict(args), __file__, inputs.checkpoint)
+    create_run_folder(folder, recorded(args), __file__, inputs.checkpoint)
     num_images = 2 * args.num_pairs
-    log = RunLog(folder, args.track, asdict(args), num_images, args.profile_steps)
+    log = RunLog(folder, args.track, recorded(args), num_images, args.profile_steps)
     model, parameters = load_policy(args, inputs, device)
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=ADAM_EPS)
 

@@ -20,7 +20,7 @@ RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples",
 EXPECTED_TO_DIFFER = ("name", "resume", "num_steps", "max_minutes", "stop_if", "keep_checkpoints", "track", "eval_only")
 # what every script saves and goes on from
 STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
-# what the score of an evaluation depends on, beside the weights
+# what the score of an evaluation depends on, beside the weights and the settings of its rewards
 OF_THE_SCORE = (
     *("reward", "reward_weights", "eval_prompts", "max_prompts", "eval_images_per_prompt", "model", "dtype"),
     *("image_size", "num_frames", "max_sequence_length", "eval_num_inference_steps", "guidance_scale"),
@@ -286,14 +286,26 @@ def resume_differences(saved_options, options, ignore=()):
     return differences
 
 
+def of_the_score(options):
+    """{name: value} of what the weighted total of an evaluation depends on, beside the weights."""
+    found = {name: options.get(name) for name in OF_THE_SCORE}
+    for reward in options.get("reward", ()):
+        for variable, value in options.get("reward_settings", {}).get(reward, {}).items():
+            if not variable.endswith("_URL"):  # a server that has moved is not another judge
+                found[variable] = value
+    return found
+
+
 def say_resumed(path, saved_options, options):
-    """Print, on rank 0, which checkpoint the run has taken, and which options differ.
+    """Print, on rank 0, which checkpoint the run has taken, and which options differ; both are `recorded` ones.
 
     Returns whether evaluations from here on can be compared with the best one before: of this run, and scored alike.
     """
     differences = resume_differences(saved_options, options, EXPECTED_TO_DIFFER)
     is_same_run = options["resume"] == "latest"
-    rescored = [name for name in OF_THE_SCORE if saved_options.get(name) != options.get(name)]
+    before = of_the_score(saved_options)
+    now = of_the_score(options)
+    rescored = [name for name in before | now if before.get(name) != now.get(name)]
     if is_same_run and rescored:
         differences.append(f"{rescored[0]} changes the score: best_adapter is chosen anew")
     if on_rank_0():

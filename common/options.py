@@ -10,12 +10,13 @@ import math
 import os
 import re
 import textwrap
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
 from common.bounds import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from common.checkpoints import EXPECTED_TO_DIFFER, saved_options
+from common.rewards import reward_settings
 from common.stops import say
 from common.watch import read_stop_rules
 
@@ -252,3 +253,8 @@ def _parse(args_class, description, argv, defaults):
     for group in fields(parsed):
         values |= vars(getattr(parsed, group.name))
     return args_class(**values)
+
+
+def recorded(args):
+    """asdict(args) and, as `reward_settings`, the environment variables that the scores of its rewards depend on."""
+    return asdict(args) | {"reward_settings": reward_settings([*args.reward, *args.eval_reward])}

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 
 def create_run_folder(folder, config, script, checkpoint=None):
-    """Make `folder`, with args.json (the options `config`, the command, the git hash) and a copy of the script.
+    """Make `folder`, with args.json (the `recorded` options, the command, the git hash) and a copy of the script.
 
     Where the run in it goes on from `checkpoint`, these stand beside the first ones, under the checkpoint's name. Rank
     0 does it, and locks the folder first.

@@ -1,6 +1,7 @@
 """Rewards against hand numbers, a real OCR network, and real JPEG files."""
 
 import io
+import re
 import sys
 import threading
 
@@ -372,6 +373,19 @@ def test_evaluation_by_hand(monkeypatch):
         },
         abs=1e-12,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("aesthetic", "AESTHETIC"), ("clip_score", "CLIP_SCORE"), ("pickscore", "PICKSCORE")]
+    + [("http_scorer", "HTTP_SCORER"), ("vlm_judge", "VLM_JUDGE")],
+)
+def test_the_variables_that_a_file_documents_are_its_rewards_settings(name, prefix):
+    """But for those by which the same scores come sooner, or at all."""
+    function = room.find_reward(name)
+    documented = set(re.findall(rf"\b{prefix}_[A-Z_]+\b", sys.modules[function.__module__].__doc__))
+    of_the_way = {f"{prefix}_{end}" for end in ("BATCH_SIZE", "CONCURRENCY", "TIMEOUT_S", "RETRIES", "API_KEY")}
+    assert documented and set(function.settings) == documented - of_the_way
 
 
 def test_records_of_samples():

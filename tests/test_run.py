@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
+import flow_grpo
 from common.checkpoints import open_run, save_checkpoint
 from common.errors import RunError
 from common.files import atomic_file
 from common.lora import read_lora
+from common.options import recorded
 from common.pictures import plot_curves, save_grid
 from common.run import RunLog, create_run_folder, save_samples
 from tests.conftest import ROOT, read_metrics
@@ -300,6 +303,28 @@ def test_create_run_folder(tmp_path):
     (folder / "traceback_rank1.txt").write_text("what ended the run")
     create_run_folder(folder, OPTIONS, script)  # goes on, mended
     assert not (folder / "traceback_rank1.txt").exists()
+
+
+@pytest.mark.fast
+def test_the_settings_of_rewards_are_recorded_and_no_key(tmp_path, monkeypatch):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def mine(images, prompts, metadata):\n    return []\n\n\nmine.settings = ('MINE',)\n")
+    variables = {"VLM_JUDGE_URL": "http://judge/v1", "VLM_JUDGE_RANGE": "", "VLM_JUDGE_API_KEY": "secret", "MINE": "7"}
+    variables |= {"VLM_JUDGE_MODEL": "tiny", "PICKSCORE_MODEL": "folder", "CLIP_SCORE_MODEL": "not asked"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PICKSCORE_PROCESSOR", raising=False)
+    args = flow_grpo.Args(reward=("ocr", "vlm_judge", f"{mine}:mine"), eval_reward=("pickscore",))
+    create_run_folder(tmp_path / "run", recorded(args), __file__)
+    text = (tmp_path / "run" / "args.json").read_text()
+    options = json.loads(text)["args"]
+    assert options.pop("reward_settings") == {
+        "vlm_judge": {"VLM_JUDGE_URL": "http://judge/v1", "VLM_JUDGE_MODEL": "tiny"},
+        f"{mine}:mine": {"MINE": "7"},
+        "pickscore": {"PICKSCORE_MODEL": "folder"},
+    }
+    assert options == json.loads(json.dumps(asdict(args)))
+    assert "secret" not in text and "not asked" not in text
 
 
 def test_create_run_folder_records_the_git_hash(tmp_path):

@@ -113,6 +113,16 @@ def test_changed_lines_only_go_down(script):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("script", [BASE, *SIBLINGS])
+def test_every_record_of_the_options_has_the_settings_of_the_rewards(script):
+    """args.json, wandb, the checkpoint, and what a resumed run compares with it; the plan, no record, is without."""
+    source = (ROOT / script).read_text()
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    names = [getattr(call.func, "id", None) for call in calls]
+    assert (names.count("recorded"), names.count("asdict")) == (4, 1)
+
+
+@pytest.mark.fast
 def test_the_readme_says_in_words_how_far_offline_dpo_is():
     assert "| about half |" in readme_row("dpo_offline.py")
 

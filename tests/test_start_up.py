@@ -101,6 +101,27 @@ def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
     assert capfd.readouterr().err.endswith(f"loaded c.pt; {told}")
 
 
+def test_another_judge_is_another_score_and_another_address_or_watched_reward_is_not(capfd):
+    saved = {"reward": ("vlm_judge",), "eval_reward": ("pickscore",), "resume": "latest"}
+    judge = {"VLM_JUDGE_URL": "http://one", "VLM_JUDGE_MODEL": "one"}
+    saved |= {"reward_settings": {"vlm_judge": judge, "pickscore": {"PICKSCORE_MODEL": "one"}}}
+
+    def resume(**changes):
+        settings = saved["reward_settings"] | changes
+        is_comparable = say_resumed("c.pt", saved, saved | {"reward_settings": settings})
+        return is_comparable, capfd.readouterr().err
+
+    assert resume() == (True, "loaded c.pt\n")
+    for moved in ({"vlm_judge": judge | {"VLM_JUDGE_URL": "http://two"}}, {"pickscore": {}}):
+        is_comparable, told = resume(**moved)
+        assert is_comparable and told.startswith("loaded c.pt; reward_settings: {") and "changes" not in told
+    changes = {"VLM_JUDGE_MODEL": judge | {"VLM_JUDGE_MODEL": "two"}}
+    changes["VLM_JUDGE_RANGE"] = judge | {"VLM_JUDGE_RANGE": "0,5"}
+    for variable, settings in changes.items():
+        is_comparable, told = resume(vlm_judge=settings)
+        assert not is_comparable and told.endswith(f"; {variable} changes the score: best_adapter is chosen anew\n")
+
+
 # ---- evaluation only -------------------------------------------------------------------------------------------------
 def parse(*options):
     return parse_args(flow_grpo.Args, "", list(options))

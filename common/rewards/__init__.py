@@ -15,6 +15,7 @@ the others of the call. The function may have attributes:
     load            a function (), run before the model that is trained loads: loads the reward's own network, or raises
                     ValueError for what is missing
     offload         a function (), run when all images of a rollout are scored
+    settings        names of the environment variables that its scores depend on, whose values a run records
 
 On GPUs the rank's own is the current device, in the thread that scores too: a network goes there by `.to("cuda")`, best
 in fp32, and takes a fixed number of images at a time (common/rewards/clip_score.py shows how and why).
@@ -63,19 +64,9 @@ def load_rewards(names, reward_weights, num_frames=1, option="--reward", load=Tr
     if len(reward_weights) != len(names):
         raise ValueError(f"--reward_weights: {len(reward_weights)} weights for {len(names)} rewards; give one for each")
     for name in names:
-        if ":" in name:
-            function_name = name.rpartition(":")[2]
-            functions[function_name] = load_function(name, option)
-        elif name in built_in_rewards() and num_frames > 1:
+        if name in built_in_rewards() and num_frames > 1:
             raise ValueError(f"{option} {name}: scores images, not the videos of --num_frames {num_frames}")
-        elif name in built_in_rewards():
-            module = importlib.import_module(f"common.rewards.{name}")
-            if not hasattr(module, name):
-                raise ValueError(f"{option} {name}: common/rewards/{name}.py has no function {name}")
-            functions[name] = getattr(module, name)
-        else:
-            known = ", ".join(built_in_rewards())
-            raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
+        functions[name.rpartition(":")[2]] = find_reward(name, option)
     if len(functions) < len(names):
         raise ValueError(f"{option} {' '.join(names)}: two rewards of the same name")
     if TOTAL in functions:
@@ -85,6 +76,30 @@ def load_rewards(names, reward_weights, num_frames=1, option="--reward", load=Tr
             with refusing(f"{option} {name}", Exception):
                 function.load()
     return functions
+
+
+def find_reward(name, option="--reward"):
+    """The function of one reward; raises load_rewards' ValueError where there is none."""
+    if ":" in name:
+        return load_function(name, option)
+    if name not in built_in_rewards():
+        known = ", ".join(built_in_rewards())
+        raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
+    module = importlib.import_module(f"common.rewards.{name}")
+    if not hasattr(module, name):
+        raise ValueError(f"{option} {name}: common/rewards/{name}.py has no function {name}")
+    return getattr(module, name)
+
+
+def reward_settings(names):
+    """{name of a reward: {variable: value}} of those that have `settings`; variables that are not set are left out."""
+    found = {}
+    for name in names:
+        variables = getattr(find_reward(name), "settings", ())
+        values = {variable: os.environ[variable] for variable in variables if os.environ.get(variable)}
+        if variables:
+            found[name] = values
+    return found
 
 
 def load_eval_rewards(names, rewards, num_frames=1, load=True):

@@ -73,5 +73,6 @@ def load_layers(source):
         return layers.requires_grad_(False).to(own_device())
 
 
+aesthetic.settings = ("AESTHETIC_MODEL", "AESTHETIC_CLIP")
 aesthetic.load = load
 aesthetic.offload = offload

@@ -138,5 +138,6 @@ def in_chunks(function, rows):
     return torch.cat(parts)
 
 
+clip_score.settings = ("CLIP_SCORE_MODEL",)
 clip_score.load = load
 clip_score.offload = offload

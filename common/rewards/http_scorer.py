@@ -134,5 +134,6 @@ def check_metadata(metadata):
             raise ValueError(f"{column}: http_scorer cannot send it: {error}") from None
 
 
+http_scorer.settings = ("HTTP_SCORER_URL", "HTTP_SCORER_REWARD")
 http_scorer.load = load
 http_scorer.check_metadata = check_metadata

@@ -29,5 +29,6 @@ def load():
     return load_clip(model), load_processor(processor)
 
 
+pickscore.settings = ("PICKSCORE_MODEL", "PICKSCORE_PROCESSOR")
 pickscore.load = load
 pickscore.offload = offload

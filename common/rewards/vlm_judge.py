@@ -150,4 +150,11 @@ def load():
         raise ValueError(f"VLM_JUDGE_MODEL={settings.model}: not at the server, which has {', '.join(names)}")
 
 
+vlm_judge.settings = (
+    "VLM_JUDGE_URL",
+    "VLM_JUDGE_MODEL",
+    "VLM_JUDGE_PROMPT",
+    "VLM_JUDGE_RANGE",
+    "VLM_JUDGE_MAX_TOKENS",
+)
 vlm_judge.load = load
