@@ -89,11 +89,13 @@ def first(line, column, threshold):
 
 
 def reward_at(line, seconds):
-    """The held-out reward after so many seconds of training, between the two evaluations that it lies between."""
-    before = [point for point in line["evaluations"] if point["seconds"] <= seconds][-1]
+    """The held-out reward after so many seconds of training, between the two evaluations that it lies between; of
+    dpo_offline.py, whose pairs come first, that before training."""
+    before = [point for point in line["evaluations"] if point["seconds"] <= seconds][-1:]
     after = [point for point in line["evaluations"] if point["seconds"] > seconds][:1]
-    if not after:
-        return before["ocr"]
+    if not before or not after:
+        return (before + after)[0]["ocr"]
+    before = before[0]
     share = (seconds - before["seconds"]) / (after[0]["seconds"] - before["seconds"])
     return before["ocr"] + share * (after[0]["ocr"] - before["ocr"])
 
@@ -140,7 +142,7 @@ def draw(runs, path):
             points = list(zip(*(line["evaluations"] for line in lines), strict=False))  # of the seeds, by evaluation
             x = [statistics.mean(point[across] for point in seeds) for seeds in points]
             y = [[point[up] for point in seeds] for seeds in points]
-            axis.plot(x, list(map(statistics.mean, y)), color=colour, label=name)
+            axis.plot(x, list(map(statistics.mean, y)), "o-", markersize=3, color=colour, label=name)
             axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=colour, alpha=0.15, linewidth=0)
             axis.set(xlabel=across, ylabel=f"held-out {up}")
         if lines[0]["steps"][0]["ratio_mean"] is not None:
@@ -149,7 +151,9 @@ def draw(runs, path):
             axes[1, 1].plot(range(1, len(ratios) + 1), ratios, color=colour, label=name)
     axes[1, 1].set(xlabel="rollouts", ylabel="(mean ratio - 1) x 1e4")
     axes[0, 1].set(xlabel="seconds of training, one core")
-    axes[0, 0].legend(fontsize="small")
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(runs), fontsize="small"
+    )
     figure.savefig(path, dpi=100)
 
 

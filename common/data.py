@@ -129,7 +129,7 @@ def _read_chats(path):
     if not records:
         raise ValueError(f"{path}: no prompts")
     if num_systems:
-        say(f"{path}: the system messages of {num_systems} prompts are left out; the model's pipeline has its own")
+        say(f"{path}: {num_systems} system messages are left out: what the user says is the prompt")
     return records
 
 

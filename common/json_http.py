@@ -14,10 +14,14 @@ import urllib.request
 from typing import NamedTuple
 
 from common.refusals import brief, reason
+from common.stops import say
 
 BACK_OFF_S = 1.0  # before the first retry, twice as long before each further one
 LONGEST_BACK_OFF_S = 30.0
 RETRIED = (408, 425, 429, 500, 502, 503, 504)  # HTTP codes of a server that is busy, or was for a moment
+
+
+_unanswered = set()  # addresses of which a line has said that they do not answer
 
 
 class ServerError(RuntimeError):
@@ -25,14 +29,14 @@ class ServerError(RuntimeError):
 
 
 class NotFound(ServerError):
-    """HTTP 404 or 405: the server has no such address."""
+    """HTTP 404, 405 or, of Python's own server, 501: the server has no such address."""
 
 
 class RefusedRequest(ServerError):
     """One request that the server does not take, an image too large for it, say; others may pass."""
 
 
-KINDS = {404: NotFound, 405: NotFound, 400: RefusedRequest, 413: RefusedRequest, 422: RefusedRequest}
+KINDS = {404: NotFound, 405: NotFound, 501: NotFound, 400: RefusedRequest, 413: RefusedRequest, 422: RefusedRequest}
 
 
 class Server(NamedTuple):
@@ -77,12 +81,18 @@ def ask(server, path, payload=None):
     data = None if payload is None else json.dumps(payload).encode()
     request = urllib.request.Request(url, data, headers)
     for attempt in range(server.retries + 1):
-        if attempt:
-            time.sleep(min(BACK_OFF_S * 2 ** (attempt - 1), LONGEST_BACK_OFF_S))
         try:
-            return _parse(url, _read(request, server.timeout_s))
+            body = _read(request, server.timeout_s)
         except _Unavailable as error:
             fault = error
+        else:
+            _unanswered.discard(url)
+            return _parse(url, body)
+        if attempt < server.retries:
+            if url not in _unanswered:  # once for all requests under way
+                _unanswered.add(url)
+                say(f"{url}: {fault}; asking again, up to {server.retries} times")
+            time.sleep(min(BACK_OFF_S * 2**attempt, LONGEST_BACK_OFF_S))
     attempts = f", in each of {server.retries + 1} attempts" if server.retries else ""
     raise ServerError(f"{url}: {fault}{attempts}")
 

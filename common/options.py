@@ -18,7 +18,7 @@ from common.bounds import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from common.checkpoints import EXPECTED_TO_DIFFER, saved_options
 from common.rewards import reward_settings
 from common.stops import say
-from common.watch import read_stop_rules
+from common.watch import check_stop_rules, read_stop_rules
 
 import tyro
 
@@ -92,9 +92,8 @@ class SharedArgs:
     # ---- reward
     reward: tuple[str, ...] = ("ocr",)
     """ocr, ocr_contains (a sign's one line), ocr_scene, ocr_scene_contains (text anywhere), jpeg_compressibility,
-    jpeg_incompressibility, path/to/file.py:function; pickscore, clip_score, aesthetic, vlm_judge, http_scorer, whose
-    weights or servers PICKSCORE_MODEL, VLM_JUDGE_URL and other environment variables name (docs/rewards.md); several
-    are added"""
+    jpeg_incompressibility, path/to/file.py:function; pickscore, clip_score, aesthetic, vlm_judge, http_scorer, which
+    find their models and servers by environment variables (docs/rewards.md); several are added"""
     reward_weights: tuple[float, ...] = (1.0,)
     """weight of each reward in the sum"""
     reward_failure: Literal["stop", "mask"] = "stop"
@@ -122,9 +121,9 @@ class SharedArgs:
     eval_images_per_prompt: PositiveInt = 1
     """images of each held-out prompt, each from a fixed seed of its own; of several their diversity is logged"""
     eval_reward: tuple[str, ...] = ()
-    """rewards that are not trained on and score every evaluation, apart from the weighted total: as for reward"""
+    """rewards, named as for reward, that score evaluations alone, and are not in the weighted total"""
     stop_if: tuple[str, ...] = ()
-    """save and exit after an evaluation that meets one of these, in quotes: 'val/aesthetic/mean<5.2', with < or >"""
+    """save and exit after a step whose evaluation meets one of these, in quotes: 'val/aesthetic/mean<5.2', or with >"""
 
 
 @dataclass
@@ -154,7 +153,8 @@ def check_options(args):
     Raises:
         ValueError: in one line that names the option, its value and what it must be.
     """
-    read_stop_rules(args.stop_if)
+    rewards = [name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward)]
+    check_stop_rules(read_stop_rules(args.stop_if), rewards, args.eval_images_per_prompt)
     ranks_of_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if args.shard_ranks and ranks_of_a_node % args.shard_ranks:
         raise ValueError(f"--shard_ranks {args.shard_ranks}: does not divide the {ranks_of_a_node} ranks of a node")

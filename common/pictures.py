@@ -29,9 +29,10 @@ def plot_curves(folder):
     rows = read_metrics(folder)
     panels = {}  # as draw_panels takes them
     for title, wanted in PANELS.items():
-        names = drawn_metrics(rows, wanted)
-        if names:
-            panels[title] = [(name, name, rows, f"C{number}") for number, name in enumerate(names)]
+        colours = {}  # a reward's is the same in training and evaluation
+        for name in drawn_metrics(rows, wanted):
+            colour = colours.setdefault(_drawn_with(rows, name), f"C{len(colours)}")
+            panels.setdefault(title, []).append((name, name, rows, colour))
     draw_panels(panels, Path(folder) / "curves.png")
 
 
@@ -55,6 +56,14 @@ def drawn_metrics(rows, wanted):
             below.remove(VAL_TOTAL)
         drawn += [name for name in below if name not in drawn]
     return drawn
+
+
+def _drawn_with(rows, name):
+    """Of a reward's curve in training the metric of its curve in evaluations, of another curve itself."""
+    if name == "critic/rewards/mean":  # the weighted total, which may be drawn as the one reward that it is
+        totals = [f"val/{other.split('/')[1]}/mean" for row in rows for other in row if _is_total(rows, other)]
+        return totals[0] if totals else VAL_TOTAL
+    return name.replace("critic/rewards/", "val/")
 
 
 def _is_total(rows, name):
@@ -86,7 +95,8 @@ def _draw_curve(panel, label, name, rows, colour):
     steps = [row["training/global_step"] for row in rows]
     values = [row[name] for row in rows]
     if not name.startswith("val/"):
-        panel.plot(steps, values, linewidth=1.5, label=label, color=colour)
+        dashes = "--" if name.startswith("critic/rewards/") and name.endswith("mean") else "-"
+        panel.plot(steps, values, dashes, linewidth=1.5, label=label, color=colour)
         return
     errors = [row.get(name.removesuffix("/mean") + "/stderr") for row in rows]
     if None in errors:  # not of a mean

@@ -18,7 +18,7 @@ from common.files import atomic_file, writing
 from common.lock import lock_run
 from common.pictures import WATCHED, as_one_picture, drawn_metrics, plot_curves, save_grid, save_png
 from common.policy import tensors_on_rank_0
-from common.watch import read_stop_rules, unknown_metric
+from common.watch import read_stop_rules
 
 import torch
 import torch.distributed as dist
@@ -85,20 +85,14 @@ class RunLog:
         self.last = None  # step of the run
         self.stop_rules = []
         self.stop_reason = None  # what the last evaluation has told of a rule that it meets
-        self.evaluated = None  # names of an evaluation's metrics, once there was one
         self.wandb = start_wandb(self.folder, config) if track and self.writes else None
 
     def steps(self, numbers, stop_if=()):
         """Yield each step of the range `numbers` under a progress bar; a trace is written once its step has ended.
 
         stop_if: rules (common/watch.py) that evaluations among these steps are held against: see `write`.
-
-        Raises:
-            RunError: the evaluation before them has no metric that a rule names.
         """
         self.stop_rules = read_stop_rules(stop_if)
-        if self.evaluated and (line := unknown_metric(self.stop_rules, self.evaluated)):
-            raise RunError(line)
         self.done = numbers.start - 1
         self.last = numbers.stop - 1
         if numbers:
@@ -138,7 +132,7 @@ class RunLog:
 
         grid: an evaluation's list of (PIL image, caption), for which grid_STEP.png and curves.png are drawn, too.
         A rule of --stop_if that an evaluation of a step meets is written, too, and told in `stop_reason`, on all ranks.
-        One whose metric the evaluation lacks is only said: by then there is training to lose.
+        Of one whose metric this evaluation lacks, a drift that could not be measured, a line says so.
 
         Raises:
             RunError: naming the metrics that are NaN or infinite, or the folder that could not be written.
@@ -169,6 +163,7 @@ class RunLog:
             self.say(f"step {step}: every image scores as the others of its prompt do: nothing is learned from them")
         if grid:
             val = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]
+            val += [f"{name} {value:g}" for name, value in metrics.items() if name.endswith("/failed") and value > 0]
             tqdm.write(f"step {step}: {', '.join(val)}")
         if self.wandb:
             self._write_to_wandb(step, metrics, grid)
@@ -178,7 +173,8 @@ class RunLog:
         if self.last is not None:
             self.bar.close()
             if self.stop_reason:
-                self.say(f"stopped after step {self.done} of {self.last}: {self.stop_reason}; --resume latest goes on")
+                told = f"stopped after step {self.done} of {self.last}: {self.stop_reason}"
+                self.say(f"{told}; without it --resume latest goes on")
             elif self.done < self.last:
                 self.say(
                     f"stopped after step {self.done} of {self.last}; --resume latest goes on, with the same command"
@@ -199,14 +195,14 @@ class RunLog:
 
     def _met_stop_rules(self, step, metrics):
         """What is written of the rules (of `steps`) that these metrics, where they are of an evaluation, meet."""
-        evaluated = [name for name in metrics if name.startswith("val/")]
-        if not evaluated:
+        if not any(name.startswith("val/") for name in metrics):
             return {}
-        self.evaluated = evaluated
-        if line := unknown_metric(self.stop_rules, evaluated):
-            self.say(f"step {step}: {line}")
-        known = [rule for rule in self.stop_rules if rule.metric in evaluated]
-        met = [rule for rule in known if rule.holds(float(metrics[rule.metric]))]
+        met = []
+        for rule in self.stop_rules:
+            if rule.metric not in metrics:
+                self.say(f"step {step}: --stop_if {rule} cannot end the run: the evaluation lacks {rule.metric}")
+            elif rule.holds(float(metrics[rule.metric])):
+                met.append(rule)
         if met:
             told = [f"{rule.metric} is {float(metrics[rule.metric]):.4g} (--stop_if {rule})" for rule in met]
             self.stop_reason = ", ".join(told)

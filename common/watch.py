@@ -158,15 +158,20 @@ def read_stop_rules(texts):
         except (TypeError, ValueError):
             limit = math.nan
         if not math.isfinite(limit):
-            raise ValueError(brief(f"--stop_if {text}: must be like 'val/ocr/mean<0.5', with < or >, and in quotes"))
+            must = "must be like 'val/ocr/mean<0.5': a metric of val/, < or >, a number; in quotes"
+            raise ValueError(brief(f"--stop_if {text}: {must}"))
         rules.append(StopRule(match[1], match[2], limit))
     return rules
 
 
-def unknown_metric(rules, measured):
-    """A line on the first rule whose metric is none of `measured`, those of an evaluation; None where all are."""
+def check_stop_rules(rules, rewards, images_per_prompt):
+    """Raises ValueError for a rule whose metric no evaluation logs that asks these rewards, by their names."""
+    known = [f"val/{name}/mean" for name in (*rewards, "weighted_total")] + ["val/drift_from_base"]
+    if images_per_prompt > 1:
+        known.append("val/diversity")
+    more = [f"val/{name}/failed" for name in rewards]
+    more += [name.removesuffix("mean") + "stderr" for name in known if name.endswith("/mean")]
     for rule in rules:
-        if rule.metric not in measured:
-            known = ", ".join(sorted(name for name in measured if not name.endswith("/stderr")))
-            return brief(f"--stop_if {rule}: no evaluation logs {rule.metric}; there are {known}")
-    return None
+        if rule.metric not in known + more:
+            told = f"no evaluation logs {rule.metric}; there are {', '.join(known)}"
+            raise ValueError(brief(f"--stop_if {rule}: {told}"))

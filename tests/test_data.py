@@ -156,7 +156,7 @@ def test_read_verl_omni_rows(tmp_path, capfd):
     }
     for prompt, metadata in zip(prompts.prompts, prompts.metadata, strict=True):
         assert quoted_text(prompt) == metadata["reward_model"]["ground_truth"].replace(" ", "").lower()
-    said = "the system messages of 100 prompts are left out; the model's pipeline has its own"
+    said = "100 system messages are left out: what the user says is the prompt"
     assert capfd.readouterr().err == f"{path}: {said}\n"
     assert read_prompts(str(path), max_prompts=3) == prompts.select(range(3))
 

@@ -284,11 +284,13 @@ def test_a_fault_that_passes_is_retried_and_one_that_stays_ends_the_run(serve, k
 
 @fast
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_server_that_dies_between_requests_ends_the_run(serve, kind):
+def test_a_server_that_dies_between_requests_ends_the_run(serve, kind, capfd):
     server, rewards = serve(kind)
     assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
     server.stop()
     assert "no answer (Connection refused), in each of 3 attempts" in fault_of(rewards)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if server.url in line]  # of four requests
+    assert line.endswith("no answer (Connection refused); asking again, up to 2 times")
 
 
 GARBAGE = {
@@ -434,7 +436,7 @@ def test_a_server_that_is_another_is_refused_before_any_model_loads(serve, kind,
 
 
 @fast
-@pytest.mark.parametrize("status", [404, 405])
+@pytest.mark.parametrize("status", [404, 405, 501])
 def test_a_server_without_a_list_is_a_scorer_and_no_judge(serve, status):
     """Every server of chat completions lists its models: an address without a list lacks its /v1."""
     answers = {

@@ -5,6 +5,7 @@ import pickle
 import textwrap
 
 from benchmarks import plot_runs
+from common import pictures
 from common.data import PromptSet, open_image, read_pairs
 from common.errors import RunError
 from common.pictures import PANELS, drawn_metrics, plot_curves, save_grid
@@ -201,6 +202,15 @@ def test_curves_have_a_colour_for_each_reward_and_the_panels_of_the_script(tmp_p
     assert [panel.get_title() for panel in panels] == ["reward", "accuracy of the pairs"]
     colours = {line.get_color() for line in panels[0].get_lines()}
     assert len(colours) == 2 and "black" not in colours
+
+
+def test_a_reward_has_one_colour_in_training_and_evaluation():
+    totals = {"val/red/mean": 0.1, "val/ocr/mean": 0.5, "val/weighted_total/mean": 0.6}
+    drawn = [(name, pictures._drawn_with([totals], f"critic/rewards/{name}")) for name in ("ocr/mean", "mean")]
+    assert drawn == [("ocr/mean", "val/ocr/mean"), ("mean", "val/weighted_total/mean")]
+    alone = totals | {"val/weighted_total/mean": 0.5}  # red is only watched
+    assert pictures._drawn_with([alone], "critic/rewards/mean") == "val/ocr/mean"
+    assert pictures._drawn_with([alone], "val/red/mean") == "val/red/mean"
 
 
 def test_no_number_beside_a_panel_is_cut_off(tmp_path):

@@ -8,7 +8,6 @@ import re
 from assets.sign_colour import COLOURS, sign_colour
 from common import watch
 from common.data import PromptSet, read_prompts
-from common.errors import RunError
 from common.pictures import drawn_metrics, open_png, plot_curves, save_png
 from common.rewards import eval_metrics, load_eval_rewards, load_rewards, sample_records
 from common.run import RunLog, save_samples
@@ -229,7 +228,10 @@ def test_stop_rules(text, rule):
 def test_a_malformed_stop_rule_is_refused(text):
     with pytest.raises(ValueError) as error:
         watch.read_stop_rules(["val/ocr/mean<0.5", text])
-    assert str(error.value) == f"--stop_if {text}: must be like 'val/ocr/mean<0.5', with < or >, and in quotes"
+    assert (
+        str(error.value)
+        == f"--stop_if {text}: must be like 'val/ocr/mean<0.5': a metric of val/, < or >, a number; in quotes"
+    )
 
 
 def log_of(folder, curve, stop_if):
@@ -264,7 +266,7 @@ def test_an_evaluation_that_meets_a_rule_ends_the_run(tmp_path, capfd):
     log = log_of(tmp_path, {0: 0.1, 2: 0.5, 4: 0.25}, rules)  # before training, and at the limit, nothing is met
     assert log.stop_reason == "val/a/mean is 0.25 (--stop_if val/a/mean<0.5)"
     last = capfd.readouterr().out.splitlines()[-1]
-    assert last == f"stopped after step 4 of 4: {log.stop_reason}; --resume latest goes on"
+    assert last == f"stopped after step 4 of 4: {log.stop_reason}; without it --resume latest goes on"
     rows = read_metrics(tmp_path)
     marks = [[name for name in row if "stop_if" in name] for row in rows]
     assert marks == [[], [], [], [], ["training/stop_if/val/a/mean<0.5"]]
@@ -279,17 +281,29 @@ def test_without_a_rule_that_is_met_a_run_goes_to_its_end(tmp_path, capfd):
 
 
 @fast
-def test_a_rule_of_no_metric_is_refused_at_the_first_evaluation(tmp_path, capfd):
-    told = "--stop_if val/b/mean<0.5: no evaluation logs val/b/mean; there are val/a/mean"
-    with pytest.raises(RunError) as error:
-        log_of(tmp_path, {0: 0.1}, ["val/a/mean<0.05", "val/b/mean<0.5"])
-    assert str(error.value) == told
-    log = RunLog(tmp_path)  # of a run that goes on, whose first evaluation is in training: nothing of it is lost
-    for step in log.steps(range(6, 9), ["val/b/mean<0.5", "val/a/mean<0.5"]):
+def test_a_rule_of_no_metric_is_refused():
+    rewards = ["a", "b"]
+    texts = ["val/a/mean<1", "val/b/stderr>1", "val/a/failed>0", "val/weighted_total/stderr>1", "val/drift_from_base>1"]
+    watch.check_stop_rules(watch.read_stop_rules(texts), rewards, 1)
+    with pytest.raises(ValueError) as error:
+        watch.check_stop_rules(watch.read_stop_rules(["val/a/mean<1", "val/c/mean<0.5"]), rewards, 1)
+    known = "val/a/mean, val/b/mean, val/weighted_total/mean, val/drift_from_base"
+    assert str(error.value) == f"--stop_if val/c/mean<0.5: no evaluation logs val/c/mean; there are {known}"
+    diverse = watch.read_stop_rules(["val/diversity<0.1"])
+    watch.check_stop_rules(diverse, rewards, 2)
+    with pytest.raises(ValueError, match="no evaluation logs val/diversity"):
+        watch.check_stop_rules(diverse, rewards, 1)
+
+
+@fast
+def test_a_rule_whose_metric_could_not_be_measured_is_told(tmp_path, capfd):
+    log = RunLog(tmp_path)
+    for step in log.steps(range(6, 9), ["val/drift_from_base>0.5", "val/a/mean<0.5"]):
         log.write(step, {"loss": 1.0} | ({"val/a/mean": 0.1} if step == 7 else {}))
     assert log.done == 8 and read_metrics(tmp_path)[-1]["training/global_step"] == 8
     assert log.stop_reason == "val/a/mean is 0.1 (--stop_if val/a/mean<0.5)"
-    assert f"step 7: {told}" in capfd.readouterr().out
+    told = "step 7: --stop_if val/drift_from_base>0.5 cannot end the run: the evaluation lacks val/drift_from_base"
+    assert told in capfd.readouterr().out
 
 
 # ---- pictures of several rewards -------------------------------------------------------------------------------------
@@ -362,7 +376,9 @@ def test_a_run_is_watched_and_ends_by_a_rule(script, tmp_path, capfd):
     assert all(row["val/weighted_total/mean"] == row["val/ocr/mean"] for row in rows)
     assert ("critic/diversity" in rows[1]) == (script == "flow_grpo.py")
     last = capfd.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"stopped after step 1 of 3: val/drift_from_base is \S+ \(--stop_if .+\); --resume .+", last)
+    assert re.fullmatch(
+        r"stopped after step 1 of 3: val/drift_from_base is \S+ \(--stop_if .+\); without it --resume .+", last
+    )
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001.pt"]
     sample = json.loads((run / "samples" / "0001" / "samples.jsonl").read_text().splitlines()[0])
     assert {"ocr", "sign_colour"} < sample.keys()
@@ -382,8 +398,6 @@ def test_rules_are_refused_where_they_are_known_to_be_wrong(tmp_path):
     assert not (tmp_path / "runs").exists()
     line = run_here(tmp_path, "flow_grpo.py", *options, "--stop_if", "val/ocr<0.5")
     assert_one_line(line)
-    assert line.endswith(
-        "no evaluation logs val/ocr; there are "
-        "val/drift_from_base, val/ocr/failed, val/ocr/mean, val/weighted_total/mean"
-    )
-    assert len(read_metrics(tmp_path / "runs" / "flow_grpo")) == 1
+    known = "val/ocr/mean, val/weighted_total/mean, val/drift_from_base"
+    assert line.endswith(f"no evaluation logs val/ocr; there are {known}")
+    assert not (tmp_path / "runs").exists()

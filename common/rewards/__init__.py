@@ -222,7 +222,8 @@ def _as_scores(name, returned, prompts, reward_failure):
         raise RunError(f"reward {name}: expected {len(prompts)} scores, got shape {shape}")
     for i, score in enumerate(scores.tolist()):
         if not math.isfinite(score) and i not in failures:
-            raise RunError(f"reward {name}: score {score} for image {i} (prompt: {prompts[i]})")
+            told = f"reward {name}: score {score} for image {i} (prompt: {prompts[i]})"
+            raise RunError(f"{told}; of an image that it fails on it may return an exception: --reward_failure")
     if failures:
         i, error = next(iter(failures.items()))
         first = f"image {i} (prompt: {prompts[i]}): {reason(error)}"
