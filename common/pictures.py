@@ -84,6 +84,7 @@ def draw_panels(panels, path):
         for label, name, rows, colour in curves:
             _draw_curve(panel, label, name, [row for row in rows if name in row], colour)
         panel.set(title=title, xlabel="step")
+        panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)  # below: it hides no curve
     figure.draw_without_rendering()  # the layout settles in the second pass, which the saving is
