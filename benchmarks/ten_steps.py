@@ -133,14 +133,14 @@ def show(runs, threshold, at_seconds):
 
 def draw(runs, path):
     """Reward by images and by seconds, the colour that is not trained on by images, and the ratio's mean by rollouts:
-    the mean over seeds as a line, their range as a shade."""
+    the mean over seeds as a line, at their median seconds, and their range as a shade."""
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
     panels = [("images", "ocr"), ("seconds", "ocr"), ("images", "sign_colour")]
     for number, (name, lines) in enumerate(runs.items()):
         colour = f"C{number}"
         for axis, (across, up) in zip(axes.flat, panels, strict=False):
             points = list(zip(*(line["evaluations"] for line in lines), strict=False))  # of the seeds, by evaluation
-            x = [statistics.mean(point[across] for point in seeds) for seeds in points]
+            x = [statistics.median(point[across] for point in seeds) for seeds in points]
             y = [[point[up] for point in seeds] for seeds in points]
             axis.plot(x, list(map(statistics.mean, y)), "o-", markersize=3, color=colour, label=name)
             axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=colour, alpha=0.15, linewidth=0)
