@@ -421,6 +421,9 @@ def show_plan(options, inputs, **counts):
     """
     if int(os.environ.get("RANK", "0")) > 0:
         return
+    networks = [name for name, reward in inputs.eval_rewards.items() if hasattr(reward, "offload")]
+    if networks:
+        print(f"not counted: the networks of {', '.join(networks)}, docs/rewards.md has their sizes")
     w = workload(options, len(inputs.eval_set), **counts)
     blueprint = Blueprint(inputs.family, options["model"], inputs.lora, getattr(torch, w.dtype))
     report(blueprint, w, options["plan"])

@@ -251,9 +251,10 @@ def test_the_option_names_the_devices():
 @pytest.mark.parametrize("script", ["flow_grpo.py", "diffusion_nft.py", "dpo_offline.py"])
 def test_a_script_prints_its_plan_and_runs_nothing(script, tmp_path, capsys):
     options = ["--plan", "h100-80"] if script == "dpo_offline.py" else ["--plan", "h100-80", "--rollout", "local"]
-    assert run_here(tmp_path, script, *options) is None
+    assert run_here(tmp_path, script, *options, "--eval_reward", "clip_score") is None  # which it does not load
     lines = capsys.readouterr().out.splitlines()
     assert not (tmp_path / "runs").exists()
+    assert lines[0] == "not counted: the networks of clip_score, docs/rewards.md has their sizes"
     print("\n".join(lines))
     assert lines[-1].startswith("peak ") and any("engine" in line for line in lines) is False
     assert any(line.startswith("  activations of ") for line in lines)
