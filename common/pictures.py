@@ -61,8 +61,8 @@ def drawn_metrics(rows, wanted):
 def _drawn_with(rows, name):
     """Of a reward's curve in training the metric of its curve in evaluations, of another curve itself."""
     if name == "critic/rewards/mean":  # the weighted total, which may be drawn as the one reward that it is
-        totals = [f"val/{other.split('/')[1]}/mean" for row in rows for other in row if _is_total(rows, other)]
-        return totals[0] if totals else VAL_TOTAL
+        means = sorted({name for row in rows for name in row if name.startswith("val/") and name.endswith("/mean")})
+        return next((name for name in means if _is_total(rows, name)), VAL_TOTAL)
     return name.replace("critic/rewards/", "val/")
 
 

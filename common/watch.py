@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.distributed import gather, gather_objects, gather_rows, on_rank_0
-from common.pictures import as_one_picture, open_png
+from common.pictures import VAL_TOTAL, as_one_picture, open_png
 from common.refusals import UNREADABLE, brief, reason
 from common.sampler import gather_shares
 from common.stops import say
@@ -166,7 +166,7 @@ def read_stop_rules(texts):
 
 def check_stop_rules(rules, rewards, images_per_prompt):
     """Raises ValueError for a rule whose metric no evaluation logs that asks these rewards, by their names."""
-    known = [f"val/{name}/mean" for name in (*rewards, "weighted_total")] + ["val/drift_from_base"]
+    known = [*(f"val/{name}/mean" for name in rewards), VAL_TOTAL, "val/drift_from_base"]
     if images_per_prompt > 1:
         known.append("val/diversity")
     more = [f"val/{name}/failed" for name in rewards]
