@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from common.checkpoints import check_unchanged
-from common.distributed import on_rank_0
+from common.distributed import gather_objects_on_rank_0, on_rank_0
 from common.errors import RunError
 from common.files import atomic_file, writing
 from common.lock import lock_run
@@ -282,8 +282,7 @@ def save_samples(folder, places, images, records, shown=32):
             if place % dist.get_world_size() == dist.get_rank():
                 save_png(folder / f"{place:05d}.png", image)
                 samples[place] = (record, as_one_picture(image) if place < shown else None)
-    parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(samples, parts)
+    parts = gather_objects_on_rank_0(samples)
     if parts is None:
         return None
     by_place = {place: sample for part in parts for place, sample in part.items()}
