@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 import flow_grpo
 from common.checkpoints import open_run, save_checkpoint
+from common.distributed import gather, gather_objects, gather_objects_on_rank_0
 from common.errors import RunError
 from common.files import atomic_file
 from common.lora import read_lora
@@ -439,3 +440,25 @@ def test_equal_adapters_are_equal_bytes_in_every_process(tmp_path):
     for name, tensor in tensors.items():
         assert torch.equal(tensor, torch.full((2, 2), 2.0 if ".lora_B." in name else 1.0))
     assert len(tensors) == 12 and (config.r, config.lora_alpha) == (2, 2)
+
+
+# ---- one rank alone --------------------------------------------------------------------------------------------------
+@pytest.fixture
+def two_threads():
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(2**20).sqrt()  # the main thread's second one has begun
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
+def test_one_rank_alone_gets_its_own_and_starts_no_thread(one_rank, two_threads):
+    """Gloo's threads would copy a tensor of 2^20 elements with OpenMP threads of their own, beyond the cores."""
+    rows = torch.rand(2**20)
+    before = set(os.listdir("/proc/self/task"))
+    assert torch.equal(gather(rows), rows[None])
+    assert gather_objects(rows.numpy().tobytes()) == [rows.numpy().tobytes()]
+    assert gather_objects_on_rank_0(rows.numpy().tobytes()) == [rows.numpy().tobytes()]
+    assert set(os.listdir("/proc/self/task")) <= before
