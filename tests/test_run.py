@@ -11,12 +11,14 @@ from dataclasses import asdict
 
 import flow_grpo
 from common.checkpoints import open_run, save_checkpoint
+from common.data import PromptSet
 from common.distributed import gather, gather_objects, gather_objects_on_rank_0
 from common.errors import RunError
 from common.files import atomic_file
 from common.lora import read_lora
 from common.options import recorded
 from common.pictures import plot_curves, save_grid
+from common.rewards import Scorer
 from common.run import RunLog, create_run_folder, save_samples
 from tests.conftest import ROOT, read_metrics
 
@@ -462,3 +464,26 @@ def test_one_rank_alone_gets_its_own_and_starts_no_thread(one_rank, two_threads)
     assert gather_objects(rows.numpy().tobytes()) == [rows.numpy().tobytes()]
     assert gather_objects_on_rank_0(rows.numpy().tobytes()) == [rows.numpy().tobytes()]
     assert set(os.listdir("/proc/self/task")) <= before
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
+def test_the_thread_that_scores_has_openmp_threads_while_it_lives_and_no_longer(two_threads):
+    """With them there are more than cores, so that those of the rollout leave it theirs (common/distributed.py)."""
+
+    def started():
+        return len(set(os.listdir("/proc/self/task")) - before)
+
+    before = set(os.listdir("/proc/self/task"))
+    scorer = Scorer(
+        {"width": lambda images, prompts, metadata: [image.width for image in images]}, PromptSet(["a"], [{}])
+    )
+    deadline = time.monotonic() + 60
+    while started() < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert started() == 2  # the thread, and its second one
+    scorer.add([0], [Image.new("RGB", (7, 3))])
+    assert scorer.scores().tolist() == [[7.0]]
+    while started() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert started() == 0

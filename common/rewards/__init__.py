@@ -31,7 +31,7 @@ import queue
 import threading
 from pathlib import Path
 
-from common.distributed import use_own_gpu
+from common.distributed import leave_cores_to_this_thread, use_own_gpu
 from common.errors import RunError
 from common.failures import count_failed
 from common.refusals import brief, reason, refusing
@@ -169,6 +169,7 @@ class Scorer:
 
     def _score(self):
         use_own_gpu()  # which is set for each thread
+        leave_cores_to_this_thread()
         try:
             for rows, images in iter(self.finished.get, None):
                 if self.early:
