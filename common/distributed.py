@@ -1,7 +1,7 @@
 """Torchrun's world: joining it, and gathering over it.
 
-One rank alone exchanges nothing: gloo's threads would copy with OpenMP threads of their own, and where there are more of
-those than cores, libgomp lets all of them sleep where they wait for each other, which costs an update a quarter.
+One rank alone exchanges nothing: gloo's threads would copy with OpenMP threads of their own, and where there are more
+of those than cores, libgomp lets all sleep where they wait for each other, which costs an update a quarter.
 """
 
 import gc
