@@ -51,7 +51,8 @@ at most two ranks, two images a rank in one update, two evaluation prompts, thre
 def commands_of_pages():
     """{page and command, on one line: (ranks, script, options)} of the torchrun commands that stand in code blocks.
 
-    Not those of a script that a page makes, as docs/more_algorithms.md does: its test applies and runs it.
+    Not those of a script that a page makes, as docs/more_algorithms.md does: its test applies and runs it. Nor those
+    that ask a server, which benchmarks/judge.py and tests/test_reward_servers.py run.
     """
     commands = {}
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
@@ -61,6 +62,8 @@ def commands_of_pages():
                 if found and (ROOT / found[2]).is_file():
                     ranks, script, options = found.groups()
                     options = shlex.split(options, comments=True)
+                    if {"vlm_judge", "http_scorer"} & set(options):
+                        continue
                     name = " ".join([page.name, script, *options])
                     if "--plan" in options:
                         place = options.index("--plan")
@@ -74,8 +77,9 @@ def commands_of_recipes():
     """{model and script: (ranks, script, options)}; docs/models.md says what to add to its lines."""
     commands = {}
     for (model, script), options in recipes().items():
-        reward = "motion" if "--num_frames" in options else "redness"
-        options = ["--reward", f"my_rewards.py:{reward}", *INPUTS, *options]  # the recipe's own reward, if any, wins
+        # a reward that tells a random model's images apart
+        reward = "my_rewards.py:motion" if "--num_frames" in options else "jpeg_incompressibility"
+        options = ["--reward", reward, *INPUTS, *options]  # the recipe's own reward, if any, wins
         commands[f"{model} {script}"] = (2, script, options)
     return commands
 

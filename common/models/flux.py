@@ -120,6 +120,7 @@ class Flux:
             def __init__(self, **kwargs):
                 super().__init__(**kwargs)
                 self.vae.float()
+                self.text_encoder.to(self.od_config.dtype)  # it has the checkpoint's, and the dummy run uses it
                 self.transformer.dtype = self.od_config.dtype  # vLLM-Omni asks for it once the text encoders are gone
                 # which fused layers hold q, k and v: vLLM-Omni's LoRA manager and our parameter_name look here
                 mapping = []
@@ -133,6 +134,9 @@ class Flux:
             def unpack(self, latents):
                 _, h, w = self._run.latent_shape
                 return self._unpack_latents(latents, 2 * h, 2 * w, vae_scale_factor=2)
+
+            def _unpack_latents(self, *args, **kwargs):
+                return super()._unpack_latents(*args, **kwargs).float()  # the dummy run decodes what is in the model's
 
             def encode_prompt(self, *args, **kwargs):
                 return tuple(embeds.to(self.device) for embeds in super().encode_prompt(*args, **kwargs))
