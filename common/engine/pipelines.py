@@ -104,8 +104,11 @@ class SDERolloutMixin:
         extra_args = batch.sampling_params_list[0].extra_args or {}
         settings = extra_args.get("rollout")
         if settings is None:
+            encoders = [name for name in self._modules if name.startswith("text_encoder")]
+            for name in encoders:
+                getattr(self, name).to(self.od_config.dtype)  # some have the checkpoint's
             output = super().forward(batch, *args, **kwargs)
-            for name in [name for name in self._modules if name.startswith("text_encoder")]:
+            for name in encoders:
                 setattr(self, name, None)  # prompts come encoded from now on
             return output
         params = batch.sampling_params_list[0]

@@ -120,7 +120,6 @@ class Flux:
             def __init__(self, **kwargs):
                 super().__init__(**kwargs)
                 self.vae.float()
-                self.text_encoder.to(self.od_config.dtype)  # it has the checkpoint's, and the dummy run uses it
                 self.transformer.dtype = self.od_config.dtype  # vLLM-Omni asks for it once the text encoders are gone
                 # which fused layers hold q, k and v: vLLM-Omni's LoRA manager and our parameter_name look here
                 mapping = []
