@@ -135,7 +135,7 @@ class Flux:
                 return self._unpack_latents(latents, 2 * h, 2 * w, vae_scale_factor=2)
 
             def _unpack_latents(self, *args, **kwargs):
-                return super()._unpack_latents(*args, **kwargs).float()  # the dummy run decodes what is in the model's
+                return super()._unpack_latents(*args, **kwargs).float()  # as the VAE: the dummy run's are rounded
 
             def encode_prompt(self, *args, **kwargs):
                 return tuple(embeds.to(self.device) for embeds in super().encode_prompt(*args, **kwargs))

@@ -169,7 +169,8 @@ class Scorer:
 
     def _score(self):
         use_own_gpu()  # which is set for each thread
-        leave_cores_to_this_thread()
+        if self.early:
+            leave_cores_to_this_thread()
         try:
             for rows, images in iter(self.finished.get, None):
                 if self.early:
