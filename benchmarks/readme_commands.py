@@ -7,7 +7,8 @@
 Every flag is as it is written, but for these. A published model becomes the tiny random checkpoint of its family
 (tests/tiny_models.py), of 8 x 8 pixels to a latent; SD3.5's has all of its three kinds of block. Eight ranks become
 two; a rank makes two images, in one update; there are two evaluation prompts. Prompts are made up, my_rewards.py is the
-README's. A recipe is run on two ranks; a preset is run, not planned. A row of each command is appended to the record.
+README's. A recipe is run on two ranks, offline DPO's with a reward that tells a random model's images apart; a preset
+is run, not planned. A row of each command is appended to the record.
 """
 
 import argparse
@@ -80,6 +81,8 @@ def commands_of_recipes():
         # a reward that tells a random model's images apart
         reward = "my_rewards.py:motion" if "--num_frames" in options else "jpeg_incompressibility"
         options = ["--reward", reward, *INPUTS, *options]  # the recipe's own reward, if any, wins
+        if script == "dpo_offline.py":
+            options += ["--reward", reward]  # OCR reads nothing in a random model's images: no pairs
         commands[f"{model} {script}"] = (2, script, options)
     return commands
 
