@@ -37,7 +37,7 @@ from common.models import check_model, compile_block, find_family, load_model, o
 from common.noise import draw_noise, image_seed
 from common.options import SharedArgs, check_options, parse_args, recorded
 from common.plan import show_plan
-from common.policy import acting, add_policies, follow, make_lora
+from common.policy import acting, add_policies, follow, gathered, make_lora
 from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
 from common.prompt_cache import cache_prompts, hash_bits
 from common.rewards import eval_metrics, load_eval_rewards, load_rewards, offload_rewards, sample_records, score_images
@@ -314,20 +314,21 @@ def shard(args, model, device):
 def sample(args, model, request):
     """Sample the request's B images with the training transformer, by the ODE, micro_batch_size at once."""
     parts = []
-    for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
-        part = request.select(rows)
-        generators = [torch.Generator().manual_seed(seed) for seed in part.seeds]
-        first_latents = part.first_latents(generators, model.device)  # (b, C, h, w)
-        outputs = []
-        x = first_latents
-        for i in range(len(part.timesteps)):
-            v = model.predict_velocity(
-                x, part.timesteps[i], part.conditioning, part.negative_conditioning, part.guidance_scale
-            )
-            sigma, sigma_next = part.sigmas[i : i + 2].tolist()
-            outputs.append(sde_step(x, v, sigma, sigma_next, noise_level=0.0))
-            x = outputs[-1].prev_sample
-        parts.append(Trajectories.from_steps(first_latents, outputs, model.decode(x)))
+    with gathered(model, args.gather_for_sampling):
+        for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
+            part = request.select(rows)
+            generators = [torch.Generator().manual_seed(seed) for seed in part.seeds]
+            first_latents = part.first_latents(generators, model.device)  # (b, C, h, w)
+            outputs = []
+            x = first_latents
+            for i in range(len(part.timesteps)):
+                v = model.predict_velocity(
+                    x, part.timesteps[i], part.conditioning, part.negative_conditioning, part.guidance_scale
+                )
+                sigma, sigma_next = part.sigmas[i : i + 2].tolist()
+                outputs.append(sde_step(x, v, sigma, sigma_next, noise_level=0.0))
+                x = outputs[-1].prev_sample
+            parts.append(Trajectories.from_steps(first_latents, outputs, model.decode(x)))
     return Trajectories.cat(parts)
 
 

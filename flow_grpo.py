@@ -43,7 +43,7 @@ from common.models import check_model, compile_block, find_family, load_model
 from common.noise import image_seed
 from common.options import EngineArgs, check_options, parse_args, recorded
 from common.plan import show_plan
-from common.policy import acting, add_policies, follow, make_lora, policy_tensors
+from common.policy import acting, add_policies, follow, gathered, make_lora, policy_tensors
 from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
 from common.prompt_cache import cache_prompts
 from common.rewards import Scorer, eval_metrics, load_eval_rewards, load_rewards, reward_metrics, sample_records
@@ -279,10 +279,11 @@ def rollout(args, model, engine, request, finished=None):
         return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
     # the update's own batches: its first log-probs are these to the bit, and the ratio exactly 1
     parts = []
-    for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
-        parts.append(sample_locally(model, request.select(rows)))
-        if finished:
-            finished(rows.tolist(), parts[-1].images)
+    with gathered(model, args.gather_for_sampling):
+        for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
+            parts.append(sample_locally(model, request.select(rows)))
+            if finished:
+                finished(rows.tolist(), parts[-1].images)
     return Trajectories.cat(parts)
 
 

@@ -83,6 +83,9 @@ class Workload:
     """of a node"""
     shard_ranks: int = 0
     """that share one copy of the weights; 0: those of a node"""
+    gather_for_sampling: bool = True
+    acting_epochs: int = 1
+    """epochs in each of which the policies that only act make their passes anew"""
 
     @property
     def shards(self):
@@ -196,14 +199,20 @@ def pass_parts(blueprint, w, costs):
     trajectories = kept * latent_bytes * w.images_of_a_rank
     trajectories += num_prompts * blueprint.conditioning_bytes(w.max_sequence_length)
     both = ("rollout", "update")
+    keeps_whole = w.gather_for_sampling and w.shards > 1 and not w.has_engine
+    block_by_block = ("update",) if keeps_whole else both
     parts = [
-        Part("blocks as FSDP gathers them", gathered, both, "device", "train in --dtype bfloat16"),
+        Part("blocks as FSDP gathers them", gathered, block_by_block, "device", "train in --dtype bfloat16"),
         Part(f"activations of {images}", n * costs.training.peak_bytes, ("update",), "device", to_train),
         Part("trajectories and embeddings", trajectories, both, "device", "use more ranks, or fewer images a step"),
     ]
     if not w.has_engine:
         taken = max(n * costs.sampling.peak_bytes, costs.decoding_batch.peak_bytes)
         parts.append(Part(f"sampling and decoding {images}", taken, ("rollout",), "device", advice))
+    if keeps_whole:
+        whole = blueprint.dtype.itemsize * (blueprint.num_weights + blueprint.largest_block)  # and one in a buffer
+        to_sample = "pass --gather_for_sampling False"
+        parts.append(Part("weights gathered to sample", whole, ("rollout",), "device", to_sample))
     return parts
 
 
@@ -283,8 +292,8 @@ def work(w, costs):
         flops["rollout"] = n * (w.sampled_steps * costs.sampling.flops + costs.decoding.flops)
     if w.has_engine and w.old_log_prob == "recompute":
         flops["old log-probs"] = passes * costs.scoring.flops
-    per_pass = costs.training.flops + num_acting * costs.scoring.flops
-    flops["update"] = w.epochs_per_rollout * passes * per_pass
+    trained = w.epochs_per_rollout * costs.training.flops
+    flops["update"] = passes * (trained + w.acting_epochs * num_acting * costs.scoring.flops)
     evaluated = -(-w.num_eval_images // w.ranks)
     flops["evaluation"] = evaluated * (w.eval_num_inference_steps * costs.sampling.flops + costs.decoding.flops)
     return flops
@@ -403,6 +412,8 @@ def workload(options, num_eval_prompts, **counts):
         "micro_batch_images": options["micro_batch_size"],
         "num_eval_images": num_eval_prompts * options["eval_images_per_prompt"],
         "trained_guidance": options.get("guidance_scale", 1.0),
+        # a GRPO's reference scores the sampled steps, which stay; noise is drawn anew for DiffusionNFT's epochs
+        "acting_epochs": 1 if "old_log_prob" in options else options.get("epochs_per_rollout", 1),
     }
     values["ranks"] = ranks
     values["ranks_here"] = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))

@@ -159,6 +159,29 @@ def acting(model, name, engine=None, in_engine="default"):
         engine.push(*policy_tensors(model, in_engine))
 
 
+@contextmanager
+def gathered(model, is_wanted=True):
+    """Within the block, whose passes take no gradient, every rank keeps the acting transformer's weights whole from its
+    first pass on, in place of gathering a block at a time in every pass. The numbers are the same to the bit.
+
+    Where one rank's shards are all of it nothing is kept, which would only be a second copy.
+    """
+    transformer = model.transformer
+    shards = [p.device_mesh.size(-1) for p in transformer.parameters() if isinstance(p, DTensor)]
+    units = [module for module in transformer.modules() if isinstance(module, FSDPModule)]
+    is_kept = is_wanted and max(shards, default=1) > 1
+    if is_kept:
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+    yield
+    if is_kept:
+        for (
+            unit
+        ) in units:  # the root's weights stay after a forward pass, as by default: they are needed backward at once
+            unit.set_reshard_after_forward(unit is not transformer, recurse=False)
+            unit.reshard()
+
+
 @torch.no_grad()
 def follow(model, name, decay):
     """policy <- decay policy + (1 - decay) default, on each rank's shards; decay 0 copies to the bit."""

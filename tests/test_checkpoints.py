@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from benchmarks.kill_campaign import PHASES, Kill, campaign, plan, table
 from common.checkpoints import (
     find_checkpoint,
+    from_rank_0,
     load_checkpoint,
     resume_differences,
     rewind,
@@ -474,3 +475,16 @@ def test_the_plan_is_the_same_every_time_and_covers_everything():
         assert {kill.phase for kill in own} == set(PHASES[script])
         assert {kill.engine for kill in own} == ({"local"} if script == "dpo_offline.py" else {"local", "vllm"})
     assert {kill.phase for kill in kills if kill.victim == "engine"} >= {"starting", "loading", "reward", "writing"}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("of_rank_0", ["step_000010.pt", None])
+def test_every_rank_goes_on_from_the_checkpoint_of_rank_0(of_rank_0, monkeypatch):
+    """Another rank, whose disk does not show the newest yet, or shows one that rank 0 has not found."""
+
+    def broadcast(objects, src=0):
+        assert src == 0
+        objects[:] = [of_rank_0]
+
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
+    assert from_rank_0("step_000005.pt") == of_rank_0

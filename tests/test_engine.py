@@ -290,6 +290,7 @@ def test_a_chunk_is_on_its_way_before_the_one_before_it_is_done_and_has_each_pro
 
     def recorded_ask(operation, part, **kwargs):
         events.append(f"ask {len(part.seeds)}")
+        is_last.append(kwargs["is_last"])
         assert len(part.conditioning["prompt_embeds"]) == len(set(part.prompt_index.tolist()))
         return ask(operation, part, **kwargs)
 
@@ -297,10 +298,14 @@ def test_a_chunk_is_on_its_way_before_the_one_before_it_is_done_and_has_each_pro
         events.append("answer")
         return answer(number, operation)
 
+    is_last = []
+    monkeypatch.setattr(client, "free_cached_memory", lambda: events.append("freed"))
     monkeypatch.setattr(engine, "_ask", recorded_ask)
     monkeypatch.setattr(engine, "_answer", recorded_answer)
     chunked = engine.generate(request, lora=False, finished=lambda rows, images: events.append("finished"))
-    assert events == ["ask 4", "ask 4", "answer", "finished", "ask 2", "answer", "finished", "answer", "finished"]
+    chunks = ["ask 4", "ask 4", "answer", "finished", "ask 2", "answer", "finished", "answer", "finished"]
+    assert events == ["freed", *chunks]  # the trainer's cached memory, for the engine
+    assert is_last == [False, False, True]  # when the engine frees its own
     alone = engine.generate(replace(request.select(torch.tensor([9])), seeds=[9]), lora=False)
     torch.testing.assert_close(alone.latents, chunked.latents[9:], rtol=0, atol=1e-5)  # of its own prompt
 
@@ -552,13 +557,14 @@ def test_an_engine_that_sleeps_is_woken_before_it_is_asked(tmp_path, capfd, monk
         return bounded(operation, function, *args)
 
     monkeypatch.setattr(engine, "_bounded", recorded)
+    monkeypatch.setattr(client, "free_cached_memory", lambda: operations.append("freed"))  # the trainer's
     adapter = tensors_on_rank_0(model)[0]
     engine.push(adapter, config)
     one = engine.generate(request)
     other = engine.generate(request)
     engine.push(adapter, config)
-    slept = ["generate", "generate", "fall_asleep", "get_up"]
-    assert operations == ["push_lora", *slept, *slept, "push_lora"]
+    sampled = ["generate", "generate", "fall_asleep", "freed"]
+    assert operations == ["push_lora", "freed", *sampled, "freed", "get_up", *sampled, "get_up", "push_lora"]
     assert torch.equal(one.latents, other.latents)
     engine._call("fall_asleep")  # behind the client's back
     with pytest.raises(EngineError, match="the worker sleeps"):

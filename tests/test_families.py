@@ -9,6 +9,7 @@ import shutil
 import sys
 
 import flow_grpo
+from common.correction import check_engine_drift, default_drift_limit
 from common.engine.client import VLLMEngine, check_engine
 from common.lora import read_lora
 from common.models import both_branches, find_family, load_model
@@ -421,14 +422,16 @@ def test_the_engine_samples_as_the_trainer_does(family, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("family", WITH_ENGINE)
-def test_the_engine_samples_in_bf16(family, checkpoint, tmp_path):
+def test_the_engine_samples_in_bf16(family, checkpoint, tmp_path, one_rank):
     """From a checkpoint in fp32: the dummy run goes through text encoders and VAE in whatever dtypes they have."""
     engine = start(checkpoint(family), tmp_path / "engine.log", "bfloat16")
     model = load(checkpoint(family), torch.bfloat16)
     args, request = request_for(model, sde_steps=(0, 1, 2))
-    theirs = engine.generate(request, lora=False).latents
+    theirs = engine.generate(request, lora=False)
     ours = flow_grpo.rollout(args, model, None, request).latents
-    assert (theirs - ours).square().mean().sqrt() < 0.05 * ours.square().mean().sqrt()
+    assert (theirs.latents - ours).square().mean().sqrt() < 0.05 * ours.square().mean().sqrt()
+    scored = flow_grpo.recompute_log_probs(args, model, request, theirs, torch.arange(3))
+    check_engine_drift(request, theirs, scored, default_drift_limit("bfloat16", GUIDANCE))  # as a run is checked
     engine.close()
 
 

@@ -1,8 +1,10 @@
 """Every option of every script stands in a test, and those that stand in no other do here what they say."""
 
+import importlib
 import json
 import math
 import re
+from unittest import mock
 
 import flow_grpo
 from common.engine import client
@@ -195,6 +197,25 @@ def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
     with pytest.raises(Started) as started:
         flow_grpo.start_engine(args, tmp_path, cpu)
     assert started.value.args == ("a/model", (None,), torch.get_num_threads())
+
+
+@pytest.mark.parametrize("script", ["flow_grpo", "grpo_guard", "mix_grpo"])
+@pytest.mark.parametrize(
+    ("options", "num_means"),
+    [
+        ({"old_log_prob": "recompute"}, 2),
+        ({"old_log_prob": "rollout"}, 6),
+        ({"old_log_prob": "recompute", "rollout_correction": "tis:2"}, 6),
+    ],
+)
+def test_only_the_means_that_are_read_come_back_from_the_engine(script, options, num_means):
+    """A micro-batch's, to check the drift; all, where they are the old policy's or a correction reads them."""
+    module = importlib.import_module(script)
+    engine = mock.Mock()
+    request = mock.Mock(seeds=range(6))
+    args = module.Args(micro_batch_size=2, **options)
+    module.rollout(args, mock.Mock(), engine, request)
+    engine.generate.assert_called_once_with(request, num_means=num_means, finished=None)
 
 
 def test_nft_and_dpo_options(tmp_path):

@@ -186,6 +186,43 @@ def test_what_more_ranks_policies_and_offloading_change():
 
 
 @pytest.mark.fast
+def test_weights_are_whole_to_sample_where_ranks_share_them_and_no_engine_samples():
+    blueprint = blueprint_of(EMBEDDED, 0, torch.float32)
+    blocks = "blocks as FSDP gathers them"
+    whole = "weights gathered to sample"
+
+    def parts(**changes):
+        return {part.name: part for part in plan.pass_parts(blueprint, small_workload(**changes), COSTS)}
+
+    two = parts(ranks=2, ranks_here=2)
+    assert two[whole].num_bytes == 4 * (blueprint.num_weights + blueprint.largest_block)
+    assert two[whole].phases == ("rollout",) and two[blocks].phases == ("update",)
+    others = [{"rollout": "vllm"}, {"gather_for_sampling": False}, {"shard_ranks": 1}, {"ranks": 1, "ranks_here": 1}]
+    for changes in others:
+        alone = parts(**{"ranks": 2, "ranks_here": 2} | changes)
+        assert whole not in alone and alone[blocks].phases == ("rollout", "update"), changes
+
+
+@pytest.mark.fast
+def test_bytes_of_the_pipe_and_seconds_by_hand(monkeypatch):
+    """Of a rank's 4 images of 32 x 96 pixels, latents of 8 x 8 x 24 at 4 times of 3 steps; a LoRA's weights."""
+    blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
+    w = small_workload(ranks=2, rollout="vllm")
+    assert plan.pipe_bytes(blueprint, w) == (4 * blueprint.num_trained, 4 * (4 * 4 * 8 * 8 * 24 + 3 * 32 * 96))
+    monkeypatch.setitem(plan.DEVICES, "rtx4090", plan.Device(24, 165, 1e-12))  # a FLOP a second
+    rollout = next(line for line in plan.work_table(w, COSTS, "rtx4090") if line.startswith("  rollout "))
+    assert rollout.split() == ["rollout", "0.000", "400.0"]  # 160 FLOP at .4
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("script", "epochs"), [("flow_grpo.py", 1), ("diffusion_nft.py", 3)])
+def test_how_often_a_policy_that_only_acts_is_asked(script, epochs, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    args = importlib.import_module(script.removesuffix(".py")).Args(epochs_per_rollout=3)
+    assert plan.workload(vars(args), 4, trained_steps=1).acting_epochs == epochs
+
+
+@pytest.mark.fast
 def test_an_engine_beside_its_rank_and_on_a_gpu_of_its_own():
     """It decodes its whole batch at once where that is a few pixels, else image by image."""
     blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
@@ -212,11 +249,14 @@ COSTS = plan.Costs(COST, plan.Cost(7, 90), plan.Cost(30, 500), plan.Cost(37, 50)
 
 @pytest.mark.fast
 def test_work_by_hand():
-    """Two ranks of four images, three steps, two trained, two epochs: 4 (3 x 10 + 10), 4 x 2 x 7, 2 x 8 (30 + 7)."""
+    """Two ranks of four images, three steps, two trained, two epochs, in the first of which the reference's means are
+    computed: 4 (3 x 10 + 10), 4 x 2 x 7, 8 (2 x 30 + 7). Another policy's passes are made in both."""
     w = small_workload(ranks=2, epochs_per_rollout=2, policies=("default", "ema", "reference"), rollout="vllm")
     w.old_log_prob = "recompute"
-    expected = {"rollout": 160, "old log-probs": 56, "update": 592, "evaluation": 2 * (1 * 10 + 10)}
+    expected = {"rollout": 160, "old log-probs": 56, "update": 536, "evaluation": 2 * (1 * 10 + 10)}
     assert plan.work(w, COSTS) == expected
+    w.acting_epochs = 2
+    assert plan.work(w, COSTS)["update"] == 592
     w = small_workload(sampled_steps=0, policies=("default",))
     assert plan.work(w, COSTS) == {"update": 8 * 2 * 30, "evaluation": 4 * 20}
 

@@ -1,12 +1,15 @@
 """The policies of a run: which acts, which is trained, what follows; the KL to the reference; memory and dtype."""
 
 import copy
+import importlib
+import json
 import math
 import random
 import shutil
 from dataclasses import replace
 
 import flow_grpo
+from common import sharding
 from common.data import PromptSet
 from common.errors import RunError
 from common.models import find_family
@@ -31,6 +34,7 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 NAMES = ["default", "old", "ema", "reference"]
 PROMPTS = ['a red sign that says "12"', 'a blue sign that says "345"']
@@ -415,6 +419,84 @@ def test_evaluation_uses_the_average_and_leaves_the_trained_weights_alone(one_ra
     assert images() == of_default
 
 
+@pytest.mark.parametrize(("kind", "told"), [("lora", [False, True]), ("full", [True, True])])
+@pytest.mark.parametrize("script", ["flow_grpo", "grpo_guard", "mix_grpo"])
+def test_gradients_are_exchanged_once_an_update_but_of_full_weights_in_every_pass(script, kind, told, one_rank):
+    """Four passes; FSDP is told where it changes alone. Full weights' gradients would else be kept whole."""
+    module = importlib.import_module(script)
+    args, model, _ = policy(lora_rank=4 if kind == "lora" else 0)
+    request, out = rollout_of(args, model)
+    batch = module.Batch(request, out, out, torch.ones_like(out.log_probs), ADVANTAGES, torch.ones(4))
+    calls = []
+    model.transformer.set_requires_gradient_sync = calls.append
+    module.accumulate_gradients(module.Args(micro_batch_size=2), model, batch, torch.arange(4), None)
+    assert calls == told
+
+
+def test_the_references_means_are_computed_once_a_rollout(one_rank, monkeypatch):
+    args, model, trained = policy(kl_coef=0.5, epochs_per_rollout=2)
+    args.updates_per_rollout = 2
+    acted = []
+    real = flow_grpo.acting
+    monkeypatch.setattr(flow_grpo, "acting", lambda model, name, *more: acted.append(name) or real(model, name, *more))
+    one_update(args, model, torch.optim.SGD(trained), ADVANTAGES)
+    assert acted == ["reference"]
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+def test_weights_are_gathered_once_to_sample(tmp_path):
+    """By two ranks, of 4 blocks and the root, 4 images, 2 at once, 3 steps: each of them once, or in every pass, but
+    for the root's, which stay. The images are equal to the bit, also after the weights have changed."""
+    torchrun(tmp_path, "tests/gathers.py", tmp_path / "out.json", nproc=2)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["same"] == [True, True, True] and found["moved"]
+    assert found["gathers"] == [4 + 1, 4 * 2 * 3 + 1]
+
+
+@pytest.mark.parametrize(
+    ("world", "of_a_node", "shard_ranks", "shape"),
+    [(2, 2, 0, (2,)), (4, 2, 0, (2, 2)), (4, 4, 2, (2, 2)), (4, 2, 1, (4, 1)), (1, 1, 0, (1,))],
+)
+def test_over_which_ranks_the_weights_are_sharded(world, of_a_node, shard_ranks, shape, monkeypatch):
+    """Over those of a node, each node with a copy, where --shard_ranks does not say."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(of_a_node))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
+    monkeypatch.setattr(sharding, "init_device_mesh", lambda device, shape, mesh_dim_names: (shape, mesh_dim_names))
+    names = ("replicate", "shard")[-len(shape) :]
+    assert sharding.shard_mesh(torch.device("cpu"), shard_ranks) == (shape, names)
+
+
+def test_policies_of_full_weights_share_their_memory_until_they_are_sharded():
+    model = embedded_model()
+    add_policies(model, None, ["default", "ema", "reference"])
+    for name in ("ema", "reference"):
+        pairs = zip(model.policies["default"].parameters(), model.policies[name].parameters(), strict=True)
+        assert all(one.data_ptr() == other.data_ptr() and one is not other for one, other in pairs)
+
+
+def test_full_weights_become_fp32_a_block_at_a_time(one_rank, monkeypatch):
+    """As FSDP takes it: no rank holds the whole model in fp32 beside its shards."""
+    most = 0
+    real = flow_grpo.fully_shard
+
+    def observed(module, **options):
+        nonlocal most
+        whole = [p for p in model_of[0].transformer.parameters() if not isinstance(p, DTensor)]
+        most = max(most, sum(p.numel() for p in whole if p.dtype == torch.float32))
+        real(module, **options)
+
+    model_of = []
+    real_add = flow_grpo.add_policies
+    monkeypatch.setattr(
+        flow_grpo, "add_policies", lambda model, *more: model_of.append(model) or real_add(model, *more)
+    )
+    monkeypatch.setattr(flow_grpo, "fully_shard", observed)
+    _, model, _ = policy(lora_rank=0, dtype="bfloat16")
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.transformer.transformer_blocks]
+    total = sum(p.numel() for p in model.transformer.parameters())
+    assert most <= max(*blocks, total - sum(blocks))
+
+
 # ---- what it is trained with -----------------------------------------------------------------------------------------
 def gradient(**changes):
     """(gradient {name: tensor}, metrics, calls of the first block) of one update, by an SGD step of rate 1."""
@@ -547,7 +629,7 @@ def test_full_weights_on_both_engines_and_on_two_ranks(tmp_path):
         brightness_reward(tmp_path),
         *few_eval_prompts(tmp_path, 2),
     ]
-    torchrun(tmp_path, "flow_grpo.py", "--name", "vllm", *options)
+    torchrun(tmp_path, "flow_grpo.py", "--name", "vllm", *options, nproc=2)  # each gathers for its own engine
     torchrun(tmp_path, "flow_grpo.py", "--name", "two", "--rollout", "local", *options, nproc=2)
     assert run_here(tmp_path, "flow_grpo.py", "--name", "one", "--rollout", "local", *options) is None
     rows = {name: read_metrics(tmp_path / "runs" / name) for name in ("vllm", "one", "two")}

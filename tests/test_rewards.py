@@ -1,5 +1,6 @@
 """Rewards against hand numbers, a real OCR network, and real JPEG files."""
 
+import builtins
 import io
 import re
 import sys
@@ -183,6 +184,26 @@ def test_load_a_users_function(tmp_path):
         assert str(path) in str(error.value)
     with pytest.raises(ValueError, match="no such file .*nowhere.py"):
         load_rewards([f"{tmp_path}/nowhere.py:width"], [1])
+
+
+def test_the_ranks_gpu_is_set_before_a_users_file_is_imported_and_in_the_thread_that_scores(tmp_path, monkeypatch):
+    """A file may load a network to "cuda"."""
+    events = []
+    told = "threading.current_thread().name"
+    monkeypatch.setattr("common.rewards.use_own_gpu", lambda: events.append(f"gpu, {threading.current_thread().name}"))
+    monkeypatch.setattr(builtins, "events", events, raising=False)
+    file = tmp_path / "network.py"
+    file.write_text(
+        f"import threading\nevents.append(f'import, {{{told}}}')\n\n\ndef network(images, prompts, metadata):\n"
+        f"    events.append(f'score, {{{told}}}')\n    return [0.0] * len(images)\n"
+    )
+    rewards = load_rewards([f"{file}:network"], [1.0])
+    assert events == ["gpu, MainThread", "import, MainThread"]
+    scorer = Scorer(rewards, PromptSet(["a"], [{}]))
+    scorer.add([0], [Image.new("RGB", (8, 8))])
+    scorer.scores()
+    thread = scorer.thread.name
+    assert thread != "MainThread" and events[2:] == [f"gpu, {thread}", f"score, {thread}"]
 
 
 def test_two_rewards_of_one_name(tmp_path):
