@@ -5,6 +5,8 @@
                                                # Flow-GRPO, which trains all but the last
     python benchmarks/step_pairs.py window_alone    # the same with a reward that takes no time
     python benchmarks/step_pairs.py ranks      # the default step, --rollout local, of two ranks beside one
+    python benchmarks/step_pairs.py gather     # of two ranks, ten steps: weights gathered once to sample, beside a block
+                                               # at a time in every pass
 
 A run's first step is not counted. Of the others the mean is taken, so that each position of the window counts once, and
 the engine's start, evaluations and checkpoints are no part of it. Prints a table for docs/performance.md.
@@ -23,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 TEN_STEPS = ["--rollout", "local", "--num_inference_steps", 10]
 EVERY_POSITION = ["--sde_window_size", 2, "--sde_window_range", 0, 9, "--iters_per_group", 1]
 NO_TIME = ["--reward", "jpeg_compressibility"]  # to score an image: what is left is rollout and update
+BY_BLOCK = ["--gather_for_sampling", False]
 COMPARED = {
     # name: [(label, ranks, script, number of steps, options) of the first, of the second]
     "engines": [
@@ -41,6 +44,10 @@ COMPARED = {
     "ranks": [
         ("2 ranks", 2, "flow_grpo.py", 5, ["--rollout", "local", "--micro_batch_size", 32]),
         ("1 rank", 1, "flow_grpo.py", 5, ["--rollout", "local"]),
+    ],
+    "gather": [
+        ("once", 2, "flow_grpo.py", 5, [*TEN_STEPS, *NO_TIME, "--micro_batch_size", 32]),
+        ("every pass", 2, "flow_grpo.py", 5, [*TEN_STEPS, *NO_TIME, "--micro_batch_size", 32, *BY_BLOCK]),
     ],
 }
 
