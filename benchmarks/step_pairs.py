@@ -5,8 +5,8 @@
                                                # Flow-GRPO, which trains all but the last
     python benchmarks/step_pairs.py window_alone    # the same with a reward that takes no time
     python benchmarks/step_pairs.py ranks      # the default step, --rollout local, of two ranks beside one
-    python benchmarks/step_pairs.py gather     # of two ranks, ten steps: weights gathered once to sample, beside a block
-                                               # at a time in every pass
+    python benchmarks/step_pairs.py gather     # of two ranks, ten steps: weights gathered once to sample, beside a
+                                               # block at a time in every pass
 
 A run's first step is not counted. Of the others the mean is taken, so that each position of the window counts once, and
 the engine's start, evaluations and checkpoints are no part of it. Prints a table for docs/performance.md.
