@@ -8,8 +8,9 @@ as FSDP2 makes it with the scripts' settings, and assumed not to overlap with th
 of 1024 x 1024, are of micro-batches of one image, the others of two:
 
 - a pass gathers the frozen weights of a node's shards twice, forward and backward, and a pass without gradient once;
-- an optimizer step exchanges a LoRA's gradients in fp32 once; of full weights every pass does, within the node and over
-  the nodes;
+- without an engine the weights are gathered once to sample, or a block at a time in every pass;
+- an optimizer step exchanges a LoRA's gradients in fp32 once; of full weights every pass does, within the node (grads)
+  and between the copies, which are over the nodes (copies);
 - every rank hands its engine the trained weights through the host's memory, and takes back latents and images.
 """
 
@@ -54,65 +55,89 @@ PAPER = plan.Workload(
 )
 
 
-def seconds(blueprint, w, costs):
-    """{what: seconds} of a rank's step, and its FLOPs of an evaluation apart."""
-    rate = plan.DEVICES["h100-80"].bfloat16 * 1e12 * plan.UTILISATION
-    spent = {phase: flops / rate for phase, flops in plan.work(w, costs).items()}
+def traffic(blueprint, w):
+    """{what: (bytes of a rank's step, bytes/s)}."""
     is_lora = blueprint.num_trained < blueprint.num_weights
     num_copies = w.ranks // w.shards
-    passes = -(-w.images_of_a_rank // w.micro_batch_images) * w.trained_steps
+    batches = -(-w.images_of_a_rank // w.micro_batch_images)
     weights = blueprint.dtype.itemsize * blueprint.num_weights * (1 - 1 / w.shards)
-    # recomputed log-probs gather once, a pass of the update twice
-    spent["gather weights"] = 3 * passes * weights / WITHIN_NODE
+    # a pass of the update gathers twice, one without gradient once
+    times = 2 * batches * w.trained_steps
+    if w.has_engine:
+        times += batches * w.trained_steps  # recomputed log-probs
+    else:
+        times += 1 if w.gather_for_sampling else batches * w.sampled_steps
     gradients = 4 * blueprint.num_trained
-    exchanges = UPDATES if is_lora else passes
+    exchanges = UPDATES if is_lora else batches * w.trained_steps
     over_copies = 2 * gradients / w.shards * (1 - 1 / num_copies)
-    over_copies /= BETWEEN_NODES if w.ranks > w.ranks_here else WITHIN_NODE
-    spent["exchange gradients"] = exchanges * (gradients * (1 - 1 / w.shards) / WITHIN_NODE + over_copies)
-    spent["engine's pipe"] = sum(plan.pipe_bytes(blueprint, w)) / TO_ENGINE
-    return spent
+    return {
+        "gather": (times * weights, WITHIN_NODE),
+        "grads": (exchanges * gradients * (1 - 1 / w.shards), WITHIN_NODE),
+        "copies": (exchanges * over_copies, BETWEEN_NODES if w.ranks > w.ranks_here else WITHIN_NODE),
+        "pipe": (sum(plan.pipe_bytes(blueprint, w)) if w.has_engine else 0, TO_ENGINE),
+    }
 
 
-def row(name, blueprint, w):
+def print_times(name, blueprint, w):
+    """Seconds of a rank's step, images a second and GPU, seconds of an evaluation, and the peak of a GPU's memory."""
     costs = plan.measure(blueprint, w)
-    spent = seconds(blueprint, w, costs)
-    evaluation = spent.pop("evaluation")
+    rate = plan.DEVICES["h100-80"].bfloat16 * 1e12 * plan.UTILISATION
+    computing = {phase: flops / rate for phase, flops in plan.work(w, costs).items()}
+    spent = [computing["rollout"], computing.get("old log-probs", 0), computing["update"]]
+    spent += [num_bytes / rate for num_bytes, rate in traffic(blueprint, w).values()]
     parts = [part for part in plan.memory_parts(blueprint, w, costs) if part.place == "device"]
     peak = max(plan.phase_sums(parts).values()) / plan.GB
-    total = sum(spent.values())
-    cells = [f"{value:8.2f}" for value in spent.values()]
-    per_gpu = w.num_images / total / w.ranks
-    print(
-        f"{name:30}{w.images_of_a_rank:7}" + "".join(cells) + f"{total:8.1f}{per_gpu:9.3f}{evaluation:8.1f}{peak:7.1f}"
-    )
+    cells = [f"{value:8.2f}" for value in spent]
+    per_gpu = w.num_images / sum(spent) / w.ranks
+    tail = f"{sum(spent):8.1f}{per_gpu:9.3f}{computing['evaluation']:7.1f}{peak:7.1f}"
+    print(f"{name:27}{w.images_of_a_rank:6}{''.join(cells)}{tail}")
+
+
+def print_bytes(name, blueprint, w):
+    """GB of a rank's step."""
+    cells = [f"{num_bytes / plan.GB:9.1f}" for num_bytes, _ in traffic(blueprint, w).values()]
+    print(f"{name:33}{''.join(cells)}")
+
+
+def workloads():
+    """{name: Workload}."""
+    rows = {}
+    for ranks in (8, 16, 32, 64, 128, 256):
+        rows[f"{ranks} GPUs, 48 x 24 images"] = replace(PAPER, ranks=ranks, micro_batch_images=1)
+    for ranks in (8, 64, 256, 1024):
+        rows[f"{ranks} GPUs, 144 images each"] = replace(
+            PAPER, ranks=ranks, num_images=144 * ranks, num_prompts=6 * ranks
+        )
+    for ranks in (8, 1024):
+        rows[f"{ranks} GPUs, a copy each"] = replace(rows[f"{ranks} GPUs, 144 images each"], shard_ranks=1)
+    rows["8 GPUs, groups of 48"] = replace(PAPER, num_images=2 * PAPER.num_images)
+    rows["8 GPUs, 20 steps"] = replace(PAPER, sampled_steps=20, trained_steps=19)
+    rows["8 GPUs, window of 2 steps"] = replace(PAPER, trained_steps=2)
+    rows["8 GPUs, 256 x 256"] = replace(PAPER, image_size=(256, 256))
+    rows["8 GPUs, 1024 x 1024"] = replace(PAPER, image_size=(1024, 1024), micro_batch_images=1, rollout_batch_size=2)
+    rows["8 GPUs, --rollout local"] = replace(PAPER, rollout="local")
+    rows["a block at a time"] = replace(PAPER, rollout="local", gather_for_sampling=False)
+    return rows
 
 
 def main():
     print(__doc__.split("\n\n")[2])
-    head = ("images", "rollout", "old lp", "update", "gather", "grads", "pipe", "step", "img/s/GPU", "eval", "GB")
+    times = ("images", "rollout", "old lp", "update", "gather", "grads", "copies", "pipe", "step")
+    times += ("img/s/GPU", "eval", "GB")
     folder = Path(tempfile.mkdtemp())
     family = find_family(write_configs(MODEL, folder))
     for kind, rank in (("LoRA of rank 32", 32), ("full weights", 0)):
         lora = make_lora(None, rank, 2 * rank, family.lora_target_modules) if rank else None
         blueprint = Blueprint(family, str(folder), lora, torch.bfloat16)
-        widths = (7, *[8] * 7, 9, 8, 7)
-        print(f"\n{kind:30}" + "".join(f"{title:>{width}}" for title, width in zip(head, widths, strict=True)))
-        for ranks in (8, 16, 32, 64, 128, 256):
-            row(f"{ranks} GPUs, 48 x 24 images", blueprint, replace(PAPER, ranks=ranks, micro_batch_images=1))
-        for ranks in (8, 64, 256, 1024):
-            w = replace(PAPER, ranks=ranks, num_images=144 * ranks, num_prompts=6 * ranks)
-            row(f"{ranks} GPUs, 144 images each", blueprint, w)
-        if not rank:
-            continue
-        for ranks in (8, 1024):
-            w = replace(PAPER, ranks=ranks, num_images=144 * ranks, num_prompts=6 * ranks, shard_ranks=1)
-            row(f"{ranks} GPUs, a copy each", blueprint, w)
-        row("8 GPUs, groups of 48", blueprint, replace(PAPER, num_images=2 * PAPER.num_images))
-        row("8 GPUs, 20 steps", blueprint, replace(PAPER, sampled_steps=20, trained_steps=19))
-        row("8 GPUs, window of 2 steps", blueprint, replace(PAPER, trained_steps=2))
-        row("8 GPUs, 256 x 256", blueprint, replace(PAPER, image_size=(256, 256)))
-        large = replace(PAPER, image_size=(1024, 1024), micro_batch_images=1, rollout_batch_size=2)
-        row("8 GPUs, 1024 x 1024", blueprint, large)
+        widths = (6, *[8] * 8, 9, 7, 7)
+        title = f"{kind}, seconds"
+        print(f"\n{title:27}" + "".join(f"{name:>{width}}" for name, width in zip(times, widths, strict=True)))
+        for name, w in workloads().items():
+            print_times(name, blueprint, w)
+        title = f"{kind}, GB of a rank's step"
+        print(f"\n{title:33}" + "".join(f"{name:>9}" for name in traffic(blueprint, PAPER)))
+        for name, w in workloads().items():
+            print_bytes(name, blueprint, w)
 
 
 if __name__ == "__main__":
