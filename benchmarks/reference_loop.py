@@ -2,7 +2,7 @@
 
     python benchmarks/reference_loop.py              # three pairs: 256 images, ten sampling steps, nine trained
     python benchmarks/reference_loop.py --short      # a try with 32 images and one pair
-    python benchmarks/reference_loop.py --our_ranks 2 --our_batch_size 32    # ours with a rank a core
+    python benchmarks/reference_loop.py --our_ranks 2 --our_shard_ranks 1    # ours with a rank, and the weights, a core
     python benchmarks/reference_loop.py --only theirs --pairs 1 --num_inference_steps 3 --steps 10    # it learns
 
 "Theirs" is the shape of the loop that was published with Flow-GRPO (arXiv 2505.05470), written here from its
@@ -244,7 +244,8 @@ def start_ours(options, folder, number):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", options.our_ranks]
     command += [ROOT / "flow_grpo.py", "--name", name]
     command += ["--rollout", "local", "--num_inference_steps", options.num_inference_steps, "--sde_window_size", 0]
-    command += ["--num_prompts", options.num_prompts, "--micro_batch_size", options.our_batch_size, "--seed", number]
+    command += ["--shard_ranks", options.our_shard_ranks, "--micro_batch_size", options.our_batch_size]
+    command += ["--num_prompts", options.num_prompts, "--seed", number]
     # two prompts of evaluation, which are not timed
     command += ["--num_steps", options.steps + 1, "--eval_every", 10_000, "--max_prompts", 2]
     subprocess.run([*map(str, command)], cwd=folder, check=True, stdout=sys.stderr)
@@ -278,7 +279,8 @@ def main(options):
     print(
         f"\n{num_images} images, {options.num_inference_steps} sampling steps, all but the last trained, "
         f"{flow_grpo.Args.updates_per_rollout} optimizer steps; cores: {cores}; seconds, medians of {options.pairs} "
-        f"runs of {options.steps} steps; images at once: ours {options.our_batch_size} on {options.our_ranks} rank(s), "
+        f"runs of {options.steps} steps; images at once: ours {options.our_batch_size} on {options.our_ranks} rank(s) "
+        f"(--shard_ranks {options.our_shard_ranks}), "
         f"theirs {options.their_batch_size}; their matrix products: {options.their_products}\n"
     )
     print("| phase |", " | ".join(sides), "| ours / theirs, median of pairs |")
@@ -299,6 +301,7 @@ def parse_options():
     parser.add_argument("--num_prompts", type=int, default=32, help="of a rollout, with 8 images each")
     parser.add_argument("--num_inference_steps", type=int, default=10, help="sampling steps, all but the last trained")
     parser.add_argument("--our_ranks", type=int, default=1, help="ranks that share ours")
+    parser.add_argument("--our_shard_ranks", type=int, default=0, help="--shard_ranks of flow_grpo.py")
     parser.add_argument("--our_batch_size", type=int, default=64, help="--micro_batch_size of flow_grpo.py")
     parser.add_argument("--their_batch_size", type=int, default=64, help="images of a sampling and of a training batch")
     parser.add_argument("--their_products", choices=["torch", "ours"], default="torch", help="fp32 matrix products")
