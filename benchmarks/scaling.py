@@ -89,8 +89,8 @@ def print_times(name, blueprint, w):
     peak = max(plan.phase_sums(parts).values()) / plan.GB
     cells = [f"{value:8.2f}" for value in spent]
     per_gpu = w.num_images / sum(spent) / w.ranks
-    tail = f"{sum(spent):8.1f}{per_gpu:9.3f}{computing['evaluation']:7.1f}{peak:7.1f}"
-    print(f"{name:27}{w.images_of_a_rank:6}{''.join(cells)}{tail}")
+    tail = f"{sum(spent):8.1f}{per_gpu:10.3f}{computing['evaluation']:7.1f}{peak:7.1f}"
+    print(f"{name:26}{w.images_of_a_rank:6}{''.join(cells)}{tail}")
 
 
 def print_bytes(name, blueprint, w):
@@ -129,9 +129,9 @@ def main():
     for kind, rank in (("LoRA of rank 32", 32), ("full weights", 0)):
         lora = make_lora(None, rank, 2 * rank, family.lora_target_modules) if rank else None
         blueprint = Blueprint(family, str(folder), lora, torch.bfloat16)
-        widths = (6, *[8] * 8, 9, 7, 7)
+        widths = (6, *[8] * 8, 10, 7, 7)
         title = f"{kind}, seconds"
-        print(f"\n{title:27}" + "".join(f"{name:>{width}}" for name, width in zip(times, widths, strict=True)))
+        print(f"\n{title:26}" + "".join(f"{name:>{width}}" for name, width in zip(times, widths, strict=True)))
         for name, w in workloads().items():
             print_times(name, blueprint, w)
         title = f"{kind}, GB of a rank's step"
