@@ -92,8 +92,7 @@ model() {
     printf '\n## %s\n\n' "$name" >> "$REPORT"
     if try "$name-make" 300 python "$ROOT/benchmarks/random_model.py" "$hub_id" "$WORK/$name" "${tiny[@]}"; then
         if try "$name-plan" 120 torchrun --standalone "$ROOT/flow_grpo.py" "${options[@]}" --plan "$PLAN"; then
-            cat "$RESULTS/$name-plan.log" >> "$REPORT"
-            echo >> "$REPORT"
+            { echo '```'; cat "$RESULTS/$name-plan.log"; echo '```'; echo; } >> "$REPORT"
         fi
         for how in eager compile; do
             local more=()
