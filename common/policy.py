@@ -175,9 +175,8 @@ def gathered(model, is_wanted=True):
             unit.set_reshard_after_forward(False, recurse=False)
     yield
     if is_kept:
-        for (
-            unit
-        ) in units:  # the root's weights stay after a forward pass, as by default: they are needed backward at once
+        # the root keeps its weights after a forward pass, as it does by default: backward needs them at once
+        for unit in units:
             unit.set_reshard_after_forward(unit is not transformer, recurse=False)
             unit.reshard()
 

@@ -149,6 +149,7 @@ class Affine:
     """A model of the shape the scripts use: v = x (t / 1000) + c, no network."""
 
     device = torch.device("cpu")
+    transformer = torch.nn.Identity()
 
     def predict_velocity(self, x, timestep, conditioning, negative=None, guidance_scale=1.0):
         return x * timestep / 1000 + conditioning["c"].sum(1).view(-1, 1, 1, 1)
@@ -162,7 +163,7 @@ class Affine:
 def test_shared_prefix_equals_the_unshared_one(start, flash_ratio, monkeypatch):
     """Invariant 14: every image taken from its prompt's noise through the whole schedule, by hand."""
     monkeypatch.setattr(mix_grpo, "gather_objects", lambda value: [value])  # a world of one
-    args, model = SimpleNamespace(seed=3, micro_batch_size=4), Affine()
+    args, model = SimpleNamespace(seed=3, micro_batch_size=4, gather_for_sampling=True), Affine()
     request = request_of(8, (start, start + 1))
     if flash_ratio < 1:
         request = thin_out(request, flash_ratio)
