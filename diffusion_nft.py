@@ -184,7 +184,7 @@ def draw_training_noise(args, request, step, epoch, image_index):
     Seeded by (seed, step, epoch, global image index), apart from the rollout's noise: the same on any number of ranks.
     """
     # truncated, as in the paper's code: .99 of 10 steps trains 9
-    num_timesteps = max(1, int(args.timestep_fraction * args.num_inference_steps))  # K
+    num_timesteps = int(args.timestep_fraction * args.num_inference_steps) or 1  # K
     purpose = f"{step} update" if epoch == 0 else f"{step} update {epoch}"
     timesteps = []
     noise = []
@@ -278,7 +278,7 @@ def rollout(args, model, engine, request, finished=None):
         return engine.generate(request, finished=finished).to(model.device)
     # micro_batch_size images at once
     parts = []
-    with gathered(model, args.gather_for_sampling):
+    with gathered(model, args.gather_for_sampling and "cpu_offload" not in args.train_with):
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
             if finished:
@@ -639,8 +639,8 @@ if __name__ == "__main__":
         args = parse_args(Args, __doc__)
         inputs = check_args(args)
         if args.plan:
-            trained_steps = max(1, int(args.timestep_fraction * args.num_inference_steps))
-            raise SystemExit(show_plan(asdict(args), inputs, trained_steps=trained_steps, policies=["old"]))
+            counts = {"trained_steps": int(args.timestep_fraction * args.num_inference_steps) or 1, "policies": ["old"]}
+            raise SystemExit(show_plan(asdict(args), inputs, **counts, acting_epochs=args.epochs_per_rollout))
     with one_line(RunError, Path("runs") / args.name):
         main(args, inputs)
     end_distributed()

@@ -314,7 +314,7 @@ def shard(args, model, device):
 def sample(args, model, request):
     """Sample the request's B images with the training transformer, by the ODE, micro_batch_size at once."""
     parts = []
-    with gathered(model, args.gather_for_sampling):
+    with gathered(model, args.gather_for_sampling and "cpu_offload" not in args.train_with):
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             part = request.select(rows)
             generators = [torch.Generator().manual_seed(seed) for seed in part.seeds]

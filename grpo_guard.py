@@ -277,7 +277,7 @@ def rollout(args, model, engine, request, finished=None):
         return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
     # the update's own batches: its first log-probs are these to the bit, and the ratio exactly 1
     parts = []
-    with gathered(model, args.gather_for_sampling):
+    with gathered(model, args.gather_for_sampling and "cpu_offload" not in args.train_with):
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
             if finished:

@@ -304,7 +304,7 @@ def rollout(args, model, engine, request, finished=None):
         return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
     # the update's own batches: its first log-probs are these to the bit, and the ratio exactly 1
     parts = []
-    with gathered(model, args.gather_for_sampling):
+    with gathered(model, args.gather_for_sampling and "cpu_offload" not in args.train_with):
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
             if finished:
@@ -313,8 +313,8 @@ def rollout(args, model, engine, request, finished=None):
 
 
 def share_prefix(args, model, engine, request, step):
-    """Take the ODE steps before the window, once per prompt and rank, and return the request for the rest of them: so
-    far the images of a prompt, which start from its noise, seeded by (seed, step, prompt), are one."""
+    """Take the ODE steps before the window, once per prompt and rank: its images share their noise, seeded by (seed,
+    step, prompt), and are one until the window begins. Returns the request for the rest of the steps."""
     start = request.sde_steps[0]
     rows, place = request.prompt_index.unique(return_inverse=True)  # this rank's U prompts; (B,) among them
     max_prompts_of_a_rank = max(gather_objects(len(rows)))

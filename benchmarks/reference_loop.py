@@ -2,7 +2,7 @@
 
     python benchmarks/reference_loop.py              # three pairs: 256 images, ten sampling steps, nine trained
     python benchmarks/reference_loop.py --short      # a try with 32 images and one pair
-    python benchmarks/reference_loop.py --our_ranks 2 --our_shard_ranks 1    # ours with a rank, and the weights, a core
+    python benchmarks/reference_loop.py --our_ranks 2 --our_batch_size 32 --our_shard_ranks 1    # ours: a rank a core
     python benchmarks/reference_loop.py --only theirs --pairs 1 --num_inference_steps 3 --steps 10    # it learns
 
 "Theirs" is the shape of the loop that was published with Flow-GRPO (arXiv 2505.05470), written here from its

@@ -10,7 +10,7 @@ of 1024 x 1024, are of micro-batches of one image, the others of two:
 - a pass gathers the frozen weights of a node's shards twice, forward and backward, and a pass without gradient once;
 - without an engine the weights are gathered once to sample, or a block at a time in every pass;
 - an optimizer step exchanges a LoRA's gradients in fp32 once; of full weights every pass does, within the node (grads)
-  and between the copies, which are over the nodes (copies);
+  and between the copies, over the nodes where there are several (copies);
 - every rank hands its engine the trained weights through the host's memory, and takes back latents and images.
 """
 
@@ -84,7 +84,7 @@ def print_times(name, blueprint, w):
     rate = plan.DEVICES["h100-80"].bfloat16 * 1e12 * plan.UTILISATION
     computing = {phase: flops / rate for phase, flops in plan.work(w, costs).items()}
     spent = [computing["rollout"], computing.get("old log-probs", 0), computing["update"]]
-    spent += [num_bytes / rate for num_bytes, rate in traffic(blueprint, w).values()]
+    spent += [num_bytes / bytes_per_s for num_bytes, bytes_per_s in traffic(blueprint, w).values()]
     parts = [part for part in plan.memory_parts(blueprint, w, costs) if part.place == "device"]
     peak = max(plan.phase_sums(parts).values()) / plan.GB
     cells = [f"{value:8.2f}" for value in spent]
@@ -116,7 +116,7 @@ def workloads():
     rows["8 GPUs, 256 x 256"] = replace(PAPER, image_size=(256, 256))
     rows["8 GPUs, 1024 x 1024"] = replace(PAPER, image_size=(1024, 1024), micro_batch_images=1, rollout_batch_size=2)
     rows["8 GPUs, --rollout local"] = replace(PAPER, rollout="local")
-    rows["a block at a time"] = replace(PAPER, rollout="local", gather_for_sampling=False)
+    rows["8 GPUs, local, by block"] = replace(PAPER, rollout="local", gather_for_sampling=False)
     return rows
 
 

@@ -12,7 +12,8 @@ overrides = torch.library.Library("aten", "IMPL")  # an override lasts as long a
 def use_onednn():
     """Override torch.mm and torch.addmm, forward and backward, where it helps: on an AMD CPU, beside no GPU.
 
-    Twice as fast there (benchmarks/matmul.py). With gradient and without the numbers are equal to the bit, as before.
+    1.1 to 2.3 times as fast there, by the model of CPU (docs/records/matmul.txt). With gradient and without the numbers
+    are equal to the bit, as before.
     """
     if torch.cuda.is_available() or not torch.backends.mkldnn.is_available() or not is_amd():
         return

@@ -85,7 +85,7 @@ class Workload:
     """that share one copy of the weights; 0: those of a node"""
     gather_for_sampling: bool = True
     acting_epochs: int = 1
-    """epochs in each of which the policies that only act make their passes anew"""
+    """epochs in which reference and old policy make their passes, each; 1: once a rollout"""
 
     @property
     def shards(self):
@@ -199,7 +199,7 @@ def pass_parts(blueprint, w, costs):
     trajectories = kept * latent_bytes * w.images_of_a_rank
     trajectories += num_prompts * blueprint.conditioning_bytes(w.max_sequence_length)
     both = ("rollout", "update")
-    keeps_whole = w.gather_for_sampling and w.shards > 1 and not w.has_engine
+    keeps_whole = w.gather_for_sampling and "cpu_offload" not in w.train_with and w.shards > 1 and not w.has_engine
     block_by_block = ("update",) if keeps_whole else both
     parts = [
         Part("blocks as FSDP gathers them", gathered, block_by_block, "device", "train in --dtype bfloat16"),
@@ -210,9 +210,13 @@ def pass_parts(blueprint, w, costs):
         taken = max(n * costs.sampling.peak_bytes, costs.decoding_batch.peak_bytes)
         parts.append(Part(f"sampling and decoding {images}", taken, ("rollout",), "device", advice))
     if keeps_whole:
-        whole = blueprint.dtype.itemsize * (blueprint.num_weights + blueprint.largest_block)  # and one in a buffer
-        to_sample = "pass --gather_for_sampling False"
-        parts.append(Part("weights gathered to sample", whole, ("rollout",), "device", to_sample))
+        num_gathered = blueprint.num_weights + blueprint.largest_block  # and one in a buffer
+        if blueprint.num_trained < blueprint.num_weights:  # the adapters of all policies
+            num_gathered += blueprint.num_trained * sum(policy != "reference" for policy in w.policies)
+        whole = blueprint.dtype.itemsize * num_gathered
+        parts.append(
+            Part("weights gathered to sample", whole, ("rollout",), "device", "pass --gather_for_sampling False")
+        )
     return parts
 
 
@@ -412,8 +416,6 @@ def workload(options, num_eval_prompts, **counts):
         "micro_batch_images": options["micro_batch_size"],
         "num_eval_images": num_eval_prompts * options["eval_images_per_prompt"],
         "trained_guidance": options.get("guidance_scale", 1.0),
-        # a GRPO's reference scores the sampled steps, which stay; noise is drawn anew for DiffusionNFT's epochs
-        "acting_epochs": 1 if "old_log_prob" in options else options.get("epochs_per_rollout", 1),
     }
     values["ranks"] = ranks
     values["ranks_here"] = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))

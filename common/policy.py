@@ -160,11 +160,11 @@ def acting(model, name, engine=None, in_engine="default"):
 
 
 @contextmanager
-def gathered(model, is_wanted=True):
+def gathered(model, is_wanted):
     """Within the block, whose passes take no gradient, every rank keeps the acting transformer's weights whole from its
     first pass on, in place of gathering a block at a time in every pass. The numbers are the same to the bit.
 
-    Where one rank's shards are all of it nothing is kept, which would only be a second copy.
+    Where it is not wanted, or where one rank's shards are all of it, passes gather a block at a time as ever.
     """
     transformer = model.transformer
     shards = [p.device_mesh.size(-1) for p in transformer.parameters() if isinstance(p, DTensor)]

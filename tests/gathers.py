@@ -8,7 +8,6 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
 from common.distributed import end_distributed, setup_distributed
-from common.policy import follow
 from common.sampler import GroupSampler
 
 import torch
@@ -25,31 +24,31 @@ def main(path):
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, args.seed)
     request, _, _ = flow_grpo.draw_request(args, model, sampler, inputs.train_set, step=1)
 
-    def sample(whole):
+    def sample(whole=True):
+        """(how often this rank gathers, bytes that it then has, latents)"""
         args.gather_for_sampling = whole
         with mock.patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gather:
             trajectories = flow_grpo.rollout(args, model, None, request)
-        return gather.call_count, trajectories.latents
+        return gather.call_count, sum(call.args[0].nbytes for call in gather.call_args_list), trajectories.latents
 
-    whole = sample(True)
-    by_block = sample(False)
+    num_gathers, num_bytes, first = sample()
     with torch.no_grad():
         for parameter in trained:  # what was whole must not be what is sampled with next
             parameter.to_local().add_(0.05)
-    after = [sample(True)[1], sample(False)[1]]
-    follow(model, "ema", 0.0)
-    with flow_grpo.acting(model, "ema"):
-        averaged = sample(True)[1]
+    changed = sample()[2]
+    by_block, _, same_by_block = sample(whole=False)
+    with flow_grpo.acting(model, "ema"):  # which has not followed
+        averaged = sample()[2]
+    args.train_with = ("cpu_offload",)
+    offloaded = sample()[0]
     if dist.get_rank() == 0:
-        Path(path).write_text(
-            json.dumps(
-                {
-                    "gathers": [whole[0], by_block[0]],
-                    "same": [torch.equal(whole[1], by_block[1]), torch.equal(*after), torch.equal(after[0], averaged)],
-                    "moved": not torch.equal(whole[1], after[0]),
-                }
-            )
-        )
+        found = {
+            "gathers": {"once": num_gathers, "by block": by_block, "cpu_offload": offloaded},
+            "bytes": num_bytes,
+            "same": [torch.equal(changed, same_by_block), torch.equal(averaged, first)],
+            "moved": not torch.equal(changed, first),
+        }
+        Path(path).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

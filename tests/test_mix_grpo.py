@@ -163,7 +163,7 @@ class Affine:
 def test_shared_prefix_equals_the_unshared_one(start, flash_ratio, monkeypatch):
     """Invariant 14: every image taken from its prompt's noise through the whole schedule, by hand."""
     monkeypatch.setattr(mix_grpo, "gather_objects", lambda value: [value])  # a world of one
-    args, model = SimpleNamespace(seed=3, micro_batch_size=4, gather_for_sampling=True), Affine()
+    args, model = mix_grpo.Args(seed=3, micro_batch_size=4), Affine()
     request = request_of(8, (start, start + 1))
     if flash_ratio < 1:
         request = thin_out(request, flash_ratio)

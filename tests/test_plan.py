@@ -7,7 +7,7 @@ from common import plan
 from common.blueprint import Blueprint, Meter
 from common.models import find_family
 from common.options import SharedArgs
-from common.policy import make_lora
+from common.policy import add_policies, make_lora
 from tests.conftest import EMBEDDED, embedded_model, policy_without_fsdp, run_here
 from tests.published_models import PIPELINES, PUBLISHED, presets, write_configs
 
@@ -187,17 +187,22 @@ def test_what_more_ranks_policies_and_offloading_change():
 
 @pytest.mark.fast
 def test_weights_are_whole_to_sample_where_ranks_share_them_and_no_engine_samples():
-    blueprint = blueprint_of(EMBEDDED, 0, torch.float32)
+    """Whole with the adapters of all policies, but for a new LoRA's reference, which has none."""
+    blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
+    model = embedded_model()
+    add_policies(model, make_lora(None, 16, 32, model.lora_target_modules), ["default", "ema", "reference"])
+    num_bytes = sum(p.nbytes for p in model.transformer.parameters())
     blocks = "blocks as FSDP gathers them"
     whole = "weights gathered to sample"
 
     def parts(**changes):
         return {part.name: part for part in plan.pass_parts(blueprint, small_workload(**changes), COSTS)}
 
-    two = parts(ranks=2, ranks_here=2)
-    assert two[whole].num_bytes == 4 * (blueprint.num_weights + blueprint.largest_block)
+    two = parts(ranks=2, ranks_here=2, policies=("default", "ema", "reference"))
+    assert two[whole].num_bytes == num_bytes + 4 * blueprint.largest_block
     assert two[whole].phases == ("rollout",) and two[blocks].phases == ("update",)
     others = [{"rollout": "vllm"}, {"gather_for_sampling": False}, {"shard_ranks": 1}, {"ranks": 1, "ranks_here": 1}]
+    others.append({"train_with": ("cpu_offload",)})
     for changes in others:
         alone = parts(**{"ranks": 2, "ranks_here": 2} | changes)
         assert whole not in alone and alone[blocks].phases == ("rollout", "update"), changes
@@ -216,10 +221,12 @@ def test_bytes_of_the_pipe_and_seconds_by_hand(monkeypatch):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("script", "epochs"), [("flow_grpo.py", 1), ("diffusion_nft.py", 3)])
-def test_how_often_a_policy_that_only_acts_is_asked(script, epochs, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    args = importlib.import_module(script.removesuffix(".py")).Args(epochs_per_rollout=3)
-    assert plan.workload(vars(args), 4, trained_steps=1).acting_epochs == epochs
+def test_how_often_a_policy_that_only_acts_is_asked(script, epochs, tmp_path, monkeypatch):
+    """A GRPO's reference scores the sampled steps, which stay; DiffusionNFT's noise is drawn anew in every epoch."""
+    monkeypatch.setattr(plan, "report", lambda blueprint, w, device: found.append(w))
+    found = []
+    assert run_here(tmp_path, script, "--plan", "cpu", "--epochs_per_rollout", 3) is None
+    assert found[0].acting_epochs == epochs
 
 
 @pytest.mark.fast
