@@ -2,7 +2,8 @@
 
     python benchmarks/reference_loop.py              # three pairs: 256 images, ten sampling steps, nine trained
     python benchmarks/reference_loop.py --short      # a try with 32 images and one pair
-    python benchmarks/reference_loop.py --our_ranks 2 --our_batch_size 32 --our_shard_ranks 1    # ours: a rank a core
+    python benchmarks/reference_loop.py --our_ranks 2 --our_batch_size 32    # ours with a rank a core
+    python benchmarks/reference_loop.py --our_options="--train_with compile"    # further options of flow_grpo.py
     python benchmarks/reference_loop.py --only theirs --pairs 1 --num_inference_steps 3 --steps 10    # it learns
 
 "Theirs" is the shape of the loop that was published with Flow-GRPO (arXiv 2505.05470), written here from its
@@ -22,6 +23,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -244,10 +246,10 @@ def start_ours(options, folder, number):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", options.our_ranks]
     command += [ROOT / "flow_grpo.py", "--name", name]
     command += ["--rollout", "local", "--num_inference_steps", options.num_inference_steps, "--sde_window_size", 0]
-    command += ["--shard_ranks", options.our_shard_ranks, "--micro_batch_size", options.our_batch_size]
-    command += ["--num_prompts", options.num_prompts, "--seed", number]
+    command += ["--num_prompts", options.num_prompts, "--micro_batch_size", options.our_batch_size, "--seed", number]
     # two prompts of evaluation, which are not timed
     command += ["--num_steps", options.steps + 1, "--eval_every", 10_000, "--max_prompts", 2]
+    command += shlex.split(options.our_options)
     subprocess.run([*map(str, command)], cwd=folder, check=True, stdout=sys.stderr)
     lines = (Path(folder) / "runs" / name / "metrics.jsonl").read_text().splitlines()
     steps = []
@@ -256,6 +258,7 @@ def start_ours(options, folder, number):
         update = row["timing_s/update_actor"]
         reward = row["critic/rewards/mean"]
         steps.append({"step": step, "sampling": step - update, "update": update, "reward": reward})
+        steps[-1]["first ratio off 1"] = abs(row["actor/on_policy_ratio_mean"] - 1) + row["actor/on_policy_ratio_std"]
         print("ours", number, json.dumps(steps[-1]), flush=True)
     return steps
 
@@ -279,9 +282,9 @@ def main(options):
     print(
         f"\n{num_images} images, {options.num_inference_steps} sampling steps, all but the last trained, "
         f"{flow_grpo.Args.updates_per_rollout} optimizer steps; cores: {cores}; seconds, medians of {options.pairs} "
-        f"runs of {options.steps} steps; images at once: ours {options.our_batch_size} on {options.our_ranks} rank(s) "
-        f"(--shard_ranks {options.our_shard_ranks}), "
-        f"theirs {options.their_batch_size}; their matrix products: {options.their_products}\n"
+        f"runs of {options.steps} steps; images at once: ours {options.our_batch_size} on {options.our_ranks} rank(s), "
+        f"theirs {options.their_batch_size}; their matrix products: {options.their_products}; "
+        f"further options of ours: {options.our_options or 'none'}\n"
     )
     print("| phase |", " | ".join(sides), "| ours / theirs, median of pairs |")
     print("|---" * (len(sides) + 2) + "|")
@@ -301,7 +304,7 @@ def parse_options():
     parser.add_argument("--num_prompts", type=int, default=32, help="of a rollout, with 8 images each")
     parser.add_argument("--num_inference_steps", type=int, default=10, help="sampling steps, all but the last trained")
     parser.add_argument("--our_ranks", type=int, default=1, help="ranks that share ours")
-    parser.add_argument("--our_shard_ranks", type=int, default=0, help="--shard_ranks of flow_grpo.py")
+    parser.add_argument("--our_options", default="", help="further options of flow_grpo.py")
     parser.add_argument("--our_batch_size", type=int, default=64, help="--micro_batch_size of flow_grpo.py")
     parser.add_argument("--their_batch_size", type=int, default=64, help="images of a sampling and of a training batch")
     parser.add_argument("--their_products", choices=["torch", "ours"], default="torch", help="fp32 matrix products")
