@@ -61,8 +61,8 @@ class SharedArgs:
     """ranks that share one copy of the transformer, each a shard of it, at most a node's; 0: all of a node; 1: each has
     a copy, which needs more memory and no gathering of weights"""
     gather_for_sampling: bool = True
-    """sample with the transformer whole on every rank, gathered once for all images of a rollout (DPO: of a prompt);
-    False, and always with cpu_offload: a block at a time in every pass, where a device cannot hold it whole"""
+    """without an engine, sample with the transformer whole on every rank, gathered once for all images of a rollout
+    (DPO: of a prompt); False, and always with cpu_offload: a block at a time in every pass, to save memory"""
     image_size: Annotated[tuple[int, int], Bound(at_least=1)] = (32, 96)
     """height and width of images in pixels"""
     num_frames: PositiveInt = 1

@@ -126,10 +126,12 @@ def test_engines_on_two_nodes_of_which_one_is_lost(one_node, tmp_path):
     # by rank, not by local rank, of which both are 0
     assert all((run / f"engine_rank{rank}.log").stat().st_size > 0 for rank in range(2))
     assert finish(start_nodes(tmp_path, *options), 400) == [0, 0], logs(tmp_path)
+    assert "loaded runs/flow_grpo/checkpoints/step_000002.pt" in logs(tmp_path)
     rows = untimed(read_metrics(run))
     assert [row["training/global_step"] for row in rows] == [row["training/global_step"] for row in expected]
     names = ("critic/rewards/mean", "critic/rewards/std_mean", "critic/advantages/max", "critic/diversity")
     names += ("actor/loss", "actor/ratio_mean", "val/brightness/mean", "val/drift_from_base")
+    assert set(names) <= set().union(*expected)
     for got, row in zip(rows, expected, strict=True):
         for name in row.keys() & set(names):
             assert got[name] == pytest.approx(row[name], abs=1e-5), (name, row["training/global_step"])
