@@ -1,11 +1,14 @@
 """DiffusionNFT (arXiv 2509.16117v2): online RL on the forward process, the whole algorithm in one file.
 
-One training step, by the paper's equations; x_s = (1 - s) x0 + s noise, v = noise - x0. Three policies share one base:
-`default` is trained, `old` samples and follows it, and with a KL the reference stays:
+The model draws images, a reward scores them, and flow matching on the noised images is pulled towards the better ones
+and pushed from the worse ones. No sampling step needs a density, so any solver may sample.
+Three policies share one model: `default` is trained, `old` samples and follows it, `reference` (for a KL) stays.
+Read `main`, at the end, first. With x_s = (1 - s) x0 + s noise and v = noise - x0:
+
   1. Sample images with `old`, by any solver, without guidance (Algorithm 1, line 3): `rollout`.
   2. Rewards, compared within a prompt, become optimality probabilities r in [0, 1] (section 3.3, Optimality Reward;
      Algorithm 1, lines 4, 5): `compute_advantages`, `optimality`.
-  3. The forward process noises the final images anew; no trajectory or log-prob (Algorithm 1, line 9): `noise_images`.
+  3. The forward process adds fresh noise to the final images (Algorithm 1, line 9): `noise_images`.
   4. Around v_old stand an implicit positive and a negative policy, v+- = v_old +- beta (v - v_old) (lines 10, 11);
      flow matching draws v+ to images by r and v- by 1 - r (theorem 3.2, eq. 5; Adaptive Loss Weighting): `nft_loss`.
   5. The loss is a mean over images and their timesteps: `accumulate_gradients`, `update`.
@@ -23,70 +26,60 @@ Where it departs from the paper:
 
 # ==== 1 ARGS ==========================================================================================================
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-# common before torch and diffusers: it repairs torchvision next to a CPU torch
-from common import checkpoints
-from common.bounds import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from common.data import PromptSet, read_prompts
-from common.distributed import end_distributed, gather_objects, gather_rows, mean_over_ranks, setup_distributed
-from common.engine.client import VLLMEngine, check_engine, engine_gpus
-from common.errors import RunError, one_line
-from common.failures import leave_out_failed, loss_weights
-from common.models import check_model, compile_block, find_family, load_model
-from common.noise import image_seed
-from common.options import EngineArgs, check_options, parse_args, recorded
-from common.plan import show_plan
-from common.policy import acting, add_policies, follow, gathered, make_lora, policy_tensors
-from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
-from common.prompt_cache import cache_prompts
-from common.rewards import Scorer, eval_metrics, load_eval_rewards, load_rewards, reward_metrics, sample_records
-from common.rng import restore_rng_states, rng_states, set_seed
+from common.checkpoints import open_run
+from common.data import GroupSampler, fit_micro_batch, read_prompts, share_eval_images
+from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
+from common.models.family import Family, find_family, load_model
+from common.models.lora import make_lora
+from common.options import Bound, EngineArgs, PositiveFloat, PositiveInt, parse_args
+from common.policy import acting, add_policies, follow, gathered, load_training_state, training_state
+from common.rewards.scoring import Scorer, fill_failed, load_rewards, reward_metrics
+from common.rewards.watch import rollout_diversity
 from common.rollout import RolloutRequest, Trajectories
-from common.run import RunLog, close, create_run_folder, save_if_best, save_policy, save_samples
-from common.sampler import GroupSampler, fit_micro_batch, share_eval_images
-from common.sde import sde_step
-from common.sharding import shard_mesh
-from common.stops import catch_stop_signals
-from common.watch import rollout_diversity, watch_metrics
+from common.run import Inputs, Run, one_line
+from common.sde import image_seed, sde_step
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import AdamW
 
-MAX_SKIPPED = 3  # rollouts in a row without one finite gradient before the run stops
-ADAM_EPS = 1e-15  # small, because gradients of a mean over all latent elements are (5e-9 RMS has been seen)
+if TYPE_CHECKING:
+    from common.engine.client import VLLMEngine
 
 
 @dataclass
-class Args(EngineArgs):
+class Args(EngineArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
     # ---- run
     name: str = "diffusion_nft"
-    """everything is written to runs/<name>, which must not hold a run yet (or see resume)"""
+    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
 
     # ---- rollout
     num_prompts: PositiveInt = 32
     """prompts per rollout, over all ranks"""
     group_size: Annotated[int, Bound(at_least=2)] = 8
-    """images per prompt, at least 2: each image's reward is compared with those of the others"""
+    """images per prompt, at least 2: the reward of each is compared with the group's mean"""
     num_inference_steps: PositiveInt = 3
     """sampling steps of a training image (Flow-GRPO: 10, and 40 in evaluation)"""
 
     # ---- algorithm
     nft_beta: PositiveFloat = 0.1
     """how far the implicit positive and negative policies stand from `old`: v+- = v_old +- beta (v - v_old)"""
-    kl_coef: NonNegativeFloat = 0.0
-    """weight of mean((v - v_ref)^2), the distance to the model before training (paper: 1e-4)"""
+    kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
+    """factor of mean((v - v_ref)^2), the distance to the model before training (paper: 1e-4)"""
     adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = "continuous"
-    """what becomes of the advantage before r = A / (2 adv_clip_max) + 1/2: clamped, its positive or negative part, 1
-    where it is positive and 0 elsewhere, or its sign"""
+    """the advantage in r = A / (2 adv_clip_max) + 1/2: clamped; its positive or its negative part; 1 where it is
+    positive and 0 elsewhere; or its sign"""
     timestep_fraction: Annotated[float, Bound(above=0, at_most=1)] = 1.0
     """share of the sampling schedule's timesteps that every image is trained at"""
     decay_schedule: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999", "fixed"] = "linear_to_0_5"
-    """d of old = d old + (1 - d) default after k optimizer steps: 0; min(.001 k, .5); 0 to k = 75, then
-    min(.0075 (k - 75), .999); or old_decay"""
+    """d of old = d old + (1 - d) trained after k optimizer steps: 0; min(0.001 k, 0.5); 0 up to k = 75, then
+    min(0.0075 (k - 75), 0.999); or old_decay"""
     old_decay: Annotated[float, Bound(at_least=0, below=1)] = 0.5
     """d of the schedule `fixed`, from 0 (copy) to below 1"""
     update_interval: PositiveInt = 1
@@ -94,101 +87,110 @@ class Args(EngineArgs):
     adv_clip_max: PositiveFloat = 5.0
     """advantages are clamped to +- this"""
     scale_rewards: Literal["batch", "group", "none"] = "batch"
-    """divide advantages by the rewards' deviation over the rollout (batch) or the prompt's group; none: Dr.GRPO"""
+    """divide advantages by the deviation of the rollout's rewards (batch), of the group's, or not at all (Dr.GRPO)"""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """advantages of several rewards: of their weighted sum; or each one's own, added and normalised again (GDPO)"""
+    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: the sum of each
+    reward's own advantages, divided by its deviation over the rollout (GDPO if --scale_rewards is group)"""
 
     # ---- optimization
-    num_steps: NonNegativeInt = 30
-    """training steps of the run: a rollout and its updates each"""
+    num_steps: Annotated[int, Bound(at_least=0)] = 30
+    """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 4
     """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
     epochs_per_rollout: PositiveInt = 1
-    """passes over those mini-batches"""
+    """how often each of those mini-batches is trained on"""
     micro_batch_size: PositiveInt = 64
     """images per forward and backward pass on a rank, and per local sampling batch; at most a mini-batch's share"""
-    learning_rate: NonNegativeFloat = 1e-3
+    learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
     """learning rate of AdamW (Flow-GRPO: 3e-4)"""
 
 
 # ==== 2 SETUP =========================================================================================================
-class Inputs(NamedTuple):
-    """What `check_args` makes of the arguments before any model loads."""
-
-    family: type  # a class of common/models
-    rewards: dict  # {name: function}
-    eval_rewards: dict  # those, and behind them those of --eval_reward
-    train_set: PromptSet
-    eval_set: PromptSet
-    lora: tuple | None  # make_lora's; None: full weights
-    checkpoint: Path | None  # to go on from
-
-
-def check_args(args):
-    """Refuse what cannot work before any model loads. Returns the run's Inputs."""
-    check_options(args)
+def check(args: Args) -> Args:
+    """Refuse options that cannot work together. Returns them, micro_batch_size lowered to what a mini-batch has."""
     num_images = args.num_prompts * args.group_size
-    updates = args.updates_per_rollout
-    args.micro_batch_size = fit_micro_batch(num_images, "--num_prompts x --group_size", updates, args.micro_batch_size)
+    micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
+    sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
+    if sums_advantages and args.scale_rewards == "none":
+        raise ValueError("--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch")
+    return replace(args, micro_batch_size=micro_batch_size)
 
-    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, load=not args.plan)
-    eval_rewards = load_eval_rewards(args.eval_reward, rewards, args.num_frames, load=not args.plan)
+
+def prepare(args: Args) -> Inputs:
+    """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)
+    eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
     train_set = read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
-    checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)
-    # what imports diffusers and peft, which takes seconds, comes last
-    family = find_family(args.model)
-    check_model(family, args.model, *args.image_size, args.num_frames)
-    check_engine(args.rollout, family, args.model, args.engine_devices, args.engine_tensor_parallel)
+    checkpoint = open_run(Path("runs") / args.name, args.resume, args.eval_only)
+    # diffusers and peft, which take seconds to import, come last
+    family = find_family(args.model, *args.image_size, args.num_frames)
+    if args.rollout == "vllm":
+        from common.engine.launch import check_engine
+
+        options: dict = {"tensor_parallel": args.engine_tensor_parallel}
+        check_engine(family, args.model, args.engine_devices, **options)
     targets = args.lora_target_modules or family.lora_target_modules
-    lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
-    checkpoints.check_policy(checkpoint, lora)
+    modules = {"target_modules": targets, "exclude_modules": args.lora_exclude_modules}
+    lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, **modules, checkpoint=checkpoint)
     return Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
 
 
+def start_run(args: Args, inputs: Inputs) -> Run:
+    """The run's folder, log, clock and stop signals."""
+    return Run(
+        Path("runs") / args.name,
+        asdict(args),
+        rewards=inputs.eval_rewards,
+        script=__file__,
+        checkpoint=inputs.checkpoint,
+        num_images=args.num_prompts * args.group_size,
+        num_steps=args.num_steps,
+        track=args.track,
+        profile_steps=args.profile_steps,
+        stop_if=args.stop_if,
+        max_minutes=args.max_minutes,
+        keep_checkpoints=args.keep_checkpoints,
+    )
+
+
 # ==== 3 DATA ==========================================================================================================
-def make_request(args, model, prompts, prompt_index, seeds, *, num_inference_steps=None):
-    """Ask for B ODE images of `prompts`, each encoded once: prompt_index (B,) says which one, seeds (B) its noise."""
-    num_inference_steps = num_inference_steps or args.num_inference_steps
+def encode_prompts(args: Args, model: Family, prompts: list[str]) -> dict:
+    """Run the text encoders on U distinct prompts; sampling and training are without guidance."""
+    return {
+        "conditioning": model.encode_prompts(prompts, args.max_sequence_length),
+        "negative_conditioning": None,
+    }
+
+
+def make_request(args: Args, model: Family, encoded: dict, prompt_index: Tensor, seeds: list[int]) -> RolloutRequest:
+    """Ask for B ODE images of encoded prompts: prompt_index (B,) says which prompt, seeds (B) which noise."""
     height, width = args.image_size
-    timesteps, sigmas, latent_shape = model.schedule(num_inference_steps, height, width, args.num_frames)
+    timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width, args.num_frames)
     return RolloutRequest(
-        conditioning=model.encode_prompts(prompts, args.max_sequence_length),
-        negative_conditioning=None,
+        **encoded,
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps,  # (T,)
         sigmas=sigmas,  # (T + 1,)
-        latent_shape=latent_shape,  # (C, h, w), of a video (C, f, h, w)
-        sde_steps=(),
-        sde_type="sde",
-        noise_level=0.0,
-        guidance_scale=1.0,
+        latent_shape=latent_shape,  # (C, h, w); (C, f, h, w) for a video
         height=height,
         width=width,
     )
 
 
-def draw_request(args, model, sampler, train_set, step):
-    """This rank's B of the N images of rollout `step`: the request, their prompts, and their numbers (B,) of the N."""
-    prompt_rows, prompt_index, image_index = sampler.draw()  # (P,); (B,) of these P; (B,) of all N
-    prompts = train_set.select(prompt_rows)
-    seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
-    request = make_request(args, model, prompts.prompts, prompt_index, seeds)
-    return request, prompts.select(prompt_index), image_index
-
-
-def draw_training_noise(args, request, step, epoch, image_index):
+def draw_training_noise(args: Args, batch: "Batch", step: int, epoch: int) -> tuple[Tensor, Tensor]:
     """For each of B images K timesteps of the sampling schedule, (B, K), and fresh noise, (B, K, ...).
 
     Seeded by (seed, step, epoch, global image index), apart from the rollout's noise: the same on any number of ranks.
     """
-    # truncated, as in the paper's code: .99 of 10 steps trains 9
-    num_timesteps = int(args.timestep_fraction * args.num_inference_steps) or 1  # K
+    request = batch.request
+    # truncated, as in the paper's code: 0.99 of 10 timesteps are 9
+    num_timesteps = max(1, int(args.timestep_fraction * args.num_inference_steps))  # K
     purpose = f"{step} update" if epoch == 0 else f"{step} update {epoch}"
     timesteps = []
     noise = []
-    for index in image_index.tolist():
+    for index in batch.image_index.tolist():
         generator = torch.Generator().manual_seed(image_seed(args.seed, purpose, index))
         chosen = torch.randperm(len(request.timesteps), generator=generator)[:num_timesteps]
         timesteps.append(request.timesteps[chosen])
@@ -197,46 +199,47 @@ def draw_training_noise(args, request, step, epoch, image_index):
 
 
 # ==== 4 MODEL =========================================================================================================
-def load_policy(args, inputs, device):
+def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
+    num_drawn = args.num_steps * args.num_prompts
+    prompts = inputs.drawn_prompts(num_drawn, args.seed)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
-    prompts = inputs.train_set.prompts + inputs.eval_set.prompts
-    cache_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
-    set_seed(args.seed)  # the same initial LoRA on every rank
-    policies = ["default", "old"]
+    model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
+    policies = ["default", "old"]  # the former is peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")
     if args.kl_coef > 0:
         policies.append("reference")
-    add_policies(model, inputs.lora, policies)
-    model.evaluated_policy = "ema" if args.ema_decay > 0 else "default"  # and saved for diffusers
+    add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
 
 
-def shard(args, model, device):
+def shard(args: Args, model: Family, device: torch.device) -> None:
     """FSDP2: every block of the transformer, then the rest of it."""
     dtype = getattr(torch, args.dtype)
-    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what is to be cast
+    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
-    options = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
-    # with a LoRA one transformer for all policies, else one each; the dict keeps one order on all ranks
+    options: dict = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
+    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats and keeps the order of all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
             transformer.enable_gradient_checkpointing()
         blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
         for module in [*blocks, transformer]:
             if "compile" in args.train_with and module is not transformer:
-                compile_block(module)
+                # without this, the graphs with and without gradient round bf16 at different places, and the first ratio
+                # is 1 +- 6e-4 instead of 1
+                module.compile(options={"emulate_precision_casts": True})
             if not model.is_lora and transformer is not model.policies.get("reference"):
-                module.float()  # what is trained or averaged; a block at a time, as the whole model may not fit
+                module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
             fully_shard(module, **options)
 
 
-def old_policy_decay(decay_schedule, old_decay, k):
-    """d of old <- d old + (1 - d) default, after k optimizer steps (figure 8, with k in place of iterations)."""
+def old_policy_decay(decay_schedule: str, old_decay: float, k: int) -> float:
+    """d of old <- d old + (1 - d) trained, after k optimizer steps (figure 8, with k instead of iterations)."""
     if decay_schedule == "copy":
         return 0.0
     if decay_schedule == "linear_to_0_5":
@@ -247,18 +250,22 @@ def old_policy_decay(decay_schedule, old_decay, k):
 
 
 # ==== 5 ENGINE ========================================================================================================
-def start_engine(args, folder, device):
+def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine | None":
     """This rank's vLLM-Omni engine, loading in the background while the trainer loads; None with --rollout local."""
     if args.rollout == "local":
         return None
+    from common.engine.client import VLLMEngine
+    from common.engine.launch import engine_gpus
+
+    log_file = folder / f"engine_rank{dist.get_rank()}.log"
     gpus = engine_gpus(args.engine_devices, args.engine_tensor_parallel, device)
-    options = {"log_file": folder / f"engine_rank{dist.get_rank()}.log", "gpus": gpus, "sleeps": args.engine_sleep}
-    return VLLMEngine(args.model, args.dtype, args.rollout_batch_size, timeout_s=args.engine_timeout_s, **options)
+    options: dict = {"timeout_s": args.engine_timeout_s, "sleeps": args.engine_sleep, "gpus": gpus}
+    return VLLMEngine(args.model, args.dtype, args.rollout_batch_size, log_file, **options)
 
 
 # ==== 6 ROLLOUT =======================================================================================================
 @torch.no_grad()
-def sample_locally(model, request):
+def sample_locally(model: Family, request: RolloutRequest) -> Trajectories:
     """Sample the request's B images with the training transformer and the acting policy, by the ODE."""
     generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
     first_latents = request.first_latents(generators, model.device)  # (B, C, h, w)
@@ -272,17 +279,20 @@ def sample_locally(model, request):
     return Trajectories.from_steps(first_latents, outputs, model.decode(x))
 
 
-def rollout(args, model, engine, request, finished=None):
-    """Trajectories of W = 0 steps, latents (B, 1, ...) the final ones; finished(rows, images) is told of each batch."""
+def rollout(
+    args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, scorer: Scorer | None = None
+) -> Trajectories:
+    """Trajectories of ODE steps, whose latents (B, 1, ...) are the final ones; the scorer gets finished images."""
     if engine:
+        finished = scorer.add if scorer else None
         return engine.generate(request, finished=finished).to(model.device)
     # micro_batch_size images at once
     parts = []
     with gathered(model, args.gather_for_sampling and "cpu_offload" not in args.train_with):
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
-            if finished:
-                finished(rows.tolist(), parts[-1].images)
+            if scorer:
+                scorer.add(rows.tolist(), parts[-1].images)
     return Trajectories.cat(parts)
 
 
@@ -290,45 +300,49 @@ class Batch(NamedTuple):
     """A rollout as the update takes it: B images of this rank."""
 
     request: RolloutRequest
-    x0: torch.Tensor  # (B, ...), final latents of the rollout
-    r: torch.Tensor  # (B,), optimality
-    weights: torch.Tensor  # (B,), 0 of images left out, 1 where none is
-    image_index: torch.Tensor  # (B,), the images' numbers over all ranks
+    x0: Tensor  # (B, ...), final latents of the rollout
+    r: Tensor  # (B,), optimality
+    sample_weights: Tensor  # (B,), 0 for images that a reward failed on, otherwise 1
+    image_index: Tensor  # (B,), the images' numbers over all ranks
 
 
 # ==== 7 ADVANTAGE =====================================================================================================
-def compute_advantages(rewards, group_size, adv_clip_max=5.0, scale_rewards="batch"):
+def compute_advantages(
+    rewards: Tensor, group_size: int, adv_clip_max: float = 5.0, scale_rewards: str = "batch"
+) -> Tensor:
     """A = (r - mean of the group) / (S + 1e-4), clamped to +- adv_clip_max (Flow-GRPO, eq. 4), in fp64.
 
-    rewards: (P * group_size,), group by group; NaN is left out and gets 0, as equal rewards do, exactly. S is the
-    population standard deviation of each "group" (the paper) or of all ("batch", its code); "none" does not divide.
+    rewards: (P * group_size,), group by group. S is the population standard deviation of the "group" (the paper) or of
+    all rewards ("batch", its code); "none" does not divide. Returns (P * group_size,).
     """
     groups = rewards.double().view(-1, group_size)  # (P, G)
-    centred = groups - groups.nanmedian(1, keepdim=True).values  # one of them, so that equal rewards are exact zeros
-    centred = centred - centred.nanmean(1, keepdim=True)
+    advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "batch":
-        centred = centred / (groups[~groups.isnan()].std(correction=0) + 1e-4)
+        advantages = advantages / (groups.std(correction=0) + 1e-4)
     elif scale_rewards == "group":
-        centred = centred / (centred.square().nanmean(1, keepdim=True).sqrt() + 1e-4)
-    return centred.where(~groups.isnan(), 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
+        advantages = advantages / (groups.std(1, correction=0, keepdim=True) + 1e-4)
+    # equal rewards give exactly 0, not their mean's round-off: with nothing to learn there must be no optimizer step
+    all_equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    return advantages.masked_fill(all_equal, 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
 
 
-def combine_advantages(args, scores, adv_clip_max):
+def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
     """Advantages (N,) of R rewards by their scores (N, R): those of the weighted sum or, with normalize_then_sum, the
-    weighted sum of each one's own, divided by that sum's deviation over the rollout (GDPO, arXiv 2601.05242)."""
+    weighted sum of each reward's own, divided by its deviation over the rollout. With --scale_rewards group the latter
+    is GDPO (arXiv 2601.05242)."""
     scale_rewards = args.scale_rewards
-    if args.multi_objective_aggregation == "normalize_then_sum" and scores.shape[1] > 1 and scale_rewards != "none":
+    if args.multi_objective_aggregation == "normalize_then_sum" and scores.shape[1] > 1:
         own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in scores.T]
-        scores = torch.stack(own_advantages, 1).where(~scores.isnan(), torch.nan)
-        scale_rewards = "batch"
-    totals = scores @ torch.tensor(args.reward_weights, dtype=torch.float64)  # (N,)
+        scores = torch.stack(own_advantages, 1)
+        scale_rewards = "batch"  # their sum has group mean 0 already: what is left is to divide it, and to clamp
+    totals = (scores * scores.new_tensor(args.reward_weights)).sum(1)  # (N,); @ would round equal rows differently
     return compute_advantages(totals, args.group_size, adv_clip_max, scale_rewards)
 
 
 # ==== 8 LOG PROB ======================================================================================================
-# None: the forward process needs no probability of a trajectory. What takes its place is how optimal an image is.
-def optimality(advantages, adv_mode, adv_clip_max):
-    """r = clip(A / (2 m) + 1/2, 0, 1), m = adv_clip_max (section 3.3, Optimality Reward), of A (N,) by adv_mode."""
+# None: the forward process needs no density of a trajectory. How optimal an image is takes its place.
+def optimality(advantages: Tensor, adv_mode: str, adv_clip_max: float) -> Tensor:
+    """r = clip(A / (2 m) + 1/2, 0, 1), m = adv_clip_max (section 3.3, Optimality Reward), of advantages A (N,)."""
     m = adv_clip_max
     if adv_mode == "continuous":
         shaped_advantages = advantages.clamp(-m, m)
@@ -344,17 +358,30 @@ def optimality(advantages, adv_mode, adv_clip_max):
 
 
 # ==== 9 LOSS ==========================================================================================================
-def nft_loss(v, v_old, v_ref, x_t, x0, *, sigma, r, nft_beta, adv_clip_max, kl_coef, weights=1.0):
+def nft_loss(
+    v: Tensor,
+    v_old: Tensor,
+    v_ref: Tensor | None,
+    x_t: Tensor,
+    x0: Tensor,
+    *,
+    sigma: Tensor,
+    r: Tensor,
+    nft_beta: float,
+    adv_clip_max: float,
+    kl_coef: float,
+    sample_weights: Tensor | float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """adv_clip_max mean(r L+ / beta + (1 - r) L- / beta) + kl_coef mean((v - v_ref)^2) (eq. 5, weighted as in 3.3).
 
     L+- = mean((x0_hat+- - x0)^2) / w+- per sample, with x0_hat = x_t - sigma v+-, v+ = beta v + (1 - beta) v_old,
     v- = (1 + beta) v_old - beta v, and w+- = mean |x0_hat+- - x0|, at least 1e-5, in fp64 and without gradient.
-    Velocities, x_t and x0 (B, ...), sigma, r and the weights of both terms (B,); v_ref None without KL. Returns loss
-    (minimise), metrics.
+    Velocities, x_t and x0 (B, ...); sigma, r and sample_weights, of both terms, (B,); v_ref None without KL.
+    Returns the loss, to be minimised, and its metrics, scalars without gradient.
     """
     sigma = sigma.view(-1, *[1] * (x0.dim() - 1))
 
-    def weighted_error(velocity):  # (B,)
+    def weighted_error(velocity: Tensor) -> Tensor:  # (B,)
         difference = x_t - sigma * velocity - x0
         weight = difference.detach().double().abs().flatten(1).mean(1).clamp(min=1e-5)
         return (difference**2).flatten(1).mean(1) / weight
@@ -362,15 +389,15 @@ def nft_loss(v, v_old, v_ref, x_t, x0, *, sigma, r, nft_beta, adv_clip_max, kl_c
     shift = nft_beta * (v - v_old)  # exactly 0 at v_old, so that both gradients cancel there where r is 1/2
     positive = weighted_error(v_old + shift)
     negative = weighted_error(v_old - shift)
-    loss = adv_clip_max * (weights * (r * positive + (1 - r) * negative)).mean() / nft_beta
-    kl = loss.new_zeros(()) if v_ref is None else (weights * ((v - v_ref) ** 2).flatten(1).mean(1)).mean()
+    loss = adv_clip_max * (sample_weights * (r * positive + (1 - r) * negative)).mean() / nft_beta
+    kl = loss.new_zeros(()) if v_ref is None else (sample_weights * ((v - v_ref) ** 2).flatten(1).mean(1)).mean()
     loss = loss + kl_coef * kl
     metrics = {"loss": loss, "positive_loss": positive.mean(), "negative_loss": negative.mean(), "kl_loss": kl}
     metrics["old_deviation"] = ((v - v_old) ** 2).mean()
     return loss, {f"actor/{name}": value.detach().double() for name, value in metrics.items()}
 
 
-def noise_images(x0, t, noise):
+def noise_images(x0: Tensor, t: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """The forward process at timesteps t (b,) in (0, 1000]: sigma (b,) = t / 1000, and x_t (b, ...) of x0 and noise."""
     sigma = (t / 1000).to(x0.device)
     s = sigma.view(-1, *[1] * (x0.dim() - 1))
@@ -379,8 +406,8 @@ def noise_images(x0, t, noise):
 
 
 @torch.no_grad()
-def velocities_of(args, model, policy, batch, *, timesteps, noise):
-    """Velocities (B, K, ...) of a policy that stays while another is trained, in the update's micro-batches."""
+def velocities_of(args: Args, model: Family, policy: str, batch: Batch, *, timesteps: Tensor, noise: Tensor) -> Tensor:
+    """Velocities (B, K, ...) of a policy that stays as it is meanwhile, in the update's micro-batches."""
     parts = []
     with acting(model, policy):
         for rows in torch.arange(len(batch.x0)).split(args.micro_batch_size):
@@ -394,24 +421,34 @@ def velocities_of(args, model, policy, batch, *, timesteps, noise):
     return torch.cat(parts)
 
 
-def accumulate_gradients(args, model, batch, mini_batch, *, timesteps, noise, v_old, v_ref):
+def accumulate_gradients(
+    args: Args,
+    model: Family,
+    batch: Batch,
+    mini_batch: Tensor,
+    *,
+    timesteps: Tensor,
+    noise: Tensor,
+    v_old: Tensor,
+    v_ref: Tensor | None,
+) -> list[dict[str, Tensor]]:
     """Add up the gradient of a mini-batch's loss: the mean over its images and their K timesteps (eq. 5).
 
-    mini_batch: rows of the batch; timesteps (B, K), noise (B, K, ...); v_old and v_ref (B, K, ...): what velocities_of
-    gives there for `old` and for the reference, None without KL. A pass, forward and backward, is one timestep of one
-    micro-batch. Micro-batches are of one size, and FSDP averages over ranks. Returns the metrics of every pass.
+    mini_batch: rows of the batch; timesteps (B, K), noise (B, K, ...); v_old and v_ref (B, K, ...): velocities_of `old`
+    and of the reference (None without KL). A pass, forward and backward, is one timestep of one micro-batch.
+    Micro-batches are of one size, and FSDP averages over ranks. Returns the metrics of every pass.
     """
     num_timesteps = timesteps.shape[1]  # K
     micro_batches = mini_batch.split(args.micro_batch_size)
     num_passes = len(micro_batches) * num_timesteps
-    # ranks exchange gradients once per optimizer step, in its last pass; of full weights, whose gradients before the
-    # exchange are as large as the whole model in fp32, in every pass
+    # FSDP sums gradients over the ranks in every backward pass; we need the sum only in the last one, so we switch it
+    # off until then. Not for full weights: their unsummed fp32 gradients are as large as the model and would not fit
     model.transformer.set_requires_gradient_sync(not model.is_lora)
-    passes = []
+    passes: list[dict[str, Tensor]] = []
     for rows in micro_batches:
         conditioning = batch.request.select(rows).conditioning
         for k in range(num_timesteps):
-            if rows is micro_batches[-1] and k == num_timesteps - 1:
+            if len(passes) == num_passes - 1:
                 model.transformer.set_requires_gradient_sync(True)
             t = timesteps[rows, k]  # (b,)
             x0 = batch.x0[rows]
@@ -425,7 +462,7 @@ def accumulate_gradients(args, model, batch, mini_batch, *, timesteps, noise, v_
                 x0,
                 sigma=sigma,
                 r=batch.r[rows],
-                weights=batch.weights[rows],
+                sample_weights=batch.sample_weights[rows],
                 nft_beta=args.nft_beta,
                 adv_clip_max=args.adv_clip_max,
                 kl_coef=args.kl_coef,
@@ -435,34 +472,36 @@ def accumulate_gradients(args, model, batch, mini_batch, *, timesteps, noise, v_
     return passes
 
 
-def optimizer_step(args, model, optimizer):
+def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
     """Clip the gradient, take one AdamW step, let the average follow. Returns the norm before, the same on all ranks.
 
-    No step is taken where the norm is not finite, or is 0: nothing to learn, and no weight to decay.
+    The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
     group = optimizer.param_groups[0]
-    grad_norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
     if 0 < grad_norm < math.inf:
         state = optimizer.state[group["params"][0]]
-        k = int(state.get("step", 0)) + 1  # this is the k-th step, by Adam's own count, which a checkpoint restores
-        group["lr"] = args.learning_rate * min(1, k / max(1, args.lr_warmup_steps))
+        k = int(state.get("step", 0)) + 1  # the k-th optimizer step, by Adam's own count, which a checkpoint restores
+        warm_up = min(1, k / max(1, args.lr_warmup_steps))
+        group["lr"] = args.learning_rate * warm_up
         optimizer.step()
         if args.ema_decay > 0:
-            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))
+            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # at first it follows faster
     optimizer.zero_grad()
     return grad_norm
 
 
-def update(args, model, optimizer, batch, step):
+def update(args: Args, model: Family, optimizer: AdamW, batch: Batch, step: int) -> dict[str, float]:
     """epochs_per_rollout x updates_per_rollout optimizer steps on a rank's B images. Returns metrics over all ranks."""
-    # consecutive, not shuffled: GroupSampler has dealt them so that any number of ranks updates on the same images
+    # consecutive, not shuffled: GroupSampler has dealt the images so that any number of ranks updates on the same ones
     mini_batches = torch.arange(len(batch.x0)).chunk(args.updates_per_rollout)
     grad_norms = []
-    finite_passes = []  # of the updates whose gradient is finite
-    metrics = {}
+    finite_passes = []  # of the optimizer steps whose gradient is finite
+    metrics: dict[str, float] = {}
     for epoch in range(args.epochs_per_rollout):
-        # drawn anew in every epoch, as in the paper's code
-        timesteps, noise = draw_training_noise(args, batch.request, step, epoch, batch.image_index)
+        # drawn again in every epoch, as in the paper's code
+        timesteps, noise = draw_training_noise(args, batch, step, epoch)
         drawn = {"timesteps": timesteps, "noise": noise}
         v_old = velocities_of(args, model, "old", batch, **drawn)
         v_ref = velocities_of(args, model, "reference", batch, **drawn) if args.kl_coef else None
@@ -481,166 +520,130 @@ def update(args, model, optimizer, batch, step):
 
 
 # ==== 10 EVAL =========================================================================================================
-def evaluate(args, model, engine, inputs, folder):
-    """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks, written to `folder`.
+def evaluate(
+    args: Args, run: Run, model: Family, engine: "VLLMEngine | None", inputs: Inputs
+) -> tuple[dict, list | None]:
+    """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks.
 
-    Returns its metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
+    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
     """
-    places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
-    steps = args.eval_num_inference_steps
-    index = torch.arange(len(places))
-    request = make_request(args, model, prompts.prompts, index, seeds, num_inference_steps=steps)
-    with acting(model, model.evaluated_policy, engine, "old"):
-        scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
-        images = rollout(args, model, engine, request, scorer.add).images
-    scores = scorer.scores()  # (B, R)
-    grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, inputs.eval_rewards))
-    num_prompts = len(inputs.eval_set)
-    metrics = eval_metrics(scores, inputs.eval_rewards, args.reward_weights, num_prompts, args.eval_images_per_prompt)
-    return metrics | watch_metrics(folder, places, images, args.eval_images_per_prompt), grid
+    with run.timed("testing"):
+        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
+        encoded = encode_prompts(args, model, prompts.prompts)
+        image_index = torch.arange(len(places))
+        eval_args = replace(args, num_inference_steps=args.eval_num_inference_steps)
+        request = make_request(eval_args, model, encoded, image_index, seeds)
+        with acting(model, args.evaluated_policy, engine, "old"):  # in the engine as well
+            scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
+            images = rollout(args, model, engine, request, scorer).images
+        scores = scorer.scores()  # (B, R)
+        scored: dict = {"prompts": prompts, "seeds": seeds, "scores": scores, "reward_weights": args.reward_weights}
+        metrics, grid = run.save_samples(places, images, **scored, images_per_prompt=args.eval_images_per_prompt)
+    if not args.eval_only:
+        run.save_if_best(model, args.evaluated_policy, metrics)
+    return metrics, grid
 
 
 # ==== 11 CHECKPOINT ===================================================================================================
-def save(args, model, optimizer, sampler, *, step, best_score):
-    """Write all that changes, for any number of ranks to go on from, and the policy for diffusers. A collective."""
-    folder = Path("runs") / args.name
-    state = {
-        "step": step,
-        "best": best_score,
-        "args": recorded(args),
-        "sampler": sampler.state_dict(),
-        "rng": gather_objects(rng_states()),
-        "policies": policy_states(model),
-        "optimizer": optimizer_state(model, optimizer),
-    }
-    checkpoints.save_checkpoint(folder, step, state, args.keep_checkpoints)
-    save_policy(folder / "adapter", model, model.evaluated_policy)
+def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    state = {"sampler": sampler.state_dict(), **training_state(model, optimizer)}
+    run.save_checkpoint(state, model, args.evaluated_policy)
 
 
-def load(args, path, model, optimizer, sampler):
-    """Restore what `save` wrote, on any number of ranks. Returns the step and the best evaluation's score so far."""
-    state = checkpoints.load_checkpoint(path)
-    load_policy_states(model, state["policies"])
-    load_optimizer_state(model, optimizer, state["optimizer"])
-    optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # the rate is set at every step
+def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Restore what `save` wrote, on any number of ranks."""
+    state = run.load_checkpoint()
+    load_training_state(model, optimizer, state)
     sampler.load_state_dict(state["sampler"])
-    restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
-    is_comparable = checkpoints.say_resumed(path, state["args"], recorded(args))
-    return state["step"], state["best"] if is_comparable else -math.inf
+    adam = optimizer.param_groups[0]
+    adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
+    adam["eps"] = args.adam_eps
 
 
 # ==== 12 MAIN =========================================================================================================
-def main(args, inputs):
-    device = setup_distributed()
-    inputs = inputs._replace(checkpoint=checkpoints.from_rank_0(inputs.checkpoint))
-    stop_requested = catch_stop_signals(args.max_minutes)
-    folder = Path("runs") / args.name
-    create_run_folder(folder, recorded(args), __file__, inputs.checkpoint)
-    log = RunLog(folder, args.track, recorded(args), args.num_prompts * args.group_size, args.profile_steps)
-
-    # the engine loads in a process of its own while the policy loads in this one
-    engine = start_engine(args, folder, device)
+def main(args: Args, inputs: Inputs) -> None:
+    device = setup_distributed(args.shard_ranks)
+    run = start_run(args, inputs)
+    engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=ADAM_EPS)
-    sampler = GroupSampler(
-        len(inputs.train_set), args.num_prompts, args.group_size, args.seed, args.updates_per_rollout
-    )
-    if engine:
-        # prove, before hours are spent, that what is pushed changes the engine's images
-        probe = make_request(args, model, inputs.eval_set.prompts[:1], torch.tensor([0]), seeds=[0])
-        engine.verify_push(*policy_tensors(model), probe)
+    optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    sizes = {"seed": args.seed, "num_mini_batches": args.updates_per_rollout}
+    sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
+    run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
+    if engine:  # prove, before hours are spent, that pushed weights change the engine's images
+        encoded = encode_prompts(args, model, inputs.eval_set.prompts[:1])
+        engine.verify_policy(model, make_request(args, model, encoded, torch.tensor([0]), seeds=[0]))
 
-    # go on where a checkpoint ends, or begin
-    first_step = 0
-    best_score = -math.inf
-    if inputs.checkpoint:
-        first_step, best_score = load(args, inputs.checkpoint, model, optimizer, sampler)
-        if engine:  # which holds the policy of before the checkpoint
-            engine.push(*policy_tensors(model, "old"))
-    checkpoints.rewind(folder, first_step if inputs.checkpoint else -1)  # -1: nothing stays of a run without one
+    # RUN LOGIC, the same in all five: resume, or evaluate the model before training
+    if run.checkpoint:
+        load(args, run, model, optimizer, sampler)
+        if engine:  # it holds the policy from before the checkpoint
+            engine.push_policy(model, "old")
+    if args.eval_only or not run.checkpoint:
+        run.write(*evaluate(args, run, model, engine, inputs))
+    last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
-    # the score that training starts from or, with eval_only, the one that is asked for
-    if args.eval_only or not inputs.checkpoint:
-        with log.timed("testing"):
-            metrics, grid = evaluate(args, model, engine, inputs, folder / "samples" / f"{first_step:04d}")
-        if not args.eval_only:
-            best_score = save_if_best(folder, model, metrics, best_score)
-        log.write(first_step, metrics, grid)
-    if args.eval_only:
-        close(engine, log)
-        return
+    for step in range(run.step + 1, last_step + 1):
+        run.begin_step(step)
 
-    skipped_in_a_row = 0
-    for step in log.steps(range(first_step + 1, args.num_steps + 1), args.stop_if):
-        # sample G images for each prompt with `old`, which the engine holds already
-        with log.timed("gen"):
-            request, prompts, image_index = draw_request(args, model, sampler, inputs.train_set, step)
-            scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
+        # sample G images for each prompt with `old`, which the engine holds already (Algorithm 1, line 3)
+        with run.timed("gen"):
+            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,), (B,) of the U, (B,) of the step's N images
+            prompts = inputs.train_set.select(prompt_rows)
+            encoded = encode_prompts(args, model, prompts.prompts)
+            seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
+            request = make_request(args, model, encoded, prompt_index, seeds)
+            scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
             with acting(model, "old"):
-                trajectories = rollout(args, model, engine, request, scorer.add)
+                trajectories = rollout(args, model, engine, request, scorer)
 
-        # score them, each rank its own; most have been scored while others were sampled
-        with log.timed("reward"):
-            scores = scorer.scores()  # (B, R), NaN where a reward failed
+        # score them, each rank its own; most were scored while others were sampled
+        with run.timed("reward"):
+            scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
 
         # compare the images of a prompt with each other, over all ranks (Flow-GRPO, eq. 4)
-        with log.timed("adv"):
-            scores = gather_rows(scores, image_index)  # (N, R)
-            scores, metrics = leave_out_failed(scores, inputs.rewards, args.group_size)
-            totals = scores @ torch.tensor(args.reward_weights, dtype=torch.float64)  # (N,)
-            advantages = combine_advantages(args, scores, args.adv_clip_max)  # (N,)
+        with run.timed("adv"):
+            filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # scores and True if none failed
+            advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)
             r = optimality(advantages, args.adv_mode, args.adv_clip_max)  # (N,)
-            metrics |= reward_metrics(scores, totals, advantages, inputs.rewards, args.group_size)
-            metrics["critic/diversity"] = rollout_diversity(trajectories.images, image_index, args.group_size)
-            metrics["critic/optimality/mean"] = r[~totals.isnan()].mean()
+            metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
+            metrics["critic/diversity"] = rollout_diversity(trajectories.images, sampler)
+            metrics["critic/optimality/mean"] = r[is_compared].mean()
 
         # draw the velocity to the better images and away from the others, on the forward process (eq. 5)
-        with log.timed("update_actor"):
+        with run.timed("update_actor"):
             local_r = r[image_index].to(device, torch.float32)  # (B,)
-            weights = loss_weights(scores, args.updates_per_rollout)[image_index].to(device)  # (B,)
-            batch = Batch(request, trajectories.latents[:, -1], local_r, weights, image_index)
+            sample_weights = is_compared[image_index].to(device, torch.float32)  # (B,)
+            batch = Batch(request, trajectories.latents[:, -1], local_r, sample_weights, image_index)
             metrics |= update(args, model, optimizer, batch, step)
-        skipped_in_a_row = 0 if "actor/grad_norm" in metrics else skipped_in_a_row + 1
-        if skipped_in_a_row == MAX_SKIPPED:
-            raise RunError(f"step {step}: no finite gradient in {MAX_SKIPPED} rollouts: lower --learning_rate")
 
-        # `old` follows, and the next rollout samples with it
-        with log.timed("update_weights"):
+        # `old` follows, and the next rollout samples with it (line 14)
+        with run.timed("update_weights"):
             if step % args.update_interval == 0:
                 k = int(optimizer.state.get(parameters[0], {}).get("step", 0))  # optimizer steps taken so far
-                metrics["old_policy/decay"] = old_policy_decay(args.decay_schedule, args.old_decay, k)
-                follow(model, "old", metrics["old_policy/decay"])
+                decay = old_policy_decay(args.decay_schedule, args.old_decay, k)
+                follow(model, "old", decay)
+                metrics["old_policy/decay"] = decay
             if engine:
-                engine.push(*policy_tensors(model, "old"))
-        metrics["training/epoch"] = sampler.position / sampler.num_prompts
-        log.show(reward=totals.nanmean().item())
+                engine.push_policy(model, "old")
 
-        # evaluate, log and save; a stop that one rank was asked for is a stop of all
-        grid = None
+        # RUN LOGIC, the same in all five: evaluate, log, save, stop
+        metrics["training/epoch"] = sampler.epoch
+        run.check_finite(metrics)  # ends a run that has no finite gradient for three steps in a row
         is_due = step % args.eval_every == 0 or step == args.num_steps
-        if is_due:
-            with log.timed("testing"):
-                val_metrics, grid = evaluate(args, model, engine, inputs, folder / "samples" / f"{step:04d}")
-                best_score = save_if_best(folder, model, val_metrics, best_score)
-            metrics |= val_metrics
-        log.write(step, metrics, grid)
-        stopping = any(gather_objects(stop_requested())) or log.stop_reason is not None
+        val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
+        run.write(metrics | val_metrics, grid)
+        stopping = run.should_stop()
         if is_due or stopping:
-            with log.timed("save_checkpoint"):  # after the log, which a resumed run cuts back to the checkpoint
-                save(args, model, optimizer, sampler, step=step, best_score=best_score)
+            save(args, run, model, optimizer, sampler)
         if stopping:
             break
 
-    close(engine, log)
+    run.close(engine)
 
 
 if __name__ == "__main__":
-    with one_line(ValueError):
-        args = parse_args(Args, __doc__)
-        inputs = check_args(args)
-        if args.plan:
-            counts = {"trained_steps": int(args.timestep_fraction * args.num_inference_steps) or 1, "policies": ["old"]}
-            raise SystemExit(show_plan(asdict(args), inputs, **counts, acting_epochs=args.epochs_per_rollout))
-    with one_line(RunError, Path("runs") / args.name):
-        main(args, inputs)
-    end_distributed()
+    with one_line():  # an expected error ends the script in one line, without a traceback
+        args = check(parse_args(Args, __doc__))
+        main(args, prepare(args))

@@ -1,8 +1,11 @@
 """Offline DPO (Diffusion-DPO, arXiv 2311.12908v1) for flow matching: preference pairs, the whole algorithm in one file.
 
-One training step, by the paper's equations; x_s = (1 - s) x0 + s noise, v = noise - x0:
-  1. A pair says which of two images of a prompt is preferred (Bradley-Terry model, eq. 3). Pairs are given, or made of
-     the model's own best and worst image: `read_pairs`, `make_pairs`.
+A pair says which of two images of a prompt is better. Training makes the better one likelier than the worse one,
+relative to the model before training. It needs no reward, no rollout and no engine; without pairs of your own, the
+model's best and worst image of a prompt become one. Read `main`, at the end, first. With x_s = (1 - s) x0 + s noise and
+v = noise - x0:
+
+  1. A pair says which of two images of a prompt is preferred (Bradley-Terry model, eq. 3): `read_pairs`, `make_pairs`.
   2. Latents and prompts are encoded once, whatever the number of epochs (no equation): `encode_pairs`.
   3. Both images of a pair are noised alike, as in the paper's code (x_t of eq. 14): `draw_training_noise`.
   4. An error of the velocity stands for minus the log-prob of an image (eq. 13, 14): `flow_matching_errors`.
@@ -13,65 +16,54 @@ One training step, by the paper's equations; x_s = (1 - s) x0 + s noise, v = noi
     torchrun --standalone dpo_offline.py --pairs pairs.jsonl        # {"prompt", "chosen", "rejected"} of your own
     torchrun --standalone --nproc_per_node 2 dpo_offline.py         # the same pairs, shared by two ranks
 
-Where it departs from the paper: the error is flow matching's, a mean over elements, in place of the noise prediction's;
-s is the sigmoid of a standard normal, in place of a uniform timestep.
+Where it departs from the paper: the error is flow matching's, a mean over elements, instead of the noise prediction's;
+s is the sigmoid of a standard normal, instead of a uniform timestep.
 """
 
 # ==== 1 ARGS ==========================================================================================================
-import hashlib
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
-# common before torch and diffusers: it repairs torchvision next to a CPU torch
-from common import checkpoints
-from common.bounds import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from common.data import ParquetPairs, PromptSet, open_image, read_pairs, read_prompts
-from common.distributed import end_distributed, gather_objects, mean_over_ranks, on_rank_0, setup_distributed
-from common.errors import RunError, one_line
-from common.failures import best_and_worst
-from common.files import atomic_file, writing
-from common.models import check_model, compile_block, find_family, load_model, on_device
-from common.noise import draw_noise, image_seed
-from common.options import SharedArgs, check_options, parse_args, recorded
-from common.plan import show_plan
-from common.policy import acting, add_policies, follow, gathered, make_lora
-from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
-from common.prompt_cache import cache_prompts, hash_bits
-from common.rewards import eval_metrics, load_eval_rewards, load_rewards, offload_rewards, sample_records, score_images
-from common.rng import restore_rng_states, rng_states, set_seed
+from common.checkpoints import open_run
+from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images, share_of_rank
+from common.distributed import (
+    mean_over_ranks,
+    setup_distributed,
+    shard_mesh,
+)
+from common.models.family import Family, find_family, load_model, on_device
+from common.models.lora import make_lora
+from common.options import Bound, PositiveFloat, PositiveInt, SharedArgs, parse_args
+from common.policy import acting, add_policies, follow, gathered, load_training_state, training_state
+from common.rewards.pairs import Pairs, encode_pairs, load_pairs
+from common.rewards.scoring import load_rewards, offload_rewards, score_images
 from common.rollout import RolloutRequest, Trajectories
-from common.run import RunLog, create_run_folder, save_if_best, save_policy, save_samples
-from common.sampler import GroupSampler, fit_micro_batch, share_eval_images, share_of_rank
-from common.sde import sde_step
-from common.sharding import shard_mesh
-from common.stops import catch_stop_signals
-from common.watch import watch_metrics
+from common.run import Inputs, Run, one_line
+from common.sde import draw_noise, image_seed, sde_step
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-MAX_SKIPPED = 3  # optimizer steps in a row without a finite gradient before the run stops
-ADAM_EPS = 1e-15  # small, because gradients of a mean over all latent elements are (5e-9 RMS has been seen)
+from torch.optim import AdamW
 
 
 @dataclass
-class Args(SharedArgs):
+class Args(SharedArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
     # ---- run
     name: str = "dpo_offline"
-    """everything is written to runs/<name>, which must not hold a run yet (or see resume)"""
+    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
 
     # ---- data
     pairs: str | None = None
-    """.jsonl of {"prompt", "chosen", "rejected"} (image files, relative to it; "chosen_score" and "rejected_score" are
-    checked where given), a .parquet of pick-a-pic's, or a folder with a pairs.jsonl or .parquet files; None: pairs are
-    made from train_prompts, else unused"""
+    """.jsonl of {"prompt", "chosen", "rejected"} (image files relative to it; "chosen_score" and "rejected_score" are
+    checked if given), a .parquet with pick-a-pic's columns, or a folder with a pairs.jsonl or .parquet files. None:
+    pairs are made from train_prompts, which are not used otherwise"""
     cache: str = "cache"
-    """folder of encoded pairs, kept between runs and seen by all ranks; a changed model or image is encoded anew"""
+    """folder of encoded pairs, kept between runs and seen by all ranks; a changed model or image is encoded again"""
     num_pair_prompts: PositiveInt = 512
     """without --pairs: prompts to make pairs for"""
     group_size: Annotated[int, Bound(at_least=2)] = 8
@@ -79,229 +71,210 @@ class Args(SharedArgs):
 
     # ---- rollout
     guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
-    """classifier-free guidance of the images sampled for pairs and evaluation; 1 is none. Training is without"""
+    """classifier-free guidance of the images sampled for pairs and evaluation; 1 turns it off. Training uses none"""
     num_inference_steps: PositiveInt = 3
-    """sampling steps of the images that pairs are made of"""
+    """sampling steps of the images that become pairs"""
 
     # ---- algorithm
     dpo_beta: PositiveFloat = 100.0
-    """weight of the errors' differences in the logit: larger stays closer to the reference (paper: 2000 and more)"""
+    """factor of the errors' differences in the logit; a larger one keeps closer to the reference (paper: from 2000)"""
 
     # ---- optimization
-    num_steps: NonNegativeInt = 40
+    num_steps: Annotated[int, Bound(at_least=0)] = 40
     """optimizer steps of the run"""
     num_pairs: PositiveInt = 64
     """pairs per optimizer step, over all ranks"""
     micro_batch_size: PositiveInt = 64
     """pairs per forward and backward pass on a rank, and images per sampling batch; lowered to what a rank has"""
-    learning_rate: NonNegativeFloat = 1e-3
+    learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
     """learning rate of AdamW"""
 
 
 # ==== 2 SETUP =========================================================================================================
-class Inputs(NamedTuple):
-    """What `check_args` makes of the arguments before any model loads."""
-
-    family: type  # a class of common/models
-    rewards: dict  # {name: function}
-    eval_rewards: dict  # those, and behind them those of --eval_reward
-    train_set: PromptSet
-    eval_set: PromptSet
-    lora: tuple | None  # make_lora's; None: full weights
-    checkpoint: Path | None  # to go on from
-    pairs: list | ParquetPairs | None  # (prompt, chosen, rejected) each; None: to be made
+def check(args: Args) -> Args:
+    """Refuse options that cannot work together. Returns them with the micro-batch that a rank has."""
+    micro_batch_size = fit_micro_batch(args.num_pairs, 1, args.micro_batch_size, "--num_pairs")
+    return replace(args, micro_batch_size=micro_batch_size)
 
 
-def check_args(args):
-    """Refuse what cannot work before any model loads. Returns the run's Inputs."""
-    check_options(args)
-    args.micro_batch_size = fit_micro_batch(args.num_pairs, "--num_pairs", 1, args.micro_batch_size)
+def prepare(args: Args) -> Inputs:
+    """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)
+    eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
+    pairs = None
+    if args.pairs:
+        from common.rewards.pair_files import read_pairs
 
-    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, load=not args.plan)
-    eval_rewards = load_eval_rewards(args.eval_reward, rewards, args.num_frames, load=not args.plan)
-    pairs = read_pairs(args.pairs) if args.pairs else None
+        pairs = read_pairs(args.pairs)
     train_set = PromptSet([], []) if pairs else read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
-    checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)
-    # what imports diffusers and peft, which takes seconds, comes last
-    family = find_family(args.model)
-    check_model(family, args.model, *args.image_size, args.num_frames, args.guidance_scale)
+    checkpoint = open_run(Path("runs") / args.name, args.resume, args.eval_only)
+    # diffusers and peft, which take seconds to import, come last
+    family = find_family(args.model, *args.image_size, args.num_frames, args.guidance_scale)
     if family.encode_images is None:
         raise ValueError(f"--model {args.model}: makes videos, and dpo_offline.py takes pairs of images")
     targets = args.lora_target_modules or family.lora_target_modules
-    lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
-    checkpoints.check_policy(checkpoint, lora)
-    return Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint, pairs=pairs)
-
-
-# ==== 3 DATA ==========================================================================================================
-def make_request(args, model, prompts, prompt_index, seeds, *, num_inference_steps=None):
-    """Ask for B ODE images of `prompts`, each encoded once: prompt_index (B,) says which one, seeds (B) its noise."""
-    num_inference_steps = num_inference_steps or args.num_inference_steps
-    height, width = args.image_size
-    timesteps, sigmas, latent_shape = model.schedule(num_inference_steps, height, width)  # (T,), (T + 1,), (C, h, w)
-    return RolloutRequest(
-        conditioning=model.encode_prompts(prompts, args.max_sequence_length),
-        negative_conditioning=model.encode_negative(args.guidance_scale, args.max_sequence_length),
-        prompt_index=prompt_index,
-        seeds=seeds,
-        timesteps=timesteps,
-        sigmas=sigmas,
-        latent_shape=latent_shape,
-        sde_steps=(),
-        sde_type="sde",
-        noise_level=0.0,
-        guidance_scale=args.guidance_scale,
-        height=height,
-        width=width,
+    modules = {"target_modules": targets, "exclude_modules": args.lora_exclude_modules}
+    lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, **modules, checkpoint=checkpoint)
+    return Inputs(
+        family,
+        rewards,
+        eval_rewards,
+        train_set,
+        eval_set,
+        lora=lora,
+        checkpoint=checkpoint,
+        pairs=pairs,
     )
 
 
-def make_pairs(args, model, inputs, folder):
-    """Sample group_size images for each of the first num_pair_prompts prompts and write best and worst as a pair.
-
-    Ranks share the prompts; prompts whose images all score the same make no pair. Returns the path of pairs.jsonl.
-
-    Raises:
-        RunError: the images of every prompt score the same, or have no scores.
-    """
-    num_prompts = min(args.num_pair_prompts, len(inputs.train_set))
-    (folder / "pairs").mkdir(parents=True, exist_ok=True)
-    records = {}  # by the prompt's row
-    num_failed = 0  # images that a reward failed on
-    for row in share_of_rank(num_prompts):
-        record, failed = make_pair(args, model, inputs, folder, row)
-        num_failed += failed
-        if record is not None:
-            records[row] = record
-    offload_rewards(inputs.rewards)  # networks of rewards leave the GPU to the training, if asked
-    by_row = {row: record for of_rank in gather_objects(records) for row, record in of_rank.items()}
-    num_failed = sum(gather_objects(num_failed))
-    told = f"; a reward failed on {num_failed} of their images" if num_failed else ""
-    if not by_row:
-        raise RunError(f"--num_pair_prompts {args.num_pair_prompts}: the images of every prompt score the same{told}")
-    if on_rank_0():
-        print(f"{len(by_row)} pairs of {num_prompts} prompts{told}")
-        with atomic_file(folder / "pairs.jsonl") as temporary:
-            temporary.write_text("".join(json.dumps(by_row[row]) + "\n" for row in sorted(by_row)))
-    dist.barrier()  # before other ranks read the file
-    return folder / "pairs.jsonl"
+def start_run(args: Args, inputs: Inputs) -> Run:
+    """The run's folder, log, clock and stop signals."""
+    return Run(
+        Path("runs") / args.name,
+        asdict(args),
+        rewards=inputs.eval_rewards,
+        script=__file__,
+        checkpoint=inputs.checkpoint,
+        num_images=2 * args.num_pairs,
+        num_steps=args.num_steps,
+        track=args.track,
+        profile_steps=args.profile_steps,
+        stop_if=args.stop_if,
+        max_minutes=args.max_minutes,
+        keep_checkpoints=args.keep_checkpoints,
+    )
 
 
-def make_pair(args, model, inputs, folder, row):
-    """The record of a pair of train_set's prompt `row`, its images written, and how many images a reward failed on.
-
-    No record, None, where all that have scores score the same, and for a prompt of another rank, which is sampled only
-    to keep the ranks together.
-    """
-    prompt = inputs.train_set.prompts[row]
-    seeds = [image_seed(args.seed, "pairs", row * args.group_size + i) for i in range(args.group_size)]
-    request = make_request(args, model, [prompt], torch.zeros(args.group_size, dtype=torch.long), seeds)
-    images = sample(args, model, request).images
-    if row % dist.get_world_size() != dist.get_rank():
-        return None, 0
-    prompts = inputs.train_set.select([row] * args.group_size)
-    scores = score_images(inputs.rewards, images, prompts, args.reward_failure)  # (G, R), NaN where a reward failed
-    totals = scores @ torch.tensor(args.reward_weights).double()  # (G,), NaN of an image that is left out
-    failed = totals.isnan().sum().item()
-    places = best_and_worst(totals)
-    if places is None:
-        return None, failed
-    record = {"prompt": prompt}
-    for kind, i in zip(("chosen", "rejected"), places, strict=True):
-        file = f"pairs/{row:05d}_{kind}.png"
-        with writing(folder / "pairs"):
-            images[i].save(folder / file)
-        record |= {kind: file, f"{kind}_score": totals[i].item()}
-    return record, failed
+# ==== 3 DATA ==========================================================================================================
+def encode_prompts(args: Args, model: Family, prompts: list[str]) -> dict:
+    """Run the text encoders on U distinct prompts, and on the empty one where guidance needs it."""
+    return {
+        "conditioning": model.encode_prompts(prompts, args.max_sequence_length),
+        "negative_conditioning": model.encode_negative(args.guidance_scale, args.max_sequence_length),
+    }
 
 
-def encode_pairs(args, model, pairs):
-    """Encode what the cache lacks: latents of a pair's two images, (2, C, h, w), and its prompt's conditioning.
+def make_request(args: Args, model: Family, encoded: dict, prompt_index: Tensor, seeds: list[int]) -> RolloutRequest:
+    """Ask for B ODE images of encoded prompts: prompt_index (B,) says which prompt, seeds (B) which noise."""
+    height, width = args.image_size
+    timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width)
+    return RolloutRequest(
+        **encoded,
+        prompt_index=prompt_index,
+        seeds=seeds,
+        timesteps=timesteps,  # (T,)
+        sigmas=sigmas,  # (T + 1,)
+        latent_shape=latent_shape,  # (C, h, w)
+        height=height,
+        width=width,
+        guidance_scale=args.guidance_scale,
+    )
 
-    A pair's key covers the prompt, both files' bytes, the size, and the bits of VAE and text encoders. Returns the
-    files of all pairs; ranks share the work.
-    """
-    bits = [hash_bits(tensor) for tensor in model.frozen_tensors()]
-    frozen_key = hashlib.blake2b(repr(bits).encode())
-    ranks = {}  # of each distinct file the rank that encodes it: a pair that stands twice is encoded once
-    files = []
-    for prompt, chosen, rejected in pairs:
-        key = frozen_key.copy()
-        key.update(repr((prompt, *args.image_size, args.max_sequence_length)).encode())
-        key.update(chosen.read_bytes() + rejected.read_bytes())
-        file = Path(args.cache) / f"{key.hexdigest()[:32]}.pt"
-        files.append(file)
-        rank = ranks.setdefault(file, len(ranks) % dist.get_world_size())
-        if rank == dist.get_rank() and not is_encoded(file):
-            encode_pair(args, model, (prompt, chosen, rejected), file)
-    dist.barrier()  # a rank reads what others have encoded
+
+def find_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> Pairs:
+    """The pairs: given, made by this run before it was interrupted, or made now."""
+    if inputs.pairs:
+        return inputs.pairs
+    from common.rewards.made_pairs import read_made_pairs
+
+    with run.timed("make_pairs"):
+        if args.resume != "latest" or not (run.folder / "pairs.jsonl").exists():
+            make_pairs(args, run, model, inputs)
+        return read_made_pairs(run.folder)
+
+
+def encode_drawn(args: Args, run: Run, model: Family, pairs: Pairs, rows: set[int]) -> dict[int, Path]:
+    """Encode the pairs that the run will draw, and no others. Returns their files, by row."""
+    with run.timed("encode_pairs"), on_device(model, "text_encoder"), on_device(model, "vae"):
+        files = encode_pairs(
+            model,
+            pairs,
+            rows,
+            folder=args.cache,
+            image_size=args.image_size,
+            max_sequence_length=args.max_sequence_length,
+        )
+    run.say(f"{len(pairs)} pairs; of the {len(files)} that are drawn, {len(set(files.values()))} are distinct")
     return files
 
 
-def encode_pair(args, model, pair, file):
-    """Write a pair's encoding to `file`; raises RunError for an image that cannot be read."""
-    prompt, *images = pair
-    try:
-        images = [open_image(image) for image in images]
-    except ValueError as error:
-        raise RunError(str(error)) from None
-    encoded = {"latents": model.encode_images(images, *args.image_size)}
-    encoded |= model.encode_prompts([prompt], args.max_sequence_length)
-    with atomic_file(file, shared=True) as temporary, open(temporary, "wb") as opened:
-        torch.save({name: tensor.cpu() for name, tensor in encoded.items()}, opened)
+def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
+    """Sample group_size images for each of the first num_pair_prompts prompts; the best and the worst become a pair.
+
+    Ranks share the prompts; a prompt whose images all score the same makes no pair.
+    """
+    from common.rewards.made_pairs import save_pair, write_pairs
+
+    num_prompts = min(args.num_pair_prompts, len(inputs.train_set))
+    records = {}  # of this rank, by the prompt's row
+    num_failed = 0  # images that a reward failed on
+    for row in share_of_rank(num_prompts):
+        seeds = [image_seed(args.seed, "pairs", row * args.group_size + i) for i in range(args.group_size)]
+        prompts = inputs.train_set.select([row] * args.group_size)
+        encoded = encode_prompts(args, model, prompts.prompts[:1])
+        prompt_index = torch.zeros(args.group_size, dtype=torch.long)
+        request = make_request(args, model, encoded, prompt_index, seeds)
+        images = sample(args, model, request).images
+        if row % dist.get_world_size() != dist.get_rank():
+            continue  # another rank's prompt, which was sampled only to keep the ranks together
+        scores = score_images(inputs.rewards, images, prompts, args.reward_failure)  # (G, R), NaN where one failed
+        totals = (scores * scores.new_tensor(args.reward_weights)).sum(1)  # (G,), NaN for failed images
+        num_failed += int(totals.isnan().sum())
+        records[row] = save_pair(run.folder, row, prompts.prompts[0], images, totals)
+    offload_rewards(inputs.rewards)  # networks of rewards leave the GPU to the training, if asked
+    run.say(write_pairs(run.folder, records, num_failed, num_prompts))
 
 
-def is_encoded(file):
-    """Whether the cache holds a pair: all of it, and finite. What a failing disk has left of one is encoded anew."""
-    try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-        return len(tensors["latents"]) == 2 and all(tensor.isfinite().all() for tensor in tensors.values())
-    except Exception:  # a flipped byte can make the readers of zip and pickle raise nearly anything
-        return False
-
-
-def draw_training_noise(args, step, pair_index, latent_shape):
-    """Of each pair sigma (B,), sigmoid of a normal, and noise (B, ...), seeded by (seed, step, global place)."""
-    generators = [torch.Generator().manual_seed(image_seed(args.seed, step, i)) for i in pair_index.tolist()]
-    sigmas = torch.stack([torch.sigmoid(torch.randn((), generator=generator)) for generator in generators])
+def draw_training_noise(
+    args: Args, step: int, pair_index: Tensor, latent_shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """For each pair sigma (B,), the sigmoid of a normal, and noise (B, ...), seeded by (seed, step, global place)."""
+    seeds = [image_seed(args.seed, step, i) for i in pair_index.tolist()]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    normals = torch.stack([torch.randn((), generator=generator) for generator in generators])
+    sigmas = torch.sigmoid(normals)
     return sigmas, draw_noise((len(generators), *latent_shape), generators)
 
 
 # ==== 4 MODEL =========================================================================================================
-def load_policy(args, inputs, device):
+def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
+    prompts = inputs.train_set.prompts[: args.num_pair_prompts]  # of the pairs to be made
+    if inputs.pairs:
+        num_drawn = args.num_steps * args.num_pairs
+        prompts = PromptSet(inputs.pairs.prompts, []).first_drawn(num_drawn, args.seed)
+    prompts = prompts + inputs.eval_set.prompts
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
-    prompts = inputs.train_set.prompts + inputs.eval_set.prompts + [prompt for prompt, _, _ in inputs.pairs or []]
-    cache_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
-    set_seed(args.seed)  # the same initial LoRA on every rank
-    policies = ["default", "reference"]
+    model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
+    policies = ["default", "reference"]  # the former is peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")
-    add_policies(model, inputs.lora, policies)
-    model.evaluated_policy = "ema" if args.ema_decay > 0 else "default"  # and saved for diffusers
+    add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
 
 
-def shard(args, model, device):
+def shard(args: Args, model: Family, device: torch.device) -> None:
     """FSDP2: every block of the transformer, then the rest of it."""
     dtype = getattr(torch, args.dtype)
-    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what is to be cast
+    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
-    options = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
-    # with a LoRA one transformer for all policies, else one each; the dict keeps one order on all ranks
+    options: dict = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
+    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats and keeps the order of all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
             transformer.enable_gradient_checkpointing()
         blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
         for module in [*blocks, transformer]:
             if "compile" in args.train_with and module is not transformer:
-                compile_block(module)
+                # without this, the graphs with and without gradient round bf16 at different places, and the first ratio
+                # is 1 +- 6e-4 instead of 1
+                module.compile(options={"emulate_precision_casts": True})
             if not model.is_lora and transformer is not model.policies.get("reference"):
-                module.float()  # what is trained or averaged; a block at a time, as the whole model may not fit
+                module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
             fully_shard(module, **options)
 
 
@@ -311,7 +284,7 @@ def shard(args, model, device):
 
 # ==== 6 ROLLOUT =======================================================================================================
 @torch.no_grad()
-def sample(args, model, request):
+def sample(args: Args, model: Family, request: RolloutRequest) -> Trajectories:
     """Sample the request's B images with the training transformer, by the ODE, micro_batch_size at once."""
     parts = []
     with gathered(model, args.gather_for_sampling and "cpu_offload" not in args.train_with):
@@ -337,10 +310,12 @@ def sample(args, model, request):
 
 
 # ==== 8 LOG PROB ======================================================================================================
-def flow_matching_errors(model, conditioning, latents, sigmas, noise):
+def flow_matching_errors(
+    model: Family, conditioning: dict[str, Tensor], latents: Tensor, sigmas: Tensor, noise: Tensor
+) -> Tensor:
     """e (2, B): mean over elements of (v - (noise - x0))^2 of chosen and rejected latents (2, B, ...), in fp32.
 
-    Stands for minus the log-prob. Both share sigmas (B,) and noise (B, ...). No guidance: the plain conditional
+    It stands for minus the log-prob. Both share sigmas (B,) and noise (B, ...). No guidance: the plain conditional
     prediction, as the paper trains it.
     """
     s = sigmas.view(-1, *[1] * (noise.dim() - 1))
@@ -352,7 +327,7 @@ def flow_matching_errors(model, conditioning, latents, sigmas, noise):
 
 
 # ==== 9 LOSS ==========================================================================================================
-def dpo_loss(errors, ref_errors, dpo_beta):
+def dpo_loss(errors: Tensor, ref_errors: Tensor, dpo_beta: float) -> tuple[Tensor, dict[str, Tensor]]:
     """-log sigmoid(-dpo_beta / 2 ((e_w - e_w_ref) - (e_l - e_l_ref))), mean over pairs (eq. 14).
 
     errors, ref_errors: (2, B), chosen first. Returns the loss, to be minimised, and its metrics, without gradient.
@@ -363,55 +338,60 @@ def dpo_loss(errors, ref_errors, dpo_beta):
     loss = -F.logsigmoid(logits).mean()
     is_tie = logits == 0
     accuracy = torch.where(is_tie, 0.5, (logits > 0).double()).mean()  # a tie counts one half
-    metrics = {"loss": loss, "implicit_accuracy": accuracy, "margin": logits.mean(), "logit_scale": logits.abs().mean()}
-    metrics |= {"chosen_reward": chosen.mean(), "rejected_reward": rejected.mean()}
+    metrics = {"loss": loss, "implicit_accuracy": accuracy}
+    metrics["margin"] = logits.mean()
+    metrics["logit_scale"] = logits.abs().mean()
+    metrics["chosen_reward"] = chosen.mean()
+    metrics["rejected_reward"] = rejected.mean()
     return loss, {f"actor/{name}": value.detach().double() for name, value in metrics.items()}
 
 
-def optimizer_step(args, model, optimizer):
+def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
     """Clip the gradient, take one AdamW step, let the average follow. Returns the norm before, the same on all ranks.
 
-    No step is taken where the norm is not finite, or is 0: nothing to learn, and no weight to decay.
+    The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
     group = optimizer.param_groups[0]
-    grad_norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
     if 0 < grad_norm < math.inf:
         state = optimizer.state[group["params"][0]]
-        k = int(state.get("step", 0)) + 1  # this is the k-th step, by Adam's own count, which a checkpoint restores
-        group["lr"] = args.learning_rate * min(1, k / max(1, args.lr_warmup_steps))
+        k = int(state.get("step", 0)) + 1  # the k-th optimizer step, by Adam's own count, which a checkpoint restores
+        warm_up = min(1, k / max(1, args.lr_warmup_steps))
+        group["lr"] = args.learning_rate * warm_up
         optimizer.step()
         if args.ema_decay > 0:
-            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))
+            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # at first it follows faster
     optimizer.zero_grad()
     return grad_norm
 
 
-def update(args, model, optimizer, files, sigmas, noise):
+def update(
+    args: Args, model: Family, optimizer: AdamW, files: list[Path], sigmas: Tensor, noise: Tensor
+) -> dict[str, float]:
     """One optimizer step on this rank's B pairs, cached in `files`. Returns metrics over all ranks."""
     micro_batches = torch.arange(len(files)).split(args.micro_batch_size)
-    # ranks exchange gradients once per optimizer step, in its last pass; of full weights, whose gradients before the
-    # exchange are as large as the whole model in fp32, in every pass
+    # FSDP sums gradients over the ranks in every backward pass; we need the sum only in the last one, so we switch it
+    # off until then. Not for full weights: their unsummed fp32 gradients are as large as the model and would not fit
     model.transformer.set_requires_gradient_sync(not model.is_lora)
-    passes = []
+    passes: list[dict[str, Tensor]] = []
     for rows in micro_batches:
-        if rows is micro_batches[-1]:
+        if len(passes) == len(micro_batches) - 1:
             model.transformer.set_requires_gradient_sync(True)
-        encoded_pairs = [torch.load(files[row], map_location="cpu", weights_only=True) for row in rows.tolist()]
-        latents = torch.stack([pair.pop("latents") for pair in encoded_pairs], 1).to(model.device)  # (2, b, ...)
-        conditioning = {
-            name: torch.cat([pair[name] for pair in encoded_pairs]).to(model.device) for name in encoded_pairs[0]
-        }
+        latents, conditioning = load_pairs([files[row] for row in rows.tolist()], model.device)  # (2, b, ...)
         s = sigmas[rows].to(model.device)  # (b,)
         eps = noise[rows].to(model.device)  # (b, ...)
 
         with torch.no_grad(), acting(model, "reference"):
             ref_errors = flow_matching_errors(model, conditioning, latents, s, eps)  # (2, b)
         errors = flow_matching_errors(model, conditioning, latents, s, eps)
-        loss, metrics = dpo_loss(errors, ref_errors, args.dpo_beta)
+        loss, pass_metrics = dpo_loss(errors, ref_errors, args.dpo_beta)
         (loss / len(micro_batches)).backward()
-        passes.append(metrics)
+        passes.append(pass_metrics)
     grad_norm = optimizer_step(args, model, optimizer)
-    metrics = {"actor/skipped_steps": 0, "actor/lr": optimizer.param_groups[0]["lr"]}
+    metrics: dict[str, float] = {}
+    metrics["actor/skipped_steps"] = 0
+    metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
     if math.isfinite(grad_norm):  # it is over all ranks: they skip together
         metrics["actor/grad_norm"] = grad_norm
         metrics |= mean_over_ranks(passes)
@@ -421,151 +401,91 @@ def update(args, model, optimizer, files, sigmas, noise):
 
 
 # ==== 10 EVAL =========================================================================================================
-def evaluate(args, model, inputs, folder):
-    """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks, written to `folder`.
+def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict, list | None]:
+    """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks.
 
-    Returns its metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
+    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
     """
-    places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
-    steps = args.eval_num_inference_steps
-    index = torch.arange(len(places))
-    request = make_request(args, model, prompts.prompts, index, seeds, num_inference_steps=steps)
-    with acting(model, model.evaluated_policy):
-        images = sample(args, model, request).images
-    scores = score_images(inputs.eval_rewards, images, prompts, args.reward_failure)  # (B, R)
-    offload_rewards(inputs.eval_rewards)
-    grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, inputs.eval_rewards))
-    num_prompts = len(inputs.eval_set)
-    metrics = eval_metrics(scores, inputs.eval_rewards, args.reward_weights, num_prompts, args.eval_images_per_prompt)
-    return metrics | watch_metrics(folder, places, images, args.eval_images_per_prompt), grid
+    with run.timed("testing"):
+        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
+        encoded = encode_prompts(args, model, prompts.prompts)
+        image_index = torch.arange(len(places))
+        eval_args = replace(args, num_inference_steps=args.eval_num_inference_steps)
+        request = make_request(eval_args, model, encoded, image_index, seeds)
+        with acting(model, args.evaluated_policy):
+            images = sample(args, model, request).images
+        scores = score_images(inputs.eval_rewards, images, prompts, args.reward_failure)  # (B, R)
+        offload_rewards(inputs.eval_rewards)
+        scored: dict = {"prompts": prompts, "seeds": seeds, "scores": scores, "reward_weights": args.reward_weights}
+        metrics, grid = run.save_samples(places, images, **scored, images_per_prompt=args.eval_images_per_prompt)
+    if not args.eval_only:
+        run.save_if_best(model, args.evaluated_policy, metrics)
+    return metrics, grid
 
 
 # ==== 11 CHECKPOINT ===================================================================================================
-def save(args, model, optimizer, sampler, *, step, best_score):
-    """Write all that changes, for any number of ranks to go on from, and the policy for diffusers. A collective."""
-    folder = Path("runs") / args.name
-    state = {
-        "step": step,
-        "best": best_score,
-        "args": recorded(args),
-        "sampler": sampler.state_dict(),
-        "rng": gather_objects(rng_states()),
-        "policies": policy_states(model),
-        "optimizer": optimizer_state(model, optimizer),
-    }
-    checkpoints.save_checkpoint(folder, step, state, args.keep_checkpoints)
-    save_policy(folder / "adapter", model, model.evaluated_policy)
+def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    state = {"sampler": sampler.state_dict(), **training_state(model, optimizer)}
+    run.save_checkpoint(state, model, args.evaluated_policy)
 
 
-def load(args, path, model, optimizer, sampler):
-    """Restore what `save` wrote, on any number of ranks. Returns the step and the best evaluation's score so far."""
-    state = checkpoints.load_checkpoint(path)
-    load_policy_states(model, state["policies"])
-    load_optimizer_state(model, optimizer, state["optimizer"])
-    optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # the rate is set at every step
+def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Restore what `save` wrote, on any number of ranks."""
+    state = run.load_checkpoint()
+    load_training_state(model, optimizer, state)
     sampler.load_state_dict(state["sampler"])
-    restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
-    is_comparable = checkpoints.say_resumed(path, state["args"], recorded(args))
-    return state["step"], state["best"] if is_comparable else -math.inf
+    adam = optimizer.param_groups[0]
+    adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
+    adam["eps"] = args.adam_eps
 
 
 # ==== 12 MAIN =========================================================================================================
-def main(args, inputs):
-    device = setup_distributed()
-    inputs = inputs._replace(checkpoint=checkpoints.from_rank_0(inputs.checkpoint))
-    stop_requested = catch_stop_signals(args.max_minutes)
-    folder = Path("runs") / args.name
-    create_run_folder(folder, recorded(args), __file__, inputs.checkpoint)
-    num_images = 2 * args.num_pairs
-    log = RunLog(folder, args.track, recorded(args), num_images, args.profile_steps)
+def main(args: Args, inputs: Inputs) -> None:
+    device = setup_distributed(args.shard_ranks)
+    run = start_run(args, inputs)
     model, parameters = load_policy(args, inputs, device)
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=ADAM_EPS)
-
-    # the pairs: given, made by this run before it was interrupted, or made now; then encoded, once
-    pairs = inputs.pairs or []
-    if inputs.pairs is None and not args.eval_only:
-        with log.timed("make_pairs"):
-            pairs_file = folder / "pairs.jsonl"
-            if args.resume != "latest" or not pairs_file.exists():
-                pairs_file = make_pairs(args, model, inputs, folder)
-            try:
-                pairs = read_pairs(pairs_file)
-            except ValueError as error:
-                raise RunError(f"{error}; remove {pairs_file} to have the pairs made anew") from None
-    with log.timed("encode_pairs"), on_device(model, "text_encoder"), on_device(model, "vae"):
-        files = [] if args.eval_only else encode_pairs(args, model, pairs)
-    sampler = GroupSampler(len(files), args.num_pairs, group_size=1, seed=args.seed)
-    if files:
-        log.say(f"{len(files)} pairs, {len(set(files))} of them distinct; {args.num_steps * args.num_pairs} are drawn")
+    optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    pairs = None if args.eval_only else find_pairs(args, run, model, inputs)
+    sampler = GroupSampler(len(pairs or []), args.num_pairs, group_size=1, seed=args.seed)
     _, _, latent_shape = model.schedule(1, *args.image_size)
 
-    # go on where a checkpoint ends, or begin
-    first_step = 0
-    best_score = -math.inf
-    if inputs.checkpoint:
-        first_step, best_score = load(args, inputs.checkpoint, model, optimizer, sampler)
-    checkpoints.rewind(folder, first_step if inputs.checkpoint else -1)
+    # RUN LOGIC, the same in all five: resume, or evaluate the model before training
+    if run.checkpoint:
+        load(args, run, model, optimizer, sampler)
+    files = {}
+    if pairs:
+        files = encode_drawn(args, run, model, pairs, sampler.upcoming(args.num_steps - run.step))
+    if args.eval_only or not run.checkpoint:
+        run.write(*evaluate(args, run, model, inputs))
+    last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
-    # the score that training starts from or, with eval_only, the one that is asked for
-    if args.eval_only or not inputs.checkpoint:
-        with log.timed("testing"):
-            metrics, grid = evaluate(args, model, inputs, folder / "samples" / f"{first_step:04d}")
-        if not args.eval_only:
-            best_score = save_if_best(folder, model, metrics, best_score)
-        log.write(first_step, metrics, grid)
-    if args.eval_only:
-        log.close()
-        return
+    for step in range(run.step + 1, last_step + 1):
+        run.begin_step(step)
 
-    skipped_in_a_row = 0
-    for step in log.steps(range(first_step + 1, args.num_steps + 1), args.stop_if):
         # make the chosen images likelier than the rejected ones, relative to the reference (eq. 14)
-        with log.timed("update_actor"):
-            pair_rows, pair_index, _ = sampler.draw()  # (num_pairs,), (B,): our B of them
+        with run.timed("update_actor"):
+            pair_rows, _, pair_index = sampler.draw()  # this rank's B pairs; their numbers among the step's
             sigmas, noise = draw_training_noise(args, step, pair_index, latent_shape)
-            files_of_step = [files[row] for row in pair_rows[pair_index]]
+            files_of_step = [files[row] for row in pair_rows.tolist()]
             metrics = update(args, model, optimizer, files_of_step, sigmas=sigmas, noise=noise)
-        skipped_in_a_row = 0 if "actor/grad_norm" in metrics else skipped_in_a_row + 1
-        if skipped_in_a_row == MAX_SKIPPED:
-            raise RunError(f"step {step}: no finite gradient in {MAX_SKIPPED} steps: lower --learning_rate")
-        metrics["training/epoch"] = sampler.position / len(files)
-        log.show(accuracy=metrics.get("actor/implicit_accuracy", math.nan))
 
-        # evaluate, log and save; a stop that one rank was asked for is a stop of all
-        grid = None
+        # RUN LOGIC, the same in all five: evaluate, log, save, stop
+        metrics["training/epoch"] = sampler.epoch
+        run.check_finite(metrics)  # ends a run that has no finite gradient for three steps in a row
         is_due = step % args.eval_every == 0 or step == args.num_steps
-        if is_due:
-            with log.timed("testing"):
-                val_metrics, grid = evaluate(args, model, inputs, folder / "samples" / f"{step:04d}")
-                best_score = save_if_best(folder, model, val_metrics, best_score)
-            metrics |= val_metrics
-        log.write(step, metrics, grid)
-        stopping = any(gather_objects(stop_requested())) or log.stop_reason is not None
+        val_metrics, grid = evaluate(args, run, model, inputs) if is_due else ({}, None)
+        run.write(metrics | val_metrics, grid)
+        stopping = run.should_stop()
         if is_due or stopping:
-            with log.timed("save_checkpoint"):  # after the log, which a resumed run cuts back to the checkpoint
-                save(args, model, optimizer, sampler, step=step, best_score=best_score)
+            save(args, run, model, optimizer, sampler)
         if stopping:
             break
 
-    log.close()
+    run.close()
 
 
 if __name__ == "__main__":
-    with one_line(ValueError):
-        args = parse_args(Args, __doc__)
-        inputs = check_args(args)
-        if args.plan:
-            show_plan(
-                asdict(args),
-                inputs,
-                num_images=2 * args.num_pairs,
-                micro_batch_images=2 * args.micro_batch_size,
-                sampled_steps=0,
-                trained_steps=1,
-                trained_guidance=1.0,
-                policies=["reference"],
-            )
-            raise SystemExit
-    with one_line(RunError, Path("runs") / args.name):
-        main(args, inputs)
-    end_distributed()
+    with one_line():  # an expected error ends the script in one line, without a traceback
+        args = check(parse_args(Args, __doc__))
+        main(args, prepare(args))

@@ -1,18 +1,17 @@
 """GRPO-Guard (arXiv 2510.22319v2): Flow-GRPO with a ratio that stays centred on 1, the whole algorithm in one file.
 
-One training step, by the paper's equations; what is not named here is as in flow_grpo.py. The means of a step differ
-between two policies by d = mean - old mean, and eps = (x' - old mean) / std is the noise that was drawn:
-  1. Flow-GRPO's log-ratio, mean(eps d) / std - mean(d^2) / (2 std^2), is shifted below 0 and its scale is 1 / std
-     (eq. 7, `policy_loss` of flow_grpo.py): where the advantage is positive its clip hardly ever acts.
+Flow-GRPO's ratio lies below 1 in the mean and has another scale at every sampling step, so that its clip hardly ever
+acts where the advantage is positive. GRPO-Guard takes both away and lets every sampling step pull alike.
+Everything that is not named here is as in flow_grpo.py. Read `main`, at the end, first.
+Between two policies the means of a sampling step differ by d = mean - old mean. Its noise: eps = (x' - old mean) / std:
+
+  1. Flow-GRPO's log-ratio is mean(eps d) / std - mean(d^2) / (2 std^2): shifted below 0, of the scale 1 / std (eq. 7).
   2. RatioNorm takes both away: the regulated log-ratio is mean(eps d), at every step (eq. 8): `regulated_log_ratio`.
-  3. Gradient reweighting divides the loss of a step by its |dt|: every step pulls alike (eq. 9 to 11): `policy_loss`.
+  3. Gradient reweighting divides a step's loss by its |dt|, so that all pull alike (eq. 9 to 11): `policy_loss`.
   4. The clipped objective of that ratio is maximised (eq. 12): `policy_loss`, `accumulate_gradients`.
-  5. In place of 2 to 4: Flow-DPPO's plain ratio under a mask by the exact divergence (arXiv 2606.11025v2, eq. 14, 17,
-     18): `policy_loss` with --trust_region dppo.
 
     torchrun --standalone grpo_guard.py                          # the embedded model on a CPU, vLLM-Omni rollouts
     torchrun --standalone grpo_guard.py --rollout local          # the training transformer samples: no vLLM needed
-    torchrun --standalone grpo_guard.py --trust_region dppo      # Flow-DPPO's mask in place of the clip
 
 Where it departs from the paper's code:
   - The shift mean(d^2) / (2 std^2) is each sample's own; their script averages it over the batch.
@@ -21,243 +20,239 @@ Where it departs from the paper's code:
 
 # ==== 1 ARGS ==========================================================================================================
 import math
+import random
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-# common before torch and diffusers: it repairs torchvision next to a CPU torch
-from common import checkpoints, correction
-from common.bounds import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from common.data import PromptSet, read_prompts
-from common.distributed import end_distributed, gather_objects, gather_rows, mean_over_ranks, setup_distributed
-from common.engine.client import VLLMEngine, check_engine, engine_gpus
-from common.errors import RunError, one_line
-from common.failures import leave_out_failed, loss_weights
-from common.models import check_model, compile_block, find_family, load_model
-from common.noise import image_seed
-from common.options import EngineArgs, check_options, parse_args, recorded
-from common.plan import show_plan
-from common.policy import acting, add_policies, follow, gathered, make_lora, policy_tensors
-from common.policy_state import load_optimizer_state, load_policy_states, optimizer_state, policy_states
-from common.prompt_cache import cache_prompts
-from common.rewards import Scorer, eval_metrics, load_eval_rewards, load_rewards, reward_metrics, sample_records
-from common.rng import restore_rng_states, rng_states, set_seed
+from common.checkpoints import open_run
+from common.data import GroupSampler, fit_micro_batch, read_prompts, share_eval_images
+from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
+from common.models.family import Family, find_family, load_model
+from common.models.lora import make_lora
+from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs, parse_args
+from common.policy import acting, add_policies, follow, gathered, load_training_state, training_state
+from common.rewards.scoring import Scorer, fill_failed, load_rewards, reward_metrics
+from common.rewards.watch import rollout_diversity
 from common.rollout import RolloutRequest, Trajectories
-from common.run import RunLog, close, create_run_folder, save_if_best, save_policy, save_samples
-from common.sampler import GroupSampler, fit_micro_batch, share_eval_images
-from common.schedule import check_window, random_window_start
-from common.sde import check_step_kind, kl_divergence, sde_step
-from common.sharding import shard_mesh
-from common.stops import catch_stop_signals
-from common.watch import rollout_diversity, watch_metrics
+from common.run import Inputs, Run, one_line
+from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import AdamW
 
-MAX_SKIPPED = 3  # rollouts in a row without one finite gradient before the run stops
-ADAM_EPS = 1e-15  # small, because gradients of a mean over all latent elements are (5e-9 RMS has been seen)
+if TYPE_CHECKING:
+    from common.engine.client import VLLMEngine
 
 
 @dataclass
-class Args(EngineArgs):
+class Args(RatioArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
     # ---- run
     name: str = "grpo_guard"
-    """everything is written to runs/<name>, which must not hold a run yet (or see resume)"""
+    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
 
     # ---- rollout
     num_prompts: PositiveInt = 32
     """prompts per rollout, over all ranks"""
     group_size: Annotated[int, Bound(at_least=2)] = 8
-    """images per prompt, at least 2: each image's reward is compared with those of the others"""
+    """images per prompt, at least 2: the reward of each is compared with the group's mean"""
     num_inference_steps: Annotated[int, Bound(at_least=2)] = 3
     """sampling steps of a training image (Flow-GRPO: 10, and 40 in evaluation)"""
     guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
-    """guidance in rollout, training and evaluation alike, as the model takes it (docs/models.md); 1: no second pass"""
+    """guidance in rollout, training and evaluation alike, as the model takes it (docs/models.md); 1 turns it off"""
     sde_type: str = "sde"
-    """kind of stochastic steps: sde (Flow-GRPO's), dance, cps (unscaled log-prob), cps_gauss, or file.py:function"""
+    """formula of the SDE steps: sde, dance, cps, cps_gauss (docs/flow_grpo.md), or your own path/to/file.py:function"""
     noise_level: PositiveFloat = 0.7
-    """noise injected at stochastic steps, above 0 (Flow-GRPO: 0.7): its scale for sde and dance; for cps at most 1"""
-    sde_window_size: NonNegativeInt = 1
-    """consecutive sampling steps that are stochastic and trained; the others follow the ODE. 0: all but the last"""
+    """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
+    sde_window_size: Annotated[int, Bound(at_least=0)] = 1
+    """how many consecutive sampling steps are SDE steps: random and trained (others: ODE steps); 0: all but the last"""
     sde_window_range: tuple[int, int] = (0, 1)
-    """the window is drawn, once per rollout, within steps lo to hi - 1; hi at most num_inference_steps - 1"""
+    """the window is drawn, once per rollout, within sampling steps lo to hi - 1; hi is at most
+    num_inference_steps - 1"""
 
     # ---- algorithm
-    trust_region: Literal["clip", "dppo"] = "clip"
-    """clip: PPO's, on the regulated ratio; dppo: Flow-DPPO's mask (arXiv 2606.11025), plain ratio, A not clamped"""
-    dppo_delta: PositiveFloat = 1e-5
-    """divergence mean(d^2) / (2 std^2) from which dppo drops a sample that moves further away"""
     clip_range: PositiveFloat = 5e-4
     """the regulated ratio is clipped to 1 +- this (paper: 2e-6 for OCR at 512x512, 4e-6 for PickScore)"""
-    kl_coef: NonNegativeFloat = 0.0
-    """weight of the KL to the reference: the model before training (Flow-GRPO: .04 for OCR, .01 for PickScore)"""
+    kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
+    """factor of the KL to the reference, the model before training (Flow-GRPO: 0.04 for OCR, 0.01 for PickScore)"""
     kl_type: Literal["code", "paper"] = "code"
-    """code: of a sde step the KL times its |dt|, as published coefficients assume; paper: the KL itself"""
+    """code: for step kind sde, the KL times the step's |dt|, as published coefficients assume; paper: the KL itself"""
     adv_clip_max: PositiveFloat = 5.0
     """advantages are clamped to +- this"""
     scale_rewards: Literal["batch", "group", "none"] = "batch"
-    """divide advantages by the rewards' deviation over the rollout (batch) or the prompt's group; none: Dr.GRPO"""
+    """divide advantages by the deviation of the rollout's rewards (batch), of the group's, or not at all (Dr.GRPO)"""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """advantages of several rewards: of their weighted sum; or each one's own, added and normalised again (GDPO)"""
-    old_log_prob: Literal["rollout", "recompute"] = "recompute"
-    """whose log-probs the ratio starts from: rollout, the engine's; recompute, the trainer's (local: the same)"""
-    rollout_correction: str = "none"
-    """importance weights against the engine's mismatch: none, or KIND:THRESHOLD, joined by commas; kinds tis, icepop,
-    reject_k1, _k2, _k3, each also as tis_trajectory ...; thresholds in clip_range (k2, k3: in its square)"""
-    max_velocity_drift: PositiveFloat | None = None
-    """stop where the engine's velocity is off the trainer's by more than this share; None: by dtype and guidance"""
+    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: the sum of each
+    reward's own advantages, divided by its deviation over the rollout (GDPO if --scale_rewards is group)"""
 
     # ---- optimization
-    num_steps: NonNegativeInt = 30
-    """training steps of the run: a rollout and its updates each"""
+    num_steps: Annotated[int, Bound(at_least=0)] = 30
+    """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 4
     """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
     epochs_per_rollout: PositiveInt = 1
-    """passes over those mini-batches"""
+    """how often each of those mini-batches is trained on"""
     micro_batch_size: PositiveInt = 64
     """images per forward and backward pass on a rank, and per local sampling batch; at most a mini-batch's share"""
-    learning_rate: NonNegativeFloat = 1e-3
+    learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
     """learning rate of AdamW (Flow-GRPO: 3e-4)"""
 
 
 # ==== 2 SETUP =========================================================================================================
-class Inputs(NamedTuple):
-    """What `check_args` makes of the arguments before any model loads."""
-
-    family: type  # a class of common/models
-    rewards: dict  # {name: function}
-    eval_rewards: dict  # those, and behind them those of --eval_reward
-    train_set: PromptSet
-    eval_set: PromptSet
-    lora: tuple | None  # make_lora's; None: full weights
-    checkpoint: Path | None  # to go on from
-
-
-def check_args(args):
-    """Refuse what cannot work before any model loads. Returns the run's Inputs."""
-    check_options(args)
-    check_step_kind(args.sde_type, args.noise_level)
+def check(args: Args) -> Args:
+    """Refuse options that cannot work together. Returns them, micro_batch_size lowered to what a mini-batch has."""
     num_images = args.num_prompts * args.group_size
-    updates = args.updates_per_rollout
-    args.micro_batch_size = fit_micro_batch(num_images, "--num_prompts x --group_size", updates, args.micro_batch_size)
-    if args.sde_window_size:
-        check_window(args.sde_window_range, args.sde_window_size, args.num_inference_steps)
-    correction.check_correction(args.rollout_correction, args.rollout, args.old_log_prob)
-    if args.max_velocity_drift is None:
-        args.max_velocity_drift = correction.default_drift_limit(args.dtype, args.guidance_scale)
+    micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
+    window: dict = {"window_range": args.sde_window_range, "window_size": args.sde_window_size}
+    check_sde_steps(args.sde_type, args.noise_level, args.num_inference_steps, **window)
+    sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
+    if sums_advantages and args.scale_rewards == "none":
+        raise ValueError("--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch")
+    return replace(args, micro_batch_size=micro_batch_size)
 
-    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, load=not args.plan)
-    eval_rewards = load_eval_rewards(args.eval_reward, rewards, args.num_frames, load=not args.plan)
+
+def prepare(args: Args) -> Inputs:
+    """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)
+    eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
     train_set = read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
-    checkpoint = checkpoints.open_run(Path("runs") / args.name, args.resume, args.eval_only)
-    # what imports diffusers and peft, which takes seconds, comes last
-    family = find_family(args.model)
-    check_model(family, args.model, *args.image_size, args.num_frames, args.guidance_scale)
-    check_engine(args.rollout, family, args.model, args.engine_devices, args.engine_tensor_parallel)
+    checkpoint = open_run(Path("runs") / args.name, args.resume, args.eval_only)
+    # diffusers and peft, which take seconds to import, come last
+    family = find_family(args.model, *args.image_size, args.num_frames, args.guidance_scale)
+    if args.rollout == "vllm":
+        from common.engine.launch import check_engine
+
+        options: dict = {"tensor_parallel": args.engine_tensor_parallel, "rollout_correction": args.rollout_correction}
+        check_engine(family, args.model, args.engine_devices, **options)
     targets = args.lora_target_modules or family.lora_target_modules
-    lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
-    checkpoints.check_policy(checkpoint, lora)
+    modules = {"target_modules": targets, "exclude_modules": args.lora_exclude_modules}
+    lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, **modules, checkpoint=checkpoint)
     return Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
 
 
+def start_run(args: Args, inputs: Inputs) -> Run:
+    """The run's folder, log, clock and stop signals."""
+    return Run(
+        Path("runs") / args.name,
+        asdict(args),
+        rewards=inputs.eval_rewards,
+        script=__file__,
+        checkpoint=inputs.checkpoint,
+        num_images=args.num_prompts * args.group_size,
+        num_steps=args.num_steps,
+        track=args.track,
+        profile_steps=args.profile_steps,
+        stop_if=args.stop_if,
+        max_minutes=args.max_minutes,
+        keep_checkpoints=args.keep_checkpoints,
+    )
+
+
 # ==== 3 DATA ==========================================================================================================
-def make_request(args, model, prompts, prompt_index, seeds, *, sde_steps=(), num_inference_steps=None):
-    """Ask for B images of `prompts`, each encoded once: prompt_index (B,) says which one, seeds (B) its noise."""
-    num_inference_steps = num_inference_steps or args.num_inference_steps
+def encode_prompts(args: Args, model: Family, prompts: list[str]) -> dict:
+    """Run the text encoders on U distinct prompts, and on the empty one where guidance needs it."""
+    return {
+        "conditioning": model.encode_prompts(prompts, args.max_sequence_length),
+        "negative_conditioning": model.encode_negative(args.guidance_scale, args.max_sequence_length),
+    }
+
+
+def make_request(
+    args: Args, model: Family, encoded: dict, prompt_index: Tensor, seeds: list[int], sde_steps: tuple[int, ...] = ()
+) -> RolloutRequest:
+    """Ask for B images of encoded prompts: prompt_index (B,) says which prompt, seeds (B) which noise."""
     height, width = args.image_size
-    timesteps, sigmas, latent_shape = model.schedule(num_inference_steps, height, width, args.num_frames)
+    timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width, args.num_frames)
     return RolloutRequest(
-        conditioning=model.encode_prompts(prompts, args.max_sequence_length),
-        negative_conditioning=model.encode_negative(args.guidance_scale, args.max_sequence_length),
+        **encoded,
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps,  # (T,)
         sigmas=sigmas,  # (T + 1,)
-        latent_shape=latent_shape,  # (C, h, w), of a video (C, f, h, w)
+        latent_shape=latent_shape,  # (C, h, w); (C, f, h, w) for a video
+        height=height,
+        width=width,
         sde_steps=sde_steps,
         sde_type=args.sde_type,
         noise_level=args.noise_level,
         guidance_scale=args.guidance_scale,
-        height=height,
-        width=width,
     )
 
 
-def draw_request(args, model, sampler, train_set, step):
-    """This rank's B of the N images of rollout `step`: the request, their prompts, and their numbers (B,) of the N."""
-    prompt_rows, prompt_index, image_index = sampler.draw()  # (P,); (B,) of these P; (B,) of all N
-    prompts = train_set.select(prompt_rows)
-    seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
-    request = make_request(args, model, prompts.prompts, prompt_index, seeds, sde_steps=trained_steps(args, step))
-    return request, prompts.select(prompt_index), image_index
+def trained_steps(args: Args, step: int) -> tuple[int, ...]:
+    """The SDE steps of this rollout, which are the trained ones: a random window, or all but the last sampling step.
 
-
-def trained_steps(args, step):
-    """The SDE steps of this rollout, which are the ones trained: a random window, or all but the last step.
-
-    The window is drawn once a rollout, the same for every image and rank.
+    The window is drawn once per rollout, the same for every image and rank.
     """
     if args.sde_window_size == 0:
         return tuple(range(args.num_inference_steps - 1))
-    start = random_window_start(args.seed, step, args.sde_window_size, args.sde_window_range)
+    low, high = args.sde_window_range
+    start = random.Random(args.seed + step).randint(low, high - args.sde_window_size)
     return tuple(range(start, start + args.sde_window_size))
 
 
 # ==== 4 MODEL =========================================================================================================
-def load_policy(args, inputs, device):
+def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
+    num_drawn = args.num_steps * args.num_prompts
+    prompts = inputs.drawn_prompts(num_drawn, args.seed)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
-    prompts = inputs.train_set.prompts + inputs.eval_set.prompts
-    cache_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
-    set_seed(args.seed)  # the same initial LoRA on every rank
-    policies = ["default"]
+    model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
+    policies = ["default"]  # peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")
     if args.kl_coef > 0:
         policies.append("reference")
-    add_policies(model, inputs.lora, policies)
-    model.evaluated_policy = "ema" if args.ema_decay > 0 else "default"  # and saved for diffusers
+    add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
 
 
-def shard(args, model, device):
+def shard(args: Args, model: Family, device: torch.device) -> None:
     """FSDP2: every block of the transformer, then the rest of it."""
     dtype = getattr(torch, args.dtype)
-    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what is to be cast
+    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
-    options = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
-    # with a LoRA one transformer for all policies, else one each; the dict keeps one order on all ranks
+    options: dict = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
+    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats and keeps the order of all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
             transformer.enable_gradient_checkpointing()
         blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
         for module in [*blocks, transformer]:
             if "compile" in args.train_with and module is not transformer:
-                compile_block(module)
+                # without this, the graphs with and without gradient round bf16 at different places, and the first ratio
+                # is 1 +- 6e-4 instead of 1
+                module.compile(options={"emulate_precision_casts": True})
             if not model.is_lora and transformer is not model.policies.get("reference"):
-                module.float()  # what is trained or averaged; a block at a time, as the whole model may not fit
+                module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
             fully_shard(module, **options)
 
 
 # ==== 5 ENGINE ========================================================================================================
-def start_engine(args, folder, device):
+def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine | None":
     """This rank's vLLM-Omni engine, loading in the background while the trainer loads; None with --rollout local."""
     if args.rollout == "local":
         return None
+    from common.engine.client import VLLMEngine
+    from common.engine.launch import engine_gpus
+
+    log_file = folder / f"engine_rank{dist.get_rank()}.log"
     gpus = engine_gpus(args.engine_devices, args.engine_tensor_parallel, device)
-    options = {"log_file": folder / f"engine_rank{dist.get_rank()}.log", "gpus": gpus, "sleeps": args.engine_sleep}
-    return VLLMEngine(args.model, args.dtype, args.rollout_batch_size, timeout_s=args.engine_timeout_s, **options)
+    options: dict = {"timeout_s": args.engine_timeout_s, "sleeps": args.engine_sleep, "gpus": gpus}
+    return VLLMEngine(args.model, args.dtype, args.rollout_batch_size, log_file, **options)
 
 
 # ==== 6 ROLLOUT =======================================================================================================
 @torch.no_grad()
-def sample_locally(model, request):
-    """Sample the request's B images with the training transformer, each step SDE or ODE as the request says."""
+def sample_locally(model: Family, request: RolloutRequest) -> Trajectories:
+    """Sample the request's B images with the training transformer, by the SDE and ODE steps that it asks for."""
     generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
     first_latents = request.first_latents(generators, model.device)  # (B, C, h, w)
     outputs = []
@@ -268,129 +263,148 @@ def sample_locally(model, request):
     return Trajectories.from_steps(first_latents, outputs, model.decode(x))
 
 
-def rollout(args, model, engine, request, finished=None):
-    """Trajectories of the request's images, on the training device; finished(rows, images) is told of every batch."""
+def rollout(
+    args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, scorer: Scorer | None = None
+) -> Trajectories:
+    """The trajectories of the request's images, on the training device; the scorer gets images as they are finished."""
     if engine:
-        # of the engine's means, as large as its latents, the check of its drift takes a micro-batch
+        # engine and trainer are compared by their means, which are as large as the latents: without a correction a
+        # micro-batch of them is enough
         reads_all = args.rollout_correction != "none" or args.old_log_prob == "rollout"
         num_means = len(request.seeds) if reads_all else args.micro_batch_size
+        finished = scorer.add if scorer else None
         return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
-    # the update's own batches: its first log-probs are these to the bit, and the ratio exactly 1
+    # the update's own micro-batches, so that its first log-probs equal these to the bit and the ratio is exactly 1
     parts = []
     with gathered(model, args.gather_for_sampling and "cpu_offload" not in args.train_with):
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
-            if finished:
-                finished(rows.tolist(), parts[-1].images)
+            if scorer:
+                scorer.add(rows.tolist(), parts[-1].images)
     return Trajectories.cat(parts)
 
 
+class OldPolicy(NamedTuple):
+    """The policy that sampled, as the update needs it: where the ratio starts. B images, W trained steps."""
+
+    log_probs: Tensor  # (B, W)
+    means: Tensor  # (B, W, ...), for a loss that compares means, as grpo_guard.py's does
+    sample_weights: Tensor  # (B, W), of the rollout correction; 1 without one
+
+
 class Batch(NamedTuple):
-    """A rollout as the update takes it: B images of this rank, W trained steps."""
+    """A rollout as the update takes it: B images of this rank."""
 
     request: RolloutRequest
-    trajectories: Trajectories  # latents (B, T + 1, ...), log_probs (B, W) of the policy that sampled
-    old_policy: Trajectories  # the same latents, with the log_probs (B, W) and means that the ratio starts from
-    correction_weights: torch.Tensor  # (B, W), 1 without a rollout correction
-    advantages: torch.Tensor  # (B,)
-    weights: torch.Tensor  # (B,), 0 of images left out, 1 where none is
+    trajectories: Trajectories  # latents (B, T + 1, ...)
+    old: OldPolicy
+    advantages: Tensor  # (B,)
 
 
 # ==== 7 ADVANTAGE =====================================================================================================
-def compute_advantages(rewards, group_size, adv_clip_max=5.0, scale_rewards="batch"):
+def compute_advantages(
+    rewards: Tensor, group_size: int, adv_clip_max: float = 5.0, scale_rewards: str = "batch"
+) -> Tensor:
     """A = (r - mean of the group) / (S + 1e-4), clamped to +- adv_clip_max (Flow-GRPO, eq. 4), in fp64.
 
-    rewards: (P * group_size,), group by group; NaN is left out and gets 0, as equal rewards do, exactly. S is the
-    population standard deviation of each "group" (the paper) or of all ("batch", its code); "none" does not divide.
+    rewards: (P * group_size,), group by group. S is the population standard deviation of the "group" (the paper) or of
+    all rewards ("batch", its code); "none" does not divide. Returns (P * group_size,).
     """
     groups = rewards.double().view(-1, group_size)  # (P, G)
-    centred = groups - groups.nanmedian(1, keepdim=True).values  # one of them, so that equal rewards are exact zeros
-    centred = centred - centred.nanmean(1, keepdim=True)
+    advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "batch":
-        centred = centred / (groups[~groups.isnan()].std(correction=0) + 1e-4)
+        advantages = advantages / (groups.std(correction=0) + 1e-4)
     elif scale_rewards == "group":
-        centred = centred / (centred.square().nanmean(1, keepdim=True).sqrt() + 1e-4)
-    return centred.where(~groups.isnan(), 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
+        advantages = advantages / (groups.std(1, correction=0, keepdim=True) + 1e-4)
+    # equal rewards give exactly 0, not their mean's round-off: with nothing to learn there must be no optimizer step
+    all_equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    return advantages.masked_fill(all_equal, 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
 
 
-def combine_advantages(args, scores, adv_clip_max):
+def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
     """Advantages (N,) of R rewards by their scores (N, R): those of the weighted sum or, with normalize_then_sum, the
-    weighted sum of each one's own, divided by that sum's deviation over the rollout (GDPO, arXiv 2601.05242)."""
+    weighted sum of each reward's own, divided by its deviation over the rollout. With --scale_rewards group the latter
+    is GDPO (arXiv 2601.05242)."""
     scale_rewards = args.scale_rewards
-    if args.multi_objective_aggregation == "normalize_then_sum" and scores.shape[1] > 1 and scale_rewards != "none":
+    if args.multi_objective_aggregation == "normalize_then_sum" and scores.shape[1] > 1:
         own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in scores.T]
-        scores = torch.stack(own_advantages, 1).where(~scores.isnan(), torch.nan)
-        scale_rewards = "batch"
-    totals = scores @ torch.tensor(args.reward_weights, dtype=torch.float64)  # (N,)
+        scores = torch.stack(own_advantages, 1)
+        scale_rewards = "batch"  # their sum has group mean 0 already: what is left is to divide it, and to clamp
+    totals = (scores * scores.new_tensor(args.reward_weights)).sum(1)  # (N,); @ would round equal rows differently
     return compute_advantages(totals, args.group_size, adv_clip_max, scale_rewards)
 
 
 # ==== 8 LOG PROB ======================================================================================================
-def policy_step(model, request, x, i, **draw_or_score):
+def policy_step(
+    model: Family,
+    request: RolloutRequest,
+    x: Tensor,
+    i: int,
+    *,
+    generator: list[torch.Generator] | None = None,
+    prev_sample: Tensor | None = None,
+) -> SDEStepOutput:
     """Sampling step i of the policy from x (B, ...): where it goes, with the density of going there (Flow-GRPO, eq. 9).
 
     An SDE step (kind `sde`), with q = noise_level sqrt(s / (1 - s)), 1 - s at least 1 - sigmas[1], eps ~ N(0, 1):
         x' = x + [v + q^2 / (2 s) (x + (1 - s) v)] dt + q sqrt(-dt) eps,    dt = sigma_next - sigma < 0.
     It is a Gaussian policy: log_prob (B,) is the *mean* over elements of log N(x'; mean, std). Other steps are the
-    ODE's Euler step x + v dt. Returns SDEStepOutput, in which x' is `prev_sample`, diffusers' name; generator=... draws
-    it, prev_sample=... gives it. request: of the same B images (`request.select`).
+    ODE's Euler step x + v dt. `generator` draws x'; or x' is given as `prev_sample` (B, ...), diffusers' name for it.
     """
     v = model.predict_velocity(
         x, request.timesteps[i], request.conditioning, request.negative_conditioning, request.guidance_scale
     )
     sigma, sigma_next = request.sigmas[i : i + 2].tolist()
     noise_level = request.noise_level if i in request.sde_steps else 0.0
-    return sde_step(
-        x, v, sigma, sigma_next, noise_level, sde_type=request.sde_type, sigma_max=request.sigma_max, **draw_or_score
-    )
+    kind: dict = {"sde_type": request.sde_type, "sigma_max": request.sigma_max}
+    return sde_step(x, v, sigma, sigma_next, noise_level, **kind, generator=generator, prev_sample=prev_sample)
 
 
 @torch.no_grad()
-def recompute_log_probs(args, model, request, trajectories, images):
-    """The trajectories of `images` (N,) with the acting policy's log_probs and means, in the update's micro-batches."""
+def recompute_log_probs(args: Args, model: Family, request: RolloutRequest, trajectories: Trajectories) -> Trajectories:
+    """The same trajectories with the acting policy's log_probs and means, in the update's micro-batches."""
     log_probs = []
     means = []
-    for rows in images.split(args.micro_batch_size):
+    for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
         sub_request = request.select(rows)
         x = trajectories.latents[rows]  # (b, T + 1, ...)
         outs = [policy_step(model, sub_request, x[:, i], i, prev_sample=x[:, i + 1]) for i in request.sde_steps]
         log_probs.append(torch.stack([out.log_prob for out in outs], 1))
         means.append(torch.stack([out.prev_sample_mean for out in outs], 1))
-    scored = trajectories.select(images)
-    return replace(scored, log_probs=torch.cat(log_probs), prev_sample_means=torch.cat(means))
+    return replace(trajectories, log_probs=torch.cat(log_probs), prev_sample_means=torch.cat(means))
 
 
-def old_policy_terms(args, model, engine, request, trajectories):
-    """What the ratio starts from: the rollout as sampled or, where an engine made it, as the trainer scores it.
+def recompute_old_log_probs(
+    args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, trajectories: Trajectories
+) -> tuple[OldPolicy, dict]:
+    """The old policy, and metrics of the mismatch between engine and trainer, which ends the run beyond round-off.
 
-    Returns it with the rollout correction's weights (B, W), 1 without one, and metrics of how far the two are apart,
-    which is a RunError where it is more than round-off.
+    A local rollout is the trainer's own; the trainer computes the log-probs of an engine's rollout again.
     """
-    no_weights = torch.ones_like(trajectories.log_probs)
+    ones = torch.ones_like(trajectories.log_probs)  # (B, W)
+    sampled = OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, ones)
     if engine is None:
-        return trajectories, no_weights, {}
-    keeps_engines = args.old_log_prob == "rollout"  # a micro-batch is enough to see whether they are one policy
-    images = torch.arange(args.micro_batch_size if keeps_engines else len(request.seeds))
-    scored = recompute_log_probs(args, model, request, trajectories, images)
-    log_prob_limit = args.clip_range / 2 if keeps_engines else math.inf
-    metrics = correction.check_engine_drift(request, trajectories, scored, args.max_velocity_drift, log_prob_limit)
-    if keeps_engines:
-        return trajectories, no_weights, metrics
-    correction_weights, weight_metrics = correction.rollout_weights(
-        args.rollout_correction, request, trajectories, scored, args.clip_range
+        return sampled, {}
+    from common.engine.mismatch import check_mismatch, rollout_weights
+
+    limits: dict = {"dtype": args.dtype, "velocity_limit": args.max_velocity_mismatch}
+    if args.old_log_prob == "rollout":
+        images = torch.arange(args.micro_batch_size)  # enough to see whether engine and trainer are one policy
+        request = request.select(images)
+        trajectories = trajectories.select(images)
+        recomputed = recompute_log_probs(args, model, request, trajectories)
+        limits["log_prob_limit"] = args.clip_range / 2  # the ratio would start this far off
+        return sampled, check_mismatch(request, trajectories, recomputed, **limits)
+    recomputed = recompute_log_probs(args, model, request, trajectories)
+    metrics = check_mismatch(request, trajectories, recomputed, **limits)
+    sample_weights, weight_metrics = rollout_weights(
+        args.rollout_correction, request, trajectories, recomputed, args.clip_range
     )
-    return scored, correction_weights, metrics | weight_metrics
-
-
-def reference_means(args, model, batch):
-    """The reference's means (B, W, ...) of the trained steps, for the KL; once a rollout, as it does not change."""
-    images = torch.arange(len(batch.advantages))
-    with acting(model, "reference"):
-        return recompute_log_probs(args, model, batch.request, batch.trajectories, images).prev_sample_means
+    return OldPolicy(recomputed.log_probs, recomputed.prev_sample_means, sample_weights), metrics | weight_metrics
 
 
 # ==== 9 LOSS ==========================================================================================================
-def regulated_log_ratio(prev_sample, mean, old_mean, std):
+def regulated_log_ratio(prev_sample: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
     """mean(eps d) per sample, d = mean - old_mean, eps = (prev_sample - old_mean) / std (RatioNorm, eq. 8).
 
     Equal to (log_prob - old_log_prob + mean(d^2) / (2 std^2)) * std of Gaussian log-probs, without their cancellation.
@@ -401,126 +415,132 @@ def regulated_log_ratio(prev_sample, mean, old_mean, std):
 
 
 def policy_loss(
-    prev_sample,
-    mean,
-    old_mean,
-    std,
-    advantages,
+    prev_sample: Tensor,
+    mean: Tensor,
+    old_mean: Tensor,
+    std: Tensor,
+    advantages: Tensor,
     *,
-    dt,
-    clip_range,
-    trust_region="clip",
-    dppo_delta=None,
-    weights=1.0,
-):
+    dt: float,
+    clip_range: float,
+    sample_weights: Tensor | float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean over samples of max(-A ratio, -A clip(ratio, 1 +- clip_range)) / |dt|, ratio regulated: minus eq. 12.
 
-    dppo in place of that (Flow-DPPO, eq. 17, 18): -A ratio, of the plain ratio exp(log_prob - old_log_prob), dropped
-    where the divergence has reached dppo_delta and A (ratio - 1) > 0 would let it grow.
-    prev_sample, mean, old_mean (B, ...); std, advantages (B,); dt a float, negative. A sample's loss is multiplied by
-    its weight. Returns the loss, to be minimised, and its metrics, scalars without gradient.
+    prev_sample, mean, old_mean (B, ...); std, advantages (B,); dt negative. A sample's loss is multiplied by its
+    weight. Returns the loss, to be minimised, and its metrics, scalars without gradient.
     """
     log_ratio = regulated_log_ratio(prev_sample, mean, old_mean, std).double()  # a clip of 2e-6 is a few ulps of fp32
-    divergence = ((mean - old_mean) ** 2).flatten(1).mean(1) / (2 * std**2)  # (B,), KL to the old step, per element
-    if trust_region == "clip":
-        ratio = log_ratio.exp()  # (B,)
-        clipped_loss = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
-        per_sample = torch.maximum(-advantages * ratio, clipped_loss)
-        is_outside = (ratio - 1).abs() > clip_range
-    else:
-        ratio = (log_ratio / std - divergence).exp()  # exp(log_prob - old_log_prob), the plain one
-        is_outside = divergence.detach() >= dppo_delta
-        moves_away = advantages * (ratio.detach() - 1) > 0
-        # a dropped sample still counts in the mean
-        per_sample = torch.where(is_outside & moves_away, 0.0, -advantages * ratio)
-    loss = (weights * per_sample).mean()
-    if trust_region == "clip":
-        loss = loss / abs(dt)  # gradient reweighting: d mean / d v grows with dt
+    ratio = log_ratio.exp()  # (B,)
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    loss = (sample_weights * torch.maximum(unclipped_loss, clipped_loss)).mean()
+    loss = loss / abs(dt)  # gradient reweighting: d mean / d v grows with dt
 
-    higher = (is_outside & (ratio > 1) & (advantages > 0)).double().mean()
-    lower = (is_outside & (ratio < 1) & (advantages < 0)).double().mean()
+    higher = ((ratio > 1 + clip_range) & (advantages > 0)).double().mean()
+    lower = ((ratio < 1 - clip_range) & (advantages < 0)).double().mean()
     metrics = {"loss": loss, "ratio_mean": ratio.mean(), "ratio_std": ratio.std(correction=0)}
     metrics |= {"pg_clipfrac": higher + lower, "pg_clipfrac_higher": higher, "pg_clipfrac_lower": lower}
+    divergence = ((mean - old_mean) ** 2).flatten(1).mean(1) / (2 * std**2)  # (B,), KL to the old step, per element
     metrics["ppo_kl"] = divergence.mean()
     return loss, {f"actor/{name}": value.detach().double() for name, value in metrics.items()}
 
 
-def accumulate_gradients(args, model, batch, mini_batch, ref_means):
+def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, dt: float) -> Tensor:
+    """KL (B,) of an SDE step to the reference's of equal std, per element: mean((mean - ref_mean)^2) / (2 variance).
+
+    --kl_type paper (the line after eq. 9): the variance is std^2. --kl_type code, which published coefficients assume:
+    it is q^2 = std^2 / -dt for the kind `sde`. ref_mean (B, ...): the reference's, of the same samples. dt: negative.
+    """
+    variance = out.transition_std**2  # (B,)
+    if args.kl_type == "code" and args.sde_type == "sde":
+        variance = variance / -dt
+    return ((out.prev_sample_mean - ref_mean) ** 2).flatten(1).mean(1) / (2 * variance)
+
+
+def accumulate_gradients(
+    args: Args, model: Family, batch: Batch, mini_batch: Tensor, ref_means: Tensor | None
+) -> list[dict[str, Tensor]]:
     """Add up the gradient of a mini-batch's loss: the mean over its images and the W trained steps (eq. 12).
 
     mini_batch: rows of the batch. A pass, forward and backward, is one sampling step of one micro-batch. Micro-batches
-    are of one size, and FSDP averages over ranks. ref_means: reference_means', for the KL. Returns each pass's metrics.
+    are of one size, and FSDP averages over ranks. ref_means: the reference's (B, W, ...), for the KL.
+    Returns the metrics of every pass.
     """
     latents = batch.trajectories.latents  # (B, T + 1, ...)
-    dts = batch.request.sigmas.diff().tolist()  # T, negative
     sde_steps = batch.request.sde_steps
+    dts = batch.request.sigmas.diff().tolist()  # T, negative
     micro_batches = mini_batch.split(args.micro_batch_size)
     num_passes = len(micro_batches) * len(sde_steps)
-    # ranks exchange gradients once per optimizer step, in its last pass; of full weights, whose gradients before the
-    # exchange are as large as the whole model in fp32, in every pass
+    # FSDP sums gradients over the ranks in every backward pass; we need the sum only in the last one, so we switch it
+    # off until then. Not for full weights: their unsummed fp32 gradients are as large as the model and would not fit
     model.transformer.set_requires_gradient_sync(not model.is_lora)
-    passes = []
+    passes: list[dict[str, Tensor]] = []
     for rows in micro_batches:
         sub_request = batch.request.select(rows)
-        for w, i in enumerate(sde_steps):  # w: column of log_probs; i: sampling step
+        for w, i in enumerate(sde_steps):  # w: column of the W trained steps; i: sampling step
             x = latents[rows, i]
             x_next = latents[rows, i + 1]
-            if rows is micro_batches[-1] and i == sde_steps[-1]:
+            if len(passes) == num_passes - 1:
                 model.transformer.set_requires_gradient_sync(True)
             out = policy_step(model, sub_request, x, i, prev_sample=x_next)
-            weights = batch.weights[rows] * batch.correction_weights[rows, w]
             loss, metrics = policy_loss(
                 x_next,
                 out.prev_sample_mean,
-                batch.old_policy.prev_sample_means[rows, w],
+                batch.old.means[rows, w],
                 out.transition_std,
                 batch.advantages[rows],
                 dt=dts[i],
                 clip_range=args.clip_range,
-                trust_region=args.trust_region,
-                dppo_delta=args.dppo_delta,
-                weights=weights,
+                sample_weights=batch.old.sample_weights[rows, w],
             )
-            if args.kl_coef:
-                kl = batch.weights[rows] * kl_divergence(out, ref_means[rows, w], dts[i], args.sde_type, args.kl_type)
-                loss = loss + args.kl_coef * kl.mean()  # eq. 3 subtracts it from what is maximised
-                metrics["actor/kl_loss"] = kl.mean().detach().double()
+            if ref_means is not None:
+                kl = kl_divergence(args, out, ref_means[rows, w], dts[i]).mean()
+                loss = loss + args.kl_coef * kl  # eq. 3 subtracts it from the objective, which is maximised
+                metrics["actor/kl_loss"] = kl.detach().double()
             (loss / num_passes).backward()
             passes.append(metrics)
     return passes
 
 
-def optimizer_step(args, model, optimizer):
+def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
     """Clip the gradient, take one AdamW step, let the average follow. Returns the norm before, the same on all ranks.
 
-    No step is taken where the norm is not finite, or is 0: nothing to learn, and no weight to decay.
+    The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
     group = optimizer.param_groups[0]
-    grad_norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
     if 0 < grad_norm < math.inf:
         state = optimizer.state[group["params"][0]]
-        k = int(state.get("step", 0)) + 1  # this is the k-th step, by Adam's own count, which a checkpoint restores
-        group["lr"] = args.learning_rate * min(1, k / max(1, args.lr_warmup_steps))
+        k = int(state.get("step", 0)) + 1  # the k-th optimizer step, by Adam's own count, which a checkpoint restores
+        warm_up = min(1, k / max(1, args.lr_warmup_steps))
+        group["lr"] = args.learning_rate * warm_up
         optimizer.step()
         if args.ema_decay > 0:
-            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))
+            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # at first it follows faster
     optimizer.zero_grad()
     return grad_norm
 
 
-def update(args, model, optimizer, batch):
+def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[str, float]:
     """epochs_per_rollout x updates_per_rollout optimizer steps on a rank's B images. Returns metrics over all ranks."""
-    ref_means = reference_means(args, model, batch) if args.kl_coef else None
-    # consecutive, not shuffled: GroupSampler has dealt them so that any number of ranks updates on the same images
+    ref_means = None
+    if args.kl_coef:  # the reference's means, once per rollout, as they do not change
+        with acting(model, "reference"):
+            ref_means = recompute_log_probs(args, model, batch.request, batch.trajectories).prev_sample_means
+    # consecutive, not shuffled: GroupSampler has dealt the images so that any number of ranks updates on the same ones
     mini_batches = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
     grad_norms = []
-    finite_passes = []  # of the updates whose gradient is finite
-    metrics = {}
-    for epoch in range(args.epochs_per_rollout):
+    finite_passes = []  # of the optimizer steps whose gradient is finite
+    metrics: dict[str, float] = {}
+    for _ in range(args.epochs_per_rollout):
         for mini_batch in mini_batches:
             passes = accumulate_gradients(args, model, batch, mini_batch, ref_means)
-            if epoch == 0 and mini_batch is mini_batches[0]:
-                metrics |= correction.on_policy_metrics(passes)  # nothing has changed since the rollout
+            if not metrics:  # the first mini-batch is on-policy: without an engine its ratio is 1 to the bit
+                means = mean_over_ranks(passes)
+                metrics["actor/on_policy_ratio_mean"] = means["actor/ratio_mean"]
+                metrics["actor/on_policy_ratio_std"] = means["actor/ratio_std"]
             grad_norm = optimizer_step(args, model, optimizer)
             if math.isfinite(grad_norm):  # it is over all ranks: they skip together
                 grad_norms.append(grad_norm)
@@ -534,163 +554,126 @@ def update(args, model, optimizer, batch):
 
 
 # ==== 10 EVAL =========================================================================================================
-def evaluate(args, model, engine, inputs, folder):
-    """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks, written to `folder`.
+def evaluate(
+    args: Args, run: Run, model: Family, engine: "VLLMEngine | None", inputs: Inputs
+) -> tuple[dict, list | None]:
+    """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks.
 
-    Returns its metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
+    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
     """
-    places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
-    steps = args.eval_num_inference_steps
-    index = torch.arange(len(places))
-    request = make_request(args, model, prompts.prompts, index, seeds, num_inference_steps=steps)
-    with acting(model, model.evaluated_policy, engine):
-        scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
-        images = rollout(args, model, engine, request, scorer.add).images
-    scores = scorer.scores()  # (B, R)
-    grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, inputs.eval_rewards))
-    num_prompts = len(inputs.eval_set)
-    metrics = eval_metrics(scores, inputs.eval_rewards, args.reward_weights, num_prompts, args.eval_images_per_prompt)
-    return metrics | watch_metrics(folder, places, images, args.eval_images_per_prompt), grid
+    with run.timed("testing"):
+        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
+        encoded = encode_prompts(args, model, prompts.prompts)
+        image_index = torch.arange(len(places))
+        eval_args = replace(args, num_inference_steps=args.eval_num_inference_steps)
+        request = make_request(eval_args, model, encoded, image_index, seeds)
+        with acting(model, args.evaluated_policy, engine):  # in the engine as well
+            scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
+            images = rollout(args, model, engine, request, scorer).images
+        scores = scorer.scores()  # (B, R)
+        scored: dict = {"prompts": prompts, "seeds": seeds, "scores": scores, "reward_weights": args.reward_weights}
+        metrics, grid = run.save_samples(places, images, **scored, images_per_prompt=args.eval_images_per_prompt)
+    if not args.eval_only:
+        run.save_if_best(model, args.evaluated_policy, metrics)
+    return metrics, grid
 
 
 # ==== 11 CHECKPOINT ===================================================================================================
-def save(args, model, optimizer, sampler, *, step, best_score):
-    """Write all that changes, for any number of ranks to go on from, and the policy for diffusers. A collective."""
-    folder = Path("runs") / args.name
-    state = {
-        "step": step,
-        "best": best_score,
-        "args": recorded(args),
-        "sampler": sampler.state_dict(),
-        "rng": gather_objects(rng_states()),
-        "policies": policy_states(model),
-        "optimizer": optimizer_state(model, optimizer),
-    }
-    checkpoints.save_checkpoint(folder, step, state, args.keep_checkpoints)
-    save_policy(folder / "adapter", model, model.evaluated_policy)
+def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    state = {"sampler": sampler.state_dict(), **training_state(model, optimizer)}
+    run.save_checkpoint(state, model, args.evaluated_policy)
 
 
-def load(args, path, model, optimizer, sampler):
-    """Restore what `save` wrote, on any number of ranks. Returns the step and the best evaluation's score so far."""
-    state = checkpoints.load_checkpoint(path)
-    load_policy_states(model, state["policies"])
-    load_optimizer_state(model, optimizer, state["optimizer"])
-    optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # the rate is set at every step
+def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Restore what `save` wrote, on any number of ranks."""
+    state = run.load_checkpoint()
+    load_training_state(model, optimizer, state)
     sampler.load_state_dict(state["sampler"])
-    restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
-    is_comparable = checkpoints.say_resumed(path, state["args"], recorded(args))
-    return state["step"], state["best"] if is_comparable else -math.inf
+    adam = optimizer.param_groups[0]
+    adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
+    adam["eps"] = args.adam_eps
 
 
 # ==== 12 MAIN =========================================================================================================
-def main(args, inputs):
-    device = setup_distributed()
-    inputs = inputs._replace(checkpoint=checkpoints.from_rank_0(inputs.checkpoint))
-    stop_requested = catch_stop_signals(args.max_minutes)
-    folder = Path("runs") / args.name
-    create_run_folder(folder, recorded(args), __file__, inputs.checkpoint)
-    log = RunLog(folder, args.track, recorded(args), args.num_prompts * args.group_size, args.profile_steps)
-
-    # the engine loads in a process of its own while the policy loads in this one
-    engine = start_engine(args, folder, device)
+def main(args: Args, inputs: Inputs) -> None:
+    device = setup_distributed(args.shard_ranks)
+    run = start_run(args, inputs)
+    engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=ADAM_EPS)
-    sampler = GroupSampler(
-        len(inputs.train_set), args.num_prompts, args.group_size, args.seed, args.updates_per_rollout
-    )
-    if engine:
-        # prove, before hours are spent, that what is pushed changes the engine's images
-        probe = make_request(args, model, inputs.eval_set.prompts[:1], torch.tensor([0]), seeds=[0])
-        engine.verify_push(*policy_tensors(model), probe)
+    optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    sizes = {"seed": args.seed, "num_mini_batches": args.updates_per_rollout}
+    sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
+    run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
+    if engine:  # prove, before hours are spent, that pushed weights change the engine's images
+        encoded = encode_prompts(args, model, inputs.eval_set.prompts[:1])
+        engine.verify_policy(model, make_request(args, model, encoded, torch.tensor([0]), seeds=[0]))
 
-    # go on where a checkpoint ends, or begin
-    first_step = 0
-    best_score = -math.inf
-    if inputs.checkpoint:
-        first_step, best_score = load(args, inputs.checkpoint, model, optimizer, sampler)
-        if engine:  # which holds the policy of before the checkpoint
-            engine.push(*policy_tensors(model))
-    checkpoints.rewind(folder, first_step if inputs.checkpoint else -1)  # -1: nothing stays of a run without one
+    # RUN LOGIC, the same in all five: resume, or evaluate the model before training
+    if run.checkpoint:
+        load(args, run, model, optimizer, sampler)
+        if engine:  # it holds the policy from before the checkpoint
+            engine.push_policy(model)
+    if args.eval_only or not run.checkpoint:
+        run.write(*evaluate(args, run, model, engine, inputs))
+    last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
-    # the score that training starts from or, with eval_only, the one that is asked for
-    if args.eval_only or not inputs.checkpoint:
-        with log.timed("testing"):
-            metrics, grid = evaluate(args, model, engine, inputs, folder / "samples" / f"{first_step:04d}")
-        if not args.eval_only:
-            best_score = save_if_best(folder, model, metrics, best_score)
-        log.write(first_step, metrics, grid)
-    if args.eval_only:
-        close(engine, log)
-        return
+    for step in range(run.step + 1, last_step + 1):
+        run.begin_step(step)
 
-    skipped_in_a_row = 0
-    for step in log.steps(range(first_step + 1, args.num_steps + 1), args.stop_if):
         # sample G images for each prompt with the current policy (Flow-GRPO, eq. 9)
-        with log.timed("gen"):
-            request, prompts, image_index = draw_request(args, model, sampler, inputs.train_set, step)
-            scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
-            trajectories = rollout(args, model, engine, request, scorer.add)
+        with run.timed("gen"):
+            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,), (B,) of the U, (B,) of the step's N images
+            prompts = inputs.train_set.select(prompt_rows)
+            encoded = encode_prompts(args, model, prompts.prompts)
+            seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
+            sde_steps = trained_steps(args, step)
+            request = make_request(args, model, encoded, prompt_index, seeds, sde_steps=sde_steps)
+            scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
+            trajectories = rollout(args, model, engine, request, scorer)
 
-        # score them, each rank its own; most have been scored while others were sampled
-        with log.timed("reward"):
-            scores = scorer.scores()  # (B, R), NaN where a reward failed
+        # score them, each rank its own; most were scored while others were sampled
+        with run.timed("reward"):
+            scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
 
         # compare the images of a prompt with each other, over all ranks (Flow-GRPO, eq. 4)
-        with log.timed("adv"):
-            scores = gather_rows(scores, image_index)  # (N, R)
-            scores, metrics = leave_out_failed(scores, inputs.rewards, args.group_size)
-            totals = scores @ torch.tensor(args.reward_weights, dtype=torch.float64)  # (N,)
-            adv_clip_max = args.adv_clip_max if args.trust_region == "clip" else math.inf
-            advantages = combine_advantages(args, scores, adv_clip_max)  # (N,)
-            metrics |= reward_metrics(scores, totals, advantages, inputs.rewards, args.group_size)
-            metrics["critic/diversity"] = rollout_diversity(trajectories.images, image_index, args.group_size)
+        with run.timed("adv"):
+            filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # scores and True if none failed
+            advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)
+            metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
+            metrics["critic/diversity"] = rollout_diversity(trajectories.images, sampler)
 
-        # the density of what was sampled, under the policy that sampled it
-        with log.timed("old_log_prob"):
-            old_policy, correction_weights, drift_metrics = old_policy_terms(args, model, engine, request, trajectories)
+        # the density of the samples, under the policy that sampled them
+        with run.timed("old_log_prob"):
+            old, mismatch_metrics = recompute_old_log_probs(args, model, engine, request, trajectories)
 
-        # make the steps that led to better images more likely (eq. 12)
-        with log.timed("update_actor"):
+        # make the sampling steps that led to better images likelier (eq. 12)
+        with run.timed("update_actor"):
             local_advantages = advantages[image_index].to(device, torch.float32)  # (B,)
-            weights = loss_weights(scores, args.updates_per_rollout)[image_index].to(device)  # (B,)
-            batch = Batch(request, trajectories, old_policy, correction_weights, local_advantages, weights=weights)
-            metrics |= drift_metrics | update(args, model, optimizer, batch)
-        skipped_in_a_row = 0 if "actor/grad_norm" in metrics else skipped_in_a_row + 1
-        if skipped_in_a_row == MAX_SKIPPED:
-            raise RunError(f"step {step}: no finite gradient in {MAX_SKIPPED} rollouts: lower --learning_rate")
+            batch = Batch(request, trajectories, old, local_advantages)
+            metrics |= mismatch_metrics | update(args, model, optimizer, batch)
 
         # the next rollout samples with the new weights
-        with log.timed("update_weights"):
+        with run.timed("update_weights"):
             if engine:
-                engine.push(*policy_tensors(model))
-        metrics["training/epoch"] = sampler.position / sampler.num_prompts
-        log.show(reward=totals.nanmean().item())
+                engine.push_policy(model)
 
-        # evaluate, log and save; a stop that one rank was asked for is a stop of all
-        grid = None
+        # RUN LOGIC, the same in all five: evaluate, log, save, stop
+        metrics["training/epoch"] = sampler.epoch
+        run.check_finite(metrics)  # ends a run that has no finite gradient for three steps in a row
         is_due = step % args.eval_every == 0 or step == args.num_steps
-        if is_due:
-            with log.timed("testing"):
-                val_metrics, grid = evaluate(args, model, engine, inputs, folder / "samples" / f"{step:04d}")
-                best_score = save_if_best(folder, model, val_metrics, best_score)
-            metrics |= val_metrics
-        log.write(step, metrics, grid)
-        stopping = any(gather_objects(stop_requested())) or log.stop_reason is not None
+        val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
+        run.write(metrics | val_metrics, grid)
+        stopping = run.should_stop()
         if is_due or stopping:
-            with log.timed("save_checkpoint"):  # after the log, which a resumed run cuts back to the checkpoint
-                save(args, model, optimizer, sampler, step=step, best_score=best_score)
+            save(args, run, model, optimizer, sampler)
         if stopping:
             break
 
-    close(engine, log)
+    run.close(engine)
 
 
 if __name__ == "__main__":
-    with one_line(ValueError):
-        args = parse_args(Args, __doc__)
-        inputs = check_args(args)
-        if args.plan:
-            raise SystemExit(show_plan(asdict(args), inputs, trained_steps=len(trained_steps(args, 1))))
-    with one_line(RunError, Path("runs") / args.name):
-        main(args, inputs)
-    end_distributed()
+    with one_line():  # an expected error ends the script in one line, without a traceback
+        args = check(parse_args(Args, __doc__))
+        main(args, prepare(args))

@@ -19,7 +19,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import common  # noqa: F401  (repairs torchvision next to a CPU torch)
+from common.models.cpu import repair_torchvision
+
+repair_torchvision()
 
 import matplotlib
 import numpy as np

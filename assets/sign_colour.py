@@ -3,7 +3,7 @@
     torchrun --standalone flow_grpo.py --reward ocr assets/sign_colour.py:sign_colour --reward_weights 1 1
     torchrun --standalone flow_grpo.py --eval_reward assets/sign_colour.py:sign_colour        # only watched
 
-OCR does not see colours, and they drift while it is trained on alone (benchmarks/sign_colours.py).
+OCR does not see colours, and they drift while it is trained on alone (docs/rewards.md).
 """
 
 import re

@@ -1,10 +1,10 @@
 """Every model family with every script: on one rank and resumed, on two ranks, and with vLLM-Omni's rollouts.
 
-    python benchmarks/families.py docs/records/families.jsonl                     # the cells that the record lacks
-    python benchmarks/families.py docs/records/families.jsonl --only flux z_image
+    python benchmarks/families.py docs/lab/records/families.jsonl                     # the cells that the record lacks
+    python benchmarks/families.py docs/lab/records/families.jsonl --only flux z_image
 
 The models are the tiny random checkpoints of tests/tiny_models.py. A cell is a family, a script and a way to run it;
-once it is done a JSON line is appended to the record, and the page beside it, families.md, is written anew.
+once it is done a JSON line is appended to the record, and the page beside it, families.md, is written again.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common.models import find_family
+from common.models.family import family_class
 from tests.conftest import ROOT, SCRIPTS, brightness_reward, read_metrics, torchrun, without_times
 from tests.tiny_models import FAMILIES, make_checkpoint
 
@@ -36,7 +36,7 @@ LIMITS = {"log_prob": 1e-6, "reward": 1e-3, "metrics": 3e-3, "adapter": 5e-2}
 
 PAGE = """# Every family with every script
 
-    python benchmarks/families.py docs/records/families.jsonl
+    python benchmarks/families.py docs/lab/records/families.jsonl
 
 {held} of {count} cells held. Commit {commits}, torch {torch},
 {cpu}; {seconds:,.0f} s.
@@ -60,7 +60,7 @@ def ways(family, script, folder):
     """Those that there are to run a script with a family."""
     if (family, script) in REFUSED:
         return []
-    has_engine = script != "dpo_offline.py" and find_family(folder / "model").engine_pipeline
+    has_engine = script != "dpo_offline.py" and family_class(folder / "model").engine_pipeline
     return WAYS if has_engine else WAYS[:2]
 
 

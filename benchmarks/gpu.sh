@@ -11,12 +11,12 @@
 # checkpoints of random weights, up to 45 GB at a time, each removed after its part.
 #
 # embedded: the embedded task learns, in fp32 and bf16. The others: a model of that size and random weights, 512 x 512
-# pixels, LoRA, bf16; memory by `--plan $PLAN`, then benchmarks/throughput.py as it is and compiled.
+# pixels, LoRA, bf16; memory by tools.plan on $PLAN, then benchmarks/throughput.py as it is and compiled.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 ROOT=$PWD
 TINY=${TINY:-}
-PLAN=${PLAN:-h100-80}  # the device that --plan is asked for
+PLAN=${PLAN:-h100-80}  # the device that is planned for
 MINUTES=${MINUTES:-$([ "$TINY" ] && echo 60 || echo 25)}  # a CPU takes its time to compile
 RESULTS=$(realpath -m "${RESULTS:-gpu_results}")
 WORK=${WORK:-$(mktemp -d)}
@@ -91,7 +91,7 @@ model() {
     fi
     printf '\n## %s\n\n' "$name" >> "$REPORT"
     if try "$name-make" 300 python "$ROOT/benchmarks/random_model.py" "$hub_id" "$WORK/$name" "${tiny[@]}"; then
-        if try "$name-plan" 120 torchrun --standalone "$ROOT/flow_grpo.py" "${options[@]}" --plan "$PLAN"; then
+        if try "$name-plan" 120 env PYTHONPATH="$ROOT" python -m tools.plan "$PLAN" "$ROOT/flow_grpo.py" "${options[@]}"; then
             { echo '```'; cat "$RESULTS/$name-plan.log"; echo '```'; echo; } >> "$REPORT"
         fi
         for how in eager compile; do

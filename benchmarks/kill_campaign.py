@@ -1,34 +1,38 @@
 """Kill training runs with SIGKILL, every script in every phase: each time the next start must lose nothing.
 
-    python benchmarks/kill_campaign.py docs/records/kills.jsonl            # the kills of the plan that it lacks
-    python benchmarks/kill_campaign.py docs/records/kills.jsonl --table    # what it holds, in Markdown
+    python benchmarks/kill_campaign.py docs/lab/records/kills.jsonl            # the kills of the plan that it lacks
+    python benchmarks/kill_campaign.py docs/lab/records/kills.jsonl --table    # what it holds, in Markdown
 
 A kill has a run (script, engine, ranks), a victim (a rank, torchrun, a vLLM-Omni engine, or everything at once) and a
-phase, which benchmarks/phases.py, the run's reward file, says. The plan is the same list for the same --seed. The kills
-of a run follow each other in one folder: every start goes on from what the last kill left, and proves that it can. Then
-a JSON line is appended to the record, so that a campaign that was itself interrupted goes on where it was.
+phase. The runs say their phase themselves: this file is their --reward as well. The plan is the same list for the same
+--seed. The kills of a run follow each other in one folder: every start resumes from what the last kill left, and proves
+that it can. Then a JSON line is appended to the record, so that a campaign that was itself interrupted can be continued
+by the same command.
 """
 
 import argparse
 import json
+import os
 import random
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import run as runs
 from common.checkpoints import checkpoint_step, find_checkpoint, load_checkpoint, saved_checkpoints
+from common.rewards.ocr import ocr
 
 import psutil
 
 ROOT = Path(__file__).parents[1]
 NAME = "campaign"
-REWARD = f"{ROOT / 'benchmarks' / 'phases.py'}:ocr"
+REWARD = f"{Path(__file__).resolve()}:ocr_and_phases"
 OPTIONS = f"--name {NAME} --resume latest --group_size 4 --eval_every 1 --max_prompts 4 --num_steps 1000".split()
 OPTIONS += ["--reward", REWARD]
 ONLINE = ["--num_prompts", "4", "--rollout"]
@@ -39,11 +43,14 @@ TRAINING = ["testing", "gen", "reward", "old_log_prob", "update_actor", "update_
 PHASES = {script: ["starting", "loading", *TRAINING] for script in ONLINE_SCRIPTS}
 PHASES["diffusion_nft.py"].remove("old_log_prob")
 PHASES["dpo_offline.py"] = ["make_pairs", "starting", "loading", "testing", "update_actor", "writing", "between"]
-EARLY = ("starting", "loading", "make_pairs")  # before a start has gone on from a checkpoint
+EARLY = ("starting", "loading", "make_pairs")  # before a start has resumed from a checkpoint
 
 STARTING_S = 5.0  # a kill while starting comes within so many seconds of its victim's own start
 BETWEEN_S = 0.02  # and one between two phases, within so many of the end of the first
 LIMIT_S = 30.0  # within which no process of a killed run may be left
+
+
+SHORTEST_S = 0.005  # a phase lasts at least so long, to be seen by whoever polls its file
 
 
 class Kill(NamedTuple):
@@ -54,6 +61,40 @@ class Kill(NamedTuple):
     ranks: int
     victim: str  # rank 0, rank 1, torchrun, engine (that of one rank) or everything
     phase: str  # of PHASES; writing: a checkpoint's temporary file is there, half-written
+
+
+# ---- a run that says its phase ---------------------------------------------------------------------------------------
+def ocr_and_phases(images, prompts, metadata):
+    """The ocr reward. Its `load`, which every rank calls before the model loads, makes the run say its phases."""
+    return ocr(images, prompts, metadata)
+
+
+def say_phases():
+    """From now on this rank's phase stands in the file phase_rankR of the folder that the run was started in.
+
+    It is `loading` until the first phase, then a phase's name in metrics.jsonl ("gen", "update_actor" ...), and
+    `between` from the end of one to the next.
+    """
+    file = os.open(f"phase_rank{os.environ.get('RANK', '0')}", os.O_WRONLY | os.O_CREAT)
+    timed = runs.Run.timed
+
+    def say(phase):
+        os.pwrite(file, phase.ljust(20).encode(), 0)  # in one write: a reader never finds a half of it
+        time.sleep(SHORTEST_S)
+
+    @contextmanager
+    def timed_and_said(run, name):
+        say(name)
+        with timed(run, name):
+            yield
+        say("between")
+
+    runs.Run.timed = timed_and_said
+    say("loading")
+
+
+ocr_and_phases.check = ocr.check
+ocr_and_phases.load = say_phases
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
@@ -92,7 +133,7 @@ def newest_step(run):
 
 
 def loadable_step(run):
-    """The step that a start would go on from: of the newest checkpoint of which every byte is right. -1: none."""
+    """The step that a start would resume from: the newest checkpoint whose every byte is right. -1: none."""
     checkpoint = find_checkpoint(run)
     return load_checkpoint(checkpoint)["step"] if checkpoint else -1
 
@@ -185,9 +226,10 @@ def victims_of(kill, root):
 
 
 def processes_left(folder, known):
-    """Living processes of a run: of those that were `known`, and all whose working directory is its folder."""
+    """Living processes of a run: of those that were `known`, and all whose working directory is its folder, except this
+    process, which may work there itself."""
     left = set()
-    for process in {*known, *psutil.process_iter()}:
+    for process in {*known, *psutil.process_iter()} - {psutil.Process()}:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             ours = process in known or process.cwd() == str(folder)
             if ours and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
@@ -250,9 +292,9 @@ def standing(folder):
 def campaign(kills, folder, seed=0, extra=(), new_checkpoints=(0, 1), keep=print):
     """Start the run of `kills`, all of one script, engine and ranks, in `folder`, and kill and restart it as they say.
 
-    A run that is there is gone on with. Options `extra` go to the script. new_checkpoints: how many, from and to, a
+    A run that is there is continued. Options `extra` go to the script. new_checkpoints: how many, from and to, a
     start writes before the phase of its kill; none where that is one of EARLY. keep(record): called once a later
-    start, if need be an additional last one, has gone on from what the kill left.
+    start, if need be an additional last one, has resumed from what the kill left.
 
     Returns a record a kill: what `strike` found, and its `problems`, none where nothing was lost.
 
@@ -393,7 +435,7 @@ def must_say(kill):
 
 
 def continuation_problems(folder, before):
-    """How the start that has just been killed did not go on from what stood `before` it, a line each."""
+    """How the start that has just been killed did not resume what stood `before` it, a line each."""
     problems = []
     lines = metric_lines(folder / "runs" / NAME)
     steps = [step_of(line) for line in lines]

@@ -15,8 +15,8 @@ description and shortened to the embedded model; it is not that code. In it the 
     adds up gradients; peft's LoRA, AdamW, no FSDP, fp32.
 "Ours" is flow_grpo.py itself under torchrun with --rollout local. Both have the same threads, images, prompts, sampling
 steps, optimizer steps, LoRA, learning rate and reward; each takes the batch size that is fastest for it. Theirs has
-torch's own matrix products, as a script has that does not import common (--their_products ours: those of
-common/cpu_matmul.py). A run is a process of its own; its first step is not counted.
+torch's own matrix products (--their_products ours: oneDNN's, by use_onednn of common/models/cpu.py, as ours has on
+AMD's CPUs). A run is a process of its own; its first step is not counted.
 """
 
 import argparse
@@ -34,13 +34,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
-from common import cpu_matmul
+from common.models.cpu import repair_torchvision, use_onednn
 from common.rewards.ocr import ocr
 
 import torch
-from diffusers import StableDiffusion3Pipeline
-from diffusers.utils.logging import disable_progress_bar
-from peft import LoraConfig
 from torch.nn.utils import clip_grad_norm_
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +47,11 @@ PHASES = ("sampling", "update", "step")  # of which the first holds the rewards 
 # ---- theirs ----------------------------------------------------------------------------------------------------------
 def load_pipeline(defaults):
     """The embedded pipeline in fp32 with a LoRA on its attention projections, and the parameters that are trained."""
+    repair_torchvision()  # before diffusers is imported beside a CPU build of torch
+    from diffusers import StableDiffusion3Pipeline
+    from diffusers.utils.logging import disable_progress_bar
+    from peft import LoraConfig
+
     disable_progress_bar()
     pipe = StableDiffusion3Pipeline.from_pretrained(defaults.model)
     for part in (pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3, pipe.transformer):
@@ -195,13 +197,13 @@ def train(pipe, parameters, optimizer, samples, options, defaults):
 def run_theirs(options):
     """Train for options.steps steps after one of warming up. Prints a JSON line a step."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # as common.distributed does for one rank
-    if options.their_products == "torch":
-        cpu_matmul.overrides._destroy()  # which importing flow_grpo has brought
+    if options.their_products == "ours":
+        use_onednn()
     torch.manual_seed(options.seed)
     defaults = flow_grpo.Args()
     pipe, parameters = load_pipeline(defaults)
     optimizer = torch.optim.AdamW(
-        parameters, lr=defaults.learning_rate, weight_decay=defaults.weight_decay, eps=flow_grpo.ADAM_EPS
+        parameters, lr=defaults.learning_rate, weight_decay=defaults.weight_decay, eps=defaults.adam_eps
     )
     train_prompts = Path(defaults.train_prompts).read_text().splitlines()
     with ThreadPoolExecutor(max_workers=8) as executor:

@@ -1,9 +1,9 @@
 """How a step of Flow-GRPO grows with GPUs, group size, resolution and steps: modelled from counted FLOPs and bytes.
 
-    python benchmarks/scaling.py | tee docs/records/scaling.txt
+    python benchmarks/scaling.py | tee docs/lab/records/scaling.txt
 
 Nothing of it was run on a GPU. SD3.5-medium with the paper's recipe (README.md), by its published configs, in bf16, on
-nodes of eight H100 SXM. FLOPs and memory are --plan's (common/plan.py), at 40 % of the matrix rate. Traffic is counted
+nodes of eight H100 SXM. FLOPs and memory are those of tools/plan.py, at 40 % of the matrix rate. Traffic is counted
 as FSDP2 makes it with the scripts' settings, and assumed not to overlap with the computing. Rows of 48 x 24 images, and
 of 1024 x 1024, are of micro-batches of one image, the others of two:
 
@@ -14,17 +14,21 @@ of 1024 x 1024, are of micro-batches of one image, the others of two:
 - every rank hands its engine the trained weights through the host's memory, and takes back latents and images.
 """
 
+import functools
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import plan
-from common.blueprint import Blueprint
-from common.models import find_family
-from common.policy import make_lora
+from common.models.cpu import repair_torchvision
+from common.models.family import family_class
+from common.models.lora import make_lora
+from common.models.memory import Blueprint
 from tests.published_models import write_configs
+from tools import needs
+from tools.plan import DEVICES, UTILISATION
 
 import torch
 
@@ -35,11 +39,11 @@ WITHIN_NODE = 300e9  # bytes/s of a rank's collectives: about two thirds of NVLi
 BETWEEN_NODES = 40e9  # of a rank with a 400 Gb/s adapter of its own
 TO_ENGINE = 2e9  # through the host's memory, with a GPU's copy at either end
 
-PAPER = plan.Workload(
+PAPER = needs.Workload(
     num_images=48 * 24,
     sampled_steps=10,
     trained_steps=9,
-    policies=("default",),
+    policies=("trained",),
     num_eval_images=1000,
     micro_batch_images=2,
     trained_guidance=4.5,
@@ -74,19 +78,19 @@ def traffic(blueprint, w):
         "gather": (times * weights, WITHIN_NODE),
         "grads": (exchanges * gradients * (1 - 1 / w.shards), WITHIN_NODE),
         "copies": (exchanges * over_copies, BETWEEN_NODES if w.ranks > w.ranks_here else WITHIN_NODE),
-        "pipe": (sum(plan.pipe_bytes(blueprint, w)) if w.has_engine else 0, TO_ENGINE),
+        "pipe": (sum(needs.pipe_bytes(blueprint, w)) if w.has_engine else 0, TO_ENGINE),
     }
 
 
 def print_times(name, blueprint, w):
     """Seconds of a rank's step, images a second and GPU, seconds of an evaluation, and the peak of a GPU's memory."""
-    costs = plan.measure(blueprint, w)
-    rate = plan.DEVICES["h100-80"].bfloat16 * 1e12 * plan.UTILISATION
-    computing = {phase: flops / rate for phase, flops in plan.work(w, costs).items()}
+    costs = needs.measure(blueprint, w)
+    rate = DEVICES["h100-80"].bfloat16 * 1e12 * UTILISATION
+    computing = {phase: flops / rate for phase, flops in needs.work(w, costs).items()}
     spent = [computing["rollout"], computing.get("old log-probs", 0), computing["update"]]
     spent += [num_bytes / bytes_per_s for num_bytes, bytes_per_s in traffic(blueprint, w).values()]
-    parts = [part for part in plan.memory_parts(blueprint, w, costs) if part.place == "device"]
-    peak = max(plan.phase_sums(parts).values()) / plan.GB
+    parts = [part for part in needs.memory_parts(blueprint, w, costs) if part.place == "device"]
+    peak = max(needs.phase_sums(parts).values()) / needs.GB
     cells = [f"{value:8.2f}" for value in spent]
     per_gpu = w.num_images / sum(spent) / w.ranks
     tail = f"{sum(spent):8.1f}{per_gpu:10.3f}{computing['evaluation']:7.1f}{peak:7.1f}"
@@ -95,14 +99,14 @@ def print_times(name, blueprint, w):
 
 def print_bytes(name, blueprint, w):
     """GB of a rank's step."""
-    cells = [f"{num_bytes / plan.GB:9.1f}" for num_bytes, _ in traffic(blueprint, w).values()]
+    cells = [f"{num_bytes / needs.GB:9.1f}" for num_bytes, _ in traffic(blueprint, w).values()]
     print(f"{name:33}{''.join(cells)}")
 
 
 def workloads():
     """{name: Workload}."""
     rows = {}
-    for ranks in (8, 16, 32, 64, 128, 256):
+    for ranks in (8, 16, 32, 72, 144, 288):  # the scripts take those that divide 1,152 images in 4 updates
         rows[f"{ranks} GPUs, 48 x 24 images"] = replace(PAPER, ranks=ranks, micro_batch_images=1)
     for ranks in (8, 64, 256, 1024):
         rows[f"{ranks} GPUs, 144 images each"] = replace(
@@ -124,11 +128,14 @@ def main():
     print(__doc__.split("\n\n")[2])
     times = ("images", "rollout", "old lp", "update", "gather", "grads", "copies", "pipe", "step")
     times += ("img/s/GPU", "eval", "GB")
+    repair_torchvision()  # before diffusers is imported beside a CPU build of torch
     folder = Path(tempfile.mkdtemp())
-    family = find_family(write_configs(MODEL, folder))
+    family = family_class(write_configs(MODEL, folder))
     for kind, rank in (("LoRA of rank 32", 32), ("full weights", 0)):
         lora = make_lora(None, rank, 2 * rank, family.lora_target_modules) if rank else None
-        blueprint = Blueprint(family, str(folder), lora, torch.bfloat16)
+        blueprint: Any = Blueprint(family, str(folder), lora, torch.bfloat16)
+        for counted in ("velocity", "decoding"):  # each kind of pass once, as the rows share them
+            setattr(blueprint, counted, functools.cache(getattr(blueprint, counted)))
         widths = (6, *[8] * 8, 10, 7, 7)
         title = f"{kind}, seconds"
         print(f"\n{title:26}" + "".join(f"{name:>{width}}" for name, width in zip(times, widths, strict=True)))

@@ -9,7 +9,7 @@
                                                # block at a time in every pass
 
 A run's first step is not counted. Of the others the mean is taken, so that each position of the window counts once, and
-the engine's start, evaluations and checkpoints are no part of it. Prints a table for docs/performance.md.
+the engine's start, evaluations and checkpoints are no part of it. Prints a table for docs/lab/performance.md.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""Tables from run folders, in Markdown: rewards and times to reach them, and where a training step's time goes.
+"""Tables from recorded runs, in Markdown: rewards and times to reach them, and where a training step's time goes.
 
-    python benchmarks/summarize.py docs/records/flow_grpo-vllm-*
+    python benchmarks/summarize.py docs/lab/records/flow_grpo-vllm-*          # run folders
+    python benchmarks/summarize.py docs/lab/records/flow_grpo-window.jsonl    # a file of several runs
 
 Seconds are of training alone, the sum of timing_s/step: start-up, evaluations and checkpoints are apart.
 A threshold counts as reached at the first evaluation at or above it.
@@ -15,15 +16,29 @@ PHASES = ("gen", "reward", "adv", "old_log_prob", "update_actor", "update_weight
 THRESHOLDS = (0.90, 0.95)
 
 
-def read_run(folder):
-    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+def read_rows(path: str | Path) -> dict[str, list[dict]]:
+    """{run: the rows of its metrics}, of a run folder, or of a .jsonl whose lines name their run."""
+    path = Path(path)
+    if path.is_dir():
+        return {path.name: [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]}
+    runs: dict[str, list[dict]] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        rows = runs.setdefault(row.pop("run"), [])
+        if "args.json" not in row:  # a run's first line holds its command and options
+            rows.append(row)
+    return runs
+
+
+def read_curve(rows: list[dict]) -> list[tuple[int, float, float, float]]:
+    """[(step, seconds of training, reward, its standard error)] at each evaluation."""
     elapsed = 0.0
     curve = []
     for row in rows:
         elapsed += row.get("timing_s/step", 0.0)
         if "val/ocr/mean" in row:
             curve.append((row["training/global_step"], elapsed, row["val/ocr/mean"], row["val/ocr/stderr"]))
-    return rows, curve
+    return curve
 
 
 def seconds_to(curve, threshold):
@@ -56,14 +71,17 @@ def timing_row(name, metrics):
     steps = [row for row in metrics if "timing_s/step" in row][1:]  # the first one warms up
     phases = []
     for phase in PHASES:
-        phases.append(statistics.median(row[f"timing_s/{phase}"] for row in steps))
+        phases.append(statistics.median(row.get(f"timing_s/{phase}", 0.0) for row in steps))  # 0: it has no such phase
     step = statistics.median(row["timing_s/step"] for row in steps)
     rest = max(0, step - sum(phases))
     return [name, *(f"{seconds:.2f}" for seconds in (*phases, rest, step))]
 
 
-def main(folders):
-    runs = {Path(folder).name: read_run(folder) for folder in folders}
+def main(paths):
+    runs = {}
+    for path in paths:
+        for name, rows in read_rows(path).items():
+            runs[name] = (rows, read_curve(rows))
     reached = [f"s to {threshold:.2f}" for threshold in THRESHOLDS]
     header = ["run", "before", "after (s.e.)", "steps", "training s", *reached, "one evaluation s", "start-up s"]
     table(header, [learning_row(name, *run) for name, run in runs.items()])

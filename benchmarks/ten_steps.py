@@ -1,23 +1,30 @@
-"""The second setting of docs/comparison.md: ten steps, all but the last trained, larger noise and learning rate.
+"""The second setting of docs/lab/comparison.md: ten steps, all but the last trained, larger noise and learning rate.
 
-    python -m benchmarks.ten_steps docs/records/ten_steps.jsonl --core 0 --seeds 1 2       # the runs that it lacks
-    python -m benchmarks.ten_steps docs/records/ten_steps.jsonl --core 1 --seeds 3         # beside it
-    python -m benchmarks.ten_steps docs/records/ten_steps.jsonl --table docs/records/ten_steps.png
+    python benchmarks/ten_steps.py docs/lab/records/ten_steps.jsonl --core 0 --seeds 1 2       # the runs that it lacks
+    python benchmarks/ten_steps.py docs/lab/records/ten_steps.jsonl --core 1 --seeds 3         # beside it
+    python benchmarks/ten_steps.py docs/lab/records/ten_steps.jsonl --table docs/lab/records/ten_steps.png
 
 The embedded model and its OCR reward; 128 images a rollout, each run on one core. Besides OCR every evaluation asks two
-rewards that no run is trained on: the sign's colour, and its size as a JPEG. A run is runs/ten_steps-NAME-seedSEED,
-goes on where it was interrupted, and becomes a JSON line of the record once it is done; with a larger --num_rollouts it
-goes on from there to a line of its own. dpo_offline.py makes its pairs of as many images as 30 rollouts have.
+rewards that no run is trained on: the sign's colour, and its size as a JPEG. A run is runs/ten_steps-NAME-seedSEED. It
+resumes where it was interrupted, and becomes a JSON line of the record once it is done; with a larger --num_rollouts it
+resumes from there, and becomes a line of its own. dpo_offline.py makes its pairs of as many images as 30 rollouts have.
 """
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
-from benchmarks.comparison import plt, print_table, spread
-from benchmarks.sign_colours import COLOUR, read_record, train
+import matplotlib
 
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).parents[1]
+COLOUR = "assets/sign_colour.py:sign_colour"
 IMAGES = 128  # of a rollout
 COMMON = ["--num_inference_steps", 10, "--eval_num_inference_steps", 10, "--learning_rate", 2e-3]
 COMMON += ["--max_prompts", 128, "--eval_images_per_prompt", 2, "--eval_reward", COLOUR, "jpeg_compressibility"]
@@ -28,7 +35,7 @@ SETTINGS = {
     "flow_grpo": ["flow_grpo.py", *ONLINE, *NOISE, *ALL_STEPS],
     "cps": ["flow_grpo.py", *ONLINE, *ALL_STEPS, "--sde_type", "cps", "--noise_level", 0.9, "--clip_range", 1e-4],
     "grpo_guard": ["grpo_guard.py", *ONLINE, *NOISE, *ALL_STEPS],
-    "dppo": ["grpo_guard.py", *ONLINE, *NOISE, *ALL_STEPS, "--trust_region", "dppo"],
+    "dppo": ["contrib.flow_dppo", *ONLINE, *NOISE, *ALL_STEPS],
     "mix_grpo": ["mix_grpo.py", *ONLINE, *NOISE, "--sde_window_size", 2, "--sde_window_range", 0, 9]
     + ["--iters_per_group", 5],
     "diffusion_nft": ["diffusion_nft.py", *ONLINE],
@@ -50,6 +57,20 @@ HELD_OUT = {  # name: metric, of each evaluation, with the digits of the table
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
+def train(script, name, seed, num_steps, options, core):
+    """The folder of a run that is done. script: a file of the root, or a module of contrib/."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program = [script] if script.endswith(".py") else ["-m", script]
+    options = ["--name", name, "--seed", seed, "--num_steps", num_steps, "--resume", "latest", *options]
+    os.sched_setaffinity(0, {core})  # what is started inherits it, and takes one thread
+    subprocess.run([*map(str, [*launcher, *program, *options])], cwd=ROOT, check=True)
+    return ROOT / "runs" / name
+
+
+def read_record(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def measure(run, name, seed):
     """The line of a run: its last step, what each step and each evaluation gave, at how many images and seconds."""
     args = json.loads((run / "args.json").read_text())
@@ -75,6 +96,22 @@ def measure(run, name, seed):
 
 
 # ---- table and picture -----------------------------------------------------------------------------------------------
+def spread(values, digits):
+    """The mean, and the range in brackets."""
+    if any(value is None for value in values):
+        return f"{sum(value is not None for value in values)} of {len(values)} reach it"
+    low = min(values)
+    high = max(values)
+    return f"{statistics.mean(values):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def print_table(rows):
+    header, *others = rows
+    for row in (header, ["---"] * len(header), *others):
+        print(f"| {' | '.join(row)} |")
+    print()
+
+
 def longest_runs(path):
     """{name: [line of each seed]}, of a seed's lines the one with most steps."""
     lines = read_record(path)
@@ -174,7 +211,7 @@ def main():
     for seed in args.seeds:
         for name in args.names:
             num_steps = 40 if name == "dpo_offline" else args.num_rollouts
-            record = read_record(args.record)  # to which another process appends, too
+            record = read_record(args.record)  # another process may append to it
             if (name, seed, num_steps) in [(line["name"], line["seed"], line["num_steps"]) for line in record]:
                 continue
             script, *options = SETTINGS[name]

@@ -34,15 +34,14 @@ import sys
 import time
 from collections import Counter, defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common.distributed import end_distributed, on_rank_0
+from common import run as runs
+from common.distributed import on_rank_0
 from common.engine.client import VLLMEngine
-from common.errors import RunError, one_line
 from common.options import parse_args
-from common.run import RunLog
 
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
@@ -91,7 +90,7 @@ def peak_memory_gb():
         return peak, reserved
     status = Path("/proc/self/status").read_text()
     peak = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e9
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew (proc(5))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from 0 again (proc(5))
     return peak, peak
 
 
@@ -235,7 +234,7 @@ class Meter:
 
     # ---- where it is put in
     def install(self, script, inputs, dtype):
-        self._install_in_log(dtype)
+        self._install_in_run(dtype)
         load_policy = script.load_policy
 
         def load_and_watch(*args):
@@ -258,40 +257,45 @@ class Meter:
 
         VLLMEngine.generate = generate_and_note
 
-    def _install_in_log(self, dtype):
-        timed = RunLog.timed
-        steps = RunLog.steps
-        write = RunLog.write
+    def _install_in_run(self, dtype):
+        timed = runs.Run.timed
+        begin_step = runs.Run.begin_step
+        write = runs.Run.write
+        close = runs.Run.close
 
         @contextmanager
-        def timed_and_noted(log, name):
+        def timed_and_noted(run, name):
             self.note_memory()  # of what came before
             outer = self.phase
             self.phase = name
             began = time.process_time()
-            with timed(log, name):
+            with timed(run, name):
                 yield
             self.cpu_s[self.step, name] += time.process_time() - began
             self.note_memory()
             self.phase = "between" if outer == "start" else outer
 
-        def steps_and_rates(log, numbers, stop_if):
-            self.matrix_rates.append(matrix_rate(dtype))
-            for step in steps(log, numbers, stop_if):
-                self.step = step
-                yield step
+        def begin_step_and_note(run, step):
+            if self.step is None:
+                self.matrix_rates.append(matrix_rate(dtype))
+            self.step = step
+            begin_step(run, step)
+
+        def write_and_note(run, *args, **kwargs):
+            if self.is_clocked():
+                self.note_shares(time.perf_counter() - run._step_began - run._timing.get("testing", 0.0))
+            self.intervals.clear()
+            write(run, *args, **kwargs)
+
+        def close_and_note(run, *args):
             self.step = None
             self.matrix_rates.append(matrix_rate(dtype))
+            close(run, *args)
 
-        def write_and_note(log, *args, **kwargs):
-            if self.is_clocked():
-                self.note_shares(time.perf_counter() - log.step_began - log.timing.get("testing", 0.0))
-            self.intervals.clear()
-            write(log, *args, **kwargs)
-
-        RunLog.timed = timed_and_noted
-        RunLog.steps = steps_and_rates
-        RunLog.write = write_and_note
+        runs.Run.timed = timed_and_noted
+        runs.Run.begin_step = begin_step_and_note
+        runs.Run.write = write_and_note
+        runs.Run.close = close_and_note
 
     def _install_in_model(self, model):
         self.model = model
@@ -398,6 +402,7 @@ def summarize(meter, folder, args, command):
     flops, vae_flops = meter.flops(getattr(torch, args.dtype))
     rate = max(meter.matrix_rates)
     names = [name.removeprefix("timing_s/") for name in rows[0] if name.startswith("timing_s/")]
+    names = [name for name in names if "/" not in name]  # without the slowest rank's
     phases = {}
     for name in [name for name in names if name not in NOT_OF_A_STEP] + ["step"]:
         seconds = statistics.median(row[f"timing_s/{name}"] for row in rows)
@@ -482,25 +487,24 @@ def main():
     script = importlib.import_module(ours.script.removesuffix(".py"))
     defaults = ["--name", f"throughput-{script.__name__}", "--num_steps", "4", "--eval_every", "1000000"]
     defaults += ["--eval_num_inference_steps", "2"]
-    with one_line(ValueError):
-        args = parse_args(script.Args, __doc__, [*defaults, *options])  # of an option given twice the last one counts
-        # a micro-batch a rank: a block that has been compiled for one size is compiled for any at the next
-        args.max_prompts = args.max_prompts or args.micro_batch_size * int(os.environ["WORLD_SIZE"])
-        inputs = script.check_args(args)
+    with runs.one_line():
+        args = script.check(parse_args(script.Args, __doc__, [*defaults, *options]))  # the last one of an option counts
         if args.num_steps < 3:
             raise ValueError(f"--num_steps {args.num_steps}: must be at least 3: one warms up, one is for the clocks")
-    folder = Path("runs") / args.name
-    meter = Meter(args.num_steps)
-    meter.install(script, inputs, getattr(torch, args.dtype))
-    with one_line(RunError, folder):
+        # a micro-batch a rank: a block that has been compiled for one size is compiled for any at the next
+        max_prompts = args.max_prompts or args.micro_batch_size * int(os.environ["WORLD_SIZE"])
+        args = replace(args, max_prompts=max_prompts)
+        inputs = script.prepare(args)
+        meter = Meter(args.num_steps)
+        meter.install(script, inputs, getattr(torch, args.dtype))
         script.main(args, inputs)
-    if on_rank_0():
-        figures = summarize(meter, folder, args, " ".join(["benchmarks/throughput.py", ours.script, *options]))
-        print(as_table(figures))
-        if ours.out:
-            ours.out.write_text(json.dumps(figures, indent=1) + "\n")
-    meter.model = None
-    end_distributed()
+        if on_rank_0():
+            command = " ".join(["benchmarks/throughput.py", ours.script, *options])
+            figures = summarize(meter, Path("runs") / args.name, args, command)
+            print(as_table(figures))
+            if ours.out:
+                ours.out.write_text(json.dumps(figures, indent=1) + "\n")
+        meter.model = None
 
 
 if __name__ == "__main__":

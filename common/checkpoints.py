@@ -1,26 +1,35 @@
-"""Checkpoints that are complete or not there: saving, finding the one to go on from, cutting a run back to it."""
+"""Checkpoints that are complete or not there: saving, finding the one to resume from, cutting a run back to it.
 
+At the end: files that a kill leaves complete, and the lock that keeps a second process out of a run's folder.
+"""
+
+import errno
+import fcntl
 import json
+import os
+import socket
 import sys
+import time
 import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.distributed import on_rank_0
-from common.errors import NothingBegun, RunError
-from common.files import atomic_file
-from common.refusals import UNREADABLE, brief, reason, refusing
-from common.stops import say
+from common.errors import UNREADABLE, NothingBegun, RunError, brief, reason, refusing
+from common.process import say
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-# what only a run leaves in its folder
+# files and folders that only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "pairs.jsonl", "pairs")
-# options that may differ between a checkpoint and the run that goes on from it without a word
+# options that may differ between a checkpoint and the run that resumes from it without a word
 EXPECTED_TO_DIFFER = ("name", "resume", "num_steps", "max_minutes", "stop_if", "keep_checkpoints", "track", "eval_only")
-# what every script saves and goes on from
+# what every script saves, and resumes from
 STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
-# what the score of an evaluation depends on, beside the weights and the settings of its rewards
+# the options that an evaluation's score depends on, beside the weights and the settings of its rewards
 OF_THE_SCORE = (
     *("reward", "reward_weights", "eval_prompts", "max_prompts", "eval_images_per_prompt", "model", "dtype"),
     *("image_size", "num_frames", "max_sequence_length", "eval_num_inference_steps", "guidance_scale"),
@@ -29,20 +38,20 @@ IS_FOLDER = 0x10  # the bit of a zip record's attributes that marks a folder
 
 
 # ---- writing and reading one -----------------------------------------------------------------------------------------
-def checkpoint_step(path):
-    """The step of a file named step_000030.pt, or None where it has another name."""
+def checkpoint_step(path: Path | str) -> int:
+    """The step of a file named step_000030.pt, or -1 where it has another name."""
     number = Path(path).stem.removeprefix("step_")
-    return int(number) if number.isdecimal() else None
+    return int(number) if number.isdecimal() else -1
 
 
-def saved_checkpoints(run):
+def saved_checkpoints(run: Path | str) -> list[Path]:
     """The files run/checkpoints/step_000030.pt, by step, the oldest first; none of them is half-written."""
     folder = Path(run) / "checkpoints"
-    paths = [path for path in folder.glob("step_*.pt") if checkpoint_step(path) is not None]
+    paths = [path for path in folder.glob("step_*.pt") if checkpoint_step(path) >= 0]
     return sorted(paths, key=checkpoint_step)
 
 
-def save_checkpoint(run, step, state, keep):
+def save_checkpoint(run: Path | str, step: int, state: dict, keep: int) -> None:
     """Write `state` as run/checkpoints/step_000030.pt, then remove all but the newest `keep` (at least 1). On rank 0.
 
     state: nested dicts and lists of CPU tensors and plain values. A kill at any moment leaves the previous ones.
@@ -68,7 +77,7 @@ def save_checkpoint(run, step, state, keep):
         stale.unlink()
 
 
-def load_checkpoint(path):
+def load_checkpoint(path: Path | str) -> dict:
     """What save_checkpoint was given, every byte of it checked against the file's CRC32s. On the CPU.
 
     Raises:
@@ -78,7 +87,7 @@ def load_checkpoint(path):
     return state
 
 
-def read_checkpoint(path):
+def read_checkpoint(path: Path | str) -> tuple[str, dict]:
     """The name of the script that wrote a checkpoint, and its state; as load_checkpoint."""
     try:
         check_archive(path)
@@ -91,7 +100,7 @@ def read_checkpoint(path):
         raise ValueError(brief(f"{path} is not a whole checkpoint ({first_line})")) from error
 
 
-def check_archive(path):
+def check_archive(path: Path | str) -> None:
     """Raises ValueError, or what zipfile raises, where the zip file at `path` is damaged."""
     if Path(path).exists() and not Path(path).is_file():
         raise ValueError("it is no file")  # a pipe would be waited for
@@ -105,8 +114,8 @@ def check_archive(path):
                 raise ValueError(f"{record.filename} is marked as a folder")
 
 
-# ---- going on from one -----------------------------------------------------------------------------------------------
-def find_checkpoint(path):
+# ---- resuming from one -----------------------------------------------------------------------------------------------
+def find_checkpoint(path: Path | str) -> Path | None:
     """The newest good checkpoint of a run folder, or None where there is no checkpoint; or `path` itself, a good file.
 
     A bad one is named in a line of stderr, and the one before it is taken.
@@ -133,7 +142,7 @@ def find_checkpoint(path):
     return None
 
 
-def open_run(run, resume, eval_only=False):
+def open_run(run: Path | str, resume: str | None, eval_only: bool = False) -> Path | None:
     """The checkpoint that --resume means, or None: `latest` is the newest of this run, if any; else a file or a run.
 
     Raises:
@@ -145,7 +154,7 @@ def open_run(run, resume, eval_only=False):
         return of_this_script(find_checkpoint(run))
     found = [name for name in RESULTS if (Path(run) / name).exists()]
     if found:
-        advice = "choose another --name" + ("" if eval_only else ", or go on with --resume latest")
+        advice = "choose another --name" + ("" if eval_only else ", or continue it with --resume latest")
         raise ValueError(f"{run} already holds a run: {advice} (found {found[0]})")
     if not resume:
         return None
@@ -155,14 +164,14 @@ def open_run(run, resume, eval_only=False):
     return of_this_script(checkpoint)
 
 
-def from_rank_0(checkpoint):
+def from_rank_0(checkpoint: Path | None) -> Path | None:
     """The checkpoint that rank 0 has found, on every rank: each looks for itself, and disks need not agree at once."""
     found = [checkpoint]
     dist.broadcast_object_list(found)
     return found[0]
 
 
-def saved_options(resume):
+def saved_options(resume: str) -> dict:
     """{name: value} of the options of the run that wrote the checkpoint of --resume, a file or a run folder.
 
     Raises:
@@ -174,7 +183,7 @@ def saved_options(resume):
     return load_checkpoint(checkpoint)["args"]
 
 
-def of_this_script(checkpoint):
+def of_this_script(checkpoint: Path | None) -> Path | None:
     """The checkpoint, or None as it is given; raises ValueError where no script, or another one, has written it."""
     if checkpoint is None:
         return None
@@ -190,53 +199,21 @@ def of_this_script(checkpoint):
     return checkpoint
 
 
-def check_policy(checkpoint, lora):
-    """Hold what is trained, make_lora's value, against the policy of the checkpoint that the run goes on from, if any.
+def check_unchanged(run: Path, checkpoint: Path | None) -> None:
+    """Raises NothingBegun where another process has saved in `run` since `checkpoint` was chosen to resume from.
 
-    Raises:
-        ValueError: one of them is a LoRA and the other full weights, or the LoRAs are of other ranks or modules.
+    Call it under the run's lock: nobody else can save any more. A bad newer checkpoint was passed over in the choice.
     """
-    if checkpoint is None:
-        return
-    with refusing(f"--resume {checkpoint}", Exception):  # it was checked, but may be a stranger's
-        tensors = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["policies"]["default"]
-        saved = {name.rpartition(".lora_")[0]: len(tensor) for name, tensor in tensors.items() if ".lora_A." in name}
-    if lora is None:
-        if saved:
-            raise ValueError(f"--lora_rank 0: {checkpoint} has a LoRA")
-        return
-    config, given_tensors = lora
-    rank_option = "--lora_rank"
-    modules_option = "--lora_target_modules"
-    if given_tensors is not None:
-        rank_option = modules_option = "--lora_path"
-    if not saved:
-        raise ValueError(f"{rank_option}: {checkpoint} has full weights and no LoRA")
-    rank = min(saved.values())
-    if rank != config.r:
-        raise ValueError(f"{rank_option}: of rank {config.r}, where the LoRA of {checkpoint} has the rank {rank}")
-    targets = sorted(config.target_modules)
-    unknown = [module for module in saved if not any(f".{module}".endswith(f".{target}") for target in targets)]
-    missing = [target for target in targets if not any(f".{module}".endswith(f".{target}") for module in saved)]
-    if unknown:
-        raise ValueError(f"{modules_option}: the LoRA of {checkpoint} has {unknown[0]} among its modules")
-    if missing and not config.exclude_modules:  # which may have taken out all of a target
-        raise ValueError(f"{modules_option}: the LoRA of {checkpoint} has no {missing[0]} among its modules")
-
-
-def check_unchanged(run, checkpoint):
-    """Raises NothingBegun where another process has saved in `run` since `checkpoint` was chosen to go on from.
-
-    Under the run's lock: from here on nobody else saves. A newer one that is bad was passed over in the choice.
-    """
-    is_own = checkpoint is not None and Path(checkpoint).is_relative_to(run)
-    chosen = checkpoint_step(checkpoint) if is_own else -1
+    chosen = -1
+    if checkpoint is not None and Path(checkpoint).is_relative_to(run):
+        chosen = checkpoint_step(checkpoint)
     for path in saved_checkpoints(run):
         if checkpoint_step(path) > chosen and is_good(path):
             raise NothingBegun(f"{run} was written to while this run was starting: give the same command again")
 
 
-def is_good(path):
+def is_good(path: Path) -> bool:
+    """Whether the file is a whole checkpoint."""
     try:
         load_checkpoint(path)
     except ValueError:
@@ -244,11 +221,11 @@ def is_good(path):
     return True
 
 
-def rewind(run, step):
-    """Make the run folder that of a run which has just saved `step`: later checkpoints and metrics go. On rank 0.
+def rewind(run: Path | str, step: int) -> None:
+    """Cut a run's folder back to the moment when it had just saved `step`: later checkpoints and metrics go. On rank 0.
 
-    A last line of metrics.jsonl that a kill cut short goes, too; the resumed run's file then equals that of a run that
-    was never interrupted.
+    A last line of metrics.jsonl that a kill cut short goes as well. The resumed run's file then equals the file of a
+    run that was never interrupted.
 
     Raises:
         RunError: a line of metrics.jsonl is not a step's metrics.
@@ -269,37 +246,40 @@ def rewind(run, step):
     for path in saved_checkpoints(run):
         if checkpoint_step(path) > step:
             path.unlink()
-            say(f"continuing from step {step}: {path}, of a later step, is removed")
+            say(f"continuing from step {step}: the later {path} is removed")
 
 
-def resume_differences(saved_options, options, ignore=()):
+def resume_differences(saved_options: dict, options: dict, ignore: Sequence[str] = ()) -> list[str]:
     """Two dicts of options -> ["learning_rate: 0.001 -> 0.0003"] for those that differ; (1, 2) equals [1, 2]."""
     saved = json.loads(json.dumps(saved_options, default=str))
     now = json.loads(json.dumps(options, default=str))
     names = {*saved, *now} - {*ignore}
     differences = []
     for name in sorted(names):
-        if saved.get(name) != now.get(name):
-            before = saved.get(name, "not an option")
-            after = now.get(name, "not an option")
-            differences.append(f"{name}: {before} -> {after}")
+        if name not in now:
+            differences.append(f"{name} ({saved[name]}) is no option any more")
+        elif name not in saved:
+            differences.append(f"{name} is new: {now[name]}")
+        elif saved[name] != now[name]:
+            differences.append(f"{name}: {saved[name]} -> {now[name]}")
     return differences
 
 
-def of_the_score(options):
-    """{name: value} of what the weighted total of an evaluation depends on, beside the weights."""
+def of_the_score(options: dict) -> dict:
+    """{name: value} of the options and settings that the weighted total of an evaluation depends on."""
     found = {name: options.get(name) for name in OF_THE_SCORE}
+    settings = options.get("reward_settings", {})
     for reward in options.get("reward", ()):
-        for variable, value in options.get("reward_settings", {}).get(reward, {}).items():
+        for variable, value in (settings.get(reward) or settings.get(reward.rpartition(":")[2], {})).items():
             if not variable.endswith("_URL"):  # a server that has moved is not another judge
                 found[variable] = value
     return found
 
 
-def say_resumed(path, saved_options, options):
-    """Print, on rank 0, which checkpoint the run has taken, and which options differ; both are `recorded` ones.
+def say_resumed(path: Path | str, saved_options: dict, options: dict) -> bool:
+    """Print, on rank 0, which checkpoint the run resumes from, and which options differ from the recorded ones.
 
-    Returns whether evaluations from here on can be compared with the best one before: of this run, and scored alike.
+    Returns whether later evaluations can be compared with the best one before: same run, same scoring.
     """
     differences = resume_differences(saved_options, options, EXPECTED_TO_DIFFER)
     is_same_run = options["resume"] == "latest"
@@ -307,7 +287,92 @@ def say_resumed(path, saved_options, options):
     now = of_the_score(options)
     rescored = [name for name in before | now if before.get(name) != now.get(name)]
     if is_same_run and rescored:
-        differences.append(f"{rescored[0]} changes the score: best_adapter is chosen anew")
+        differences.append(f"{rescored[0]} changes the score: best_adapter is chosen again")
     if on_rank_0():
         say("; ".join([f"loaded {path}", *differences]))
     return is_same_run and not rescored
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """A full or failing disk ends the block, and with it the run, by a RunError that names `path`."""
+    try:
+        yield
+    except RunError:
+        raise  # it names its file already
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # Closing its archive, torch raises "unexpected pos"; what the file raised before is that error's context
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        if not isinstance(cause, OSError | SafetensorError):
+            raise  # nothing to do with the disk
+        reason = getattr(cause, "strerror", None) or cause
+        raise RunError(f"{path} could not be written ({reason})") from error
+
+
+@contextmanager
+def atomic_file(path: Path | str, shared: bool = False) -> Iterator[Path]:
+    """Yield the path of a temporary file that takes the place of `path` once the block has ended and it is on disk.
+
+    A kill, an exception or a full disk at any moment leaves the previous `path`, or the new one, complete; only a kill
+    leaves the temporary file. A full disk raises `writing`'s RunError. shared: other processes may write it as well.
+    """
+    path = Path(path)
+    owner = f".{os.getpid()}" if shared else ""
+    temporary = path.with_name(f".{path.name}{owner}.new")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            sync(temporary)  # before the rename, which must not reach the disk ahead of the content
+            temporary.replace(path)
+            sync(path.parent)  # the new name is on disk too
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+# ---- the run's lock --------------------------------------------------------------------------------------------------
+LOCK_FILE = ".lock"
+_held: dict[Path, int] = {}  # {path: descriptor of the open file that holds its lock}
+
+
+def lock_run(folder: Path | str) -> None:
+    """Take the run folder for this process, until it ends. Rank 0 does it, for all ranks.
+
+    The lock is the operating system's, on runs/<name>/.lock: it goes with the process, and holds on a shared file
+    system that knows locks; where there are none, a line says so.
+
+    Raises:
+        NothingBegun: another process holds it; the line names it.
+    """
+    path = Path(folder).resolve() / LOCK_FILE
+    if not on_rank_0() or path in _held:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            say(f"{path.parent} cannot be locked ({error.strerror}): make sure yourself that no other run writes to it")
+            return
+        advice = "wait for it, or end it, or choose another --name"
+        raise NothingBegun(f"{folder} is being written by another process ({holder}): {advice}") from None
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    record = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, json.dumps(record).encode() + b"\n")
+    except OSError:  # a full disk
+        os.close(descriptor)
+        raise
+    _held[path] = descriptor

@@ -1,38 +1,41 @@
-"""Prompts and preference pairs from files, every fault named by file and line, or row, before a model loads."""
+"""Prompts from files, whose faults are named by file and line or row before a model loads; and the images of a step."""
 
-import io
 import json
-import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.parquet import Blob, read_rows
-from common.refusals import refusing
-from common.stops import say
+from common.distributed import gather, launched_world_size
+from common.errors import refusing
+from common.process import say
+from common.sde import image_seed
 
-import numpy as np
-from PIL import Image, ImageOps
-
-PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")  # columns of its rows that are read
+import torch
+import torch.distributed as dist
 
 
 @dataclass
 class PromptSet:
-    """Prompts and what else is known of them, in the order of their file."""
+    """Prompts and their metadata, in the order of their file."""
 
     prompts: list[str]
-    metadata: list[dict]  # the other fields of a .jsonl record or columns of a .parquet row, for the rewards
+    metadata: list[dict]  # for the rewards: the other fields of a .jsonl record or columns of a .parquet row
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.prompts)
 
-    def select(self, rows):
-        """The set of some rows, in their order, repeated where they repeat."""
+    def select(self, rows: Iterable[int] | torch.Tensor) -> "PromptSet":
+        """The prompts of some rows, in their order, repeated where they repeat."""
         rows = [int(row) for row in rows]
         return PromptSet([self.prompts[row] for row in rows], [self.metadata[row] for row in rows])
 
+    def first_drawn(self, count: int, seed: int) -> list[str]:
+        """The prompts that a GroupSampler of that seed draws first, `count` of them, or each once if it draws more."""
+        rows = epoch_order(len(self), seed, epoch=0)[:count]
+        return [self.prompts[row] for row in rows]
 
-def read_prompts(path, rewards=None, max_prompts=0):
+
+def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, max_prompts: int = 0) -> PromptSet:
     """Read prompts from a .txt file (one a line), a .jsonl file ({"prompt": ..., anything else is metadata}) or a
     .parquet file with a column `prompt`, of strings or of chats as VeRL-Omni writes them; other columns are metadata.
 
@@ -49,7 +52,7 @@ def read_prompts(path, rewards=None, max_prompts=0):
     metadata_checks = [reward.check_metadata for reward in functions if hasattr(reward, "check_metadata")]
     prompts = []
     metadata = []
-    for where, record in _read_records(Path(path)):
+    for where, record in read_records(Path(path)):
         prompt = record.pop("prompt")
         with refusing(where):
             for check in checks:
@@ -64,10 +67,12 @@ def read_prompts(path, rewards=None, max_prompts=0):
     return PromptSet(prompts, metadata)
 
 
-def _read_records(path):
-    """[("file:line", {"prompt": ..., more})] of a prompt file; raises ValueError for what read_prompts says."""
+def read_records(path: Path) -> list[tuple[str, dict]]:
+    """[("file:line", {"prompt": ..., more})] of a prompt file; raises ValueError as read_prompts does."""
     if path.suffix == ".parquet":
-        return _read_chats(path)
+        from common.parquet import read_chats  # needs pyarrow
+
+        return read_chats(path)
     with refusing(path):
         lines = _read_lines(path)
     records = []
@@ -81,7 +86,7 @@ def _read_records(path):
     return records
 
 
-def _read_lines(path):
+def _read_lines(path: Path) -> list[str]:
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError("prompts are read from .txt, .jsonl or .parquet files")
     if not path.is_file():
@@ -95,10 +100,10 @@ def _read_lines(path):
     return text.split("\n")
 
 
-def _parse_record(line):
+def _parse_record(line: str) -> dict:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # the latter of thousands of brackets
+    except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise ValueError(f"not JSON that can be read: {error}") from None
     prompt = record.get("prompt") if isinstance(record, dict) else None
     if not isinstance(prompt, str) or not prompt.strip():
@@ -107,170 +112,144 @@ def _parse_record(line):
     return record
 
 
-def _read_chats(path):
-    """[("file, row N", {"prompt": ..., more})] of rows as VeRL-Omni's, whose `prompt` and `negative_prompt` are chats.
+# ---- which images a rollout makes, and which of them are a rank's ----------------------------------------------------
+def epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
+    """The rows of all prompts in the order in which an epoch draws them."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(num_prompts, generator=generator).tolist()
 
-    The prompt is what the user says. What the system says before it is left out, as a pipeline has a template of its
-    own. Guidance is away from the empty prompt: a negative prompt that is not blank cannot be used.
+
+class GroupSampler:
+    """Draws the next `prompts_per_step` prompts, `group_size` images each, and says which of those images a rank makes.
+
+    Prompts come in the order of a permutation seeded by (seed, epoch), one epoch after another; a draw may span two
+    epochs. The state is one number, the prompts drawn so far: the same whatever the number of ranks or of workers.
+
+    The images of a step are numbered over all ranks, prompt by prompt. They are cut into num_mini_batches consecutive
+    mini-batches, one per optimizer step, and each mini-batch into as many consecutive shares as there are ranks. Every
+    optimizer step then sees the same images on any number of ranks.
     """
-    records = []
-    num_systems = 0
-    for where, row in read_rows(path, ["prompt"], more=True):
-        with refusing(where):
-            chat = _read_chat("prompt", row["prompt"])
-            if not chat["user"].strip():
-                raise ValueError("prompt: must not be blank")
-            negative = row.pop("negative_prompt", None)
-            if negative is not None and _read_chat("negative_prompt", negative)["user"].strip():
-                raise ValueError("negative_prompt: must be blank, as guidance here is away from the empty prompt")
-        if chat.get("system", "").strip():
-            num_systems += 1
-        records.append((where, row | {"prompt": chat["user"]}))
-    if not records:
-        raise ValueError(f"{path}: no prompts")
-    if num_systems:
-        say(f"{path}: {num_systems} system messages are left out: what the user says is the prompt")
-    return records
+
+    def __init__(
+        self,
+        num_prompts: int,
+        prompts_per_step: int,
+        group_size: int,
+        *,
+        seed: int,
+        num_mini_batches: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        rank = dist.get_rank() if rank is None else rank
+        world_size = dist.get_world_size() if world_size is None else world_size
+        num_images = prompts_per_step * group_size
+        if num_images % (num_mini_batches * world_size):
+            raise ValueError(
+                f"{prompts_per_step} prompts x {group_size} images do not divide into "
+                f"{num_mini_batches} mini-batches x {world_size} ranks"
+            )
+        self.num_prompts = num_prompts
+        self.prompts_per_step = prompts_per_step
+        self.group_size = group_size
+        self.seed = seed
+        self.num_mini_batches = num_mini_batches
+        self.world_size = world_size
+        mini_batch = num_images // num_mini_batches
+        share = mini_batch // world_size
+        starts = torch.arange(num_mini_batches) * mini_batch + rank * share  # (num_mini_batches,)
+        # global numbers of this rank's images, (B,)
+        self.image_index = (starts[:, None] + torch.arange(share)).flatten()
+        self.position = 0
+        self._epoch_of_order: int | None = None
+        self._order: list[int] = []
+
+    def __str__(self) -> str:
+        num_images = self.prompts_per_step * self.group_size
+        sizes = f"{num_images} images = {self.prompts_per_step} prompts x {self.group_size}"
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return f"{sizes}; {self.num_mini_batches} optimizer steps of {num_images // self.num_mini_batches}; {ranks}"
+
+    @property
+    def epoch(self) -> float:
+        """How often all prompts have been drawn so far."""
+        return self.position / self.num_prompts
+
+    def upcoming(self, num_steps: int) -> set[int]:
+        """The rows of all prompts that the ranks together draw in the next steps."""
+        count = min(num_steps * self.prompts_per_step, 2 * self.num_prompts)  # two epochs' worth has every row
+        return {self._prompt_row(self.position + k) for k in range(count)}
+
+    def draw(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The next step on this rank: its U prompts and its B images of them, of P prompts and N images over all ranks.
+
+        Returns the rows (U,) of the prompts; which of these U each image is of (B,); and the images' numbers (B,) among
+        the N, which are numbered prompt by prompt: image i is of prompt i // group_size of the P.
+        """
+        own, prompt_index = (self.image_index // self.group_size).unique(return_inverse=True)  # own: (U,) of the P
+        rows = [self._prompt_row(self.position + k) for k in own.tolist()]
+        self.position += self.prompts_per_step
+        return torch.tensor(rows), prompt_index, self.image_index
+
+    def rank_of(self, image_index: torch.Tensor) -> torch.Tensor:
+        """The ranks (B,) that have some of a step's images, by their numbers (B,) among the N."""
+        mini_batch = self.prompts_per_step * self.group_size // self.num_mini_batches
+        return image_index % mini_batch // (mini_batch // self.world_size)
+
+    def _prompt_row(self, position: int) -> int:
+        epoch = position // self.num_prompts
+        if self._epoch_of_order != epoch:
+            self._order = epoch_order(self.num_prompts, self.seed, epoch)
+            self._epoch_of_order = epoch
+        return self._order[position % self.num_prompts]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
 
 
-def _read_chat(column, chat):
-    """{role: text} of a chat of one user message, with or without a system message; a string is a user's."""
-    if isinstance(chat, str):
-        return {"user": chat}
-    messages = chat if isinstance(chat, list) else []
-    texts = {}
-    for message in messages:
-        if isinstance(message, dict) and message.get("role") in ("system", "user"):
-            texts[message["role"]] = message.get("content")
-    are_texts = all(isinstance(text, str) for text in texts.values())
-    if not are_texts or "user" not in texts or len(texts) != len(messages):
-        raise ValueError(f"{column}: must be a string or one user message of text, with a system message or none")
-    return texts
-
-
-def read_pairs(path):
-    """Read preference pairs: a .jsonl of {"prompt", "chosen", "rejected"}, the latter two image files relative to it,
-    or a folder with such a pairs.jsonl ("chosen_score" and "rejected_score" may be given); or a .parquet file with
-    pick-a-pic's columns, or a folder of such.
-
-    Returns a list of (prompt, chosen, rejected), the latter two as Path; of parquet files a ParquetPairs.
+def fit_micro_batch(
+    count: int, num_mini_batches: int, micro_batch_size: int, options: str = "--num_prompts x --group_size"
+) -> int:
+    """The micro-batch size, lowered to a rank's share of a mini-batch if that is smaller.
 
     Raises:
-        ValueError: naming file and line or row: no such image, not an image, equal images, chosen scored below
-            rejected. Of a parquet's images only the beginning is looked at, and their bytes are compared.
+        ValueError: `count` images (or pairs), made by `options`, do not divide into mini-batches, ranks, micro-batches.
     """
-    path = Path(path)
-    files = [path]
-    with refusing(path):
-        if path.is_dir():
-            files = sorted(path.glob("*.parquet"))
-            if (path / "pairs.jsonl").exists() or not files:
-                path = path / "pairs.jsonl"
-                files = [path]
-    if files[0].suffix == ".parquet":
-        return ParquetPairs(files)
-    pairs = []
-    for where, record in _read_records(path):
-        with refusing(where):
-            chosen, chosen_pixels = _find_image(record, "chosen", path.parent)
-            rejected, rejected_pixels = _find_image(record, "rejected", path.parent)
-            if chosen_pixels == rejected_pixels:
-                raise ValueError("chosen and rejected are the same image")
-            _check_scores(record.get("chosen_score"), record.get("rejected_score"))
-        pairs.append((record["prompt"], chosen, rejected))
-    return pairs
+    world_size = launched_world_size()
+    if count % (num_mini_batches * world_size):
+        raise ValueError(f"{options} = {count} cannot be cut into {num_mini_batches} mini-batches x {world_size} ranks")
+    per_rank = count // (num_mini_batches * world_size)
+    micro_batch_size = min(micro_batch_size, per_rank)
+    if per_rank % micro_batch_size:
+        raise ValueError(
+            f"--micro_batch_size {micro_batch_size}: a rank's share of a mini-batch, {per_rank}, cannot be cut into it "
+            f"({options} = {count}, {num_mini_batches} mini-batches, {world_size} ranks)"
+        )
+    return micro_batch_size
 
 
-class ParquetPairs:
-    """The pairs of files in pick-a-pic's columns, (prompt, chosen, rejected) each, the latter two as Blob.
+def share_of_rank(total: int) -> list[int]:
+    """This rank's share of 0 .. total - 1, dealt to the ranks in turn; the same number for each, from 0 again."""
+    world_size = dist.get_world_size()
+    per_rank = -(-total // world_size)  # rounded up
+    return [place % total for place in range(dist.get_rank(), per_rank * world_size, world_size)]
 
-    The files are read anew for every pass, as they may be larger than memory. Ties are left out, and counted on the
-    screen.
+
+def gather_shares(rows: torch.Tensor, total: int) -> torch.Tensor:
+    """Rows (B, ...) of share_of_rank(total) on every rank -> all rows (total, ...), in order, on every rank."""
+    in_turn = gather(rows).transpose(0, 1)  # (B, world size, ...)
+    return in_turn.flatten(0, 1)[:total]
+
+
+def share_eval_images(eval_set: PromptSet, images_per_prompt: int) -> tuple[list[int], PromptSet, list[int]]:
+    """This rank's share of an evaluation: the B images' places among all, their prompts (PromptSet) and seeds.
+
+    The seeds are the same at every evaluation; the images of a prompt have different ones.
     """
-
-    def __init__(self, files):
-        """Reads the files to their end. Raises read_pairs' ValueError."""
-        self.files = files
-        self.num_pairs = 0
-        for file in files:
-            rows = [pair is not None for pair in _read_pick_a_pic(file)]
-            num_ties = rows.count(False)
-            if num_ties:
-                say(f"{file}: {num_ties} of its {len(rows)} pairs are ties, which are left out")
-            self.num_pairs += rows.count(True)
-        if self.num_pairs == 0:
-            raise ValueError(f"{files[0]}: no pairs")
-
-    def __len__(self):
-        return self.num_pairs
-
-    def __iter__(self):
-        for file in self.files:
-            for pair in _read_pick_a_pic(file):
-                if pair is not None:
-                    yield pair
-
-
-def _read_pick_a_pic(file):
-    """Yield (prompt, chosen, rejected) of every row, or None for a tie."""
-    for where, row in read_rows(file, PICK_A_PIC):
-        with refusing(where):
-            pair = _order_by_label(where, row)
-        yield pair
-
-
-def _order_by_label(where, row):
-    labels = (row["label_0"], row["label_1"])
-    if labels == (0.5, 0.5):
-        return None
-    if labels not in ((1, 0), (0, 1)):
-        raise ValueError(f"label_0 {labels[0]}, label_1 {labels[1]}: must be 1 and 0, 0 and 1, or 0.5 and 0.5")
-    if not isinstance(row["caption"], str) or not row["caption"].strip():
-        raise ValueError("caption: must be a non-empty string")
-    images = []
-    for column in ("jpg_0", "jpg_1"):
-        if not isinstance(row[column], bytes):
-            raise ValueError(f"{column}: must be the bytes of an image")
-        with refusing(f"{column}: not a readable image", Exception):
-            Image.open(io.BytesIO(row[column])).close()  # its header: it is decoded when it is used
-        images.append(Blob(f"{where}, {column}", row[column]))
-    if row["jpg_0"] == row["jpg_1"]:
-        raise ValueError("jpg_0 and jpg_1 are the same image")
-    if labels == (0, 1):
-        images.reverse()
-    return row["caption"], *images
-
-
-def _find_image(record, kind, folder):
-    """The path of a record's image of that kind, and its size and pixels."""
-    if not isinstance(record.get(kind), str):
-        raise ValueError(f'a record needs "{kind}", the path of an image')
-    path = folder / record[kind]
-    with refusing(kind):
-        if not path.is_file():
-            raise ValueError(f"no such file: {path}")
-        image = open_image(path)  # to its end: verify() would miss a truncated file
-    return path, (image.size, image.tobytes())
-
-
-def open_image(source):
-    """The image of a Path or Blob, RGB, 8 bits a channel, upright as its EXIF orientation says.
-
-    Raises:
-        ValueError: naming it: not a readable image.
-    """
-    with refusing(f"not a readable image: {source}", Exception), Image.open(io.BytesIO(source.read_bytes())) as image:
-        image.load()
-        if image.mode.startswith("I;16"):  # 16 bits: convert() would clip them to white
-            eight_bits = np.asarray(image).astype(np.float64) / 257
-            image = Image.fromarray(eight_bits.round().clip(0, 255).astype(np.uint8))
-        return ImageOps.exif_transpose(image).convert("RGB")
-
-
-def _check_scores(chosen, rejected):
-    given = [score for score in (chosen, rejected) if score is not None]
-    for score in given:
-        if type(score) not in (int, float) or not -math.inf < score < math.inf:
-            raise ValueError("chosen_score and rejected_score must be numbers, and finite")
-    if len(given) == 2 and not chosen > rejected:
-        raise ValueError(f"chosen is scored {chosen}, not above rejected, {rejected}")
+    places = share_of_rank(len(eval_set) * images_per_prompt)
+    prompts = eval_set.select(place // images_per_prompt for place in places)
+    seeds = [image_seed("eval", place % images_per_prompt, place // images_per_prompt) for place in places]
+    return places, prompts, seeds

@@ -1,81 +1,113 @@
-"""Torchrun's world: joining it, and gathering over it.
+"""Torchrun's world and this machine: joining it, gathering over the ranks, the mesh of FSDP, random states.
 
-One rank alone exchanges nothing: gloo's threads would copy with OpenMP threads of their own, and where there are more
-of those than cores, libgomp lets all sleep where they wait for each other, which costs an update a quarter.
+One rank alone exchanges nothing. Gloo's threads would copy with OpenMP threads of their own, and where there are more
+of those than cores, libgomp puts all of them to sleep while they wait, which makes an update a quarter slower.
 """
 
 import gc
+import math
 import os
+import random
+import resource
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import TypeVar
 
-from common.stops import end_with_parent
+from common.process import end_with_parent
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+T = TypeVar("T")
 
 
-def launched_world_size():
-    """The number of ranks torchrun starts.
+def launched_world_size() -> int:
+    """The number of ranks that torchrun starts.
 
     Raises:
-        ValueError: the script was not started by torchrun.
+        ValueError: torchrun did not start the script.
     """
     if "WORLD_SIZE" not in os.environ:
         raise ValueError(f"start it with torchrun: torchrun --standalone {sys.argv[0]}")
     return int(os.environ["WORLD_SIZE"])
 
 
-def use_own_gpu():
-    """Make this rank's GPU, where there are GPUs, the current device of the thread."""
+def use_own_gpu() -> None:
+    """Make this rank's GPU, where there are GPUs, the thread's current device. ValueError: fewer GPUs than ranks."""
     if torch.cuda.is_available():
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_gpus = torch.cuda.device_count()
+        if num_ranks > num_gpus:
+            raise ValueError(f"torchrun --nproc_per_node {num_ranks}: each rank needs a GPU; here are {num_gpus}")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def leave_cores_to_this_thread():
-    """On a CPU: let the rollout's OpenMP threads sleep where they wait for each other, as long as this thread lives.
+def cores_of_this_rank() -> int:
+    """This rank's share of the cores that this process may use: at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
-    They spin else, on the core that this thread needs. Libgomp lets them sleep where it has more threads than cores:
-    this operation is large enough for this thread to start some of its own.
+
+def setup_distributed(shard_ranks: int = 0) -> torch.device:
+    """Join torchrun's world, where shard_ranks is shard_mesh's. Returns this rank's device.
+
+    The ranks of a machine share its cores. ValueError: each node has its own number of ranks to shard over.
     """
-    torch.ones(2**20)
-
-
-def setup_distributed():
-    """Join torchrun's world. Returns this rank's device; on CPU the ranks of a machine share its cores."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
-    # an hour: one rank's reward, or its checkpoint, may take its time
-    timeout = timedelta(hours=1)
+    allow_connections(launched_world_size())
+    timeout = timedelta(hours=1)  # one rank's reward, or its checkpoint, may take its time
+    torch.set_num_threads(cores_of_this_rank())  # torchrun leaves each rank one
+    # `torchrun --max_restarts` keeps its store, in which a rank would find where the others listened before the restart
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    world: dict = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
+    device = torch.device("cpu")
     if torch.cuda.is_available():
         use_own_gpu()
+        dist.init_process_group("cpu:gloo,cuda:nccl", **world)
         device = torch.device("cuda", torch.cuda.current_device())
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
     else:
-        device = torch.device("cpu")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
-        torch.set_num_threads(max(1, cores // ranks_here))  # torchrun leaves each rank one
-        dist.init_process_group("gloo", timeout=timeout)
+        from common.models.cpu import prepare_cpu  # a GPU needs none of it
+
+        prepare_cpu()
+        dist.init_process_group("gloo", **world)
+    sizes = sorted(set(gather_objects(int(os.environ["LOCAL_WORLD_SIZE"]))))
+    if len(sizes) > 1 and not shard_ranks:  # meshes by each rank's own node would wait for each other in step 1
+        raise ValueError(f"--shard_ranks 0: nodes have {sizes} ranks: make them equal, or pass {math.gcd(*sizes)}")
     return device
 
 
-def end_distributed():
-    """Leave torchrun's world, after all that used it is out of scope.
+def allow_connections(world_size: int) -> None:
+    """Raise the limit of open files, often 1,024: gloo takes one or two for each other rank."""
+    needed = 512 + 4 * world_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft not in (resource.RLIM_INFINITY, hard) and soft < needed:
+        needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def end_distributed() -> None:
+    """Leave torchrun's world, after everything that used it is out of scope.
 
     FSDP's threads end with their modules: without the collection about half of the CPU runs abort at exit.
     """
     gc.collect()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def on_rank_0():
+# ---- gathering -------------------------------------------------------------------------------------------------------
+def on_rank_0() -> bool:
     """Whether this process writes the run's files: it is the first of torchrun's world, or alone."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def gather(tensor):
-    """(B, ...) of every rank -> (world size, B, ...), the same on all of them; of one rank the tensor itself."""
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    """(B, ...) of every rank -> (world size, B, ...), the same on all ranks; for one rank a view of the tensor."""
     if dist.get_world_size() == 1:
         return tensor.unsqueeze(0)
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -83,7 +115,7 @@ def gather(tensor):
     return torch.stack(parts)
 
 
-def gather_rows(rows, places):
+def gather_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Each rank's rows (B, ...) and their places (B,) among all N -> all rows (N, ...) in order, on every rank."""
     every_place = gather(places).flatten()  # (N,)
     every_row = gather(rows).flatten(0, 1)  # (N, ...), rank by rank
@@ -92,27 +124,72 @@ def gather_rows(rows, places):
     return in_order
 
 
-def gather_objects(value):
+def gather_objects(value: T) -> list[T]:
     """One picklable value of every rank -> the list of them, by rank."""
     if dist.get_world_size() == 1:
         return [value]
-    parts = [None] * dist.get_world_size()
+    parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, value)
     return parts
 
 
-def gather_objects_on_rank_0(value):
+def gather_objects_on_rank_0(value: T) -> list[T] | None:
     """One picklable value of every rank -> on rank 0 the list of them, by rank; None on the others."""
     if dist.get_world_size() == 1:
         return [value]
-    parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    parts: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, parts)
     return parts
 
 
-def mean_over_ranks(passes):
-    """Passes of every rank, each {name: scalar tensor} -> {name: float}, the mean over all."""
+def mean_over_ranks(passes: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """The metrics of every rank's passes, scalar tensors by name -> their means over all passes and ranks."""
     names = list(passes[0])
     rows = torch.stack([torch.stack([metrics[name] for name in names]) for metrics in passes])  # (passes, names)
     means = gather(rows.mean(0)).mean(0)
     return dict(zip(names, means.tolist(), strict=True))
+
+
+def shard_mesh(device: torch.device, shard_ranks: int = 0) -> DeviceMesh:
+    """The mesh on which `shard_ranks` neighbouring ranks share one copy of the weights; other ranks have other copies.
+
+    0 means the ranks of a node, as nodes are connected more slowly. The mesh of one copy is (ranks,), the mesh of
+    several is (copies, ranks).
+    """
+    shard_ranks = shard_ranks or int(os.environ["LOCAL_WORLD_SIZE"])
+    num_copies = dist.get_world_size() // shard_ranks
+    if num_copies > 1:
+        return init_device_mesh(device.type, (num_copies, shard_ranks), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (shard_ranks,), mesh_dim_names=("shard",))
+
+
+# ---- random states, which a reward may draw from ---------------------------------------------------------------------
+def set_seed(seed: int) -> None:
+    """Seed this process's global generators: Python's, NumPy's, and torch's on every device. seed: 0 to 2^32 - 1."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  (a reward may use it)
+    torch.manual_seed(seed)
+
+
+def rng_states() -> dict:
+    """States of this process's global generators: Python's, NumPy's, torch's on the CPU and on its current GPU."""
+    algorithm, keys, *position = np.random.get_state(legacy=True)  # noqa: NPY002  (a reward may use it)
+    states: dict = {
+        "python": random.getstate(),
+        # as a tensor, because a checkpoint holds no arrays; torch has no arithmetic for uint32
+        "numpy": [algorithm, torch.from_numpy(np.asarray(keys).astype(np.int64)), *position],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_rng_states(states: dict) -> None:
+    """Undo what was drawn since rng_states(); a GPU's state does nothing on a machine without one."""
+    algorithm, keys, *position = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *position))  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

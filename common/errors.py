@@ -1,60 +1,46 @@
-"""Errors that end a script in one line on the screen."""
+"""Errors that a user can cause: each ends the script in one line that names the option, file or line at fault."""
 
-import os
-import sys
-import traceback
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-
-from common.refusals import UNREADABLE, brief
-
-# what gloo and NCCL say of a rank that has ended
-RANK_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
-ANOTHER_RANK_LOST = "another rank was lost; if it left no line above, it was killed, most often for memory (see dmesg)"
 
 
 class RunError(RuntimeError):
-    """What stopped a run, and what to do about it."""
+    """A run cannot continue; the message says why, and what to do about it."""
 
 
 class NothingBegun(RunError):
-    """What kept a start from going on: its folder is another process's, or the checkpoint another policy's. No way on
-    is advised."""
+    """A run could not start: another process owns its folder, or the checkpoint is of another policy. Resuming would
+    not help, and is not advised."""
+
+
+LONGEST = 600  # letters of a line
+UNREADABLE = (ValueError, OSError, RecursionError)  # raised by reading text and JSON
 
 
 @contextmanager
-def one_line(error_type, run=None):
-    """An error of that type ends the script with its message, without a traceback; others are bugs and keep theirs.
+def refusing(subject: str | Path, errors: type[Exception] | tuple[type[Exception], ...] = UNREADABLE) -> Iterator[None]:
+    """Errors of these types in the block become ValueError("subject: reason"), on one line.
 
-    A collective that fails because another rank is gone ends it in a line, too: that rank's own is the one to read.
-    run: the run's folder. The line then says what the run can go on from, and where the traceback of what caused it is.
+    subject: a file, perhaps with a line, or an option. errors: Exception where a library reads the file, which can
+    raise nearly anything over a flipped byte.
     """
     try:
         yield
-    except error_type as error:
-        # bad arguments are the same on every rank, and told once; a reward may fail to load on this rank alone
-        is_everywhere = error_type is ValueError and isinstance(error.__cause__ or error, UNREADABLE)
-        silent = is_everywhere and os.environ.get("LOCAL_RANK", "0") != "0"
-        raise SystemExit(1 if silent else _line(error, run, error)) from None
-    except RuntimeError as error:
-        if not any(sign in str(error) for sign in RANK_IS_GONE):
-            raise
-        raise SystemExit(_line(ANOTHER_RANK_LOST, run, error)) from None
+    except errors as error:
+        raise ValueError(brief(f"{subject}: {reason(error)}")) from error
 
 
-def _line(message, run, error):
-    """The script's last line: the message and, of a run that had begun, what its folder holds of use now."""
-    from common.checkpoints import saved_checkpoints  # which imports this file
+def reason(error: BaseException) -> str:
+    """The message of an exception; an OSError's without its number and its file, which is named already."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
-    told = f"{Path(sys.argv[0]).name}: error: {brief(str(message))}"
-    if run is None or not run.is_dir() or isinstance(error, NothingBegun):
-        return told
-    if error.__cause__:  # what a user's reward raised, say
-        path = run / f"traceback_rank{os.environ.get('RANK', '0')}.txt"
-        with suppress(OSError):  # a full disk, which may be the error itself
-            path.write_text("".join(traceback.format_exception(error)))
-            told += f"; traceback: {brief(str(path))}"
-    saved = saved_checkpoints(run)
-    if saved:
-        told += f"; go on from {saved[-1].name}: the same command with --resume latest"
-    return told
+
+def brief(text: str) -> str:
+    """`text` on one line: letters that do not print are escaped, and the middle of a long text is left out."""
+    printable = [letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text]
+    line = "".join(printable)
+    if len(line) <= LONGEST:
+        return line
+    half = LONGEST // 2
+    return f"{line[:half]} ... {line[-half:]}"

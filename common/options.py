@@ -1,7 +1,8 @@
-"""The options that all five scripts share, what bounds an option, and the command line in titled groups.
+"""The options that all five scripts share, the bounds of an option's value, and the command line.
 
-An option is a dataclass field with its docstring below it; a comment `# ---- run` begins a group of --help. Bounds
-stand beside the field they bound and are checked in one place, `check_options`.
+An option is a dataclass field with its docstring below it; a comment `# ---- run` begins a group of --help_all. Bounds
+stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`, and `check_options` holds every option
+against its own.
 """
 
 import ast
@@ -9,124 +10,165 @@ import inspect
 import math
 import os
 import re
+import sys
 import textwrap
-from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from common.bounds import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from common.checkpoints import EXPECTED_TO_DIFFER, saved_options
-from common.rewards import reward_settings
-from common.stops import say
-from common.watch import check_stop_rules, read_stop_rules
+from common.process import say
 
 import tyro
 
 ASSETS = Path(__file__).parents[1] / "assets"
-GROUPS = ("run", "model", "policy", "data", "reward", "rollout", "algorithm", "optimization", "evaluation")
+# the options that people set first, for --help; --help_all shows the others
+FIRST = (
+    *("name", "model", "image_size", "train_prompts", "eval_prompts", "pairs", "reward", "rollout"),
+    *("num_steps", "num_prompts", "group_size", "learning_rate"),
+)
 
 
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+class Bound(NamedTuple):
+    """The limits of an option's value, or of each of its values; a float must also be finite."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` is within the limits."""
+        if self.at_least is not None and value < self.at_least:
+            return False
+        if self.above is not None and value <= self.above:
+            return False
+        if self.at_most is not None and value > self.at_most:
+            return False
+        return self.below is None or value < self.below
+
+    def __str__(self) -> str:
+        words = [f"{name.replace('_', ' ')} {limit}" for name, limit in self._asdict().items() if limit is not None]
+        return " and ".join(words)
+
+
+PositiveInt = Annotated[int, Bound(at_least=1)]
+NonNegativeInt = Annotated[int, Bound(at_least=0)]
+PositiveFloat = Annotated[float, Bound(above=0)]
+NonNegativeFloat = Annotated[float, Bound(at_least=0)]
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
 @dataclass
 class SharedArgs:
     """Options of the same meaning and default in every script; a script's own `Args` adds to them."""
 
     # ---- run
+    name: str = ""
+    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
     seed: Annotated[int, Bound(at_least=0, at_most=2**32 - 1)] = 1
     """seed of the data order, the noise and the LoRA's initial weights"""
     track: bool = False
-    """log to wandb too, with a table of validation images"""
+    """also log to wandb, with a table of validation images"""
     resume: str | None = None
-    """`latest` goes on from this run's newest checkpoint, if any; or the checkpoint or run folder to go on from"""
+    """`latest` resumes this run from its newest checkpoint, or starts it where there is none; a checkpoint file or a
+    run folder starts a new run from it"""
     keep_checkpoints: PositiveInt = 2
-    """keep the newest so many checkpoints"""
+    """how many of the newest checkpoints to keep"""
     max_minutes: NonNegativeFloat = 0.0
     """finish the step, save and exit after this time, as after SIGTERM or SIGINT; 0: no limit"""
     profile_steps: Annotated[tuple[int, ...], Bound(at_least=0)] = ()
-    """steps of which a torch profiler trace is written, trace_STEP.json, large, for chrome://tracing"""
+    """training steps to write a torch profiler trace of: trace_STEP.json, a large file for chrome://tracing"""
     eval_only: bool = False
-    """evaluate and exit, under a new name: the checkpoint of --resume, with the options it has, or the model"""
-    plan: Literal["rtx4090", "a100-40", "a100-80", "h100-80", "h200-141", "cpu"] | None = None
-    """print what the run would need of memory and time on such devices, load nothing, and exit; with 1, and a line on
-    what to change, where it does not fit"""
+    """evaluate and exit, under a new --name: the checkpoint of --resume, with its options, or the model as it is"""
 
     # ---- model
     model: str = str(ASSETS / "embedded")
     """diffusers pipeline: a folder or a hub id"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of frozen weights and forward passes; trained weights, Adam, sampling and the VAE are fp32 always"""
+    """dtype of frozen weights and forward passes; trained weights, Adam, sampling and the VAE are always fp32"""
     train_with: tuple[Literal["activation_checkpointing", "cpu_offload", "compile"], ...] = ()
     """activation_checkpointing recomputes activations in the backward pass; cpu_offload keeps weights and Adam on the
     CPU; compile compiles every block"""
     shard_ranks: NonNegativeInt = 0
-    """ranks that share one copy of the transformer, each a shard of it, at most a node's; 0: all of a node; 1: each has
-    a copy, which needs more memory and no gathering of weights"""
+    """ranks that share one copy of the transformer, a shard each, at most the ranks of a node. 0: all ranks of a node;
+    1: every rank has a copy, which needs more memory and gathers no weights"""
     gather_for_sampling: bool = True
-    """without an engine, sample with the transformer whole on every rank, gathered once for all images of a rollout
-    (DPO: of a prompt); False, and always with cpu_offload: a block at a time in every pass, to save memory"""
+    """with --rollout local, gather the whole transformer on every rank once per rollout (DPO: once per prompt) to
+    sample with it. False saves memory by gathering a block at a time in every pass, as cpu_offload always does"""
     image_size: Annotated[tuple[int, int], Bound(at_least=1)] = (32, 96)
     """height and width of images in pixels"""
     num_frames: PositiveInt = 1
-    """frames of a video, of a model that makes videos (docs/models.md); of images 1"""
+    """frames of a video, for models that make videos (docs/models.md); 1 for images"""
     max_sequence_length: PositiveInt = 16
-    """tokens per prompt, longer ones are cut (SD3.5: 256 of T5; others: docs/models.md)"""
+    """tokens per prompt; longer prompts are cut (SD3.5: 256 of T5; others: docs/models.md)"""
     prompt_cache: str | None = None
-    """folder, seen by all ranks, to keep prompt embeddings in, each made once, so that the text encoders leave the GPU
-    for the CPU; None: made anew for each rollout"""
+    """folder, seen by all ranks, that keeps prompt embeddings: each prompt is encoded once, and the text encoders leave
+    the GPU. None: prompts are encoded again in each rollout"""
 
     # ---- policy
     lora_rank: NonNegativeInt = 16
-    """rank of the trained LoRA; 0: none, all weights are trained (at a learning rate of 1e-5 or so)"""
+    """rank of the trained LoRA; 0: no LoRA, all weights are trained (at a learning rate of about 1e-5)"""
     lora_alpha: PositiveInt = 32
-    """the LoRA acts with weight lora_alpha / lora_rank"""
+    """the LoRA is added to the weights with the factor lora_alpha / lora_rank"""
     lora_path: str | None = None
-    """PEFT or diffusers LoRA to start from, with its own rank and modules; it is then the reference, if there is one"""
+    """PEFT or diffusers LoRA to start from, with its own rank and modules; if a reference is needed, this is it"""
     lora_target_modules: tuple[str, ...] = ()
-    """modules that get a LoRA, by the end of their names; none given: the attention projections"""
+    """modules that get a LoRA, by the end of their names; if none are given, the attention projections"""
     lora_exclude_modules: tuple[str, ...] = ()
-    """modules that get no LoRA although they are targets, by the end of their names"""
+    """modules that get no LoRA although lora_target_modules names them, by the end of their names"""
 
     # ---- data
     train_prompts: str = str(ASSETS / "train_prompts.txt")
-    """prompts to train on: .txt, one a line; .jsonl, {"prompt": ...} with any metadata for the rewards; or .parquet, as
-    VeRL-Omni's (docs/flow_grpo.md)"""
+    """prompts to train on: .txt, one per line; .jsonl, {"prompt": ...} with any metadata for the rewards; or .parquet,
+    as VeRL-Omni writes it (docs/flow_grpo.md)"""
     eval_prompts: str = str(ASSETS / "eval_prompts.txt")
     """held-out prompts, sampled at every evaluation: a file like train_prompts"""
 
     # ---- reward
     reward: tuple[str, ...] = ("ocr",)
     """ocr, ocr_contains (a sign's one line), ocr_scene, ocr_scene_contains (text anywhere), jpeg_compressibility,
-    jpeg_incompressibility, path/to/file.py:function; pickscore, clip_score, aesthetic, vlm_judge, http_scorer, which
-    find their models and servers by environment variables (docs/rewards.md); several are added"""
+    jpeg_incompressibility, or your own path/to/file.py:function; pickscore, clip_score, aesthetic, vlm_judge and
+    http_scorer find their models and servers by environment variables (docs/rewards.md)"""
     reward_weights: tuple[float, ...] = (1.0,)
-    """weight of each reward in the sum"""
+    """weight of each reward in their sum, the total"""
     reward_failure: Literal["stop", "mask"] = "stop"
-    """where a reward cannot score an image, as a judge whose answer holds no number: end the run, or leave the image
-    out of its group and the loss, and count it; a server that is gone ends the run in any case"""
+    """when a reward cannot score an image, for example because a judge's answer holds no number: stop ends the run;
+    mask gives the image its group's mean score and advantage 0, and counts it. A lost server always ends the run"""
 
     # ---- optimization
     lr_warmup_steps: NonNegativeInt = 0
-    """optimizer steps over which the learning rate rises to learning_rate; it is constant from there"""
+    """optimizer steps over which the learning rate rises to learning_rate; it stays constant after them"""
     weight_decay: NonNegativeFloat = 1e-4
     """weight decay of AdamW"""
+    adam_eps: PositiveFloat = 1e-15
+    """AdamW's epsilon (published codes: 1e-8): gradients of RMS g, say 5e-9, step by learning_rate * g / (g + it)"""
     max_grad_norm: PositiveFloat = 1.0
     """gradient norm above which the gradient is scaled down to it"""
     ema_decay: Annotated[float, Bound(at_least=0, below=1)] = 0.0
-    """evaluate, and save for diffusers, an average of the weights, of decay min(this, (1 + k) / (10 + k)) after k
-    optimizer steps; 0: none"""
+    """evaluate, and save for diffusers, an average of the weights with decay min(this, (1 + k) / (10 + k)) after k
+    optimizer steps; 0: no average"""
 
     # ---- evaluation
     eval_every: PositiveInt = 5
-    """steps between evaluations and checkpoints; there is one of each at the end, and an evaluation at step 0"""
+    """training steps between evaluations with a checkpoint; the last step has both as well, and step 0 an evaluation"""
     eval_num_inference_steps: PositiveInt = 3
-    """sampling steps of an evaluation image, all deterministic (Flow-GRPO's paper: 40)"""
+    """sampling steps of an evaluation image, all of them ODE steps (Flow-GRPO's paper: 40)"""
     max_prompts: NonNegativeInt = 0
-    """use only the first so many held-out prompts; 0: all"""
+    """use only this many held-out prompts, the first ones; 0: all"""
     eval_images_per_prompt: PositiveInt = 1
-    """images of each held-out prompt, each from a fixed seed of its own; of several their diversity is logged"""
+    """images of each held-out prompt, each from its own fixed seed; their diversity is logged if there are several"""
     eval_reward: tuple[str, ...] = ()
-    """rewards, named as for reward, that score evaluations alone, and are not in the weighted total"""
+    """rewards, named as for --reward, that only score evaluations; they are not part of the weighted total"""
     stop_if: tuple[str, ...] = ()
-    """save and exit after a step whose evaluation meets one of these, in quotes: 'val/aesthetic/mean<5.2', or with >"""
+    """save and exit after an evaluation that meets one of these, in quotes: 'val/aesthetic/mean<5.2', or with >"""
+
+    @property
+    def evaluated_policy(self) -> str:
+        """The policy that is evaluated, and saved for diffusers: the average of the weights, if there is one."""
+        return "ema" if self.ema_decay > 0 else "default"
 
 
 @dataclass
@@ -135,129 +177,195 @@ class EngineArgs(SharedArgs):
 
     # ---- rollout
     rollout: Literal["vllm", "local"] = "vllm"
-    """who samples: vllm, a vLLM-Omni engine per rank in a process of its own; local, the training transformer"""
+    """vllm: a vLLM-Omni engine per rank samples, in a process of its own; local: the training transformer samples"""
     rollout_batch_size: PositiveInt = 32
-    """images the vLLM-Omni engine samples at once, at most; local takes micro_batch_size"""
+    """images that the vLLM-Omni engine samples at once, at most; local uses micro_batch_size"""
     engine_timeout_s: PositiveFloat = 600
-    """seconds to wait for a batch of images of the engine, or another answer, before the run stops with an error"""
+    """seconds to wait for a chunk of images, or another answer of the engine, before the run ends with an error"""
     engine_sleep: bool = False
-    """the engine's weights leave the GPU after each rollout, which takes seconds, and the update has their memory"""
+    """move the engine's weights out of GPU memory after each rollout, which takes seconds and makes room for the
+    update"""
     engine_devices: Annotated[tuple[int, ...], Bound(at_least=0)] = ()
-    """GPUs for the engines alone, --engine_tensor_parallel indices for each rank of a machine, a rank's next to each
-    other, behind the ranks' own; none: they share those"""
+    """GPUs for the engines alone, after the ranks' own: as many neighbouring indices as --engine_tensor_parallel for
+    each rank of a node. If none are given, each engine shares its rank's GPU"""
     engine_tensor_parallel: PositiveInt = 1
     """workers that an engine's transformer is split over, each on a GPU of --engine_devices; must divide its heads"""
 
 
-def check_options(args):
-    """Hold every option against the bound beside its field, the run's name against leaving runs/, and copies of the
-    weights against the ranks there are.
+@dataclass
+class RatioArgs(EngineArgs):
+    """The options of the scripts whose loss compares a new log-prob with that of the old policy."""
+
+    # ---- rollout
+    old_log_prob: Literal["rollout", "recompute"] = "recompute"
+    """log-probs that the ratio starts from: the engine's (rollout) or the trainer's (recompute), equal if local"""
+    rollout_correction: str = "none"
+    """sample weights that make up for the engine's mismatch: none, or KIND:THRESHOLD, several joined by commas. The
+    kinds are tis, icepop, reject_k1, reject_k2 and reject_k3, each also with _trajectory at its end. A threshold is in
+    units of clip_range, or of its square for k2 and k3 (docs/engine.md)"""
+    max_velocity_mismatch: PositiveFloat | None = None
+    """end the run if the engine's velocity differs from the trainer's by a larger share; None: by dtype and guidance"""
+
+
+ArgsClass = TypeVar("ArgsClass", bound=SharedArgs)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+def check_options(args: SharedArgs) -> None:
+    """Hold every option against its bound, and those that belong together against each other.
 
     Raises:
         ValueError: in one line that names the option, its value and what it must be.
     """
-    rewards = [name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward)]
-    check_stop_rules(read_stop_rules(args.stop_if), rewards, args.eval_images_per_prompt)
+    if args.stop_if:
+        from common.rewards.stop_rules import check_stop_rules  # only runs with --stop_if need it
+
+        rewards = [name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward)]
+        check_stop_rules(args.stop_if, rewards, args.eval_images_per_prompt)
     ranks_of_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if args.shard_ranks and ranks_of_a_node % args.shard_ranks:
         raise ValueError(f"--shard_ranks {args.shard_ranks}: does not divide the {ranks_of_a_node} ranks of a node")
     name = args.name
     if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 200:
         raise ValueError(f"--name {name}: must be the name of one folder, of at most 200 bytes")
+    if isinstance(args, EngineArgs) and args.rollout == "local":
+        if args.engine_devices:
+            devices = " ".join(map(str, args.engine_devices))
+            raise ValueError(f"--engine_devices {devices}: with --rollout local there is no engine")
+        if args.engine_tensor_parallel > 1:
+            workers = args.engine_tensor_parallel
+            raise ValueError(f"--engine_tensor_parallel {workers}: with --rollout local there is no engine")
+    if isinstance(args, RatioArgs) and args.rollout_correction != "none":
+        compares = args.rollout == "vllm" and args.old_log_prob == "recompute"
+        if not compares:
+            raise ValueError("--rollout_correction: needs --rollout vllm and --old_log_prob recompute")
     for name, hint in get_type_hints(type(args), include_extras=True).items():
-        given = getattr(args, name)
-        values = given if isinstance(given, tuple) else (given,)
-        bounds = _bounds(hint)
-        for value in values:
-            if value is None:
-                continue
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"--{name} {value}: must be a finite number")
-            for bound in bounds:
-                if not bound.holds(value):
-                    raise ValueError(f"--{name} {value}: must be {bound}")
+        _check_bounds(name, getattr(args, name), _bounds(hint))
 
 
-def _bounds(hint):
-    """The bounds of a type hint, those inside of `PositiveFloat | None` too."""
+def _check_bounds(name: str, given: tuple | float | None, bounds: list[Bound]) -> None:
+    """Raises ValueError where the value of option `name`, or one of its values, is out of bounds."""
+    for value in given if isinstance(given, tuple) else (given,):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"--{name} {value}: must be a finite number")
+        for bound in bounds:
+            if value is not None and not bound.holds(value):
+                raise ValueError(f"--{name} {value}: must be {bound}")
+
+
+def _bounds(hint: type) -> list[Bound]:
+    """The bounds in a type hint, such as that in `PositiveFloat | None`."""
     bounds = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Bound)]
     for part in get_args(hint):
         bounds += _bounds(part)
     return bounds
 
 
-class Option(NamedTuple):
-    """What a field's surroundings in the source say of it."""
+# ---- the command line ------------------------------------------------------------------------------------------------
+def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | None = None) -> ArgsClass:
+    """The options from the command line, within their bounds; the script's first line goes to the screen.
 
-    group: str
-    help: str
-
-
-def read_options(args_class):
-    """{name: Option} of a dataclass and its bases, from the comments and docstrings of their source."""
-    options = {}
-    for part in reversed(args_class.__mro__[:-1]):
-        source = textwrap.dedent(inspect.getsource(part))
-        lines = source.splitlines()
-        body = ast.parse(source).body[0].body
-        for statement, docstring in zip(body, [*body[1:], None], strict=True):
-            if isinstance(statement, ast.AnnAssign):
-                titles = re.findall(r"^    # ---- (\w+)$", "\n".join(lines[: statement.lineno]), re.MULTILINE)
-                is_docstring = isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant)
-                text = " ".join(docstring.value.value.split()) if is_docstring else ""  # wrapped anew for the screen
-                options[statement.target.id] = Option(titles[-1] if titles else "algorithm", text)
-    return options
-
-
-def parse_args(args_class, description, argv=None):
-    """An `args_class` from the command line, and the script's first line on the screen.
-
-    With --eval_only an option that is not given is that of the checkpoint of --resume.
+    With --eval_only, the checkpoint of --resume gives the options that the command line does not. --help prints the
+    options that people set first, --help_all all of them; both exit.
 
     Raises:
-        ValueError: there is no good checkpoint to take them from.
+        ValueError: an option is out of bounds, or there is no good checkpoint to take options from.
     """
-    args = _parse(args_class, description, argv, {})
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help", "--help_all"} & set(argv):
+        print(help_text(args_class, description, first_only="--help_all" not in argv))
+        raise SystemExit(0)
+    args = _parse(args_class, argv, {})
     say(f"runs/{args.name}: checking options and files")
     if args.eval_only and args.resume not in (None, "latest"):
         saved = saved_options(args.resume)
         of_the_model = {name: value for name, value in saved.items() if name not in EXPECTED_TO_DIFFER}
-        args = _parse(args_class, description, argv, of_the_model)
+        args = _parse(args_class, argv, of_the_model)
+    check_options(args)
     return args
 
 
-def _parse(args_class, description, argv, defaults):
-    """An `args_class` from the command line, whose --help shows its options in titled groups, GROUPS first.
+def _parse(args_class: type[ArgsClass], argv: list[str], defaults: dict) -> ArgsClass:
+    """The options from `argv`, with other defaults than the fields' where `defaults` has them, by name."""
+    known = {field.name for field in fields(args_class)}
+    default = args_class(**{name: value for name, value in defaults.items() if name in known})
+    config = (tyro.conf.FlagConversionOff,)
+    return tyro.cli(args_class, args=argv, default=default, use_underscores=True, config=config, add_help=False)
 
-    tyro titles nested dataclasses: one is made for each group, and its fields are handed on to `args_class`. defaults:
-    {name: value} of options that have another default than their field's; names that are no options are left out.
-    """
+
+class Option(NamedTuple):
+    """An option as --help shows it."""
+
+    group: str
+    values: str  # "INT", "vllm|local", "STR ..."
+    default: str
+    help: str
+
+
+def read_options(args_class: type) -> dict[str, Option]:
+    """The options of a dataclass by name, from its fields and from the comments and docstrings of its source."""
+    hints = get_type_hints(args_class)
+    groups: dict[str, str] = {}
+    texts: dict[str, str] = {}
+    for part in reversed(args_class.__mro__[:-1]):
+        source = textwrap.dedent(inspect.getsource(part))
+        lines = source.splitlines()
+        (class_node,) = ast.parse(source).body
+        assert isinstance(class_node, ast.ClassDef)
+        for statement, below in zip(class_node.body, [*class_node.body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                titles = re.findall(r"^    # ---- (\w+)$", "\n".join(lines[: statement.lineno]), re.MULTILINE)
+                groups[statement.target.id] = titles[-1] if titles else "algorithm"
+                if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                    texts[statement.target.id] = " ".join(str(below.value.value).split())
+    options = {}
+    for field in fields(args_class):
+        default = "" if field.default is MISSING else _shown(field.default)
+        values = _values(hints[field.name])
+        options[field.name] = Option(groups[field.name], values, default, texts.get(field.name, ""))
+    return options
+
+
+def _values(hint: type) -> str:
+    """A type hint as --help shows it: INT, FLOAT FLOAT, STR ..., True|False, or the choices."""
+    parts = [part for part in get_args(hint) if part is not NoneType]
+    if get_origin(hint) is Literal:
+        return "|".join(map(str, parts))
+    if get_origin(hint) in (Union, UnionType):
+        return "|".join(map(_values, parts))
+    if get_origin(hint) is tuple:
+        return f"{_values(parts[0])} ..." if parts[-1] is Ellipsis else " ".join(map(_values, parts))
+    return "True|False" if hint is bool else str(getattr(hint, "__name__", hint)).upper()
+
+
+def _shown(default: tuple | str | float | None) -> str:
+    """A default as one would type it; a path inside the checkout relative to it."""
+    if isinstance(default, tuple):
+        return " ".join(map(str, default)) or "none"
+    return str(default).replace(f"{ASSETS.parent}/", "")
+
+
+def help_text(args_class: type, description: str, *, first_only: bool) -> str:
+    """The text of --help: the script's header and its options, one below the other."""
     options = read_options(args_class)
-    hints = get_type_hints(args_class, include_extras=True)
-    titles = dict.fromkeys([*GROUPS, *(option.group for option in options.values())])
-    groups = []
-    for title in titles:
-        members = [f for f in fields(args_class) if options[f.name].group == title]
-        columns = []
-        for f in members:
-            hint = Annotated[hints[f.name], tyro.conf.arg(help=options[f.name].help)]
-            columns.append((f.name, hint, field(default=defaults.get(f.name, f.default))))
-        if columns:
-            group = make_dataclass(title, columns)
-            groups.append((title, group, field(default_factory=group)))
-    parsed = tyro.cli(
-        make_dataclass("Options", groups),
-        description=description,
-        args=argv,
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes),
-    )
-    values = {}
-    for group in fields(parsed):
-        values |= vars(getattr(parsed, group.name))
-    return args_class(**values)
+    lines = [description.strip(), ""]
+    group = ""
+    order = [name for name in FIRST if name in options]
+    if not first_only:
+        order = sorted(options, key=lambda name: list(_groups(options)).index(options[name].group))
+    for name in order:
+        option = options[name]
+        if not first_only and option.group != group:
+            group = option.group
+            lines += [f"---- {group}", ""]
+        lines.append(f"--{name} {option.values}  (default: {option.default})")
+        lines += [*textwrap.wrap(option.help, 100, initial_indent="    ", subsequent_indent="    "), ""]
+    if first_only:
+        lines.append(f"--help_all shows all {len(options)} options.")
+    return "\n".join(lines)
 
 
-def recorded(args):
-    """asdict(args) and, as `reward_settings`, the environment variables that the scores of its rewards depend on."""
-    return asdict(args) | {"reward_settings": reward_settings([*args.reward, *args.eval_reward])}
+def _groups(options: dict[str, Option]) -> dict[str, None]:
+    """The groups of --help_all in the order of the five scripts' titles."""
+    usual = ("run", "model", "policy", "data", "reward", "rollout", "algorithm", "optimization", "evaluation")
+    return dict.fromkeys([*usual, *(option.group for option in options.values())])

@@ -1,68 +1,55 @@
-"""The policies of a run on one base model, and which of them acts.
+"""The policies of a run on one base model, which of them acts, and what a checkpoint holds of them.
 
-`default` is trained; others (`ema`, `old`, `reference`) follow it, or stay. With a LoRA each is an adapter of the one
-transformer and the base is all adapters off; with full weights each is a transformer of its own.
+`default`, peft's name, is the trained policy. The others are `ema` (its average), `old` (which follows it) and
+`reference` (which stays as it is). With a LoRA every policy is an adapter of the one transformer, and the base model is
+that transformer with all adapters off. With full weights every policy is a transformer of its own.
 """
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from common.distributed import on_rank_0
-from common.errors import RunError
-from common.lora import read_lora
+from common.distributed import gather_objects, on_rank_0, restore_rng_states, rng_states, set_seed
+from common.errors import NothingBegun, RunError
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+if TYPE_CHECKING:
+    from common.engine.client import VLLMEngine
+    from common.models.family import Family
+    from common.models.lora import LoRA
+
+    from peft import LoraConfig
 
 
-def make_lora(path, rank, alpha, target_modules, exclude_modules=()):
-    """(LoraConfig, its tensors) of the PEFT or diffusers LoRA at `path`, or (LoraConfig, None) of a new one.
-
-    None, with `path` None and rank 0: full weights are trained.
-
-    Raises:
-        ValueError: one line that names --lora_path and what is wrong with it.
-    """
-    if path:
-        tensors, config = read_lora(path)
-        return config, tensors
-    if rank == 0:
-        return None
-    from peft import LoraConfig  # slow, as all of peft
-
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        init_lora_weights="gaussian",
-        target_modules=list(target_modules),
-        exclude_modules=list(exclude_modules) or None,
-    )
-    return config, None
-
-
-def add_policies(model, lora, names):
+def add_policies(model: "Family", lora: "LoRA | None", names: Sequence[str], seed: int) -> None:
     """Give `model` the policies `names`, equal at first; `default` is the first of them and the only trainable one.
 
-    lora: make_lora's value. A new LoRA needs no `reference`: that is the base model. A LoRA is fp32; full weights that
-    are trained or averaged become so in `shard` of the scripts, block by block, and a reference keeps its dtype.
+    lora: make_lora's value; None: full weights. seed: of the global generators, and so of a new LoRA's weights, which
+    every rank draws alike. A new LoRA needs no `reference`, which is the base model. A LoRA is fp32. Full weights that
+    are trained or averaged become fp32 in `shard` of the scripts, block by block; a reference keeps its dtype.
 
     Raises:
-        RunError: a module of the LoRA that the transformer does not have.
+        RunError: the transformer lacks a module of the LoRA.
     """
+    set_seed(seed)
     model.is_lora = lora is not None
-    if model.is_lora:
-        _add_adapters(model, *lora, names)
+    if lora:
+        _add_adapters(model, lora.config, lora.tensors, names)
     else:
         _copy_transformer(model, names)
     use_policy(model, "default")
 
 
-def _copy_transformer(model, names):
-    """A transformer for each policy; `default` has the pipeline's own. The copies share its memory until they are
-    sharded, which copies: a rank never holds two whole models."""
+def _copy_transformer(model: "Family", names: Sequence[str]) -> None:
+    """Give each policy a transformer; `default` has the pipeline's own. The others share its memory until they are
+    sharded. Sharding copies, so that a rank never holds two whole models."""
     transformer = model.transformer
     model.policies = {}
     for name in names:
@@ -72,8 +59,10 @@ def _copy_transformer(model, names):
             model.policies[name] = copy.deepcopy(transformer, shared)
 
 
-def _add_adapters(model, lora_config, lora_tensors, names):
-    """An adapter of the one transformer for each policy, of `lora_tensors` or new (None)."""
+def _add_adapters(
+    model: "Family", lora_config: "LoraConfig", lora_tensors: dict[str, torch.Tensor] | None, names: Sequence[str]
+) -> None:
+    """Give each policy an adapter of the one transformer: a new one or, where they are given, the `lora_tensors`."""
     from peft import set_peft_model_state_dict
 
     transformer = model.transformer
@@ -98,10 +87,10 @@ def _add_adapters(model, lora_config, lora_tensors, names):
             follow(model, name, 0.0)
 
 
-def _check_modules(transformer, config, option):
-    """Raises RunError for a target or excluded module that is not there, and where none is left.
+def _check_modules(transformer: torch.nn.Module, config: "LoraConfig", option: str) -> None:
+    """Raises RunError for a target or excluded module that does not exist, and where no module is left.
 
-    `option` is what gave the targets. A module is named by the end of its name: `to_q` is every to_q.
+    `option` gave the targets. A module is named by the end of its name: `to_q` means every to_q.
     """
     targets = sorted(config.target_modules)
     excluded = sorted(config.exclude_modules or ())
@@ -120,13 +109,13 @@ def _check_modules(transformer, config, option):
         raise RunError(f"--lora_exclude_modules {' '.join(excluded)}: no module is left to get a LoRA")
 
 
-def _ends_with(name, ends):
+def _ends_with(name: str, ends: Sequence[str]) -> bool:
     """Whether a module's dotted name ends with one of `ends`, in whole parts: blocks.0.to_q with to_q, not with q."""
     return f".{name}".endswith(tuple(f".{end}" for end in ends))
 
 
-def use_policy(model, name):
-    """Let policy `name` act in `model.transformer`; only `default` ever asks for a gradient. RNGs are not touched.
+def use_policy(model: "Family", name: str) -> None:
+    """Let policy `name` act in `model.transformer`; only `default` ever requires a gradient. Random states stay.
 
     `reference` is the base model where the policies are LoRAs without one of that name.
     """
@@ -137,34 +126,36 @@ def use_policy(model, name):
         else:
             model.transformer.disable_adapters()
         for key, parameter in model.transformer.named_parameters():
-            parameter.requires_grad_(".default." in key)  # peft lets the acting one ask instead
+            parameter.requires_grad_(".default." in key)  # peft makes the acting one trainable instead
     else:
         model.transformer = model.policies[name]
         model.transformer.requires_grad_(name == "default")
 
 
 @contextmanager
-def acting(model, name, engine=None, in_engine="default"):
-    """Within the block policy `name` acts, and after it `default` does.
+def acting(
+    model: "Family", name: str, engine: "VLLMEngine | None" = None, in_engine: str = "default"
+) -> Iterator[None]:
+    """Let policy `name` act within the block, and `default` again after it.
 
-    Where an engine is given, `name` acts in it, too; it holds the policy `in_engine` before the block, and after it.
+    Where an engine is given, `name` is pushed to it for the block. The engine holds the policy `in_engine` before the
+    block, and gets it back after the block.
     """
-    in_another = engine is not None and name != in_engine
     use_policy(model, name)
-    if in_another:
+    if engine and name != in_engine:
         engine.push(*policy_tensors(model, name))
     yield
     use_policy(model, "default")
-    if in_another:
+    if engine and name != in_engine:
         engine.push(*policy_tensors(model, in_engine))
 
 
 @contextmanager
-def gathered(model, is_wanted):
-    """Within the block, whose passes take no gradient, every rank keeps the acting transformer's weights whole from its
-    first pass on, in place of gathering a block at a time in every pass. The numbers are the same to the bit.
+def gathered(model: "Family", is_wanted: bool) -> Iterator[None]:
+    """Let every rank keep the acting transformer's weights whole within the block, from its first pass on.
 
-    Where it is not wanted, or where one rank's shards are all of it, passes gather a block at a time as ever.
+    Passes in the block take no gradient. Without this, every pass gathers the weights a block at a time; the numbers
+    are the same to the bit. Nothing happens where it is not wanted, or where a rank holds all weights anyway.
     """
     transformer = model.transformer
     shards = [p.device_mesh.size(-1) for p in transformer.parameters() if isinstance(p, DTensor)]
@@ -182,8 +173,8 @@ def gathered(model, is_wanted):
 
 
 @torch.no_grad()
-def follow(model, name, decay):
-    """policy <- decay policy + (1 - decay) default, on each rank's shards; decay 0 copies to the bit."""
+def follow(model: "Family", name: str, decay: float) -> None:
+    """policy <- decay policy + (1 - decay) trained, on each rank's shards; decay 0 copies to the bit."""
     default = model.policies["default"]
     policy = model.policies[name]
     for transformer in (default, policy):
@@ -198,7 +189,7 @@ def follow(model, name, decay):
             target.lerp_(source[key_of_default], 1 - decay)
 
 
-def local_tensors(model, name):
+def local_tensors(model: "Family", name: str) -> dict[str, torch.Tensor]:
     """{key: this rank's tensor of policy `name`}, sharing its memory; peft's keys have no adapter name."""
     if model.is_lora:
         from peft import get_peft_model_state_dict
@@ -207,31 +198,31 @@ def local_tensors(model, name):
     return model.policies[name].state_dict()
 
 
-class PolicyTensors(Mapping):
+class PolicyTensors(Mapping[str, torch.Tensor]):
     """A policy's tensors by name, each gathered from all ranks when it is asked for: a rank never holds all of them.
 
-    Asking is a collective, and so is going through them, `items`.
+    Reading a tensor is a collective, and so is a loop over `items`.
     """
 
-    def __init__(self, of_this_rank):
+    def __init__(self, of_this_rank: dict[str, torch.Tensor]) -> None:
         self.of_this_rank = of_this_rank  # {name: this rank's shard, or a whole tensor}
 
-    def __getitem__(self, name):
+    def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self.of_this_rank[name].detach()
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return iter(self.of_this_rank)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.of_this_rank)
 
-    def numel(self, name):
-        """Elements of a tensor, which is not gathered for it."""
+    def numel(self, name: str) -> int:
+        """Elements of a tensor, counted without gathering it."""
         return self.of_this_rank[name].numel()
 
 
-def policy_tensors(model, name="default"):
+def policy_tensors(model: "Family", name: str = "default") -> "tuple[PolicyTensors, LoraConfig | None]":
     """The unsharded tensors of policy `name`, as a PolicyTensors; and its LoraConfig, or None for full weights.
 
     Names are relative to the transformer: "module.lora_A.weight", or a parameter's own name.
@@ -240,7 +231,7 @@ def policy_tensors(model, name="default"):
     return PolicyTensors(local_tensors(model, name)), lora_config
 
 
-def tensors_on_rank_0(model, name="default"):
+def tensors_on_rank_0(model: "Family", name: str = "default") -> "tuple[dict[str, torch.Tensor], LoraConfig | None]":
     """{name: copy on the CPU} of all tensors of a policy on rank 0, {} on the others; its LoraConfig. A collective."""
     tensors, lora_config = policy_tensors(model, name)
     kept = {}
@@ -248,3 +239,64 @@ def tensors_on_rank_0(model, name="default"):
         if on_rank_0():
             kept[key] = tensor.cpu().clone()
     return kept, lora_config
+
+
+# ---- what a checkpoint holds of them ---------------------------------------------------------------------------------
+def training_state(model: "Family", optimizer: torch.optim.Optimizer) -> dict:
+    """All that training changes in this process, unsharded, for any number of ranks to resume from. A collective.
+
+    {"policies": tensors of every policy except the reference, "optimizer": Adam's moments, "rng": every rank's random
+    states}; tensors are on rank 0's CPU, and not there on other ranks.
+    """
+    policies = {}
+    # before the optimizer's state: this shards again what a forward pass without a backward left whole
+    for name in model.policies:
+        if name != "reference":
+            policies[name], _ = tensors_on_rank_0(model, name)
+    moments = {}  # none before the first optimizer step
+    if optimizer.state:
+        unsharded = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        moments = get_optimizer_state_dict(model.transformer, optimizer, options=unsharded)
+    return {"rng": gather_objects(rng_states()), "policies": policies, "optimizer": moments}
+
+
+def load_training_state(model: "Family", optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """The reverse of training_state. A policy that the saved run did not have begins as its trained policy.
+
+    Raises:
+        NothingBegun: naming a tensor that differs, as load_policy_tensors.
+    """
+    policies = state["policies"]
+    for name in model.policies:
+        if name != "reference":
+            load_policy_tensors(model, name, policies.get(name, policies["default"]))
+    if state["optimizer"]:
+        # not strict: a last block may feed nothing, so that its LoRA has no gradient and Adam no state of it
+        unsharded = StateDictOptions(full_state_dict=True, strict=False)
+        set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=unsharded)
+    restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
+
+
+@torch.no_grad()
+def load_policy_tensors(model: "Family", name: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Copy whole tensors into policy `name`; every rank is given all of them, and keeps its shards.
+
+    Raises:
+        NothingBegun: naming a tensor that only one side has, or that has another shape.
+    """
+    targets = local_tensors(model, name)
+    differing = targets.keys() ^ tensors.keys()  # in one of them only
+    differing |= {key for key in targets.keys() & tensors.keys() if targets[key].shape != tensors[key].shape}
+    if differing:
+        raise NothingBegun(
+            f"the checkpoint's policy {name} is not this run's: {min(differing)} is in one of them only, or of "
+            "another shape; were --lora_rank, --lora_target_modules or --model changed?"
+        )
+    for key, target in targets.items():
+        value = tensors[key].to(target.dtype)
+        if isinstance(target, DTensor):
+            mesh = target.device_mesh
+            value = value.to(mesh.device_type)
+            # src_data_rank None: every rank cuts its shard from its own copy, and none is sent
+            value = distribute_tensor(value, mesh, target.placements, src_data_rank=None)
+        target.copy_(value)

@@ -1,20 +1,24 @@
-"""What a rollout is asked for and what it gives back: the same two records, whichever engine samples."""
+"""A rollout's request and its trajectories: the same two records, whichever engine samples."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from common.noise import draw_noise
+from common.sde import SDEStepOutput, draw_noise
 
 import torch
+
+# PIL images, or videos: lists of PIL images
+Images = list
 
 
 @dataclass
 class RolloutRequest:
-    """B images or videos of U distinct prompts, sampled in T steps: everything the policy is, but for its weights."""
+    """B images or videos of U distinct prompts, in T sampling steps: all that a policy needs to make them."""
 
     conditioning: dict[str, torch.Tensor]
-    """of the U prompts, (U, ...) each"""
+    """the transformer's inputs about the U prompts, (U, ...) each"""
     negative_conditioning: dict[str, torch.Tensor] | None
-    """of the one negative prompt, (1, ...) each; None without guidance"""
+    """the same for the one negative prompt, (1, ...) each; None without guidance"""
     prompt_index: torch.Tensor
     """(B,), each image's row of `conditioning`"""
     seeds: list[int]
@@ -24,44 +28,44 @@ class RolloutRequest:
     sigmas: torch.Tensor
     """(T + 1,) fp32 in [0, 1]"""
     latent_shape: tuple[int, ...]
-    """(C, h, w) of one image; of a video (C, f, h, w)"""
-    sde_steps: tuple[int, ...]
-    """the W stochastic steps, of 0..T-1; the others are ODE steps"""
-    sde_type: str
-    """how they step: see sde_step"""
-    noise_level: float
-    """scale of the noise they inject"""
-    guidance_scale: float
-    """classifier-free guidance; 1 is none"""
+    """(C, h, w) of one image; (C, f, h, w) of a video"""
     height: int
     """of an image in pixels"""
     width: int
     """of an image in pixels"""
+    sde_steps: tuple[int, ...] = ()
+    """the W SDE steps, of 0..T-1; the others are ODE steps"""
+    sde_type: str = "sde"
+    """step kind of the SDE steps: see sde_step"""
+    noise_level: float = 0.0
+    """scale of the noise that SDE steps inject"""
+    guidance_scale: float = 1.0
+    """classifier-free guidance; 1 turns it off"""
     sigma_max: float | None = None
     """see sde_step; None: the schedule's second sigma, sigmas[1]"""
     initial_latents: torch.Tensor | None = None
-    """(B, C, h, w) to go on from; None: drawn from the seeds"""
+    """(B, C, h, w) at the first sigma; None: drawn from the seeds"""
     first_step: int = 0
-    """number, in the whole schedule, of this one's first step, where it is the rest of a longer one"""
-    multistep_from: int | None = None
-    """the step from which DPM-Solver++ 2M takes over; None: none"""
+    """this request's first sampling step in the whole schedule, where it is the rest of a longer request"""
+    solver: str | None = None
+    """path/to/file.py:function, an ODE solver for the ODE steps after the last SDE step; None: Euler steps"""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.sigma_max is None:
             self.sigma_max = self.sigmas[1].item()
 
     @property
-    def step_numbers(self):
-        """The W SDE steps by their number in the whole schedule."""
+    def step_numbers(self) -> tuple[int, ...]:
+        """The W SDE steps, numbered in the whole schedule."""
         return tuple(self.first_step + i for i in self.sde_steps)
 
-    def first_latents(self, generators, device):
-        """(B, C, h, w) at the first sigma: those to go on from, or the first draw of each of the B generators."""
+    def first_latents(self, generators: list[torch.Generator], device: torch.device | str) -> torch.Tensor:
+        """(B, C, h, w) at the first sigma: `initial_latents`, or the first draw of each of the B generators."""
         if self.initial_latents is not None:
             return self.initial_latents
         return draw_noise((len(generators), *self.latent_shape), generators, device)
 
-    def cpu(self):
+    def cpu(self) -> "RolloutRequest":
         """The same request with its tensors on the CPU, for another process."""
         conditioning = {name: tensor.cpu() for name, tensor in self.conditioning.items()}
         negative = self.negative_conditioning
@@ -72,8 +76,8 @@ class RolloutRequest:
             start = start.cpu()
         return replace(self, conditioning=conditioning, negative_conditioning=negative, initial_latents=start)
 
-    def select(self, rows):
-        """The same request for the images `rows` (N,) of it; conditioning is expanded to one row per image."""
+    def select(self, rows: torch.Tensor) -> "RolloutRequest":
+        """The same request for some of its images, `rows` (N,); conditioning is expanded to one row per image."""
         prompts = self.prompt_index[rows]  # (N,)
         start = self.initial_latents
         if start is not None:
@@ -86,7 +90,7 @@ class RolloutRequest:
             initial_latents=start,
         )
 
-    def select_steps(self, start, end):
+    def select_steps(self, start: int, end: int) -> "RolloutRequest":
         """The same request for the sampling steps start .. end - 1 of its schedule."""
         return replace(
             self,
@@ -94,27 +98,26 @@ class RolloutRequest:
             sigmas=self.sigmas[start : end + 1],
             sde_steps=tuple(i - start for i in self.sde_steps if start <= i < end),
             first_step=self.first_step + start,
-            multistep_from=None if self.multistep_from is None else max(0, self.multistep_from - start),
         )
 
 
 @dataclass
 class Trajectories:
-    """What was sampled of B images in T steps, W of them SDE steps, in the request's order; every tensor is fp32."""
+    """How B images were sampled in T steps, W of them SDE steps, in the request's order; every tensor is fp32."""
 
     latents: torch.Tensor
     """(B, T + 1, ...), from noise to the final latents; (B, 1, ...), the final ones, where W is 0"""
     prev_sample_means: torch.Tensor
-    """(B, W, ...), of the SDE steps; of the first M images alone, (M, W, ...), where the others' are not read"""
+    """(B, W, ...), of the SDE steps; (M, W, ...) where only the first M images' means are read"""
     log_probs: torch.Tensor
     """(B, W), as the engine that sampled computed them"""
     transition_stds: torch.Tensor
     """(B, W)"""
-    images: list
+    images: Images
     """B PIL images, or B videos: lists of PIL frames"""
 
     @staticmethod
-    def from_steps(initial, outputs, images):
+    def from_steps(initial: torch.Tensor, outputs: Sequence[SDEStepOutput], images: Images) -> "Trajectories":
         """From the initial latents (B, ...), the SDEStepOutput of each of the T steps, SDE and ODE, and the images."""
         sde_outputs = [out for out in outputs if out.log_prob is not None]
         if not sde_outputs:
@@ -135,8 +138,8 @@ class Trajectories:
             images=images,
         )
 
-    def select(self, rows):
-        """Those of the images `rows` (N,)."""
+    def select(self, rows: torch.Tensor) -> "Trajectories":
+        """The trajectories of some of the images, `rows` (N,)."""
         with_means = rows[rows < len(self.prev_sample_means)]
         return Trajectories(
             latents=self.latents[rows],
@@ -146,7 +149,7 @@ class Trajectories:
             images=[self.images[row] for row in rows.tolist()],
         )
 
-    def to(self, device):
+    def to(self, device: torch.device | str) -> "Trajectories":
         """The same trajectories with their tensors on `device`."""
         return Trajectories(
             latents=self.latents.to(device),
@@ -157,7 +160,7 @@ class Trajectories:
         )
 
     @staticmethod
-    def cat(parts):
+    def cat(parts: Sequence["Trajectories"]) -> "Trajectories":
         """The images of several trajectories as one, part after part."""
         return Trajectories(
             latents=torch.cat([part.latents for part in parts]),

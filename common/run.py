@@ -1,4 +1,8 @@
-"""The run folder runs/<name>: options, source, metrics, pictures, images and weights; a kill loses none of them."""
+"""A run and its folder runs/<name>: options, source, metrics, clock, curves and checkpoints; a kill loses none of them.
+
+What stands here is equal in all five scripts, and no ablation changes it. What a checkpoint holds, what an evaluation
+does and what is logged stand in the scripts.
+"""
 
 import json
 import math
@@ -8,32 +12,383 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
-from common.checkpoints import check_unchanged
-from common.distributed import gather_objects_on_rank_0, on_rank_0
-from common.errors import RunError
-from common.files import atomic_file, writing
-from common.lock import lock_run
-from common.pictures import WATCHED, as_one_picture, drawn_metrics, plot_curves, save_grid, save_png
-from common.policy import tensors_on_rank_0
-from common.watch import read_stop_rules
+from common.checkpoints import (
+    check_unchanged,
+    from_rank_0,
+    load_checkpoint,
+    lock_run,
+    rewind,
+    save_checkpoint,
+    saved_checkpoints,
+    say_resumed,
+    writing,
+)
+from common.data import PromptSet
+from common.distributed import end_distributed, gather_objects, on_rank_0
+from common.errors import UNREADABLE, NothingBegun, RunError, brief
+from common.models.lora import save_policy
+from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid, save_samples
+from common.process import catch_stop_signals
+from common.rewards.scoring import Reward, eval_metrics, reward_settings, sample_records
+from common.rewards.watch import watch_metrics
+from common.rollout import Images
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from tqdm import tqdm
 
+if TYPE_CHECKING:
+    from common.engine.client import VLLMEngine
+    from common.models.family import Family
+    from common.models.lora import LoRA
+    from common.rewards.pairs import Pairs
+    from common.rewards.stop_rules import StopRule
 
-def create_run_folder(folder, config, script, checkpoint=None):
-    """Make `folder`, with args.json (the `recorded` options, the command, the git hash) and a copy of the script.
 
-    Where the run in it goes on from `checkpoint`, these stand beside the first ones, under the checkpoint's name. Rank
-    0 does it, and locks the folder first.
+class Inputs(NamedTuple):
+    """Everything that a script's `prepare` loads before the model."""
+
+    family: "type[Family]"
+    rewards: dict[str, Reward]  # the trained ones, by name
+    eval_rewards: dict[str, Reward]  # the trained ones and, behind them, those of --eval_reward
+    train_set: PromptSet
+    eval_set: PromptSet
+    lora: "LoRA | None"  # None: full weights
+    checkpoint: Path | None  # to resume from
+    pairs: "Pairs | None" = None  # of offline DPO; None: to be made
+
+    def drawn_prompts(self, count: int, seed: int) -> list[str]:
+        """The prompts that a run of `count` draws can ask for: the drawn ones once each, and the held-out ones."""
+        return self.train_set.first_drawn(count, seed) + self.eval_set.prompts
+
+
+MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
+SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar
+
+
+class Run:
+    """The folder, metrics, clock, progress bar and stop signals of one training run.
+
+        run = Run(folder, config, script=__file__, num_images=256, num_steps=30)
+        for step in range(run.step + 1, 31):
+            run.begin_step(step)
+            with run.timed("gen"):
+                ...
+            run.write({"actor/loss": loss})
+            if run.should_stop():
+                break
+        run.close()
+
+    Every rank has a Run, for its own clock. Rank 0 alone shows and writes.
+
+    Attributes:
+        step: the training step that began last; 0 before the first one, or the checkpoint's of a resumed run.
+        checkpoint: the checkpoint that this run resumes from, the same on all ranks; or None.
+        best_score: the highest weighted total of an evaluation so far.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: dict | None = None,
+        *,
+        rewards: dict | None = None,
+        script: str = "",
+        checkpoint: Path | None = None,
+        num_images: int = 0,
+        num_steps: int = 0,
+        track: bool = False,
+        profile_steps: tuple = (),
+        stop_if: tuple = (),
+        max_minutes: float = 0.0,
+        keep_checkpoints: int = 2,
+    ) -> None:
+        """Begin a run in runs/<name>, `folder`, or resume it from `checkpoint`. The other arguments are as the options.
+
+        config: the options as they are recorded, in args.json, in checkpoints and in wandb. rewards: {name: function},
+        by which evaluations are scored. script: the script's file, copied into the folder, which is made and locked; ""
+        leaves the folder as it is. num_images: images of a training step over all ranks, for speeds.
+
+        Raises:
+            RunError: another process writes to the folder or has just written to it, or it cannot be written.
+        """
+        self.folder = Path(folder)
+        self.config = (config or {}) | {"reward_settings": reward_settings(rewards or {})}
+        self.checkpoint = from_rank_0(checkpoint) if script else checkpoint
+        self.step = 0
+        self.best_score = -math.inf
+        self._rewards = list(rewards or {})  # their names
+        self._num_images = num_images
+        self._num_steps = num_steps
+        self._keep_checkpoints = keep_checkpoints
+        self._writes = on_rank_0()
+        self._stop_requested = catch_stop_signals(max_minutes) if script else lambda: False
+        self._stop_rules: list[StopRule] = []
+        self._stop_reason: str | None = None  # the rule that the last evaluation met
+        self._timing: dict[str, float] = {}  # seconds of every phase since the last `write`, on this rank
+        self._created: float | None = time.perf_counter()  # until the first phase: the time before it is the startup
+        self._device_memory_gb = 0.0  # the most that was in use on the GPU, by any process, since the last `write`
+        self._step_began: float | None = None  # perf_counter at the start of a training step; None outside of one
+        self._owns_folder = bool(script)
+        self._resumed_from = -1  # the step of the checkpoint; -1: nothing stays of an earlier run
+        self._has_written = False
+        self._has_warned = False
+        self._num_skipped = 0  # training steps in a row without a finite gradient
+        self.bar: tqdm | None = None
+        self._profile_steps = profile_steps if self._writes else ()
+        self._trace = ExitStack()  # holds the profiler of the current training step
+        if stop_if:
+            from common.rewards.stop_rules import read_stop_rules  # only runs with --stop_if need it
+
+            self._stop_rules = read_stop_rules(stop_if)
+        if script:
+            _begun.append(self)
+            create_run_folder(self.folder, self.config, script, self.checkpoint)
+        self._wandb = start_wandb(self.folder, self.config) if track and self._writes else None
+
+    # ---- the clock ----
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the block's seconds to timing_s/<name>; waits for the GPU. The time before the first block is startup."""
+        began = time.perf_counter()
+        if self._created is not None:
+            self._timing["startup"] = began - self._created
+            self._created = None
+        self._write_heartbeat(name)
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            self._device_memory_gb = max(self._device_memory_gb, device_memory_gb())
+        self._timing[name] = self._timing.get(name, 0.0) + time.perf_counter() - began
+
+    def _write_heartbeat(self, phase: str) -> None:
+        """heartbeat.json says which phase began last, and when: a watchdog finds a run that hangs, and where."""
+        if not self._owns_folder or not self._writes:
+            return
+        beat = {"step": self.step, "phase": phase, "time": time.time(), "host": os.uname().nodename, "pid": os.getpid()}
+        temporary = self.folder / ".heartbeat.json.new"
+        with writing(self.folder):
+            temporary.write_text(json.dumps(beat) + "\n")
+            temporary.replace(self.folder / "heartbeat.json")
+
+    def begin_step(self, step: int) -> None:
+        """Start the clock of a training step and, where one was asked for, its profiler trace."""
+        if self.bar is None:
+            self.say(f"training: steps {step} to {self._num_steps}, {self._num_images} images each")
+            self.bar = tqdm(initial=step - 1, total=self._num_steps, disable=not self._writes)
+        self._trace.close()  # writes the previous step's trace
+        if step in self._profile_steps:
+            self._trace.enter_context(profiled_step(self.folder / f"trace_{step:04d}.json", step))
+        self.step = step
+        self._step_began = time.perf_counter()
+
+    def say(self, line: str) -> None:
+        """Print a line, once for all ranks."""
+        if self._writes:
+            tqdm.write(line)
+
+    # ---- the log ----
+    def write(self, metrics: dict, grid: list[Picture] | None = None) -> None:
+        """Append a line of metrics, and the seconds of every phase, to metrics.jsonl; then start a new timing.
+
+        metrics: finite numbers or scalar tensors by name. grid: an evaluation's captioned images, from which
+        grid_STEP.png and curves.png are drawn. Where an evaluation meets a rule of --stop_if, `should_stop` says so on
+        every rank; a line warns where the evaluation lacks the metric of a rule.
+
+        Raises:
+            RunError: naming the metrics that are NaN or infinite, or the folder that could not be written.
+        """
+        if self._step_began is not None:  # a training step, whose seconds are without its evaluation
+            self._timing["step"] = time.perf_counter() - self._step_began - self._timing.get("testing", 0.0)
+            self._step_began = None
+        step = self.step
+        metrics = metrics | self._speed_metrics(step) | self._met_stop_rules(step, metrics)
+        self._timing = {}
+        if not self._writes:
+            return
+        metrics = {name: float(value) for name, value in metrics.items()}
+        bad = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
+        if bad:
+            raise RunError(f"step {step}: not a finite number: {', '.join(bad)}; is --learning_rate too high?")
+        with writing(self.folder):
+            self._append(step, {"training/global_step": step, **metrics})
+            if grid:
+                images, captions = zip(*grid, strict=True)
+                save_grid(self.folder / f"grid_{step:04d}.png", images, captions)
+                plot_curves(self.folder)
+        self._show(step, metrics, has_grid=bool(grid))
+        if self._wandb:
+            self._write_to_wandb(step, metrics, grid)
+
+    def _append(self, step: int, row: dict) -> None:
+        """Add a line to metrics.jsonl. The first one cuts a resumed run back to its checkpoint before."""
+        path = self.folder / "metrics.jsonl"
+        if self._has_written and not path.exists():
+            raise RunError(f"step {step}: {path}, which this run has written, is gone")
+        if not self._has_written and self._owns_folder:
+            rewind(self.folder, self._resumed_from)
+        self._has_written = True
+        with open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _show(self, step: int, metrics: dict[str, float], *, has_grid: bool) -> None:
+        """Move the progress bar, warn once where nothing is learned, and print an evaluation's rewards."""
+        if self.bar is not None:
+            self.bar.set_postfix({label: f"{metrics[name]:.3f}" for name, label in SHOWN.items() if name in metrics})
+            self.bar.update(step - self.bar.n)
+        if metrics.get("critic/rewards/zero_std_ratio") == 1 and not self._has_warned:
+            self._has_warned = True
+            self.say(f"step {step}: every image scores as the others of its prompt do: nothing is learned from them")
+        if has_grid:
+            told = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]
+            told += [f"{name} {value:g}" for name, value in metrics.items() if name.endswith("/failed") and value > 0]
+            self.say(f"step {step}: {', '.join(told)}")
+
+    def _write_to_wandb(self, step: int, metrics: dict[str, float], grid: list[Picture] | None) -> None:
+        assert self._wandb is not None
+        table = {}
+        if grid:
+            rows = [[step, caption, self._wandb.Image(image)] for image, caption in grid]
+            table["val/images"] = self._wandb.Table(["step", "prompt and score", "image"], rows)
+        self._wandb.log(metrics | table, step=step)
+
+    def _met_stop_rules(self, step: int, metrics: dict) -> dict[str, float]:
+        """The rules of --stop_if that the metrics of an evaluation meet, as metrics."""
+        is_evaluation = any(name.startswith("val/") for name in metrics)
+        if not is_evaluation or self.bar is None:  # one before training ends nothing
+            return {}
+        met = []
+        for rule in self._stop_rules:
+            if rule.metric not in metrics:
+                self.say(f"step {step}: --stop_if {rule} cannot end the run: the evaluation lacks {rule.metric}")
+            elif rule.holds(float(metrics[rule.metric])):
+                met.append(rule)
+        if met:
+            told = [f"{rule.metric} is {float(metrics[rule.metric]):.4g} (--stop_if {rule})" for rule in met]
+            self._stop_reason = ", ".join(told)
+        return {f"training/stop_if/{rule}": 1.0 for rule in met}
+
+    def _speed_metrics(self, step: int) -> dict[str, float]:
+        """Seconds by phase; for a training step also milliseconds per image, and images per second and rank.
+
+        Of several ranks also each phase's slowest one, and its seconds. A collective.
+        """
+        metrics = {f"timing_s/{name}": seconds for name, seconds in self._timing.items()}
+        peaks = {"perf/max_memory_gb": max_memory_gb()}
+        if torch.cuda.is_available():
+            peaks["perf/max_device_memory_gb"] = self._device_memory_gb
+            self._device_memory_gb = 0.0
+            torch.cuda.reset_peak_memory_stats()
+        metrics |= over_ranks(self._timing, peaks)
+        if "step" not in self._timing or not self._num_images:
+            return metrics
+        for name in ("gen", "reward", "update_actor"):
+            if name in self._timing:
+                metrics[f"timing_per_image_ms/{name}"] = 1000 * self._timing[name] / self._num_images
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        metrics["perf/time_per_step"] = self._timing["step"]
+        metrics["perf/throughput"] = self._num_images / self._timing["step"] / world_size
+        metrics["perf/total_num_images"] = step * self._num_images
+        return metrics
+
+    # ---- samples, checkpoints and the end ----
+    def save_samples(
+        self,
+        places: list[int],
+        images: Images,
+        *,
+        prompts: PromptSet,
+        seeds: list[int],
+        scores: torch.Tensor,
+        reward_weights: Sequence[float],
+        images_per_prompt: int = 1,
+    ) -> tuple[dict[str, torch.Tensor], list[Picture] | None]:
+        """Write this rank's B evaluation images and, on rank 0, a line of samples.jsonl for each. A collective.
+
+        places (B,): the images' numbers over all ranks. scores: (B, R) by this run's rewards, NaN where one failed; the
+        first ones have reward_weights. Returns the metrics val/* (rewards, failures, diversity, drift), and the first
+        images with captions (None on other ranks than 0).
+        """
+        folder = self.folder / "samples" / f"{self.step:04d}"
+        grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, self._rewards))
+        metrics = eval_metrics(scores, self._rewards, reward_weights, places, images_per_prompt)
+        return metrics | watch_metrics(folder, places, images, images_per_prompt), grid
+
+    def save_checkpoint(self, state: dict, model: "Family", policy: str) -> None:
+        """Write checkpoints/step_000030.pt of `state`, and adapter/ of `policy` for diffusers. A collective."""
+        state = {"step": self.step, "best": self.best_score, "args": self.config, **state}
+        with self.timed("save_checkpoint"):  # after `write`: a resumed run cuts the log back to the checkpoint
+            save_checkpoint(self.folder, self.step, state, self._keep_checkpoints)
+            save_policy(self.folder / "adapter", model, policy)
+
+    def load_checkpoint(self) -> dict:
+        """The state of the checkpoint to resume from; `step` and `best_score` become its own.
+
+        The best score stays unknown where another run wrote the checkpoint or other rewards score it.
+        """
+        assert self.checkpoint
+        state = load_checkpoint(self.checkpoint)
+        is_comparable = say_resumed(self.checkpoint, state["args"], self.config)
+        self.step = state["step"]
+        self._resumed_from = self.step
+        self.best_score = state["best"] if is_comparable else -math.inf
+        return state
+
+    def save_if_best(self, model: "Family", policy: str, metrics: dict) -> None:
+        """Save `policy` as best_adapter/ where its evaluation has the best weighted total so far. A collective."""
+        score = float(metrics["val/weighted_total/mean"])
+        if score > self.best_score:
+            save_policy(self.folder / "best_adapter", model, policy)
+            self.best_score = score
+
+    def check_finite(self, metrics: dict) -> None:
+        """Raises RunError where no gradient was finite in MAX_SKIPPED training steps in a row."""
+        self._num_skipped = 0 if "actor/grad_norm" in metrics else self._num_skipped + 1
+        if self._num_skipped == MAX_SKIPPED:
+            raise RunError(
+                f"step {self.step}: no finite gradient in {MAX_SKIPPED} training steps in a row: lower --learning_rate"
+            )
+
+    def should_stop(self) -> bool:
+        """Whether a signal or time limit on any rank, or a rule of --stop_if, asks for the end. A collective."""
+        return any(gather_objects(self._stop_requested())) or self._stop_reason is not None
+
+    def close(self, engine: "VLLMEngine | None" = None) -> None:
+        """End the engine, where there is one, and say how the training ended."""
+        if engine:
+            engine.close()
+        self._trace.close()
+        if self.bar is not None:
+            self.bar.close()
+        if self._num_steps and not self.config.get("eval_only"):
+            if self._stop_reason:
+                told = f"stopped after step {self.step} of {self._num_steps}: {self._stop_reason}"
+                self.say(f"{told}; to continue, pass --resume latest without it")
+            elif self.step < self._num_steps:
+                told = f"stopped after step {self.step} of {self._num_steps}"
+                self.say(f"{told}; to continue, give the same command with --resume latest")
+            else:
+                self.say(f"finished all {self.step} steps; to continue, pass --resume latest and a larger --num_steps")
+        if self._wandb:
+            self._wandb.finish()
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+def create_run_folder(folder: Path | str, config: dict, script: Path | str, checkpoint: Path | None = None) -> None:
+    """Make `folder`, with args.json (the options, the command, the git hash) and a copy of the script.
+
+    A resumed run keeps the first ones, and writes its own beside them under the checkpoint's name. Rank 0 does all
+    this, and locks the folder first.
 
     Raises:
-        RunError: another process is writing to the folder, or has just written to it, or it cannot be written.
+        RunError: another process writes to the folder or has just written to it, or it cannot be written.
     """
     folder = Path(folder)
     if not on_rank_0():
@@ -45,7 +400,7 @@ def create_run_folder(folder, config, script, checkpoint=None):
         if checkpoint and (folder / "args.json").exists():
             suffix = f"_{Path(checkpoint).stem}"
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("traceback_rank*.txt"):  # of what ended the run then
+        for old in folder.glob("traceback_rank*.txt"):  # of an earlier end
             old.unlink()
         # by a shell, which leaves the hash out where there is no git, instead of raising
         git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(script).parent, capture_output=True, text=True)
@@ -54,306 +409,107 @@ def create_run_folder(folder, config, script, checkpoint=None):
         shutil.copy(script, folder / f"source{suffix}.py")
 
 
-# ---- metrics ---------------------------------------------------------------------------------------------------------
-class RunLog:
-    """The run's clock, progress bar and metrics: a JSON line a step in metrics.jsonl, pictures after an evaluation.
-
-        log = RunLog(folder, num_images=256)
-        for step in log.steps(range(1, 31)):
-            with log.timed("gen"):
-                ...
-            log.write(step, {"actor/loss": loss})
-        log.close()
-
-    Every rank has one, for its own clock; rank 0 alone shows and writes.
-    track: to wandb, too, with the options `config`. num_images: of a step, over all ranks; what speeds are divided by.
-    profile_steps: steps of which a torch profiler trace is written, trace_STEP.json.
-    """
-
-    def __init__(self, folder, track=False, config=None, num_images=0, profile_steps=()):
-        self.folder = Path(folder)
-        self.writes = on_rank_0()
-        self.num_images = num_images
-        self.profile_steps = profile_steps if self.writes else ()
-        self.timing = {}  # seconds of every phase since the last `write`, of this rank
-        self.created = time.perf_counter()  # until the first phase is timed: what comes before is the startup
-        self.step_began = None  # perf_counter at the start of the step; None outside of `steps`
-        self.has_written = False
-        self.has_warned = False
-        self.bar = None
-        self.done = None  # step that was written last, or that the run goes on from; None outside of training
-        self.last = None  # step of the run
-        self.stop_rules = []
-        self.stop_reason = None  # what the last evaluation has told of a rule that it meets
-        self.wandb = start_wandb(self.folder, config) if track and self.writes else None
-
-    def steps(self, numbers, stop_if=()):
-        """Yield each step of the range `numbers` under a progress bar; a trace is written once its step has ended.
-
-        stop_if: rules (common/watch.py) that evaluations among these steps are held against: see `write`.
-        """
-        self.stop_rules = read_stop_rules(stop_if)
-        self.done = numbers.start - 1
-        self.last = numbers.stop - 1
-        if numbers:
-            self.say(f"training: steps {numbers.start} to {self.last}, of {self.num_images} images each")
-        self.bar = tqdm(numbers, initial=self.done, total=self.last, disable=not self.writes or not numbers)
-        try:
-            for step in self.bar:
-                with self._profiled(step):
-                    self.step_began = time.perf_counter()
-                    yield step
-        finally:  # also where the caller's loop breaks
-            self.step_began = None
-
-    @contextmanager
-    def timed(self, name):
-        """Add the block's seconds to timing[name]; waits for the GPU. What came before the first block is `startup`."""
-        began = time.perf_counter()
-        if self.created is not None:
-            self.timing["startup"] = began - self.created
-            self.created = None
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - began
-
-    def say(self, line):
-        """Print a line, once for all ranks."""
-        if self.writes:
-            tqdm.write(line)
-
-    def show(self, **metrics):
-        """Put numbers beside the progress bar."""
-        self.bar.set_postfix({name: f"{value:.3f}" for name, value in metrics.items()})
-
-    def write(self, step, metrics, grid=None):
-        """Write the metrics, finite numbers or scalar tensors, and the timing under their names; start a new timing.
-
-        grid: an evaluation's list of (PIL image, caption), for which grid_STEP.png and curves.png are drawn, too.
-        A rule of --stop_if that an evaluation of a step meets is written, too, and told in `stop_reason`, on all ranks.
-        Of one whose metric this evaluation lacks, a drift that could not be measured, a line says so.
-
-        Raises:
-            RunError: naming the metrics that are NaN or infinite, or the folder that could not be written.
-        """
-        if self.step_began is not None:  # a step of training, whose seconds are without its evaluation
-            self.timing["step"] = time.perf_counter() - self.step_began - self.timing.get("testing", 0.0)
-            self.done = step
-        metrics = metrics | self._speed_metrics(step) | self._met_stop_rules(step, metrics)
-        self.timing = {}
-        if not self.writes:
-            return
-        metrics = {name: float(value) for name, value in metrics.items()}
-        bad = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
-        if bad:
-            raise RunError(f"step {step}: not a finite number: {', '.join(bad)}; is --learning_rate too high?")
-        with writing(self.folder):
-            if self.has_written and not (self.folder / "metrics.jsonl").exists():
-                raise RunError(f"step {step}: {self.folder}/metrics.jsonl, which this run has written, is gone")
-            self.has_written = True
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"training/global_step": step, **metrics}) + "\n")
-            if grid:
-                images, captions = zip(*grid, strict=True)
-                save_grid(self.folder / f"grid_{step:04d}.png", images, captions)
-                plot_curves(self.folder)
-        if metrics.get("critic/rewards/zero_std_ratio") == 1 and not self.has_warned:
-            self.has_warned = True
-            self.say(f"step {step}: every image scores as the others of its prompt do: nothing is learned from them")
-        if grid:
-            val = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]
-            val += [f"{name} {value:g}" for name, value in metrics.items() if name.endswith("/failed") and value > 0]
-            tqdm.write(f"step {step}: {', '.join(val)}")
-        if self.wandb:
-            self._write_to_wandb(step, metrics, grid)
-
-    def close(self):
-        """Say how a training ended that ended well."""
-        if self.last is not None:
-            self.bar.close()
-            if self.stop_reason:
-                told = f"stopped after step {self.done} of {self.last}: {self.stop_reason}"
-                self.say(f"{told}; without it --resume latest goes on")
-            elif self.done < self.last:
-                self.say(
-                    f"stopped after step {self.done} of {self.last}; --resume latest goes on, with the same command"
-                )
-            else:
-                self.say(
-                    f"finished: all {self.done} steps are done; --resume latest goes on, with a larger --num_steps"
-                )
-        if self.wandb:
-            self.wandb.finish()
-
-    def _write_to_wandb(self, step, metrics, grid):
-        table = {}
-        if grid:
-            rows = [[step, caption, self.wandb.Image(image)] for image, caption in grid]
-            table["val/images"] = self.wandb.Table(["step", "prompt and score", "image"], rows)
-        self.wandb.log(metrics | table, step=step)
-
-    def _met_stop_rules(self, step, metrics):
-        """What is written of the rules (of `steps`) that these metrics, where they are of an evaluation, meet."""
-        if not any(name.startswith("val/") for name in metrics):
-            return {}
-        met = []
-        for rule in self.stop_rules:
-            if rule.metric not in metrics:
-                self.say(f"step {step}: --stop_if {rule} cannot end the run: the evaluation lacks {rule.metric}")
-            elif rule.holds(float(metrics[rule.metric])):
-                met.append(rule)
-        if met:
-            told = [f"{rule.metric} is {float(metrics[rule.metric]):.4g} (--stop_if {rule})" for rule in met]
-            self.stop_reason = ", ".join(told)
-        return {f"training/stop_if/{rule}": 1.0 for rule in met}
-
-    def _speed_metrics(self, step):
-        """Seconds by phase, and for a step of training also per image and as throughput, images/s per rank."""
-        metrics = {f"timing_s/{name}": seconds for name, seconds in self.timing.items()}
-        metrics["perf/max_memory_gb"] = max_memory_gb()
-        if "step" not in self.timing or not self.num_images:
-            return metrics
-        for name in ("gen", "reward", "update_actor"):
-            if name in self.timing:
-                metrics[f"timing_per_image_ms/{name}"] = 1000 * self.timing[name] / self.num_images
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        metrics["perf/time_per_step"] = self.timing["step"]
-        metrics["perf/throughput"] = self.num_images / self.timing["step"] / world_size
-        metrics["perf/total_num_images"] = step * self.num_images
-        return metrics
-
-    def _profiled(self, step):
-        """The context of a step: where a trace of it is asked for a torch profiler, else nothing."""
-        if step not in self.profile_steps:
-            return nullcontext()
-        return profiled_step(self.folder / f"trace_{step:04d}.json", step)
-
-
-def close(engine, log):
-    """End the engine, where there is one, and the log."""
-    if engine:
-        engine.close()
-    log.close()
-
-
 @contextmanager
-def profiled_step(path, step):
-    """Write a trace of the block, also of one that is left early, for chrome://tracing; in it ProfilerStep#STEP."""
+def profiled_step(path: Path, step: int) -> Iterator[None]:
+    """Write a trace of the block for chrome://tracing, in which the block is called ProfilerStep#STEP."""
     profiler = torch.profiler.profile(on_trace_ready=lambda trace: trace.export_chrome_trace(str(path)))
     with profiler, torch.profiler.record_function(f"ProfilerStep#{step}"):
         yield
 
 
-def start_wandb(folder, config):
-    """wandb, with a run begun in it or, where `folder` was tracked before, gone on with."""
+def start_wandb(folder: Path, config: dict) -> ModuleType:
+    """wandb with a new run in it, or the run that tracked `folder` before."""
     import wandb  # slow, and seldom asked for
 
     known = folder / "wandb_id.txt"
     if not known.exists():
         known.write_text(os.urandom(4).hex())
-    run = {"project": "cleanflow", "name": folder.name, "id": known.read_text().strip(), "resume": "allow"}
-    wandb.init(**run, dir=folder, config=config)
+    run_id = known.read_text().strip()
+    wandb.init(project="cleanflow", name=folder.name, id=run_id, resume="allow", dir=folder, config=config)
     return wandb
 
 
-def max_memory_gb():
-    """Peak memory of this process so far: allocated on its GPU or, where there is none, resident on the host."""
+def over_ranks(timing: dict[str, float], peaks: dict[str, float]) -> dict[str, float]:
+    """The largest of every rank's memory peaks; of several ranks also each phase's slowest one, and its seconds.
+
+    timing, peaks: this rank's, by phase and by metric. A straggler is long in one phase, and all others in the next,
+    where they wait for it. A collective.
+    """
+    by_rank = gather_objects((timing, peaks)) if dist.is_initialized() else [(timing, peaks)]
+    metrics = {name: max(of_rank[name] for _, of_rank in by_rank) for name in peaks}
+    for name in timing if len(by_rank) > 1 else ():
+        seconds = [of_rank.get(name, 0.0) for of_rank, _ in by_rank]
+        metrics[f"timing_s/{name}/max"] = max(seconds)
+        metrics[f"timing_s/{name}/slowest_rank"] = seconds.index(max(seconds))
+    return metrics
+
+
+def device_memory_gb() -> float:
+    """What all processes, the engine among them, hold of this rank's GPU."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 1e9
+
+
+def max_memory_gb() -> float:
+    """Peak memory of this process: allocated on its GPU since the last reset or, without one, resident on the host."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # Linux counts in kB
 
 
-# ---- images and weights ----------------------------------------------------------------------------------------------
-def save_samples(folder, places, images, records, shown=32):
-    """Write a rank's images as folder/PLACE.png, and rank 0 a line for each in samples.jsonl: its file, and its record.
+# ---- the last line of a run that failed ------------------------------------------------------------------------------
+# what gloo and NCCL say of a rank that has ended
+RANK_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
+ANOTHER_RANK_LOST = "another rank was lost; if it left no line above, it was killed, most often for memory (see dmesg)"
+_begun: list[Run] = []  # the run of this process, once it has begun
 
-    places (B,): the images' numbers over all ranks; one that a rank has only to have as many as the others is left to
-    the rank whose turn it is. images: B PIL images, or B videos, lists of PIL frames, each of which becomes one
-    animated PNG. records: B dicts {"prompt": ..., "seed": ..., "<reward>": score ...}, of which the prompt and all
-    scores are the caption, several scores on a line of their own. A collective: rank 0 gets the first `shown` as (PIL
-    image, caption); the others None.
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """The whole of a script: expected errors end it with one line and no traceback; a good end leaves torchrun's world.
+
+    Expected are a RunError and, until the run has begun, a ValueError: bad options or files. Every other exception is a
+    bug and keeps its traceback. A collective that fails because another rank is gone also ends in one line; the lost
+    rank's own line is the one to read. The line names the checkpoint to resume from, and the file that holds the
+    traceback of a user's function.
     """
-    folder = Path(folder)
-    samples = {}  # by place: its record and, of those shown, its picture
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for place, image, record in zip(places, images, records, strict=True):
-            if place % dist.get_world_size() == dist.get_rank():
-                save_png(folder / f"{place:05d}.png", image)
-                samples[place] = (record, as_one_picture(image) if place < shown else None)
-    parts = gather_objects_on_rank_0(samples)
-    if parts is None:
-        return None
-    by_place = {place: sample for part in parts for place, sample in part.items()}
-    lines = []  # of samples.jsonl
-    grid = []
-    for place, (record, picture) in sorted(by_place.items()):
-        lines.append(json.dumps({"file": f"{place:05d}.png", **record}) + "\n")
-        if picture:
-            scores = {name: score for name, score in record.items() if name not in ("prompt", "seed")}
-            told = [f"{name} failed" if score is None else f"{name} {score:.2f}" for name, score in scores.items()]
-            prompt = " ".join(record["prompt"].split())
-            line_of_scores = "  ".join(told)
-            separator = "\n" if len(told) > 1 else "  "
-            grid.append((picture, f"{prompt}{separator}{line_of_scores}".strip()))
-    with atomic_file(folder / "samples.jsonl") as temporary:
-        temporary.write_text("".join(lines))
-    return grid
+    _begun.clear()
+    if torch.version.cuda is None:  # beside a CPU build of torch, diffusers cannot import torchvision as it is
+        from common.models.cpu import repair_torchvision
+
+        repair_torchvision()
+    try:
+        yield
+    except (ValueError, RunError) as error:
+        if isinstance(error, ValueError) and _begun:
+            raise
+        # bad options are the same on every rank, and printed once; a reward may fail to load on this rank alone
+        is_everywhere = isinstance(error, ValueError) and isinstance(error.__cause__ or error, UNREADABLE)
+        silent = is_everywhere and os.environ.get("LOCAL_RANK", "0") != "0"
+        raise SystemExit(1 if silent else _last_line(str(error), error)) from None
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in RANK_IS_GONE):
+            raise
+        raise SystemExit(_last_line(ANOTHER_RANK_LOST, error)) from None
+    end_distributed()
 
 
-def save_policy(folder, model, name):
-    """Write policy `name` of the model as diffusers loads it. A collective."""
-    save_weights(folder, model.pipe, *tensors_on_rank_0(model, name))
-
-
-def save_if_best(folder, model, metrics, best_score):
-    """Save the evaluated policy as best_adapter if its weighted total is the best so far. Returns the best so far."""
-    score = metrics["val/weighted_total/mean"].item()
-    if score > best_score:
-        save_policy(folder / "best_adapter", model, model.evaluated_policy)
-    return max(score, best_score)
-
-
-def save_weights(folder, pipe, tensors, lora_config):
-    """Write a policy as diffusers loads it: a LoRA, or full weights where lora_config is None. Rank 0 writes.
-
-    A LoRA is for `pipe.load_lora_weights(folder)`. Its B matrices are written times alpha / rank, with alpha = rank in
-    the metadata: a loader that ignores metadata gives it the same strength. Full weights are for the transformer's
-    `from_pretrained(folder)`. tensors: keys relative to the transformer. Equal policies give equal bytes.
-    """
-    if not on_rank_0():
-        return
-    folder = Path(folder)
-    if lora_config is None:
-        with atomic_file(folder / "diffusion_pytorch_model.safetensors") as temporary:
-            pipe.transformer.save_config(folder)
-            save_file(tensors, temporary)
-            temporary.chmod(0o644)  # safetensors lets only its owner read
-        return
-    scale = lora_config.lora_alpha / lora_config.r
-    tensors = {name: tensor * scale if ".lora_B." in name else tensor for name, tensor in tensors.items()}
-    settings = lora_config.to_dict() | {"lora_alpha": lora_config.r}
-    for name, value in settings.items():
-        if isinstance(value, set):  # of module names, which else stand in another order in every process
-            settings[name] = sorted(value)
-    with atomic_file(folder / "pytorch_lora_weights.safetensors") as temporary:
-        pipe.save_lora_weights(
-            folder,
-            transformer_lora_layers=tensors,
-            weight_name=temporary.name,
-            transformer_lora_adapter_metadata=settings,
-        )
-        sort_metadata(temporary)
-        temporary.chmod(0o644)
-
-
-def sort_metadata(path):
-    """Put the metadata in a safetensors file's header, whose entries it writes in a random order, by their names."""
-    with open(path, "r+b") as file:
-        size = int.from_bytes(file.read(8), "little")  # bytes of the header, JSON that spaces fill up
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
-        file.seek(8)
-        file.write(text.encode().ljust(size))  # the same entries, so that it takes the same room
+def _last_line(message: str, error: Exception) -> str:
+    """The message and, where a run had begun, what its folder holds of use now."""
+    line = f"{Path(sys.argv[0]).name}: error: {brief(message)}"
+    if not _begun or isinstance(error, NothingBegun):
+        return line
+    if _begun[0].bar is not None:
+        _begun[0].bar.close()  # the last line is one of its own
+    folder = _begun[0].folder
+    if not folder.is_dir():
+        return line
+    if error.__cause__:  # what a user's reward raised, for example
+        path = folder / f"traceback_rank{os.environ.get('RANK', '0')}.txt"
+        with suppress(OSError):  # a full disk, which may be the error itself
+            path.write_text("".join(traceback.format_exception(error)))
+            line += f"; traceback: {brief(str(path))}"
+    saved = saved_checkpoints(folder)
+    if saved:
+        line += f"; to resume from {saved[-1].name}, give the same command with --resume latest"
+    return line

@@ -1,25 +1,34 @@
 """One sampling step of a flow-matching model: stochastic (SDE), with the density of where it lands, or an ODE step.
 
 Convention: x_s = (1 - s) x0 + s noise with s = sigma in [0, 1] (1 is pure noise); the model predicts v = noise - x0;
-sampling runs sigma downwards, so dt = sigma_next - sigma is negative. x0 = x - s v and noise = x + (1 - s) v are what
-the model believes.
+sampling runs sigma downwards, so dt = sigma_next - sigma is negative. x0 = x - s v and noise = x + (1 - s) v are the
+model's estimates.
 
-A kind of step is a function (x, v, sigma, sigma_next, noise_level, sigma_max) -> (mean, std): x, v and mean are
-(B, ...), the others floats. `sde_step` draws x' = mean + std eps and scores it. At noise_level 0 a kind must be the
-Euler step x + v dt with std 0. One of your own is `--sde_type path/to/file.py:function`, with a Gaussian log-prob.
+A step kind is a function (x, v, sigma, sigma_next, noise_level, sigma_max) -> (mean, std): x, v and mean are
+(B, ...), the others are floats. `sde_step` draws x' = mean + std eps and computes its log-prob. At noise_level 0 a kind
+must be the Euler step x + v dt with std 0. Your own, `--sde_type path/to/file.py:function`, has a Gaussian log-prob.
 """
 
+import hashlib
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from common.noise import draw_noise
-from common.user_code import describe, load_function, own_folder
-
 import torch
+from torch import Tensor
+
+MeanAndStd = tuple[Tensor, float]  # (B, ...), and one number for all B
 
 
-# ---- kinds of steps --------------------------------------------------------------------------------------------------
-def sde(x, v, sigma, sigma_next, noise_level, sigma_max=None):
+# ---- step kinds --------------------------------------------------------------------------------------------------
+def sde(
+    x: Tensor,
+    v: Tensor,
+    sigma: float,
+    sigma_next: float,
+    noise_level: float,
+    sigma_max: float | None = None,
+) -> MeanAndStd:
     """Flow-GRPO (arXiv 2505.05470v5, eq. 9), noise q = noise_level sqrt(s / (1 - min(s, sigma_max))).
 
     mean = x + [v + q^2 / (2 s) (x + (1 - s) v)] dt, std = q sqrt(-dt). The schedule starts at pure noise, where 1 - s
@@ -37,20 +46,36 @@ def sde(x, v, sigma, sigma_next, noise_level, sigma_max=None):
     return _sde_of_noise(x, v, sigma, sigma_next, q_squared)
 
 
-def dance(x, v, sigma, sigma_next, noise_level, sigma_max=None):
+def dance(
+    x: Tensor,
+    v: Tensor,
+    sigma: float,
+    sigma_next: float,
+    noise_level: float,
+    sigma_max: float | None = None,
+) -> MeanAndStd:
     """DanceGRPO (arXiv 2505.07818v4, eq. 8): the step of `sde` with constant noise q = noise_level."""
     return _sde_of_noise(x, v, sigma, sigma_next, noise_level**2)
 
 
-def _sde_of_noise(x, v, sigma, sigma_next, q_squared):
+def _sde_of_noise(x: Tensor, v: Tensor, sigma: float, sigma_next: float, q_squared: float) -> MeanAndStd:
     """mean = x (1 + q^2 dt / (2 s)) + v (1 + q^2 (1 - s) / (2 s)) dt, Flow-GRPO's eq. 9 by x and v."""
     dt = sigma_next - sigma  # negative: where the paper has sqrt(dt), here stands sqrt(-dt)
     x_coefficient = 1 + q_squared * dt / (2 * sigma)
     v_coefficient = (1 + q_squared * (1 - sigma) / (2 * sigma)) * dt
-    return x_coefficient * x + v_coefficient * v, math.sqrt(q_squared * -dt)
+    mean = x_coefficient * x + v_coefficient * v
+    std = math.sqrt(q_squared * -dt)
+    return mean, std
 
 
-def cps(x, v, sigma, sigma_next, noise_level, sigma_max=None):
+def cps(
+    x: Tensor,
+    v: Tensor,
+    sigma: float,
+    sigma_next: float,
+    noise_level: float,
+    sigma_max: float | None = None,
+) -> MeanAndStd:
     """Coefficients-preserving sampling (arXiv 2509.05952; eq. 3 of Flow-DPPO, arXiv 2606.11025v2).
 
     With s' = sigma_next: std = s' sin(noise_level pi / 2), mean = x0 (1 - s') + noise sqrt(s'^2 - std^2), so that
@@ -61,10 +86,18 @@ def cps(x, v, sigma, sigma_next, noise_level, sigma_max=None):
     noise_coefficient = math.sqrt(max(0.0, sigma_next**2 - std**2))
     x_coefficient = (1 - sigma_next) + noise_coefficient
     v_coefficient = noise_coefficient * (1 - sigma) - (1 - sigma_next) * sigma
-    return x_coefficient * x + v_coefficient * v, std
+    mean = x_coefficient * x + v_coefficient * v
+    return mean, std
 
 
-def cps_gauss(x, v, sigma, sigma_next, noise_level, sigma_max=None):
+def cps_gauss(
+    x: Tensor,
+    v: Tensor,
+    sigma: float,
+    sigma_next: float,
+    noise_level: float,
+    sigma_max: float | None = None,
+) -> MeanAndStd:
     """The step of `cps` with the Gaussian log-prob of the other kinds."""
     return cps(x, v, sigma, sigma_next, noise_level)
 
@@ -72,13 +105,15 @@ def cps_gauss(x, v, sigma, sigma_next, noise_level, sigma_max=None):
 STEP_KINDS = {function.__name__: function for function in (sde, dance, cps, cps_gauss)}
 
 
-def find_step_kind(sde_type):
-    """The function of a kind of step: one of those above by its name, or a user's own, path/to/file.py:function.
+def find_step_kind(sde_type: str) -> Callable[..., MeanAndStd]:
+    """The function of a step kind: one of those above by its name, or a user's own, path/to/file.py:function.
 
     Raises:
         ValueError: in one line that names --sde_type.
     """
     if ":" in sde_type:
+        from common.rewards.user_code import load_function  # the kinds above need none of it
+
         return load_function(sde_type, "--sde_type")
     if sde_type not in STEP_KINDS:
         kinds = ", ".join(STEP_KINDS)
@@ -86,8 +121,8 @@ def find_step_kind(sde_type):
     return STEP_KINDS[sde_type]
 
 
-def check_step_kind(sde_type, noise_level):
-    """Try a kind of step at a noise level, before any model loads.
+def check_step_kind(sde_type: str, noise_level: float) -> None:
+    """Try a step kind at a noise level, before any model loads.
 
     Raises:
         ValueError: in one line that names --sde_type and --noise_level: it is unknown, raises, or does not give a mean
@@ -104,9 +139,13 @@ def check_step_kind(sde_type, noise_level):
             mean, std = step_kind(x, -x, sigma, sigma_next, noise_level, sigma_max=0.9)
             ode_mean, ode_std = step_kind(x, -x, sigma, sigma_next, 0.0, sigma_max=0.9)
             has_shape = mean.shape == ode_mean.shape == x.shape
-            is_finite = bool(mean.isfinite().all()) and 0 < float(torch.tensor(float(std))) < math.inf
-            is_euler = has_shape and float(ode_std) == 0 and torch.allclose(ode_mean, x - x * (sigma_next - sigma))
+            std_in_fp32 = float(torch.tensor(float(std)))
+            is_finite = bool(mean.isfinite().all()) and 0 < std_in_fp32 < math.inf
+            euler = x - x * (sigma_next - sigma)
+            is_euler = has_shape and float(ode_std) == 0 and torch.allclose(ode_mean, euler)
         except (Exception, SystemExit) as error:  # a user's own function can raise anything
+            from common.rewards.user_code import describe, own_folder
+
             told = describe(error, own_folder(step_kind))
             raise ValueError(f"{refused} {step} raised {told}") from error
         if not has_shape:
@@ -119,31 +158,31 @@ def check_step_kind(sde_type, noise_level):
 
 # ---- taking a step ---------------------------------------------------------------------------------------------------
 class SDEStepOutput(NamedTuple):
-    """One step of B samples; everything in fp32 (fp64 for fp64 samples)."""
+    """One sampling step of B images; everything in fp32 (fp64 for fp64 samples)."""
 
-    prev_sample: torch.Tensor  # (B, ...), the sample at sigma_next
-    log_prob: torch.Tensor | None  # (B,), mean over elements; None where std is 0
-    prev_sample_mean: torch.Tensor  # (B, ...)
-    transition_std: torch.Tensor  # (B,), standard deviation of the injected noise
+    prev_sample: Tensor  # (B, ...), the sample at sigma_next
+    log_prob: Tensor  # (B,), mean over elements; None where std is 0
+    prev_sample_mean: Tensor  # (B, ...)
+    transition_std: Tensor  # (B,), standard deviation of the injected noise
 
 
 def sde_step(
-    sample,
-    model_output,
-    sigma,
-    sigma_next,
-    noise_level,
+    sample: Tensor,
+    model_output: Tensor,
+    sigma: float,
+    sigma_next: float,
+    noise_level: float,
     *,
-    sde_type="sde",
-    sigma_max=None,
-    prev_sample=None,
-    noise=None,
-    generator=None,
+    sde_type: str = "sde",
+    sigma_max: float | None = None,
+    prev_sample: Tensor | None = None,
+    noise: Tensor | None = None,
+    generator: torch.Generator | list[torch.Generator] | None = None,
 ) -> SDEStepOutput:
-    """Draw x' = mean + std eps, or score a given x', for one step of a kind from `sigma` to `sigma_next`.
+    """One sampling step from `sigma` to `sigma_next`: x' = mean + std eps, drawn or given, and its log-prob.
 
     log_prob is the *mean* over all non-batch elements of the Normal(mean, std) log-density at the detached x'
-    (published clip ranges depend on the mean); "cps" has -mean((x' - mean)^2) in its place.
+    (published clip ranges depend on the mean); "cps" has -mean((x' - mean)^2) instead.
 
     Args:
         sample, model_output: x and v, (B, ...), any float dtype; the arithmetic is fp32, or fp64 if `sample` is.
@@ -151,12 +190,12 @@ def sde_step(
         noise_level: float >= 0 ("cps": <= 1). Pass 0 for the last step; this function does not know which step is last.
         sde_type: sde, dance, cps, cps_gauss, or path/to/file.py:function.
         sigma_max: stands for sigma in 1 - sigma of "sde" where sigma exceeds it: the schedule's second sigma.
-        prev_sample: x' (B, ...), score this sample instead of drawing one.
+        prev_sample: x' (B, ...), to take this sample instead of drawing one. The name is that of diffusers.
         noise: eps (B, ...) to use; wins over `generator`.
         generator: a torch.Generator, or a list, one per image (each draws its own image, so batching does not matter).
 
     Raises:
-        ValueError: sigma_next >= sigma; "sde" at sigma 1 without sigma_max; scoring a step whose std is 0.
+        ValueError: sigma_next >= sigma; "sde" at sigma 1 without sigma_max; prev_sample given where std is 0.
     """
     dtype = torch.float64 if sample.dtype == torch.float64 else torch.float32
     step = _describe(sigma, sigma_next)
@@ -168,77 +207,78 @@ def sde_step(
 
     if std == 0:
         if prev_sample is not None:
-            raise ValueError(f"{step} is deterministic (noise_level {noise_level}): it has no log-probability to score")
-        return SDEStepOutput(mean, None, mean, transition_std)
+            raise ValueError(f"{step} is deterministic (noise_level {noise_level}): it has no log-prob")
+        return SDEStepOutput(mean, None, mean, transition_std)  # type: ignore[arg-type]  # an ODE step has no density
 
-    std = transition_std.view(-1, *[1] * (mean.dim() - 1))  # (B, 1, ...)
+    stds = transition_std.view(-1, *[1] * (mean.dim() - 1))  # (B, 1, ...)
     if prev_sample is None:
         eps = draw_noise(mean.shape, generator, mean.device, dtype) if noise is None else noise.to(mean)
-        prev_sample = mean + std * eps
+        prev_sample = mean + stds * eps
     # detached: the gradient of the log-prob is by the mean alone
     square = (prev_sample.detach().to(dtype) - mean) ** 2
-    log_density = -square / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2
-    log_prob = -square if step_kind is cps else log_density
-    return SDEStepOutput(prev_sample.to(dtype), log_prob.flatten(1).mean(1), mean, transition_std)
+    log_density = -square / (2 * stds**2) - stds.log() - math.log(2 * math.pi) / 2
+    log_density = -square if step_kind is cps else log_density
+    log_prob = log_density.flatten(1).mean(1)  # (B,)
+    return SDEStepOutput(prev_sample.to(dtype), log_prob, mean, transition_std)
 
 
-def _describe(sigma, sigma_next):
+def _describe(sigma: float, sigma_next: float) -> str:
     return f"the step from sigma {sigma} to {sigma_next}"
 
 
-def kl_divergence(out, ref_mean, dt, sde_type, kl_type):
-    """KL (B,) of a step to the reference's, of the same std, per element: mean((mean - ref_mean)^2) / (2 variance).
-
-    By "paper" (arXiv 2505.05470v5, after eq. 9) the variance is std^2; by "code", to which its published coefficients
-    belong, it is std^2 / -dt where sde_type is sde, and std^2 elsewhere.
-
-    Args:
-        out: SDEStepOutput of B samples.
-        ref_mean: (B, ...), the mean of the reference policy's step from the same samples.
-        dt: float, sigma_next - sigma, negative.
-    """
-    variance = out.transition_std**2  # (B,)
-    if kl_type == "code" and sde_type == "sde":
-        variance = variance / -dt
-    return ((out.prev_sample_mean - ref_mean) ** 2).flatten(1).mean(1) / (2 * variance)
+# ---- noise -----------------------------------------------------------------------------------------------------------
+def image_seed(seed: int | str, step: int | str, index: int) -> int:
+    """An image's noise seed, from (run seed, training step, global image index) alone: the same on all ranks."""
+    text = f"{seed} {step} {index}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "big")
+    return number >> 1  # 63 bits: torch takes no more
 
 
-def multistep_ode_step(sample, model_output, sigma, sigma_next, previous=None):
-    """One DPM-Solver++ 2M step (arXiv 2211.01095, algorithm 2) of B samples, deterministic, of second order.
+def draw_noise(
+    shape: Sequence[int],
+    generator: torch.Generator | list[torch.Generator] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Standard normal noise of `shape` (B, ...) on `device`.
 
-    With lambda(s) = log((1 - s) / s), h = lambda(sigma_next) - lambda(sigma), x0 = x - sigma v and r = h_previous / h:
-    x' = (sigma_next / sigma) x + (1 - sigma_next) (1 - exp(-h)) (x0 + (x0 - x0_previous) / (2 r)).
-    The first step (previous None) and one to sigma 0 are of first order, which is the Euler step.
-
-    Args:
-        sample, model_output: (B, ...); the arithmetic is fp32, or fp64 if `sample` is.
-        sigma, sigma_next: floats, 0 <= sigma_next < sigma < 1.
-        previous: what the step before returned as its second value.
-
-    Returns:
-        SDEStepOutput without log-prob, and (x0, sigma), the next step's `previous`.
+    With a list of B generators each image draws its own. Noise is drawn where the generator lives (by our protocol on
+    the CPU) and then moved: the same numbers on any device.
 
     Raises:
-        ValueError: the step before began at sigma 1, pure noise, where lambda is infinite.
+        ValueError: there are not as many generators as images.
     """
-    dtype = torch.float64 if sample.dtype == torch.float64 else torch.float32
-    x = sample.to(dtype)
-    v = model_output.to(dtype)
-    x0 = x - sigma * v
-    if previous is None or sigma_next == 0:
-        return sde_step(x, v, sigma, sigma_next, 0.0), (x0, sigma)
-
-    x0_previous, sigma_previous = previous
-    if sigma_previous >= 1:
-        raise ValueError(
-            f"{_describe(sigma, sigma_next)} comes after one from sigma 1, where the 2M solver cannot start"
-        )
-    h = _half_log_snr(sigma_next) - _half_log_snr(sigma)
-    r = (_half_log_snr(sigma) - _half_log_snr(sigma_previous)) / h
-    slope = (x0 - x0_previous) / (2 * r)
-    prev_sample = sigma_next / sigma * x + (1 - sigma_next) * -math.expm1(-h) * (x0 + slope)
-    return SDEStepOutput(prev_sample, None, prev_sample, x.new_zeros(len(x))), (x0, sigma)
+    if isinstance(generator, list | tuple):
+        if len(generator) != shape[0]:
+            raise ValueError(f"{len(generator)} generators for a batch of {shape[0]}")
+        drawn = [draw_noise((1, *shape[1:]), g, g.device, dtype) for g in generator]
+        return torch.cat(drawn).to(device)  # at once: each move to a GPU waits for it
+    drawn_on = device if generator is None else generator.device
+    noise = torch.randn(shape, generator=generator, device=drawn_on, dtype=dtype)
+    return noise.to(device)
 
 
-def _half_log_snr(sigma):
-    return math.log((1 - sigma) / sigma)
+# ---- the window of SDE steps -------------------------------------------------------------------------
+
+
+def check_sde_steps(
+    sde_type: str, noise_level: float, num_inference_steps: int, window_range: tuple[int, int], window_size: int
+) -> None:
+    """Hold the options of SDE steps against each other: check_step_kind, and check_window if any."""
+    check_step_kind(sde_type, noise_level)
+    if window_size:
+        check_window(window_range, window_size, num_inference_steps)
+
+
+def check_window(window_range: tuple[int, int], size: int, num_inference_steps: int) -> None:
+    """Hold an SDE window of `size` steps against [lo, hi) and the schedule, whose last step is never stochastic.
+
+    Raises:
+        ValueError: naming --sde_window_range: no such window lies in both.
+    """
+    low, high = window_range
+    last = num_inference_steps - 1
+    if not 0 <= low <= high - size <= last - size:
+        advice = f"0 {last} is the widest range of {num_inference_steps} sampling steps"
+        raise ValueError(f"--sde_window_range {low} {high}: --sde_window_size {size} does not fit in it; {advice}")

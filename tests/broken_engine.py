@@ -1,6 +1,6 @@
-"""flow_grpo.py with a vLLM-Omni engine broken in one way; run by torchrun: broken_engine.py BREAKAGE [options].
+"""flow_grpo.py with a vLLM-Omni engine that is broken in one way. Run by torchrun: broken_engine.py BREAKAGE [options].
 
-Training rollouts only, and only what passes between trainer and engine: what the trainer checks, it checks as ever.
+Only messages between trainer and engine are changed, and only in training rollouts. The trainer checks as ever.
 """
 
 import os
@@ -11,22 +11,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
-from common.distributed import end_distributed
 from common.engine.client import VLLMEngine
-from common.errors import RunError, one_line
 from common.options import parse_args
+from common.run import one_line
 
 import torch
 
 
 def shifted_sigmas(request):
-    """The schedule's shift of 3, applied once more."""
+    """Apply the schedule's shift of 3 once more."""
     sigmas = 3 * request.sigmas / (1 + 2 * request.sigmas)
     return replace(request, sigmas=sigmas, timesteps=1000 * sigmas[:-1], sigma_max=sigmas[1].item())
 
 
 def one_step_less(request):
-    """The last two steps in one: a window before them is sampled as it should be, and its log-probs are right."""
+    """Take the last two steps in one. A window before them is sampled as it should be, and its log-probs are right."""
     sigmas = torch.cat([request.sigmas[:-2], request.sigmas[-1:]])
     return replace(request, timesteps=request.timesteps[:-1], sigmas=sigmas)
 
@@ -47,7 +46,7 @@ BREAKAGES = (*REQUESTS, *ANSWERS, *SIGNALS, "stale")
 
 def break_engine(breakage, engine=VLLMEngine):
     """Patch VLLMEngine. With "stale" the engine keeps the adapter that was verified at the start of the run: it gets
-    that one again in place of the new one, and says honestly what it holds."""
+    that adapter again instead of the new one, and reports honestly which adapter it holds."""
     if breakage not in BREAKAGES:
         raise SystemExit(f"broken_engine.py: error: {breakage!r} is none of {', '.join(BREAKAGES)}")
     ask = engine._ask
@@ -93,9 +92,6 @@ def break_engine(breakage, engine=VLLMEngine):
 
 if __name__ == "__main__":
     break_engine(sys.argv.pop(1))
-    with one_line(ValueError):
-        args = parse_args(flow_grpo.Args, __doc__)
-        inputs = flow_grpo.check_args(args)
-    with one_line(RunError, Path("runs") / args.name):
-        flow_grpo.main(args, inputs)
-    end_distributed()
+    with one_line():
+        args = flow_grpo.check(parse_args(flow_grpo.Args, __doc__))
+        flow_grpo.main(args, flow_grpo.prepare(args))

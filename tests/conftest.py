@@ -1,31 +1,46 @@
 """What several test files use: runs of the scripts, the embedded model with its policies, small inputs, the options.
 
 Test modules import from here and never from each other. Scripts are imported inside the functions that need them, so
-that one which cannot be imported fails its own tests only.
+that a script that cannot be imported fails its own tests only.
+
+Every test works in a temporary folder of its own, whatever lies in the checkout: the run of the README's first command
+is in `runs/flow_grpo`, and a script that is checked or started there would refuse to write over it.
 """
 
 import ast
+import collections
 import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-from common import lock
-from common.models import find_family, load_model
-from common.policy import add_policies, make_lora
+from common import checkpoints, plots
+from common.models.cpu import repair_torchvision, use_onednn
+from common.models.family import Family, family_class, load_model
+from common.models.lora import make_lora
+from common.policy import add_policies
 
 import pytest
 import torch
 import torch.distributed as dist
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # pytest -n 2: a core for each worker, and for what it starts
+repair_torchvision()  # as the scripts do
+use_onednn()
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # pytest -n 2: a core for each worker and for the processes that it starts
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["PYTEST_XDIST_WORKER"][2:]) % len(cores)]})
     torch.set_num_threads(1)
@@ -40,8 +55,32 @@ TINY = ["--num_prompts", 4, "--group_size", 4, "--updates_per_rollout", 1, "--nu
 TINY += ["--eval_num_inference_steps", 3]
 
 
+# ---- the working directory -------------------------------------------------------------------------------------------
+@pytest.fixture(scope="session", autouse=True)
+def away_from_the_checkout(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """For fixtures of a module, which are made before a test's own folder."""
+    os.chdir(tmp_path_factory.mktemp("working_directory"))
+
+
+@pytest.fixture(autouse=True)
+def in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test begins in its `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def own_handlers() -> Iterator[None]:
+    """Puts the handlers of the stop signals back, which a Run that owns its folder replaces."""
+    saved = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in saved.items():
+        signal.signal(number, handler)
+
+
 # ---- runs of the scripts ---------------------------------------------------------------------------------------------
-def torchrun(folder, script, *args, nproc=1, check=True, timeout=420):
+def torchrun(
+    folder: Path, script: str | Path, *args: object, nproc: int = 1, check: bool = True, timeout: float = 420
+) -> subprocess.CompletedProcess[str]:
     """Run a script of the repository as a user does, in `folder`. Returns the finished process, output as text."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
     done = subprocess.run(
@@ -56,8 +95,8 @@ def torchrun(folder, script, *args, nproc=1, check=True, timeout=420):
     return done
 
 
-def one_rank_environment():
-    """What torchrun tells the only rank of a run."""
+def one_rank_environment() -> dict[str, str]:
+    """The variables that torchrun sets for the only rank of a run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -71,10 +110,11 @@ def one_rank_environment():
     }
 
 
-def run_here(folder, script, *options):
+def run_here(folder: Path, script: str, *options: object) -> str | int | None:
     """Run the `__main__` block of an (imported, perhaps patched) script in `folder`, as torchrun's only rank.
 
-    Returns the line it ended with, or None.
+    Drawing the curves takes a third of so short a run, so that an empty curves.png stands in for them; runs under
+    torchrun draw them. Returns the line that the run ended with, or None.
     """
     module = importlib.import_module(script.removesuffix(".py"))
     block = ast.parse((ROOT / script).read_text()).body[-1]
@@ -85,6 +125,7 @@ def run_here(folder, script, *options):
             mock.patch.dict(os.environ, one_rank_environment()),
             contextlib.chdir(folder),
             mock.patch.object(sys, "argv", [str(ROOT / script), *map(str, options)]),
+            mock.patch.object(plots, "draw_panels", lambda panels, path: path.touch()),
         ):
             exec(compile(ast.Module(block.body, []), script, "exec"), vars(module), {})
     except SystemExit as error:
@@ -92,29 +133,29 @@ def run_here(folder, script, *options):
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if dist.is_initialized():  # it ended by an error
+        if dist.is_initialized():  # the run ended by an error
             dist.destroy_process_group()
-        while lock._held:  # a run's lock lasts as long as its process, which here goes on
-            os.close(lock._held.popitem()[1])
+        while checkpoints._held:  # a run's lock lasts as long as its process, which continues here
+            os.close(checkpoints._held.popitem()[1])
 
 
-def assert_one_line(line, script="flow_grpo.py"):
+def assert_one_line(line: str | int | None, script: str = "flow_grpo.py") -> None:
     """That a run ended with a line of the form of every error: "SCRIPT: error: ..."."""
-    assert line and line.startswith(f"{script}: error: ") and "\n" not in line, line
-    print(line)
+    assert isinstance(line, str), line
+    assert line.startswith(f"{script}: error: ") and "\n" not in line, line
 
 
-def read_metrics(run):
+def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl, in order."""
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
-def without_times(rows):
-    """Metrics without those that no two runs share: times, speeds and memory."""
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics without times, speeds and memory, which differ between equal runs."""
     return [{k: v for k, v in row.items() if not k.startswith(("timing_", "perf/"))} for row in rows]
 
 
-def assert_same(state, expected):
+def assert_same(state: Any, expected: Any) -> None:
     """That two states of a run, of nested dicts and lists, are equal: types, order of keys, and tensors to the bit."""
     assert type(state) is type(expected)
     if isinstance(expected, torch.Tensor):
@@ -131,9 +172,9 @@ def assert_same(state, expected):
 
 
 # ---- small inputs ----------------------------------------------------------------------------------------------------
-def brightness_reward(folder):
-    """A reward that moves no more than the pixels do, where runs are compared to round-off: what OCR reads may turn on
-    one grey level of one pixel."""
+def brightness_reward(folder: str | Path) -> str:
+    """A reward that moves no more than the pixels do, for runs that are compared to round-off: one grey level of one
+    pixel can change what OCR reads."""
     path = Path(folder) / "brightness.py"
     path.write_text(
         "import numpy\n\n\ndef brightness(images, prompts, metadata):\n"
@@ -142,7 +183,7 @@ def brightness_reward(folder):
     return f"{path}:brightness"
 
 
-def brightness_and_redness(folder):
+def brightness_and_redness(folder: str | Path) -> list[str]:
     """Two such rewards."""
     brightness = brightness_reward(folder)
     path = Path(folder) / "redness.py"
@@ -153,14 +194,39 @@ def brightness_and_redness(folder):
     return [brightness, f"{path}:redness"]
 
 
-def constant_reward(folder):
-    """A reward from which nothing is to be learned."""
+def constant_reward(folder: str | Path) -> str:
+    """A reward from which nothing can be learned."""
     path = Path(folder) / "constant.py"
     path.write_text("def constant(images, prompts, metadata):\n    return [0.1] * len(images)\n")
     return f"{path}:constant"
 
 
-def few_eval_prompts(folder, count=8):
+def good_adapter() -> dict[str, torch.Tensor]:
+    """The tensors of a LoRA, as diffusers names them."""
+    return {"transformer.a.lora_A.weight": torch.ones(2, 3), "transformer.a.lora_B.weight": torch.ones(3, 2)}
+
+
+def good_state() -> dict[str, Any]:
+    """What a script saves, small."""
+    return {
+        "step": 10,
+        "best": 0.5,
+        "args": {"seed": 1, "reward": ("ocr",)},
+        "sampler": {"position": 3},
+        "rng": [{"torch": torch.arange(5)}],
+        "policies": {"default": {"a.lora_A.weight": torch.arange(600.0).reshape(20, 30)}},
+        "optimizer": {},
+    }
+
+
+def torch_bytes(value: object) -> bytes:
+    """The bytes that torch.save writes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def few_eval_prompts(folder: str | Path, count: int = 8) -> list[str | Path]:
     """A file with the first held-out prompts, for runs whose evaluation should be short."""
     path = Path(folder) / "eval.txt"
     path.write_text("\n".join((ROOT / "assets" / "eval_prompts.txt").read_text().splitlines()[:count]) + "\n")
@@ -169,7 +235,7 @@ def few_eval_prompts(folder, count=8):
 
 # ---- the embedded model in this process ------------------------------------------------------------------------------
 @pytest.fixture
-def one_rank(tmp_path, monkeypatch):
+def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A world of this process alone."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -177,12 +243,70 @@ def one_rank(tmp_path, monkeypatch):
     dist.destroy_process_group()
 
 
-def embedded_model(dtype=torch.float32):
+def on_ranks(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, function: Callable[[int], Any]
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """function(rank) on each of world_size ranks, which are threads of this process.
+
+    Returns what each rank returned, and all tensors that a rank sent to another, or to all.
+    """
+    this = threading.local()
+    together = threading.Barrier(world_size)
+    slots: list[Any] = [None] * world_size
+    boxes: dict[tuple[int, int], queue.Queue] = collections.defaultdict(queue.Queue)
+    messages: list[torch.Tensor] = []
+
+    def exchange(value: object) -> list[Any]:
+        slots[this.rank] = value
+        together.wait(60)
+        found = list(slots)
+        together.wait(60)
+        return found
+
+    def all_gather(parts: list[torch.Tensor], tensor: torch.Tensor) -> None:
+        messages.append(tensor.clone())
+        for part, other in zip(parts, exchange(tensor.clone()), strict=True):
+            part.copy_(other)
+
+    def all_gather_object(parts: list[Any], value: object) -> None:
+        parts[:] = exchange(value)
+
+    def isend(tensor: torch.Tensor, other: int) -> mock.Mock:
+        messages.append(tensor.clone())
+        boxes[this.rank, other].put(messages[-1])
+        return mock.Mock()
+
+    def recv(tensor: torch.Tensor, other: int) -> None:
+        tensor.copy_(boxes[other, this.rank].get(timeout=60))
+
+    def start(rank: int) -> object:
+        this.rank = rank
+        try:
+            return function(rank)
+        except BaseException:
+            together.abort()
+            raise
+
+    replaced: dict[str, Callable] = {"get_rank": lambda: this.rank, "get_world_size": lambda: world_size}
+    replaced |= {"all_gather": all_gather, "all_gather_object": all_gather_object, "isend": isend, "recv": recv}
+    replaced |= {"barrier": lambda: exchange(None), "is_initialized": lambda: True}
+    with monkeypatch.context() as patched, ThreadPoolExecutor(world_size) as threads:
+        for name, stand_in in replaced.items():
+            patched.setattr(dist, name, stand_in)
+        running = [threads.submit(start, rank) for rank in range(world_size)]
+        wait(running)
+        failed = [e for run in running if (e := run.exception()) and not isinstance(e, threading.BrokenBarrierError)]
+        if failed:
+            raise failed[0]
+        return [run.result() for run in running], messages
+
+
+def embedded_model(dtype: torch.dtype = torch.float32) -> Family:
     """The embedded model as it is, without a policy."""
-    return load_model(find_family(EMBEDDED), EMBEDDED, dtype, torch.device("cpu"))
+    return load_model(family_class(EMBEDDED), EMBEDDED, dtype, torch.device("cpu"))
 
 
-def policy_without_fsdp(trained=True, **changes):
+def policy_without_fsdp(trained: bool = True, **changes: Any) -> tuple[Family, Any, Any]:
     """The embedded model with flow_grpo's LoRA, unsharded; `trained` gives it a LoRA that acts. `changes` are options.
 
     Returns the model, flow_grpo's Args and the LoraConfig.
@@ -191,18 +315,16 @@ def policy_without_fsdp(trained=True, **changes):
     args = dataclasses.replace(flow_grpo.Args(), num_inference_steps=6, eval_num_inference_steps=6, **changes)
     model = embedded_model()
     lora = make_lora(None, args.lora_rank, args.lora_alpha, model.lora_target_modules)
-    torch.manual_seed(args.seed)
-    add_policies(model, lora, ["default"])
-    model.evaluated_policy = "default"
+    add_policies(model, lora, ["default"], args.seed)
     if trained:
         for name, p in model.transformer.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(p, std=0.05)
-    return model, args, lora[0]
+    return model, args, lora.config
 
 
 # ---- options and the README ------------------------------------------------------------------------------------------
-def declared_options(path, class_name):
+def declared_options(path: Path, class_name: str) -> dict[str, str | None]:
     """{name of a field: its docstring, or None} of a dataclass, from its source."""
     classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
     body = next(node for node in classes if node.name == class_name).body
@@ -214,17 +336,17 @@ def declared_options(path, class_name):
     return options
 
 
-def shared_options():
+def shared_options() -> dict[str, str | None]:
     """The options that all five scripts have, by name, with their docstrings."""
     return declared_options(ROOT / "common" / "options.py", "SharedArgs")
 
 
-def own_options(script):
+def own_options(script: str) -> dict[str, str | None]:
     """The options that a script declares itself, by name, with their docstrings."""
     return declared_options(ROOT / script, "Args")
 
 
-def readme_row(script):
+def readme_row(script: str) -> str:
     """A script's row in the README's table."""
     lines = (ROOT / "README.md").read_text().splitlines()
     return next(line for line in lines if line.startswith(f"| [`{script}`]"))

@@ -7,24 +7,31 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
-from common.distributed import end_distributed, setup_distributed
-from common.sampler import GroupSampler
+from common.data import GroupSampler
+from common.distributed import setup_distributed
+from common.policy import acting
+from common.run import one_line
+from common.sde import image_seed
 
 import torch
 import torch.distributed as dist
 
 
-def main(path):
+def main(path: str) -> None:
     args = flow_grpo.Args(
         rollout="local", num_prompts=2, group_size=4, micro_batch_size=2, updates_per_rollout=1, ema_decay=0.9
     )
-    inputs = flow_grpo.check_args(args)
+    args = flow_grpo.check(args)
+    inputs = flow_grpo.prepare(args)
     device = setup_distributed()
-    model, trained = flow_grpo.load_policy(args, inputs, device)
-    sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, args.seed)
-    request, _, _ = flow_grpo.draw_request(args, model, sampler, inputs.train_set, step=1)
+    model, parameters = flow_grpo.load_policy(args, inputs, device)
+    sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, seed=args.seed)
+    prompt_rows, prompt_index, image_index = sampler.draw()
+    encoded = flow_grpo.encode_prompts(args, model, inputs.train_set.select(prompt_rows).prompts)
+    seeds = [image_seed(args.seed, 1, index) for index in image_index.tolist()]
+    request = flow_grpo.make_request(args, model, encoded, prompt_index, seeds, sde_steps=(0,))
 
-    def sample(whole=True):
+    def sample(whole: bool = True) -> tuple[int, int, torch.Tensor]:
         """(how often this rank gathers, bytes that it then has, latents)"""
         args.gather_for_sampling = whole
         with mock.patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gather:
@@ -33,11 +40,11 @@ def main(path):
 
     num_gathers, num_bytes, first = sample()
     with torch.no_grad():
-        for parameter in trained:  # what was whole must not be what is sampled with next
+        for parameter in parameters:  # what was whole must not be what is sampled with next
             parameter.to_local().add_(0.05)
     changed = sample()[2]
     by_block, _, same_by_block = sample(whole=False)
-    with flow_grpo.acting(model, "ema"):  # which has not followed
+    with acting(model, "ema"):  # which has not followed
         averaged = sample()[2]
     args.train_with = ("cpu_offload",)
     offloaded = sample()[0]
@@ -52,5 +59,5 @@ def main(path):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
-    end_distributed()
+    with one_line():
+        main(sys.argv[1])

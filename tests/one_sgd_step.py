@@ -5,14 +5,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
-from common.distributed import end_distributed, setup_distributed
+from common.data import GroupSampler
+from common.distributed import setup_distributed
 from common.policy import tensors_on_rank_0
-from common.sampler import GroupSampler
+from common.run import one_line
+from common.sde import image_seed
 
 import torch
 
 
-def main(path, micro_batch_size, shard_ranks):
+def main(path: str, micro_batch_size: int, shard_ranks: int) -> None:
     args = flow_grpo.Args(
         rollout="local",
         num_prompts=4,
@@ -25,19 +27,22 @@ def main(path, micro_batch_size, shard_ranks):
         max_grad_norm=1e9,
         learning_rate=1.0,
     )
-    inputs = flow_grpo.check_args(args)
+    args = flow_grpo.check(args)
+    inputs = flow_grpo.prepare(args)
     device = setup_distributed()
-    model, trained = flow_grpo.load_policy(args, inputs, device)
-    sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, args.seed)
-    request, _, image_index = flow_grpo.draw_request(args, model, sampler, inputs.train_set, step=1)
+    model, parameters = flow_grpo.load_policy(args, inputs, device)
+    sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, seed=args.seed)
+    prompt_rows, prompt_index, image_index = sampler.draw()
+    encoded = flow_grpo.encode_prompts(args, model, inputs.train_set.select(prompt_rows).prompts)
+    seeds = [image_seed(args.seed, 1, index) for index in image_index.tolist()]
+    sde_steps = flow_grpo.trained_steps(args, step=1)
+    request = flow_grpo.make_request(args, model, encoded, prompt_index, seeds, sde_steps=sde_steps)
     trajectories = flow_grpo.rollout(args, model, None, request)
-    old, weights, _ = flow_grpo.old_policy_terms(args, model, None, request, trajectories)
-    scores = torch.linspace(-2, 2, 16)[:, None]
-    scores[[2, 3, 7, 13]] = torch.nan  # a reward failed on these: unequally many on two ranks
-    advantages = scores.nan_to_num()[image_index, 0]
-    loss_weights = flow_grpo.loss_weights(scores, args.updates_per_rollout)[image_index]
-    optimizer = torch.optim.SGD(trained, lr=1.0)
-    batch = flow_grpo.Batch(request, trajectories, old, weights, advantages, loss_weights)
+    old, _ = flow_grpo.recompute_old_log_probs(args, model, None, request, trajectories)
+    advantages = torch.linspace(-2, 2, 16)
+    advantages[[2, 3, 7, 13]] = 0  # a reward failed on these: unequally many on two ranks
+    batch = flow_grpo.Batch(request, trajectories, old, advantages[image_index])
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
     flow_grpo.update(args, model, optimizer, batch)
     adapter, _ = tensors_on_rank_0(model)
     if torch.distributed.get_rank() == 0:
@@ -45,5 +50,5 @@ def main(path, micro_batch_size, shard_ranks):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    end_distributed()
+    with one_line():
+        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,12 +1,15 @@
-"""What is published of the models that people train: their parts' configs, and how many parameters they have.
+"""Published facts of the models that people train: the configs of their parts, and their numbers of parameters.
 
-Facts of the model cards and of the `config.json` of each part, as far as they differ from diffusers' and transformers'
-defaults. Last come their recipes and presets, the commands of docs/models.md.
+They come from the model cards and from each part's `config.json`, as far as those differ from the defaults of diffusers
+and transformers. Last come the commands of recipes/, which are for these models.
 """
 
 import inspect
 import json
+import re
+import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,7 +72,7 @@ PUBLISHED = {
     "Tongyi-MAI/Z-Image": ("z_image", "ZImageTransformer2DModel", {}, 6.2),
 }
 
-KL_VAE = {  # of Stable Diffusion 3, FLUX.1 and Z-Image
+KL_VAE = {  # the VAE of Stable Diffusion 3, FLUX.1 and Z-Image
     "latent_channels": 16,
     "block_out_channels": (128, 256, 512, 512),
     "layers_per_block": 2,
@@ -80,7 +83,7 @@ KL_VAE = {  # of Stable Diffusion 3, FLUX.1 and Z-Image
     "scaling_factor": 1.5,
     "shift_factor": 0.06,
 }
-VAES = {  # family: config; diffusers' defaults are FLUX.2's, Qwen-Image's and Wan 2.1's own
+VAES = {  # family: config; diffusers' defaults are those of FLUX.2, Qwen-Image and Wan 2.1
     "stable_diffusion_3": KL_VAE,
     "flux": KL_VAE,
     "z_image": KL_VAE,
@@ -88,7 +91,7 @@ VAES = {  # family: config; diffusers' defaults are FLUX.2's, Qwen-Image's and W
     "qwen_image": {},
     "wan": {},
 }
-CLIP_L = {"projection_dim": 768, "hidden_act": "quick_gelu"}  # the rest is transformers' default of a text model
+CLIP_L = {"projection_dim": 768, "hidden_act": "quick_gelu"}  # otherwise transformers' defaults
 CLIP_G = {
     "hidden_size": 1280,
     "intermediate_size": 5120,
@@ -155,7 +158,9 @@ PIPELINES = {
 
 def write_configs(hub_id, folder):
     """Write the configs of a published model to `folder`, as its repository has them, without weights or tokenizers."""
-    import common  # noqa: F401  (repairs torchvision before diffusers imports it)
+    from common.models.cpu import repair_torchvision
+
+    repair_torchvision()
 
     import diffusers
     import transformers
@@ -184,10 +189,10 @@ def write_json(path, value):
     path.write_text(json.dumps(value))
 
 
-# Names of a LoRA's modules, after "transformer.", that ComfyUI maps to weights of its own: comfy/lora.py,
-# model_lora_keys_unet (17358c8), with the tables of comfy/utils.py (09708ea). There a LoRA acts with strength 1 where
-# its file has no alpha tensors, and metadata are not read. Qwen-Image's modules are called there as in diffusers. Wan's
-# have no such names there.
+# The names of LoRA modules, behind "transformer.", that ComfyUI maps to its own weights: model_lora_keys_unet in
+# comfy/lora.py (17358c8), with the tables of comfy/utils.py (09708ea). ComfyUI does not read metadata, and gives a LoRA
+# strength 1 if its file has no alpha tensors. It calls Qwen-Image's modules as diffusers does, and maps no such names
+# for Wan.
 JOINT = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
 COMFYUI_NAMES = {
     "stable_diffusion_3": JOINT + r"|transformer_blocks\.\d+\.attn2\.(to_[qkv]|to_out\.0)",
@@ -197,14 +202,15 @@ COMFYUI_NAMES = {
     "z_image": r"(layers|context_refiner|noise_refiner)\.\d+\.attention\.(to_[qkv]|to_out\.0)",
 }
 
-VAE_FACTOR = 8  # pixels of a latent's side; of Wan 2.2's VAE 16
-IMAGE = (16, 64, 64)  # latents of 512 x 512 pixels; a token is of 2 x 2 of them
-VIDEO = (16, 9, 64, 64)  # of 33 frames of them
+VAE_FACTOR = 8  # pixels on a latent's side; 16 for Wan 2.2's VAE
+IMAGE = (16, 64, 64)  # latents of 512 x 512 pixels; 2 x 2 latents make a token
+VIDEO = (16, 9, 64, 64)  # latents of 33 such frames
 SD3_TEXT = {"prompt_embeds": (333, 4096), "pooled_prompt_embeds": (2048,)}
 GEOMETRY = {
-    # hub id: (latents of 512 x 512 pixels, (tokens, width) of the first block's stream of them, conditioning of one
-    # prompt, at the sequence length of docs/models.md: T5's 256 tokens and the CLIPs' 77 of SD3.5, CLIP-L's 768 and
-    # bigG's 1280; three layers of Qwen3-4B of FLUX.2-klein, one of Z-Image; Qwen2.5-VL-7B of Qwen-Image; UMT5 of Wan)
+    # hub id: (latents of 512 x 512 pixels, (tokens, width) of the image stream in the first block, conditioning of one
+    # prompt at the sequence length of docs/models.md). Text encoders: T5 (256 tokens), two CLIPs (77 tokens; widths 768
+    # and 1280) for SD3.5; three layers of Qwen3-4B for FLUX.2-klein, one for Z-Image; Qwen2.5-VL-7B for Qwen-Image;
+    # UMT5 for Wan
     "stabilityai/stable-diffusion-3.5-medium": (IMAGE, (1024, 1536), SD3_TEXT),
     "stabilityai/stable-diffusion-3.5-large": (IMAGE, (1024, 2432), SD3_TEXT),
     "black-forest-labs/FLUX.1-dev": (
@@ -221,28 +227,53 @@ GEOMETRY = {
 }
 
 
-def recipes():
-    """{(model, script): its command's options}, from the blocks of docs/models.md."""
-    commands = {}
-    for section in (ROOT / "docs" / "models.md").read_text().split("\n### ")[1:]:
-        name = section.partition("\n")[0]
-        lines = [line.partition(" ") for line in section.split("```")[1].strip().splitlines()]
-        shared = " ".join(options for script, _, options in lines if script == "all")
-        for script in dict.fromkeys(script for script, _, _ in lines if script != "all"):
-            own = " ".join(options for other, _, options in lines if other == script)
-            commands[name, script] = f"{shared} {own}".split()
-    return commands
+# ---- recipes/ --------------------------------------------------------------------------------------------------------
+DEVICES = {"24": "rtx4090", "40": "a100-40", "80": "h100-80"}  # by the memory in a recipe's file name
 
 
-def presets():
-    """(ranks, script, options) of each command of docs/models.md's presets."""
-    page = (ROOT / "docs" / "models.md").read_text()
-    section = page.split("\n## Presets")[1].split("\n## ")[0].replace("\\\n", "")
-    commands = []
-    for line in section.splitlines():
-        words = line.split()
-        if words[:2] == ["torchrun", "--standalone"]:
-            ranks = int(words[3]) if words[2] == "--nproc_per_node" else 1
-            place = next(i for i, word in enumerate(words) if word.endswith(".py"))
-            commands.append((ranks, words[place], words[place + 1 :]))
-    return commands
+class Command(NamedTuple):
+    """What a file of recipes/ starts."""
+
+    recipe: Path
+    ranks: int
+    script: str
+    options: list[str]
+
+
+def started_by(recipe: Path, *arguments: str) -> Command:
+    """The command that a recipe gives to torchrun, which here only says what it got."""
+    source = 'torchrun() { printf "%s\\n" "$@"; }; source "$0"'
+    words = subprocess.check_output(["bash", "-c", source, str(recipe), *arguments], text=True, cwd=ROOT).splitlines()
+    place = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    launcher = words[:place]
+    assert launcher[0] == "--standalone" and launcher[1:2] in ([], ["--nproc_per_node"]), launcher
+    ranks = int(launcher[2]) if launcher[1:] else 1
+    return Command(recipe, ranks, words[place], words[place + 1 :])
+
+
+def commands_of(recipe: Path) -> list[Command]:
+    """A Command for each script that a recipe has settings for; a recipe of one script names it itself."""
+    scripts = re.findall(r"^    (\w+\.py)\)$", recipe.read_text(), re.MULTILINE)
+    if not scripts:
+        return [started_by(recipe)]
+    return [started_by(recipe, script) for script in scripts]
+
+
+def recipe_commands() -> dict[str, Command]:
+    """{"sd35_medium flow_grpo.py", "sd35_medium_8x80gb": its Command} of all files of recipes/."""
+    found = {}
+    for recipe in sorted((ROOT / "recipes").glob("*.sh")):
+        commands = commands_of(recipe)
+        for command in commands:
+            found[f"{recipe.stem} {command.script}" if len(commands) > 1 else recipe.stem] = command
+    return found
+
+
+def presets() -> list[tuple[int, str, list[str]]]:
+    """(ranks, script, options, --plan first) of each recipe that is for GPUs of a size."""
+    found = []
+    for name, command in recipe_commands().items():
+        size = re.search(r"_\d+x(\d+)gb$", name)
+        if size:
+            found.append((command.ranks, command.script, ["--plan", DEVICES[size[1]], *command.options]))
+    return found

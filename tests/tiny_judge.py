@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import common  # noqa: F401  (repairs torchvision before transformers imports it)
+from common.models.cpu import repair_torchvision
+
+repair_torchvision()
 from tests.tiny_models import qwen_tokenizer
 
 import torch

@@ -1,10 +1,12 @@
-"""Tiny random checkpoints of each family, in diffusers' layout, made from configs: nothing is downloaded."""
+"""Tiny random checkpoints of each family in diffusers' layout. They are made from configs; nothing is downloaded."""
 
 import inspect
 import json
 from pathlib import Path
 
-import common  # noqa: F401  (repairs torchvision before diffusers imports it)
+from common.models.cpu import repair_torchvision
+
+repair_torchvision()
 
 import torch
 from diffusers import (
@@ -48,7 +50,7 @@ EMBEDDED = Path(__file__).parents[1] / "assets" / "embedded"
 
 
 def tokenizer(name):
-    """A tokenizer of the embedded model: `tokenizer`, of CLIP's kind, or `tokenizer_3`, of T5's."""
+    """A tokenizer of the embedded model: `tokenizer` is like CLIP's, `tokenizer_3` is like T5's."""
     return AutoTokenizer.from_pretrained(EMBEDDED / name)
 
 
@@ -69,7 +71,7 @@ def clip_text_encoder(width):
 
 
 def autoencoder(latent_channels, factor=4):
-    """An AutoencoderKL of `factor` x `factor` pixels to a latent."""
+    """An AutoencoderKL with `factor` x `factor` pixels per latent."""
     num_halvings = factor.bit_length() - 1
     return AutoencoderKL(
         latent_channels=latent_channels,
@@ -84,7 +86,7 @@ def autoencoder(latent_channels, factor=4):
 
 
 def flux(vae_factor=4):
-    """FLUX.1: two double blocks and two single ones, rotary positions of 4 + 6 + 6 of 16 channels a head."""
+    """FLUX.1: two double and two single blocks; rotary positions in 4 + 6 + 6 of the 16 channels of a head."""
     t5 = T5EncoderModel.from_pretrained(EMBEDDED / "text_encoder_3")
     transformer = FluxTransformer2DModel(
         in_channels=16,
@@ -109,7 +111,7 @@ def flux(vae_factor=4):
 
 
 def qwen_tokenizer():
-    """A byte-level BPE tokenizer of Qwen's kind, whose merges are learned from its pipeline's own prompt template."""
+    """A byte-level BPE tokenizer like Qwen's, with merges learned from the pipeline's own prompt template."""
     template = Path(inspect.getfile(QwenImagePipeline)).read_text().split('prompt_template_encode = "')[1].split('"')[0]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = Tokenizer(models.BPE())
@@ -123,7 +125,7 @@ def qwen_tokenizer():
 
 
 def qwen_image():
-    """Qwen-Image: two blocks; the text encoder is a Qwen2.5-VL of two layers."""
+    """Qwen-Image: two blocks, and a Qwen2.5-VL of two layers as text encoder."""
     tokens = qwen_tokenizer()
     text = {
         "vocab_size": len(tokens),
@@ -184,7 +186,7 @@ def qwen3_config(tokens, num_layers):
 
 
 def flux2_klein():
-    """FLUX.2-klein: a double block and two single ones; the encoder is a Qwen3 of 28 layers, three of which count."""
+    """FLUX.2-klein: one double and two single blocks. Its encoder is a Qwen3 of 28 layers, of which it reads three."""
     tokens = qwen_tokenizer()
     tokens.chat_template = CHAT_TEMPLATE
     vae = AutoencoderKLFlux2(
@@ -218,7 +220,7 @@ def flux2_klein():
 
 
 def z_image(vae_factor=4):
-    """Z-Image: two blocks and a refiner of each stream."""
+    """Z-Image: two blocks, and a refiner block for each stream."""
     tokens = qwen_tokenizer()
     tokens.chat_template = CHAT_TEMPLATE
     transformer = ZImageTransformer2DModel(
@@ -242,7 +244,7 @@ def z_image(vae_factor=4):
 
 
 def wan(latent_channels=4, flow_shift=3.0, expand_timesteps=False, **vae_options):
-    """Wan 2.1: two blocks; a VAE of 8 x 8 pixels and 4 frames, as the published one."""
+    """Wan 2.1: two blocks, and a VAE of 8 x 8 pixels and 4 frames per latent like the published one."""
     tokens = tokenizer("tokenizer_3")
     text_config = UMT5Config(
         vocab_size=len(tokens), d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, pad_token_id=tokens.pad_token_id
@@ -258,7 +260,7 @@ def wan(latent_channels=4, flow_shift=3.0, expand_timesteps=False, **vae_options
     )
     transformer = WanTransformer3DModel(
         num_attention_heads=2,
-        attention_head_dim=24,  # of the others vLLM-Omni's splits into time, height and width differ, unlike of 128
+        attention_head_dim=24,  # like 128, a size that vLLM-Omni splits into time, height and width as diffusers does
         in_channels=latent_channels,
         out_channels=latent_channels,
         text_dim=16,
@@ -266,7 +268,7 @@ def wan(latent_channels=4, flow_shift=3.0, expand_timesteps=False, **vae_options
         ffn_dim=64,
         num_layers=2,
     )
-    # as it is published: with sigmas that are shifted and a solver of higher order
+    # as published: shifted sigmas and a solver of higher order
     scheduler = UniPCMultistepScheduler(
         use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=flow_shift, num_train_timesteps=1000
     )
@@ -281,14 +283,16 @@ def wan(latent_channels=4, flow_shift=3.0, expand_timesteps=False, **vae_options
 
 
 def wan_ti2v():
-    """Wan 2.2 TI2V-5B: its VAE takes 2 x 2 pixels as one of 12 channels, and its pipeline a timestep for each token."""
+    """Wan 2.2 TI2V-5B: its VAE takes 2 x 2 pixels as one with 12 channels, its pipeline a timestep per token."""
     of_vae = {"is_residual": True, "patch_size": 2, "scale_factor_spatial": 16, "decoder_base_dim": 8}
     return wan(latent_channels=6, flow_shift=5.0, expand_timesteps=True, in_channels=12, out_channels=12, **of_vae)
 
 
 def stable_diffusion_3(vae_factor=4):
-    """SD3.5-medium: two blocks with a second attention (attn2), one without, and the last one, of three kinds; norms of
-    queries and keys."""
+    """SD3.5-medium: three kinds of block, and norms of queries and keys.
+
+    Two blocks have a second attention (attn2), one has none, and the last one drops the text.
+    """
     t5 = T5EncoderModel.from_pretrained(EMBEDDED / "text_encoder_3")
     transformer = SD3Transformer2DModel(
         sample_size=16,
@@ -332,11 +336,11 @@ FAMILIES = {
 
 
 def make_checkpoint(family, folder, **options):
-    """Write the tiny checkpoint of a family to `folder`, the same bytes every time. Returns the folder."""
+    """Write the tiny checkpoint of a family to `folder`, with the same bytes every time. Returns the folder."""
     torch.manual_seed(0)
     pipe = FAMILIES[family](**options)
     for parameter in pipe.transformer.parameters():
-        if parameter.dim() == 1:  # biases and norms begin at 0 and 1: to mistake one for another would not show
+        if parameter.dim() == 1:  # biases and norms start at 0 and 1, which would hide a mix-up
             parameter.data.add_(0.1 * torch.randn_like(parameter))
     pipe.save_pretrained(folder)
     return folder

@@ -1,6 +1,8 @@
 """The vLLM-Omni rollout engine: a process of its own, and the trainer's end of the pipe to it.
 
-`client.py` is the trainer's side and needs no vLLM. It starts `server.py`, which loads vLLM-Omni and answers; the hooks
-that make a pipeline of vLLM-Omni sample as the trainer does are in `pipelines.py`. Where there is no GPU, vLLM-Omni
-finds its platform in `cpu_platform.py` and `cpu_worker.py` through the entry point in `plugin/`.
+The trainer's side needs no vLLM: `launch.py` checks what must be there, `client.py` starts the process and talks to it,
+`mismatch.py` compares its policy with the trainer's. The engine's side: `server.py` is the process, `omni.py` loads
+vLLM-Omni and samples, and the hooks in `pipelines.py` make its pipelines sample as the trainer does. Where there is no
+GPU, vLLM-Omni finds its platform in `cpu_platform.py` and `cpu_worker.py`, through the entry point in `plugin/`. Both
+sides use `messages.py`, the format of their calls and answers.
 """

@@ -1,138 +1,86 @@
-"""The trainer's end of the vLLM-Omni engine: a child process per rank, reached over a pipe with bounded waits."""
+"""The trainer's end of the vLLM-Omni engine: one child process per rank, reached over a pipe with bounded waits.
+
+A rank starts a VLLMEngine, pushes its policy's weights, and asks for images: `push_policy`, `generate`. `verify_policy`
+proves once per run that a push arrives. This side needs no vLLM; the child is `server.py`.
+"""
 
 import contextlib
-import importlib.util
 import os
-import re
+import pickle
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.engine import messages
+from common.engine.launch import engine_environment
 from common.errors import RunError
-from common.rollout import Trajectories
-from common.stops import say
+from common.models.family import Family, Images
+from common.policy import policy_tensors
+from common.process import say
+from common.rollout import RolloutRequest, Trajectories
 
+import numpy as np
 import torch
 from PIL import Image
 
+if TYPE_CHECKING:
+    from peft import LoraConfig  # slow
+
 FULL_WEIGHTS = "full weights"
 LORA = "a LoRA"
-BUCKET_BYTES = 1e9  # of full weights that are on their way to the engine at once
-# The trainer's variables that the engine gets: none with a key to a service, and not the RANK, WORLD_SIZE ... of
-# torchrun, from which an engine would take itself for one of its workers
-ENGINE_VARIABLES = re.compile(
-    "PATH|HOME|USER|LOGNAME|SHELL|LANG|TZ|TMPDIR|TMP|TEMP|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|PYTHON.*|"
-    "(LC|XDG|CONDA)_.*|CC|CXX|CPATH|LIBRARY_PATH|"
-    "(HTTP|HTTPS|ALL|NO|http|https|all|no)_(PROXY|proxy)|(REQUESTS|CURL)_CA_BUNDLE|SSL_CERT_(FILE|DIR)|"
-    "VLLM_(?!API_KEY).*|(HF|TRANSFORMERS|DIFFUSERS|TORCH|TORCHINDUCTOR|PYTORCH|ATEN|TRITON|FLASHINFER)_.*|HUGGING.*|"
-    "(CUDA|NVIDIA|NCCL|CUBLAS|CUDNN|GOMP|KMP|MKL|MALLOC|GLIBC)_.*|OMP_(WAIT_POLICY|PROC_BIND|PLACES)"
-)
-HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # which a model in a folder does not need
+BUCKET_BYTES = 1e9  # at most so many bytes of full weights are on their way to the engine at once
+
+Result = TypeVar("Result")
 
 
 class EngineError(RunError):
-    """The engine process failed, died or did not answer in time."""
-
-
-def check_engine(rollout, family, model, engine_devices=(), tensor_parallel=1):
-    """Look for vLLM-Omni, for our hooks into its pipeline of the family, and for GPUs of the engines' own, where
-    `--rollout vllm`, `--engine_devices` and `--engine_tensor_parallel` ask for them. model: a folder or hub id.
-
-    Raises:
-        ValueError: one is not there; with what to do.
-    """
-    if engine_devices or tensor_parallel > 1:
-        check_devices(rollout, engine_devices, tensor_parallel)
-    if rollout != "vllm":
-        return
-    if getattr(family, "engine_pipeline", None) is None:
-        raise ValueError(f"--rollout vllm: {family.__name__} has no hooks into vLLM-Omni's steps: pass --rollout local")
-    if importlib.util.find_spec("vllm_omni") is None:
-        raise ValueError(
-            "--rollout vllm needs vLLM-Omni, which is not installed: pip install -r requirements.txt "
-            "(requirements-cuda.txt on a GPU), or pass --rollout local"
-        )
-    if tensor_parallel > 1:
-        check_heads(model, tensor_parallel)
-
-
-def check_devices(rollout, engine_devices, tensor_parallel=1):
-    """Raises ValueError where --engine_devices does not name the GPUs for the engine of each rank of this machine,
-    tensor_parallel each, none of them a rank's own: those are the first ones. On a CPU none are needed."""
-    option = f"--engine_devices {' '.join(map(str, engine_devices))}"
-    if not engine_devices:
-        option = f"--engine_tensor_parallel {tensor_parallel}"
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    num_gpus = torch.cuda.device_count()
-    if rollout != "vllm":
-        raise ValueError(f"{option}: with --rollout {rollout} there is no engine")
-    if not engine_devices and num_gpus:
-        raise ValueError(f"{option}: needs --engine_devices, {tensor_parallel} for each of the {num_ranks} ranks here")
-    if not engine_devices:
-        return
-    needed = num_ranks * tensor_parallel
-    if len(engine_devices) != needed or len(set(engine_devices)) != needed:
-        each = "a GPU" if tensor_parallel == 1 else f"{tensor_parallel} GPUs (--engine_tensor_parallel)"
-        raise ValueError(f"{option}: must be {each} for each of the {num_ranks} ranks of this machine")
-    for index in engine_devices:
-        if not num_ranks <= index < num_gpus:
-            raise ValueError(
-                f"{option}: of the {num_gpus} GPUs seen here, from 0, the first {num_ranks} are the ranks' own; "
-                f"{index} is none of the others"
-            )
-
-
-def check_heads(model, tensor_parallel):
-    """Raises ValueError where the attention heads of the transformer cannot be dealt out to the engine's workers."""
-    from diffusers import AutoModel  # slow
-
-    num_heads = AutoModel.load_config(model, subfolder="transformer")["num_attention_heads"]
-    if num_heads % tensor_parallel:
-        raise ValueError(f"--engine_tensor_parallel {tensor_parallel}: does not divide the model's {num_heads} heads")
-
-
-def engine_gpus(engine_devices, tensor_parallel, device):
-    """The CUDA index of each worker of the engine of the rank that trains on `device`; None of one on a CPU. The first
-    two are as the options."""
-    if engine_devices:
-        first = device.index * tensor_parallel
-        return engine_devices[first : first + tensor_parallel]
-    return (device.index,) * tensor_parallel
+    """The engine's process failed, died, or did not answer in time."""
 
 
 class VLLMEngine:
     """A vLLM-Omni engine in a child process, which serves one rank.
 
-    The child ends when this process does, however that ends. A call either returns, or raises EngineError, one line
-    that names the child's log, within `timeout_s`.
+    The child ends when this process ends, however that happens. A call returns within `timeout_s`, or raises
+    EngineError, whose one line names the child's log.
     """
 
-    def __init__(self, model, dtype, max_num_seqs, log_file, timeout_s, gpus=(None,), num_threads=None, sleeps=False):
-        """Start loading at once; the first call waits.
+    def __init__(
+        self,
+        model: str | Path,
+        dtype: str,
+        max_num_seqs: int,
+        log_file: str | Path,
+        timeout_s: float,
+        gpus: Sequence[int | None] = (None,),
+        num_threads: int | None = None,
+        sleeps: bool = False,
+    ) -> None:
+        """Start to load and return at once. The first call waits until the engine has loaded.
 
         Args:
             model: a diffusers folder or hub id.
             dtype: "float32" or "bfloat16".
-            max_num_seqs: images sampled at once, at most.
+            max_num_seqs: images that are sampled together, at most.
             log_file: where the child's output goes.
             timeout_s: seconds to wait for an answer.
-            gpus: the CUDA index, or None on CPU, of each process that its transformer is split over; of one, the
-                child itself.
-            num_threads: of each, on CPU; None: they share as many as this process has.
-            sleeps: whether its weights leave the GPU after `generate`, until the next call.
+            gpus: per worker that the transformer is split over, its CUDA index, or None on a CPU. A single worker is
+                the child itself.
+            num_threads: threads of each worker on a CPU. None: the workers share as many as this process has.
+            sleeps: whether the weights leave the GPU after `generate` and `push`, until the next call.
         """
-        self.dtype = getattr(torch, dtype)
+        self.dtype: torch.dtype = getattr(torch, dtype)
         self.max_num_seqs = max_num_seqs
         self.timeout_s = timeout_s
         self.sleeps = sleeps
         self.log_file = Path(log_file)
-        self.pushed = None  # or LORA, or FULL_WEIGHTS
-        self.ready = False
+        self.pushed: str | None = None  # LORA or FULL_WEIGHTS, once one was pushed
+        self.startup_s: float | None = None
         self.is_asleep = False
         self.num_asked = 0
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -141,10 +89,10 @@ class VLLMEngine:
         if sleeps and gpus[0] is None:
             say("--engine_sleep: on a CPU the engine has no GPU memory to give back")
         self.connection, child = Pipe()
-        # -P: nothing is imported from the directory the run was started in
+        # -P: import nothing from the directory in which the run was started
         command = [sys.executable, "-P", "-m", "common.engine.server", str(child.fileno()), str(os.getpid())]
         with open(self.log_file, "ab") as log:
-            self.log_begins = log.tell()  # what is there is of the engines before this one
+            self.log_begins = log.tell()  # earlier engines have written up to here
             self.process = subprocess.Popen(
                 command,
                 env=engine_environment(model, gpus, num_threads),
@@ -152,38 +100,46 @@ class VLLMEngine:
                 stdout=log,
                 stderr=log,
                 pass_fds=[child.fileno()],
-                # a signal to the trainer's process group asks for a stop after the step, and is not for the engine
+                # a signal to the trainer's process group asks for a stop after the step; the engine must not get it
                 start_new_session=True,
             )
         child.close()
         options = {"model": str(model), "dtype": dtype, "max_num_seqs": max_num_seqs, "enable_sleep_mode": sleeps}
         self._bounded("start", messages.send, self.connection, (options, len(gpus)))
 
-    def wait_ready(self):
-        """Block until the engine has loaded; returns the seconds it took from its own start."""
-        if not self.ready:
-            self.startup_s = self._answer(0, "start")
-            self.ready = True
+    def wait_ready(self) -> float:
+        """Block until the engine has loaded. Returns the seconds that it took, from the engine's own start."""
+        if self.startup_s is None:
+            startup_s: float = self._answer(0, "start")
+            self.startup_s = startup_s
         return self.startup_s
 
-    def generate(self, request, lora=True, num_means=None, finished=None):
-        """RolloutRequest -> Trajectories, with what was last pushed or, `lora=False`, with the base model.
+    # ---- sampling ----------------------------------------------------------------------------------------------------
+    def generate(
+        self,
+        request: RolloutRequest,
+        lora: bool = True,
+        num_means: int | None = None,
+        finished: Callable[[range, Images], None] | None = None,
+    ) -> Trajectories:
+        """Sample a request's images with the policy that was pushed last or, with `lora=False`, with the base model.
 
-        The request goes in chunks of max_num_seqs images, one ahead of the one that is waited for, each with its own
-        `timeout_s`. `finished(rows, images)` gets each chunk's images and their numbers, a range, while the engine
-        samples the next one; what it raises ends the call, and the engine can be used again. Of
-        prev_sample_means, as large as the latents of the SDE steps, those of the first num_means images come back, and
-        of the others of their chunk; None: all.
+        The request is cut into chunks of max_num_seqs images, each with its own `timeout_s`. The engine has the next
+        chunk already while this process waits for one. An engine that has taken full weights has no base model.
 
-        An engine that has taken full weights no longer has the base model.
+        Args:
+            num_means: prev_sample_means are as large as the latents of the SDE steps, so only those of the first
+                num_means images come back, and of the other images of their chunk. None: all of them.
+            finished: gets each chunk's image numbers and images, while the engine samples the next chunk. An exception
+                that it raises ends the call; the engine can be used again.
 
         Raises:
-            EngineError: also where steps, latents or log-probs are not as many as the request asks for.
+            EngineError: also where the number of steps, latents or log-probs is not the request's.
         """
         if self.pushed == FULL_WEIGHTS:
             if not lora:
                 raise EngineError("the engine has taken full weights: it has no base model any more to generate with")
-            lora = False  # what was pushed is the model itself
+            lora = False  # the model itself is what was pushed
         on_cpu = request.cpu()
         num_images = len(request.seeds)
         chunks = []
@@ -194,13 +150,12 @@ class VLLMEngine:
         free_cached_memory()  # for the engine, which is another process
         asked = [self._ask_for(on_cpu, chunks, 0, lora=lora, num_means=wanted)]
         answers = []
-        images = []
+        images: list[Any] = []  # Images
         for i, rows in enumerate(chunks):
             asked.append(self._ask_for(on_cpu, chunks, i + 1, lora=lora, num_means=wanted))
             answer = self._answer(asked[i], "generate")
             self._check_steps(request, answer)
-            # (b, height, width, 3) uint8, of videos (b, frames, height, width, 3)
-            chunk_images = [to_pil(image) for image in answer.pop("images").numpy()]
+            chunk_images = to_pil(answer.pop("images").numpy())
             answers.append(answer)
             images += chunk_images
             if finished:
@@ -208,21 +163,19 @@ class VLLMEngine:
         tensors = {}
         for name in answers[0]:
             tensors[name] = torch.cat([answer[name] for answer in answers if name in answer])
-        if self.sleeps:
-            self._call("fall_asleep")
-            self.is_asleep = True
+        self._fall_asleep()
         return Trajectories(**tensors, images=images)
 
-    def _ask_for(self, request, chunks, i, lora, num_means):
-        """Ask for the images of the i-th chunk; for nothing behind the last one. Returns the call's number."""
+    def _ask_for(self, request: RolloutRequest, chunks: list[range], i: int, lora: bool, num_means: int) -> int | None:
+        """Ask for the images of the i-th chunk. Returns the call's number; None, and asks nothing, behind the last."""
         if i == len(chunks):
             return None
         part = select_images(request, chunks[i])
         means = chunks[i].start < num_means
         return self._ask("generate", part, lora=lora, means=means, is_last=i == len(chunks) - 1)
 
-    def _check_steps(self, request, answer):
-        """Takes num_steps out of an answer. Raises EngineError where it is not of the request's steps."""
+    def _check_steps(self, request: RolloutRequest, answer: dict[str, Any]) -> None:
+        """Take num_steps out of an answer. Raises EngineError if the answer does not have the request's steps."""
         num_steps = answer.pop("num_steps")
         num_latents = answer["latents"].shape[1]
         num_log_probs = answer["log_probs"].shape[1]
@@ -236,17 +189,25 @@ class VLLMEngine:
                 f"{self.log_file}"
             )
 
-    def push(self, tensors, config):
-        """Replace the engine's policy: tensors by the names that diffusers and peft give them.
+    # ---- pushing weights ---------------------------------------------------------------------------------------------
+    def push_policy(self, model: Family, name: str = "default") -> int:
+        """Push policy `name` of the trainer's model, as `push` does. A collective, as sharded tensors are gathered."""
+        tensors, config = policy_tensors(model, name)
+        return self.push(tensors, config)
 
-        With a LoraConfig they are an adapter, {"module.lora_A.weight": tensor}; with None the transformer's own
-        weights, {"module.weight": tensor}, all or some of them. These may be any Mapping, which is asked for one tensor
-        at a time, in its order; with a method `numel` for one that is gathered only then. A run pushes the one or the
-        other. Returns how many modules of the adapter, or tensors, the engine bound: all.
+    def push(self, tensors: Mapping[str, torch.Tensor], config: "LoraConfig | None") -> int:
+        """Replace the engine's policy by tensors with the names that diffusers and peft give them.
+
+        With a LoraConfig the tensors are an adapter, {"module.lora_A.weight": tensor}. With None they are weights of
+        the transformer, {"module.weight": tensor}, all or some of them. The Mapping of full weights is asked for one
+        tensor at a time, in its order, so it may gather each tensor when it is asked for; then it needs a method
+        `numel(name)`. A run pushes either adapters or full weights.
+
+        Returns the number of modules of the adapter, or of tensors, that the engine has bound, which is all of them.
 
         Raises:
-            EngineError: saying what the engine did not bind, which tensor it holds is not the one that was pushed, or
-                that it has taken the other kind before.
+            EngineError: the engine did not bind all of them, holds a tensor that is not the one that was pushed, or
+                has taken the other kind before.
         """
         kind = FULL_WEIGHTS if config is None else LORA
         if self.pushed not in (None, kind):
@@ -255,21 +216,22 @@ class VLLMEngine:
         if config is None:
             bound = self._push_weights(tensors)
             expected = len(tensors)
-            what = "transformer's tensors"
+            parts = "transformer's tensors"
         else:
             bound = self._push_lora(tensors, config)
             expected = len(tensors) // 2  # two matrices a module
-            what = "adapter's modules"
+            parts = "adapter's modules"
         if bound != expected:
-            raise EngineError(f"the engine bound {bound} of the {expected} {what}; its log: {self.log_file}")
+            raise EngineError(f"the engine bound {bound} of the {expected} {parts}; its log: {self.log_file}")
+        self._fall_asleep()  # before the next rollout the trainer's text encoders come to this GPU
         return bound
 
-    def _push_lora(self, tensors, config):
-        """Returns how many modules the engine bound. `config` goes as the dict that vLLM reads."""
+    def _push_lora(self, tensors: Mapping[str, torch.Tensor], config: "LoraConfig") -> int:
+        """Push an adapter; `config` is sent as the dict that vLLM reads. Returns the number of modules bound."""
         peft_config = {
             "r": config.r,
             "lora_alpha": config.lora_alpha,
-            "target_modules": sorted(config.target_modules),
+            "target_modules": sorted(config.target_modules or ()),
             "peft_type": "LORA",
             "bias": "none",
         }
@@ -278,14 +240,14 @@ class VLLMEngine:
         if bound == len(tensors) // 2:
             pushed = {}
             for name, tensor in tensors.items():
-                # as vLLM scales an adapter: B alone, in the engine's dtype
+                # vLLM scales an adapter so: B alone, in the engine's dtype
                 is_scaled = "lora_B" in name and config.lora_alpha != config.r
                 pushed[name] = messages.fingerprint(tensor * (config.lora_alpha / config.r) if is_scaled else tensor)
             self._check_held(pushed, held)
-        return bound
+        return int(bound)
 
-    def _push_weights(self, tensors):
-        """Returns how many tensors the engine bound, of all buckets."""
+    def _push_weights(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Push full weights, bucket by bucket. Returns the number of tensors bound."""
         bound = 0
         for names, num_bytes in self._buckets(tensors):
             memory = messages.Memory(num_bytes)
@@ -302,9 +264,9 @@ class VLLMEngine:
             bound += bound_here
         return bound
 
-    def _buckets(self, tensors):
-        """The tensors' names in order, in lists of BUCKET_BYTES at most or of one, each with its size in bytes."""
-        names = []
+    def _buckets(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[list[str], int]]:
+        """The tensors' names in order, in lists of at most BUCKET_BYTES or of one tensor, each with its bytes."""
+        names: list[str] = []
         total = 0
         for name in tensors:
             num_bytes = messages.padded(num_elements(tensors, name) * self.dtype.itemsize)
@@ -317,8 +279,8 @@ class VLLMEngine:
         if names:
             yield names, total
 
-    def _check_held(self, pushed, held):
-        """Compare fingerprints of what was pushed and what the engine holds. Raises EngineError where they differ."""
+    def _check_held(self, pushed: dict[str, int], held: dict[str, int | None]) -> None:
+        """Compare fingerprints of the tensors that were pushed and that the engine holds. Raises EngineError."""
         names = [*pushed, *(name for name in held if name not in pushed)]
         wrong = [name for name in names if held.get(name) != pushed.get(name)]
         if wrong:
@@ -327,12 +289,20 @@ class VLLMEngine:
                 f"tensors are not); its log: {self.log_file}"
             )
 
-    def verify_push(self, tensors, config, request):
-        """Push for the first time, and prove that pushing works.
+    # ---- proving that a push arrives ---------------------------------------------------------------------------------
+    def verify_policy(self, model: Family, request: RolloutRequest) -> None:
+        """Push the trained policy for the first time, as `verify_push` does. A collective."""
+        tensors, config = policy_tensors(model)
+        self.verify_push(tensors, config, request)
 
-        LoRA: an adapter of the same modules, with noise in its zero matrices, must change the image of `request` and
-        leave the base model's alone. Full weights: `tensors` must be those of the model the engine has loaded; their
-        largest one, scaled, must change the image, and all of them must bring it back to the bit.
+    def verify_push(
+        self, tensors: Mapping[str, torch.Tensor], config: "LoraConfig | None", request: RolloutRequest
+    ) -> None:
+        """Push for the first time, and prove by the image of `request` that pushing works.
+
+        LoRA: an adapter of the same modules, with noise in its zero matrices, must change the image, and must not
+        change the base model's image. Full weights: `tensors` must be those of the model that the engine has loaded.
+        The largest tensor, scaled, must change the image; all of them must bring the image back to the bit.
 
         Raises:
             EngineError: saying which of these failed.
@@ -342,7 +312,7 @@ class VLLMEngine:
         else:
             self._verify_lora(tensors, config, request)
 
-    def _verify_lora(self, tensors, config, request):
+    def _verify_lora(self, tensors: Mapping[str, torch.Tensor], config: "LoraConfig", request: RolloutRequest) -> None:
         base = self.generate(request, lora=False).latents
         generator = torch.Generator().manual_seed(0)
         probe = {}
@@ -359,7 +329,7 @@ class VLLMEngine:
             raise EngineError(f"a pushed adapter changes the engine's base model too; its log: {self.log_file}")
         self.push(tensors, config)
 
-    def _verify_weights(self, tensors, request):
+    def _verify_weights(self, tensors: Mapping[str, torch.Tensor], request: RolloutRequest) -> None:
         base = self.generate(request, lora=False).latents
         largest = max(tensors, key=lambda name: num_elements(tensors, name))
         self.push({largest: tensors[largest] * 1.5}, None)
@@ -372,54 +342,66 @@ class VLLMEngine:
                 f"model's files; its log: {self.log_file}"
             )
 
-    def close(self):
-        """End the child; it has 20 s to leave by itself."""
+    # ---- calls to the child ------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """End the child. It has 20 s to leave by itself, then it is killed."""
         if self.process.poll() is not None:
             return
-        self.connection.close()  # end of file: the child leaves its loop
+        self.connection.close()  # the child reads the end of the pipe, and leaves its loop
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             self._kill()
             self.process.wait()
 
-    def _kill(self):
-        """End the child and its workers: they are of its process group."""
+    def _kill(self) -> None:
+        """Kill the child and its workers, which are of its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def _call(self, operation, *args, **kwargs):
+    def _call(self, operation: str, *args: Any, **kwargs: Any) -> Any:  # each operation has its own
         return self._answer(self._ask(operation, *args, **kwargs), operation)
 
-    def _ask(self, operation, *args, memory=None, **kwargs):
-        """Send a call; returns its number, for _answer. memory: where all tensors of the arguments lie, if they do."""
+    def _fall_asleep(self) -> None:
+        """With `sleeps`, move the weights to host memory until the next call."""
+        if self.sleeps:
+            self._call("fall_asleep")
+            self.is_asleep = True
+
+    def _ask(self, operation: str, *args: object, memory: messages.Memory | None = None, **kwargs: object) -> int:
+        """Send a call. Returns its number, for _answer. memory: as for messages.send."""
         self.wait_ready()
         if self.is_asleep:
-            free_cached_memory()  # for its weights
+            free_cached_memory()  # for the engine's weights
             self.is_asleep = False
             self._call("get_up")
         self.num_asked += 1
         self._bounded(operation, messages.send, self.connection, (self.num_asked, operation, args, kwargs), memory)
         return self.num_asked
 
-    def _answer(self, number, operation):
-        """Wait for the answer of a call. Those of calls before it, which nobody waits for any more, are dropped."""
-        answers = -1
-        while answers != number:
-            answers, succeeded, value = self._bounded(operation, messages.receive, self.connection)
+    def _answer(self, number: int | None, operation: str) -> Any:  # each operation has its own
+        """Wait for the answer of a call. Answers of earlier calls, for which nobody waits any more, are dropped."""
+        answered = -1
+        while answered != number:
+            answered, succeeded, value = self._bounded(operation, messages.receive, self.connection)
         if not succeeded:
             raise EngineError(
                 f"the rollout engine failed during {operation}: {value}; Traceback and log: {self.log_file}"
             )
         return value
 
-    def _bounded(self, operation, function, *args):
-        """function(*args), for timeout_s at most: a stopped engine blocks a read and, its pipe full, a write too."""
+    def _bounded(self, operation: str, function: Callable[..., Result], *args: object) -> Result:
+        """function(*args), for at most timeout_s: a stopped engine blocks a read and, if the pipe is full, a write."""
         outcome = []
+        refused: list[Exception] = []  # what cannot be sent, or must not be read
 
-        def run():
-            with contextlib.suppress(EOFError, OSError):  # the pipe closed: the engine died, which is told below
+        def run() -> None:
+            try:
                 outcome.append(function(*args))
+            except (EOFError, OSError):  # the pipe closed: the engine died, as is reported below
+                return
+            except (TypeError, pickle.UnpicklingError) as error:
+                refused.append(error)
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
@@ -430,11 +412,13 @@ class VLLMEngine:
                 f"the rollout engine did not answer to {operation} within {self.timeout_s:g} s "
                 f"(--engine_timeout_s) and was stopped; its log: {self.log_file}"
             )
+        if refused:
+            raise EngineError(f"{operation}: {refused[0]}; the engine's log: {self.log_file}") from refused[0]
         if not outcome:
             raise EngineError(self._describe_death(operation))
         return outcome[0]
 
-    def _describe_death(self, operation):
+    def _describe_death(self, operation: str) -> str:
         """One line: how the child ended, and the last line of its log."""
         try:
             self.process.wait(10)
@@ -452,63 +436,35 @@ class VLLMEngine:
         return f"the rollout engine died during {operation} ({how}); its log, {self.log_file}, ends with: {last}"
 
 
-def select_images(request, rows):
-    """The request for some of its images, with the conditioning of each of their prompts once. On the CPU."""
-    rows = torch.tensor(rows)
+def select_images(request: RolloutRequest, images: range) -> RolloutRequest:
+    """The request for some of its images, on the CPU, with the conditioning of each of their prompts once."""
+    rows = torch.tensor(images)
     prompts, prompt_index = request.prompt_index[rows].unique(return_inverse=True)
     start = request.initial_latents
     return replace(
         request,
         conditioning={name: tensor[prompts] for name, tensor in request.conditioning.items()},
         prompt_index=prompt_index,
-        seeds=[request.seeds[row] for row in rows.tolist()],
+        seeds=[request.seeds[row] for row in images],
         initial_latents=None if start is None else start[rows],
     )
 
 
-def free_cached_memory():
-    """Give back to the GPU what torch keeps of this process's freed tensors."""
+def free_cached_memory() -> None:
+    """Give the GPU memory back that torch caches of this process's freed tensors."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def num_elements(tensors, name):
-    """How many elements a tensor of a Mapping has; without gathering it, where the Mapping tells."""
+def num_elements(tensors: Mapping[str, torch.Tensor], name: str) -> int:
+    """How many elements a tensor of a Mapping has. A Mapping with a method `numel` need not gather the tensor."""
     if hasattr(tensors, "numel"):
-        return tensors.numel(name)
+        return int(tensors.numel(name))
     return tensors[name].numel()
 
 
-def to_pil(pixels):
-    """(height, width, 3) uint8 -> a PIL image; (frames, height, width, 3), a video -> the list of its frames."""
-    if pixels.ndim == 4:
-        return [to_pil(frame) for frame in pixels]
-    return Image.fromarray(pixels)
-
-
-def engine_environment(model, gpus, num_threads):
-    """The child's environment variables: those of this process's that it needs, and what vLLM-Omni is to find."""
-    env = {}
-    for name, value in os.environ.items():
-        if ENGINE_VARIABLES.fullmatch(name):
-            env[name] = value
-    here = Path(__file__).parent
-    python_path = [str(here.parents[1]), str(here / "plugin"), *env.get("PYTHONPATH", "").split(os.pathsep)]
-    env["PYTHONPATH"] = os.pathsep.join(path for path in python_path if path)  # an empty one is the working directory
-    env["VLLM_NO_USAGE_STATS"] = "1"
-    if Path(model).is_dir():
-        env["HF_HUB_OFFLINE"] = "1"
-        for name in HUB_TOKENS:
-            env.pop(name, None)
-    if gpus[0] is not None:
-        names = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        devices = [names[index] if len(names) > index else str(index) for index in gpus]
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    else:
-        env["GLOO_SOCKET_IFNAME"] = "lo"  # its workers are all on this machine
-        env["TORCHDYNAMO_DISABLE"] = "1"
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # one malloc arena: what is freed in one of several is not reused in another (benchmarks/engine_memory.py)
-        env["MALLOC_ARENA_MAX"] = "1"
-        env["OMP_NUM_THREADS"] = str(num_threads)
-    return env
+def to_pil(pixels: np.ndarray) -> Images:
+    """(b, height, width, 3) uint8 -> b PIL images; (b, frames, height, width, 3) -> b videos, lists of PIL frames."""
+    if pixels.ndim == 5:
+        return [[Image.fromarray(frame) for frame in video] for video in pixels]
+    return [Image.fromarray(image) for image in pixels]

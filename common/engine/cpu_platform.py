@@ -1,7 +1,7 @@
 """The CPU platform that vLLM-Omni's diffusion engine lacks.
 
-vLLM-Omni finds it through the entry point in `plugin/`, a folder that `client.py` puts on the engine process's path: no
-install, and nothing outside that process sees it.
+vLLM-Omni finds it through the entry point in `plugin/`, a folder that `launch.py` puts on the path of the engine's
+process. Nothing is installed, and no other process sees it.
 """
 
 import psutil
@@ -11,96 +11,103 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
 
-def register():
-    """Entry point: the platform's name, or None where there is a GPU."""
-    return None if torch.cuda.is_available() else "common.engine.cpu_platform.CpuOmniPlatform"
+def register() -> str | None:
+    """Entry point: the platform's name, or None where there is a GPU. Each process of an engine calls it."""
+    if torch.cuda.is_available():
+        return None
+    adapt_vllm()
+    return "common.engine.cpu_platform.CpuOmniPlatform"
+
+
+def adapt_vllm() -> None:
+    """Two changes of vLLM's CPU backend, in this process."""
+    linear_utils.dispatch_cpu_unquantized_gemm = keep_linear_weight
+    # The workers of an engine exchange tensors by gloo. vLLM's own way, in shared memory, needs names on which only its
+    # LLM workers agree, and would stay in /dev/shm after a kill.
+    CpuPlatform.get_device_communicator_cls = classmethod(
+        lambda cls: "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+    )
+
+
+def keep_linear_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """Leave a linear layer's weight as it is. vLLM would pack it and drop it, and the layer could take no new one."""
+    layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]  # a function, where torch has modules
 
 
 class CpuOmniPlatform(OmniPlatform, CpuPlatform):
-    """vLLM's CPU platform with the questions vLLM-Omni adds; memory figures are the host's."""
+    """vLLM's CPU platform, with answers to the questions that vLLM-Omni adds. Memory figures are the machine's."""
 
     _omni_enum = OmniPlatformEnum.OOT
 
     @classmethod
-    def get_diffusion_attn_backend_cls(cls, selected_backend, head_size, allow_trtllm_default=False):
+    def get_diffusion_attn_backend_cls(
+        cls, selected_backend: str | None, head_size: int, allow_trtllm_default: bool = False
+    ) -> str:
         if selected_backend not in (None, "TORCH_SDPA"):
             raise ValueError(f"attention backend {selected_backend}: there is only TORCH_SDPA on a CPU")
         return "common.engine.cpu_worker.CpuSDPABackend"
 
     @classmethod
-    def get_diffusion_worker_cls(cls):
+    def get_diffusion_worker_cls(cls) -> str:
         return "common.engine.cpu_worker.CpuDiffusionWorker"
 
     @classmethod
-    def supports_torch_inductor(cls):
+    def supports_torch_inductor(cls) -> bool:
         return False
 
     @classmethod
-    def supports_cpu_offload(cls):
+    def supports_cpu_offload(cls) -> bool:
         return False
 
     @classmethod
-    def get_torch_device(cls, local_rank=None):
+    def get_torch_device(cls, local_rank: int | None = None) -> torch.device:
         return torch.device("cpu")
 
     @classmethod
-    def set_device(cls, device):
+    def set_device(cls, device: torch.device) -> None:
         return None
 
     @classmethod
-    def get_device_count(cls):
-        return 64  # that workers of one engine may take: a CPU is as many as are asked for
+    def get_device_count(cls) -> int:
+        return 64  # a CPU takes any number of workers; this is more than anyone asks for
 
     @classmethod
-    def get_device_version(cls):
+    def get_device_version(cls) -> str | None:
         return None
 
     @classmethod
-    def synchronize(cls):
+    def synchronize(cls) -> None:
         return None
 
     @classmethod
-    def empty_cache(cls):
+    def empty_cache(cls) -> None:
         return None
 
     @classmethod
-    def get_free_memory(cls, device=None):
+    def get_free_memory(cls, device: torch.device | None = None) -> int:
         return psutil.virtual_memory().available
 
     @classmethod
-    def get_device_memory(cls, device=None):
+    def get_device_memory(cls, device: torch.device | None = None) -> tuple[int, int]:
         memory = psutil.virtual_memory()
         return memory.available, memory.total
 
     @classmethod
-    def get_device_total_memory(cls, device_id=0):
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
         return psutil.virtual_memory().total
 
     @classmethod
-    def reset_peak_memory_stats(cls, device=None):
+    def reset_peak_memory_stats(cls, device: torch.device | None = None) -> None:
         return None
 
     @classmethod
-    def max_memory_reserved(cls, device=None):
+    def max_memory_reserved(cls, device: torch.device | None = None) -> int:
         return 0
 
     @classmethod
-    def max_memory_allocated(cls, device=None):
+    def max_memory_allocated(cls, device: torch.device | None = None) -> int:
         return 0
 
     @classmethod
-    def get_current_memory_usage(cls, device=None):
+    def get_current_memory_usage(cls, device: torch.device | None = None) -> int:
         return psutil.Process().memory_info().rss
-
-
-def _keep_linear_weight(layer, remove_weight):
-    """vLLM's CPU backend prepacks linear weights and drops the parameter; an engine that takes new weights keeps it."""
-    layer.cpu_linear = torch.nn.functional.linear
-
-
-linear_utils.dispatch_cpu_unquantized_gemm = _keep_linear_weight
-# between the workers of an engine: gloo. vLLM's own, in shared memory, needs names that its LLM workers agree on, and a
-# kill would leave it in /dev/shm
-CpuPlatform.get_device_communicator_cls = classmethod(
-    lambda cls: "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
-)

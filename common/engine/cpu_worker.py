@@ -1,57 +1,80 @@
 """Attention and worker of the CPU platform (`cpu_platform.py`), which vLLM-Omni imports by name once it is known."""
 
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import torch
+from vllm_omni.diffusion.attention.backends.abstract import AttentionMetadata
 from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
-from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
+from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind, DiffusionOutput
 from vllm_omni.diffusion.ipc import pack_diffusion_output_shm
 from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker, WorkerProc
+from vllm_omni.diffusion.worker.utils import BatchRunnerOutput
 
 
 class CpuSDPAImpl(SDPAImpl):
-    def forward(self, query, key, value, attn_metadata=None):  # the base class dispatches to known accelerators only
+    """torch's scaled-dot-product attention. The base class knows a few accelerators alone."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: AttentionMetadata | None = None,
+    ) -> torch.Tensor:
         return self._forward_impl(query, key, value, attn_metadata)
 
 
 class CpuSDPABackend(SDPABackend):
     @staticmethod
-    def get_impl_cls():
+    def get_impl_cls() -> type[SDPAImpl]:
         return CpuSDPAImpl
 
 
 class CpuDiffusionWorker(DiffusionWorker):
-    """Sleep mode needs CUDA's virtual memory; on CPU there is no device memory to give back. As on a GPU, where the
-    weights would be gone, one that sleeps does not sample."""
+    """A worker without GPU memory: it has none to give back when it sleeps.
+
+    It does not sample while it sleeps, as a worker on a GPU, whose weights would be gone, cannot.
+    """
 
     is_asleep = False
 
-    def sleep(self, level=1):
+    def init_device(self) -> None:
+        super().init_device()
+        # this process's WorkerProc, if it has one, starts the thread after its worker
+        WorkerProc._async_output_loop = send_outputs
+
+    def sleep(self, level: int = 1) -> int:
         self.is_asleep = True
         return 0
 
-    def wake_up(self, tags=None):
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         self.is_asleep = False
         return True
 
-    def execute_model(self, *args, **kwargs):
+    def execute_model(self, *args: Any, **kwargs: Any) -> DiffusionOutput:
         self._check_awake()
         return super().execute_model(*args, **kwargs)
 
-    def execute_model_batch(self, *args, **kwargs):
+    def execute_model_batch(self, *args: Any, **kwargs: Any) -> BatchRunnerOutput:
         self._check_awake()
         return super().execute_model_batch(*args, **kwargs)
 
-    def _check_awake(self):
+    def _check_awake(self) -> None:
         if self.is_asleep:
-            raise RuntimeError("the worker sleeps: it is to be woken before it samples")
+            raise RuntimeError("the worker sleeps: wake it before it samples")
 
-    def _maybe_get_memory_pool_context(self, tag):
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
         return nullcontext()
 
 
-def send_outputs(worker):
-    """The thread that hands what was sampled to the engine, where that has several workers. vLLM-Omni's own copies it
-    on a stream of the accelerator: where there is none it ends at once, and the engine waits for ever."""
+def send_outputs(worker: WorkerProc) -> None:
+    """The thread of a worker process that hands its images to the engine: WorkerProc._async_output_loop on a CPU.
+
+    vLLM-Omni's own thread copies them on a stream of the accelerator. Where there is no accelerator it ends at once,
+    and the engine would wait for ever.
+    """
     while (item := worker._async_output_queue.get()) is not None:
         output, output_id, _ = item
         answer = AsyncDiffusionOutput(kind=AsyncOutputKind.OUTPUT_READY, async_output_id=output_id)
@@ -65,6 +88,3 @@ def send_outputs(worker):
             with worker._async_output_done:
                 worker._async_output_pending = max(0, worker._async_output_pending - 1)
                 worker._async_output_done.notify_all()
-
-
-WorkerProc._async_output_loop = send_outputs

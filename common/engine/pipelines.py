@@ -1,8 +1,8 @@
-"""Hooks that make vLLM-Omni's own pipelines sample as the trainer does, and take the trainer's weights as tensors.
+"""Hooks that make vLLM-Omni's pipelines sample as the trainer does, and take the trainer's weights as tensors.
 
-A family's pipeline is SDERolloutMixin over vLLM-Omni's native one (`engine_pipeline()` of common/models). Two hooks,
-which every native denoising loop passes through, carry the sampling: `predict_noise_maybe_with_cfg` and
-`scheduler_step_maybe_with_cfg`; `sde_step` is the trainer's.
+The pipeline of a family is SDERolloutMixin over vLLM-Omni's native pipeline (`engine_pipeline()` of common/models).
+Every native denoising loop calls `predict_noise_maybe_with_cfg` and `scheduler_step_maybe_with_cfg`, and these two
+hooks carry the sampling. `sde_step` is the trainer's own function.
 """
 
 import functools
@@ -10,57 +10,101 @@ import importlib
 import operator
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from common.engine.messages import fingerprint
-from common.models import find_family
-from common.noise import draw_noise
+from common.models.family import family_class
+from common.models.vae import PIXELS_AT_ONCE
+from common.rewards.user_code import load_function
 from common.rollout import Trajectories
-from common.sde import SDEStepOutput, multistep_ode_step, sde_step
-from common.vae import PIXELS_AT_ONCE
+from common.sde import SDEStepOutput, draw_noise, sde_step
 
 import torch
 from torch.distributed import TCPStore
+from transformers import PreTrainedModel
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
-from vllm_omni.diffusion.data import DiffusionOutput
+from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine
+from vllm_omni.diffusion.distributed.cfg_parallel import CFGParallelMixin
 from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
+from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension, _run_and_gather_rank_values
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
+from vllm_omni.diffusion.worker.utils import BatchRunnerOutput
 from vllm_omni.lora.request import LoRARequest
 
 LORA_ID = 1
-RolloutPipeline = None  # the class of the model's family, where vLLM-Omni imports it by name
+RolloutPipeline: "type[SDERolloutMixin]"  # the class of the model's family; vLLM-Omni imports it by this name
+
+Tensors = dict[str, torch.Tensor]
+Parts = dict[str, tuple[int, bool]]  # per tensor of a worker: its part's fingerprint, and whether that is only a part
+Held = dict[str, int | None]  # per tensor of an engine: its fingerprint, or None where its workers disagree
 
 
-def use_pipeline_of(model):
-    """Put the class of the family of `model` where this process imports it: the engine's, and that of each worker."""
+class NoTextEncoder(torch.nn.Module):
+    """Stands for a text encoder while a native pipeline is made. Prompts come encoded, so none is loaded."""
+
+    config = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+
+@functools.cache
+def load_no_text_encoders() -> None:
+    """Make transformers give a NoTextEncoder, in this process, for a text encoder that is loaded from a pipeline.
+
+    To drop them afterwards would be too late. With --engine_sleep vLLM-Omni makes its pipeline in a memory pool, which
+    keeps the memory of what is dropped later: each sleep would copy it to the host, and each call back to the GPU.
+    """
+    native = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]  # the function of a class method
+
+    def from_pretrained(cls: type, *args: Any, subfolder: str = "", **kwargs: Any) -> torch.nn.Module:
+        if subfolder.startswith("text_encoder"):
+            return NoTextEncoder()
+        module: torch.nn.Module = native(cls, *args, subfolder=subfolder, **kwargs)
+        return module
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+def use_pipeline_of(model: str) -> None:
+    """Define RolloutPipeline by the family of `model`, in this process: the engine's own, or a worker's."""
     global RolloutPipeline
-    RolloutPipeline = find_family(model).engine_pipeline()
+    load_no_text_encoders()
+    engine_pipeline = family_class(model).engine_pipeline
+    if engine_pipeline is None:
+        raise ValueError(f"{model}: its family has no hooks into vLLM-Omni's steps")
+    RolloutPipeline = engine_pipeline()
 
 
-def listen_on_loopback():
-    """Let torch's store, which listens on all interfaces, listen on this machine's own alone: its ranks are here."""
+def listen_on_loopback() -> None:
+    """Make torch's store listen on the loopback interface alone, as all its ranks are on this machine."""
 
-    def loopback_store(host_name, port, world_size=None, is_master=False, **options):
+    def loopback_store(
+        host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any
+    ) -> TCPStore:
         if is_master:
             listener = socket.create_server(("127.0.0.1", port))
             options["master_listen_fd"] = listener.detach()  # the store closes it
         return TCPStore(host_name, port, world_size, is_master, **options)
 
-    # by its whole name: torch.distributed.rendezvous is a function, too
-    importlib.import_module("torch.distributed.rendezvous").TCPStore = loopback_store
+    # by its whole name, as torch.distributed.rendezvous is a function, which hides the module
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    rendezvous.TCPStore = loopback_store
 
 
-def policy_lora():
-    """The request for the adapter that was pushed; vLLM-Omni asks for a path, which nobody opens."""
+def policy_lora() -> LoRARequest:
+    """vLLM-Omni's name for the adapter that was pushed. It asks for a path, which nobody opens."""
     return LoRARequest(lora_name="policy", lora_int_id=LORA_ID, lora_path="/pushed-as-tensors")
 
 
 @dataclass
 class BatchUnderWay:
-    """B images being sampled: the settings they share, as in RolloutRequest, and what their steps gave so far."""
+    """B images that are being sampled: their common settings, as in RolloutRequest, and their steps so far."""
 
     timesteps: torch.Tensor  # (T,)
     sigmas: list[float]  # T + 1
@@ -69,53 +113,78 @@ class BatchUnderWay:
     noise_level: float
     latent_shape: tuple[int, ...]
     sigma_max: float
-    multistep_from: int | None
+    solver: str | None
     means: bool  # whether the trainer asks for prev_sample_means
-    prompts: list[dict]  # B, as server.image_prompts made them
+    prompts: list[dict[str, Any]]  # B, from omni.image_prompts
     generators: list[torch.Generator]  # B
-    starts: list[torch.Tensor]  # B latents to go on from, or none
+    starts: list[torch.Tensor]  # B initial latents, or none where they are drawn
     initial: torch.Tensor | None = None  # (B, ...), the latents of the first step
     outputs: list[SDEStepOutput] = field(default_factory=list)  # of the steps taken
-    previous: tuple | None = None  # what multistep_ode_step hands to its next step
+    solver_state: object = None  # whatever the solver hands from one of its steps to the next
 
     @property
-    def step(self):
+    def step(self) -> int:
         """Index of the step that comes next."""
         return len(self.outputs)
 
+    def take_step(self, x: torch.Tensor, v: torch.Tensor) -> SDEStepOutput:
+        """Take the next step from latents x (B, ...) with velocity v (B, ...).
 
-class SDERolloutMixin:
-    """Stochastic steps, fp32 latents and exact timesteps for a native pipeline, and what was sampled in its output.
+        The solver, if there is one, takes the steps behind the last SDE step. The others are sde_step's.
+        """
+        i = self.step
+        sigma = self.sigmas[i]
+        sigma_next = self.sigmas[i + 1]
+        if self.solver is not None and self.sde_steps and i > self.sde_steps[-1]:
+            solver = load_function(self.solver, "solver")
+            out, self.solver_state = solver(x, v, sigma, sigma_next, self.solver_state)
+        else:
+            out = sde_step(
+                x,
+                v,
+                sigma,
+                sigma_next,
+                self.noise_level if i in self.sde_steps else 0.0,
+                sde_type=self.sde_type,
+                sigma_max=self.sigma_max,
+                generator=self.generators,
+            )
+        self.outputs.append(out)
+        return out
 
-    Requests carry their common settings in extra_args["rollout"] and their own seed in the prompt. One without settings
-    passes through: vLLM-Omni's dummy run at the start, the only one, after which the text encoders are let go.
+
+class SDERolloutMixin(CFGParallelMixin):
+    """Gives a native pipeline stochastic steps, fp32 latents and exact timesteps, and returns what it sampled.
+
+    Requests carry their common settings in extra_args["rollout"], and their own seed in the prompt.
     """
 
     supports_request_batch = True
     timestep_unit = 1  # the transformer takes t divided by this, t in (0, 1000]
-    _run = None  # BatchUnderWay
-    _pending_lora = None  # (tensors, config) between push_lora and the hook that vLLM-Omni calls
     bound_lora_modules = 0
+    _run: BatchUnderWay | None = None
+    # adapter and config, from push_lora to vLLM-Omni's hook
+    _pending_lora: tuple[Tensors, dict[str, Any]] | None = None
+    weights_sources: list[Any]  # what the native pipeline asks its loader for, set by its __init__
 
-    def forward(self, req, *args, **kwargs):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name in [name for name in self._modules if name.startswith("text_encoder")]:
+            setattr(self, name, None)
+        self.weights_sources = [part for part in self.weights_sources if not part.prefix.startswith("text_encoder")]
+
+    def forward(
+        self, req: OmniDiffusionRequest | DiffusionRequestBatch, *args: Any, **kwargs: Any
+    ) -> DiffusionOutput | list[DiffusionOutput]:
         batch = req
         if not isinstance(req, DiffusionRequestBatch):
             batch = DiffusionRequestBatch(requests=[req])
-        extra_args = batch.sampling_params_list[0].extra_args or {}
-        settings = extra_args.get("rollout")
-        if settings is None:
-            encoders = [name for name in self._modules if name.startswith("text_encoder")]
-            for name in encoders:
-                getattr(self, name).to(self.od_config.dtype)  # some have the checkpoint's
-            output = super().forward(batch, *args, **kwargs)
-            for name in encoders:
-                setattr(self, name, None)  # prompts come encoded from now on
-            return output
         params = batch.sampling_params_list[0]
-        # one image at a time, where all would take gigabytes
+        # decode one image at a time where all at once would take gigabytes
         self.vae.use_slicing = len(batch.prompts) * params.height * params.width > PIXELS_AT_ONCE
         generators = [torch.Generator().manual_seed(prompt["seed"]) for prompt in batch.prompts]
         starts = [prompt["initial_latents"] for prompt in batch.prompts if "initial_latents" in prompt]
+        settings = params.extra_args["rollout"]
         run = BatchUnderWay(**settings, prompts=batch.prompts, generators=generators, starts=starts)
         self._run = run
         try:
@@ -124,23 +193,23 @@ class SDERolloutMixin:
             self._run = None
         if run.step != len(run.timesteps):
             raise RuntimeError(f"the pipeline took {run.step} steps, the schedule has {len(run.timesteps)}")
-        if not isinstance(outputs, list):  # of a pipeline that takes one request at a time
+        if not isinstance(outputs, list):  # the pipeline takes one request at a time
             return self._with_trajectories([outputs], run)[0]
         return self._with_trajectories(outputs, run)
 
-    def _with_trajectories(self, outputs, run):
-        """The B outputs of the native pipeline, each with its own image's trajectory."""
+    def _with_trajectories(self, outputs: list[DiffusionOutput], run: BatchUnderWay) -> list[DiffusionOutput]:
+        """The B outputs of the native pipeline, each with the trajectory of its image."""
+        assert run.initial is not None  # the first step set it
         trajectories = Trajectories.from_steps(run.initial, run.outputs, images=[])
-        latents = trajectories.latents.cpu()  # at once for all images: each copy waits for the GPU
+        latents = trajectories.latents.cpu()  # all images at once, as each copy waits for the GPU
         log_probs = trajectories.log_probs.cpu()
         transition_stds = trajectories.transition_stds.cpu()
-        if run.means:
-            means = trajectories.prev_sample_means.cpu()
+        means = trajectories.prev_sample_means.cpu() if run.means else None
         num_steps = torch.tensor(run.step)
         results = []
         for image, output in enumerate(outputs):
             rollout = {"transition_stds": transition_stds[image], "num_steps": num_steps}
-            if run.means:
+            if means is not None:
                 rollout["prev_sample_means"] = means[image]
             result = DiffusionOutput(
                 output={"payload": {"image": self.pixels(output)}, "metadata": {"rollout": rollout}},
@@ -151,7 +220,7 @@ class SDERolloutMixin:
             results.append(result)
         return results
 
-    def prepare_latents(self, *args, **kwargs):
+    def prepare_latents(self, *args: Any, **kwargs: Any) -> torch.Tensor | tuple:
         run = self._run
         if run is None:
             return super().prepare_latents(*args, **kwargs)
@@ -164,35 +233,43 @@ class SDERolloutMixin:
         latents = self.pack(run.initial)
         return (latents, *native[1:]) if isinstance(native, tuple) else latents
 
-    def pack(self, latents):
-        """Latents (B, C, h, w) as the native loop holds them: here the same."""
+    # ---- what a family overrides if its pipeline differs ----
+    def pack(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents (B, C, h, w) in the shape in which the native loop holds them."""
         return latents
 
-    def unpack(self, latents):
+    def unpack(self, latents: torch.Tensor) -> torch.Tensor:
         """The reverse of pack."""
         return latents
 
-    def pixels(self, output):
-        """What was decoded for one request, (1, 3, height, width) or (1, 3, frames, height, width) in [-1, 1]."""
+    def pixels(self, output: DiffusionOutput) -> torch.Tensor:
+        """One request's decoded image (1, 3, height, width), or video (1, 3, frames, height, width), in [-1, 1]."""
         return output.output
 
-    def module_name(self, name):
-        """vLLM-Omni's name of what diffusers calls `name`, a module of the transformer or the end of one: the same."""
+    def module_name(self, name: str) -> str:
+        """vLLM-Omni's name of a module of diffusers' transformer; `name` may be the end of a module's name."""
         return name
 
-    def weight_name(self, name):
-        """vLLM-Omni's name of what diffusers calls `name`, a weight of the transformer; of q, k, v before they fuse."""
+    def weight_name(self, name: str) -> str:
+        """vLLM-Omni's name of a weight of diffusers' transformer; for q, k and v the name before they are fused."""
         return self.module_name(name)
 
+    # ---- the two hooks of a sampling step ----
     def predict_noise_maybe_with_cfg(
-        self, do_true_cfg, true_cfg_scale, positive_kwargs, negative_kwargs, *args, **kwargs
-    ):
+        self,
+        do_true_cfg: bool,
+        true_cfg_scale: float,
+        positive_kwargs: dict[str, Any],
+        negative_kwargs: dict[str, Any] | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         run = self._run
         if run is not None:
             branches = [positive_kwargs]
-            if do_true_cfg:
+            if do_true_cfg and negative_kwargs is not None:
                 branches.append(negative_kwargs)
-            # fp32: the native loop rounds it to the model's dtype
+            # in fp32, where the native loop rounds it to the model's dtype
             timestep = run.timesteps[run.step].to(self.device) / self.timestep_unit
             for branch in branches:
                 latents = branch["hidden_states"]
@@ -202,39 +279,33 @@ class SDERolloutMixin:
             do_true_cfg, true_cfg_scale, positive_kwargs, negative_kwargs, *args, **kwargs
         )
 
-    def predict_noise(self, **kwargs):
+    def predict_noise(self, **kwargs: Any) -> torch.Tensor:
         velocity = super().predict_noise(**kwargs)
         if self._run is None:
             return velocity
         return velocity.float()  # guidance is combined in fp32, as in the trainer
 
-    def scheduler_step_maybe_with_cfg(self, noise_pred, t, latents, do_true_cfg, *args, **kwargs):
-        run = self._run
-        if run is None:
+    def scheduler_step_maybe_with_cfg(
+        self,
+        noise_pred: torch.Tensor,
+        t: torch.Tensor,
+        latents: torch.Tensor,
+        do_true_cfg: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if self._run is None:
             return super().scheduler_step_maybe_with_cfg(noise_pred, t, latents, do_true_cfg, *args, **kwargs)
-        i = run.step
-        sigma = run.sigmas[i]
-        sigma_next = run.sigmas[i + 1]
-        latents = self.unpack(latents)
-        noise_pred = self.unpack(noise_pred)
-        if run.multistep_from is not None and i >= run.multistep_from:
-            out, run.previous = multistep_ode_step(latents, noise_pred, sigma, sigma_next, run.previous)
-        else:
-            out = sde_step(
-                latents,
-                noise_pred,
-                sigma,
-                sigma_next,
-                run.noise_level if i in run.sde_steps else 0.0,
-                sde_type=run.sde_type,
-                sigma_max=run.sigma_max,
-                generator=run.generators,
-            )
-        run.outputs.append(out)
+        out = self._run.take_step(self.unpack(latents), self.unpack(noise_pred))
         return self.pack(out.prev_sample)
 
-    def _load_diffusion_lora_adapter(self, *, lora_request, lora_path, dtype):
-        """vLLM-Omni's hook: the adapter that was pushed, from tensors instead of a folder."""
+    # ---- taking an adapter ----
+    def _load_diffusion_lora_adapter(
+        self, *, lora_request: LoRARequest, lora_path: str, dtype: torch.dtype
+    ) -> tuple[LoRAModel, PEFTHelper]:
+        """vLLM-Omni's hook: make the adapter from the pushed tensors instead of a folder."""
+        if self._pending_lora is None:
+            raise RuntimeError("no adapter was pushed")
         tensors, config = self._pending_lora
         helper = PEFTHelper.from_dict(config)
         model = LoRAModel.from_lora_tensors(
@@ -248,20 +319,20 @@ class SDERolloutMixin:
         )
         return model, helper
 
-    def _validate_diffusion_lora_binding(self, *, lora_model, bound_lora_names):
-        """vLLM-Omni's hook after binding: how many of the adapter's modules act."""
+    def _validate_diffusion_lora_binding(self, *, lora_model: LoRAModel, bound_lora_names: frozenset[str]) -> None:
+        """vLLM-Omni's hook after binding: count the adapter's modules that act."""
         self.bound_lora_modules = len(bound_lora_names)
 
 
 class RolloutDiffusionEngine(DiffusionEngine):
-    """Hands the pipeline's tensors through instead of converting them to PIL, and samples a chunk's images together."""
+    """Passes the pipeline's tensors on without converting them to PIL, and samples the images of a chunk together."""
 
-    images_to_come = 0  # of the chunk that the server is handing over, image by image
+    images_to_come = 0  # of the chunk that omni.generate hands over, image by image
 
-    def _wait_for_admission_if_needed_locked(self):
-        """Let the first batch of a chunk be whole: by itself it would be of the images that had come by chance."""
+    def _wait_for_admission_if_needed_locked(self) -> None:
+        """Wait for all images of a chunk. Otherwise its first batch would be those that happened to come first."""
         waiting = 0
-        deadline = time.monotonic() + 5  # where no image follows another for so long, it failed on the way
+        deadline = time.monotonic() + 5  # if no image follows within this time, it failed on the way
         while self.scheduler.num_waiting_requests() < self.images_to_come and time.monotonic() < deadline:
             if self.scheduler.num_waiting_requests() > waiting:
                 waiting = self.scheduler.num_waiting_requests()
@@ -269,18 +340,27 @@ class RolloutDiffusionEngine(DiffusionEngine):
             self._cv.wait(timeout=0.002)
         RolloutDiffusionEngine.images_to_come = 0
 
-    def _init_process_hooks(self, od_config):
+    def run_startup_warmup(self) -> None:
+        """Nothing: vLLM-Omni's dummy run brings a prompt, and there are no text encoders to encode it."""
+
+    def _init_process_hooks(self, od_config: OmniDiffusionConfig) -> None:
         super()._init_process_hooks(od_config)
         self.post_process_func = None
         self._post_process_accepts_sampling_params = False
 
 
 class RolloutExecutor(MultiprocDiffusionExecutor):
-    """vLLM-Omni's executor of several workers, which loses no batch. The word that a batch is sampled and its images
-    come by two threads: images that overtake it are kept under the batch's id until it is split into requests. Where it
-    was split after they were looked for there and before they were kept, nobody would ask for them again."""
+    """vLLM-Omni's executor of several workers, mended so that it loses no batch.
 
-    def _finish_output(self, async_output_id, result, exc):  # under the lock of what it reads
+    One thread learns that a batch is sampled, and splits it into requests; another thread brings the batch's images. If
+    the images come first, they are kept under the batch's id until the split. The second thread looks for the split,
+    finds none, and keeps the images. If the split falls between, nobody asks for the images again. So the second thread
+    looks once more when it keeps them.
+    """
+
+    def _finish_output(
+        self, async_output_id: str, result: DiffusionOutput | BatchRunnerOutput | None, exc: BaseException | None
+    ) -> None:  # the caller holds the lock of _batch_split_map
         requests = self._batch_split_map.pop(async_output_id, None)
         if requests is None:
             super()._finish_output(async_output_id, result, exc)
@@ -289,41 +369,45 @@ class RolloutExecutor(MultiprocDiffusionExecutor):
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):
-    """What vLLM-Omni's worker can do besides sampling: take a policy, and give its memory back for a while.
+    """Calls that vLLM-Omni's worker takes besides sampling: take a policy, and give its memory back for a while.
 
-    Of several workers each has a part of the transformer. All take the whole of what is pushed, and cut their part out.
+    If there are several workers, each has a part of the transformer. Every worker gets the whole tensors that are
+    pushed, and cuts its part out.
     """
 
-    def init_device(self):
+    def init_device(self) -> None:
         listen_on_loopback()
         super().init_device()
 
-    def re_init_pipeline(self, custom_pipeline_args):
+    def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
         use_pipeline_of(self.od_config.model)
         super().re_init_pipeline(custom_pipeline_args)
 
-    def fall_asleep(self):
-        """Move the weights to host memory, and release what is cached."""
+    def fall_asleep(self) -> None:
+        """Move the weights to host memory, and release the cached memory."""
         self.sleep(level=1)
 
-    def get_up(self):
+    def get_up(self) -> None:
         """Bring the weights back."""
         self.wake_up(["weights"])
 
-    def push_lora(self, tensors, config):
-        """{"module.lora_A.weight": tensor} and peft's config as a dict -> how many modules the pipeline bound, and a
-        fingerprint of each matrix that acts, by the same names; of all workers.
+    def push_lora(self, tensors: Tensors, config: dict[str, Any]) -> tuple[int, Held]:
+        """Take an adapter: {"module.lora_A.weight": tensor}, and peft's config as a dict.
+
+        Returns the number of modules that all workers bound, and the fingerprint of each matrix that acts, by the same
+        names.
         """
         return of_all_workers("push_lora", lambda: self._push_lora(tensors, config))
 
-    def push_weights(self, tensors):
-        """{diffusers name: tensor} of the transformer -> how many of them the pipeline loaded, and a fingerprint of
-        each that it now has; of all workers.
+    def push_weights(self, tensors: Tensors) -> tuple[int, Held]:
+        """Take weights of the transformer: {diffusers name: tensor}.
+
+        Returns the number of tensors that all workers loaded, and the fingerprint of each that they now have.
         """
         return of_all_workers("push_weights", lambda: self._push_weights(tensors))
 
-    def _push_lora(self, tensors, config):
-        """This worker's (number of modules that were bound, {name: (fingerprint of its part, whether it is one)})."""
+    def _push_lora(self, tensors: Tensors, config: dict[str, Any]) -> tuple[int, Parts]:
+        """push_lora in this worker."""
         pipeline = self.model_runner.pipeline
         names = {"transformer." + pipeline.module_name(name): name for name in tensors}
         prefix = "base_model.model."
@@ -341,25 +425,24 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         held = {}
         for full_name, matrix in self._lora_matrices().items():
             name = names.get(full_name, full_name)
-            # the side that is not the rank's, which is padded
+            # compare the side that is not the rank, as the rank is padded
             side = 1 if "lora_A" in name else 0
             is_split = name in tensors and matrix.shape[side] < tensors[name].shape[side]
             held[name] = (fingerprint(matrix), is_split)
         return pipeline.bound_lora_modules, held
 
-    def held_lora(self):
-        """{"transformer.module.lora_A.weight": fingerprint} of what acts in this worker's layers."""
+    def held_lora(self) -> dict[str, int]:
+        """Fingerprints of the matrices that act in this worker's layers, named as by _lora_matrices."""
         return {name: fingerprint(matrix) for name, matrix in self._lora_matrices().items()}
 
-    def _lora_matrices(self):
-        """{"transformer.module.lora_A.weight": matrix} of those that act in this worker's layers, whatever adapter they
-        are of, by vLLM-Omni's names.
+    def _lora_matrices(self) -> Tensors:
+        """The matrices of any adapter that act in this worker's layers: {"transformer.module.lora_A.weight": matrix}.
 
-        Of a layer that holds q, k and v each has its own. The rank is padded with zeros, which count for nothing in a
-        fingerprint.
+        The names are vLLM-Omni's. A layer that holds q, k and v has matrices for each of them. The rank is padded with
+        zeros, which count for nothing in a fingerprint.
         """
         manager = self.lora_manager
-        found = {}
+        found: Tensors = {}
         for name, layer in manager._lora_modules.items():
             modules = [name]
             if len(layer.lora_a_stacked) > 1:
@@ -372,8 +455,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                     found[f"{module}.lora_B.weight"] = layer.lora_b_stacked[i][0, 0]
         return found
 
-    def _push_weights(self, tensors):
-        """This worker's (number of tensors that were loaded, {name: (fingerprint of its part, whether it is one)})."""
+    def _push_weights(self, tensors: Tensors) -> tuple[int, Parts]:
+        """push_weights in this worker."""
         pipeline = self.model_runner.pipeline
         weights = [(f"transformer.{name}", tensor) for name, tensor in tensors.items()]
         try:
@@ -384,7 +467,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         held = {}
         own = dict(pipeline.transformer.named_parameters()) | dict(pipeline.transformer.named_buffers())
         for name, tensor in tensors.items():
-            # pipelines tell either; of a slice Wan's tells the parameter only once all its slices have come at once
+            # Pipelines report the weight's name or the parameter's. Of a slice, Wan's reports the parameter only if all
+            # its slices came at once.
             if f"transformer.{name}" in loaded or f"transformer.{parameter_slice(pipeline, name)[0]}" in loaded:
                 bound += 1
                 weight = held_weight(pipeline, own, name)
@@ -392,36 +476,37 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return bound, held
 
 
-def of_all_workers(operation, push):
-    """What a push came to on all workers, as of one: (modules or tensors that all have bound, {name: fingerprint}).
-
-    `push` is this worker's: () -> (number bound, {name: (fingerprint of its part, whether it is one)}).
-    """
+# ---- what a push came to ---------------------------------------------------------------------------------------------
+def of_all_workers(operation: str, push: Callable[[], tuple[int, Parts]]) -> tuple[int, Held]:
+    """Run a worker's `push`, and join the results of all workers: the fewest modules or tensors that one has bound, and
+    the fingerprint of each whole tensor. A collective."""
     workers = _run_and_gather_rank_values(operation, push)
-    held = {}
+    held: Held = {}
     for name in dict.fromkeys(name for _, parts in workers for name in parts):
         held[name] = whole_fingerprint([parts.get(name) for _, parts in workers])
     return min(bound for bound, _ in workers), held
 
 
-def whole_fingerprint(parts):
-    """The fingerprint of a tensor by that of each worker's part, or copy: the xor of the parts is that of the whole.
+def whole_fingerprint(parts: list[tuple[int, bool] | None]) -> int | None:
+    """The fingerprint of a tensor, from each worker's (fingerprint, whether it holds only a part).
 
-    None, which is no tensor's, where copies differ, or a worker has nothing.
+    The xor of the parts' fingerprints is that of the whole. None, which is no tensor's fingerprint, where copies
+    differ, or a worker has nothing.
     """
-    if None in parts:
+    present = [part for part in parts if part is not None]
+    if len(present) < len(parts):
         return None
-    values = [value for value, _ in parts]
-    is_split = [part for _, part in parts]
+    values = [value for value, _ in present]
+    is_split = [is_part for _, is_part in present]
     if all(is_split):
         return functools.reduce(operator.xor, values)
     return values[0] if len(set(values)) == 1 and not any(is_split) else None
 
 
-def parameter_slice(pipeline, name):
-    """The pipeline's name of the parameter that diffusers' weight `name` is, or is a slice of, as q, k and v are.
+def parameter_slice(pipeline: SDERolloutMixin, name: str) -> tuple[str, int | None]:
+    """The name of the pipeline's parameter that holds diffusers' weight `name`, and which slice of it the weight is.
 
-    With the layer's slices before this one and with it, (0, 1) for k; None where it is the whole.
+    q, k and v are the slices 0, 1 and 2 of one parameter. None: the weight is the whole parameter.
     """
     name = pipeline.weight_name(name)
     for stacked, part, shard in pipeline.transformer.stacked_params_mapping:
@@ -430,8 +515,8 @@ def parameter_slice(pipeline, name):
     return name, None
 
 
-def held_weight(pipeline, own, name):
-    """The tensor, of the transformer's `own`, that diffusers' weight `name` was loaded into."""
+def held_weight(pipeline: SDERolloutMixin, own: Tensors, name: str) -> torch.Tensor:
+    """The tensor into which diffusers' weight `name` was loaded; `own` are the transformer's tensors by name."""
     parameter, number = parameter_slice(pipeline, name)
     if number is None:
         return own[parameter]

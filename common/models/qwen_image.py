@@ -1,77 +1,88 @@
-"""Qwen-Image (diffusers `QwenImagePipeline`): guidance by a second pass, rescaled to the first one's norm."""
+"""Qwen-Image (diffusers `QwenImagePipeline`): guided by a second pass and rescaled to the first pass's norm."""
 
-from common.bounds import check_image
-from common.models import both_branches, on_device
-from common.schedule import shifted_schedule
-from common.vae import decode_in_slices, encode_in_slices
+from pathlib import Path
+from typing import Any
+
+from common.models.family import (
+    Conditioning,
+    Config,
+    Family,
+    Schedule,
+    Shapes,
+    both_branches,
+    check_image,
+    on_device,
+    shifted_schedule,
+)
+from common.models.vae import decode_in_slices, encode_in_slices
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage
+from PIL.Image import Image
 
 
-class QwenImage:
-    """Latents are (B, C, h, w) outside; the transformer takes tokens (B, h w / 4, 4 C), of 2 x 2 latents each."""
+class QwenImage(Family):
+    """The transformer takes tokens (B, h w / 4, 4 C), each of 2 x 2 latents; they are packed in predict_velocity."""
 
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     @staticmethod
-    def check(model, height, width, num_frames, guidance_scale=1.0):
-        """Raises ValueError where a side is no multiple of a token's, and for a video."""
+    def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
+        """Refuse sides that are no multiple of a token's, and videos."""
         vae = AutoencoderKLQwenImage.load_config(model, subfolder="vae")
         unit = 2 * 2 ** len(vae["temperal_downsample"])  # pixels of a token's side
         check_image(height, width, num_frames, unit)
 
     @staticmethod
-    def conditioning_shapes(transformer, max_sequence_length):
-        """{name: shape} of the conditioning of one prompt, by the transformer's config."""
+    def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
+        """{name: shape} of one prompt's conditioning, from the transformer's config."""
         return {
             "prompt_embeds": (max_sequence_length, transformer["joint_attention_dim"]),
             "prompt_embeds_mask": (max_sequence_length,),
         }
 
-    def __init__(self, pipe):
-        self.pipe = pipe
-        self.transformer = pipe.transformer
-
     @torch.no_grad()
-    def encode_prompts(self, prompts, max_sequence_length):
-        """B prompts -> {"prompt_embeds": (B, L, C), "prompt_embeds_mask": (B, L), 1 where there is a token}.
+    def encode_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+        """B prompts -> {"prompt_embeds": (B, L, C), "prompt_embeds_mask": (B, L), 1 at a token and 0 behind the last}.
 
-        L is max_sequence_length for every prompt: what is behind a prompt's last token is masked.
+        L is max_sequence_length for every prompt.
         """
         prompt_embeds = []
         masks = []
         with on_device(self, "text_encoder"):
-            for i in range(0, len(prompts), 32):  # the encoder's attention over thousands would not fit a GPU
+            # thousands of prompts at once would not fit on a GPU
+            for i in range(0, len(prompts), 32):
                 embeds, mask = self.pipe.encode_prompt(
                     prompts[i : i + 32], device=self.device, max_sequence_length=max_sequence_length
                 )
-                if mask is None:  # no prompt of these is shorter than another
+                if mask is None:  # these prompts are all of one length
                     mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=self.device)
                 missing = max_sequence_length - embeds.shape[1]
                 prompt_embeds.append(F.pad(embeds, (0, 0, 0, missing)))
                 masks.append(F.pad(mask, (0, missing)))
         return {"prompt_embeds": torch.cat(prompt_embeds), "prompt_embeds_mask": torch.cat(masks)}
 
-    def encode_negative(self, guidance_scale, max_sequence_length):
-        """Conditioning of the empty prompt, one row, for the second pass of guidance above 1; None without."""
-        return self.encode_prompts([""], max_sequence_length) if guidance_scale > 1 else None
-
-    def schedule(self, num_inference_steps, height, width, num_frames=1):
-        """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""
+    def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
+        """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
         h = height // self.pipe.vae_scale_factor
         w = width // self.pipe.vae_scale_factor
-        unshifted = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
+        unshifted = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps).tolist()
         timesteps, sigmas = shifted_schedule(self.pipe.scheduler, unshifted, num_tokens=(h // 2) * (w // 2))
         return timesteps, sigmas, (self.transformer.config.in_channels // 4, h, w)
 
-    def predict_velocity(self, latents, timestep, conditioning, negative_conditioning=None, guidance_scale=1.0):
-        """v (B, ...) in fp32 at fp32 latents (B, ...) and timesteps in (0, 1000], one or (B,), kept floats.
+    def predict_velocity(
+        self,
+        latents: torch.Tensor,
+        timestep: torch.Tensor,
+        conditioning: Conditioning,
+        negative_conditioning: Conditioning | None = None,
+        guidance_scale: float = 1.0,
+    ) -> torch.Tensor:
+        """v (B, ...) in fp32. Guidance g above 1 gives v_neg + g (v_pos - v_neg), with gradient through both.
 
-        Guidance above 1 adds the negative branch (one row, for all), with gradient through both; each token's guided
-        velocity is rescaled to the norm that it has without guidance.
+        Each token's guided velocity is then rescaled to the norm of its v_pos.
         """
         if guidance_scale <= 1:
             velocity = self._forward(latents, timestep, conditioning)
@@ -83,8 +94,8 @@ class QwenImage:
         h, w = latents.shape[2:]
         return self.pipe._unpack_latents(velocity, 2 * h, 2 * w, vae_scale_factor=2)[:, :, 0]
 
-    def _forward(self, latents, timestep, conditioning):
-        """v of the tokens, (B, h w / 4, 4 C)."""
+    def _forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        """The tokens' v, (B, h w / 4, 4 C)."""
         prompt_embeds = conditioning["prompt_embeds"]
         batch, channels, h, w = latents.shape
         tokens = self.pipe._pack_latents(latents, batch, channels, h, w)
@@ -99,25 +110,25 @@ class QwenImage:
         )[0]
         return velocity.float()
 
-    def _latent_statistics(self):
+    def _latent_statistics(self) -> torch.Tensor:
         """Mean and standard deviation of the VAE's latents, stacked: (2, C, 1, 1, 1)."""
         config = self.pipe.vae.config
         statistics = torch.tensor([config.latents_mean, config.latents_std], device=self.pipe.vae.device)
         return statistics.view(2, -1, 1, 1, 1)
 
     @torch.no_grad()
-    def decode(self, latents):
-        """Latents (B, ...) -> list of B PIL images, as the pipeline decodes them."""
+    def decode(self, latents: torch.Tensor) -> list[Image]:
+        """Latents (B, ...) -> B PIL images, as the pipeline decodes them."""
         vae = self.pipe.vae
         with on_device(self, "vae"):
             mean, std = self._latent_statistics()
             latents = latents.to(vae.device, vae.dtype)[:, :, None] * std + mean  # (B, C, 1 frame, h, w)
             pixels = decode_in_slices(vae, latents, scale=self.pipe.vae_scale_factor**2)
-        return self.pipe.image_processor.postprocess(pixels[:, :, 0])
+        return self.to_images(pixels[:, :, 0])
 
     @torch.no_grad()
-    def encode_images(self, images, height, width):
-        """List of B PIL images, resized where they differ -> latents (B, ...), the mode of the VAE's posterior."""
+    def encode_images(self, images: list[Image], height: int, width: int) -> torch.Tensor:
+        """B PIL images -> latents (B, ...), the mode of the VAE's posterior. Images of another size are resized."""
         vae = self.pipe.vae
         pixels = self.pipe.image_processor.preprocess(images, height, width)
         with on_device(self, "vae"):
@@ -126,40 +137,41 @@ class QwenImage:
             latents = encode_in_slices(vae, pixels)
         return ((latents - mean) / std)[:, :, 0]
 
-    def frozen_tensors(self):
-        """All numbers of the model that latents and conditioning depend on, in a fixed order."""
+    def frozen_tensors(self) -> list[torch.Tensor]:
+        """All tensors of the VAE and the text encoders, and the VAE's scale and shift."""
         tensors = [self._latent_statistics()]
         for module in (self.pipe.vae, self.pipe.text_encoder):
             tensors += module.state_dict().values()
         return tensors
 
     @staticmethod
-    def engine_pipeline():
-        """vLLM-Omni's Qwen-Image with our hooks; imported in the engine's process, where vLLM is."""
+    def engine_pipeline() -> type:
+        """vLLM-Omni's Qwen-Image with our hooks. For the engine's process only: it imports vLLM."""
         from common.engine.pipelines import SDERolloutMixin
 
         from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline
 
         class QwenImageRollout(SDERolloutMixin, QwenImagePipeline):
-            """Prompt embeddings come with the requests; the VAE is fp32, as the trainer's is."""
+            """Requests bring prompt embeddings, not prompts. The VAE is fp32, like the trainer's."""
 
-            timestep_unit = 1000  # of the transformer's input: it takes t / 1000
+            timestep_unit = 1000  # the transformer's input is t / 1000
 
-            def __init__(self, **kwargs):
+            def __init__(self, **kwargs: Any) -> None:
                 super().__init__(**kwargs)
                 self.vae.float()
 
-            def pack(self, latents):
+            def pack(self, latents: torch.Tensor) -> torch.Tensor:
                 return self._pack_latents(latents, *latents.shape)
 
-            def unpack(self, latents):
+            def unpack(self, latents: torch.Tensor) -> torch.Tensor:
+                assert self._run is not None  # tokens come from a batch under way
                 _, h, w = self._run.latent_shape
                 return self._unpack_latents(latents, 2 * h, 2 * w, vae_scale_factor=2)[:, :, 0]
 
-            def module_name(self, name):
+            def module_name(self, name: str) -> str:
                 return name.replace("to_out.0", "to_out")
 
-            def encode_prompt(self, *args, **kwargs):
+            def encode_prompt(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
                 return tuple(embeds.to(self.device) for embeds in super().encode_prompt(*args, **kwargs))
 
         return QwenImageRollout

@@ -1,80 +1,98 @@
-"""Z-Image (diffusers `ZImagePipeline`): base, guided by a second pass; Turbo, whose --guidance_scale stays 1."""
+"""Z-Image (diffusers `ZImagePipeline`): base is guided by a second pass, Turbo takes no guidance (--guidance_scale 1).
 
-from common.bounds import check_image
-from common.models import both_branches, on_device
-from common.schedule import shifted_schedule
-from common.vae import decode_latents, encode_pixels
+A guidance scale is not the same as in the other families. A scale g above 1 acts like their g + 1: 4 acts like 5, and
+1.01 acts like 2.01. A scale of 1 or below is no guidance, as there.
+"""
+
+from pathlib import Path
+
+from common.models.family import (
+    Conditioning,
+    Config,
+    Family,
+    Schedule,
+    Shapes,
+    both_branches,
+    check_image,
+    on_device,
+    shifted_schedule,
+)
+from common.models.vae import decode_latents, encode_pixels
 
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
+from PIL.Image import Image
 
 
-class ZImage:
-    """Latents are (B, C, h, w). The transformer takes lists of images and of prompts, and 1 - t / 1000; it gives -v."""
+class ZImage(Family):
+    """The transformer takes lists of images and of prompts, and 1 - t / 1000 as its timestep. It returns -v."""
 
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
-    engine_pipeline = None  # vLLM-Omni's calls the scheduler itself, an image at a time: there is no hook for our steps
+    # vLLM-Omni's pipeline calls the scheduler itself, image by image, where we have no hook
+    engine_pipeline = None
 
     @staticmethod
-    def check(model, height, width, num_frames, guidance_scale=1.0):
-        """Raises ValueError where a side is no multiple of a token's, and for a video."""
+    def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
+        """Refuse sides that are no multiple of a token's, and videos."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
         check_image(height, width, num_frames, unit)
 
     @staticmethod
-    def conditioning_shapes(transformer, max_sequence_length):
-        """{name: shape} of the conditioning of one prompt, by the transformer's config."""
+    def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
+        """{name: shape} of one prompt's conditioning, from the transformer's config."""
         return {"prompt_embeds": (max_sequence_length, transformer["cap_feat_dim"]), "num_tokens": ()}
 
-    def __init__(self, pipe):
-        self.pipe = pipe
-        self.transformer = pipe.transformer
-
     @torch.no_grad()
-    def encode_prompts(self, prompts, max_sequence_length):
-        """B prompts -> {"prompt_embeds": (B, L, C), zeros behind a prompt's last token; "num_tokens": (B,)}."""
+    def encode_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+        """B prompts -> {"prompt_embeds": (B, L, C), with zeros behind a prompt's last token; "num_tokens": (B,)}."""
         prompt_embeds = []
         num_tokens = []
         with on_device(self, "text_encoder"):
-            for i in range(0, len(prompts), 32):  # the encoder's attention over thousands would not fit a GPU
+            # thousands of prompts at once would not fit on a GPU
+            for i in range(0, len(prompts), 32):
                 per_prompt, _ = self.pipe.encode_prompt(
                     list(prompts[i : i + 32]),
                     device=self.device,
                     do_classifier_free_guidance=False,
                     max_sequence_length=max_sequence_length,
                 )
-                for embeds in per_prompt:  # (its tokens, C)
-                    prompt_embeds.append(F.pad(embeds, (0, 0, 0, max_sequence_length - len(embeds))))
+                for embeds in per_prompt:  # (tokens of this prompt, C)
+                    missing = max_sequence_length - len(embeds)
+                    prompt_embeds.append(F.pad(embeds, (0, 0, 0, missing)))
                     num_tokens.append(len(embeds))
         return {"prompt_embeds": torch.stack(prompt_embeds), "num_tokens": torch.tensor(num_tokens)}
 
-    def encode_negative(self, guidance_scale, max_sequence_length):
-        """Conditioning of the empty prompt, one row, for the second pass of guidance above 1; None without."""
-        return self.encode_prompts([""], max_sequence_length) if guidance_scale > 1 else None
-
-    def schedule(self, num_inference_steps, height, width, num_frames=1):
-        """Timesteps (T,), sigmas (T + 1,) and the shape (C, h, w) of one image's latents."""
+    def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
+        """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
         h = height // self.pipe.vae_scale_factor
         w = width // self.pipe.vae_scale_factor
-        unshifted = get_default_z_image_sigmas(num_inference_steps)  # of fp32, unlike other pipelines'
+        # computed in fp32, unlike the other pipelines' sigmas
+        unshifted = get_default_z_image_sigmas(num_inference_steps)
         timesteps, sigmas = shifted_schedule(self.pipe.scheduler, unshifted, num_tokens=(h // 2) * (w // 2))
         return timesteps, sigmas, (self.transformer.in_channels, h, w)
 
-    def predict_velocity(self, latents, timestep, conditioning, negative_conditioning=None, guidance_scale=1.0):
-        """v (B, ...) in fp32 at fp32 latents (B, ...) and timesteps in (0, 1000], one or (B,), kept floats.
+    def predict_velocity(
+        self,
+        latents: torch.Tensor,
+        timestep: torch.Tensor,
+        conditioning: Conditioning,
+        negative_conditioning: Conditioning | None = None,
+        guidance_scale: float = 1.0,
+    ) -> torch.Tensor:
+        """v (B, ...) in fp32. Guidance g above 1 gives v_pos + g (v_pos - v_neg), with gradient through both.
 
-        Guidance above 1 (its pipeline's above 0, which our 1 is) adds the negative branch (one row, for all):
-        v_pos + guidance_scale (v_pos - v_neg), as its pipeline has it, with gradient through both.
+        This is the pipeline's own formula; the other families have v_neg + g (v_pos - v_neg). The pipeline's 0, which
+        is no guidance, is 1 here as in the other families.
         """
         if guidance_scale <= 1:
             return self._forward(latents, timestep, conditioning)
         velocity, negative = both_branches(self._forward, latents, timestep, conditioning, negative_conditioning)
         return velocity + guidance_scale * (velocity - negative)
 
-    def _forward(self, latents, timestep, conditioning):
+    def _forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         prompt_embeds = conditioning["prompt_embeds"]
         num_tokens = conditioning["num_tokens"].tolist()
         images = latents.to(prompt_embeds.dtype)[:, :, None]  # (B, C, 1 frame, h, w)
@@ -83,18 +101,18 @@ class ZImage:
         outputs = self.transformer(list(images), 1 - timestep / 1000, prompts, return_dict=False)[0]
         return -torch.stack([output.float() for output in outputs])[:, :, 0]
 
-    def decode(self, latents):
-        """Latents (B, ...) -> list of B PIL images, as the pipeline decodes them."""
+    def decode(self, latents: torch.Tensor) -> list[Image]:
+        """Latents (B, ...) -> B PIL images, as the pipeline decodes them."""
         with on_device(self, "vae"):
-            return decode_latents(self.pipe, latents)
+            return self.to_images(decode_latents(self.pipe, latents))
 
-    def encode_images(self, images, height, width):
-        """List of B PIL images, resized where they differ -> latents (B, ...), the mode of the VAE's posterior."""
+    def encode_images(self, images: list[Image], height: int, width: int) -> torch.Tensor:
+        """B PIL images -> latents (B, ...), the mode of the VAE's posterior. Images of another size are resized."""
         with on_device(self, "vae"):
             return encode_pixels(self.pipe, images, height, width)
 
-    def frozen_tensors(self):
-        """All numbers of the model that latents and conditioning depend on, in a fixed order."""
+    def frozen_tensors(self) -> list[torch.Tensor]:
+        """All tensors of the VAE and the text encoders, and the VAE's scale and shift."""
         pipe = self.pipe
         tensors = [torch.tensor([pipe.vae.config.scaling_factor, pipe.vae.config.shift_factor])]
         for module in (pipe.vae, pipe.text_encoder):

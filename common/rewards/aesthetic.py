@@ -1,15 +1,20 @@
-"""LAION's aesthetic predictor v2: how would people rate the image from 1 to 10, whatever its prompt?
+"""How would people rate the image from 1 to 10, whatever its prompt? LAION's aesthetic predictor v2.
 
-The environment variable AESTHETIC_MODEL names its weights: a file such as the published
-sac+logos+ava1-l14-linearMSE.pth, or a hub id or folder with aesthetic-model.pth, by default
-trl-lib/ddpo-aesthetic-predictor. AESTHETIC_CLIP names the CLIP whose embeddings it rates, as CLIP_SCORE_MODEL does; the
-published ones go with the default, openai/clip-vit-large-patch14 (1.7 GB in fp32).
+    torchrun --standalone flow_grpo.py --reward aesthetic
+
+It needs two sets of weights, named by environment variables. AESTHETIC_CLIP is the CLIP whose image embeddings are
+rated: a hub id or a folder in transformers' layout (default openai/clip-vit-large-patch14, 1.7 GB in fp32, which the
+published predictor was trained on). AESTHETIC_MODEL is the predictor: a file such as the published
+sac+logos+ava1-l14-linearMSE.pth, or a hub id or folder that contains aesthetic-model.pth (default
+trl-lib/ddpo-aesthetic-predictor).
 """
 
 import functools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.rewards.clip_score import (
+    Source,
     embed_images,
     in_chunks,
     load_clip,
@@ -21,21 +26,25 @@ from common.rewards.clip_score import (
 )
 
 import torch
+from PIL.Image import Image
+
+if TYPE_CHECKING:  # slow
+    from transformers import CLIPModel, CLIPProcessor
 
 
 @torch.no_grad()
-def aesthetic(images, prompts, metadata):
-    """A rating from about 1 to 10: of the image's embedding, of length 1, by linear layers (no activation between).
+def aesthetic(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
+    """A rating from about 1 to 10: linear layers, without activations between them, of the image's embedding.
 
-    Images of today's models score about 5 to 6.5. The prompt does not count.
+    The embedding has length 1. Images of today's models score about 5 to 6.5. The prompt does not count.
     """
     model, processor, layers = load()
     ratings = in_chunks(layers, embed_images(model, processor, images))  # (B, 1)
     return ratings[:, 0].tolist()
 
 
-def load():
-    """The CLIPModel, its processor and the layers on top."""
+def load() -> "tuple[CLIPModel, CLIPProcessor, torch.nn.Sequential]":
+    """The CLIPModel, its processor, and the layers that rate its embeddings."""
     source = weights_of("AESTHETIC_CLIP", "openai/clip-vit-large-patch14")
     model = load_clip(source)
     layers = load_layers(weights_of("AESTHETIC_MODEL", "trl-lib/ddpo-aesthetic-predictor"))
@@ -46,9 +55,10 @@ def load():
 
 
 @functools.cache
-def load_layers(source):
-    """The predictor's linear layers on own_device: "layers.N.weight" and "layers.N.bias" of its file, by rising N. The
-    dropouts between them have no weights, and are left out.
+def load_layers(source: Source) -> torch.nn.Sequential:
+    """The predictor's linear layers on own_device, "layers.N.weight" and "layers.N.bias" of its file, ordered by N.
+
+    The published predictor has dropouts between them, which have no weights and do nothing here.
 
     Raises:
         ValueError: as load_clip.
@@ -60,7 +70,7 @@ def load_layers(source):
         if path.is_dir():
             path = path / "aesthetic-model.pth"
         elif not path.is_file():
-            path = hf_hub_download(source[1], "aesthetic-model.pth")
+            path = Path(hf_hub_download(source[1], "aesthetic-model.pth"))
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         layers = torch.nn.Sequential()
         for number in sorted({int(name.split(".")[1]) for name in tensors}):
@@ -73,6 +83,7 @@ def load_layers(source):
         return layers.requires_grad_(False).to(own_device())
 
 
-aesthetic.settings = ("AESTHETIC_MODEL", "AESTHETIC_CLIP")
-aesthetic.load = load
-aesthetic.offload = offload
+# what a reward may carry (common/rewards/scoring.py); mypy does not know that functions can have attributes
+aesthetic.settings = ("AESTHETIC_MODEL", "AESTHETIC_CLIP")  # type: ignore[attr-defined]
+aesthetic.load = load  # type: ignore[attr-defined]
+aesthetic.offload = offload  # type: ignore[attr-defined]

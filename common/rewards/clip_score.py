@@ -1,28 +1,42 @@
-"""CLIPScore: does the image fit its prompt? And what it shares with the other rewards that ask a CLIP.
+"""CLIPScore: does the image fit its prompt?
 
-The environment variable CLIP_SCORE_MODEL names the weights, by default openai/clip-vit-large-patch14 (1.7 GB in fp32):
-a hub id, or a folder in transformers' layout with the tokenizer's and the image processor's files. REWARD_OFFLOAD=1
-moves the networks of the built-in rewards from the GPU to the CPU's memory between rollouts.
+    torchrun --standalone flow_grpo.py --reward clip_score
+
+It needs the weights of a CLIP. The environment variable CLIP_SCORE_MODEL names them, as a hub id or a folder in
+transformers' layout, with the files of the tokenizer and the image processor. The default is
+openai/clip-vit-large-patch14, 1.7 GB in fp32.
+
+This file also holds what all rewards with a CLIP share. REWARD_OFFLOAD=1 moves their networks from the GPU to the CPU's
+memory between rollouts.
 """
 
 import functools
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
-from common.refusals import refusing
-from common.stops import say
+from common.errors import refusing
+from common.process import say
 
 import torch
+from PIL.Image import Image
 
-CHUNK = 8  # images of a forward pass, or prompts
-MAX_TOKENS = 77  # of a prompt, its two ends included: CLIP has no more positions, and longer prompts are cut
-LOADED = {}  # {hub id or folder: its CLIPModel}
+if TYPE_CHECKING:  # slow
+    from transformers import CLIPModel, CLIPProcessor
+
+CHUNK = 8  # images, or prompts, in a forward pass
+MAX_TOKENS = 77  # of a prompt, both ends included: CLIP has no more positions, so longer prompts are cut
+LOADED: "dict[str, CLIPModel]" = {}  # by hub id or folder
+Source = tuple[str, str]  # an environment variable, and the hub id or folder that it names
 
 
 @torch.no_grad()
-def clip_score(images, prompts, metadata):
-    """100 max(cos(image, prompt), 0) of CLIP's embeddings: torchmetrics' CLIPScore (arXiv 2104.08718 has 2.5 for 100).
+def clip_score(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
+    """100 max(cos(image, prompt), 0) of CLIP's embeddings, which is torchmetrics' CLIPScore.
 
-    In [0, 100]; images that fit their prompt score about 25 to 35. The reward of DiffusionNFT's code is this / 30.
+    In [0, 100]; images that fit their prompt score about 25 to 35. The paper (arXiv 2104.08718) has 2.5 instead of
+    100. The reward in DiffusionNFT's code is this score / 30.
     """
     model, processor = load()
     products = embed_images(model, processor, images) * embed_prompts(model, processor, prompts)  # (B, D)
@@ -30,24 +44,24 @@ def clip_score(images, prompts, metadata):
     return (100 * cosines.clamp(min=0)).tolist()
 
 
-def load():
+def load() -> "tuple[CLIPModel, CLIPProcessor]":
     """The CLIPModel and its processor."""
     source = weights_of("CLIP_SCORE_MODEL", "openai/clip-vit-large-patch14")
     return load_clip(source), load_processor(source)
 
 
-def weights_of(variable, default):
-    """(variable, the hub id or folder that it names)."""
+def weights_of(variable: str, default: str) -> Source:
+    """An environment variable with the hub id or folder that it names."""
     return variable, os.environ.get(variable) or default
 
 
-def load_clip(source):
-    """The CLIPModel of weights_of's `source`, frozen, in fp32, on own_device; loaded once, for all rewards that ask.
+def load_clip(source: Source) -> "CLIPModel":
+    """The CLIPModel of a `source`, frozen, in fp32, on own_device. It is loaded once for all rewards that use it.
 
     Raises:
-        ValueError: naming the variable, and what is wrong with what it names; or REWARD_OFFLOAD is neither 0 nor 1.
+        ValueError: names the variable and what is wrong with the weights; or REWARD_OFFLOAD is neither 0 nor 1.
     """
-    wants_offload()
+    wants_offload()  # a wrong REWARD_OFFLOAD is refused here, before anything loads
     name = source[1]
     if name not in LOADED:
         with refusing_weights(source):
@@ -55,21 +69,21 @@ def load_clip(source):
     return LOADED[name].to(own_device())
 
 
-def _read_clip(name):
+def _read_clip(name: str) -> "CLIPModel":
     from transformers import CLIPModel  # slow
     from transformers.utils import logging
 
     say(f"loading {name}")
     logging.disable_progress_bar()
-    # "auto" would take the checkpoint's dtype; and what a checkpoint lacks would be drawn at random
+    # fp32, because "auto" would take the checkpoint's dtype
     model, found = CLIPModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-    if found["missing_keys"]:
+    if found["missing_keys"]:  # transformers has filled them with random numbers
         raise ValueError(f"not a whole CLIP: {len(found['missing_keys'])} of its tensors are missing")
     return model.requires_grad_(False).eval()
 
 
-def offload():
-    """The networks leave the GPU until they are asked again, if REWARD_OFFLOAD is 1."""
+def offload() -> None:
+    """Move the networks to the CPU until they are needed again, if REWARD_OFFLOAD is 1."""
     if wants_offload():
         for model in LOADED.values():
             model.to("cpu")
@@ -77,8 +91,8 @@ def offload():
             torch.cuda.empty_cache()
 
 
-def wants_offload():
-    """Whether REWARD_OFFLOAD is 1; raises ValueError where it is neither that nor 0."""
+def wants_offload() -> bool:
+    """Whether REWARD_OFFLOAD is 1; raises ValueError if it is neither 1 nor 0."""
     value = os.environ.get("REWARD_OFFLOAD", "").strip() or "0"
     if value not in ("0", "1"):
         raise ValueError(f"REWARD_OFFLOAD={value}: must be 0 or 1")
@@ -86,50 +100,53 @@ def wants_offload():
 
 
 @functools.cache
-def load_processor(source):
-    """The CLIPProcessor of weights_of's `source`. Its images are resized by PIL, with or without torchvision.
+def load_processor(source: Source) -> "CLIPProcessor":
+    """The CLIPProcessor of a `source`. PIL resizes the images, so that scores do not depend on torchvision.
 
     Raises:
         ValueError: as load_clip.
     """
     from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPProcessor  # slow
 
+    name = source[1]
     with refusing_weights(source):
-        return CLIPProcessor(CLIPImageProcessorPil.from_pretrained(source[1]), AutoTokenizer.from_pretrained(source[1]))
+        images = CLIPImageProcessorPil.from_pretrained(name)
+        return CLIPProcessor(images, AutoTokenizer.from_pretrained(name))
 
 
-def refusing_weights(source):
-    """Whatever transformers raises over missing or broken weights becomes a ValueError of one line."""
+def refusing_weights(source: Source) -> AbstractContextManager[None]:
+    """Inside the block, any error over missing or broken weights becomes a ValueError of one line."""
     variable, name = source
     return refusing(f"cannot load {variable}={name}, set it to a hub id or a folder", Exception)
 
 
-def own_device():
-    """This rank's GPU, the current device of every thread that calls rewards; or the CPU."""
+def own_device() -> torch.device:
+    """This rank's GPU, which is the current device of every thread that calls rewards; without a GPU the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def embed_images(model, processor, images):
-    """Embeddings (B, D) of length 1 of B PIL images, of whatever sizes."""
+def embed_images(model: "CLIPModel", processor: "CLIPProcessor", images: list[Image]) -> torch.Tensor:
+    """Embeddings (B, D) of length 1 of B PIL images, of any size."""
     pixels = processor.image_processor(images, return_tensors="pt")["pixel_values"]  # (B, 3, 224, 224)
     embeddings = in_chunks(lambda rows: model.get_image_features(rows).pooler_output, pixels.to(model.device))
     return embeddings / embeddings.norm(dim=-1, keepdim=True)
 
 
-def embed_prompts(model, processor, prompts):
-    """Embeddings (B, D) of length 1 of B prompts, each cut to MAX_TOKENS tokens, of which the last is the end's."""
+def embed_prompts(model: "CLIPModel", processor: "CLIPProcessor", prompts: list[str]) -> torch.Tensor:
+    """Embeddings (B, D) of length 1 of B prompts, each cut to MAX_TOKENS tokens with its end token kept."""
     tokens = processor.tokenizer(
         prompts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
     )["input_ids"]  # (B, 77)
-    # no mask of the padding: attention is causal, and the embedding is read where the prompt ends
+    # padding needs no mask: attention is causal, and the embedding is read at the prompt's end
     embeddings = in_chunks(lambda rows: model.get_text_features(rows).pooler_output, tokens.to(model.device))
     return embeddings / embeddings.norm(dim=-1, keepdim=True)
 
 
-def in_chunks(function, rows):
-    """function(rows) of rows (B, ...), CHUNK of them a call, the last call filled up with the last row.
+def in_chunks(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """function(rows) for rows (B, ...), in calls of exactly CHUNK rows; the last call is filled up with the last row.
 
-    Matrix products of other sizes round otherwise: an image's score would depend on how many are scored with it.
+    Matrix products of another size round differently. Without a fixed size, an image's score would depend on how many
+    images are scored with it.
     """
     parts = []
     for chunk in rows.split(CHUNK):
@@ -138,6 +155,7 @@ def in_chunks(function, rows):
     return torch.cat(parts)
 
 
-clip_score.settings = ("CLIP_SCORE_MODEL",)
-clip_score.load = load
-clip_score.offload = offload
+# what a reward may carry (common/rewards/scoring.py); mypy does not know that functions can have attributes
+clip_score.settings = ("CLIP_SCORE_MODEL",)  # type: ignore[attr-defined]
+clip_score.load = load  # type: ignore[attr-defined]
+clip_score.offload = offload  # type: ignore[attr-defined]

@@ -1,15 +1,19 @@
-"""A scorer of one's own behind HTTP: any program that takes images as JSON and answers with numbers.
+"""A scorer of your own behind HTTP: any program that takes images as JSON and answers with numbers.
 
-For rewards whose packages do not stand beside this repository's, or whose network has a machine of its own.
-docs/scorer_server.py is such a server in 40 lines. Settings are environment variables, the same for all ranks:
+    python tools/scorer_server.py 8080 &        (such a server in 40 lines)
+    export HTTP_SCORER_URL=http://127.0.0.1:8080 HTTP_SCORER_REWARD=redness
+    torchrun --standalone flow_grpo.py --reward http_scorer
+
+Use it for a reward whose packages do not fit beside this repository's, or whose network has a machine of its own. It
+needs the server and these environment variables, the same for all ranks; defaults stand at the end of the line:
 
     HTTP_SCORER_URL          address of the server; images go to URL/score
-    HTTP_SCORER_REWARD       which of its rewards is asked for; REWARD/METRIC where it gives several numbers
-    HTTP_SCORER_BATCH_SIZE   images in a request, at most; 16
-    HTTP_SCORER_CONCURRENCY  requests of a rank under way at once; 4
-    HTTP_SCORER_TIMEOUT_S    seconds to wait for a connection, and for an answer; 120
-    HTTP_SCORER_RETRIES      further attempts where there is no answer or a server's error, after 1, 2, 4 ... 30 s; 4
-    HTTP_SCORER_API_KEY      sent as a bearer token; none
+    HTTP_SCORER_REWARD       the server's reward to ask for, or REWARD/METRIC if that gives several numbers
+    HTTP_SCORER_BATCH_SIZE   the largest number of images in a request; 16
+    HTTP_SCORER_CONCURRENCY  a rank's requests under way at once; 4
+    HTTP_SCORER_TIMEOUT_S    seconds from a request to the last byte of its answer; 120
+    HTTP_SCORER_RETRIES      further attempts after no answer or a server's error, after 1, 2, 4 ... 30 s; 4
+    HTTP_SCORER_API_KEY      sent as a bearer token, to this address alone; none
 
 A request is POSTed to URL/score:
 
@@ -17,27 +21,26 @@ A request is POSTed to URL/score:
 
     requests          one for each image
     history           one turn: the prompt, and the image as a PNG in base64
-    required_rewards  the one of HTTP_SCORER_REWARD, without METRIC
-    metadata          the other fields of the prompt's record, which must be such as JSON has
+    required_rewards  HTTP_SCORER_REWARD without METRIC
+    metadata          the other fields of the prompt's record, which JSON must be able to hold
 
-The answer has an entry for each request, in their order:
+The answer has one entry for each request, in the same order:
 
     {"results": [{REWARD: {METRIC: NUMBER}}], "errors": [{}]}
 
     results           REWARD's number, finite, or its numbers by name; higher is better
-    errors            {REWARD: TEXT}, or any other that is not empty, where that image could not be scored; {} where it
-                      could
+    errors            {} if the image could be scored; otherwise {REWARD: TEXT}, or any object that is not empty
 
-An error of an image, or a number that is not finite, is that image's failure; anything else is the run's. GET
-URL/rewards, {"rewards": [NAME, ...]}, is asked for once at the start; a server need not have it.
+An error, or a number that is not finite, is that image's failure. Anything else that is wrong ends the run. At the
+start GET URL/rewards is asked once for {"rewards": [NAME, ...]}; a server need not have it.
 """
 
 import functools
 import json
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from common.json_http import (
+from common.rewards.json_http import (
     Server,
     ServerError,
     ask,
@@ -49,16 +52,18 @@ from common.json_http import (
     text_setting,
 )
 
+from PIL.Image import Image
+
 
 class Settings(NamedTuple):
     server: Server
     reward: str
-    metric: str  # empty: the only one
+    metric: str  # empty if the reward has only one number
     batch_size: int
 
 
-def http_scorer(images, prompts, metadata):
-    """What the server says of each image, on its own scale, or the exception that says why it does not."""
+def http_scorer(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float | Exception]:
+    """The server's score of each image, on the server's scale, or the exception that says why there is none."""
     settings = read_settings()
     turns = list(zip(images, prompts, metadata, strict=True))
     size = settings.batch_size
@@ -67,8 +72,8 @@ def http_scorer(images, prompts, metadata):
     return [score for batch in scored for score in batch]
 
 
-def ask_for(settings, batch):
-    """The scores of a batch of (image, prompt, metadata), a float or an exception each."""
+def ask_for(settings: Settings, batch: list[tuple[Image, str, dict]]) -> list[float | Exception]:
+    """The scores of a batch of (image, prompt, metadata): a float or an exception each."""
     requests = []
     for image, prompt, data in batch:
         turn = {"text": prompt, "image_b64": png_base64(image)}
@@ -86,16 +91,16 @@ def ask_for(settings, batch):
     return [read_score(settings, result, error) for result, error in zip(*columns, strict=True)]
 
 
-def read_score(settings, result, error):
-    """The score in one entry of "results", or the ValueError that the entry of "errors" makes of it."""
-    if error:  # under whatever name: one reward is asked for
+def read_score(settings: Settings, result: dict[str, Any], error: dict[str, Any]) -> float | Exception:
+    """The score in one entry of "results", or the ValueError that the entry of "errors" stands for."""
+    if error:  # under whatever name, because we ask for one reward
         return ValueError(str(error.get(settings.reward, error)))
     score = result.get(settings.reward)
     if isinstance(score, dict):
         metrics = [settings.metric] if settings.metric else list(score)
         score = score.get(metrics[0]) if len(metrics) == 1 else None
     elif settings.metric:
-        score = None  # a number without a name, which need not be the metric's
+        score = None  # a number without a name need not be the metric's
     if isinstance(score, bool) or not isinstance(score, int | float):
         wanted = "/".join(name for name in (settings.reward, settings.metric) if name)
         raise ServerError(
@@ -105,8 +110,8 @@ def read_score(settings, result, error):
 
 
 @functools.cache
-def read_settings():
-    """The Settings of the environment; raises ValueError, naming the variable that is missing or wrong."""
+def read_settings() -> Settings:
+    """The Settings in the environment; raises ValueError, which names the variable that is missing or wrong."""
     reward, _, metric = text_setting("HTTP_SCORER_REWARD", "clip").partition("/")
     return Settings(
         server=read_server("HTTP_SCORER", "http://127.0.0.1:8080", concurrency=4),
@@ -116,8 +121,8 @@ def read_settings():
     )
 
 
-def load():
-    """Refuse, before any model loads, settings that are wrong and a server that is not there or lacks the reward."""
+def load() -> None:
+    """Raise ValueError for wrong settings, or if the server is not there or lacks the reward."""
     read_settings.cache_clear()
     settings = read_settings()
     names = ask_for_names(settings.server, "/rewards", lambda answer: answer["rewards"])
@@ -125,8 +130,8 @@ def load():
         raise ValueError(f"HTTP_SCORER_REWARD={settings.reward}: not at the server, which has {', '.join(names)}")
 
 
-def check_metadata(metadata):
-    """Raises ValueError, naming the column, for what JSON does not have: the bytes, dates, Decimals of a .parquet."""
+def check_metadata(metadata: dict) -> None:
+    """Raise ValueError, which names the column, for a value that JSON cannot hold: bytes, a date, a Decimal."""
     for column, value in metadata.items():
         try:
             json.dumps(value)
@@ -134,6 +139,7 @@ def check_metadata(metadata):
             raise ValueError(f"{column}: http_scorer cannot send it: {error}") from None
 
 
-http_scorer.settings = ("HTTP_SCORER_URL", "HTTP_SCORER_REWARD")
-http_scorer.load = load
-http_scorer.check_metadata = check_metadata
+# what a reward may carry (common/rewards/scoring.py); mypy does not know that functions can have attributes
+http_scorer.settings = ("HTTP_SCORER_URL", "HTTP_SCORER_REWARD")  # type: ignore[attr-defined]
+http_scorer.load = load  # type: ignore[attr-defined]
+http_scorer.check_metadata = check_metadata  # type: ignore[attr-defined]

@@ -1,19 +1,37 @@
-"""OCR: does the image show the text that its prompt puts in double quotes? Read as one line, by a real network."""
+"""OCR of an image that is one line of text: does it show the text in double quotes in its prompt?
+
+    torchrun --standalone flow_grpo.py --reward ocr        (prompts such as: a red sign that says "4711")
+
+It needs nothing: the recognition network (PP-OCR) comes with RapidOCR and runs on the CPU. For text anywhere in an
+image there is `ocr_scene`.
+"""
 
 import functools
 import logging
+from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL.Image import Image
+
+if TYPE_CHECKING:  # slow
+    from rapidocr import RapidOCR
 
 
-def ocr(images, prompts, metadata):
-    """max(1 - Levenshtein / len, 0) of recognised against quoted text (Flow-GRPO, arXiv 2505.05470v5, section 5.1)."""
+def ocr(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
+    """max(1 - Levenshtein / len, 0) of the recognised and the quoted text (Flow-GRPO, arXiv 2505.05470v5, section 5.1).
+
+    In [0, 1]; see ocr_score.
+    """
     texts = recognize(images)
     return [ocr_score(text, quoted_text(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def quoted_text(prompt):
-    """The text between the first pair of double quotes, all white space dropped, lower-cased."""
+def quoted_text(prompt: str) -> str:
+    """The text between a prompt's first two double quotes, in lower case and without white space.
+
+    Raises:
+        ValueError: there is no such text.
+    """
     parts = prompt.split('"')
     text = "".join(parts[1].split()).lower() if len(parts) >= 3 else ""
     if not text:
@@ -21,13 +39,17 @@ def quoted_text(prompt):
     return text
 
 
-ocr.check = quoted_text
+# every prompt is checked before any model loads; mypy does not know that functions can have attributes
+ocr.check = quoted_text  # type: ignore[attr-defined]
 
 
-def ocr_score(recognized, target, contains=False):
-    """1 - min(Levenshtein, len(target)) / len(target), in [0, 1]; `contains`: 1 if the target is in what was read.
+def ocr_score(recognized: str, target: str, contains: bool = False) -> float:
+    """1 - min(Levenshtein, len(target)) / len(target), in [0, 1]. White space and case do not count in either text.
 
-    White space and case do not count, in either. Raises ValueError for an empty target.
+    contains: the score is 1 if the target is part of the recognised text.
+
+    Raises:
+        ValueError: the target is empty.
     """
     recognized = "".join(recognized.split()).lower()
     target = "".join(target.split()).lower()
@@ -38,9 +60,9 @@ def ocr_score(recognized, target, contains=False):
     return 1 - min(levenshtein(recognized, target), len(target)) / len(target)
 
 
-def levenshtein(a, b):
-    """Least number of insertions, deletions and substitutions that turn string `a` into string `b`."""
-    row = list(range(len(b) + 1))  # distances from a's first letters, none at first, to each beginning of b
+def levenshtein(a: str, b: str) -> int:
+    """The least number of insertions, deletions and substitutions that turn `a` into `b`."""
+    row = list(range(len(b) + 1))  # distances from a's first i letters, now i = 0, to each beginning of b
     for i, x in enumerate(a, 1):
         diagonal = row[0]
         row[0] = i
@@ -51,10 +73,10 @@ def levenshtein(a, b):
     return row[-1]
 
 
-def recognize(images):
-    """Text that the PP-OCR recognition network reads in each image as one line (no detection), a list of B strings.
+def recognize(images: list[Image]) -> list[str]:
+    """The text that the recognition network reads in each image as one line, without looking for lines first.
 
-    One image a call: what is read in an image does not depend on its neighbours in the batch.
+    The network gets one image per call, so that the text read in an image does not depend on its neighbours.
     """
     texts = []
     for image in images:
@@ -66,8 +88,8 @@ def recognize(images):
 
 
 @functools.cache
-def _recognizer():
-    from rapidocr import RapidOCR
+def _recognizer() -> "RapidOCR":
+    from rapidocr import RapidOCR  # slow
 
     logging.getLogger("RapidOCR").setLevel(logging.WARNING)
     return RapidOCR(
@@ -75,9 +97,9 @@ def _recognizer():
             "Global.use_det": False,
             "Global.use_cls": False,
             "Global.log_level": "warning",
-            # least width: shorter lines are not padded to 320 pixels, which costs 1.7x
+            # the least width: padding shorter lines to 320 pixels, the default, makes them 1.7 times slower
             "Rec.rec_img_shape": [3, 48, 48],
-            # it runs beside the rollout: a second thread's waiting takes more from that than it gives here
+            # it runs beside the rollout, which loses more to a second, waiting thread than OCR gains
             "EngineConfig.onnxruntime.intra_op_num_threads": 1,
         }
     )

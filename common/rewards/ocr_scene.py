@@ -1,57 +1,80 @@
-"""OCR of a whole picture: does it show, anywhere, the text that its prompt puts in double quotes?
+"""OCR of a whole image: does it show, anywhere, the text in double quotes in its prompt?
 
-A detector finds the lines, at any place, size and number, and the recogniser of `ocr` reads each. Both are networks
-that come with RapidOCR (PP-OCR) and run on the CPU. For a picture that is one line `ocr` is faster.
+    torchrun --standalone flow_grpo.py --reward ocr_scene
+
+It needs nothing: both networks (PP-OCR) come with RapidOCR and run on the CPU. A detector finds lines at any place, of
+any size and number, and the recogniser of `ocr` reads each. If an image is one line of text, `ocr` is faster.
 """
 
 import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
+from common.distributed import cores_of_this_rank
 from common.rewards.ocr import ocr_score, quoted_text
 
 import numpy as np
-import torch
+from PIL.Image import Image
+
+if TYPE_CHECKING:  # slow
+    from rapidocr import RapidOCR
 
 
-def ocr_scene(images, prompts, metadata):
-    """max(1 - Levenshtein / len, 0) of all that is read against the quoted text (Flow-GRPO, arXiv 2505.05470v5, 5.1).
+def ocr_scene(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
+    """max(1 - Levenshtein / len, 0) of all text read and the quoted text (Flow-GRPO, arXiv 2505.05470v5, section 5.1).
 
-    In [0, 1]: 1 where the picture shows that text and no other, 0 where it shows none.
+    In [0, 1]: 1 if the image shows that text and no other, 0 if it shows no text.
     """
     texts = read_scene(images)
     return [ocr_score(text, quoted_text(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
 
 
-ocr_scene.check = quoted_text
+# every prompt is checked before any model loads; mypy does not know that functions can have attributes
+ocr_scene.check = quoted_text  # type: ignore[attr-defined]
 
 
-def read_scene(images):
-    """What stands in each image, a list of B strings: its lines from top to bottom, joined without a space.
+def read_scene(images: list[Image]) -> list[str]:
+    """The text in each image: its lines from top to bottom, joined without spaces.
 
-    As in PaddleOCR, which Flow-GRPO's reward calls: lines whose upper edges are less than 10 pixels apart are read from
-    left to right; what the recogniser is less than half sure of is left out; no line is turned upright first.
-    One image a call: what is read in an image does not depend on its neighbours in the batch.
+    Lines are ordered and chosen as in PaddleOCR, which Flow-GRPO's reward calls. Lines whose upper edges are less than
+    10 pixels apart are read from left to right. A line is left out if the recogniser is less than half sure of it. No
+    line is turned upright first. The networks get one image per call, so that the text read in an image does not depend
+    on its neighbours.
     """
-    texts = []
-    for image in images:
-        rgb = np.asarray(image.convert("RGB"))  # (H, W, 3)
-        bgr = np.ascontiguousarray(rgb[:, :, ::-1])
-        lines = _reader()(bgr).txts  # None where the detector finds no line
-        texts.append("".join(lines or ()))
-    return texts
+    # side by side: an image takes 0.12 s of one core (docs/rewards.md), for which a rollout on a GPU would wait
+    return list(_threads().map(_read, images))
 
 
 @functools.cache
-def _reader():
-    from rapidocr import RapidOCR
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, cores_of_this_rank()), thread_name_prefix="ocr_scene")
+
+
+def _read(image: Image) -> str:
+    rgb = np.asarray(image.convert("RGB"))  # (H, W, 3)
+    bgr = np.ascontiguousarray(rgb[:, :, ::-1])
+    if not hasattr(_of_this_thread, "reader"):
+        _of_this_thread.reader = _new_reader()
+    lines = _of_this_thread.reader(bgr).txts  # None if the detector finds no line
+    return "".join(lines or ())
+
+
+_of_this_thread = threading.local()  # .reader: the networks, which keep state between detector and recogniser
+
+
+def _new_reader() -> "RapidOCR":
+    from rapidocr import RapidOCR  # slow
 
     return RapidOCR(
         params={
             "Global.use_cls": False,
             "Global.text_score": 0.5,
-            # larger pictures are made smaller for the detector, none larger (RapidOCR's own, 736 at least, costs twice)
+            # for the detector larger images are made smaller, and none is made larger; RapidOCR's default, at least
+            # 736 pixels, takes twice the time
             "Det.limit_type": "max",
             "Det.limit_side_len": 960,
-            "Global.log_level": "error",  # a picture without text is no warning
-            "EngineConfig.onnxruntime.intra_op_num_threads": torch.get_num_threads(),
+            "Global.log_level": "error",  # otherwise every image without text is a warning
+            "EngineConfig.onnxruntime.intra_op_num_threads": 1,  # images are read side by side instead
         }
     )

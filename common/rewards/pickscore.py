@@ -1,20 +1,28 @@
-"""PickScore (arXiv 2305.01569): which image would people pick? A CLIP trained on 500,000 of their choices.
+"""PickScore: which image would people pick? A CLIP trained on 500,000 of their choices (arXiv 2305.01569).
 
-The environment variable PICKSCORE_MODEL names the weights, by default yuvalkirstain/PickScore_v1 (3.9 GB in fp32), and
-PICKSCORE_PROCESSOR the tokenizer and image processor, by default laion/CLIP-ViT-H-14-laion2B-s32B-b79K, which it was
-trained with: hub ids, or folders in transformers' layout.
+    torchrun --standalone flow_grpo.py --reward pickscore
+
+It needs two things, named by environment variables as hub ids or as folders in transformers' layout: the weights,
+PICKSCORE_MODEL (default yuvalkirstain/PickScore_v1, 3.9 GB in fp32), and the tokenizer and image processor that the
+weights were trained with, PICKSCORE_PROCESSOR (default laion/CLIP-ViT-H-14-laion2B-s32B-b79K).
 """
+
+from typing import TYPE_CHECKING
 
 from common.rewards.clip_score import embed_images, embed_prompts, load_clip, load_processor, offload, weights_of
 
 import torch
+from PIL.Image import Image
+
+if TYPE_CHECKING:  # slow
+    from transformers import CLIPModel, CLIPProcessor
 
 
 @torch.no_grad()
-def pickscore(images, prompts, metadata):
-    """exp(logit_scale) cos(image, prompt) / 26, as in Flow-GRPO's code; without the 26 it is the paper's score.
+def pickscore(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
+    """exp(logit_scale) cos(image, prompt) / 26, as in Flow-GRPO's code. Times 26 it is the paper's score.
 
-    exp(logit_scale) is about 100: images of today's models score about .75 to .9.
+    exp(logit_scale) is about 100, and images of today's models score about 0.75 to 0.9.
     """
     model, processor = load()
     products = embed_images(model, processor, images) * embed_prompts(model, processor, prompts)  # (B, D)
@@ -22,13 +30,14 @@ def pickscore(images, prompts, metadata):
     return (model.logit_scale.exp() * cosines / 26).tolist()
 
 
-def load():
+def load() -> "tuple[CLIPModel, CLIPProcessor]":
     """The CLIPModel and its processor."""
     model = weights_of("PICKSCORE_MODEL", "yuvalkirstain/PickScore_v1")
     processor = weights_of("PICKSCORE_PROCESSOR", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K")
     return load_clip(model), load_processor(processor)
 
 
-pickscore.settings = ("PICKSCORE_MODEL", "PICKSCORE_PROCESSOR")
-pickscore.load = load
-pickscore.offload = offload
+# what a reward may carry (common/rewards/scoring.py); mypy does not know that functions can have attributes
+pickscore.settings = ("PICKSCORE_MODEL", "PICKSCORE_PROCESSOR")  # type: ignore[attr-defined]
+pickscore.load = load  # type: ignore[attr-defined]
+pickscore.offload = offload  # type: ignore[attr-defined]

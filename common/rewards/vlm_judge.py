@@ -1,24 +1,23 @@
-"""A vision-language model as judge: it is shown image and prompt, and ends its answer with a score.
-
-Any server with OpenAI's chat completions will do, vLLM's for one, started beside the run or on another machine:
+"""A vision-language model as judge: it sees image and prompt, and its answer ends with a score.
 
     vllm serve Qwen/Qwen2.5-VL-7B-Instruct --port 8000
     export VLM_JUDGE_URL=http://127.0.0.1:8000/v1 VLM_JUDGE_MODEL=Qwen/Qwen2.5-VL-7B-Instruct
     torchrun --standalone flow_grpo.py --reward vlm_judge --reward_failure mask
 
-Settings are environment variables, the same for all ranks:
+It needs a server with OpenAI's chat completions, such as vLLM's, beside the run or on another machine, and these
+environment variables, the same for all ranks; defaults stand at the end of the line:
 
     VLM_JUDGE_URL          address of the API, with its /v1
     VLM_JUDGE_MODEL        name of the model there
-    VLM_JUDGE_PROMPT       file of the question, in which {prompt} becomes the image's; vlm_judge.txt beside this
+    VLM_JUDGE_PROMPT       file with the question, where {prompt} stands for the image's prompt; vlm_judge.txt, here
     VLM_JUDGE_RANGE        least and highest score that the question allows; 0,10
-    VLM_JUDGE_MAX_TOKENS   longest answer; 512
-    VLM_JUDGE_CONCURRENCY  images of a rank that are asked about at once; 16
-    VLM_JUDGE_TIMEOUT_S    seconds to wait for a connection, and for an answer; 120
-    VLM_JUDGE_RETRIES      further attempts where there is no answer or a server's error, after 1, 2, 4 ... 30 s; 4
-    VLM_JUDGE_API_KEY      sent as a bearer token; none
+    VLM_JUDGE_MAX_TOKENS   length of the longest answer; 512
+    VLM_JUDGE_CONCURRENCY  a rank's questions under way at once; 16
+    VLM_JUDGE_TIMEOUT_S    seconds from a request to the last byte of its answer; 120
+    VLM_JUDGE_RETRIES      further attempts after no answer or a server's error, after 1, 2, 4 ... 30 s; 4
+    VLM_JUDGE_API_KEY      sent as a bearer token, to this address alone; none
 
-They are read once, before any model loads, and the server is asked for its models.
+They are read once, before any model loads. Then the server is asked whether it has the model.
 """
 
 import functools
@@ -28,7 +27,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from common.json_http import (
+from common.errors import refusing
+from common.rewards.json_http import (
     RefusedRequest,
     Server,
     ServerError,
@@ -40,40 +40,41 @@ from common.json_http import (
     read_server,
     text_setting,
 )
-from common.refusals import refusing
+
+from PIL.Image import Image
 
 QUESTION = Path(__file__).with_name("vlm_judge.txt")
 NUMBER = r"[+-]?\d+(?:\.\d+)?"
-SCORE = re.compile(rf"\s*({NUMBER})\s*(?:/\s*({NUMBER})\s*)?\.?\s*")  # 7, or 7/10, with or without a full stop
+SCORE = re.compile(rf"\s*({NUMBER})\s*(?:/\s*({NUMBER})\s*)?\.?\s*")  # 7 or 7/10, perhaps a full stop
 
 
 class Settings(NamedTuple):
     server: Server
     model: str
-    question: str  # with {prompt} in it
+    question: str  # contains {prompt}
     least: float
     highest: float
     max_tokens: int
 
 
-def vlm_judge(images, prompts, metadata):
-    """(score - least) / (highest - least), in [0, 1], of the score that the judge's answer ends with.
+def vlm_judge(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float | Exception]:
+    """(score - least) / (highest - least), in [0, 1], for the score at the end of the judge's answer.
 
-    Temperature 0. An answer without a score, cut short, or refused for this image is that image's failure; a server
-    that is gone, or does not speak the protocol, is the run's.
+    The judge is asked at temperature 0. An image fails if its answer has no score or is cut short, or if the server
+    refuses this request. A server that is gone, or that does not speak the protocol, ends the run.
     """
     settings = read_settings()
     pairs = list(zip(images, prompts, strict=True))
     return in_threads(lambda pair: judge(settings, *pair), pairs, settings.server.concurrency)
 
 
-def judge(settings, image, prompt):
-    """The score of one image or, in its place, the ValueError or RefusedRequest that says why there is none."""
-    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_base64(image)}"}}
+def judge(settings: Settings, image: Image, prompt: str) -> float | Exception:
+    """The score of one image, or the ValueError or RefusedRequest that says why it has none."""
+    image_part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_base64(image)}"}}
     question = {"type": "text", "text": settings.question.replace("{prompt}", prompt)}
     payload = {
         "model": settings.model,
-        "messages": [{"role": "user", "content": [picture, question]}],
+        "messages": [{"role": "user", "content": [image_part, question]}],
         "temperature": 0,
         "max_tokens": settings.max_tokens,
     }
@@ -88,21 +89,21 @@ def judge(settings, image, prompt):
     except (KeyError, IndexError, TypeError, AttributeError):
         raise ServerError(f"{settings.server.url}: no chat completion: {str(answer)[:200]}") from None
     try:
-        if is_cut:  # whose last number may be half of one
+        if is_cut:  # the last number may be half of a number
             raise ValueError(f"an answer cut at VLM_JUDGE_MAX_TOKENS {settings.max_tokens}: {str(text)[-200:]!r}")
         return read_score(text or "", settings.least, settings.highest)
     except ValueError as error:
         return error
 
 
-def read_score(text, least, highest):
+def read_score(text: str, least: float, highest: float) -> float:
     """The number behind the last "Score:" of an answer, mapped from [least, highest] to [0, 1].
 
-    Case and the asterisks of Markdown do not count. Behind the number may stand "/10", where 10 is the highest score,
-    and a full stop, and nothing else: "Score: 10 would be perfect" is no 10.
+    Case and Markdown's asterisks do not count. Behind the number only "/10" (10 being the highest score) and a full
+    stop may follow: "Score: 10 would be perfect" is no 10.
 
     Raises:
-        ValueError: there is no such number, or it is outside of the range: it is not moved into it.
+        ValueError: there is no such number, or it is outside of the range. It is not moved into the range.
     """
     _, found, behind = text.replace("*", "").lower().rpartition("score:")
     ending = SCORE.fullmatch(behind)
@@ -115,13 +116,13 @@ def read_score(text, least, highest):
 
 
 @functools.cache
-def read_settings():
-    """The Settings of the environment; raises ValueError, naming the variable that is missing or wrong."""
+def read_settings() -> Settings:
+    """The Settings in the environment; raises ValueError, which names the variable that is missing or wrong."""
     path = Path(os.environ.get("VLM_JUDGE_PROMPT", "").strip() or QUESTION)
     with refusing(f"VLM_JUDGE_PROMPT={path}"):
         question = path.read_text(encoding="utf-8")
         if "{prompt}" not in question:
-            raise ValueError("the question must hold {prompt}, which the image's prompt takes the place of")
+            raise ValueError("the question must contain {prompt}, for which we put the image's prompt")
     score_range = os.environ.get("VLM_JUDGE_RANGE", "").strip() or "0,10"
     try:
         least, highest = (float(number) for number in score_range.split(","))
@@ -139,8 +140,8 @@ def read_settings():
     )
 
 
-def load():
-    """Refuse, before any model loads, settings that are wrong and a server that is not there or lacks the model."""
+def load() -> None:
+    """Raise ValueError for wrong settings, or if the server is not there or lacks the model."""
     read_settings.cache_clear()
     settings = read_settings()
     names = ask_for_names(settings.server, "/models", lambda answer: [model["id"] for model in answer["data"]])
@@ -150,11 +151,12 @@ def load():
         raise ValueError(f"VLM_JUDGE_MODEL={settings.model}: not at the server, which has {', '.join(names)}")
 
 
-vlm_judge.settings = (
+# what a reward may carry (common/rewards/scoring.py); mypy does not know that functions can have attributes
+vlm_judge.settings = (  # type: ignore[attr-defined]
     "VLM_JUDGE_URL",
     "VLM_JUDGE_MODEL",
     "VLM_JUDGE_PROMPT",
     "VLM_JUDGE_RANGE",
     "VLM_JUDGE_MAX_TOKENS",
 )
-vlm_judge.load = load
+vlm_judge.load = load  # type: ignore[attr-defined]

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# The embedded model learns: the recorded runs of docs/flow_grpo.md and docs/lab/, three seeds each.
+#
+#     benchmarks/learning_curves.sh                       # all parts: engines factors siblings
+#     CPUS=0 benchmarks/learning_curves.sh siblings       # one part on one core, beside another with CPUS=1
+#     python benchmarks/summarize.py docs/lab/records/flow_grpo-local-*          # rewards, and seconds to reach them
+#     python -m tools.plot_runs docs/lab/records/*-local-seed1 --output curves.png
+#
+# engines: flow_grpo.py with vLLM-Omni, with the trainer's own sampling, and on two ranks (without CPUS). factors: one
+# factor at a time from its defaults. siblings: the other four scripts at their defaults. Log and options of each run go
+# to docs/lab/records/NAME.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+RECORDS=docs/lab/records
+
+run() {  # run NAME RANKS SCRIPT OPTIONS...
+    local name=$1 ranks=$2 script=$3
+    shift 3
+    taskset -c "${CPUS:-0,1}" torchrun --standalone --nproc_per_node "$ranks" "$script" --name "$name" "$@"
+    mkdir -p "$RECORDS/$name"
+    cp "runs/$name/metrics.jsonl" "$RECORDS/$name/"
+    sed "s#$PWD/##g" "runs/$name/args.json" > "$RECORDS/$name/args.json"
+}
+
+engines() {
+    for seed in 1 2 3; do
+        run "flow_grpo-vllm-seed$seed" 1 flow_grpo.py --seed "$seed"
+        run "flow_grpo-local-seed$seed" 1 flow_grpo.py --seed "$seed" --rollout local --num_steps 40
+        run "flow_grpo-2ranks-seed$seed" 2 flow_grpo.py --seed "$seed"
+    done
+    # pictures that pages show, and those of the README's first screen
+    cp runs/flow_grpo-vllm-seed1/curves.png "$RECORDS/flow_grpo-vllm-seed1/"
+    cp runs/flow_grpo-local-seed2/grid_00{00,30}.png "$RECORDS/flow_grpo-local-seed2/"
+    cp runs/flow_grpo-local-seed1/grid_0030.png "$RECORDS/flow_grpo-local-seed1/"
+    python -m tools.front_page
+}
+
+factors() {
+    local four="--rollout local --num_steps 10 --num_inference_steps 4 --eval_num_inference_steps 4"
+    run flow_grpo-window-0 1 flow_grpo.py $four --sde_window_range 0 1
+    run flow_grpo-window-1 1 flow_grpo.py $four --sde_window_range 1 2
+    run flow_grpo-window-2 1 flow_grpo.py $four --sde_window_range 2 3
+    run flow_grpo-window-all 1 flow_grpo.py $four --sde_window_size 0
+    for seed in 1 2 3; do
+        run "flow_grpo-kl04-seed$seed" 1 flow_grpo.py --seed "$seed" --rollout local --kl_coef 0.04
+        run "flow_grpo-kl1-seed$seed" 1 flow_grpo.py --seed "$seed" --rollout local --kl_coef 1.0
+        run "flow_grpo-dance-seed$seed" 1 flow_grpo.py --seed "$seed" --rollout local --sde_type dance
+        run "flow_grpo-cps-seed$seed" 1 flow_grpo.py --seed "$seed" --rollout local --sde_type cps
+        run "flow_grpo-both-steps-seed$seed" 1 flow_grpo.py --seed "$seed" --rollout local --sde_window_size 0
+    done
+}
+
+siblings() {
+    for seed in 1 2 3; do
+        for script in grpo_guard mix_grpo diffusion_nft dpo_offline; do
+            local rollout="--rollout local"
+            if [ "$script" = dpo_offline ]; then rollout=""; fi
+            run "$script-local-seed$seed" 1 "$script.py" --seed "$seed" $rollout
+        done
+    done
+    for script in grpo_guard mix_grpo diffusion_nft dpo_offline; do  # the page of each shows one
+        cp "runs/$script-local-seed1/curves.png" "$RECORDS/$script-local-seed1/"
+    done
+}
+
+PARTS=("$@")
+if [ $# -eq 0 ]; then PARTS=(engines factors siblings); fi
+for part in "${PARTS[@]}"; do "$part"; done

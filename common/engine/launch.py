@@ -1,0 +1,144 @@
+"""What a rollout engine needs before it starts: vLLM-Omni, GPUs, and the environment of its process.
+
+`check_engine` refuses what cannot work, before any model loads. `engine_gpus` says which GPUs the engine of a rank
+gets, and `engine_environment` which variables its process sees.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.engine.mismatch import parse_correction
+from common.models.family import Family
+
+import torch
+
+# The trainer's variables that the engine gets. No key to a service is among them, and nothing of torchrun's (RANK,
+# WORLD_SIZE ...), from which an engine would take itself for one of torchrun's workers.
+ENGINE_VARIABLES = re.compile(
+    "PATH|HOME|USER|LOGNAME|SHELL|LANG|TZ|TMPDIR|TMP|TEMP|LD_LIBRARY_PATH|LD_PRELOAD|"
+    "VIRTUAL_ENV|PYTHON.*|(LC|XDG|CONDA)_.*|CC|CXX|CPATH|LIBRARY_PATH|"
+    "(HTTP|HTTPS|ALL|NO|http|https|all|no)_(PROXY|proxy)|"
+    "(REQUESTS|CURL)_CA_BUNDLE|SSL_CERT_(FILE|DIR)|"
+    "VLLM_(?!API_KEY).*|(HF|TRANSFORMERS|DIFFUSERS)_.*|HUGGING.*|"
+    "(TORCH|TORCHINDUCTOR|PYTORCH|ATEN|TRITON|FLASHINFER)_.*|"
+    "(CUDA|NVIDIA|NCCL|CUBLAS|CUDNN|GOMP|KMP|MKL|MALLOC|GLIBC)_.*|"
+    "OMP_(WAIT_POLICY|PROC_BIND|PLACES)"
+)
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # a model that is a folder needs none
+
+
+# ---- what must be there ----------------------------------------------------------------------------------------------
+def check_engine(
+    family: type[Family],
+    model: str,
+    engine_devices: Sequence[int],
+    tensor_parallel: int,
+    rollout_correction: str = "none",
+) -> None:
+    """Check that --rollout vllm can work: GPUs, hooks for the model's family, vLLM-Omni, attention heads.
+
+    model: a diffusers folder or hub id. The others are the options --engine_devices, --engine_tensor_parallel and
+    --rollout_correction.
+
+    Raises:
+        ValueError: naming the option, what is missing, and what to do.
+    """
+    parse_correction(rollout_correction)
+    check_devices(engine_devices, tensor_parallel)
+    if getattr(family, "engine_pipeline", None) is None:
+        raise ValueError(f"--rollout vllm: {family.__name__} has no hooks into vLLM-Omni's steps: pass --rollout local")
+    if importlib.util.find_spec("vllm_omni") is None:
+        raise ValueError(
+            "--rollout vllm needs vLLM-Omni, which is not installed: pip install -r requirements.txt "
+            "(requirements-cuda.txt on a GPU; if pip fails, see docs/quickstart_gpu.md), or pass --rollout local"
+        )
+    if tensor_parallel > 1:
+        check_heads(model, tensor_parallel)
+
+
+def check_devices(engine_devices: Sequence[int], tensor_parallel: int = 1) -> None:
+    """Check that --engine_devices names `tensor_parallel` GPUs for the engine of each rank of this machine.
+
+    The first GPUs are the ranks' own, so none of them may be named. On a CPU none are needed.
+
+    Raises:
+        ValueError: naming the option, and what it must be.
+    """
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    num_gpus = torch.cuda.device_count()
+    if not engine_devices:
+        if num_gpus and tensor_parallel > 1:
+            option = f"--engine_tensor_parallel {tensor_parallel}"
+            each = f"{tensor_parallel} for each of the {num_ranks} ranks here"
+            raise ValueError(f"{option}: needs --engine_devices, {each}")
+        return
+    option = f"--engine_devices {' '.join(map(str, engine_devices))}"
+    needed = num_ranks * tensor_parallel
+    if len(engine_devices) != needed or len(set(engine_devices)) != needed:
+        each = "a GPU" if tensor_parallel == 1 else f"{tensor_parallel} GPUs (--engine_tensor_parallel)"
+        raise ValueError(f"{option}: must be {each} for each of the {num_ranks} ranks of this machine")
+    for index in engine_devices:
+        if not num_ranks <= index < num_gpus:
+            raise ValueError(
+                f"{option}: of the {num_gpus} GPUs seen here, from 0, "
+                f"the first {num_ranks} are the ranks' own; {index} is none of the others"
+            )
+
+
+def check_heads(model: str, tensor_parallel: int) -> None:
+    """Raises ValueError unless the transformer's attention heads can be dealt out equally to the engine's workers."""
+    from diffusers import AutoModel  # slow
+
+    num_heads = AutoModel.load_config(model, subfolder="transformer")["num_attention_heads"]
+    if num_heads % tensor_parallel:
+        option = f"--engine_tensor_parallel {tensor_parallel}"
+        raise ValueError(f"{option}: does not divide the model's {num_heads} heads")
+
+
+# ---- what the engine of a rank gets ----------------------------------------------------------------------------------
+def engine_gpus(engine_devices: Sequence[int], tensor_parallel: int, device: torch.device) -> tuple[int | None, ...]:
+    """The CUDA index of each worker of the engine whose rank trains on `device`; None for each worker on a CPU.
+
+    Without --engine_devices the engine shares its rank's GPU.
+    """
+    if engine_devices:
+        first = device.index * tensor_parallel
+        return tuple(engine_devices[first : first + tensor_parallel])
+    return (device.index,) * tensor_parallel
+
+
+def engine_environment(model: str | Path, gpus: Sequence[int | None], num_threads: int) -> dict[str, str]:
+    """The environment variables of an engine's process: those of this process that it needs, and its own settings.
+
+    gpus: as from engine_gpus. num_threads: of each of its processes, on a CPU.
+    """
+    env = {}
+    for name, value in os.environ.items():
+        if ENGINE_VARIABLES.fullmatch(name):
+            env[name] = value
+    here = Path(__file__).parent
+    python_path = [str(here.parents[1]), str(here / "plugin"), *env.get("PYTHONPATH", "").split(os.pathsep)]
+    # without the empty ones, which would be the working directory
+    env["PYTHONPATH"] = os.pathsep.join(path for path in python_path if path)
+    env["VLLM_NO_USAGE_STATS"] = "1"
+    if Path(model).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+        for name in HUB_TOKENS:
+            env.pop(name, None)
+    if gpus[0] is None:
+        env["GLOO_SOCKET_IFNAME"] = "lo"  # all its workers are on this machine
+        env["TORCHDYNAMO_DISABLE"] = "1"
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # one malloc arena: memory that was freed in one arena is not reused in another, and the engine would grow
+        env["MALLOC_ARENA_MAX"] = "1"
+        env["OMP_NUM_THREADS"] = str(num_threads)
+    else:
+        visible = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        devices = []
+        for index in gpus:
+            devices.append(visible[index] if index is not None and index < len(visible) else str(index))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return env

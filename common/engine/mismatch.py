@@ -1,0 +1,284 @@
+"""The mismatch between the rollout engine's policy and the trainer's: measure it, stop at it, or weight by it.
+
+Engine and trainer implement one policy, so their log-probs of the engine's samples should differ by round-off alone. A
+larger difference is a mistake, at which `check_mismatch` stops the run, or it is the price of the engine's arithmetic,
+for which `rollout_weights` corrects (--rollout_correction). lr is the log-ratio, the trainer's log-prob minus the
+engine's. Log-probs are means over elements, so |lr| can be of the size of clip_range, 1e-5 to 1e-3; thresholds are
+therefore in units of clip_range.
+"""
+
+import math
+from typing import NamedTuple
+
+from common.distributed import gather
+from common.errors import RunError
+from common.rollout import RolloutRequest, Trajectories
+from common.sde import draw_noise, sde_step
+
+import torch
+
+NOISE_LIMIT = 1e-5  # largest noise_differences: fp32 rounds to 1e-7, fp16 to 1e-4, bf16 to 1e-3
+IMPORTANCE_WEIGHTS = ("tis", "icepop")
+KINDS = (*IMPORTANCE_WEIGHTS, "reject_k1", "reject_k2", "reject_k3")
+
+
+# ---- the option --rollout_correction ---------------------------------------------------------------------------------
+class Factor(NamedTuple):
+    """One factor of the weight of an (image, SDE step) in the loss."""
+
+    kind: str  # one of KINDS
+    per_trajectory: bool  # whether lr is summed over the W steps first
+    threshold: float  # in units of clip_range, or of its square
+
+
+def parse_correction(text: str) -> list[Factor]:
+    """Read the option: "none" -> []; "tis:2,reject_k2_trajectory:4" -> two Factors, of thresholds 2 and 4.
+
+    Raises:
+        ValueError: naming --rollout_correction, the fault, and the accepted forms.
+    """
+    factors: list[Factor] = []
+    for part in [] if text == "none" else text.split(","):
+        name, _, number = part.strip().partition(":")
+        try:
+            threshold = float(number)
+        except ValueError:
+            threshold = math.nan
+        factor = Factor(name.removesuffix("_trajectory"), name.endswith("_trajectory"), threshold)
+        fault = _fault(factor, factors, name, number)
+        if fault:
+            accepted = "none, or KIND:THRESHOLD, several joined by commas, KIND being"
+            kinds = ", ".join(KINDS)
+            raise ValueError(
+                f"--rollout_correction {text}: {fault}; accepted: {accepted} {kinds}, each also as KIND_trajectory"
+            )
+        factors.append(factor)
+    return factors
+
+
+def _fault(factor: Factor, earlier: list[Factor], name: str, number: str) -> str | None:
+    """The fault of a factor, given the factors before it, or None."""
+    if factor.kind not in KINDS:
+        return f"unknown kind {name!r}"
+    if not 0 < factor.threshold < math.inf:
+        return f"{name} needs a threshold above 0, not {number!r}"
+    if (factor.kind, factor.per_trajectory) in [(other.kind, other.per_trajectory) for other in earlier]:
+        return f"{name} is given twice"
+    if factor.kind in IMPORTANCE_WEIGHTS and any(other.kind in IMPORTANCE_WEIGHTS for other in earlier):
+        return "two of tis and icepop would weight by the ratio twice"
+    return None
+
+
+# ---- correct for the mismatch: weights of the loss -------------------------------------------------------------------
+def rollout_weights(
+    text: str, request: RolloutRequest, trajectories: Trajectories, rescored: Trajectories, clip_range: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Weights (B, W) in fp32 by --rollout_correction `text`, and their metrics. "none" gives ones and no metrics.
+
+    trajectories: what the engine sampled for `request`; rescored: the same as the trainer scores it.
+    """
+    factors = parse_correction(text)
+    if not factors:
+        return torch.ones_like(rescored.log_probs), {}
+    prev_samples = trajectories.latents[:, [i + 1 for i in request.sde_steps]]  # (B, W, ...)
+    engine_means = trajectories.prev_sample_means
+    lr = log_ratios(prev_samples, rescored.prev_sample_means, engine_means, trajectories.transition_stds)
+    weights, metrics = correction_weights(lr, factors, clip_range)
+    return weights.float(), metrics
+
+
+def log_ratios(
+    prev_samples: torch.Tensor, means: torch.Tensor, engine_means: torch.Tensor, stds: torch.Tensor
+) -> torch.Tensor:
+    """lr (B, W) of W steps in fp64: trainer - engine Gaussian log-prob, mean over elements, from the two means.
+
+    With d = mean - engine_mean and eps = (prev_sample - engine_mean) / std:  lr = mean(eps d) / std - mean(d^2) /
+    (2 std^2). Subtracting two fp32 log-probs would leave round-off at 1e-7, and the log-probs of `cps` are unscaled.
+    prev_samples, means and engine_means are (B, W, ...). stds (B, W) holds for both policies.
+    """
+    columns = []
+    for w in range(stds.shape[1]):  # one step at a time, as fp64 of all steps would be large
+        engine_mean = engine_means[:, w].double()
+        d = means[:, w].double() - engine_mean
+        std = stds[:, w].double().view(-1, *[1] * (d.dim() - 1))
+        eps = (prev_samples[:, w].double() - engine_mean) / std
+        per_element = eps * d / std - d**2 / (2 * std**2)
+        columns.append(per_element.flatten(1).mean(1))
+    return torch.stack(columns, 1)
+
+
+def correction_weights(
+    log_ratios: torch.Tensor, factors: list[Factor], clip_range: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Weight of every (image, step) in the loss, the product of its factors: (..., W) of log_ratios (..., W), in fp64.
+
+    t is threshold * clip_range, for k2 and k3 threshold * clip_range^2. A factor per trajectory takes the sum of lr
+    over the W steps instead of lr.
+
+    - tis: min(exp(lr), exp(t)); icepop: exp(lr) where |lr| <= t, otherwise 0
+    - reject_k1, _k2, _k3: 0 where k1 = -lr, k2 = lr^2 / 2, k3 = exp(lr) - 1 - lr is above t, otherwise 1
+
+    Rejected elements still count in the loss's mean, so the loss is 0 where all are rejected. NaN stays NaN.
+    Also returns metrics, scalars over all weights.
+    """
+    weights = torch.ones_like(log_ratios, dtype=torch.float64)
+    for factor in factors:
+        lr = log_ratios.double()
+        if factor.per_trajectory:
+            lr = lr.sum(-1, keepdim=True).expand_as(lr)
+        weights = weights * _weight(factor, lr, clip_range)
+    values = {
+        "weight_mean": weights.mean(),
+        "weight_min": weights.min(),
+        "weight_max": weights.max(),
+        "rejected": (weights == 0).double().mean(),
+    }
+    return weights, {f"rollout_corr/{name}": value for name, value in values.items()}
+
+
+def _weight(factor: Factor, lr: torch.Tensor, clip_range: float) -> torch.Tensor:
+    """The weights of one factor, in the shape of lr."""
+    if factor.kind == "tis":
+        return lr.clamp(max=factor.threshold * clip_range).exp()
+    if factor.kind == "icepop":
+        return torch.where(lr.abs() > factor.threshold * clip_range, 0.0, lr.exp())
+    if factor.kind == "reject_k1":
+        k = -lr
+        limit = factor.threshold * clip_range
+    else:
+        k = lr**2 / 2 if factor.kind == "reject_k2" else lr.expm1() - lr
+        limit = factor.threshold * clip_range**2
+    return torch.where(k > limit, 0.0, 1 + 0 * k)  # 0 * NaN is NaN
+
+
+# ---- stop at a mismatch that is more than round-off ------------------------------------------------------------------
+def default_mismatch_limit(dtype: str, guidance_scale: float) -> float:
+    """The limit where --max_velocity_mismatch is not given: relative differences of velocities that are round-off.
+
+    Guidance g > 1 adds up the rounding of two branches, which are nearly equal, with the weights g and 1 - g.
+    """
+    limit = {"float32": 1e-4, "bfloat16": 0.03}[dtype]
+    if guidance_scale > 1:
+        limit *= math.hypot(guidance_scale, guidance_scale - 1)
+    return limit
+
+
+def check_mismatch(
+    request: RolloutRequest,
+    trajectories: Trajectories,
+    rescored: Trajectories,
+    *,
+    dtype: str,
+    velocity_limit: float | None = None,
+    log_prob_limit: float = math.inf,
+) -> dict[str, torch.Tensor]:
+    """Stop where the engine's steps are not the trainer's, on any rank. Returns metrics of the mismatch. A collective.
+
+    Args:
+        trajectories: what the engine sampled for `request`.
+        rescored: the same as the trainer scores it; all images, or the first.
+        dtype: "float32" or "bfloat16", the dtype of the forward passes.
+        velocity_limit: largest of velocity_differences, --max_velocity_mismatch; None: default_mismatch_limit.
+        log_prob_limit: largest |trainer - engine| log-prob.
+
+    Raises:
+        RunError: in one line, the sampling step with the largest difference, and where to look.
+    """
+    num_images = min(len(rescored.prev_sample_means), len(trajectories.prev_sample_means))  # M
+    images = torch.arange(num_images)
+    request = request.select(images)
+    trajectories = trajectories.select(images)
+    rescored = rescored.select(images)
+    noise = gather(noise_differences(request, trajectories)).flatten(0, 1)  # (all M, W)
+    velocity = gather(velocity_differences(request, trajectories, rescored.prev_sample_means)).flatten(0, 1)
+    log_prob = gather((rescored.log_probs - trajectories.log_probs).abs()).flatten(0, 1)
+    noise_fault = "samples are {} off mean + std x the noise of their seeds, more than {}: does it keep fp32 latents?"
+    velocity_fault = (
+        "velocity is {} off the trainer's, more than --max_velocity_mismatch {}: they do not run the same policy. "
+        "Compare sigmas, number of steps, guidance and weights with --rollout local, which is right. Raise "
+        "--max_velocity_mismatch only if this is the round-off of --dtype"
+    )
+    log_prob_fault = (
+        "log-prob is {} off the trainer's, more than half of --clip_range, {}: the ratio would start there. Pass "
+        "--old_log_prob recompute"
+    )
+    if velocity_limit is None:
+        velocity_limit = default_mismatch_limit(dtype, request.guidance_scale)
+    _stop_above(NOISE_LIMIT, noise, request.step_numbers, noise_fault)
+    _stop_above(velocity_limit, velocity, request.step_numbers, velocity_fault)
+    _stop_above(log_prob_limit, log_prob, request.step_numbers, log_prob_fault)
+    return mismatch_metrics(velocity, log_prob, request.step_numbers)
+
+
+def _stop_above(limit: float, differences: torch.Tensor, step_numbers: tuple[int, ...], fault: str) -> None:
+    """Raises RunError with the largest of `differences` (M, W) if it is above `limit`, or NaN."""
+    worst = differences.amax(0)  # (W,); amax and argmax take NaN for the largest
+    w = int(worst.argmax())
+    if not worst[w] <= limit:
+        text = fault.format(f"{worst[w].item():.1e}", f"{limit:.1e}")
+        raise RunError(f"at sampling step {step_numbers[w]} the engine's {text}")
+
+
+def velocity_differences(request: RolloutRequest, trajectories: Trajectories, means: torch.Tensor) -> torch.Tensor:
+    """RMS(mean - engine_mean) / RMS(mean - mean at v = 0) of M samples at the W SDE steps, over elements: (M, W).
+
+    A mean is a x + b v, so this is the relative difference of the two velocities. Unlike a difference of log-probs it
+    does not depend on the schedule, the noise or the number of elements. means (M, W, ...): the trainer's, of the
+    request's M images.
+    """
+    columns = []
+    for w, i in enumerate(request.sde_steps):
+        x = trajectories.latents[:, i]
+        sigma, sigma_next = request.sigmas[i : i + 2].tolist()
+        at_rest = sde_step(
+            x,
+            torch.zeros_like(x),
+            sigma,
+            sigma_next,
+            request.noise_level,
+            sde_type=request.sde_type,
+            sigma_max=request.sigma_max,
+            prev_sample=x,
+        ).prev_sample_mean
+        difference = means[:, w] - trajectories.prev_sample_means[:, w]
+        columns.append(_rms(difference) / _rms(means[:, w] - at_rest))
+    return torch.stack(columns, 1)
+
+
+def noise_differences(request: RolloutRequest, trajectories: Trajectories) -> torch.Tensor:
+    """RMS(x' - engine_mean - std eps) / RMS(x') of M samples at the W SDE steps: (M, W). eps is their seeds' noise.
+
+    It is the rounding of fp32, whatever the dtype of the forward pass, unless the engine keeps latents in bf16 or draws
+    other noise. The first column also compares the latents that the engine began with to the seeds.
+    """
+    generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
+    latents = trajectories.latents
+    first_latents = request.first_latents(generators, latents.device)
+    columns = []
+    for w, i in enumerate(request.sde_steps):
+        eps = draw_noise(first_latents.shape, generators, latents.device)
+        std = trajectories.transition_stds[:, w].view(-1, *[1] * (eps.dim() - 1))
+        x_next = latents[:, i + 1]
+        columns.append(_rms(x_next - trajectories.prev_sample_means[:, w] - std * eps) / _rms(x_next))
+    columns[0] = columns[0].maximum(_rms(latents[:, 0] - first_latents) / _rms(first_latents))
+    return torch.stack(columns, 1)
+
+
+def _rms(x: torch.Tensor) -> torch.Tensor:
+    """Root mean square (B,) of (B, ...) over all dimensions except the first, in fp64."""
+    return x.double().square().flatten(1).mean(1).sqrt()
+
+
+def mismatch_metrics(
+    velocity: torch.Tensor, log_prob: torch.Tensor, step_numbers: tuple[int, ...]
+) -> dict[str, torch.Tensor]:
+    """Scalars of relative differences of velocities and differences of log-probs, (M, W) each; also per step."""
+    metrics = {
+        "rollout_corr/velocity_diff_max": velocity.max(),
+        "rollout_corr/logprob_abs_diff_mean": log_prob.mean(),
+        "rollout_corr/logprob_abs_diff_max": log_prob.max(),
+    }
+    for w, i in enumerate(step_numbers):
+        metrics[f"rollout_corr/velocity_diff_max/{i}"] = velocity[:, w].max()
+        metrics[f"rollout_corr/logprob_abs_diff_max/{i}"] = log_prob[:, w].max()
+    return metrics

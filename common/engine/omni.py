@@ -1,0 +1,137 @@
+"""The trainer's calls as vLLM-Omni takes them: load an engine, sample a request's images, call its workers."""
+
+import threading
+from typing import Any
+
+from common.engine import pipelines
+from common.models.vae import quantize
+from common.rollout import RolloutRequest
+
+import torch
+from tqdm import tqdm
+from vllm_omni.entrypoints import Omni
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.platforms import current_omni_platform
+
+
+def load_engine(options: dict[str, Any], num_workers: int) -> Omni:
+    """Load vLLM-Omni's engine with the rollout pipeline of the model's family.
+
+    options: the arguments of Omni that the trainer chooses. num_workers: processes that the transformer is split over;
+    with 1 the transformer is in this process.
+    """
+    # tqdm's default lock lies in a file in shared memory, which would be left behind if all processes were killed
+    tqdm.set_lock(threading.RLock())
+    pipelines.use_pipeline_of(options["model"])
+    if not pipelines.RolloutPipeline.supports_request_batch:
+        options["max_num_seqs"] = 1
+    stage = {
+        # vLLM-Omni drops these as plain arguments (engine_backend=...) for a model for which it has a stage file
+        "engine_backend": "common.engine.pipelines.RolloutDiffusionEngine",
+        "tensor_parallel_size": num_workers,
+        "devices": ",".join(map(str, range(num_workers))),
+    }
+    # vLLM-Omni imports its classes by name; the executor "uni" keeps the pipeline in this process
+    return Omni(
+        **options,
+        enforce_eager=True,
+        distributed_executor_backend="uni" if num_workers == 1 else "common.engine.pipelines.RolloutExecutor",
+        diffusion_attention_config={"default": {"backend": "TORCH_SDPA"}},
+        custom_pipeline_args={"pipeline_class": "common.engine.pipelines.RolloutPipeline"},
+        stage_overrides={"0": stage},
+        worker_extension_cls="common.engine.pipelines.RolloutWorkerExtension",
+    )
+
+
+def answer(omni: Omni, operation: str, *args: Any, **kwargs: Any) -> Any:  # each operation has its own
+    """Answer a call of the trainer: `generate`, or a method of RolloutWorkerExtension, which its workers run."""
+    if operation == "generate":
+        return generate(omni, *args, **kwargs)
+    result = omni.engine.collective_rpc(operation, args=args)  # it returns errors as dicts
+    while isinstance(result, list):
+        result = result[0]
+    if isinstance(result, dict) and result.get("error"):
+        raise RuntimeError(str(result["error"]))
+    return result
+
+
+# ---- sampling --------------------------------------------------------------------------------------------------------
+def generate(
+    omni: Omni, request: RolloutRequest, lora: bool, means: bool, is_last: bool
+) -> dict[str, torch.Tensor | int]:
+    """Sample the request's images, in its order. Returns fields of Trajectories on the CPU, and "num_steps" taken.
+
+    The images are (B, height, width, 3) uint8, videos (B, frames, height, width, 3). vLLM-Omni gets a request per
+    image.
+
+    Args:
+        lora: whether the adapter that was pushed acts.
+        means: whether prev_sample_means are returned.
+        is_last: no chunk follows, so the GPU memory that is cached for the next one is released.
+    """
+    params = OmniDiffusionSamplingParams(
+        height=request.height,
+        width=request.width,
+        num_inference_steps=len(request.timesteps),
+        guidance_scale=request.guidance_scale,
+        true_cfg_scale=request.guidance_scale,  # Qwen-Image's name for it; FLUX.1 takes it with a negative prompt only
+        lora_request=pipelines.policy_lora() if lora else None,
+        extra_args={"rollout": rollout_settings(request, means)},
+    )
+    pipelines.RolloutDiffusionEngine.images_to_come = len(request.seeds)
+    outputs = omni.generate(image_prompts(request), params, use_tqdm=False)
+    outputs = sorted(outputs, key=image_number)  # they come in the order in which they were completed
+    latents = [output.trajectory_latents for output in outputs]
+    log_probs = [output.trajectory_log_probs for output in outputs]
+    images = [quantize(image) for output in outputs for image in output.images]
+    rollouts = [output.multimodal_output["metadata"]["rollout"] for output in outputs]
+    stds = [rollout["transition_stds"] for rollout in rollouts]
+    num_steps = [rollout["num_steps"].item() for rollout in rollouts]
+    fields = {
+        "latents": torch.stack(latents),
+        "log_probs": torch.stack(log_probs),
+        "transition_stds": torch.stack(stds),
+        "num_steps": min(num_steps),
+        "images": torch.cat(images),
+    }
+    if means:
+        fields["prev_sample_means"] = torch.stack([rollout["prev_sample_means"] for rollout in rollouts])
+    if is_last:
+        current_omni_platform.empty_cache()
+    return fields
+
+
+def rollout_settings(request: RolloutRequest, means: bool) -> dict[str, Any]:
+    """The settings that all images of a request share, as the pipeline's hooks read them (pipelines.BatchUnderWay)."""
+    return {
+        "timesteps": request.timesteps,
+        "sigmas": request.sigmas.tolist(),
+        "sde_steps": request.sde_steps,
+        "noise_level": request.noise_level,
+        "sde_type": request.sde_type,
+        "latent_shape": request.latent_shape,
+        "sigma_max": request.sigma_max,
+        "solver": request.solver,
+        "means": means,
+    }
+
+
+def image_prompts(request: RolloutRequest) -> list[dict[str, Any]]:
+    """A dict per image: its conditioning by vLLM-Omni's names, its seed and, if given, its initial latents."""
+    negative = request.negative_conditioning or {}
+    prompts = []
+    for image, row in enumerate(request.prompt_index.tolist()):
+        prompt: dict[str, Any] = {name: tensor[row] for name, tensor in request.conditioning.items()}
+        for name, tensor in negative.items():
+            prompt[f"negative_{name}"] = tensor[0]
+        prompt["seed"] = request.seeds[image]
+        if request.initial_latents is not None:
+            prompt["initial_latents"] = request.initial_latents[image]
+        prompts.append(prompt)
+    return prompts
+
+
+def image_number(output: OmniRequestOutput) -> int:
+    """The number, in the request, of an output's image: vLLM-Omni's request ids begin with it."""
+    return int(output.request_id.split("_")[0])

@@ -1,0 +1,311 @@
+"""Model families: everything that differs between Stable Diffusion 3, FLUX.1, Wan and the others, in one file each.
+
+To add a family, add a file to this folder; no other file changes. The file is found by its name: a checkpoint of
+diffusers' `FluxPipeline` is served by the class `Flux` in common/models/flux.py. The class has the pipeline's name
+without "Pipeline", and the file has the class's name in lower case, with underscores wherever you like them. The class
+inherits from `Family`, which says what each method takes and gives.
+"""
+
+import importlib
+import itertools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import refusing
+from common.models.vae import pil_images
+from common.process import say
+
+import PIL.Image
+import torch
+
+if TYPE_CHECKING:  # importing these takes seconds
+    import diffusers
+
+# files without a family
+NO_FAMILIES = ("__init__", "adapter_files", "cpu", "family", "hub", "lora", "memory", "prompt_cache", "vae")
+
+Config = Mapping[str, Any]  # a config.json of diffusers
+# The transformer's inputs that come from B prompts, by name: tensors (B, ...), masks included.
+Conditioning = dict[str, torch.Tensor]
+Shapes = dict[str, tuple[int, ...]]
+# Timesteps (T,) in (0, 1000] and sigmas (T + 1,) in [0, 1], both fp32 on the CPU, where a timestep is 1000 sigma; and
+# the shape of one image's latents, (C, h, w), or of one video's, (C, f, h, w).
+Schedule = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
+# B images, or B videos, each a list of frames.
+Images = list[PIL.Image.Image] | list[list[PIL.Image.Image]]
+
+
+class Family(ABC):
+    """A loaded pipeline as the algorithms see it. A family reuses the pipeline's own parts and knows no algorithm.
+
+    Outside of a family's file, latents of images are (B, C, h, w) and latents of videos are (B, C, f, h, w). A family
+    whose transformer takes packed tokens packs and unpacks them in its own file.
+    """
+
+    # Ends of the names of the attention projections; a LoRA adapts these modules unless --lora_target_modules names
+    # others. Each family sets it.
+    lora_target_modules: tuple[str, ...]
+
+    # Exported by diffusers, with a `transformer` and a `save_lora_weights`.
+    pipe: "diffusers.DiffusionPipeline"
+    # Its `_no_split_modules` name FSDP's units, the blocks first. With full weights every policy has a transformer, and
+    # this is the acting policy's: methods use self.transformer, never self.pipe.transformer.
+    transformer: "diffusers.ModelMixin"
+    # Where the model computes. load_model sets it and leaves all weights on the CPU: FSDP moves the transformer, and
+    # `on_device` moves the rest.
+    device: torch.device
+
+    # `add_policies` (common/policy.py) sets these two.
+    is_lora: bool  # whether a LoRA is trained, or full weights
+    policies: "dict[str, diffusers.ModelMixin]"  # the transformer of each policy; with a LoRA, one for all policies
+
+    # Images (B of them, as a list), height, width -> latents (B, ...), the reverse of `decode`. Offline DPO needs it
+    # and refuses a family without it, such as a family of videos. Define it as a method.
+    encode_images: Callable[[list[PIL.Image.Image], int, int], torch.Tensor] | None = None
+    # () -> vLLM-Omni's pipeline class of this family with our hooks (common/engine/pipelines.py). Define it as a static
+    # method that imports vLLM-Omni inside. A family without it samples with --rollout local only. The pipeline takes
+    # the conditioning as prompt fields of the same names; those of the negative prompt begin with negative_.
+    engine_pipeline: Callable[[], type] | None = None
+
+    def __init__(self, pipe: "diffusers.DiffusionPipeline") -> None:
+        self.pipe = pipe
+        self.transformer = pipe.transformer
+
+    def keep_embeddings(self, prompts: list[str], max_sequence_length: int, folder: str | None) -> None:
+        """Encode the prompts into `folder`, which encode_prompts then reads; None: nothing is kept. A collective."""
+        if folder is not None:
+            from common.models.prompt_cache import cache_prompts  # only --prompt_cache needs it
+
+            cache_prompts(self, prompts, max_sequence_length, folder)
+
+    @staticmethod
+    @abstractmethod
+    def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
+        """Refuse a size, a number of frames or a guidance scale that the model cannot take, before anything is loaded.
+
+        Reads the configs of `model`, a folder or hub id, and no weights.
+
+        Raises:
+            ValueError: names the option and what it must be.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
+        """{name: shape} of one prompt's conditioning, from the transformer's config alone. tools/plan.py needs it."""
+
+    @abstractmethod
+    def encode_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+        """Conditioning of B prompts, in the text encoders' dtype.
+
+        A prompt's conditioning depends on no other prompt; all prompts give the same length.
+        """
+
+    def encode_negative(self, guidance_scale: float, max_sequence_length: int) -> Conditioning | None:
+        """Conditioning of the empty prompt, one row; None if guidance of that scale needs no second pass."""
+        return self.encode_prompts([""], max_sequence_length) if guidance_scale > 1 else None
+
+    @abstractmethod
+    def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
+        """The pipeline's own timesteps and sigmas at this size, and the shape of one image's or video's latents."""
+
+    @abstractmethod
+    def predict_velocity(
+        self,
+        latents: torch.Tensor,
+        timestep: torch.Tensor,
+        conditioning: Conditioning,
+        negative_conditioning: Conditioning | None = None,
+        guidance_scale: float = 1.0,
+    ) -> torch.Tensor:
+        """The velocity v (B, ...) in fp32, at fp32 latents (B, ...), with the guidance that the model is made for.
+
+        timestep: 1000 sigma, one number or (B,); it must not be rounded. negative_conditioning: of the one negative
+        prompt, (1, ...) each, for all B.
+        """
+
+    @abstractmethod
+    def decode(self, latents: torch.Tensor) -> Images:
+        """Latents (B, ...) -> B PIL images, or B videos as lists of PIL frames."""
+
+    def to_images(self, pixels: torch.Tensor) -> list:
+        """Pixels in [-1, 1], (B, 3, H, W), or (B, 3, F, H, W) of videos -> what `decode` returns. For `decode`."""
+        return pil_images(pixels)
+
+    def frozen_tensors(self) -> list[torch.Tensor]:
+        """All tensors that latents and conditioning depend on, in a fixed order: the key of offline DPO's cache.
+
+        Only a family with `encode_images` needs it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no frozen_tensors")
+
+
+# ---- finding and loading ---------------------------------------------------------------------------------------------
+def find_family(
+    model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0
+) -> type[Family]:
+    """The family of a diffusers folder or hub id, after its `check` of size, frames and guidance. Loads no weights.
+
+    Raises:
+        ValueError: one line that names the option and what is wrong: a model that is missing or not supported, a
+            config that cannot be read, or what `check` refuses.
+    """
+    family = family_class(model)
+    with refusing(f"--model {model}", (OSError, KeyError)):
+        family.check(model, height, width, num_frames, guidance_scale)
+    return family
+
+
+def family_class(model: str | Path) -> type[Family]:
+    """The family of a diffusers folder or hub id, from its model_index.json alone.
+
+    Raises:
+        ValueError: names what is missing, or the families that are supported.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        index = folder / "model_index.json"
+        if not index.is_file():
+            raise ValueError(f"--model {model}: not a diffusers pipeline (no model_index.json)")
+    else:
+        from common.models.hub import download_index  # a folder needs none of it
+
+        index = download_index(str(model))
+    with refusing(f"--model {model}: model_index.json", Exception):
+        pipeline = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
+    wanted = str(pipeline).lower().removesuffix("pipeline")
+    files = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NO_FAMILIES)
+    found = [stem for stem in files if stem.replace("_", "") == wanted]
+    if not found:
+        raise ValueError(f"--model {model}: {pipeline} is not supported; supported: {', '.join(files)}")
+    module = importlib.import_module(f"common.models.{found[0]}")
+    name = pipeline.removesuffix("Pipeline")
+    if not hasattr(module, name):
+        raise ValueError(f"--model {model}: common/models/{found[0]}.py has no class {name}")
+    return getattr(module, name)
+
+
+def load_model(family: type[Family], model: str | Path, dtype: torch.dtype, device: torch.device | str) -> Family:
+    """Load a pipeline, frozen and in eval mode, and give it to its family.
+
+    Everything stays on the CPU; `device` is kept as an attribute. Later fully_shard moves the transformer there, block
+    by block, and `on_device` moves the rest. The VAE stays fp32, because its rounding would show in the images.
+    """
+    import transformers  # slow, as diffusers is
+    from diffusers import DiffusionPipeline
+    from diffusers.utils.logging import disable_progress_bar
+
+    say(f"loading {model}")
+    disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    pipe = DiffusionPipeline.from_pretrained(model, dtype={"default": dtype, "vae": torch.float32})
+    for component in pipe.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.requires_grad_(False).eval()
+    # For --train_with compile: SD3.5 has three kinds of block, each with three graphs (with gradient, without, and
+    # recomputed by activation checkpointing). By default dynamo stops compiling after 8.
+    torch._dynamo.config.recompile_limit = 64
+    loaded = family(pipe)
+    loaded.device = torch.device(device)
+    return loaded
+
+
+@contextmanager
+def on_device(model: Family, prefix: str) -> Iterator[None]:
+    """Inside the block, components whose names begin with `prefix` are on model.device: "text_encoder", or "vae".
+
+    Outside it they wait on the CPU, which leaves the GPU's memory to training. The GPU gets a copy, which is dropped at
+    the end: the weights are frozen, so nothing needs to be copied back. T5-XXL's 10 GB take a second or more over PCIe,
+    once per rollout and once per evaluation; --prompt_cache saves that. Put one block around many calls: inner blocks
+    find the components on the device already. On the CPU nothing moves.
+    """
+    waiting = []  # (tensor, its data on the CPU)
+    for name, component in model.pipe.components.items():
+        if name.startswith(prefix) and component is not None and component.device != model.device:
+            for tensor in itertools.chain(component.parameters(), component.buffers()):
+                waiting.append((tensor, tensor.data))
+                tensor.data = tensor.data.to(model.device)
+    yield
+    for tensor, data in waiting:
+        tensor.data = data
+    if waiting and model.device.type == "cuda":
+        torch.cuda.empty_cache()  # so that the engine, another process on this GPU, can use the memory
+
+
+# ---- what several families need --------------------------------------------------------------------------------------
+def both_branches(
+    forward: Callable[[torch.Tensor, torch.Tensor, Conditioning], torch.Tensor],
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    conditioning: Conditioning,
+    negative_conditioning: Conditioning | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The prompts' velocity and the negative prompt's at the same latents, (B, ...) each, from one call of `forward`.
+
+    One batch of 2B rows keeps a GPU busier than two batches of B, and FSDP gathers the weights once. The prompts' rows
+    come first; then come B copies of the negative prompt's row. forward: (latents, timestep, conditioning) -> v.
+    """
+    if negative_conditioning is None:
+        raise ValueError("guidance above 1 needs the negative prompt's conditioning")
+    batch = len(latents)
+    both = {}
+    for name, tensor in conditioning.items():  # (B, ...)
+        negative = negative_conditioning[name]  # (1, ...)
+        if negative.shape[1:] != tensor.shape[1:]:
+            raise ValueError(f"{name}: {tuple(tensor.shape)} of the prompts, {tuple(negative.shape)} of the negative")
+        both[name] = torch.cat([tensor, negative.expand_as(tensor)])
+    timestep = timestep.expand(batch).repeat(2)
+    velocity, negative_velocity = forward(torch.cat([latents, latents]), timestep, both).chunk(2)
+    return velocity, negative_velocity
+
+
+def check_image(height: int, width: int, num_frames: int, unit: int) -> None:
+    """Raise ValueError for a video, or for a side that is no multiple of `unit` pixels."""
+    if num_frames > 1:
+        raise ValueError(f"--num_frames {num_frames}: this model makes images, which have 1 frame")
+    check_multiples(height, width, unit)
+
+
+def check_multiples(height: int, width: int, unit: int) -> None:
+    """Raise ValueError for a side that is no multiple of `unit`, the side of a token in pixels."""
+    if height % unit or width % unit:
+        raise ValueError(f"--image_size {height} {width}: must be multiples of {unit}")
+
+
+def check_no_guidance(guidance_scale: float) -> None:
+    """Raise ValueError for guidance above 1, which a distilled model cannot take."""
+    if guidance_scale > 1:
+        raise ValueError(f"--guidance_scale {guidance_scale:g}: this model is distilled and takes no guidance: pass 1")
+
+
+def sigma_schedule(
+    scheduler: "diffusers.SchedulerMixin", **options: float | list[float] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Timesteps (T,) in (0, 1000] and sigmas (T + 1,) from about 1 to 0 of a scheduler, fp32 on the CPU.
+
+    The scheduler's sigmas must be flow matching's; FlowMatchEulerDiscreteScheduler is the usual one. `options` are
+    arguments of its set_timesteps, as the family's pipeline passes them: num_inference_steps or sigmas, and mu.
+    Timesteps are not rounded.
+    """
+    scheduler.set_timesteps(device="cpu", **options)
+    return scheduler.timesteps.float().clone(), scheduler.sigmas.float().clone()
+
+
+def shifted_schedule(
+    scheduler: "diffusers.SchedulerMixin", sigmas: list[float], num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sigma_schedule of T sigmas from 1 to 1 / T, shifted by a mu that grows with the number of an image's tokens."""
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift  # slow
+
+    c = scheduler.config
+    mu = calculate_shift(num_tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
+    return sigma_schedule(scheduler, mu=mu, sigmas=sigmas)
+
+
+def hash_bits(tensor: torch.Tensor) -> str:
+    """A fingerprint of a tensor's dtype and bits, for the keys of caches. torch.hash_tensor alone ignores the dtype."""
+    return f"{tensor.dtype} {torch.hash_tensor(tensor).view(torch.int64).item()}"

@@ -1,0 +1,127 @@
+"""A LoRA to train, and policies written to disk as diffusers loads them."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from common.checkpoints import atomic_file
+from common.distributed import on_rank_0
+from common.models.family import Family
+from common.policy import tensors_on_rank_0
+
+import torch
+from safetensors.torch import save_file
+
+if TYPE_CHECKING:  # importing these takes seconds
+    import diffusers
+    import peft
+
+
+class LoRA(NamedTuple):
+    """A LoRA to train."""
+
+    config: "peft.LoraConfig"
+    tensors: dict[str, torch.Tensor] | None  # to start from; None: new ones are drawn
+
+
+def make_lora(
+    path: str | None,
+    rank: int,
+    alpha: float,
+    target_modules: Collection[str],
+    exclude_modules: Collection[str] = (),
+    *,
+    checkpoint: Path | None = None,
+) -> LoRA | None:
+    """The LoRA to train: from the file or folder `path`, which decides rank, alpha and modules; otherwise a new one.
+
+    Returns None for rank 0, which trains full weights. checkpoint: the one to resume from, whose policy must be alike.
+
+    Raises:
+        ValueError: one line that names the option, and what is wrong with the file or differs from the checkpoint.
+    """
+    lora = None
+    if path:
+        from common.models.adapter_files import read_lora  # only --lora_path needs it
+
+        tensors, config = read_lora(path)
+        lora = LoRA(config, tensors)
+    elif rank > 0:
+        lora = LoRA(new_config(rank, alpha, target_modules, exclude_modules), None)
+    if checkpoint is not None:
+        from common.models.adapter_files import check_policy  # only --resume needs it
+
+        check_policy(checkpoint, lora)
+    return lora
+
+
+def new_config(
+    rank: int, alpha: float, target_modules: Collection[str], exclude_modules: Collection[str]
+) -> "peft.LoraConfig":
+    """peft's configuration of a new LoRA, which changes nothing until it is trained."""
+    from peft import LoraConfig  # slow
+
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        init_lora_weights="gaussian",
+        target_modules=list(target_modules),
+        exclude_modules=list(exclude_modules) or None,
+    )
+
+
+def save_policy(folder: str | Path, model: Family, name: str) -> None:
+    """Write policy `name` of the model to `folder` as diffusers loads it. A collective."""
+    save_weights(folder, model.pipe, *tensors_on_rank_0(model, name))
+
+
+def save_weights(
+    folder: str | Path,
+    pipe: "diffusers.DiffusionPipeline",
+    tensors: Mapping[str, torch.Tensor],
+    lora_config: "peft.LoraConfig | None",
+) -> None:
+    """Write a policy's tensors as diffusers loads them; rank 0 writes. Equal policies give equal bytes.
+
+    tensors: by names relative to the transformer. With a lora_config they are a LoRA, for
+    `pipe.load_lora_weights(folder)`. Without one they are full weights, for the transformer class's `from_pretrained`.
+
+    A LoRA's B matrices are multiplied by alpha / rank, and its metadata say alpha = rank. A loader that ignores the
+    metadata therefore gives the LoRA the same strength.
+    """
+    if not on_rank_0():
+        return
+    folder = Path(folder)
+    if lora_config is None:
+        with atomic_file(folder / "diffusion_pytorch_model.safetensors") as temporary:
+            pipe.transformer.save_config(folder)
+            save_file(dict(tensors), temporary)
+            temporary.chmod(0o644)  # safetensors lets only the owner read
+        return
+    scale = lora_config.lora_alpha / lora_config.r
+    scaled = {name: tensor * scale if ".lora_B." in name else tensor for name, tensor in tensors.items()}
+    settings = lora_config.to_dict() | {"lora_alpha": lora_config.r}
+    for name, value in settings.items():
+        if isinstance(value, set):  # module names; a set's order differs from process to process
+            settings[name] = sorted(value)
+    with atomic_file(folder / "pytorch_lora_weights.safetensors") as temporary:
+        pipe.save_lora_weights(
+            folder,
+            transformer_lora_layers=scaled,
+            weight_name=temporary.name,
+            transformer_lora_adapter_metadata=settings,
+        )
+        sort_metadata(temporary)
+        temporary.chmod(0o644)
+
+
+def sort_metadata(path: str | Path) -> None:
+    """Sort the metadata in a safetensors file's header by name: safetensors writes them in a random order."""
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")  # bytes of the header, which is JSON padded with spaces
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
+        file.seek(8)
+        file.write(text.encode().ljust(size))  # the same entries, so the same length

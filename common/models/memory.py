@@ -1,0 +1,270 @@
+"""A model without its weights: the size of its parts, and the bytes and FLOPs of a pass.
+
+Only the model's configs are read. Its modules are built on torch's meta device. Then the family's own code runs with
+fake tensors, which have shapes but no memory: the cost of a pass is counted, not guessed. tools/plan.py uses this.
+"""
+
+import inspect
+import re
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from common.models.family import Conditioning, Family
+from common.models.lora import LoRA
+from common.policy import add_policies
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+if TYPE_CHECKING:  # importing these takes seconds
+    import diffusers
+
+
+# ---- counting --------------------------------------------------------------------------------------------------------
+def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+    """FLOPs of attention: two matrix products."""
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def attention_backward_flops(
+    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> int:
+    """FLOPs of the four products that the gradient needs. A flash kernel's recomputed product is not counted."""
+    return 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+# The attention kernel that torch chooses for fake CPU tensors. It keeps as much for the backward pass as a GPU's.
+ATTENTION_FLOPS: dict[torch._ops.OpOverloadPacket, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+}
+
+# Layers whose weights an engine divides among its workers, by diffusers' names. Each worker holds all other layers.
+SPLIT = re.compile(r"\.(attn\d?|ff|ff_context|ffn|img_mlp|txt_mlp)\.")
+
+
+class Meter(TorchDispatchMode):
+    """Counts the FLOPs of matrix products, and the bytes of new tensors that are still alive, now and at the peak."""
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        """known: tensors that exist already and do not count."""
+        super().__init__()
+        self.flops = 0
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.seen = weakref.WeakKeyDictionary({tensor.untyped_storage(): True for tensor in known})
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Sequence[type], args: Sequence = (), kwargs: Mapping | None = None
+    ) -> Any:  # an operator may return anything
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        kernel = func._overloadpacket
+        if kernel in ATTENTION_FLOPS:
+            self.flops += ATTENTION_FLOPS[kernel](*args, **kwargs)
+        elif kernel in flop_registry:
+            self.flops += flop_registry[kernel](*args, **kwargs, out_val=out)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self.seen:
+            self.seen[storage] = True
+            self.live_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            weakref.finalize(storage, self._drop, storage.nbytes())
+
+    def _drop(self, num_bytes: int) -> None:
+        self.live_bytes -= num_bytes
+
+
+class Cost(NamedTuple):
+    """The cost of one pass."""
+
+    flops: int
+    peak_bytes: int  # at most so many bytes are held at once, besides parameters and their gradients
+
+
+# ---- a model from its configs ----------------------------------------------------------------------------------------
+class Counts(torch.Tensor):
+    """Real whole numbers among fake tensors, for a family that reads them, as Z-Image reads a prompt's token count."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: Mapping | None = None
+    ) -> Any:  # an operator may return anything
+        with unset_fake_temporarily():
+            return super().__torch_function__(func, types, args, kwargs)
+
+
+class Blueprint:
+    """A model with configs and without weights: the size of its parts, and the cost of its passes."""
+
+    def __init__(
+        self,
+        family: type[Family],
+        source: str,
+        lora: LoRA | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """source: a folder or hub id; lora: what make_lora returns; dtype: of the forward pass."""
+        self.source = source
+        self.dtype = dtype
+        self.pipe, text_encoders = build_pipeline(source)
+        transformer = self.pipe.transformer
+        self.text_encoder_bytes = sum(count(encoder) for encoder in text_encoders) * dtype.itemsize
+        self.vae_bytes = 4 * count(self.pipe.vae)  # fp32
+        self.num_weights = count(transformer)  # of the model itself, without a LoRA
+        self.num_split = 0  # the share of num_weights that --engine_tensor_parallel divides
+        for name, parameter in transformer.named_parameters():
+            if SPLIT.search(name):
+                self.num_split += parameter.numel()
+        self.fp32_buffer_bytes = sum(buffer.nbytes for buffer in transformer.buffers())
+        self.buffer_bytes = 0  # rounded to dtype, as from_pretrained rounds them
+        for buffer in transformer.buffers():
+            self.buffer_bytes += buffer.numel() * min(buffer.itemsize, dtype.itemsize)
+
+        self.model = family(self.pipe)
+        self.model.device = torch.device("cpu")
+        self.model.to_images = list  # type: ignore[method-assign, assignment]  # fake pixels make no PIL images
+        with torch.device("meta"):
+            # a LoRA's tensors count by their shapes alone, which the config says
+            add_policies(self.model, None if lora is None else lora._replace(tensors=None), ["default"], seed=0)
+        transformer = self.model.transformer
+        self.num_trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
+        blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
+        sizes = [count(block) for block in blocks]
+        self.largest_block = max(sizes)
+        self.outside_blocks = count(transformer) - sum(sizes)
+
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fake(transformer, self.mode, dtype)  # the dtype in which FSDP gathers weights
+        fake(self.pipe.vae, self.mode, torch.float32)
+
+    def latent_shape(self, image_size: tuple[int, int], num_frames: int) -> tuple[int, ...]:
+        """(C, h, w) of an image's latents, or (C, f, h, w) of a video's."""
+        height, width = image_size
+        return self.model.schedule(2, height, width, num_frames)[2]
+
+    def conditioning_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of the conditioning of one prompt of `length` tokens."""
+        return self.model.conditioning_shapes(self.pipe.transformer.config, length)
+
+    def conditioning(self, length: int) -> Conditioning:
+        """The conditioning of one prompt of `length` tokens: zeros in the model's dtype, with nothing masked."""
+        conditioning: Conditioning = {}
+        for name, shape in self.conditioning_shapes(length).items():
+            if shape == ():
+                with unset_fake_temporarily():
+                    conditioning[name] = torch.tensor([length]).as_subclass(Counts)
+            elif name.endswith("mask"):
+                conditioning[name] = torch.ones(1, *shape, dtype=torch.long)
+            else:
+                conditioning[name] = torch.zeros(1, *shape, dtype=self.dtype)
+        return conditioning
+
+    def conditioning_bytes(self, length: int) -> int:
+        """Bytes of one prompt's conditioning."""
+        shapes = self.conditioning_shapes(length)
+        return sum(torch.Size(shape).numel() for shape in shapes.values()) * self.dtype.itemsize
+
+    def velocity(
+        self,
+        image_size: tuple[int, int],
+        num_frames: int,
+        length: int,
+        guidance_scale: float,
+        *,
+        train: bool = False,
+        checkpointing: bool = False,
+    ) -> Cost:
+        """Cost of predict_velocity for one image.
+
+        train: with the backward pass; checkpointing: with activation checkpointing.
+        """
+        model = self.model
+        if checkpointing:
+            model.transformer.enable_gradient_checkpointing()
+        timesteps, _, shape = model.schedule(2, *image_size, num_frames)
+        tensors = [*model.transformer.parameters(), *model.transformer.buffers()]
+        with self.mode, Meter(tensors) as meter, torch.set_grad_enabled(train):
+            conditioning = self.conditioning(length)
+            negative = self.conditioning(length) if guidance_scale > 1 else None
+            latents = torch.zeros(1, *shape)
+            velocity = model.predict_velocity(latents, timesteps[0], conditioning, negative, guidance_scale)
+            if train:
+                velocity.square().mean().backward()
+        model.transformer.disable_gradient_checkpointing()
+        return Cost(meter.flops, meter.peak_bytes)
+
+    def decoding(self, batch: int, image_size: tuple[int, int], num_frames: int) -> Cost:
+        """Cost of decoding the latents of `batch` images in one call."""
+        shape = self.latent_shape(image_size, num_frames)
+        tensors = [*self.pipe.vae.parameters(), *self.pipe.vae.buffers()]
+        with self.mode, Meter(tensors) as meter:
+            self.model.decode(torch.zeros(batch, *shape))
+        return Cost(meter.flops, meter.peak_bytes)
+
+
+def build_pipeline(source: str) -> "tuple[diffusers.DiffusionPipeline, list[torch.nn.Module]]":
+    """The pipeline of a folder or hub id, from its configs, and its text encoders, all on the meta device.
+
+    The pipeline itself has a transformer, a VAE and a scheduler; its other components are None.
+    """
+    import diffusers  # slow
+    import transformers
+
+    index = diffusers.DiffusionPipeline.load_config(source)
+    pipeline_class = getattr(diffusers, index["_class_name"])
+    parts: dict[str, Any] = {}
+    for name, parameter in inspect.signature(pipeline_class).parameters.items():
+        value = index.get(name)
+        is_component = value is None or isinstance(value, list)  # [library, class]
+        if parameter.default is parameter.empty or not is_component:
+            parts[name] = None if is_component else value
+    text_encoders = []
+    for name, value in index.items():
+        if name.startswith("text_encoder") and value[1]:
+            config = transformers.AutoConfig.from_pretrained(source, subfolder=name)
+            with torch.device("meta"):
+                text_encoders.append(getattr(transformers, value[1])(config))
+    with torch.device("meta"):
+        for name in ("transformer", "vae"):
+            part_class = getattr(diffusers, index[name][1])
+            parts[name] = part_class.from_config(part_class.load_config(source, subfolder=name))
+            parts[name].requires_grad_(False).eval()
+    parts["scheduler"] = getattr(diffusers, index["scheduler"][1]).from_pretrained(source, subfolder="scheduler")
+    pipe = pipeline_class(**parts)
+    return pipe, text_encoders
+
+
+def count(module: torch.nn.Module) -> int:
+    """The number of a module's parameters."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def fake(module: torch.nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
+    """Replace the tensors of a module on the meta device by fake tensors on the CPU, with parameters of `dtype`."""
+    with mode:
+        for part in module.modules():
+            for name, p in part._parameters.items():
+                if p is not None:
+                    data = torch.empty(p.shape, dtype=dtype)
+                    parameter = torch.nn.Parameter(data, requires_grad=p.requires_grad)
+                    if p.requires_grad:
+                        parameter.register_post_accumulate_grad_hook(drop_gradient)
+                    part._parameters[name] = parameter
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def drop_gradient(parameter: torch.Tensor) -> None:
+    """Forget a parameter's gradient, whose bytes tools/plan.py counts apart."""
+    parameter.grad = None

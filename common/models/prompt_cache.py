@@ -1,0 +1,200 @@
+"""--prompt_cache FOLDER: every prompt is encoded once and its embeddings are kept in the folder.
+
+A run whose prompts are all in the folder encodes nothing. Several runs may share a folder. A prompt has a file of its
+own, FOLDER/ab/abcd....safetensors, as a folder of 100,000 names is slow. Files are looked for at the start, and checked
+when they are read: a prompt whose file is damaged is encoded again. That is why nothing waits here for the disk.
+"""
+
+import hashlib
+import json
+import shutil
+import uuid
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from common.checkpoints import writing
+from common.distributed import gather_objects
+from common.errors import RunError, brief
+from common.models.family import Conditioning, Family, hash_bits, on_device
+from common.process import say
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+FORMAT = 2  # part of every name: files of another format are not found, and their prompts encoded again
+
+
+def cache_prompts(model: Family, prompts: list[str], max_sequence_length: int, folder: str | Path) -> None:
+    """Encode the prompts that `folder` lacks, the empty prompt included, and let model.encode_prompts read the folder.
+
+    The text encoders come to the device once for all prompts; later they come again only for a prompt that was not
+    among these, or whose file is damaged. A collective: the ranks share the work.
+
+    Raises:
+        RunError: the disk has no room for the prompts.
+    """
+    with on_device(model, "text_encoder"):  # a GPU hashes gigabytes faster
+        cache = PromptCache(Path(folder), encoders_key(model), model.encode_prompts)
+        cache.add_missing([*prompts, ""], max_sequence_length)  # "": the negative prompt of guidance
+    dist.barrier()  # a rank reads what the others have encoded
+
+    def encode_prompts(prompts: list[str], max_sequence_length: int) -> Conditioning:
+        conditioning = cache.read(prompts, max_sequence_length)
+        return {field: tensor.to(model.device) for field, tensor in conditioning.items()}
+
+    # of this object alone: the class keeps its method
+    model.encode_prompts = encode_prompts  # type: ignore[method-assign]
+
+
+class PromptCache:
+    """The files of a folder. Each prompt is encoded alone, so that its embedding does not depend on other prompts."""
+
+    def __init__(self, folder: Path, key: str, encode: Callable[[list[str], int], Conditioning]) -> None:
+        """key: of all but the prompt and the length that embeddings depend on. encode: the family's encode_prompts."""
+        self.folder = folder
+        self.key = key
+        self.encode = encode
+
+    def file_of(self, prompt: str, max_sequence_length: int) -> Path:
+        """Where a prompt's conditioning is, or would be."""
+        name = repr((FORMAT, self.key, max_sequence_length, prompt)).encode()
+        digest = hashlib.blake2b(name, digest_size=16).hexdigest()
+        return self.folder / digest[:2] / f"{digest}.safetensors"
+
+    def add(self, prompt: str, max_sequence_length: int) -> Conditioning:
+        """Encode a prompt and write its file."""
+        conditioning = self.encode([prompt], max_sequence_length)
+        write_conditioning(self.file_of(prompt, max_sequence_length), conditioning)
+        return conditioning
+
+    def add_missing(self, prompts: Sequence[str], max_sequence_length: int) -> None:
+        """Add the prompts that have no file yet, this rank its share of them. A collective.
+
+        Raises:
+            RunError: the disk has no room for them.
+        """
+        distinct = list(dict.fromkeys(prompts))
+        own = distinct[dist.get_rank() :: dist.get_world_size()]
+        missing = [prompt for prompt in own if not self.file_of(prompt, max_sequence_length).is_file()]
+        missing.sort(key=len, reverse=True)  # the first file is then about the largest, and says what the others need
+        needed = 0
+        for prompt in missing[:1]:
+            self.add(prompt, max_sequence_length)
+            needed = self.file_of(prompt, max_sequence_length).stat().st_size * (len(missing) - 1)
+        self.check_room(needed)
+        for prompt in missing[1:]:
+            self.add(prompt, max_sequence_length)
+
+    def check_room(self, needed: int) -> None:
+        """Raise a RunError where the disk has no room for the bytes that all ranks are about to write. A collective."""
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.folder).free
+        ranks = gather_objects((needed, free))
+        needed = sum(of_rank for of_rank, _ in ranks)
+        free = min(of_rank for _, of_rank in ranks)
+        if needed > free:
+            sizes = f"the prompts that it lacks need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+            raise RunError(f"--prompt_cache {self.folder}: {sizes}")
+
+    def read(self, prompts: Sequence[str], max_sequence_length: int) -> Conditioning:
+        """The conditioning of prompts. One that has no file, or a damaged one, is encoded, which a line says."""
+        found = {}
+        for prompt in dict.fromkeys(prompts):
+            file = self.file_of(prompt, max_sequence_length)
+            conditioning = read_conditioning(file)
+            if conditioning is None:
+                fault = "whose file is damaged" if file.is_file() else "that is not in it"
+                say(brief(f"--prompt_cache {self.folder}: encoding a prompt {fault}: {prompt}"))
+                conditioning = self.add(prompt, max_sequence_length)
+            found[prompt] = {field: tensor.cpu() for field, tensor in conditioning.items()}
+        fields = found[prompts[0]]
+        return {field: torch.cat([found[prompt][field] for prompt in prompts]) for field in fields}
+
+
+def encoders_key(model: Family) -> str:
+    """A hash of everything but the prompt that embeddings depend on: encoders' bits, tokenizers, library versions."""
+    import diffusers
+    import transformers
+
+    parts: list[object] = [diffusers.__version__, transformers.__version__, type(model).__name__]
+    for name, component in sorted(model.pipe.components.items()):
+        if name.startswith("text_encoder") and component is not None:
+            parts += [hash_bits(tensor) for tensor in component.state_dict().values()]
+        if name.startswith("tokenizer"):
+            vocabulary = sorted(component.get_vocab().items())
+            parts += [type(component).__name__, vocabulary]
+            parts += [component.model_max_length, component.chat_template]
+    # hashed once per run, because vocabularies are megabytes
+    return hashlib.blake2b(repr(parts).encode()).hexdigest()
+
+
+# ---- a file ----------------------------------------------------------------------------------------------------------
+def write_conditioning(file: Path, conditioning: Conditioning) -> None:
+    """Write one prompt's conditioning, without its padding, and with checksums. It is whole or not there."""
+    tensors: dict[str, torch.Tensor] = {}
+    facts = {}
+    for field, tensor in conditioning.items():
+        content, kept = without_zeros(tensor)
+        tensors |= {f"{field}.content": content, f"{field}.kept": kept}
+        layout = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        facts[field] = json.dumps([*layout, checksum(field, layout, content, kept)])
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.new")  # another run may write the same file
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file(tensors, temporary, metadata=facts)
+            temporary.replace(file)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def read_conditioning(file: Path) -> Conditioning | None:
+    """The conditioning in a file of write_conditioning, on the CPU; None if there is none, or it is damaged."""
+    conditioning = {}
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for field, fact in opened.metadata().items():
+                *layout, expected = json.loads(fact)
+                content = opened.get_tensor(f"{field}.content")
+                kept = opened.get_tensor(f"{field}.kept")
+                if checksum(field, layout, content, kept) != expected:
+                    return None
+                conditioning[field] = with_zeros(content, kept, *layout)
+    except (OSError, SafetensorError, ValueError, TypeError, AttributeError):
+        return None
+    return conditioning
+
+
+def without_zeros(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of a tensor except those of 0 at the end of each row, and how many of each row are kept, (rows,).
+
+    A row is one of the last dimension: an embedding. Padded tokens are rows of zeros. In the conditioning of Stable
+    Diffusion 3 the embeddings of CLIP end in zeros, which make them as long as those of T5.
+    """
+    rows = tensor.cpu().contiguous().view(torch.uint8)
+    rows = rows.reshape(-1, rows.shape[-1])  # (rows, bytes)
+    last_first = (rows != 0).flip(1)
+    kept = torch.where(last_first.any(1), rows.shape[1] - last_first.to(torch.uint8).argmax(1), 0).to(torch.int32)
+    content = torch.cat([row[:end] for row, end in zip(rows, kept.tolist(), strict=True)])
+    return content, kept
+
+
+def with_zeros(content: torch.Tensor, kept: torch.Tensor, dtype: str, shape: list[int]) -> torch.Tensor:
+    """The tensor of without_zeros."""
+    row_bytes = shape[-1] * getattr(torch, dtype).itemsize
+    rows = torch.zeros(len(kept), row_bytes, dtype=torch.uint8)
+    for row, part in zip(rows, content.split(kept.tolist()), strict=True):  # a mask takes ten times as long
+        row[: len(part)] = part
+    return rows.view(getattr(torch, dtype)).reshape(shape)
+
+
+def checksum(field: str, layout: list, content: torch.Tensor, kept: torch.Tensor) -> int:
+    """The CRC32 of all that a field is read from."""
+    value = zlib.crc32(repr((field, layout)).encode())
+    for tensor in (content, kept):
+        value = zlib.crc32(tensor.numpy().data, value)
+    return value

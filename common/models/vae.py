@@ -1,0 +1,67 @@
+"""The VAE on a few images at a time, and the latents of families whose VAE is diffusers' AutoencoderKL."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from PIL.Image import Image, fromarray
+
+if TYPE_CHECKING:  # importing it takes seconds
+    import diffusers
+
+PIXELS_AT_ONCE = 1024 * 1024  # per call of the VAE: 4 images of 512 x 512, about 3 GB of activations in fp32
+
+
+@torch.no_grad()
+def decode_in_slices(vae: "diffusers.ModelMixin", latents: torch.Tensor, scale: int) -> torch.Tensor:
+    """The VAE's latents (B, ...) -> its pixels (B, 3, ...); `scale` is the number of pixels per latent.
+
+    A call takes as many images as have PIXELS_AT_ONCE pixels, and at least one. Pixels in [-1, 1] differ from those of
+    a single call for all B by round-off, on a CPU by 1e-6.
+    """
+    pixels_of_one = scale * latents.shape[2:].numel()
+    num_images = max(1, PIXELS_AT_ONCE // pixels_of_one)
+    slices = latents.split(num_images)
+    return torch.cat([vae.decode(images, return_dict=False)[0] for images in slices])
+
+
+@torch.no_grad()
+def encode_in_slices(vae: "diffusers.ModelMixin", pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels (B, 3, ...) -> the VAE's latents (B, ...), the mode of its posterior, in calls as large as decoding's."""
+    num_images = max(1, PIXELS_AT_ONCE // pixels.shape[2:].numel())
+    slices = pixels.split(num_images)
+    return torch.cat([vae.encode(images).latent_dist.mode() for images in slices])
+
+
+def quantize(pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels in [-1, 1], (B, 3, H, W) or (B, 3, F, H, W) of videos -> uint8 (B, H, W, 3) or (B, F, H, W, 3).
+
+    Rounded as diffusers' image processor does it, but on the pixels' device: a quarter of the bytes leaves it.
+    """
+    unit = (pixels.float() / 2 + 0.5).clamp(0, 1)
+    return (unit * 255).round().to(torch.uint8).movedim(1, -1).contiguous()
+
+
+def pil_images(pixels: torch.Tensor) -> list:
+    """Pixels in [-1, 1], (B, 3, H, W) -> B PIL images; (B, 3, F, H, W) -> B videos as lists of F PIL frames."""
+    arrays = quantize(pixels).cpu().numpy()
+    if arrays.ndim == 4:
+        return [fromarray(array) for array in arrays]
+    return [[fromarray(frame) for frame in video] for video in arrays]
+
+
+def decode_latents(pipe: "diffusers.DiffusionPipeline", latents: torch.Tensor) -> torch.Tensor:
+    """Latents (B, C, h, w) -> pixels (B, 3, H, W) in about [-1, 1], as the pipeline decodes them."""
+    vae = pipe.vae
+    config = vae.config
+    latents = latents.to(vae.device, vae.dtype)
+    latents = latents / config.scaling_factor + (config.shift_factor or 0)
+    return decode_in_slices(vae, latents, scale=pipe.vae_scale_factor**2)
+
+
+def encode_pixels(pipe: "diffusers.DiffusionPipeline", images: list[Image], height: int, width: int) -> torch.Tensor:
+    """B PIL images -> latents (B, C, h, w), the mode of the VAE's posterior. Images of another size are resized."""
+    vae = pipe.vae
+    config = vae.config
+    pixels = pipe.image_processor.preprocess(images, height, width)
+    latents = encode_in_slices(vae, pixels.to(vae.device, vae.dtype))
+    return (latents - (config.shift_factor or 0)) * config.scaling_factor

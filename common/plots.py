@@ -1,0 +1,221 @@
+"""The pictures of a run: curves.png of its metrics, its images and videos, and grids of captioned ones."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.checkpoints import atomic_file, writing
+from common.distributed import gather_objects_on_rank_0
+from common.rollout import Images
+
+import torch.distributed as dist
+from PIL import Image, ImageDraw, ImageSequence
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WATCHED = ("val/diversity", "val/drift_from_base")
+PANELS = {  # title -> metrics drawn in it; a name that ends with a slash stands for every reward's mean below it
+    "reward": ("critic/rewards/mean", "critic/rewards/", "val/"),
+    "zero-std groups, clip fraction": ("critic/rewards/zero_std_ratio", "actor/pg_clipfrac"),
+    "gradient norm, KL to the reference": ("actor/grad_norm", "actor/kl_loss"),
+    "diversity within a prompt, drift from step 0": ("critic/diversity", *WATCHED),
+    "accuracy of the pairs": ("actor/implicit_accuracy",),
+    "implicit rewards of the pairs": ("actor/margin", "actor/chosen_reward", "actor/rejected_reward"),
+    "engine against trainer, |log-prob difference|": (
+        "rollout_corr/logprob_abs_diff_mean",
+        "rollout_corr/logprob_abs_diff_max",
+    ),
+}
+VAL_TOTAL = "val/weighted_total/mean"
+Curve = tuple[str, str, list[dict], str]  # label, metric, rows of metrics.jsonl, colour
+Picture = tuple[Image.Image, str]  # with its caption
+LINE_HEIGHT = 14  # pixels of a line of a caption, below an image
+GAP = 4  # pixels between the images of a grid
+
+
+def plot_curves(folder: Path | str) -> None:
+    """Draw curves.png from metrics.jsonl: the PANELS that the run has metrics for, in a colour each."""
+    rows = read_metrics(folder)
+    panels: dict[str, list[Curve]] = {}
+    for title, wanted in PANELS.items():
+        colours: dict[str, str] = {}  # a reward's colour is the same in training and evaluation
+        for name in drawn_metrics(rows, wanted):
+            colour = colours.setdefault(_drawn_with(rows, name), f"C{len(colours)}")
+            panels.setdefault(title, []).append((name, name, rows, colour))
+    draw_panels(panels, Path(folder) / "curves.png")
+
+
+def read_metrics(folder: Path | str) -> list[dict]:
+    """The lines of a run's metrics.jsonl, a dict each."""
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def drawn_metrics(rows: list[dict], wanted: tuple[str, ...]) -> list[str]:
+    """The metrics of a panel that the rows hold: those `wanted` and, below a name that ends with a slash, the mean of
+    every reward and the weighted total. A single reward and its total are one curve."""
+    measured = sorted({name for row in rows for name in row})
+    drawn = [name for name in measured if name in wanted]
+    for prefix in (name for name in wanted if name.endswith("/")):
+        below = [name for name in measured if name.startswith(prefix) and name.endswith("/mean")]
+        if len(below) == 2:  # the one that is drawn whatever else is, or the reward's own
+            below = [name for name in below if name in wanted] or [name for name in below if name != VAL_TOTAL]
+        elif VAL_TOTAL in below and any(_is_total(rows, name) for name in below):  # the only one that is trained on
+            below.remove(VAL_TOTAL)
+        drawn += [name for name in below if name not in drawn]
+    return drawn
+
+
+def _drawn_with(rows: list[dict], name: str) -> str:
+    """The evaluation's metric whose colour a training metric shares; any other metric is its own."""
+    if name == "critic/rewards/mean":  # the weighted total, which may be drawn as the one reward that it is
+        means = sorted({name for row in rows for name in row if name.startswith("val/") and name.endswith("/mean")})
+        return next((name for name in means if _is_total(rows, name)), VAL_TOTAL)
+    return name.replace("critic/rewards/", "val/")
+
+
+def _is_total(rows: list[dict], name: str) -> bool:
+    """Whether the metric is the weighted total under another name, to round-off."""
+    values = [(row.get(name, math.nan), row[VAL_TOTAL]) for row in rows if VAL_TOTAL in row]
+    return name != VAL_TOTAL and len(values) > 0 and all(math.isclose(value, total) for value, total in values)
+
+
+def draw_panels(panels: dict[str, list[Curve]], path: Path | str) -> None:
+    """Write a PNG of the panels, each a title and its curves. Validation rewards have bars of their standard errors."""
+    from matplotlib.figure import Figure  # slow
+    from matplotlib.ticker import MaxNLocator
+
+    num_rows = max(1, -(-len(panels) // 2))  # rounded up
+    figure = Figure(figsize=(11, 3.5 * num_rows), layout="constrained")
+    for number, (title, curves) in enumerate(panels.items(), 1):
+        panel = figure.add_subplot(num_rows, 2, number)
+        for label, name, rows, colour in curves:
+            _draw_curve(panel, label, name, [row for row in rows if name in row], colour)
+        panel.set(title=title, xlabel="step")
+        panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)  # below: it hides no curve
+    figure.draw_without_rendering()  # the layout settles in the second pass, which the saving is
+    figure.savefig(path, dpi=110)
+
+
+def _draw_curve(panel: "Axes", label: str, name: str, rows: list[dict], colour: str) -> None:
+    """Draw the metric `name` over the steps of the `rows`, all of which hold it."""
+    steps = [row["training/global_step"] for row in rows]
+    values = [row[name] for row in rows]
+    if not name.startswith("val/"):
+        dashes = "--" if name.startswith("critic/rewards/") and name.endswith("mean") else "-"
+        panel.plot(steps, values, dashes, linewidth=1.5, label=label, color=colour)
+        return
+    found = [row.get(name.removesuffix("/mean") + "/stderr") for row in rows]
+    errors = None if None in found else found  # only a mean has them
+    style: dict = {"marker": "o", "markersize": 4, "capsize": 2, "color": colour, "yerr": errors}
+    panel.errorbar(steps, values, label=label, zorder=3, **style)
+
+
+def save_png(path: Path | str, image: Image.Image | list[Image.Image]) -> None:
+    """Write a PIL image, or a video (a list of PIL frames) as an animated PNG, which holds every frame to the bit and
+    shows each for a tenth of a second in a browser."""
+    if not isinstance(image, list):
+        image.save(path)
+        return
+    first, *others = image
+    first.save(path, save_all=True, append_images=others)
+
+
+def open_png(path: Path | str) -> Image.Image | list[Image.Image]:
+    """The PIL image, or the list of PIL frames, that save_png wrote there."""
+    with Image.open(path) as file:
+        frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(file)]
+    return frames[0] if len(frames) == 1 else frames
+
+
+def as_one_picture(image: Image.Image | list[Image.Image]) -> Image.Image:
+    """A PIL image as it is; a video as its first, middle and last frame, one below the other."""
+    if not isinstance(image, list):
+        return image
+    shown = sorted({0, len(image) // 2, len(image) - 1})
+    width, height = image[0].size
+    picture = Image.new("RGB", (width, len(shown) * height))
+    for row, number in enumerate(shown):
+        picture.paste(image[number], (0, row * height))
+    return picture
+
+
+def _end_that_fits(draw: ImageDraw.ImageDraw, line: str, width: int) -> str:
+    """The end of a line of a caption that is at most `width` pixels long; no letter before it is measured."""
+    line = " ".join(line.split())[-width:]  # no letter is narrower than a pixel
+    while draw.textlength(line) > width:
+        line = line[1:]
+    return line
+
+
+def save_grid(
+    path: Path | str, images: Sequence[Image.Image], captions: Sequence[str], columns: int = 8, scale: int | None = None
+) -> None:
+    """Write a PNG of `images` (PIL, equal sizes) row by row, each above its caption of one line or several.
+
+    A line that is too long shows its end. Small images are enlarged `scale` times; None: to about 200 pixels.
+    """
+    width, height = images[0].size
+    if scale is None:
+        scale = max(1, 200 // width)
+    width *= scale
+    height *= scale
+    cell_width = width + GAP
+    lines = [caption.split("\n") for caption in captions]
+    cell_height = height + LINE_HEIGHT * max(map(len, lines)) + GAP
+    num_rows = -(-len(images) // columns)  # rounded up
+    sheet = Image.new("RGB", (columns * cell_width, num_rows * cell_height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for i, (image, caption) in enumerate(zip(images, lines, strict=True)):
+        row, column = divmod(i, columns)
+        left = column * cell_width
+        top = row * cell_height
+        sheet.paste(image.resize((width, height), Image.Resampling.NEAREST), (left, top))
+        for number, line in enumerate(caption):
+            corner = (left + 1, top + height + number * LINE_HEIGHT)
+            draw.text(corner, _end_that_fits(draw, line, width), fill="black")
+    sheet.save(path)
+
+
+# ---- the images of an evaluation -------------------------------------------------------------------------------------
+def save_samples(
+    folder: Path | str, places: Sequence[int], images: Images, records: Sequence[dict], shown: int = 32
+) -> list[Picture] | None:
+    """Write a rank's images as folder/PLACE.png, and rank 0 a line for each in samples.jsonl: its file, and its record.
+
+    places (B,): the images' numbers over all ranks. An image that a rank has only to have as many as the others is left
+    to the rank whose turn it is. A video becomes one animated PNG. records: B dicts {"prompt": ..., "seed": ...,
+    "<reward>": score ...}; the prompt and all scores are the caption, several scores on a line of their own. A
+    collective: rank 0 gets the first `shown` as (PIL image, caption); the others get None.
+    """
+    folder = Path(folder)
+    samples: dict = {}  # by place: the record and, where it is shown, the picture
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for place, image, record in zip(places, images, records, strict=True):
+            if place % dist.get_world_size() == dist.get_rank():
+                save_png(folder / f"{place:05d}.png", image)
+                samples[place] = (record, as_one_picture(image) if place < shown else None)
+    parts = gather_objects_on_rank_0(samples)
+    if parts is None:
+        return None
+    by_place = {place: sample for part in parts for place, sample in part.items()}
+    lines = []  # of samples.jsonl
+    grid = []
+    for place, (record, picture) in sorted(by_place.items()):
+        lines.append(json.dumps({"file": f"{place:05d}.png", **record}) + "\n")
+        if picture:
+            scores = {name: score for name, score in record.items() if name not in ("prompt", "seed")}
+            told = [f"{name} failed" if score is None else f"{name} {score:.2f}" for name, score in scores.items()]
+            prompt = " ".join(record["prompt"].split())
+            line_of_scores = "  ".join(told)
+            separator = "\n" if len(told) > 1 else "  "
+            grid.append((picture, f"{prompt}{separator}{line_of_scores}".strip()))
+    with atomic_file(folder / "samples.jsonl") as temporary:
+        temporary.write_text("".join(lines))
+    return grid

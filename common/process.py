@@ -1,0 +1,64 @@
+"""Orderly stops: a signal or a time limit asks a run to finish its step, save and exit."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+PARENT = os.getppid()  # who started this process, noted before torch is imported, which takes seconds
+
+
+def say(line: str) -> None:
+    """Print `line` to stderr, once a node; safe in a signal handler, where print may not be re-entered."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):  # a terminal that has gone must not end the run
+            os.write(2, f"{line}\n".encode(errors="backslashreplace"))  # a path need not be UTF-8
+
+
+def end_with_parent() -> None:
+    """End this process when torchrun does, however that ends: ranks that outlive it would go on writing. On Linux.
+
+    If it ended already, while this process was importing, no signal comes any more: this process then ends at once.
+    """
+    _set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != PARENT:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outlive_parent() -> None:
+    """The reverse of end_with_parent."""
+    _set_parent_death_signal(0)
+
+
+def _set_parent_death_signal(number: int) -> None:
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1  # of prctl(2)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
+
+
+def catch_stop_signals(max_minutes: float) -> Callable[[], bool]:
+    """From now on SIGTERM and SIGINT (Ctrl-C), however often they come, only ask for a stop.
+
+    Returns stop_requested(): whether, on this rank, one of them came or `max_minutes` (0: no limit) have passed.
+    """
+    began = time.perf_counter()
+    caught: list[int] = []  # the signals' numbers
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        if len(caught) == 1:  # torchrun passes on what a terminal has sent to all, so that one may come twice
+            outlive_parent()  # torchrun, which a second signal ends at once, must not take the save with it
+            say(f"{signal.Signals(number).name}: finishing this step, then saving")
+
+    def stop_requested() -> bool:
+        minutes = (time.perf_counter() - began) / 60
+        out_of_time = max_minutes > 0 and minutes >= max_minutes
+        return bool(caught) or out_of_time
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    return stop_requested

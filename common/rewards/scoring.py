@@ -1,0 +1,382 @@
+"""Rewards: plain functions `(images, prompts, metadata) -> scores`.
+
+images: list of B PIL images (RGB), or of B videos, lists of PIL frames, where the model makes videos; built-in rewards
+score images. prompts: list of B strings. metadata: list of B dicts, the other fields of a .jsonl prompt file. scores: B
+floats, higher is better. A reward that fails raises an exception: it never returns 0 instead. A reward that fails on
+one image alone may return the exception as that image's score; --reward_failure says what follows.
+
+Rewards run in a thread beside the rollout, batch by batch as images are finished, so an image's score may not depend on
+the other images of the call. The function may have attributes:
+
+    whole_batch     True: it is called once, with all images of the rank
+    check           a function (prompt), run on every prompt before any model loads; raises ValueError for a prompt that
+                    the reward cannot score
+    check_metadata  a function (dict), run on every prompt's metadata in the same way
+    load            a function (), run before the trained model loads: loads the reward's own network, or raises
+                    ValueError and says what is missing
+    offload         a function (), run when all images of a rollout are scored
+    settings        names of the environment variables that its scores depend on; a run records their values
+
+On GPUs the rank's own GPU is the current device, in the scoring thread as well. Move a network there by `.to("cuda")`,
+best in fp32, and give it a fixed number of images at a time (common/rewards/clip_score.py shows how and why).
+
+The built-in reward NAME is function NAME of common/rewards/NAME.py; your own is path/to/file.py:function.
+"""
+
+import copy
+import importlib
+import math
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from common.data import PromptSet, gather_shares
+from common.distributed import gather, use_own_gpu
+from common.errors import RunError, brief, reason, refusing
+from common.process import say
+from common.rollout import Images
+
+import torch
+
+# files here that hold none
+NO_REWARDS = ("__init__", "json_http", "pairs", "scoring", "stop_rules", "user_code", "watch")
+TOTAL = "weighted_total"  # logged for an evaluation beside each reward
+Reward = Callable[[Images, list[str], list[dict]], Sequence[float | Exception]]
+
+
+def built_in_rewards() -> list[str]:
+    """Names of the rewards of this folder, sorted."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NO_REWARDS)
+
+
+def load_rewards(
+    names: Sequence[str],
+    reward_weights: Sequence[float] | None = None,
+    num_frames: int = 1,
+    *,
+    option: str = "--reward",
+    trained: dict[str, Reward] | None = None,
+    load: bool = True,
+) -> dict[str, Reward]:
+    """Reward functions by the name under which they are logged; `path/to/file.py:function` loads your own.
+
+    reward_weights: one for each; None where `trained` rewards come first in the result, and these only score
+    evaluations. load: call the `load` of those that have one.
+
+    Raises:
+        ValueError: in one line, for an unknown reward, a missing file or function, a wrong number of weights, two
+            rewards of one name, a built-in reward where videos are made, or the error of a reward's `load`.
+    """
+    functions: dict[str, Reward] = {}
+    use_own_gpu()  # before a user's file is imported, which may load a network
+    if reward_weights is not None and len(reward_weights) != len(names):
+        raise ValueError(f"--reward_weights: {len(reward_weights)} weights for {len(names)} rewards; give one for each")
+    for name in names:
+        if name in built_in_rewards() and num_frames > 1:
+            raise ValueError(f"{option} {name}: scores images, not the videos of --num_frames {num_frames}")
+        log_name = name.rpartition(":")[2]
+        if log_name in functions or log_name in (trained or {}):
+            raise ValueError(f"{option} {' '.join(names)}: two rewards are named {log_name}")
+        functions[log_name] = find_reward(name, option)
+    if TOTAL in functions:
+        raise ValueError(f"{option} {' '.join(names)}: {TOTAL} is what their weighted sum is logged as")
+    for name, function in functions.items():
+        if load and hasattr(function, "load"):
+            with refusing(f"{option} {name}", Exception):
+                function.load()
+    return (trained or {}) | functions
+
+
+def find_reward(name: str, option: str = "--reward") -> Reward:
+    """The function of one reward; raises load_rewards' ValueError where there is none."""
+    if ":" in name:
+        from common.rewards.user_code import load_function
+
+        return load_function(name, option)
+    if name not in built_in_rewards():
+        known = ", ".join(built_in_rewards())
+        raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
+    module = importlib.import_module(f"common.rewards.{name}")
+    if not hasattr(module, name):
+        raise ValueError(f"{option} {name}: common/rewards/{name}.py has no function {name}")
+    return getattr(module, name)
+
+
+def reward_settings(rewards: dict[str, Reward]) -> dict[str, dict[str, str]]:
+    """The environment variables that scores depend on, {reward: {variable: value}}, of rewards that have `settings`."""
+    found = {}
+    for name, function in rewards.items():
+        variables = getattr(function, "settings", ())
+        values = {variable: os.environ[variable] for variable in variables if os.environ.get(variable)}
+        if variables:
+            found[name] = values
+    return found
+
+
+class Scorer:
+    """Scores the images of a rollout in a thread of its own, while the others are being sampled.
+
+    scorer = Scorer(rewards, prompts, "stop")
+    scorer.add([0, 1], images)  # as often as images are finished
+    scores = scorer.scores()
+    """
+
+    def __init__(self, rewards: dict[str, Reward], prompt_set: PromptSet, reward_failure: str = "stop") -> None:
+        """prompt_set: the prompts of all B images; reward_failure: stop or mask."""
+        self.rewards = rewards
+        self.prompt_set = prompt_set
+        self.reward_failure = reward_failure
+        self.early = {name: f for name, f in rewards.items() if not getattr(f, "whole_batch", False)}
+        self.images: list = [None] * len(prompt_set)
+        self.scores_of_early = torch.full((len(prompt_set), len(self.early)), torch.nan, dtype=torch.float64)
+        self.finished: queue.SimpleQueue = queue.SimpleQueue()  # of (rows, images), and None at the end
+        self.error: Exception | None = None  # that ended the thread early
+        # a daemon: a reward that hangs must not keep a run from ending that has failed elsewhere
+        self.thread = threading.Thread(target=self._score, daemon=True)
+        self.thread.start()
+
+    def add(self, rows: Sequence[int], images: Images) -> None:
+        """Hand over finished images: `rows`, their numbers among the B, and the images."""
+        for row, image in zip(rows, images, strict=True):
+            self.images[row] = image
+        self.finished.put((list(rows), images))
+
+    def scores(self) -> torch.Tensor:
+        """Wait for all scores: (B, R) in fp64, a column for each reward, in their order; NaN as in score_images.
+
+        Raises:
+            RunError: as score_images; or an image was never handed over, whose NaN would say that a reward failed.
+        """
+        self.finished.put(None)
+        self.thread.join()
+        if self.error:
+            raise self.error
+        missing = sum(image is None for image in self.images)
+        if missing:
+            raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
+        early = iter(self.scores_of_early.T)
+        columns = []
+        for name, function in self.rewards.items():
+            if name in self.early:
+                columns.append(next(early))
+            else:
+                alone = {name: function}
+                columns.append(score_images(alone, self.images, self.prompt_set, self.reward_failure)[:, 0])
+        offload_rewards(self.rewards)
+        return torch.stack(columns, 1)
+
+    def _score(self) -> None:
+        use_own_gpu()  # which is set for each thread
+        if self.early and not torch.cuda.is_available():
+            from common.models.cpu import leave_cores_to_this_thread  # a GPU needs none of it
+
+            leave_cores_to_this_thread()
+        try:
+            for rows, images in iter(self.finished.get, None):
+                if self.early:
+                    prompts = self.prompt_set.select(rows)
+                    self.scores_of_early[rows] = score_images(self.early, images, prompts, self.reward_failure)
+        except Exception as error:  # raised in `scores`, in the thread that waits for them
+            self.error = error
+
+
+@torch.no_grad()
+def score_images(
+    rewards: dict[str, Reward], images: Images, prompt_set: PromptSet, reward_failure: str = "stop"
+) -> torch.Tensor:
+    """Scores (B, R) in fp64 of B images of the B prompts of a PromptSet: a column for each reward, in their order.
+
+    NaN, with reward_failure "mask", where a reward gave an exception instead of a score.
+
+    Raises:
+        RunError: naming the reward that raised, gave the wrong number of scores, or a score that is not finite; with
+            "stop" also one that gave an exception instead of a score.
+    """
+    columns = []
+    for name, function in rewards.items():
+        began_in = os.getcwd()
+        try:
+            # copies, so that no reward sees what another one did to them
+            copies = copy.deepcopy(images)
+            returned = function(copies, list(prompt_set.prompts), copy.deepcopy(prompt_set.metadata))
+        except (Exception, SystemExit) as error:  # sys.exit(0) would otherwise end the run as a success
+            from common.rewards.user_code import describe, own_folder
+
+            told = describe(error, own_folder(function))
+            raise RunError(f"reward {name} raised {told}") from error
+        if os.getcwd() != began_in:
+            raise RunError(
+                f"reward {name} changed the working directory to {os.getcwd()}, and paths of the run with it"
+            )
+        columns.append(_as_scores(name, returned, prompt_set.prompts, reward_failure))
+    return torch.stack(columns, 1)
+
+
+def _as_scores(name: str, returned: object, prompts: list[str], reward_failure: str) -> torch.Tensor:
+    """The scores that reward `name` returned for B images as (B,) in fp64, NaN for the exceptions among them."""
+    failures = {}  # by the image's place
+    if isinstance(returned, list | tuple):
+        failures = {i: value for i, value in enumerate(returned) if isinstance(value, Exception)}
+        returned = [math.nan if i in failures else value for i, value in enumerate(returned)]
+    try:
+        scores = torch.as_tensor(returned, dtype=torch.float64, device="cpu")
+    except Exception as error:  # whatever the object that it returned raises
+        fault = f"what it returned, a {type(returned).__name__}, is not {len(prompts)} numbers"
+        raise RunError(f"reward {name}: {fault} ({type(error).__name__})") from None
+    if scores.shape != (len(prompts),):
+        shape = tuple(scores.shape)
+        raise RunError(f"reward {name}: expected {len(prompts)} scores, got shape {shape}")
+    for i, score in enumerate(scores.tolist()):
+        if not math.isfinite(score) and i not in failures:
+            told = f"reward {name}: score {score} for image {i} (prompt: {prompts[i]})"
+            raise RunError(f"{told}; for an image that it cannot score it may return an exception: --reward_failure")
+    if failures:
+        i, failure = next(iter(failures.items()))
+        first = f"image {i} (prompt: {prompts[i]}): {reason(failure)}"
+        if reward_failure == "stop":
+            raise RunError(
+                f"reward {name} failed on {first}; --reward_failure mask continues without such images"
+            ) from failure
+        say(brief(f"reward {name} failed on {len(failures)} of {len(prompts)} images: {first}"))
+    return scores
+
+
+def offload_rewards(rewards: dict[str, Reward]) -> None:
+    """Run the `offload` of those rewards that have one."""
+    for function in rewards.values():
+        if hasattr(function, "offload"):
+            function.offload()
+
+
+# ---- images that a reward failed on ----------------------------------------------------------------------------------
+def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill the images that a reward could not score, so that eq. 4 needs no exception for them.
+
+    scores (N, R), group by group, holds NaN where a reward failed. Such an image gets, in every reward, the mean of its
+    group's whole images; in a group without any, the mean of all whole images. Scores without NaN stay as they are.
+
+    Returns the filled scores, and is_compared (N,): False for filled images and for the images of a group with fewer
+    than two whole ones. After eq. 4 their advantages must be set to exactly 0.
+
+    Raises:
+        RunError: no group has two whole images.
+    """
+    is_failed = scores.isnan()  # (N, R)
+    is_whole = ~is_failed.any(1)  # (N,)
+    filled = scores.clone()
+    is_compared = is_whole.clone()
+    for rows in torch.arange(len(scores)).split(group_size):
+        whole = scores[rows][is_whole[rows]]  # (whole images, R)
+        if len(whole) < 2:
+            is_compared[rows] = False
+        if len(whole) < group_size:
+            source = whole if len(whole) else scores[is_whole]
+            # clamped, as the rounded mean of equal scores may differ from them
+            fill = source.mean(0).clamp(source.amin(0), source.amax(0)) if len(source) else 0.0
+            filled[rows[~is_whole[rows]]] = fill
+    if not is_compared.any():
+        raise RunError(f"no prompt of the rollout has two images with scores: {_count(is_failed, names)}")
+    return filled, is_compared
+
+
+def count_failed(scores: torch.Tensor, names: Sequence[str], num_trained: int) -> tuple[torch.Tensor, dict]:
+    """An evaluation's scores (M, R) and metrics, the number of images that each reward failed on.
+
+    Where one of the first num_trained rewards failed, the scores of all of these become NaN: the image is not part of
+    their means. The rewards behind them only watch, and each loses its own failures alone.
+
+    Raises:
+        RunError: a reward has no image with a score left.
+    """
+    has_failed = scores.isnan()
+    is_left_out = has_failed[:, :num_trained].any(1)
+    scores = scores.clone()
+    scores[is_left_out, :num_trained] = torch.nan
+    if scores.isnan().all(0).any():
+        raise RunError(f"no image of the evaluation has its scores: {_count(has_failed, names)}")
+    metrics = {f"val/{name}/failed": has_failed[:, r].sum() for r, name in enumerate(names)}
+    return scores, metrics
+
+
+def _count(has_failed: torch.Tensor, names: Iterable[str]) -> str:
+    counts = zip(names, has_failed.sum(0).tolist(), strict=True)
+    return ", ".join(f"reward {name} failed on {count} of {len(has_failed)}" for name, count in counts)
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+def sample_records(prompts: PromptSet, seeds: list[int], scores: torch.Tensor, names: Iterable[str]) -> list[dict]:
+    """The records of B evaluation images, {"prompt": ..., "seed": ..., "<reward>": score ...}; None: it failed."""
+    names = list(names)
+    records = []
+    for prompt, seed, row in zip(prompts.prompts, seeds, scores.tolist(), strict=True):
+        by_name = {name: None if math.isnan(score) else score for name, score in zip(names, row, strict=True)}
+        records.append({"prompt": prompt, "seed": seed, **by_name})
+    return records
+
+
+def eval_metrics(
+    scores: torch.Tensor,
+    names: Iterable[str],
+    reward_weights: Sequence[float],
+    places: Sequence[int],
+    images_per_prompt: int,
+) -> dict[str, torch.Tensor]:
+    """Mean and standard error over held-out prompts of every reward and of the weighted total. A collective.
+
+    scores (B, R) are of this rank's images, places (B,) their numbers among all, prompt by prompt. The first rewards
+    have a weight and make the total; those behind them only watch. A prompt is left out of a mean if the reward scored
+    none of its images; failed images are counted.
+    """
+    names = list(names)
+    num_images = int(gather(torch.tensor(places)).max()) + 1
+    scores = gather_shares(scores, num_images)
+    scores, metrics = count_failed(scores, names, len(reward_weights))
+    scores = scores.view(-1, images_per_prompt, scores.shape[1]).nanmean(1)  # (prompts, R)
+    totals = (scores[:, : len(reward_weights)] * scores.new_tensor(reward_weights)).sum(1)  # (prompts,)
+    for name, of_prompts in zip([*names, TOTAL], [*scores.T, totals], strict=True):
+        kept = of_prompts[~of_prompts.isnan()]
+        metrics[f"val/{name}/mean"] = kept.mean()
+        metrics[f"val/{name}/stderr"] = kept.std(correction=0) / len(kept) ** 0.5
+    return metrics
+
+
+def reward_metrics(
+    scores: torch.Tensor,
+    advantages: torch.Tensor,
+    names: Iterable[str],
+    reward_weights: Sequence[float],
+    group_size: int,
+) -> dict[str, torch.Tensor | float]:
+    """Statistics of a rollout's scores (N, R), NaN where a reward failed, and of its advantages (N,).
+
+    std_mean is the mean over groups of the population standard deviation of the weighted total. zero_std_ratio is the
+    share of groups whose images all score the same, from which nothing is learned. Only whole images count, in groups
+    with at least two of them; <reward>/failed and skipped_groups count the others.
+    """
+    has_failed = scores.isnan()  # (N, R)
+    is_whole = ~has_failed.any(1).view(-1, group_size)  # (P, G)
+    is_kept = is_whole & (is_whole.sum(1, keepdim=True) >= 2)
+    totals = (scores * scores.new_tensor(reward_weights)).sum(1)  # (N,)
+    groups = [group[kept] for group, kept in zip(totals.view(-1, group_size), is_kept, strict=True)]
+    groups = [group for group in groups if len(group)]
+    kept_totals = torch.cat(groups)
+    deviations = torch.stack([group.std(correction=0) for group in groups])
+    all_equal = torch.stack([group.amax() == group.amin() for group in groups])  # the std of equal values can be 1e-17
+    metrics: dict[str, torch.Tensor | float] = {}
+    for r, name in enumerate(names):
+        metrics[f"critic/rewards/{name}/failed"] = has_failed[:, r].sum()
+        metrics[f"critic/rewards/{name}/mean"] = scores[is_kept.flatten(), r].mean()
+    metrics["critic/rewards/skipped_groups"] = (~is_kept).all(1).sum()
+    metrics["critic/rewards/mean"] = kept_totals.mean()
+    metrics["critic/rewards/max"] = kept_totals.max()
+    metrics["critic/rewards/min"] = kept_totals.min()
+    metrics["critic/rewards/std_mean"] = deviations.mean()
+    metrics["critic/rewards/zero_std_ratio"] = all_equal.double().mean()
+    metrics["critic/rewards/group_size"] = group_size
+    kept_advantages = advantages[is_kept.flatten()]
+    metrics["critic/advantages/mean"] = kept_advantages.mean()
+    metrics["critic/advantages/max"] = kept_advantages.max()
+    metrics["critic/advantages/min"] = kept_advantages.min()
+    return metrics

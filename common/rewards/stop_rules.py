@@ -1,0 +1,61 @@
+"""Rules that end a run: --stop_if 'val/aesthetic/mean<5.2'. Only runs with that option import this file."""
+
+import math
+import operator
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from common.errors import brief
+from common.plots import VAL_TOTAL
+
+
+class StopRule(NamedTuple):
+    """The run ends after an evaluation whose `metric` is below, or above, `limit`."""
+
+    metric: str
+    sign: str  # < or >
+    limit: float
+
+    def holds(self, value: float) -> bool:
+        """Whether the value ends the run."""
+        compare = {"<": operator.lt, ">": operator.gt}[self.sign]
+        return compare(value, self.limit)
+
+    def __str__(self) -> str:
+        return f"{self.metric}{self.sign}{self.limit:g}"
+
+
+def read_stop_rules(texts: Sequence[str]) -> list[StopRule]:
+    """The StopRules of --stop_if.
+
+    Raises:
+        ValueError: a text is not a metric of an evaluation, < or >, and a finite number.
+    """
+    rules = []
+    for text in texts:
+        match = re.fullmatch(r"\s*(val/[^\s<>]+)\s*([<>])\s*([-+.\d][^\s<>]*)\s*", text)
+        must = "must be like 'val/ocr/mean<0.5': a metric of val/, < or >, a number; in quotes"
+        fault = brief(f"--stop_if {text}: {must}")
+        if not match:
+            raise ValueError(fault)
+        try:
+            limit = float(match[3])
+        except ValueError:
+            limit = math.nan
+        if not math.isfinite(limit):
+            raise ValueError(fault)
+        rules.append(StopRule(match[1], match[2], limit))
+    return rules
+
+
+def check_stop_rules(texts: Sequence[str], rewards: Sequence[str], images_per_prompt: int) -> None:
+    """Raises ValueError for a rule that cannot be read, or whose metric an evaluation by these rewards does not log."""
+    known = [*(f"val/{name}/mean" for name in rewards), VAL_TOTAL, "val/drift_from_base"]
+    if images_per_prompt > 1:
+        known.append("val/diversity")
+    more = [f"val/{name}/failed" for name in rewards]
+    more += [name.removesuffix("mean") + "stderr" for name in known if name.endswith("/mean")]
+    for rule in read_stop_rules(texts):
+        if rule.metric not in known + more:
+            raise ValueError(brief(f"--stop_if {rule}: no evaluation logs {rule.metric}; there are {', '.join(known)}"))

@@ -1,0 +1,164 @@
+"""Signs of reward hacking that no reward sees: how different a prompt's images are, and how far images drift."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from common.data import GroupSampler, gather_shares
+from common.distributed import gather, gather_objects, on_rank_0
+from common.errors import UNREADABLE, brief, reason
+from common.plots import as_one_picture, open_png
+from common.process import say
+from common.rollout import Images
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+LARGEST = 96  # pixels of the longer side of a reduced picture
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+def small_pictures(images: Images) -> torch.Tensor:
+    """The pixels (B, D) uint8 of B images or videos of one size, reduced so that no side is longer than LARGEST.
+
+    Means over boxes of whole pixels keep composition and colour and drop texture. The embedded model's images are
+    small enough as they are. A video is its first, middle and last frame.
+    """
+    rows = []
+    for image in images:
+        picture = as_one_picture(image).convert("RGB")
+        picture = picture.reduce(math.ceil(max(picture.size) / LARGEST))
+        rows.append(torch.from_numpy(np.array(picture)).flatten())
+    return torch.stack(rows)
+
+
+def rms_difference(pictures: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Root mean square difference (B,) of pictures (B, D) uint8 from others, as a share of a channel's range."""
+    return ((pictures.double() - others.double()) / 255).square().mean(1).sqrt()
+
+
+def diversity(groups: torch.Tensor) -> torch.Tensor:
+    """Mean rms_difference between two pictures of each group (P,), fp64; 0 where all are equal.
+
+    groups: (P, group_size, D) uint8. In [0, 1]; black and white pictures are 1 apart.
+    """
+    means = torch.empty(len(groups), dtype=torch.float64)
+    for i, group in enumerate(groups):
+        distances = torch.pdist(group.double() / 255)  # (G (G - 1) / 2,), square roots of sums over D
+        means[i] = distances.mean() / math.sqrt(group.shape[1])
+    return means
+
+
+def gather_groups(
+    rows: torch.Tensor, places: torch.Tensor, group_size: int, rank_of: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """This rank's rows (B, ...) and their places (B,) among all, in order -> whole groups (g, group_size, ...) of rows.
+
+    A group is group_size places in a row. It comes to the rank that has its first place, so that a row travels once or
+    not at all. rank_of: places (n,) -> the rank that has each. A collective.
+    """
+    rank = dist.get_rank()
+    owners = rank_of(places - places % group_size)  # (B,)
+    firsts = places[places % group_size == 0]  # (g,), each its group's
+    sources = rank_of((firsts[:, None] + torch.arange(group_size)).flatten())  # (g * group_size,)
+    sent = {other: rows[owners == other] for other in owners.unique().tolist() if other != rank}
+    sending = [dist.isend(part, other) for other, part in sent.items()]
+    groups = rows.new_empty(len(sources), *rows.shape[1:])
+    groups[sources == rank] = rows[owners == rank]
+    for other in sources.unique().tolist():
+        if other != rank:
+            part = rows.new_empty(int((sources == other).sum()), *rows.shape[1:])
+            dist.recv(part, other)
+            groups[sources == other] = part
+    for work in sending:
+        assert work  # this process is in the group
+        work.wait()
+    return groups.view(len(firsts), group_size, *rows.shape[1:])
+
+
+def rollout_diversity(images: Images, sampler: GroupSampler) -> torch.Tensor:
+    """Mean `diversity` of a rollout's groups, from this rank's B images. A collective.
+
+    The pictures of a group meet on one rank. A gather of all pictures would be 3.3 GB on each of 1,024 ranks.
+    """
+    groups = gather_groups(small_pictures(images), sampler.image_index, sampler.group_size, sampler.rank_of)
+    return gather(diversity(groups).sum()).sum() / sampler.prompts_per_step
+
+
+# ---- an evaluation ---------------------------------------------------------------------------------------------------
+def watch_metrics(folder: Path, places: list[int], images: Images, images_per_prompt: int) -> dict[str, torch.Tensor]:
+    """val/diversity (with several images per prompt) and val/drift_from_base of an evaluation in RUN/samples/STEP.
+
+    The drift is the mean rms_difference between an image and the image of the same prompt and seed at step 0. A line
+    says why where there is none to compare with; the metric is then missing. places (B,) and images: as save_samples
+    took them. A collective; the metrics are the same on all ranks.
+    """
+    pictures = small_pictures(images)  # (B, D)
+    num_images = int(gather(torch.tensor(places)).max()) + 1
+    metrics = {}
+    if images_per_prompt > 1:
+        world_size = dist.get_world_size()
+        # without the surplus of share_of_rank, which comes last
+        num_own = len(range(dist.get_rank(), num_images, world_size))
+        own = torch.tensor(places)[:num_own]
+        groups = gather_groups(pictures[:num_own], own, images_per_prompt, lambda place: place % world_size)
+        metrics["val/diversity"] = gather(diversity(groups).sum()).sum() / (num_images // images_per_prompt)
+    base, problem = gather_objects(_find_base(folder) if on_rank_0() else (None, None))[0]
+    if base is not None:
+        try:
+            images_before = [open_png(base / f"{place:05d}.png") for place in places]
+            if as_one_picture(images_before[0]).size != as_one_picture(images[0]).size:
+                raise ValueError("of another size")
+            before = small_pictures(images_before)
+        except Exception as error:  # a library reads them, which can raise nearly anything
+            problem = f"the images in {base} cannot be compared with ({reason(error)})"
+    problems = [text for text in gather_objects(problem) if text]
+    if problems:
+        if on_rank_0():
+            say(brief(f"no val/drift_from_base: {problems[0]}"))
+        return metrics
+    moved = gather_shares(rms_difference(pictures, before), num_images)  # (all images,)
+    metrics["val/drift_from_base"] = moved.mean()
+    return metrics
+
+
+def _find_base(folder: Path) -> tuple[Path | None, str | None]:
+    """The folder of step 0's images of the same prompts and seeds, and None; or None, and the reason."""
+    folder = Path(folder)
+    run = folder.parents[1]
+    base = base_samples(run)
+    if base is None:
+        return None, f"neither {run} nor a run that it resumes has the images of an evaluation at step 0"
+    try:
+        is_same = _made_of(base) == _made_of(folder)
+    except (*UNREADABLE, KeyError, TypeError):
+        is_same = False
+    if not is_same:
+        return None, f"the images in {base} are of other prompts or seeds"
+    return base, None
+
+
+def base_samples(run: Path) -> Path | None:
+    """samples/0000 of a run; where it has none, of the run that it was started from, and so on; or None."""
+    seen = set()
+    while run not in seen:
+        seen.add(run)
+        samples = run / "samples" / "0000"
+        if (samples / "samples.jsonl").is_file():
+            return samples
+        try:
+            resume = json.loads((run / "args.json").read_text())["args"]["resume"]
+        except (*UNREADABLE, KeyError, TypeError):
+            return None
+        if resume not in (None, "latest"):
+            resume = Path(resume).absolute()
+            run = resume.parents[1] if resume.suffix == ".pt" else resume
+    return None
+
+
+def _made_of(folder: Path) -> list[tuple]:
+    """The (prompt, seed) of every image of an evaluation, by place."""
+    records = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    return [(record["prompt"], record["seed"]) for record in records]

@@ -1,0 +1,63 @@
+#!/bin/bash
+# Qwen-Image, text in pictures: each prompt has the text to draw in double quotes.
+#     bash recipes/qwen_image.sh flow_grpo.py --name mine --train_prompts train.txt --eval_prompts test.txt
+# What you add wins over what stands here. Eight ranks unless LAUNCH says otherwise. Never run by us on a GPU.
+# Shared: size, the LoRA's rank, evaluation steps and Adam's epsilon of VeRL-Omni's scripts and of Flow-GRPO's code
+# (config/grpo.py, pickscore_qwenimage, which has the micro-batch). Ours: a LoRA of the attention alone (VeRL-Omni's: of
+# the MLPs as well).
+script=${1:?"which script, flow_grpo.py for example"}
+settings=(
+    --model Qwen/Qwen-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256
+    --lora_rank 64 --lora_alpha 128 --adam_eps 1e-8
+    --eval_num_inference_steps 50 --micro_batch_size 4
+    --reward ocr_scene_contains
+)
+case $script in
+    flow_grpo.py)
+        # VeRL-Omni's script for text in pictures. Flow-GRPO's code has the same, for PickScore, with a clip range of
+        # 1e-4.
+        settings+=(
+            --learning_rate 3e-4 --clip_range 1e-5
+            --num_inference_steps 10 --guidance_scale 4 --noise_level 1.2 --sde_window_size 2 --sde_window_range 0 5
+            --num_prompts 32 --group_size 16 --updates_per_rollout 2
+        )
+        ;;
+    grpo_guard.py)
+        # VeRL-Omni's script for GRPO-Guard.
+        settings+=(
+            --learning_rate 3e-4 --clip_range 2e-6
+            --num_inference_steps 10 --guidance_scale 4 --noise_level 1.2 --sde_window_size 2 --sde_window_range 0 5
+            --num_prompts 32 --group_size 16 --updates_per_rollout 2
+        )
+        ;;
+    mix_grpo.py)
+        # VeRL-Omni's script for MixGRPO; the clip range is VeRL-Omni's default. Ours: the images of a prompt start from
+        # one noise.
+        settings+=(
+            --learning_rate 3e-4 --clip_range 1e-4 --window_mode random
+            --num_inference_steps 10 --guidance_scale 4 --noise_level 1.2 --sde_window_size 2 --sde_window_range 0 5
+            --num_prompts 32 --group_size 16 --updates_per_rollout 2
+        )
+        ;;
+    dpo_offline.py)
+        # Ours, except the learning rate and beta of VeRL-Omni's script for SD3.5-medium.
+        settings+=(
+            --learning_rate 2e-4 --dpo_beta 100
+            --num_inference_steps 50 --guidance_scale 4
+        )
+        ;;
+    diffusion_nft.py)
+        # VeRL-Omni's script for DiffusionNFT, which evaluates with 40 steps; `old` follows once a rollout, as there.
+        settings+=(
+            --learning_rate 3e-4 --nft_beta 0.1 --kl_coef 1e-4
+            --decay_schedule delayed_linear_to_0_999
+            --num_inference_steps 10
+            --num_prompts 24 --group_size 16 --updates_per_rollout 2
+        )
+        ;;
+    *)
+        echo "recipes/qwen_image.sh has no settings for $script" >&2
+        exit 2
+        ;;
+esac
+${LAUNCH:-torchrun --standalone --nproc_per_node 8} "$script" "${settings[@]}" "${@:2}"

@@ -1,0 +1,67 @@
+#!/bin/bash
+# Stable Diffusion 3.5 medium, text in pictures: each prompt has the text to draw in double quotes.
+#     bash recipes/sd35_medium.sh flow_grpo.py --name mine --train_prompts train.txt --eval_prompts test.txt
+# What you add wins over what stands here. Eight ranks unless LAUNCH says otherwise. Never run by us on a GPU.
+# Shared: size, LoRA, evaluation steps, micro-batch and Adam's epsilon of Flow-GRPO's code (config/grpo.py,
+# general_ocr_sd3).
+# Ours: bf16 (there fp16) and 256 tokens of a prompt (there 128).
+# Without guidance (its geneval_sd3_fast_nocfg), add: --guidance_scale 1 --sde_type cps --noise_level 0.8
+# --sde_window_size 3 --sde_window_range 0 5 --clip_range 1e-5 --kl_coef 0
+script=${1:?"which script, flow_grpo.py for example"}
+settings=(
+    --model stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --image_size 512 512 --max_sequence_length 256
+    --lora_rank 32 --lora_alpha 64 --adam_eps 1e-8
+    --eval_num_inference_steps 40 --micro_batch_size 9
+    --reward ocr_scene_contains
+)
+case $script in
+    flow_grpo.py)
+        # Flow-GRPO's code, general_ocr_sd3. It averages the weights by 0.9 every eighth optimizer step, which is 0.987
+        # a step.
+        settings+=(
+            --learning_rate 3e-4 --clip_range 1e-4 --kl_coef 0.04 --ema_decay 0.987
+            --num_inference_steps 10 --guidance_scale 4.5 --noise_level 0.7 --sde_window_size 0
+            --num_prompts 48 --group_size 24 --updates_per_rollout 2
+        )
+        ;;
+    grpo_guard.py)
+        # GRPO-Guard's clip range for text in pictures. Ours: Flow-GRPO's learning rate, sampling and images, without KL
+        # and average.
+        settings+=(
+            --learning_rate 3e-4 --clip_range 2e-6
+            --num_inference_steps 10 --guidance_scale 4.5 --noise_level 0.7 --sde_window_size 0
+            --num_prompts 48 --group_size 24 --updates_per_rollout 2
+        )
+        ;;
+    mix_grpo.py)
+        # Ours: Flow-GRPO's settings with a window of two steps, without KL and average. MixGRPO's script for FLUX has
+        # the same clip range.
+        settings+=(
+            --learning_rate 3e-4 --clip_range 1e-4
+            --num_inference_steps 10 --guidance_scale 4.5 --noise_level 0.7 --sde_window_size 2 --sde_window_range 0 9
+            --num_prompts 48 --group_size 24 --updates_per_rollout 2
+        )
+        ;;
+    dpo_offline.py)
+        # VeRL-Omni's script for offline DPO: learning rate, guidance, beta. Ours: 28 steps make a pair's images, and 64
+        # pairs make a step (there 4).
+        settings+=(
+            --learning_rate 2e-4 --dpo_beta 100
+            --num_inference_steps 28 --guidance_scale 4
+            --num_pairs 64
+        )
+        ;;
+    diffusion_nft.py)
+        # DiffusionNFT's code (config/nft.py, sd3_ocr). Ours: Euler's steps sample (there dpm2).
+        settings+=(
+            --learning_rate 3e-4 --nft_beta 0.1 --kl_coef 1e-4 --decay_schedule delayed_linear_to_0_999 --ema_decay 0.9
+            --num_inference_steps 10 --timestep_fraction 0.99
+            --num_prompts 48 --group_size 24 --updates_per_rollout 2
+        )
+        ;;
+    *)
+        echo "recipes/sd35_medium.sh has no settings for $script" >&2
+        exit 2
+        ;;
+esac
+${LAUNCH:-torchrun --standalone --nproc_per_node 8} "$script" "${settings[@]}" "${@:2}"

@@ -1,0 +1,15 @@
+#!/bin/bash
+# Stable Diffusion 3.5 medium by Flow-GRPO on one 24 GB GPU (RTX 4090); the trainer samples. Never run by us on a GPU.
+# Add your own --name, --train_prompts, --eval_prompts and --reward; what you add wins over what stands here.
+# Of Flow-GRPO's code (config/grpo.py, general_ocr_sd3_4gpu): size, LoRA, steps, guidance, noise, 16 x 16 images, two
+# optimizer steps a rollout, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours:
+# a window of two trained steps, no KL, bf16 (there fp16), 256 tokens (there 128), micro-batch, prompt cache.
+# Memory, before you start: LAUNCH="python -m tools.plan rtx4090" bash recipes/sd35_medium_1x24gb.sh
+${LAUNCH:-torchrun --standalone} flow_grpo.py \
+    --model stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
+    --rollout local --prompt_cache embeddings \
+    --lora_rank 32 --lora_alpha 64 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \
+    --num_inference_steps 10 --guidance_scale 4.5 --noise_level 0.7 --sde_window_size 2 --sde_window_range 0 9 \
+    --eval_num_inference_steps 40 \
+    --num_prompts 16 --group_size 16 --updates_per_rollout 2 --micro_batch_size 2 \
+    "$@"

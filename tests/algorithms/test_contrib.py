@@ -1,0 +1,599 @@
+"""contrib/: each script differs from its parent by its algorithm alone, has its loss by hand, and runs."""
+
+import ast
+import importlib
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import grpo_guard
+from common.rewards.user_code import load_function
+from common.rollout import RolloutRequest
+from common.sde import draw_noise, image_seed, sde_step
+from contrib import awm, dance_grpo, dgpo, flow_dppo, mix_grpo_flash, online_dpo
+from dpo_offline import dpo_loss
+from tests import density, house
+from tests.conftest import (
+    ROOT,
+    TINY,
+    brightness_reward,
+    few_eval_prompts,
+    own_options,
+    read_metrics,
+    shared_options,
+)
+from tools.diff import changed_lines, parent_of, sections
+
+import pytest
+import torch
+
+# Lines added or removed against the parent under ruff format, the header docstring apart: only ever lowered, but for a
+# fix, with its reason in the commit.
+CHANGED = {
+    "contrib/awm.py": 55,
+    "contrib/dance_grpo.py": 20,
+    "contrib/dgpo.py": 76,
+    "contrib/flow_dppo.py": 45,
+    "contrib/mix_grpo_flash.py": 72,
+    "contrib/online_dpo.py": 81,
+}
+PARENTS = {
+    "contrib/awm.py": "diffusion_nft.py",
+    "contrib/dance_grpo.py": "flow_grpo.py",
+    "contrib/dgpo.py": "diffusion_nft.py",
+    "contrib/flow_dppo.py": "grpo_guard.py",
+    "contrib/mix_grpo_flash.py": "mix_grpo.py",
+    "contrib/online_dpo.py": "contrib/dgpo.py",
+}
+# Functions and classes of the parent that the algorithm changes; any other of the same name is equal to the byte.
+DIFFERENT = {
+    "contrib/awm.py": {"accumulate_gradients", "main"},
+    "contrib/dance_grpo.py": {"main"},
+    "contrib/dgpo.py": {"check", "draw_training_noise", "accumulate_gradients", "update", "main"},
+    "contrib/flow_dppo.py": {"policy_loss", "accumulate_gradients", "main"},
+    "contrib/mix_grpo_flash.py": {"sample_locally", "main"},
+    "contrib/online_dpo.py": {"check", "compute_advantages", "accumulate_gradients", "main"},
+}
+# Options of another default, bound or meaning; `name` differs in all.
+DIFFERENT_OPTIONS = {
+    "contrib/awm.py": set(),
+    "contrib/dance_grpo.py": {"sde_type"},
+    "contrib/dgpo.py": {"kl_coef"},
+    "contrib/flow_dppo.py": {"clip_range"},
+    "contrib/mix_grpo_flash.py": set(),
+    "contrib/online_dpo.py": {"group_size"},
+}
+SCRIPTS = list(CHANGED)
+# Bounds of tests/density.py that a script of contrib/ breaks. mix_grpo_flash.py is mix_grpo.py and a solver, which
+# leaves its parent alone and has to stand in one file with it.
+BROKEN_BOUNDS = {"contrib/mix_grpo_flash.py": {"lines", "tokens"}}
+
+
+# ---- what they share with their parents ------------------------------------------------------------------------------
+def definitions(script):
+    """{name: source} of the functions and classes of a script, its options apart."""
+    source = (ROOT / script).read_text()
+    lines = source.splitlines()
+    nodes = [n for n in ast.parse(source).body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name != "Args"]
+    return {node.name: lines[node.lineno - 1 : node.end_lineno] for node in nodes}
+
+
+def option_sources(script):
+    """{name of an option: its type, default and docstring} of those that a script declares itself."""
+    tree = ast.parse((ROOT / script).read_text())
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args").body
+    declared = {node.target.id: ast.unparse(node) for node in body if isinstance(node, ast.AnnAssign)}
+    return {name: (declared[name], docstring) for name, docstring in own_options(script).items()}
+
+
+def differing(base, other):
+    """Names that two dictionaries share, with values that differ."""
+    return {name for name in base.keys() & other.keys() if base[name] != other[name]}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_changes_its_parent_by_its_algorithm_alone(script):
+    parent = PARENTS[script]
+    assert parent_of(script) == parent
+    assert differing(definitions(parent), definitions(script)) == DIFFERENT[script]
+    assert differing(option_sources(parent), option_sources(script)) == DIFFERENT_OPTIONS[script] | {"name"}
+    assert list(sections(script)) == list(sections(parent))
+    assert changed_lines(script) <= CHANGED[script]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_options_are_read_and_explained(script):
+    nodes = list(ast.walk(ast.parse((ROOT / script).read_text())))
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args"}
+    own = own_options(script)
+    assert [name for name in own if name not in read] == []
+    assert [name for name, docstring in own.items() if not docstring] == []
+    assert not own.keys() & shared_options().keys() - {"name"}
+    imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert not {name for name in imported if name.startswith("contrib")} and "flow_grpo" not in imported
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_reads_as_easily_as_the_five(script):
+    broken = density.broken_bounds(ROOT / script)
+    names = {line.split(": ")[1].split()[0] for line in broken}
+    assert names == BROKEN_BOUNDS.get(script, set()), broken
+    assert len(house.names(ROOT, script)) <= house.BOUNDS["names"]
+    assert len(house.reach(ROOT, script)) <= house.BOUNDS["reach"]
+    assert house.closure(ROOT, script) <= house.closure(ROOT, PARENTS[script])  # no file that the parent does without
+    assert house.untyped(ROOT / script) == []
+
+
+# ---- the losses by hand ----------------------------------------------------------------------------------------------
+def column(*values):
+    """One element a sample, (B, 1), in fp64."""
+    return torch.tensor(values, dtype=torch.float64).view(-1, 1)
+
+
+# of two samples: x0 1 and 0, noise 3 and 2, sigma 1/2 and 1/4, so that x_t is 2 and 1/2 and both targets are 2
+X_T = column(2.0, 0.5)
+X0 = column(1.0, 0.0)
+SIGMA = torch.tensor([0.5, 0.25], dtype=torch.float64)
+
+
+@pytest.mark.fast
+def test_awm_loss_by_hand():
+    """Errors 1/4, 1, of `old` 1, 0: ratios e^.75 and e^-1, clipped to 1.5 and .5, which count: A is 1 and -1/2."""
+    arguments = [column(1.5, 3.0), column(1.0, 2.0), column(1.5, 1.0), X_T, X0]
+    options = {"sigma": SIGMA, "r": torch.tensor([1.0, 0.25], dtype=torch.float64)}
+    options |= {"clip_range": 0.5, "old_kl_coef": 2.0, "kl_coef": 0.1}
+    loss, metrics = awm.awm_loss(*arguments, **options)
+    policy_loss = (-1.5 + 0.5 * 0.5) / 2
+    assert loss.item() == pytest.approx(policy_loss + 2.0 * (0.25 + 1) / 2 + 0.1 * (0 + 4) / 2)
+    assert metrics["actor/ratio_mean"].item() == pytest.approx((math.exp(0.75) + math.exp(-1)) / 2)
+    assert metrics["actor/pg_clipfrac"] == 1 and metrics["actor/kl_loss"] == 2
+    # an image that a reward failed on has the weight 0 in all three terms
+    loss, _ = awm.awm_loss(*arguments, **options, sample_weights=torch.tensor([1.0, 0.0]))
+    assert loss.item() == pytest.approx((-1.5 + 2.0 * 0.25 + 0.1 * 0) / 2)
+
+
+@pytest.mark.fast
+def test_awm_pulls_at_old_by_the_advantage():
+    """Without a KL the gradient at `old` is A times that of the error, 2 (v - target), in the mean over two."""
+    v = column(1.5, 3.0).requires_grad_()
+    r = torch.tensor([1.0, 0.25], dtype=torch.float64)
+    options = {"sigma": SIGMA, "r": r, "clip_range": 0.5, "old_kl_coef": 1.0, "kl_coef": 0.0}
+    loss, metrics = awm.awm_loss(v, v.detach(), None, X_T, X0, **options)
+    loss.backward()
+    assert v.grad.flatten().tolist() == pytest.approx([1 * 2 * (1.5 - 2) / 2, -0.5 * 2 * (3 - 2) / 2])
+    assert loss.item() == pytest.approx(-(1 - 0.5) / 2)
+    assert metrics["actor/ratio_mean"] == 1 and metrics["actor/pg_clipfrac"] == 0 and metrics["actor/kl_loss"] == 0
+
+
+def dgpo_options(**changes):
+    r = torch.tensor([0.6, 0.4], dtype=torch.float64)
+    options = {"sigma": SIGMA, "r": r, "group_size": 2, "dpo_beta": 4.0, "clip_range": 9.0, "adv_clip_max": 5.0}
+    return {**options, "kl_coef": 0.0, **changes}
+
+
+@pytest.mark.fast
+def test_dgpo_loss_by_hand():
+    """A 1 and -1, errors 1/4 and 1, of the reference 1 and 1/4: logit 4 / 2 ((1 - 1/4) - (1/4 - 1)) = 3."""
+    arguments = [column(1.5, 3.0), column(1.5, 3.0), column(1.0, 2.5), X_T, X0]
+    loss, metrics = dgpo.dgpo_loss(*arguments, **dgpo_options(kl_coef=0.1))
+    kl = (0.25 + 0.25) / 2
+    assert loss.item() == pytest.approx(math.log1p(math.exp(-3)) / 4 + 0.1 * kl)
+    assert metrics["actor/margin"].item() == pytest.approx(3) and metrics["actor/kl_loss"].item() == pytest.approx(kl)
+    weights = torch.tensor([1.0, 0.0])
+    loss, _ = dgpo.dgpo_loss(*arguments, **dgpo_options(kl_coef=0.1), sample_weights=weights)
+    assert loss.item() == pytest.approx(math.log1p(math.exp(-3)) / 4 + 0.1 * 0.25 / 2)
+    # a second prompt, whose images all score the same
+    twice = [torch.cat([argument, argument]) for argument in arguments]
+    r = torch.tensor([0.6, 0.4, 0.5, 0.5], dtype=torch.float64)
+    loss, metrics = dgpo.dgpo_loss(*twice, **dgpo_options(sigma=SIGMA.repeat(2), r=r))
+    assert loss.item() == pytest.approx((math.log1p(math.exp(-3)) + math.log(2)) / 2 / 4)
+    assert metrics["actor/margin"].item() == pytest.approx(1.5)
+
+
+@pytest.mark.fast
+def test_dgpo_weighs_by_how_surprising_the_preference_is():
+    """The gradient is that of mean(weight A error), weight = sigmoid(-logit) of the group: the authors' form."""
+    torch.manual_seed(0)
+    v, v_ref, x_t, x0 = torch.randn(4, 6, 5, dtype=torch.float64)
+    sigma = torch.rand(6, dtype=torch.float64) + 0.1
+    r = torch.rand(6, dtype=torch.float64)
+    v.requires_grad_()
+    options = dgpo_options(sigma=sigma, r=r, group_size=3, dpo_beta=0.7, clip_range=1e9)
+    dgpo.dgpo_loss(v, v.detach(), v_ref, x_t, x0, **options)[0].backward()
+    errors, ref_errors = (((w - (x_t - x0) / sigma[:, None]) ** 2).mean(1) for w in (v, v_ref))
+    advantages = 5.0 * (2 * r - 1)
+    logits = 0.7 / 3 * (advantages * (ref_errors - errors)).view(2, 3).sum(1)
+    weights = torch.sigmoid(-logits).detach().repeat_interleave(3)
+    (expected,) = torch.autograd.grad((weights * advantages * errors).mean(), v)
+    torch.testing.assert_close(v.grad, expected)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("r", "trained"), [([0.6, 0.4], [False, True]), ([0.4, 0.6], [True, False])])
+def test_dgpo_clips_on_the_side_of_the_advantage(r, trained):
+    """Errors 1/4 and 1/4, of `old` 1/2 each: both are closer than 1 + .1, further than a better image's may go."""
+    v = column(1.5, 2.5).requires_grad_()
+    v_old = 2 + column(-math.sqrt(0.5), math.sqrt(0.5))
+    options = dgpo_options(r=torch.tensor(r, dtype=torch.float64), clip_range=0.1)
+    loss, metrics = dgpo.dgpo_loss(v, v_old, column(1.0, 1.0), X_T, X0, **options)
+    loss.backward()
+    assert (v.grad.flatten() != 0).tolist() == trained and metrics["actor/pg_clipfrac"] == 0.5
+
+
+@pytest.mark.fast
+def test_online_dpo_has_the_loss_of_offline_dpo():
+    """Of three pairs, best first or last: dpo_offline.dpo_loss over dpo_beta."""
+    torch.manual_seed(0)
+    v, v_ref, x_t, x0 = torch.randn(4, 6, 5, dtype=torch.float64)
+    sigma = torch.rand(6, dtype=torch.float64) + 0.1
+    r = torch.tensor([1.0, 0, 0, 1, 1, 0], dtype=torch.float64)
+    options = dgpo_options(sigma=sigma, r=r, dpo_beta=3.0, adv_clip_max=1.0)
+    loss, metrics = online_dpo.dgpo_loss(v, v, v_ref, x_t, x0, **options)
+    target = (x_t - x0) / sigma[:, None]
+    best = torch.tensor([0, 3, 4])
+    worst = torch.tensor([1, 2, 5])
+    errors, ref_errors = (((w - target) ** 2).mean(1)[torch.stack([best, worst])] for w in (v, v_ref))
+    expected, expected_metrics = dpo_loss(errors, ref_errors, 3.0)
+    assert loss.item() == pytest.approx(expected.item() / 3)
+    assert metrics["actor/margin"].item() == pytest.approx(expected_metrics["actor/margin"].item())
+
+
+@pytest.mark.fast
+def test_online_dpo_marks_the_best_and_the_worst():
+    args = SimpleNamespace(group_size=3, reward_weights=(1.0, 10.0))
+    rewards = torch.tensor([0.1, 0.9, 0.5, 0.3, 0.3, 0.3, 0.2, 0.2, 0.9], dtype=torch.float64)
+    scores = torch.stack([rewards, torch.zeros(9, dtype=torch.float64)], 1)
+    everything = torch.ones(9, dtype=torch.bool)
+    marks = online_dpo.compute_advantages(args, scores, everything)
+    assert marks.tolist() == [-1, 1, 0, 0, 0, 0, -1, 0, 1]
+    assert online_dpo.optimality(marks, "continuous", 1.0).tolist()[:3] == [0, 1, 0.5]
+    # the weights decide, and images that a reward failed on are neither best nor worst
+    scores[2, 1] = 0.1
+    assert online_dpo.compute_advantages(args, scores, everything).tolist()[:3] == [-1, 0, 1]
+    is_compared = torch.tensor([True, True, False, True, False, False, False, False, False])
+    is_compared[3] = False  # as fill_failed leaves a group with one whole image
+    assert online_dpo.compute_advantages(args, scores, is_compared).tolist() == [-1, 1, 0, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.fast
+def test_online_dpo_trains_on_the_pairs_of_its_rank():
+    """A rank that made the images 6 to 11 of 12, two groups of three; the images of the second all score the same."""
+    marks = torch.tensor([0.0, 1, -1, 1, -1, 0, -1, 0, 1, 0, 0, 0], dtype=torch.float64)
+    request = request_of(3, ())
+    index = torch.arange(6, 12)
+    batch = online_dpo.Batch(request, torch.arange(6.0), marks[6:] / 2 + 0.5, torch.arange(6.0), index)
+    pairs = online_dpo.pairs_of(batch, marks, group_size=3)
+    first, second = pairs.image_index.view(2, 2).tolist()
+    assert sorted(first) == [6, 8] and set(second) < {9, 10, 11}
+    rows = pairs.image_index - 6
+    assert torch.equal(pairs.x0, batch.x0[rows]) and torch.equal(pairs.sample_weights, batch.sample_weights[rows])
+    assert torch.equal(pairs.r, batch.r[rows]) and pairs.r.tolist()[2:] == [0.5, 0.5]
+    assert pairs.request.seeds == [request.seeds[row] for row in rows.tolist()]
+
+
+@pytest.mark.fast
+def test_nothing_is_learned_where_all_images_score_the_same():
+    """r is 1/2: at `old` and the reference the gradient of every loss is exactly 0."""
+    r = torch.full((2,), 0.5, dtype=torch.float64)
+    start = column(1.5, 3.0)
+    options = {"sigma": SIGMA, "r": r, "clip_range": 0.5, "kl_coef": 1.0}
+    groups = {"group_size": 2, "dpo_beta": 4.0, "adv_clip_max": 5.0}
+    for loss_function, more in ((awm.awm_loss, {"old_kl_coef": 1.0}), (dgpo.dgpo_loss, groups)):
+        v = start.clone().requires_grad_()
+        loss_function(v, start, start, X_T, X0, **options, **more)[0].backward()
+        assert (v.grad == 0).all()
+
+
+@pytest.mark.fast
+def test_groups_that_are_cut_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for script, size, fault in ((dgpo, 4, "whole groups of 8"), (online_dpo, 1, "whole pairs")):
+        with pytest.raises(ValueError, match=f"--micro_batch_size {size}: must hold {fault}"):
+            script.check(script.Args(micro_batch_size=size))
+        script.check(script.Args(micro_batch_size=8))
+
+
+# ---- Flow-DPPO -------------------------------------------------------------------------------------------------------
+def dppo_loss(log_ratios, advantages, **options):
+    """Loss of one-element samples with std 1: eps = 1, d = log_ratio."""
+    mean = column(*log_ratios).requires_grad_()
+    one = torch.ones(len(mean), dtype=torch.float64)
+    advantages = torch.tensor(advantages, dtype=torch.float64)
+    loss, metrics = flow_dppo.policy_loss(
+        torch.ones_like(mean), mean, torch.zeros_like(mean), one, advantages, dppo_delta=0.02, **options
+    )
+    loss.backward()
+    return loss.item(), mean.grad.flatten().tolist(), {k: v.item() for k, v in metrics.items()}
+
+
+@pytest.mark.fast
+def test_dppo_drops_what_moves_on_beyond_delta_and_keeps_the_denominator():
+    """delta .02 is |d| = .2: of four samples the first (up, A > 0) and the last (down, A < 0) are dropped."""
+    loss, grad, metrics = dppo_loss([0.3, -0.3, 0.1, -0.3], [1, 1, 1, -7])
+    ratios = [math.exp(d - d**2 / 2) for d in (0.3, -0.3, 0.1, -0.3)]  # the plain ones
+    assert loss == pytest.approx(-(ratios[1] + ratios[2]) / 4, rel=1e-12)
+    assert grad == pytest.approx([0, -ratios[1] * 1.3 / 4, -ratios[2] * 0.9 / 4, 0], rel=1e-12)
+    assert metrics["actor/pg_clipfrac_higher"] == metrics["actor/pg_clipfrac_lower"] == 0.25
+    assert metrics["actor/pg_clipfrac"] == 0.5
+    assert metrics["actor/ppo_kl"] == pytest.approx((3 * 0.09 + 0.01) / 2 / 4, rel=1e-12)
+
+
+@pytest.mark.fast
+def test_dppos_first_update_is_reinforce():
+    """At the old policy: ratio 1, nothing dropped, loss -mean A, gradient -A eps / D."""
+    loss, grad, metrics = dppo_loss([0.0, 0.0], [2, -1])
+    assert loss == pytest.approx(-0.5) and grad == pytest.approx([-2 / 2, 1 / 2])
+    assert metrics["actor/pg_clipfrac"] == 0 and metrics["actor/ratio_mean"] == 1
+
+
+@pytest.mark.fast
+def test_dppos_weights_multiply_the_samples_losses():
+    weights = torch.tensor([0.0, 2.0], dtype=torch.float64)
+    loss, grad, metrics = dppo_loss([0.05, -0.05], [1, 1], sample_weights=weights)
+    want = -math.exp(-0.05 - 0.05**2 / 2)
+    assert loss == pytest.approx(want) and grad == pytest.approx([0, want * 1.05])  # the slope of d - d^2 / 2
+    assert metrics["actor/loss"] == loss
+
+
+@pytest.mark.fast
+def test_dppo_has_the_plain_ratio_of_log_probs():
+    """-A exp(log_prob - old_log_prob) of torch's own Normal, mean log-probs; masked where the divergence would grow."""
+    generator = torch.Generator().manual_seed(0)
+    old_mean, eps, shift = (torch.randn(4, 3, 5, generator=generator, dtype=torch.float64) for _ in range(3))
+    std = torch.full((4,), 0.3, dtype=torch.float64)
+    x_next = old_mean + 0.3 * eps
+    mean = (old_mean + 0.02 * shift).requires_grad_()
+    advantages = torch.tensor([1.0, -2.0, 0.5, -1.0], dtype=torch.float64)
+
+    def log_prob(m):
+        return torch.distributions.Normal(m, 0.3).log_prob(x_next).flatten(1).mean(1)
+
+    ratio = (log_prob(mean) - log_prob(old_mean)).exp()
+    divergence = ((mean - old_mean) ** 2).flatten(1).mean(1) / (2 * 0.3**2)
+    delta = divergence.median().item()
+    is_masked = (divergence >= delta) & (advantages * (ratio - 1) > 0)
+    assert 0 < is_masked.sum() < 4
+    want = torch.where(is_masked, 0.0, -advantages * ratio).mean()
+    got, _ = flow_dppo.policy_loss(x_next, mean, old_mean, std, advantages, dppo_delta=delta)
+    assert got.item() == pytest.approx(want.item(), rel=1e-12)
+    (gradient,) = torch.autograd.grad(got, mean)
+    (expected,) = torch.autograd.grad(want, mean)
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.fast
+def test_the_sign_of_dppos_mask_is_the_plain_ratios():
+    """Where 0 < mean(eps d) < mean(d^2) / (2 std) the regulated ratio is above 1 and the plain one below."""
+    old_mean = torch.zeros(1, 2, dtype=torch.float64)
+    mean = torch.tensor([[0.2, 0.2]], dtype=torch.float64)
+    one = torch.ones(1, dtype=torch.float64)
+    x_next = torch.tensor([[0.09, 0.09]], dtype=torch.float64)  # eps d = .018 < d^2 / 2 = .02
+    assert grpo_guard.regulated_log_ratio(x_next, mean, old_mean, one) > 0
+    loss, metrics = flow_dppo.policy_loss(x_next, mean, old_mean, one, one, dppo_delta=1e-3)
+    ratio = math.exp(0.018 - 0.02)
+    assert loss.item() == pytest.approx(-ratio, rel=1e-12)  # A > 0 draws it back to 1: not masked
+    assert metrics["actor/ratio_mean"].item() == pytest.approx(ratio, rel=1e-12)
+
+
+@pytest.mark.fast
+def test_dppo_does_not_clamp_advantages():
+    assert "adv_clip_max" not in own_options("contrib/flow_dppo.py")
+    args = flow_dppo.Args(group_size=32)
+    scores = torch.zeros(32, 1, dtype=torch.float64)
+    scores[0] = 1
+    assert flow_dppo.combine_advantages(args, scores, math.inf).max() > 5.5
+
+
+# ---- Flash -----------------------------------------------------------------------------------------------------------
+def gaussian_ode_error(num_steps, order):
+    """Error at sigma .05 of the exact velocity's ODE for 1-D data N(1.5, .5^2), from sigma .9: the map is affine."""
+
+    def exact_map(x, s, s_next):  # (x - mean) / std is kept
+        std, std_next = (math.hypot((1 - t) * 0.5, t) for t in (s, s_next))
+        return (1 - s_next) * 1.5 + std_next * (x - (1 - s) * 1.5) / std
+
+    def velocity(x, s):  # E[noise - x0 | x]
+        variance = (1 - s) ** 2 * 0.25 + s**2
+        return -1.5 + (s - (1 - s) * 0.25) / variance * (x - (1 - s) * 1.5)
+
+    sigmas = [0.9 * (0.05 / 0.9) ** (i / num_steps) for i in range(num_steps + 1)]
+    x, previous = torch.tensor([[2.0], [-1.0]], dtype=torch.float64), None
+    start = x.clone()
+    for s, s_next in itertools.pairwise(sigmas):
+        if order == 2:
+            out, previous = mix_grpo_flash.multistep_ode_step(x, velocity(x, s), s, s_next, previous)
+        else:
+            out = sde_step(x, velocity(x, s), s, s_next, 0.0)
+        x = out.prev_sample
+    return (x - exact_map(start, 0.9, sigmas[-1])).abs().max().item()
+
+
+@pytest.mark.fast
+def test_the_solver_is_of_second_order_where_euler_is_of_first():
+    for order in (1, 2):
+        errors = [gaussian_ode_error(n, order) for n in (40, 80, 160)]
+        observed = [math.log2(a / b) for a, b in itertools.pairwise(errors)]
+        assert all(order - 0.25 < rate < order + 0.35 for rate in observed), (order, observed)
+    assert gaussian_ode_error(10, 2) < gaussian_ode_error(20, 1) / 2
+
+
+@pytest.mark.fast
+def test_first_and_last_solver_steps_are_euler():
+    x, v, x0 = (torch.randn(2, 3, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    out, previous = mix_grpo_flash.multistep_ode_step(x, v, 0.8, 0.5)
+    torch.testing.assert_close(out.prev_sample, x - 0.3 * v)
+    torch.testing.assert_close(previous[0], x - 0.8 * v)
+    out, _ = mix_grpo_flash.multistep_ode_step(x, v, 0.5, 0.0, (x0, 0.8))
+    torch.testing.assert_close(out.prev_sample, x - 0.5 * v)
+    assert out.log_prob is None and (out.transition_std == 0).all()
+
+
+@pytest.mark.fast
+def test_the_2m_solver_says_that_it_cannot_start_at_pure_noise():
+    x = torch.zeros(1, 2)
+    _, previous = mix_grpo_flash.multistep_ode_step(x, x, 1.0, 0.9)
+    with pytest.raises(ValueError, match="sigma 1"):
+        mix_grpo_flash.multistep_ode_step(x, x, 0.9, 0.8, previous)
+
+
+def request_of(num_steps, sde_steps, batch=6):
+    """A request of `batch` images of two prompts, for the model below."""
+    sigmas = torch.linspace(1, 0, num_steps + 1)
+    return RolloutRequest(
+        conditioning={"c": torch.randn(2, 3, generator=torch.Generator().manual_seed(9))},
+        negative_conditioning=None,
+        prompt_index=torch.arange(batch) * 2 // batch,
+        seeds=[image_seed(1, 1, i) for i in range(batch)],
+        timesteps=sigmas[:-1] * 1000,
+        sigmas=sigmas,
+        latent_shape=(1, 2, 2),
+        sde_steps=sde_steps,
+        sde_type="sde",
+        noise_level=0.7,
+        guidance_scale=1.0,
+        height=16,
+        width=16,
+    )
+
+
+@pytest.mark.fast
+def test_thinning_keeps_everything_up_to_the_end_of_the_window():
+    thin = mix_grpo_flash.thin_out(request_of(10, (2, 3)), 0.5)  # of steps 4..9 ceil(.5 6) = 3: 4, 6, 8
+    torch.testing.assert_close(thin.timesteps, torch.tensor([1000.0, 900, 800, 700, 600, 400, 200]))
+    torch.testing.assert_close(thin.sigmas, torch.tensor([1, 0.9, 0.8, 0.7, 0.6, 0.4, 0.2, 0]))
+    assert thin.sde_steps == (2, 3) and thin.sigma_max == pytest.approx(0.9)
+    kept = mix_grpo_flash.thin_out(request_of(6, (3, 4)), 0.01).timesteps  # the one step left stays
+    assert kept.tolist() == pytest.approx([1000 * (1 - i / 6) for i in range(6)])
+
+
+@pytest.mark.fast
+def test_the_engine_finds_the_solver_by_its_path():
+    """As it loads a user's function, from any folder: the 2M step, to the bit."""
+    thin = mix_grpo_flash.thin_out(request_of(10, (2, 3)), 0.5)
+    assert thin.solver.startswith("/")
+    solver = load_function(thin.solver, "solver")
+    x, v, x0 = (torch.randn(2, 3, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    for previous in (None, (x0, 0.8)):
+        out, after = solver(x, v, 0.6, 0.4, previous)
+        expected, expected_after = mix_grpo_flash.multistep_ode_step(x, v, 0.6, 0.4, previous)
+        assert torch.equal(out.prev_sample, expected.prev_sample) and torch.equal(after[0], expected_after[0])
+
+
+class Affine:
+    """A model of the shape the scripts use: v = x (t / 1000) + c, no network."""
+
+    device = torch.device("cpu")
+    transformer = torch.nn.Identity()
+
+    def predict_velocity(self, x, timestep, conditioning, negative=None, guidance_scale=1.0):
+        return x * timestep / 1000 + conditioning["c"].sum(1).view(-1, 1, 1, 1)
+
+    def decode(self, latents):
+        return [None] * len(latents)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_flash_samples_as_its_schedule_says_behind_a_shared_prefix(start, monkeypatch):
+    """Every image taken from its prompt's noise through the whole thinned schedule, by hand."""
+    monkeypatch.setattr(mix_grpo_flash, "gather_objects", lambda value: [value])  # a world of one
+    args, model = mix_grpo_flash.Args(seed=3, micro_batch_size=4), Affine()
+    request = mix_grpo_flash.thin_out(request_of(8, (start, start + 1)), 0.5)
+    shared = mix_grpo_flash.share_prefix(args, model, None, request, 5, numbers=torch.tensor([2, 2, 2, 7, 7, 7]))
+    assert shared.sde_steps == (0, 1) and shared.sigma_max == request.sigma_max and shared.solver == request.solver
+    got = mix_grpo_flash.rollout(args, model, None, shared)
+    sigmas, previous = request.sigmas.tolist(), None
+    starts = [torch.Generator().manual_seed(image_seed(3, "5 prompt", (2, 7)[i * 2 // 6])) for i in range(6)]
+    x = draw_noise((6, 1, 2, 2), starts)
+    generators, c = [torch.Generator().manual_seed(seed) for seed in request.seeds], request.select(torch.arange(6))
+    for i, t in enumerate(request.timesteps):
+        v = model.predict_velocity(x, t, c.conditioning)
+        if i > request.sde_steps[-1]:
+            out, previous = mix_grpo_flash.multistep_ode_step(x, v, sigmas[i], sigmas[i + 1], previous)
+        else:
+            noise_level = 0.7 if i in request.sde_steps else 0.0
+            noise = {"sigma_max": sigmas[1], "generator": generators}
+            out = sde_step(x, v, sigmas[i], sigmas[i + 1], noise_level, **noise)
+        if i == start:
+            torch.testing.assert_close(got.log_probs[:, 0], out.log_prob)
+        x = out.prev_sample
+    torch.testing.assert_close(got.latents[:, -1], x)
+
+
+# ---- DanceGRPO -------------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_dance_starts_all_images_of_a_prompt_from_one_noise():
+    """From the prompt's own seed, whichever images a rank makes."""
+    args = SimpleNamespace(seed=3)
+    numbers = torch.tensor([2, 2, 2, 7, 7, 7])  # the images' prompts among the step's
+    request = dance_grpo.share_initial_noise(args, Affine(), request_of(4, (0,)), 5, numbers)
+    latents = request.first_latents([], "cpu")  # (6, ...), three images of each of two prompts
+    assert torch.equal(latents[0], latents[1]) and torch.equal(latents[0], latents[2])
+    assert torch.equal(latents[3], latents[5]) and not torch.equal(latents[0], latents[3])
+    expected = torch.randn(1, 1, 2, 2, generator=torch.Generator().manual_seed(image_seed(3, "5 prompt", 7)))
+    assert torch.equal(latents[4:5], expected)
+    other_step = dance_grpo.share_initial_noise(args, Affine(), request_of(4, (0,)), 6, numbers)
+    assert not torch.equal(other_step.initial_latents[0], latents[0])
+    assert dance_grpo.Args().sde_type == "dance"
+
+
+# ---- as users run them -----------------------------------------------------------------------------------------------
+def torchrun(folder, script, *options, nproc=1):
+    """Run a script of contrib/ in `folder` as a user does at the root: torchrun --standalone -m contrib.SCRIPT."""
+    module = script.removesuffix(".py").replace("/", ".")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+    done = subprocess.run(
+        [*command, "-m", module, *map(str, options)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # where a user would stand
+        text=True,
+        timeout=420,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_runs_on_one_rank_and_two(tmp_path, script):
+    """With the same images and the same first update, as the groups that a loss takes are whole on every rank."""
+    options = [*TINY, "--num_steps", 2, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
+    options += ["--rollout", "local", "--micro_batch_size", 2 if script == "contrib/online_dpo.py" else 4]
+    runs = []
+    for nproc in (1, 2):
+        torchrun(tmp_path, script, "--name", f"ranks{nproc}", *options, nproc=nproc)
+        runs.append(tmp_path / "runs" / f"ranks{nproc}")
+    one, two = map(read_metrics, runs)
+    assert one[1]["critic/rewards/mean"] == pytest.approx(two[1]["critic/rewards/mean"], abs=1e-6)
+    for metric in ("actor/loss", "actor/grad_norm"):
+        assert two[1][metric] == pytest.approx(one[1][metric], rel=1e-3, abs=1e-5), metric
+    assert one[2]["actor/grad_norm"] > 0 and one[2]["actor/skipped_steps"] == 0 and "val/brightness/mean" in one[2]
+    assert json.loads((runs[0] / "args.json").read_text())["args"]["name"] == "ranks1"
+    assert (runs[0] / "source.py").read_text() == (ROOT / script).read_text()
+    assert (runs[0] / "adapter" / "pytorch_lora_weights.safetensors").is_file()
+
+
+def test_flash_samples_the_same_images_in_the_engine(tmp_path):
+    options = [*TINY, "--num_steps", 1, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
+    options += ["--sde_window_range", 1, 4, "--flash_ratio", 0.5]
+    for rollout in ("local", "vllm"):
+        torchrun(tmp_path, "contrib/mix_grpo_flash.py", "--name", rollout, "--rollout", rollout, *options)
+    local, vllm = (read_metrics(tmp_path / "runs" / name)[1] for name in ("local", "vllm"))
+    assert local["critic/rewards/mean"] == pytest.approx(vllm["critic/rewards/mean"], abs=1e-6)
+    assert vllm["rollout_corr/logprob_abs_diff_max"] <= 2e-6
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_names_itself(script):
+    """Its runs have its name, and its header how to start it."""
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    assert module.Args().name == module.__name__.removeprefix("contrib.")
+    assert f"torchrun --standalone -m {module.__name__} " in module.__doc__

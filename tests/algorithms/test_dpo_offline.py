@@ -1,0 +1,362 @@
+"""dpo_offline's loss against its closed forms, and the pairs it reads."""
+
+import io
+import json
+import math
+from types import SimpleNamespace
+
+from common.errors import RunError
+from common.rewards import pair_files
+from common.rewards import pairs as pairs_on_disk
+from common.rewards.pair_files import read_pairs
+from common.rewards.pairs import encode_pairs
+from dpo_offline import dpo_loss, flow_matching_errors
+from tests.conftest import assert_same, embedded_model, on_ranks
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+from PIL.ImageFile import ImageFile
+
+pytestmark = pytest.mark.fast
+
+
+def errors(chosen, rejected):
+    return torch.tensor([chosen, rejected], dtype=torch.float64)
+
+
+def test_policy_equal_to_reference_gives_log_two():
+    e = errors([0.3, 0.9], [0.5, 0.1])
+    loss, metrics = dpo_loss(e, e, 2000.0)
+    assert loss.item() == pytest.approx(math.log(2), abs=1e-7)
+    assert metrics["actor/implicit_accuracy"] == 0.5  # ties count one half
+    assert metrics["actor/margin"] == metrics["actor/logit_scale"] == 0
+
+
+def test_loss_by_hand():
+    """Chosen better than the reference by .1, rejected worse by .2: logit 10 / 2 (.1 + .2)."""
+    loss, metrics = dpo_loss(errors([0.4], [0.9]), errors([0.5], [0.7]), 10.0)
+    assert loss.item() == pytest.approx(math.log1p(math.exp(-1.5)))
+    assert metrics["actor/chosen_reward"].item() == pytest.approx(0.5)
+    assert metrics["actor/rejected_reward"].item() == pytest.approx(-1.0)
+    assert metrics["actor/margin"].item() == metrics["actor/logit_scale"].item() == pytest.approx(1.5)
+    assert metrics["actor/implicit_accuracy"] == 1
+
+
+def test_swapping_winner_and_loser_flips_the_logit():
+    e, ref = errors([0.4, 0.2], [0.9, 0.3]), errors([0.5, 0.1], [0.7, 0.6])
+    loss, metrics = dpo_loss(e, ref, 10.0)
+    swapped, flipped = dpo_loss(e.flip(0), ref.flip(0), 10.0)
+    assert flipped["actor/margin"] == -metrics["actor/margin"]
+    assert flipped["actor/implicit_accuracy"] == 1 - metrics["actor/implicit_accuracy"]
+    assert (swapped - loss).item() == pytest.approx(metrics["actor/margin"].item())  # softplus(x) - softplus(-x) = x
+
+
+def test_an_identical_pair_has_no_gradient():
+    theta = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    both = ((theta - torch.tensor([[1.0, 2], [1, 2]])) ** 2).double()
+    dpo_loss(both, both.detach() + 0.1, 50.0)[0].backward()
+    assert theta.grad.item() == pytest.approx(0, abs=1e-12)
+
+
+def test_bradley_terry_optimum():
+    """A free difference z of errors, winner known to win with probability p: the optimum is logit(p) = -beta / 2 z."""
+    p, beta, z = 0.8, 4.0, torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([z], lr=0.1)
+    zero = torch.zeros(1, dtype=torch.float64)
+    for _ in range(2000):
+        optimizer.zero_grad()
+        won = dpo_loss(torch.stack([z, zero]), torch.stack([zero, zero]), beta)[0]
+        lost = dpo_loss(torch.stack([zero, z]), torch.stack([zero, zero]), beta)[0]
+        (p * won + (1 - p) * lost).backward()
+        optimizer.step()
+    assert (-beta / 2 * z).item() == pytest.approx(math.log(p / (1 - p)), abs=1e-6)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, colour in (("a", "red"), ("b", "blue"), ("twin", "red")):
+        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:40])
+    Image.effect_noise((64, 64), 50).save(tmp_path / "whole.jpg")
+    (tmp_path / "cut.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:900])
+
+    def write(*records):
+        lines = ["", *(r if isinstance(r, str) else json.dumps({"prompt": "p", **r}) for r in records)]
+        (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+        return tmp_path
+
+    return write
+
+
+GOOD = {"chosen": "a.png", "rejected": "b.png", "chosen_score": 0.9, "rejected_score": 0.1}
+
+
+def test_pairs_are_read_from_a_file_and_a_folder(folder):
+    path = folder(GOOD, {"chosen": "b.png", "rejected": "a.png", "prompt": "q"})
+    pairs = read_pairs(path)
+    assert pairs == read_pairs(str(path / "pairs.jsonl"))
+    found = [(prompt, chosen.path, rejected.path) for prompt, chosen, rejected in pairs]
+    assert found == [("p", path / "a.png", path / "b.png"), ("q", path / "b.png", path / "a.png")]
+    assert pairs.prompts == ["p", "q"]
+    assert list(pairs.select({1})) == [(1, pairs[1])]
+
+
+@pytest.mark.parametrize(
+    "record,message",
+    [
+        ({"chosen": "a.png"}, 'needs "rejected"'),
+        ({**GOOD, "rejected": "none.png"}, "no such file"),
+        ({**GOOD, "rejected": "text.png"}, "not a readable image"),
+        ({**GOOD, "chosen": "cut.png"}, "not a readable image"),  # in its header
+        ({**GOOD, "rejected": "twin.png"}, "same image"),
+        ({**GOOD, "chosen_score": 0.05}, "0.05, not above"),
+        ({**GOOD, "chosen_score": 0.1}, "not above"),
+        ({**GOOD, "rejected_score": math.nan}, "must be numbers, and finite"),
+        ({**GOOD, "chosen_score": "0.9"}, "must be numbers"),
+        ("{", "not JSON"),
+    ],
+)
+def test_a_bad_record_is_named_by_its_line(folder, record, message):
+    path = folder(GOOD, record)  # after an empty line and a good one
+    with pytest.raises((ValueError, RunError), match=message) as caught:
+        read_pairs(path)
+    assert "pairs.jsonl:3:" in str(caught.value)
+
+
+def test_no_image_is_decoded_before_it_is_drawn(folder, tmp_path, monkeypatch):
+    """Nor read to its end, unless two files have as many bytes."""
+    decoded = []
+    own = ImageFile.load
+    monkeypatch.setattr(ImageFile, "load", lambda image: decoded.append(image.filename) or own(image))
+    path = folder(GOOD, {"chosen": "cut.jpg", "rejected": "b.png"})
+    assert len(read_pairs(path)) == 2
+    assert decoded == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_share_the_look_at_the_images(folder, monkeypatch, world_size):
+    """And the rank that finds a fault prints it: other ranks do not know of it."""
+    path = folder(*[GOOD] * 4, {**GOOD, "rejected": "text.png"}, GOOD)
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    looked = []
+    own = pair_files._check_files
+    monkeypatch.setattr(pair_files, "_check_files", lambda *images: looked.append(images) or own(*images))
+    found = []
+    for rank in range(world_size):
+        monkeypatch.setenv("RANK", str(rank))
+        try:
+            found.append(len(read_pairs(path)))
+        except RunError as error:
+            found.append(str(error).split(": cannot")[0])
+    fault = f"{path}/pairs.jsonl:6: rejected: not a readable image: {path}/text.png"
+    assert found == [fault if rank == 4 % world_size else 6 for rank in range(world_size)]
+    assert len(looked) == {1: 5, 2: 3 + 3, 3: 2 + 2 + 2}[world_size]
+
+
+@pytest.mark.parametrize(
+    ("record", "line"),
+    [
+        ({**GOOD, "rejected": "cut.jpg"}, "not a readable image: {}:3, rejected: {}/cut.jpg: image file is truncated"),
+        ({**GOOD, "rejected": "red.bmp"}, "{}:3, chosen: {}/a.png: chosen and rejected are the same image"),
+    ],
+)
+def test_a_fault_that_only_decoding_shows_is_named_where_the_pair_is_encoded(one_rank, folder, tmp_path, record, line):
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.bmp")
+    pairs = read_pairs(folder(GOOD, record))
+    place = {"folder": tmp_path / "cache", "image_size": (32, 96), "max_sequence_length": 16}
+    model = embedded_model()
+    assert len(encode_pairs(model, pairs, {0}, **place)) == 1  # the other pair is not drawn
+    with pytest.raises(RunError) as error:
+        encode_pairs(model, pairs, {0, 1}, **place)
+    assert str(error.value).startswith(line.format(tmp_path / "pairs.jsonl", tmp_path))
+
+
+def test_ranks_share_the_drawn_pairs_and_encode_each_once(folder, tmp_path, monkeypatch):
+    """Rows 0, 2 and 3 of five are drawn; 0 and 3 are the same pair."""
+    other = {"chosen": "b.png", "rejected": "a.png"}
+    pairs = read_pairs(folder(GOOD, {**GOOD, "chosen": "cut.jpg"}, other, GOOD, other))
+    read = []
+    encoded = []
+    own = pair_files.ImageFile.read_bytes
+    monkeypatch.setattr(pair_files.ImageFile, "read_bytes", lambda image: read.append(image) or own(image))
+    write = lambda model, pair, file, *sizes: encoded.append(pair) or file.write_bytes(b"")
+    monkeypatch.setattr(pairs_on_disk, "encode_pair", write)
+    (tmp_path / "cache").mkdir()
+    place = {"folder": tmp_path / "cache", "image_size": (32, 96), "max_sequence_length": 16}
+    model = SimpleNamespace(frozen_tensors=lambda: [torch.ones(2)])
+    found, _ = on_ranks(monkeypatch, 2, lambda rank: encode_pairs(model, pairs, {0, 2, 3}, **place))
+    assert found[0] == found[1] and found[0].keys() == {0, 2, 3}
+    assert found[0][0] == found[0][3] != found[0][2]
+    assert len(read) == 6 and sorted(encoded) == sorted([pairs[0], pairs[2]])
+
+
+# ---- pick-a-pic, with the columns that its dataset card names --------------------------------------------------------
+STRINGS = ["best_image_uid", "caption", "model_0", "model_1"]
+STRINGS += ["image_0_uid", "image_0_url", "image_1_uid", "image_1_url"]
+NUMBERS = ["ranking_id", "user_id", "num_example_per_prompt", "__index_level_0__"]
+COLUMNS = dict.fromkeys(STRINGS, "string") | dict.fromkeys(NUMBERS, "int64")
+COLUMNS |= {"are_different": "bool", "has_label": "bool", "created_at": pyarrow.timestamp("ns")}
+COLUMNS |= {"jpg_0": "binary", "jpg_1": "binary", "label_0": "float64", "label_1": "float64"}
+PICK_A_PIC = pyarrow.schema(dict(sorted(COLUMNS.items())))
+
+
+def jpg(colour, size=(96, 32)):
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, "jpeg")
+    return buffer.getvalue()
+
+
+def pick(label_0, label_1, **changes):
+    """A row of pick-a-pic's: of a red image and a blue one, unless `changes` say otherwise."""
+    row = {"caption": "a mug", "jpg_0": jpg("red"), "jpg_1": jpg("blue"), "label_0": label_0, "label_1": label_1}
+    return {"ranking_id": 1, "has_label": True, "model_0": "one", **row, **changes}
+
+
+def write_picks(path, *rows):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows), PICK_A_PIC), path)
+    return path
+
+
+def test_pairs_of_pick_a_pic(tmp_path, capfd):
+    rows = [pick(1, 0), pick(0.5, 0.5), pick(0, 1, caption="a cup"), pick(0.5, 0.5, jpg_1=jpg("red"))]
+    path = write_picks(tmp_path / "train-00000-of-00002.parquet", *rows)
+    write_picks(tmp_path / "train-00001-of-00002.parquet", *[pick(1, 0, caption=f"{i}") for i in range(70)])
+    pairs = read_pairs(str(path))
+    assert capfd.readouterr().err == f"{path}: 2 of its 4 pairs are ties, which are left out\n"
+    assert len(pairs) == 2
+    for _ in range(2):  # in every pass
+        (first, chosen, rejected), (second, better, worse) = pairs
+        assert (first, second) == ("a mug", "a cup")
+        assert chosen.read_bytes() == worse.read_bytes() == jpg("red")
+        assert rejected.read_bytes() == better.read_bytes() == jpg("blue")
+        assert str(better) == f"{path}, row 2, jpg_1"
+    assert [row for row, _ in pairs.select([1])] == [1] and next(pairs.select([1]))[1][0] == "a cup"
+    both = read_pairs(tmp_path)
+    assert len(both) == 72 and [prompt for prompt, _, _ in both][:3] == ["a mug", "a cup", "0"]
+    (tmp_path / "pairs.jsonl").write_text("{")  # a folder of ours
+    with pytest.raises(ValueError, match=r"pairs\.jsonl:1: not JSON"):
+        read_pairs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (pick(1, 1), "label_0 1.0, label_1 1.0: must be 1 and 0"),
+        (pick(None, None), "label_0 None, label_1 None: must be"),
+        (pick(math.nan, 1), "label_0 nan, label_1 1.0: must be"),
+        (pick(0.5, 1), "label_0 0.5, label_1 1.0: must be"),
+        (pick(1, 0, caption=None), "caption: must be a non-empty string"),
+        (pick(1, 0, caption=" "), "caption: must be"),
+        (pick(1, 0, jpg_1=None), "jpg_1: must be the bytes of an image"),
+        (pick(1, 0, jpg_0=b""), "jpg_0: not a readable image"),
+        (pick(1, 0, jpg_0=b"no image"), "jpg_0: not a readable image"),
+        (pick(1, 0, jpg_1=jpg("red")), "jpg_0 and jpg_1 are the same image"),
+    ],
+)
+def test_a_bad_row_of_pick_a_pic_is_named(tmp_path, row, reason):
+    path = write_picks(tmp_path / "train.parquet", pick(1, 0), row)
+    with pytest.raises((ValueError, RunError)) as error:
+        read_pairs(path)
+    assert str(error.value).startswith(f"{path}, row 1: {reason}")
+
+
+def test_ranks_read_the_images_of_their_own_row_groups(tmp_path, monkeypatch):
+    """Five row groups of two pairs, of which the second's row 3 is at fault; and of drawn pairs only their groups."""
+    rows = [pick(1, 0, caption=f"{i}") for i in range(10)]
+    rows[3]["jpg_0"] = b"no image"
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, PICK_A_PIC), path, row_group_size=2)
+    read = []
+    own = pair_files.read_rows
+    monkeypatch.setattr(pair_files, "read_rows", lambda *how: read.append(how[2:]) or own(*how))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(RunError, match=f"{path}, row 3: jpg_0: not a readable image"):
+        read_pairs(path)
+    assert read == [(pair_files.TEXTS,), (pair_files.PICK_A_PIC, {1})]
+    read.clear()
+    monkeypatch.setenv("RANK", "0")
+    pairs = read_pairs(path)
+    assert pairs.prompts == [f"{i}" for i in range(10)]
+    assert [groups for _, *groups in read] == [[], [{0}], [{2}], [{4}]]
+    read.clear()
+    chosen = [(row, pair[0], str(pair[1])) for row, pair in pairs.select({9, 4})]
+    assert chosen == [(4, "4", f"{path}, row 4, jpg_0"), (9, "9", f"{path}, row 9, jpg_0")]
+    assert [groups for _, groups in read] == [{2}, {4}]
+
+
+def test_a_parquet_without_pairs_is_named(tmp_path):
+    faults = {write_picks(tmp_path / "ties.parquet", pick(0.5, 0.5)): "no pairs"}
+    faults[write_picks(tmp_path / "none.parquet")] = "no pairs"
+    prompts = tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a mug"], "tag": ["x"]}), prompts)
+    faults[prompts] = "expected the columns caption, jpg_0, jpg_1, label_0, label_1; found prompt, tag"
+    cut = tmp_path / "cut.parquet"
+    cut.write_bytes(write_picks(tmp_path / "good.parquet", pick(1, 0)).read_bytes()[:-20])
+    faults[cut] = "Parquet magic bytes not found"
+    for path, fault in faults.items():
+        with pytest.raises(ValueError) as error:
+            read_pairs(path)
+        assert str(error.value).startswith(f"{path}: {fault}") and "\n" not in str(error.value)
+
+
+def test_pick_a_pic_is_encoded_as_the_same_images_in_files_are(one_rank, tmp_path):
+    model = embedded_model()
+    place = {"folder": tmp_path / "cache", "image_size": (32, 96), "max_sequence_length": 16}
+    path = write_picks(tmp_path / "train.parquet", pick(0, 1), pick(0.5, 0.5), pick(1, 0))
+    for colour in ("red", "blue"):
+        (tmp_path / f"{colour}.jpg").write_bytes(jpg(colour))
+    lines = []
+    for chosen, rejected in (("blue", "red"), ("red", "blue")):
+        lines.append({"prompt": "a mug", "chosen": f"{chosen}.jpg", "rejected": f"{rejected}.jpg"})
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    files = encode_pairs(model, read_pairs(path), {0, 1}, **place)
+    assert files == encode_pairs(model, read_pairs(tmp_path / "pairs.jsonl"), {0, 1}, **place)
+    latents = torch.load(files[0], weights_only=True)["latents"]
+    expected = model.encode_images([Image.open(tmp_path / "blue.jpg"), Image.open(tmp_path / "red.jpg")], 32, 96)
+    assert len(files) == 2 and torch.equal(latents, expected)
+
+    whole = io.BytesIO()
+    Image.effect_noise((96, 32), 50).save(whole, "jpeg")
+    cut = write_picks(tmp_path / "cut.parquet", pick(1, 0), pick(1, 0, jpg_1=whole.getvalue()[:900]))
+    pairs = read_pairs(cut)  # whose headers are fine
+    with pytest.raises(RunError, match=f"^not a readable image: {cut}, row 1, jpg_1: image file is truncated"):
+        encode_pairs(model, pairs, {0, 1}, **place)
+
+
+def test_errors_by_hand():
+    """One element, a model that answers x + 1: sigma 1/4, noise 4, x0 (0, 2): x (1, 2.5), target (4, 2), v (2, 3.5)."""
+    asked = []
+
+    def predict_velocity(x, timesteps, conditioning):
+        asked.append((timesteps.tolist(), conditioning["prompt"].tolist()))
+        return x + 1
+
+    model = SimpleNamespace(predict_velocity=predict_velocity)
+    latents = torch.tensor([0.0, 2.0]).view(2, 1, 1)  # chosen, rejected
+    conditioning = {"prompt": torch.tensor([7])}
+    errors = flow_matching_errors(model, conditioning, latents, torch.tensor([0.25]), torch.tensor([[4.0]]))
+    assert errors.tolist() == [[4.0], [2.25]]
+    assert asked == [([250.0, 250.0], [7, 7])]
+
+
+def test_encoded_pairs_hold_chosen_first_and_cannot_tell_a_colour_mode(one_rank, folder, tmp_path):
+    model = embedded_model()
+    place = {"folder": tmp_path / "cache", "image_size": (32, 96), "max_sequence_length": 16}
+    Image.new("L", (96, 32), 90).save(tmp_path / "grey.png")
+    pairs = read_pairs(folder({"chosen": "a.png", "rejected": "grey.png"}, {"chosen": "a.png", "rejected": "grey.png"}))
+    first, second = encode_pairs(model, pairs, {0, 1}, **place).values()
+    assert first == second  # one pair, given twice
+    cached = torch.load(first, weights_only=True)
+    for latents, colour in zip(cached["latents"], ("red", (90, 90, 90)), strict=True):
+        image = Image.new("RGB", (96, 32), colour)
+        torch.testing.assert_close(latents[None], model.encode_images([image], 32, 96), rtol=0, atol=1e-3)
+    assert torch.equal(cached["prompt_embeds"], model.encode_prompts(["p"], 16)["prompt_embeds"])
+    whole = first.read_bytes()
+    first.write_bytes(whole[:100])  # what a failing disk has left of it
+    encode_pairs(model, pairs, {0, 1}, **place)
+    assert_same(torch.load(first, weights_only=True), cached)

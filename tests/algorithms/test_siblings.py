@@ -1,0 +1,352 @@
+"""The other four scripts: what they share with flow_grpo.py is byte-equal, and each runs as users run it."""
+
+import ast
+import json
+
+from tests.conftest import (
+    ROOT,
+    SIBLINGS,
+    SMALL,
+    assert_one_line,
+    brightness_and_redness,
+    brightness_reward,
+    constant_reward,
+    few_eval_prompts,
+    own_options,
+    read_metrics,
+    readme_row,
+    run_here,
+    shared_options,
+    torchrun,
+    without_times,
+)
+from tools.diff import BASE, changed_lines
+
+import pytest
+import torch
+from PIL import Image
+
+# Lines added or removed against flow_grpo.py under ruff format, except the header docstring: a number is only ever
+# lowered, or raised for a fix whose reason the commit gives. dpo_offline.py, about half of whose lines differ, has no
+# number.
+CHANGED = {"grpo_guard.py": 64, "mix_grpo.py": 82, "diffusion_nft.py": 402}
+# Functions and classes of flow_grpo.py that an algorithm changes; any other of the same name is equal to the byte.
+DIFFERENT = {
+    "grpo_guard.py": {"policy_loss", "accumulate_gradients", "main"},
+    "mix_grpo.py": {"trained_steps", "accumulate_gradients", "main"},
+    "diffusion_nft.py": {
+        "check",
+        "prepare",
+        "encode_prompts",
+        "make_request",
+        "load_policy",
+        "sample_locally",
+        "rollout",
+        "Batch",
+        "accumulate_gradients",
+        "update",
+        "evaluate",
+        "main",
+    },
+    "dpo_offline.py": {
+        "check",
+        "prepare",
+        "start_run",
+        "make_request",
+        "load_policy",
+        "update",
+        "evaluate",
+        "main",
+    },
+}
+# Options of another default, bound or meaning, as the algorithm needs; `name` differs in all.
+DIFFERENT_OPTIONS = {
+    "grpo_guard.py": {"clip_range"},
+    "mix_grpo.py": {"sde_window_size", "sde_window_range", "multi_objective_aggregation"},
+    "diffusion_nft.py": {"num_inference_steps", "kl_coef"},
+    "dpo_offline.py": {
+        "group_size",
+        "guidance_scale",
+        "learning_rate",
+        "num_inference_steps",
+        "num_steps",
+        "micro_batch_size",
+    },
+}
+
+
+def definitions(script):
+    """{name: source} of the functions and classes of a script, its options apart."""
+    source = (ROOT / script).read_text()
+    lines = source.splitlines()
+    nodes = [n for n in ast.parse(source).body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name != "Args"]
+    return {node.name: lines[node.lineno - 1 : node.end_lineno] for node in nodes}
+
+
+def option_sources(script):
+    """{name of an option: its type, default and docstring} of those that a script declares itself."""
+    tree = ast.parse((ROOT / script).read_text())
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args").body
+    declared = {node.target.id: ast.unparse(node) for node in body if isinstance(node, ast.AnnAssign)}
+    return {name: (declared[name], docstring) for name, docstring in own_options(script).items()}
+
+
+def differing(base, other):
+    """Names that two dictionaries share, with values that differ."""
+    return {name for name in base.keys() & other.keys() if base[name] != other[name]}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("script", SIBLINGS)
+def test_functions_of_one_name_are_one(script):
+    assert differing(definitions(BASE), definitions(script)) == DIFFERENT[script]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("script", SIBLINGS)
+def test_options_of_one_name_are_one(script):
+    assert differing(option_sources(BASE), option_sources(script)) == DIFFERENT_OPTIONS[script] | {"name"}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("script", [BASE, *SIBLINGS])
+def test_no_script_declares_a_shared_option_again_except_its_name(script):
+    assert own_options(script).keys() & shared_options().keys() == {"name"}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("script", CHANGED)
+def test_changed_lines_only_go_down(script):
+    assert changed_lines(script) <= CHANGED[script]
+    assert f"| {changed_lines(script)} |" in readme_row(script)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("script", [BASE, *SIBLINGS])
+def test_every_record_of_the_options_is_made_by_the_run(script):
+    """args.json, wandb, the checkpoint, and the comparison with it: Run adds the settings of the rewards to all."""
+    calls = [node for node in ast.walk(ast.parse((ROOT / script).read_text())) if isinstance(node, ast.Call)]
+    names = [getattr(call.func, "id", None) for call in calls]
+    assert (names.count("Run"), names.count("asdict")) == (1, 1)
+    (run,) = [call for call in calls if getattr(call.func, "id", None) == "Run"]
+    assert ast.unparse(run.args[1]) == "asdict(args)"
+    assert "rewards" in {keyword.arg for keyword in run.keywords}
+
+
+@pytest.mark.fast
+def test_the_readme_says_in_words_how_far_offline_dpo_is():
+    assert "| half |" in readme_row("dpo_offline.py")
+
+
+# ---- as users run them -----------------------------------------------------------------------------------------------
+ONLINE = ["grpo_guard.py", "mix_grpo.py", "diffusion_nft.py"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One short run for each script, engine and number of ranks, made on first use; returns its folder."""
+    folder, done = tmp_path_factory.mktemp("runs"), {}
+
+    def run(script, rollout, nproc):
+        if (script, rollout, nproc) not in done:
+            name = f"{script[:-3]}-{rollout}{nproc}"
+            torchrun(
+                folder,
+                script,
+                "--name",
+                name,
+                "--rollout",
+                rollout,
+                "--num_steps",
+                2,
+                *SMALL,
+                "--updates_per_rollout",
+                2,
+                "--reward",
+                *brightness_and_redness(folder),
+                "--reward_weights",
+                1,
+                0.5,
+                "--multi_objective_aggregation",
+                "normalize_then_sum",
+                *few_eval_prompts(folder),
+                nproc=nproc,
+            )
+            done[script, rollout, nproc] = folder / "runs" / name
+        return done[script, rollout, nproc]
+
+    return run
+
+
+@pytest.mark.parametrize("script", ONLINE)
+@pytest.mark.parametrize("other", [("local", 2), ("vllm", 1), ("vllm", 2)])
+def test_ranks_and_engines_agree(runs, script, other):
+    """Invariant 11: the same images, rewards and first update whatever makes them."""
+    first, second = read_metrics(runs(script, "local", 1)), read_metrics(runs(script, *other))
+    assert first[0]["val/brightness/mean"] == pytest.approx(second[0]["val/brightness/mean"], abs=1e-6)
+    assert first[1]["critic/diversity"] == pytest.approx(second[1]["critic/diversity"], abs=1e-5)
+    assert first[1]["critic/rewards/mean"] == pytest.approx(second[1]["critic/rewards/mean"], abs=1e-6)
+    for name in ("actor/loss", "actor/grad_norm"):
+        assert second[1][name] == pytest.approx(first[1][name], rel=1e-3, abs=1e-5), name
+    assert first[2]["actor/grad_norm"] > 0 and "val/brightness/mean" in second[2]
+
+
+@pytest.mark.parametrize("script", ["grpo_guard.py", "mix_grpo.py"])
+def test_the_engine_computes_the_trainers_log_probs(runs, script):
+    for row in read_metrics(runs(script, "vllm", 1))[1:]:
+        assert row["rollout_corr/logprob_abs_diff_max"] <= 2e-6
+
+
+def test_old_policy_is_saved_with_the_adapter(runs):
+    checkpoint = runs("diffusion_nft.py", "local", 1) / "checkpoints" / "step_000002.pt"
+    old, default = (torch.load(checkpoint, weights_only=True)["policies"][name] for name in ("old", "default"))
+    assert old.keys() == default.keys()
+    assert any(not torch.equal(old[k], default[k]) for k in old)  # it follows slowly
+
+
+def test_mix_grpo_with_the_full_window_is_flow_grpo_to_the_bit(tmp_path):
+    """Invariant 14."""
+    common = ["--rollout", "local", "--num_steps", 2, *SMALL, "--updates_per_rollout", 2, *few_eval_prompts(tmp_path)]
+    full_window = ["--sde_window_size", 5, "--sde_window_range", 0, 5, "--shared_initial_noise", False]
+    torchrun(tmp_path, "flow_grpo.py", "--name", "flow", *common, "--sde_window_size", 0)
+    torchrun(tmp_path, "mix_grpo.py", "--name", "mix", *common, *full_window)
+    flow, mix = (without_times(read_metrics(tmp_path / "runs" / name)) for name in ("flow", "mix"))
+    assert flow == mix and flow[2]["actor/grad_norm"] > 0
+
+
+def test_mix_grpo_shares_the_prefix_between_ranks_of_unequal_numbers_of_prompts(tmp_path):
+    """Two groups of three on three ranks: the middle one has images of both, the others of one."""
+    torchrun(
+        tmp_path,
+        "mix_grpo.py",
+        "--rollout",
+        "local",
+        "--num_prompts",
+        2,
+        "--group_size",
+        3,
+        "--num_steps",
+        1,
+        "--updates_per_rollout",
+        1,
+        "--micro_batch_size",
+        1,
+        "--sde_window_range",
+        1,
+        2,
+        *few_eval_prompts(tmp_path),
+        nproc=3,
+    )
+    assert read_metrics(tmp_path / "runs" / "mix_grpo")[1]["actor/grad_norm"] > 0
+
+
+def test_diffusion_nft_learns_nothing_from_a_constant_reward(tmp_path):
+    torchrun(
+        tmp_path,
+        "diffusion_nft.py",
+        "--rollout",
+        "local",
+        "--num_steps",
+        2,
+        *SMALL,
+        *few_eval_prompts(tmp_path),
+        "--reward",
+        constant_reward(tmp_path),
+        "--kl_coef",
+        0.1,
+    )
+    rows = read_metrics(tmp_path / "runs" / "diffusion_nft")
+    assert [(row["actor/grad_norm"], row["old_policy/decay"]) for row in rows[1:]] == [(0, 0), (0, 0)]
+    state = torch.load(tmp_path / "runs/diffusion_nft/checkpoints/step_000002.pt", weights_only=True)
+    for adapter in (state["policies"]["default"], state["policies"]["old"]):
+        assert all(v.abs().max() == 0 for k, v in adapter.items() if "lora_B" in k)
+
+
+def test_diffusion_nft_samples_with_old(tmp_path):
+    """`old` that does not follow keeps sampling the base model's images, in the trainer and in the engine."""
+    rewards = {}
+    for name, rollout, rate in (("still", "local", 0.0), ("local", "local", 1e-2), ("vllm", "vllm", 1e-2)):
+        torchrun(
+            tmp_path,
+            "diffusion_nft.py",
+            "--name",
+            name,
+            "--rollout",
+            rollout,
+            "--num_steps",
+            3,
+            *SMALL,
+            "--learning_rate",
+            rate,
+            "--weight_decay",
+            0,
+            "--update_interval",
+            9,
+            *few_eval_prompts(tmp_path),
+            "--reward",
+            brightness_reward(tmp_path),
+        )
+        rewards[name] = [row["critic/rewards/mean"] for row in read_metrics(tmp_path / "runs" / name)[1:]]
+    for name in ("local", "vllm"):
+        assert rewards[name] == pytest.approx(rewards["still"], abs=1e-6)
+
+
+def assert_same_pairs(file, expected):
+    """The same prompts and images are paired. Two ranks have another number of threads than one, whose sums round
+    otherwise: a pixel may be a grey level off, which moves the brightness of an image by 4e-7."""
+    records, expected_records = (
+        [json.loads(line) for line in path.read_text().splitlines()] for path in (file, expected)
+    )
+    for record, other in zip(records, expected_records, strict=True):
+        for score in ("chosen_score", "rejected_score"):
+            assert record.pop(score) == pytest.approx(other.pop(score), rel=0, abs=1e-5)
+        assert record == other
+
+
+def test_dpo_offline_makes_pairs_and_trains_on_them_on_one_rank_and_two(tmp_path):
+    small = ["--num_pair_prompts", 9, "--group_size", 4, "--num_pairs", 4, "--num_steps", 2]
+    small += [*few_eval_prompts(tmp_path), "--reward", brightness_reward(tmp_path)]
+    torchrun(tmp_path, "dpo_offline.py", "--name", "one", *small)
+    pairs = tmp_path / "runs" / "one" / "pairs.jsonl"
+    torchrun(tmp_path, "dpo_offline.py", "--name", "two", "--pairs", pairs, *small, nproc=2)
+    torchrun(tmp_path, "dpo_offline.py", "--name", "made", *small, nproc=2)
+    assert_same_pairs(tmp_path / "runs" / "made" / "pairs.jsonl", pairs)
+    one, two = (read_metrics(tmp_path / "runs" / name) for name in ("one", "two"))
+    assert one[1]["actor/loss"] == pytest.approx(0.693147, abs=1e-5)  # the policy is still the reference
+    for name in ("actor/loss", "actor/grad_norm"):
+        assert two[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-5), name
+    assert one[2]["actor/loss"] != one[1]["actor/loss"] and one[2]["actor/grad_norm"] > 0
+
+
+def test_dpo_offline_encodes_a_changed_image_again(tmp_path):
+    small = ["--num_pair_prompts", 6, "--group_size", 4, "--num_pairs", 6, "--num_steps", 1]  # every pair is drawn
+    small += few_eval_prompts(tmp_path)
+    torchrun(tmp_path, "dpo_offline.py", "--name", "one", *small)
+    run, cache = tmp_path / "runs" / "one", tmp_path / "cache"
+    before = {file: file.stat().st_mtime_ns for file in cache.glob("*.pt")}
+    assert len(before) == len((run / "pairs.jsonl").read_text().splitlines())
+    torchrun(tmp_path, "dpo_offline.py", "--name", "two", "--pairs", run, *small)
+    assert {file: file.stat().st_mtime_ns for file in cache.glob("*.pt")} == before
+    chosen = next((run / "pairs").glob("*_chosen.png"))
+    Image.new("RGB", (96, 32), "green").save(chosen)
+    torchrun(tmp_path, "dpo_offline.py", "--name", "three", "--pairs", run, *small)
+    assert len(list(cache.glob("*.pt"))) == len(before) + 1
+
+
+def test_dpo_offline_says_which_pairs_repeat(tmp_path, capsys):
+    for colour in ("red", "blue"):
+        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{colour}.png")
+    pair = '{"prompt": "p", "chosen": "red.png", "rejected": "blue.png"}\n'
+    (tmp_path / "pairs.jsonl").write_text(pair + pair.replace('"p"', '"q"') + pair)
+    options = ["--pairs", "pairs.jsonl", "--num_pairs", 2, "--num_steps", 2, *few_eval_prompts(tmp_path, 2)]
+    options += ["--train_prompts", "no/such.txt"]  # which pairs of one's own make needless
+    assert run_here(tmp_path, "dpo_offline.py", *options) is None
+    assert "3 pairs; of the 3 that are drawn, 2 are distinct\n" in capsys.readouterr().out
+
+
+def test_dpo_offline_ends_where_no_image_is_better_than_another(tmp_path):
+    options = ["--num_pair_prompts", 2, "--group_size", 2, "--num_pairs", 2, "--reward", constant_reward(tmp_path)]
+    line = run_here(tmp_path, "dpo_offline.py", *options, *few_eval_prompts(tmp_path, 2))
+    assert_one_line(line, "dpo_offline.py")
+    assert line.endswith("error: --num_pair_prompts 2: the images of every prompt score the same")
+    assert not (tmp_path / "runs" / "dpo_offline" / "pairs.jsonl").exists()

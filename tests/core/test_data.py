@@ -1,0 +1,352 @@
+"""Prompt files and the group sampler."""
+
+import json
+
+from common.data import GroupSampler, PromptSet, gather_shares, read_prompts, share_of_rank
+from common.rewards.ocr import quoted_text
+from common.rewards.scoring import load_rewards
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+pytestmark = pytest.mark.fast
+
+
+# ---- read_prompts ----------------------------------------------------------------------------------------------------
+def write(folder, name, text):
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_read_txt(tmp_path):
+    path = write(tmp_path, "prompts.txt", 'a sign "12"\n\n  \nein Schild "Grüße"  \nlast')
+    assert read_prompts(path) == PromptSet(['a sign "12"', 'ein Schild "Grüße"', "last"], [{}, {}, {}])
+    assert read_prompts(str(path)).prompts[2] == "last"
+
+
+def test_read_jsonl(tmp_path):
+    path = write(tmp_path, "prompts.jsonl", '{"prompt": "one", "answer": [1, 2]}\n\n{"tag": "x", "prompt": "two"}\n')
+    assert read_prompts(path) == PromptSet(["one", "two"], [{"answer": [1, 2]}, {"tag": "x"}])
+
+
+def test_the_first_prompts_and_some_of_them(tmp_path, capfd):
+    path = write(tmp_path, "prompts.jsonl", "".join(f'{{"prompt": "{name}", "n": {name}}}\n' for name in range(5)))
+    prompts = read_prompts(path, max_prompts=3)
+    assert len(prompts) == 3 and len(read_prompts(path)) == len(read_prompts(path, max_prompts=9)) == 5
+    assert capfd.readouterr().err == f"{path}: the first 3 of its 5 prompts (--max_prompts)\n"
+    assert prompts == PromptSet(["0", "1", "2"], [{"n": 0}, {"n": 1}, {"n": 2}])
+    for rows in ([2, 0, 2], torch.tensor([2, 0, 2]), iter((2, 0, 2))):
+        assert prompts.select(rows) == PromptSet(["2", "0", "2"], [{"n": 2}, {"n": 0}, {"n": 2}])
+    assert len(prompts.select([])) == 0
+
+
+def test_every_prompt_of_a_file_is_checked_also_beyond_the_first(tmp_path):
+    path = write(tmp_path, "prompts.txt", 'a sign "1"\na sign\n')
+    with pytest.raises(ValueError, match="prompts.txt:2: "):
+        read_prompts(path, load_rewards(["ocr"], [1]), max_prompts=1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ('{"prompt": "x"', "not JSON"),
+        ("plain text", "not JSON"),
+        ('{"text": "x"}', '"prompt"'),
+        ('{"prompt": ""}', '"prompt"'),
+        ('{"prompt": " \\t"}', '"prompt"'),
+        ('{"prompt": 3}', '"prompt"'),
+        ('["prompt"]', '"prompt"'),
+        ('"prompt"', '"prompt"'),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, bad, reason):
+    path = write(tmp_path, "prompts.jsonl", f'{{"prompt": "fine"}}\n\n{bad}\n')
+    with pytest.raises(ValueError) as error:
+        read_prompts(path)
+    assert f"{path}:3: " in str(error.value)  # blank lines count
+    assert reason in str(error.value)
+
+
+def test_a_bad_file_is_named(tmp_path):
+    for name in ("missing.txt", "missing.jsonl", "prompts.csv"):
+        with pytest.raises(ValueError, match=name):
+            read_prompts(tmp_path / name)
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(ValueError, match="folder.txt"):
+        read_prompts(tmp_path / "folder.txt")
+    for name in ("empty.txt", "empty.jsonl"):
+        with pytest.raises(ValueError, match=f"{name}: no prompts"):
+            read_prompts(write(tmp_path, name, "\n   \n"))
+
+
+@pytest.mark.parametrize("reward", ["ocr", "ocr_contains"])
+@pytest.mark.parametrize("prompt", ["a sign", 'a sign "12', 'a sign ""', 'a sign " \t "', 'a sign "" and "12"'])
+def test_ocr_refuses_a_prompt_without_a_target(tmp_path, reward, prompt):
+    text = write(tmp_path, "prompts.txt", f'a sign "1"\n{prompt}\n')
+    lines = write(tmp_path, "prompts.jsonl", f'{{"prompt": "a \\"1\\""}}\n{json.dumps({"prompt": prompt})}\n')
+    for path in (text, lines):
+        assert len(read_prompts(path)) == 2  # fine without the reward
+        assert len(read_prompts(path, load_rewards(["jpeg_compressibility"], [1]))) == 2
+        with pytest.raises(ValueError) as error:
+            read_prompts(path, load_rewards(["jpeg_compressibility", reward], [1, 1]))
+        assert f"{path}:2: " in str(error.value)
+
+
+def test_a_users_check_sees_every_prompt(tmp_path):
+    def reward(images, prompts, metadata):
+        return [0.0] * len(images)
+
+    seen = []
+    reward.check = seen.append
+    read_prompts(write(tmp_path, "prompts.txt", "a\nb\n\nc\n"), {"mine": reward})
+    assert seen == ["a", "b", "c"]
+
+
+# ---- files of others, as they are published --------------------------------------------------------------------------
+# the columns that VeRL-Omni's examples/flowgrpo_trainer/data_process/qwenimage_ocr.py writes
+MESSAGES = pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()}))
+VERL_OMNI = pyarrow.schema(
+    {
+        "data_source": pyarrow.string(),
+        "prompt": MESSAGES,
+        "negative_prompt": MESSAGES,
+        "ability": pyarrow.string(),
+        "reward_model": pyarrow.struct({"style": pyarrow.string(), "ground_truth": pyarrow.string()}),
+        "extra_info": pyarrow.struct({"split": pyarrow.string(), "index": pyarrow.int64()}),
+    }
+)
+
+
+def chat(text, system=None):
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": text}]
+
+
+def verl_row(index, **changes):
+    row = {
+        "data_source": "flow_grpo/ocr",
+        "prompt": chat(f'A mug with "No {index}" on it', "Describe the image:"),
+        "negative_prompt": chat(" ", "Describe the image:"),
+        "ability": "ocr",
+        "reward_model": {"style": "model", "ground_truth": f"No {index}"},
+        "extra_info": {"split": "train", "index": index},
+    }
+    return row | changes
+
+
+def write_rows(path, rows, schema=VERL_OMNI):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)
+    return path
+
+
+def test_read_verl_omni_rows(tmp_path, capfd):
+    path = write_rows(tmp_path / "train.parquet", [verl_row(index) for index in range(100)])
+    prompts = read_prompts(path, load_rewards(["ocr"], [1]))
+    assert prompts.prompts == [f'A mug with "No {index}" on it' for index in range(100)]
+    assert prompts.metadata[7] == {
+        "data_source": "flow_grpo/ocr",
+        "ability": "ocr",
+        "reward_model": {"style": "model", "ground_truth": "No 7"},
+        "extra_info": {"split": "train", "index": 7},
+    }
+    for prompt, metadata in zip(prompts.prompts, prompts.metadata, strict=True):
+        assert quoted_text(prompt) == metadata["reward_model"]["ground_truth"].replace(" ", "").lower()
+    said = "100 system messages are left out: what the user says is the prompt"
+    assert capfd.readouterr().err == f"{path}: {said}\n"
+    assert read_prompts(str(path), max_prompts=3) == prompts.select(range(3))
+
+
+def test_read_verl_omni_rows_of_a_user_alone(tmp_path, capfd):
+    """Those of sd3_ocr.py: no system message, no negative prompt; and a column of strings."""
+    fields = {name: VERL_OMNI.field(name).type for name in ("data_source", "prompt", "ability", "reward_model")}
+    fields["extra_info"] = pyarrow.struct({"split": "string", "index": "int64", "raw_prompt": "string"})
+    row = verl_row(0, prompt=chat("A mug"), extra_info={"split": "test", "index": 0, "raw_prompt": "A mug"})
+    del row["negative_prompt"]
+    read = read_prompts(write_rows(tmp_path / "sd3.parquet", [row], pyarrow.schema(fields)))
+    expected = {name: row[name] for name in ("data_source", "ability", "reward_model", "extra_info")}
+    assert read == PromptSet(["A mug"], [expected])
+    strings = pyarrow.schema({"prompt": "string", "tag": "string"})
+    read = read_prompts(write_rows(tmp_path / "strings.parquet", [{"prompt": "A mug", "tag": "x"}], strings))
+    assert read == PromptSet(["A mug"], [{"tag": "x"}])
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"prompt": None}, "prompt: must be a string or one user message"),
+        ({"prompt": []}, "prompt: must be"),
+        ({"prompt": [{"role": "system", "content": "S"}]}, "prompt: must be"),
+        ({"prompt": [*chat("a mug"), {"role": "assistant", "content": "Yes"}]}, "prompt: must be"),
+        ({"prompt": [*chat("a mug"), *chat("a cup")]}, "prompt: must be"),
+        ({"prompt": [{"role": "user", "content": None}]}, "prompt: must be"),
+        ({"prompt": [{"role": None, "content": "a mug"}]}, "prompt: must be"),
+        ({"prompt": [None]}, "prompt: must be"),
+        ({"prompt": chat(" \t")}, "prompt: must not be blank"),
+        ({"negative_prompt": chat("blurry", "S")}, "negative_prompt: must be blank"),
+        ({"negative_prompt": []}, "negative_prompt: must be a string or one user message"),
+        ({"prompt": chat("a mug without a text")}, "OCR needs a prompt with text in double quotes"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, changes, reason):
+    """The 71st of 80, in the second batch of those that are read at once."""
+    rows = [verl_row(index, **(changes if index == 70 else {})) for index in range(80)]
+    path = write_rows(tmp_path / "train.parquet", rows)
+    with pytest.raises(ValueError) as error:
+        read_prompts(path, load_rewards(["ocr"], [1]), max_prompts=1)
+    assert str(error.value).startswith(f"{path}, row 70: {reason}")
+
+
+def test_a_bad_parquet_is_named(tmp_path):
+    good = write_rows(tmp_path / "good.parquet", [verl_row(index) for index in range(3)])
+    read_prompts(good)
+    faults = {}
+    for name, data in (("cut", good.read_bytes()[:-100]), ("text", b"a mug\n" * 20), ("empty", b"")):
+        path = tmp_path / f"{name}.parquet"
+        path.write_bytes(data)
+        faults[path] = "arquet"  # its own words: no magic bytes, too small to be a Parquet file
+    (tmp_path / "folder.parquet").mkdir()
+    faults[tmp_path / "folder.parquet"] = faults[tmp_path / "none.parquet"] = "no such file"
+    faults[write_rows(tmp_path / "rows.parquet", [])] = "no prompts"
+    other = pyarrow.schema({"caption": "string", "jpg_0": "binary"})
+    columns = write_rows(tmp_path / "columns.parquet", [{"caption": "a mug", "jpg_0": b""}], other)
+    faults[columns] = "expected the columns prompt; found caption, jpg_0"
+    for path, fault in faults.items():
+        with pytest.raises(ValueError) as error:
+            read_prompts(path)
+        message = str(error.value)
+        assert message.startswith(f"{path}: ") and fault in message and "\n" not in message
+
+
+def test_read_flow_grpos_files(tmp_path):
+    """Lines of the kinds that its dataset/ocr, dataset/pickscore and dataset/geneval have."""
+    signs = ['A shop window with a neon sign that reads "Open Late". Rain on the glass.', 'A mug, "Number 1" on it.']
+    ocr_file = write(tmp_path, "train.txt", "\n".join(signs))  # no line break after the last
+    assert read_prompts(ocr_file, load_rewards(["ocr_contains"], [1])) == PromptSet(signs, [{}, {}])
+    # lone quotes, letters that do not print, a tab, what separates lines elsewhere
+    odd = [
+        "'a fox, by no one",
+        'a "fox',
+        "a\u200bfox, \U0001f98a",
+        "a\tfox",
+        "a fox\u2028at night",
+        "ein Fuchs, grün,,",
+    ]
+    assert read_prompts(write(tmp_path, "pickscore.txt", "\n".join(odd) + "\n")).prompts == odd
+    records = [
+        {"tag": "counting", "include": [{"class": "fox", "count": 2}], "exclude": [{"class": "fox", "count": 3}]},
+        {"tag": "color_attr", "include": [{"class": "fox", "count": 1, "color": "red"}, {"class": "mug", "count": 1}]},
+    ]
+    lines = [json.dumps({**record, "prompt": f"a photo {i}"}) for i, record in enumerate(records)]
+    geneval = write(tmp_path, "train_metadata.jsonl", "\n".join(lines) + "\n")
+    assert read_prompts(geneval) == PromptSet(["a photo 0", "a photo 1"], records)
+
+
+# ---- GroupSampler, invariant 13 --------------------------------------------------------------------------------------
+def group_sampler(*args, rank=0, world_size=1, **options):
+    """A sampler that asks no process group which rank it is."""
+    return GroupSampler(*args, rank=rank, world_size=world_size, **options)
+
+
+SETTINGS = {"num_prompts": 20, "prompts_per_step": 4, "group_size": 6, "seed": 5}  # 24 images a step
+
+
+@pytest.mark.parametrize("num_mini_batches", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_groups_and_shards(world_size, num_mini_batches):
+    samplers = [
+        group_sampler(**SETTINGS, num_mini_batches=num_mini_batches, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    alone = group_sampler(**SETTINGS)
+    for _ in range(7):
+        expected_rows = alone.draw()[0]
+        draws = [sampler.draw() for sampler in samplers]
+        assert all(len(image) == 24 // world_size for _, _, image in draws)
+        shards = [set(image.tolist()) for _, _, image in draws]
+        assert sum(len(shard) for shard in shards) == 24  # disjoint
+        assert set().union(*shards) == set(range(24))  # covering
+        for rank, (rows, prompt, image) in enumerate(draws):
+            assert torch.equal(rows[prompt], expected_rows[image // 6])  # groups are consecutive
+            assert prompt.unique().tolist() == list(range(len(rows)))  # no prompt but those of its own images
+            assert samplers[rank].rank_of(image).tolist() == [rank] * len(image)
+        for update in range(num_mini_batches):  # each optimizer step sees the same images on any number of ranks
+            size = 24 // num_mini_batches
+            mini_batch = torch.cat([image.chunk(num_mini_batches)[update] for _, _, image in draws])
+            assert mini_batch.tolist() == list(range(update * size, (update + 1) * size))
+
+
+@pytest.mark.parametrize(("num_prompts", "prompts_per_step"), [(20, 4), (7, 3), (3, 5), (1, 2)])
+def test_every_epoch_is_a_permutation(num_prompts, prompts_per_step):
+    sampler = group_sampler(num_prompts, prompts_per_step, 2, seed=0)
+    stream = torch.cat([sampler.draw()[0] for _ in range(4 * num_prompts)]).tolist()
+    epochs = [stream[i : i + num_prompts] for i in range(0, len(stream), num_prompts)]
+    assert len(epochs) == 4 * prompts_per_step
+    assert all(sorted(epoch) == list(range(num_prompts)) for epoch in epochs)
+    if num_prompts == 20:
+        assert len({tuple(epoch) for epoch in epochs}) == len(epochs)  # a new order each time
+        assert list(range(20)) not in epochs
+
+
+def test_new_draw_each_step_and_seeds_matter():
+    sampler = group_sampler(**SETTINGS)
+    first, second = sampler.draw()[0].tolist(), sampler.draw()[0].tolist()
+    assert not set(first) & set(second)
+    assert group_sampler(**SETTINGS).draw()[0].tolist() == first
+    assert group_sampler(**{**SETTINGS, "seed": 6}).draw()[0].tolist() != first
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 4, 5, 11])  # 5 draws are an epoch
+def test_resume_continues_the_draws(drawn):
+    sampler = group_sampler(**SETTINGS, num_mini_batches=2, rank=1, world_size=2)
+    for _ in range(drawn):
+        sampler.draw()
+    state = json.loads(json.dumps(sampler.state_dict()))
+    resumed = group_sampler(**SETTINGS, num_mini_batches=2, rank=1, world_size=2)
+    resumed.draw()  # a state it must forget
+    resumed.load_state_dict(state)
+    for _ in range(8):
+        for a, b in zip(sampler.draw(), resumed.draw(), strict=True):
+            assert torch.equal(a, b)
+    assert sampler.state_dict() == resumed.state_dict()
+
+
+@pytest.mark.parametrize(("num_steps", "expected"), [(0, 0), (1, 4), (3, 12), (5, 20), (9, 20)])
+def test_the_prompts_of_the_first_draws_are_known_before_them(num_steps, expected):
+    prompts = [f"prompt {row}" for row in range(20)]
+    sampler = group_sampler(**SETTINGS)
+    drawn = [prompts[row] for _ in range(num_steps) for row in sampler.draw()[0]]
+    found = PromptSet(prompts, [{}] * 20).first_drawn(num_steps * 4, SETTINGS["seed"])
+    assert len(found) == expected and found == drawn[:expected] and set(found) == set(drawn)
+
+
+def test_state_does_not_depend_on_the_number_of_ranks():
+    one, two = group_sampler(**SETTINGS), group_sampler(**SETTINGS, rank=1, world_size=2)
+    one.draw(), two.draw()
+    assert one.state_dict() == two.state_dict()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"num_mini_batches": 5}, {"world_size": 5}, {"num_mini_batches": 4, "world_size": 4}]
+)
+def test_sizes_that_do_not_divide(sizes):
+    with pytest.raises(ValueError, match="4 prompts x 6 images do not divide"):
+        group_sampler(**SETTINGS, **sizes)
+
+
+@pytest.mark.parametrize("total", [1, 6, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_share_is_as_large_on_every_rank_and_gathered_in_order(monkeypatch, total, world_size):
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: world_size)
+    shares = []
+    for rank in range(world_size):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        shares.append(share_of_rank(total))
+    assert {len(share) for share in shares} == {-(-total // world_size)}
+    assert set(sum(shares, [])) == set(range(total))
+    rows = torch.tensor(shares)[..., None] * torch.tensor([1, 10])  # (world size, B, 2)
+    monkeypatch.setattr("common.data.gather", lambda tensor: rows)
+    assert gather_shares(rows[0], total).tolist() == [[place, 10 * place] for place in range(total)]

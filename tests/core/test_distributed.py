@@ -1,0 +1,65 @@
+"""What is refused, or arranged, before ranks exchange anything: nodes, GPUs and open files."""
+
+import contextlib
+import resource
+
+from common import distributed
+from common.rewards.scoring import load_rewards
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.mark.parametrize(("shard_ranks", "advised"), [(0, 2), (1, None), (2, None)])
+def test_nodes_with_different_numbers_of_ranks_are_refused_unless_the_shards_fit_each(
+    shard_ranks, advised, monkeypatch
+):
+    """Nodes of 4 and 2 ranks: each rank would make its mesh by its own node, and step 1 would wait for ever."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_, **__: iter([(torch.distributed.HashStore(), 4, 6)]))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: [4, 4, 4, 4, value, value])
+    line = rf"--shard_ranks 0: nodes have \[2, 4\] ranks: make them equal, or pass {advised}"
+    with pytest.raises(ValueError, match=f"^{line}$") if advised else contextlib.nullcontext():
+        distributed.setup_distributed(shard_ranks)
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_more_ranks_than_gpus_are_refused_by_each_of_them(local_rank, monkeypatch):
+    used = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"^torchrun --nproc_per_node 2: each rank needs a GPU; here are 1$"):
+        load_rewards(["jpeg_compressibility"], (1.0,))  # the first that a script loads
+    assert used == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    load_rewards(["jpeg_compressibility"], (1.0,))
+    assert used == [int(local_rank)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limits", "expected"),
+    [
+        (2, (1024, 4096), None),  # it is enough
+        (1024, (1024, 524288), 512 + 4 * 1024),
+        (1024, (1024, resource.RLIM_INFINITY), 512 + 4 * 1024),
+        (1024, (1024, 2048), 2048),
+        (1024, (1024, 1024), None),
+        (1024, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ],
+)
+def test_connections_to_many_ranks_are_allowed(ranks, limits, expected, monkeypatch):
+    """Gloo keeps a connection to each other rank, in each process group."""
+    raised = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda what, pair: raised.append(pair))
+    distributed.allow_connections(ranks)
+    assert raised == ([] if expected is None else [(expected, limits[1])])

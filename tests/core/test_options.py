@@ -1,0 +1,310 @@
+"""Every number of every script has a bound; options that no other test sets do what they say."""
+
+import importlib
+import json
+import math
+from dataclasses import replace
+from typing import get_args, get_type_hints
+from unittest import mock
+
+import flow_grpo
+from common.engine import client
+from common.options import check_options, parse_args
+from common.sde import image_seed
+from tests.conftest import (
+    ROOT,
+    SCRIPTS,
+    TINY,
+    few_eval_prompts,
+    read_metrics,
+    run_here,
+)
+
+import pytest
+import torch
+from PIL import Image
+
+LOCAL = [*TINY, "--rollout", "local"]
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+OUTSIDE_AND_INSIDE = {  # of each bound that an option can have
+    "at least 0": ([-1], [0]),
+    "at least 1": ([0], [1]),
+    "at least 2": ([1], [2]),
+    "above 0": ([0], [1e-9]),
+    "above 0 and at most 1": ([0, 1.01], [1]),
+    "at least 0 and below 1": ([-0.1, 1], [0]),
+    "at least 0 and at most 4294967295": ([-1, 2**32], [0, 2**32 - 1]),
+    "a finite number": ([], [-1]),
+}
+OPTIONS_BY_BOUND = {
+    "at least 0": """max_minutes profile_steps shard_ranks lora_rank lr_warmup_steps weight_decay max_prompts
+        engine_devices sde_window_size kl_coef num_steps learning_rate""",
+    "at least 1": """keep_checkpoints image_size num_frames max_sequence_length lora_alpha eval_every
+        eval_num_inference_steps eval_images_per_prompt rollout_batch_size engine_tensor_parallel num_prompts
+        guidance_scale updates_per_rollout epochs_per_rollout micro_batch_size iters_per_group update_interval
+        num_pair_prompts num_pairs""",
+    "at least 2": "group_size num_inference_steps",
+    "above 0": """adam_eps max_grad_norm engine_timeout_s noise_level clip_range adv_clip_max max_velocity_mismatch
+        nft_beta dpo_beta""",
+    "above 0 and at most 1": "timestep_fraction",
+    "at least 0 and below 1": "ema_decay old_decay",
+    "at least 0 and at most 4294967295": "seed",
+    "a finite number": "reward_weights",
+}
+OTHER_BOUNDS = {
+    ("mix_grpo.py", "sde_window_size"): "at least 1",
+    ("diffusion_nft.py", "num_inference_steps"): "at least 1",
+    ("dpo_offline.py", "num_inference_steps"): "at least 1",
+}
+
+
+def numeric_options(args_class):
+    """{name: whether it is a float} of the options that hold a number, alone or in a tuple.
+
+    check_window looks at a window's range, not a bound.
+    """
+    types = {name: {hint, *get_args(hint)} for name, hint in get_type_hints(args_class).items()}
+    return {name: float in of for name, of in types.items() if of & {int, float} and name != "sde_window_range"}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_number_has_a_bound_and_is_held_to_it(script):
+    args_class = importlib.import_module(script.removesuffix(".py")).Args
+    bounds = {name: bound for bound, names in OPTIONS_BY_BOUND.items() for name in names.split()}
+
+    def options_with(name, value):
+        is_tuple = isinstance(getattr(args_class(), name), tuple)
+        return replace(args_class(), **{name: (value, value) if is_tuple else value})
+
+    for name, is_float in numeric_options(args_class).items():
+        bound = OTHER_BOUNDS.get((script, name), bounds.get(name))
+        assert bound, f"--{name} stands in no bound of OPTIONS_BY_BOUND"
+        outside, inside = OUTSIDE_AND_INSIDE[bound]
+        refused = [(value, bound) for value in outside]
+        if is_float:
+            refused += [(value, "a finite number") for value in (math.nan, math.inf, -math.inf)]
+        for value, expected in refused:
+            with pytest.raises(ValueError) as error:
+                check_options(options_with(name, value))
+            assert str(error.value) == f"--{name} {value}: must be {expected}"
+        for value in inside:
+            check_options(options_with(name, value))
+
+
+@pytest.mark.fast
+def test_the_command_line_is_held_to_the_bounds():
+    with pytest.raises(ValueError, match="^--seed -1: must be at least 0 and at most 4294967295$"):
+        parse_args(flow_grpo.Args, "", ["--seed", "-1"])
+
+
+# ---- one run with many of them ---------------------------------------------------------------------------------------
+REWARD = """
+def by_place(images, prompts, metadata):  # 0, 1, 2, 3 in each group of four
+    return [float(i % 4) for i in range(len(images))]
+def length(images, prompts, metadata):
+    return [len(prompt) / 100 for prompt in prompts]
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("options")
+    (folder / "mine.py").write_text(REWARD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        patch.setenv("WANDB_DATA_DIR", str(folder / "wandb_data"))  # where artifacts wait for a sync
+        assert (
+            run_here(
+                folder,
+                "flow_grpo.py",
+                *LOCAL,
+                "--name",
+                "all",
+                "--track",
+                "True",
+                "--profile_steps",
+                2,
+                "--num_steps",
+                4,
+                "--eval_every",
+                2,
+                "--keep_checkpoints",
+                1,
+                "--max_prompts",
+                3,
+                "--eval_images_per_prompt",
+                2,
+                "--scale_rewards",
+                "none",
+                "--kl_coef",
+                0.01,
+                "--kl_type",
+                "paper",
+                "--reward",
+                folder / "mine.py:by_place",
+                folder / "mine.py:length",
+                "--reward_weights",
+                1.0,
+                0.5,
+                "--adv_clip_max",
+                1.25,
+            )
+            is None
+        )
+    return folder / "runs" / "all"
+
+
+def test_evaluation_takes_the_first_prompts_and_images_of_their_own_seeds(run):
+    prompts = (ROOT / "assets" / "eval_prompts.txt").read_text().splitlines()[:3]
+    for step in (0, 2, 4):
+        lines = (run / "samples" / f"{step:04d}" / "samples.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        assert [s["prompt"] for s in samples] == [prompts[i // 2] for i in range(6)]
+        assert [s["seed"] for s in samples] == [image_seed("eval", i % 2, i // 2) for i in range(6)]
+        assert len({s["seed"] for s in samples}) == 6
+        images = [Image.open(run / "samples" / f"{step:04d}" / s["file"]) for s in samples]
+        assert [image.size for image in images] == [(96, 32)] * 6
+        assert len({image.convert("RGB").tobytes() for image in images}) == 6
+        # 0 and 1, 2 and 3, 0 and 1: prompts' means .5, 2.5, .5
+        assert [s["by_place"] for s in samples] == [0, 1, 2, 3, 0, 1]
+        row = read_metrics(run)[step]
+        assert row["val/by_place/mean"] == pytest.approx(3.5 / 3)
+        variance = (2 * (0.5 - 3.5 / 3) ** 2 + (2.5 - 3.5 / 3) ** 2) / 3
+        assert row["val/by_place/stderr"] == pytest.approx(math.sqrt(variance / 3))
+        assert row["val/length/mean"] == pytest.approx(sum(len(p) / 100 for p in prompts) / 3)
+
+
+def test_advantages_are_neither_scaled_nor_beyond_the_clamp_and_checkpoints_are_one(run):
+    rows = read_metrics(run)
+    assert len(rows) == 5
+    for row in rows[1:]:  # of 0 to 3, around 1.5; what the prompt alone decides drops out
+        assert (row["critic/advantages/max"], row["critic/advantages/min"]) == (1.25, -1.25)
+        assert row["critic/rewards/by_place/mean"] == pytest.approx(1.5)
+        assert row["critic/rewards/mean"] == pytest.approx(1.5 + row["critic/rewards/length/mean"] / 2)
+    assert rows[1]["actor/kl_loss"] == 0 and rows[2]["actor/kl_loss"] > 0
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000004.pt"]
+
+
+def test_profile_steps_writes_a_trace_of_that_step_alone(run):
+    assert [path.name for path in run.glob("trace_*")] == ["trace_0002.json"]
+    names = [event.get("name", "") for event in json.loads((run / "trace_0002.json").read_text())["traceEvents"]]
+    assert {name for name in names if name.startswith("ProfilerStep")} == {"ProfilerStep#2"}
+    for of_an_update in ("aten::mm", "Optimizer.step#AdamW.step"):
+        assert of_an_update in names
+    assert names.count("Optimizer.step#AdamW.step") == 1
+
+
+def test_track_leaves_wandbs_table_of_images(run):
+    """What wandb keeps for a sync: the run, and of each evaluation a table whose cells are the images."""
+    (offline,) = (run / "wandb").glob("offline-run-*")
+    record = next(offline.glob("run-*.wandb")).read_bytes()
+    assert (
+        b"actor/kl_loss" in record
+        and b"val/by_place/mean" in record
+        and len(list(offline.glob("files/media/table/val/images_*.table.json"))) == 3
+    )
+    staged = [path.read_bytes() for path in (run.parents[1] / "wandb_data" / "artifacts" / "staging").iterdir()]
+    tables = [json.loads(data) for data in staged if data.startswith(b"{") and b'"prompt and score"' in data]
+    assert {table["data"][0][0] for table in tables} == {0, 2, 4}
+    paths = set()
+    for table in tables:
+        assert table["columns"] == ["step", "prompt and score", "image"]
+        scores = [caption.split("\n")[1].split("  ")[0] for _, caption, _ in table["data"]]
+        assert scores == [f"by_place {place}.00" for place in (0, 1, 2, 3, 0, 1)]
+        assert all(
+            (image["_type"], image["width"], image["height"]) == ("image-file", 96, 32) for _, _, image in table["data"]
+        )
+        paths |= {image["path"] for _, _, image in table["data"]}
+    assert sum(data.startswith(b"\x89PNG") for data in staged) == 18 >= len(paths) > 6
+
+
+# ---- others ----------------------------------------------------------------------------------------------------------
+def test_eval_only_evaluates_what_resume_names_and_trains_nothing(run, tmp_path):
+    options = [*LOCAL, "--max_prompts", 2, "--eval_only", "True"]
+    assert run_here(tmp_path, "flow_grpo.py", "--name", "base", *options) is None
+    assert run_here(tmp_path, "flow_grpo.py", "--name", "trained", "--resume", run, *options) is None
+    (base,), (trained,) = (read_metrics(tmp_path / "runs" / name) for name in ("base", "trained"))
+    assert (base["training/global_step"], trained["training/global_step"]) == (0, 4)
+    assert "val/ocr/mean" in base and "val/by_place/mean" in trained  # the rewards of the run
+    assert not any("actor" in name for name in trained)
+    assert not (tmp_path / "runs/trained/checkpoints").exists()
+
+
+class Started(Exception):
+    """Raised where an engine's process would start."""
+
+
+def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
+    args = flow_grpo.Args(
+        rollout_batch_size=5, engine_timeout_s=7, engine_sleep=True, dtype="bfloat16", model="a/model"
+    )
+    cpu = torch.device("cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "VLLMEngine", lambda *positional, **named: (positional, named))
+        engine, named = flow_grpo.start_engine(args, tmp_path, cpu)
+    assert engine == ("a/model", "bfloat16", 5, tmp_path / "engine_rank0.log")
+    assert named == {"timeout_s": 7, "gpus": (None,), "sleeps": True}
+
+    def start(*environment):
+        raise Started(*environment)
+
+    monkeypatch.setattr(client, "engine_environment", start)
+    with pytest.raises(Started) as started:
+        flow_grpo.start_engine(args, tmp_path, cpu)
+    assert started.value.args == ("a/model", (None,), torch.get_num_threads())
+
+
+@pytest.mark.parametrize("script", ["flow_grpo", "grpo_guard", "mix_grpo"])
+@pytest.mark.parametrize(
+    ("options", "num_means"),
+    [
+        ({"old_log_prob": "recompute"}, 2),
+        ({"old_log_prob": "rollout"}, 6),
+        ({"old_log_prob": "recompute", "rollout_correction": "tis:2"}, 6),
+    ],
+)
+def test_only_the_means_that_are_read_come_back_from_the_engine(script, options, num_means):
+    """A micro-batch's, to check the drift; all, where they are the old policy's or a correction reads them."""
+    module = importlib.import_module(script)
+    engine = mock.Mock()
+    request = mock.Mock(seeds=range(6))
+    args = module.Args(micro_batch_size=2, **options)
+    module.rollout(args, mock.Mock(), engine, request)
+    engine.generate.assert_called_once_with(request, num_means=num_means, finished=None)
+
+
+def test_nft_and_dpo_options(tmp_path):
+    few = [*few_eval_prompts(tmp_path, 2), "--num_steps", 2]
+    assert (
+        run_here(
+            tmp_path,
+            "diffusion_nft.py",
+            *LOCAL,
+            *few,
+            "--adv_mode",
+            "positive_only",
+            "--decay_schedule",
+            "fixed",
+            "--old_decay",
+            0.75,
+            "--learning_rate",
+            3e-3,
+        )
+        is None
+    )
+    rows = read_metrics(tmp_path / "runs" / "diffusion_nft")[1:]
+    assert [row["old_policy/decay"] for row in rows] == [0.75, 0.75] and rows[0]["actor/grad_norm"] > 0
+    old, default = (
+        torch.load(tmp_path / "runs/diffusion_nft/checkpoints/step_000002.pt", weights_only=True)["policies"][name]
+        for name in ("old", "default")
+    )
+    assert any(not torch.equal(old[key], default[key]) for key in old)
+
+    pairs = ["--num_pair_prompts", 6, "--group_size", 4, "--num_pairs", 2]
+    assert run_here(tmp_path, "dpo_offline.py", *pairs, *few, "--dpo_beta", 1e-9) is None
+    rows = read_metrics(tmp_path / "runs" / "dpo_offline")[1:]
+    assert [row["actor/loss"] for row in rows] == pytest.approx([math.log(2)] * 2, abs=1e-6)  # no logit at all

@@ -1,0 +1,699 @@
+"""The policies of a run: which acts, which is trained, what follows; the KL to the reference; memory and dtype."""
+
+import copy
+import importlib
+import json
+import math
+import random
+import shutil
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import flow_grpo
+from common import distributed as sharding
+from common.data import GroupSampler, PromptSet
+from common.errors import RunError
+from common.models.family import family_class
+from common.models.lora import make_lora, save_policy
+from common.policy import acting, add_policies, follow, load_policy_tensors, tensors_on_rank_0, use_policy
+from common.run import Inputs, Run
+from common.sde import sde_step
+from tests.conftest import (
+    EMBEDDED,
+    SCRIPTS,
+    TINY,
+    brightness_reward,
+    embedded_model,
+    few_eval_prompts,
+    read_metrics,
+    run_here,
+    torchrun,
+)
+
+import numpy as np
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+NAMES = ["default", "old", "ema", "reference"]
+PROMPTS = ['a red sign that says "12"', 'a blue sign that says "345"']
+
+
+@pytest.fixture(scope="module")
+def lora_file(tmp_path_factory):
+    """A LoRA of rank 4 that acts, in a folder as a run saves it."""
+    folder = tmp_path_factory.mktemp("lora")
+    model = embedded_model()
+    add_policies(model, make_lora(None, 4, 8, model.lora_target_modules), ["default"], seed=1)
+    disturb(model, "default", 0.05)
+    save_policy(folder, model, "default")
+    return folder
+
+
+@torch.no_grad()
+def disturb(model, name, size=1e-3, seed=5):
+    """Move policy `name`: a LoRA's B, or all of its weights; sharded ones too."""
+    generator = torch.Generator().manual_seed(seed)
+    for key, p in model.policies[name].named_parameters():
+        if f".lora_B.{name}." in key or "lora_" not in key and not hasattr(model.transformer, "peft_config"):
+            local = p.to_local() if hasattr(p, "to_local") else p
+            local += torch.randn(local.shape, generator=generator) * size
+
+
+@pytest.fixture(params=["lora", "lora_path", "full"])
+def model(request, lora_file):
+    """The embedded model with all four policies, unsharded, `default` and `ema` moved off the others."""
+    model = embedded_model()
+    path = lora_file if request.param == "lora_path" else None
+    rank = 0 if request.param == "full" else 4
+    add_policies(model, make_lora(path, rank, 8, model.lora_target_modules), NAMES, seed=1)
+    if request.param == "full":  # what sharding does: until then they share their memory
+        for policy in model.policies.values():
+            for parameter in policy.parameters():
+                parameter.data = parameter.data.clone()
+    model.kind = request.param
+    disturb(model, "default", seed=6)
+    disturb(model, "ema", seed=7)
+    return model
+
+
+def velocity(model, name):
+    conditioning = model.encode_prompts(PROMPTS, 16)
+    x = torch.randn(2, *model.schedule(2, 32, 96)[2], generator=torch.Generator().manual_seed(2))
+    with torch.no_grad(), acting(model, name):
+        return model.predict_velocity(x, torch.tensor(700.0), conditioning)
+
+
+def whole_state(model):
+    """Everything that a pass of another policy could leave changed."""
+    transformer = model.transformer
+    state = {
+        "params": [(name, p.requires_grad, p.detach().clone()) for name, p in transformer.named_parameters()],
+        "training": [m.training for m in transformer.modules()],
+        "which": id(transformer),
+        "adapters": [
+            (m._active_adapter, m._disable_adapters) for m in transformer.modules() if hasattr(m, "_disable_adapters")
+        ],
+        "rng": torch.get_rng_state(),
+    }
+    assert model.kind == "full" or state["adapters"]
+    return state
+
+
+def same(a, b):
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+# ---- who acts --------------------------------------------------------------------------------------------------------
+def test_only_default_asks_for_a_gradient_whoever_acts(model):
+    trained = {
+        id(p) for name, p in model.policies["default"].named_parameters() if model.kind == "full" or ".default." in name
+    }
+    assert len(trained) == (62 if model.kind != "full" else len(list(model.transformer.parameters())))
+    for name in (*NAMES, "default"):
+        use_policy(model, name)
+        asking = {id(p) for policy in model.policies.values() for p in policy.parameters() if p.requires_grad}
+        acting_asks = {id(p) for p in model.transformer.parameters() if p.requires_grad}
+        assert asking == trained
+        assert acting_asks == (trained if model.kind != "full" or name == "default" else set())
+
+
+def test_each_policy_acts_as_itself(model):
+    base = embedded_model()
+    if model.kind == "lora_path":  # the reference is that adapter and not the base
+        base.transformer.add_adapter(model.transformer.peft_config["reference"])
+    v = {name: velocity(model, name) for name in NAMES}
+    assert torch.equal(v["old"], v["reference"])  # where default began
+    for a, b in (("default", "old"), ("ema", "old"), ("default", "ema")):
+        assert (v[a] - v[b]).abs().max() > 1e-4, (a, b)
+    base.kind, base.policies = None, {"default": base.transformer}
+    with torch.no_grad():
+        x = torch.randn(2, *base.schedule(2, 32, 96)[2], generator=torch.Generator().manual_seed(2))
+        v_base = base.predict_velocity(x, torch.tensor(700.0), base.encode_prompts(PROMPTS, 16))
+    assert torch.equal(v["reference"], v_base) == (model.kind != "lora_path")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_policys_pass_leaves_no_trace(model, name):
+    """Invariant 9: adapters, requires_grad flags, modes and RNG are as before."""
+    before = whole_state(model)
+    velocity(model, name)
+    assert same(whole_state(model), before)
+
+
+def test_follow(model):
+    before = {name: tensors_on_rank_0(model, name)[0] for name in model.policies}
+    follow(model, "old", 0.25)
+    after = {name: tensors_on_rank_0(model, name)[0] for name in model.policies}
+    for key, value in after["old"].items():
+        torch.testing.assert_close(value, 0.25 * before["old"][key] + 0.75 * before["default"][key], rtol=0, atol=1e-6)
+    assert not same(after["old"], before["old"])
+    assert same({**after, "old": None}, {**before, "old": None})  # the others have not moved
+    follow(model, "old", 0.0)
+    assert same(tensors_on_rank_0(model, "old")[0], before["default"])
+    assert torch.equal(velocity(model, "old"), velocity(model, "default"))
+
+
+def test_policy_tensors_come_back_and_are_copies(model):
+    tensors = tensors_on_rank_0(model, "ema")[0]
+    kept = {key: value.clone() for key, value in tensors.items()}
+    load_policy_tensors(model, "old", tensors)
+    assert same(tensors_on_rank_0(model, "old")[0], kept)
+    for value in tensors.values():
+        value.zero_()
+    assert same(tensors_on_rank_0(model, "ema")[0], kept) and same(tensors_on_rank_0(model, "old")[0], kept)
+
+
+@pytest.mark.parametrize("change", ["less", "more", "shape"])
+def test_tensors_of_another_policy_are_refused_in_a_line(model, change):
+    tensors = tensors_on_rank_0(model)[0]
+    key = sorted(tensors)[3]
+    if change == "shape":
+        tensors[key] = tensors[key][:-1]
+    elif change == "more":
+        key = "a.new.weight"
+        tensors[key] = torch.zeros(1)
+    else:
+        del tensors[key]
+    before = tensors_on_rank_0(model)[0]
+    with pytest.raises(RunError) as error:
+        load_policy_tensors(model, "default", tensors)
+    assert key in str(error.value) and "--lora_rank" in str(error.value) and "\n" not in str(error.value)
+    assert same(tensors_on_rank_0(model)[0], before)
+
+
+# ---- which modules ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("target", "exclude", "count"),
+    [
+        ((), (), 31),
+        (("to_q", "proj_out"), (), None),
+        (("attn.to_q", "ff.net.2"), (), None),
+        ((), ("to_q", "to_k"), None),
+    ],
+)
+def test_exactly_those_modules_get_a_lora(target, exclude, count):
+    model = embedded_model()
+    ends = target or model.lora_target_modules
+    linear = torch.nn.Linear
+
+    def chosen(name, module):
+        return (
+            isinstance(module, linear)
+            and any(name == end or name.endswith(f".{end}") for end in ends)
+            and not any(name == end or name.endswith(f".{end}") for end in exclude)
+        )
+
+    expected = {name for name, module in model.transformer.named_modules() if chosen(name, module)}
+    add_policies(model, make_lora(None, 4, 8, ends, exclude), ["default"], seed=1)
+    got = {key.rpartition(".lora_")[0] for key in tensors_on_rank_0(model)[0]}
+    assert got == expected and len(got) == (count or len(got))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((("to_q", "to_z"), ()), "--lora_target_modules to_z: SD3Transformer2DModel has no such module"),
+        ((("to_q",), ("to_z",)), "--lora_exclude_modules to_z: SD3Transformer2DModel has no such module"),
+        (
+            (("to_q", "attn"), ()),
+            "--lora_target_modules attn to_q: transformer_blocks.0.attn is a Attention, not a linear layer",
+        ),
+        (
+            (("pos_embed.proj",), ()),
+            "--lora_target_modules pos_embed.proj: pos_embed.proj is a Conv2d, not a linear layer",
+        ),
+    ],
+)
+def test_a_module_that_cannot_get_a_lora_is_named(options, message):
+    model = embedded_model()
+    with pytest.raises(RunError, match=f"^{message}$"):
+        add_policies(model, make_lora(None, 4, 8, *options), ["default"], seed=1)
+
+
+# ---- KL --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kl_type", ["code", "paper"])
+@pytest.mark.parametrize("sde_type", ["sde", "dance", "cps_gauss"])
+def test_the_optimum_in_one_dimension(sde_type, kl_type):
+    """Invariant 10: reward c x, advantages neither normalised nor clipped: the mean ends at mu0 + c q^2 / b.
+
+    The expectation over the policy's samples is exact: Gauss-Hermite nodes, their weights being those of the loss.
+    """
+    c, b, x = 0.8, 2.5, torch.tensor([[0.3]], dtype=torch.float64)
+    s, s_next, level = 0.6, 0.35, 0.7
+    q2 = {"sde": level**2 * s / (1 - s), "dance": level**2, "cps_gauss": (s_next * math.sin(level * math.pi / 2)) ** 2}[
+        sde_type
+    ]
+    if sde_type != "cps_gauss" and not (kl_type == "code" and sde_type == "sde"):
+        q2 *= s - s_next  # std^2
+    nodes, weights = (torch.from_numpy(a) for a in np.polynomial.hermite_e.hermegauss(20))
+    weights = weights / weights.sum() * len(nodes)  # policy_loss takes the mean
+
+    def step(v, **kwargs):
+        return sde_step(x.expand(20, 1), v.expand(20, 1), s, s_next, level, sde_type=sde_type, **kwargs)
+
+    args = flow_grpo.Args(sde_type=sde_type, kl_type=kl_type)
+    ref_mean = step(torch.tensor(0.2).double(), noise=nodes[:, None]).prev_sample_mean
+    v = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([v], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.985)
+    for _ in range(600):
+        with torch.no_grad():
+            drawn = step(v, noise=nodes[:, None])
+        out = step(v, prev_sample=drawn.prev_sample)
+        loss, _ = flow_grpo.policy_loss(out.log_prob, drawn.log_prob, c * drawn.prev_sample[:, 0], 1e9, weights)
+        kl = flow_grpo.kl_divergence(args, out, ref_mean, s_next - s).mean()
+        optimizer.zero_grad()
+        (loss + b * kl).backward()
+        optimizer.step()
+        scheduler.step()
+    found = step(v, noise=nodes[:, None]).prev_sample_mean[0, 0].item()
+    assert found == pytest.approx(ref_mean[0, 0].item() + c * q2 / b, abs=1e-3)
+    assert abs(c * q2 / b) > 0.01 and kl.item() == pytest.approx((c * q2 / b) ** 2 / (2 * q2), abs=1e-3)
+
+
+def rollout_of(args, model, sde_steps=(1, 2)):
+    encoded = flow_grpo.encode_prompts(args, model, PROMPTS)
+    places = torch.tensor([0, 0, 1, 1])
+    request = flow_grpo.make_request(args, model, encoded, places, [1, 2, 3, 4], sde_steps)
+    return request, flow_grpo.rollout(args, model, None, request)
+
+
+def inputs_of(args, rewards=None):
+    """What `prepare` would load, except for the prompts."""
+    family = family_class(EMBEDDED)
+    lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, family.lora_target_modules)
+    prompts = PromptSet(PROMPTS, [{}] * len(PROMPTS))
+    return Inputs(family, rewards, rewards, train_set=prompts, eval_set=prompts, lora=lora, checkpoint=None)
+
+
+def policy(lora_path=None, **changes):
+    """flow_grpo's arguments, and in this process its policy and the parameters that are trained."""
+    args = flow_grpo.Args(
+        rollout="local",
+        num_inference_steps=4,
+        updates_per_rollout=1,
+        lora_path=lora_path and str(lora_path),
+        **changes,
+    )
+    return args, *flow_grpo.load_policy(args, inputs_of(args), torch.device("cpu"))
+
+
+def batch_of(module, request, trajectories, advantages):
+    """A local rollout as a script's update takes it."""
+    ones = torch.ones_like(trajectories.log_probs)
+    old = module.OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, ones)
+    return module.Batch(request, trajectories, old, advantages)
+
+
+def one_update(args, model, optimizer, advantages):
+    """An update on four images; Adam-free with an SGD optimizer of rate 1, whose change is minus the gradient."""
+    return flow_grpo.update(args, model, optimizer, batch_of(flow_grpo, *rollout_of(args, model), advantages))
+
+
+ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -2.0])
+
+
+@pytest.mark.fast
+def test_what_adams_epsilon_does_to_a_learning_rate():
+    """--help and docs/flow_grpo.md: at gradients of 5e-9, 1e-8 makes a step a third of what 1e-15 makes it."""
+    moved = {}
+    for eps in (flow_grpo.Args().adam_eps, 1e-8):
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.AdamW([weight], lr=3e-4, eps=eps)
+        for _ in range(3):
+            weight.grad = torch.tensor([5e-9])
+            optimizer.step()
+        moved[eps] = -weight.item()
+    assert moved[1e-15] == pytest.approx(3 * 3e-4, rel=1e-4)
+    assert moved[1e-8] == pytest.approx(3e-4, rel=1e-4)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_resumed_run_steps_with_its_own_settings(script, monkeypatch):
+    """Adam's state brings the settings of the run that saved it; --weight_decay and --adam_eps of this run win."""
+    module = importlib.import_module(script.removesuffix(".py"))
+    weight = torch.nn.Parameter(torch.zeros(1))
+    saved = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5, eps=1e-15).state_dict()
+    monkeypatch.setattr(module, "load_training_state", lambda model, optimizer, state: optimizer.load_state_dict(saved))
+    args = module.Args(weight_decay=0.25, adam_eps=1e-8)
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=args.weight_decay, eps=args.adam_eps)
+    sampler = GroupSampler(4, 4, 2, seed=1, rank=0, world_size=1)
+    run = SimpleNamespace(load_checkpoint=lambda: {"sampler": sampler.state_dict()})
+    module.load(args, run, None, optimizer, sampler)
+    [group] = optimizer.param_groups
+    assert group["weight_decay"] == 0.25 and group["eps"] == 1e-8
+
+
+@pytest.mark.parametrize("kind", ["lora", "lora_path", "full"])
+def test_kl_is_zero_at_first_and_its_gradient_is_not_after_a_step(kind, lora_file, one_rank):
+    """Invariant 9, in an update without any advantage: what moves is the KL's doing."""
+    args, model, trained = policy(
+        lora_file if kind == "lora_path" else None,
+        kl_coef=0.5,
+        learning_rate=1e-3,
+        lora_rank=0 if kind == "full" else 16,
+        weight_decay=0.0,
+    )
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0, eps=args.adam_eps)
+    reference = tensors_on_rank_0(model, "reference")[0] if "reference" in model.policies else {}
+    metrics = one_update(args, model, optimizer, 0 * ADVANTAGES)
+    assert metrics["actor/kl_loss"] == 0 and metrics["actor/grad_norm"] == 0
+    metrics = one_update(args, model, optimizer, ADVANTAGES)
+    assert metrics["actor/kl_loss"] == 0 and metrics["actor/grad_norm"] > 0
+    first = one_update(args, model, optimizer, 0 * ADVANTAGES)
+    assert first["actor/kl_loss"] > 0 and first["actor/grad_norm"] > 0
+    args.learning_rate = 0.1
+    optimizer = torch.optim.SGD(trained)  # no momentum from the steps before
+    kl = [one_update(args, model, optimizer, 0 * ADVANTAGES)["actor/kl_loss"] for _ in range(3)]
+    assert kl[0] > kl[1] > kl[2] > 0  # back towards the reference
+    if reference:
+        assert same(tensors_on_rank_0(model, "reference")[0], reference)
+
+
+# ---- optimizer steps -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rank", [4, 0])
+def test_average_and_warm_up_by_hand(rank, one_rank):
+    args, model, trained = policy(ema_decay=0.26, lr_warmup_steps=4, learning_rate=2e-3, lora_rank=rank)
+    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0)
+    average = tensors_on_rank_0(model, "ema")[0]
+    start = copy.deepcopy(average)
+    rates = []
+    for k in (None, 1, 2, None, 3, 4, 5, 6):
+        gradient = math.nan if k is None else 0.1 * k
+        for p in trained:
+            p.grad = torch.zeros_like(p) + gradient
+        flow_grpo.optimizer_step(args, model, optimizer)
+        if k:  # 2/11, 3/12, then ema_decay, as 4/13 is above it
+            decay, default = min(0.26, (1 + k) / (10 + k)), tensors_on_rank_0(model)[0]
+            average = {key: decay * v + (1 - decay) * default[key] for key, v in average.items()}
+            rates.append(optimizer.param_groups[0]["lr"])
+        for key, value in tensors_on_rank_0(model, "ema")[0].items():
+            torch.testing.assert_close(value, average[key], rtol=0, atol=5e-7)
+    assert rates == pytest.approx([5e-4, 1e-3, 1.5e-3, 2e-3, 2e-3, 2e-3])
+    assert not same(average, start)
+
+
+def test_the_seed_is_that_of_every_generator(one_rank):
+    """A reward may draw from any."""
+    draws = set()
+    for _ in range(2):
+        policy(seed=5)
+        draws.add((random.random(), np.random.rand(), torch.rand(()).item()))  # noqa: NPY002
+    assert len(draws) == 1
+
+
+def test_a_checkpoint_before_the_first_optimizer_step_takes_none(one_rank, tmp_path):
+    """torch would step Adam once, to have a state to save: warm-up, average and Adam itself would be one ahead."""
+    args, model, trained = policy(name="run", ema_decay=0.9, resume="latest")
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    sampler = GroupSampler(8, 4, 4, seed=1)
+    run = Run(tmp_path / "run", asdict(args))
+    run.best_score = 0.5
+    run.step = 1
+    flow_grpo.save(args, run, model, optimizer, sampler)
+    assert not optimizer.state
+    resumed = Run(run.folder, asdict(args), checkpoint=run.folder / "checkpoints" / "step_000001.pt")
+    flow_grpo.load(args, resumed, model, optimizer, sampler)
+    assert (resumed.step, resumed.best_score) == (1, 0.5)
+    assert not optimizer.state
+    for p in trained:
+        p.grad = torch.ones_like(p)
+    flow_grpo.optimizer_step(args, model, optimizer)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+    run.step = 2
+    flow_grpo.save(args, run, model, optimizer, sampler)
+    other = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.5)
+    changed = replace(args, resume=str(run.folder), name="another", weight_decay=0.5)
+    another = Run(tmp_path / "another", asdict(changed), checkpoint=run.folder / "checkpoints" / "step_000002.pt")
+    flow_grpo.load(changed, another, model, other, sampler)
+    assert (another.step, another.best_score) == (2, -math.inf)  # the best one is another run's
+    assert {int(state["step"]) for state in other.state.values()} == {1}
+    assert other.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_evaluation_uses_the_average_and_leaves_the_trained_weights_alone(one_rank, tmp_path):
+    args, model, trained = policy(ema_decay=0.9, eval_num_inference_steps=3)
+    disturb(model, "default", 0.1)
+    inputs = inputs_of(args, {"zero": lambda images, prompts, metadata: [0.0] * len(images)})
+    run = Run(tmp_path, rewards=inputs.eval_rewards)
+    before = {name: tensors_on_rank_0(model, name)[0] for name in model.policies}
+    flags = [p.requires_grad for p in model.transformer.parameters()]
+
+    def images(ema_decay):
+        _, shown = flow_grpo.evaluate(replace(args, ema_decay=ema_decay), run, model, None, inputs)
+        return [image.tobytes() for image, _ in shown]
+
+    averaged = images(0.9)
+    assert same({name: tensors_on_rank_0(model, name)[0] for name in model.policies}, before)
+    assert flags == [p.requires_grad for p in model.transformer.parameters()]
+    assert sum(flags) == len(trained) > 0
+    of_default = images(0.0)
+    assert of_default != averaged
+    follow(model, "ema", 0.0)
+    assert images(0.9) == of_default
+
+
+@pytest.mark.parametrize(("kind", "asked"), [("lora", [False, True]), ("full", [True, True])])
+@pytest.mark.parametrize("script", ["flow_grpo", "grpo_guard", "mix_grpo"])
+def test_gradients_are_exchanged_once_per_update_and_of_full_weights_in_every_pass(script, kind, asked, one_rank):
+    """Four passes; FSDP hears only of changes. Otherwise full weights' gradients would be kept whole."""
+    module = importlib.import_module(script)
+    args, model, _ = policy(lora_rank=4 if kind == "lora" else 0)
+    batch = batch_of(module, *rollout_of(args, model), ADVANTAGES)
+    calls = []
+    model.transformer.set_requires_gradient_sync = calls.append
+    module.accumulate_gradients(module.Args(micro_batch_size=2), model, batch, torch.arange(4), None)
+    assert calls == asked
+
+
+def test_the_references_means_are_computed_once_a_rollout(one_rank, monkeypatch):
+    args, model, trained = policy(kl_coef=0.5, epochs_per_rollout=2)
+    args.updates_per_rollout = 2
+    acted = []
+    real = flow_grpo.acting
+    monkeypatch.setattr(flow_grpo, "acting", lambda model, name, *more: acted.append(name) or real(model, name, *more))
+    one_update(args, model, torch.optim.SGD(trained), ADVANTAGES)
+    assert acted == ["reference"]
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+def test_weights_are_gathered_once_to_sample(tmp_path):
+    """By two ranks, of 4 blocks and the root, 4 images, 2 at once, 3 steps: each of them once, or in every pass, but
+    for the root's, which stay. The images are equal to the bit, also after the weights have changed. Offloaded weights
+    are not kept."""
+    torchrun(tmp_path, "tests/gathers.py", tmp_path / "out.json", nproc=2)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["same"] == [True, True] and found["moved"]
+    assert found["gathers"] == {"once": 4 + 1, "by block": 4 * 2 * 3 + 1, "cpu_offload": 4 * 2 * 3 + 1}
+
+    model, args = embedded_model(), flow_grpo.Args()
+    lora = make_lora(None, args.lora_rank, args.lora_alpha, model.lora_target_modules)
+    add_policies(model, lora, ["default", "ema"], seed=1)
+    num_bytes = sum(p.nbytes for p in model.transformer.parameters())  # with both adapters, whichever acts
+    assert found["bytes"] == pytest.approx(num_bytes, rel=0.002)  # FSDP pads
+
+
+@pytest.mark.parametrize(
+    ("world", "of_a_node", "shard_ranks", "shape"),
+    [(2, 2, 0, (2,)), (4, 2, 0, (2, 2)), (4, 4, 2, (2, 2)), (4, 2, 1, (4, 1)), (1, 1, 0, (1,))],
+)
+def test_over_which_ranks_the_weights_are_sharded(world, of_a_node, shard_ranks, shape, monkeypatch):
+    """Over those of a node, each node with a copy, where --shard_ranks does not say."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(of_a_node))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
+    monkeypatch.setattr(sharding, "init_device_mesh", lambda device, shape, mesh_dim_names: (shape, mesh_dim_names))
+    names = ("replicate", "shard")[-len(shape) :]
+    assert sharding.shard_mesh(torch.device("cpu"), shard_ranks) == (shape, names)
+
+
+def test_policies_of_full_weights_share_their_memory_until_they_are_sharded():
+    model = embedded_model()
+    add_policies(model, None, ["default", "ema", "reference"], seed=1)
+    for name in ("ema", "reference"):
+        pairs = zip(model.policies["default"].parameters(), model.policies[name].parameters(), strict=True)
+        assert all(one.data_ptr() == other.data_ptr() and one is not other for one, other in pairs)
+
+
+def test_full_weights_become_fp32_a_block_at_a_time(one_rank, monkeypatch):
+    """As FSDP takes it: no rank holds the whole model in fp32 beside its shards."""
+    most = 0
+    real = flow_grpo.fully_shard
+
+    def observed(module, **options):
+        nonlocal most
+        whole = [p for p in model_of[0].transformer.parameters() if not isinstance(p, DTensor)]
+        most = max(most, sum(p.numel() for p in whole if p.dtype == torch.float32))
+        real(module, **options)
+
+    model_of = []
+    real_add = flow_grpo.add_policies
+    monkeypatch.setattr(
+        flow_grpo, "add_policies", lambda model, *more: model_of.append(model) or real_add(model, *more)
+    )
+    monkeypatch.setattr(flow_grpo, "fully_shard", observed)
+    _, model, _ = policy(lora_rank=0, dtype="bfloat16")
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.transformer.transformer_blocks]
+    total = sum(p.numel() for p in model.transformer.parameters())
+    assert 0 < most <= max(*blocks, total - sum(blocks))
+
+
+# ---- what it is trained with -----------------------------------------------------------------------------------------
+def gradient(**changes):
+    """(gradient {name: tensor}, metrics, calls of the first block) of one update, by an SGD step of rate 1."""
+    args, model, trained = policy(learning_rate=1.0, max_grad_norm=1e9, **changes)
+    disturb(model, "default", 0.02)
+    before = tensors_on_rank_0(model)[0]
+    batch = batch_of(flow_grpo, *rollout_of(args, model), ADVANTAGES)
+    calls = []
+    model.transformer.transformer_blocks[0].attn.register_forward_pre_hook(lambda *_: calls.append(1))
+    metrics = flow_grpo.update(args, model, torch.optim.SGD(trained, lr=1.0), batch)
+    return {key: before[key] - v for key, v in tensors_on_rank_0(model)[0].items()}, metrics, len(calls)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The gradient that all memory savers should give."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        found = gradient()
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def assert_same_gradient(found, plain, tolerance):
+    assert max(v.abs().max() for v in plain[0].values()) > 1e-4
+    for key, value in plain[0].items():
+        torch.testing.assert_close(found[0][key], value, rtol=0, atol=tolerance)
+    for name in ("actor/loss", "actor/grad_norm"):
+        assert found[1][name] == pytest.approx(plain[1][name], abs=tolerance)
+
+
+def test_activation_checkpointing_recomputes_and_gives_the_same_gradient(plain, one_rank):
+    found = gradient(train_with=("activation_checkpointing",))
+    assert plain[2] == 2 and found[2] == 4  # two trained steps, forward; and again in their backward passes
+    assert_same_gradient(found, plain, 1e-6)
+
+
+def test_cpu_offload_gives_the_same_gradient(plain, one_rank):
+    assert_same_gradient(gradient(train_with=("cpu_offload",)), plain, 1e-6)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
+def test_compiled_blocks_give_the_same_gradient(plain, one_rank):
+    torch._dynamo.utils.counters.clear()
+    found = gradient(train_with=("compile",))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # it did compile
+    assert_same_gradient(found, plain, 1e-5)
+
+
+def test_bfloat16_keeps_what_is_trained_in_fp32(one_rank):
+    args, model, trained = policy(dtype="bfloat16", ema_decay=0.5)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    metrics = one_update(args, model, optimizer, ADVANTAGES)
+    assert metrics["actor/grad_norm"] > 0 and all(math.isfinite(value) for value in metrics.values())
+    dtypes = {"lora": set(), "base": set(), "adam": set()}
+    for name, p in model.transformer.named_parameters():
+        dtypes["lora" if "lora_" in name else "base"].add(p.dtype)
+    dtypes["adam"] = {v.dtype for state in optimizer.state.values() for v in state.values()}
+    assert dtypes == {"lora": {torch.float32}, "base": {torch.bfloat16}, "adam": {torch.float32}}
+    assert {name.split(".")[-2] for name, _ in model.transformer.named_parameters() if "lora_" in name} == {
+        "default",
+        "ema",
+    }
+    assert model.pipe.vae.dtype == torch.float32
+
+
+def test_full_weights_in_bfloat16_are_trained_in_fp32(one_rank):
+    args, model, trained = policy(dtype="bfloat16", lora_rank=0, kl_coef=0.1, ema_decay=0.5, learning_rate=1e-5)
+    metrics = one_update(args, model, torch.optim.AdamW(trained, lr=1e-5), ADVANTAGES)
+    assert metrics["actor/grad_norm"] > 0 and metrics["actor/kl_loss"] == 0
+    assert {name: {p.dtype for p in policy.parameters()} for name, policy in model.policies.items()} == {
+        "default": {torch.float32},
+        "ema": {torch.float32},
+        "reference": {torch.bfloat16},
+    }
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+def test_a_run_with_memory_savers_is_the_plain_run_and_bfloat16_runs(tmp_path):
+    options = [
+        *TINY,
+        "--rollout",
+        "local",
+        "--num_steps",
+        1,
+        "--epochs_per_rollout",
+        3,
+        "--micro_batch_size",
+        8,
+        "--updates_per_rollout",
+        2,
+        "--clip_range",
+        0.1,  # where all samples are clipped the gradient is exactly 0, and no step is taken
+        *few_eval_prompts(tmp_path, 2),
+    ]
+    for name, extra in (
+        ("plain", []),
+        ("savers", ["--train_with", "activation_checkpointing", "cpu_offload"]),
+        ("bf16", ["--dtype", "bfloat16", "--ema_decay", 0.9, "--kl_coef", 0.01]),
+    ):
+        assert run_here(tmp_path, "flow_grpo.py", "--name", name, *options, *extra) is None
+    rows = {name: read_metrics(tmp_path / "runs" / name)[1] for name in ("plain", "savers", "bf16")}
+    measured = [name for name in rows["plain"] if not name.startswith(("timing", "perf"))]
+    assert len(measured) > 20 and rows["savers"].keys() == rows["plain"].keys()
+    for name in measured:
+        assert rows["savers"][name] == pytest.approx(rows["plain"][name], abs=1e-6), name
+    assert rows["bf16"]["actor/grad_norm"] > 0 and rows["bf16"]["actor/skipped_steps"] == 0
+    state = torch.load(tmp_path / "runs/plain/checkpoints/step_000001.pt", weights_only=True)
+    assert {s["step"].item() for s in state["optimizer"]["state"].values()} == {6}  # 3 epochs x 2 updates
+    state = torch.load(tmp_path / "runs/bf16/checkpoints/step_000001.pt", weights_only=True)
+    assert {v.dtype for policy in state["policies"].values() for v in policy.values()} == {torch.float32}
+
+
+def test_full_weights_on_both_engines_and_on_two_ranks(tmp_path):
+    """--lora_rank 0: the engine is sent all weights; adapter/ is a transformer for diffusers."""
+    options = [
+        *TINY,
+        "--lora_rank",
+        0,
+        "--learning_rate",
+        1e-4,
+        "--num_steps",
+        2,
+        "--kl_coef",
+        0.01,
+        "--ema_decay",
+        0.9,
+        "--reward",
+        brightness_reward(tmp_path),
+        *few_eval_prompts(tmp_path, 2),
+    ]
+    torchrun(tmp_path, "flow_grpo.py", "--name", "vllm", *options, nproc=2)  # each gathers for its own engine
+    torchrun(tmp_path, "flow_grpo.py", "--name", "two", "--rollout", "local", *options, nproc=2)
+    assert run_here(tmp_path, "flow_grpo.py", "--name", "one", "--rollout", "local", *options) is None
+    rows = {name: read_metrics(tmp_path / "runs" / name) for name in ("vllm", "one", "two")}
+    assert rows["vllm"][2]["rollout_corr/logprob_abs_diff_max"] <= 2e-6  # what step 1 trained was pushed
+    assert rows["vllm"][2]["actor/kl_loss"] > 0
+    for other in ("vllm", "two"):
+        for name in ("actor/loss", "actor/grad_norm", "critic/rewards/mean"):
+            assert rows[other][1][name] == pytest.approx(rows["one"][1][name], abs=1e-5), (other, name)
+
+    run = tmp_path / "runs" / "vllm"
+    assert {path.name for path in (run / "adapter").iterdir()} == {"config.json", "diffusion_pytorch_model.safetensors"}
+    state = torch.load(run / "checkpoints" / "step_000002.pt", weights_only=True)
+    assert state["policies"].keys() == {"default", "ema"}
+    loaded = SD3Transformer2DModel.from_pretrained(run / "adapter")
+    assert same(dict(loaded.state_dict()), state["policies"]["ema"])
+    assert not same(state["policies"]["default"], state["policies"]["ema"])
+    base = load_file(EMBEDDED / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert not same(state["policies"]["ema"], {key: value.float() for key, value in base.items()})

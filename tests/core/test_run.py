@@ -1,0 +1,469 @@
+"""A run and its folder: atomic writes, metrics, clocks, records, resuming; and a rank that is alone."""
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+import flow_grpo
+from common.checkpoints import atomic_file, open_run, save_checkpoint, saved_checkpoints
+from common.data import PromptSet
+from common.distributed import gather, gather_objects, gather_objects_on_rank_0
+from common.errors import NothingBegun, RunError
+from common.models.adapter_files import read_lora
+from common.rewards.scoring import Scorer, load_rewards
+from common.run import Run, create_run_folder, over_ranks
+from tests.conftest import ROOT, read_metrics
+
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+
+# ---- atomic_file -----------------------------------------------------------------------------------------------------
+def write_version(path, text, fail=False):
+    with atomic_file(path) as temporary:
+        temporary.write_text(text)
+        if fail:
+            raise KeyboardInterrupt
+
+
+def test_atomic_file_creates_and_replaces(tmp_path):
+    path = tmp_path / "deep" / "state.pt"
+    for text in ("old", "new", "third"):
+        write_version(path, text)
+        assert path.read_text() == text
+        assert [p.name for p in path.parent.iterdir()] == ["state.pt"]  # nothing left beside it
+
+
+def test_atomic_file_that_raises_leaves_the_previous_one(tmp_path):
+    path = tmp_path / "state.pt"
+    with pytest.raises(KeyboardInterrupt):
+        write_version(path, "old", fail=True)
+    assert not path.exists()
+    write_version(path, "old")
+    with pytest.raises(KeyboardInterrupt):
+        write_version(path, "new", fail=True)
+    assert path.read_text() == "old"
+    write_version(path, "third")
+    assert path.read_text() == "third"
+
+
+def test_a_kill_at_the_rename_leaves_the_previous_file(tmp_path, monkeypatch):
+    path = tmp_path / "state.pt"
+    write_version(path, "old")
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(path), "replace", killed)
+    with contextlib.suppress(KeyboardInterrupt):
+        write_version(path, "new")
+    assert path.read_text() == "old"
+
+
+# ---- Run: the log ----------------------------------------------------------------------------------------------------
+def metrics_of(folder):
+    """metrics.jsonl without the process's memory, which stands in every line."""
+    rows = read_metrics(folder)
+    assert all(0.1 < row.pop("perf/max_memory_gb") < 100 for row in rows)  # of this process, which has imported torch
+    return rows
+
+
+def write(run, step, metrics, grid=None):
+    """Write a line as an evaluation outside of a training step does."""
+    run.step = step
+    run.write(metrics, grid)
+
+
+def test_a_run_writes_one_line_per_step(tmp_path):
+    run = Run(tmp_path)
+    write(run, 0, {"val/ocr/mean": 0.25})
+    write(run, 1, {"a": torch.tensor(0.5), "b": 3, "c": True})
+    run.close()
+    assert metrics_of(tmp_path) == [
+        {"training/global_step": 0, "val/ocr/mean": 0.25},
+        {"training/global_step": 1, "a": 0.5, "b": 3.0, "c": 1.0},
+    ]
+    write(Run(tmp_path), 2, {"a": 1})  # appends
+    assert len(read_metrics(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, torch.tensor(math.nan)])
+def test_a_run_refuses_metrics_that_are_not_finite(tmp_path, value):
+    run = Run(tmp_path)
+    write(run, 6, {"actor/loss": 1.0})
+    with pytest.raises(RunError) as error:
+        write(run, 7, {"actor/loss": 1.0, "actor/grad_norm": value})
+    assert "step 7" in str(error.value)
+    assert "actor/grad_norm" in str(error.value)
+    assert "actor/loss" not in str(error.value)
+    assert len(read_metrics(tmp_path)) == 1
+
+
+def test_a_run_draws_a_grid_and_curves_after_an_evaluation(tmp_path):
+    run = Run(tmp_path)
+    write(run, 0, {"val/ocr/mean": 0.25, "val/ocr/stderr": 0.01}, [(Image.new("RGB", (96, 32)), "caption")] * 3)
+    assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "grid_0000.png", "curves.png"}
+    write(run, 1, {"critic/rewards/mean": 0.25})
+    assert not (tmp_path / "grid_0001.png").exists()
+
+
+class Clock:
+    """time.perf_counter, which passes only in `spend` and where the test moves `now`."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def spend(self, run, name, seconds):
+        with run.timed(name):
+            self.now += seconds
+
+
+def test_speed_metrics_by_hand(tmp_path, monkeypatch, capfd):
+    """Two ranks, 128 images per step; what the seconds of each phase become, and into which line."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    # the second rank needs twice as long for `gen` and half as long for all else, and a third of the memory
+    factors = {"gen": 2.0}
+
+    def gather(ours):
+        timing, peaks = ours
+        theirs = {name: seconds * factors.get(name, 0.5) for name, seconds in timing.items()}
+        return [ours, (theirs, {name: peak / 3 for name, peak in peaks.items()})]
+
+    monkeypatch.setattr("common.run.gather_objects", gather)
+    run = Run(tmp_path, num_images=128, num_steps=6)
+    clock.now += 5.0  # until the first phase
+    clock.spend(run, "testing", 2.0)
+    write(run, 0, {})
+    for step in (5, 6):
+        run.begin_step(step)
+        clock.spend(run, "gen", 1.2)
+        clock.spend(run, "reward", 0.32)
+        clock.spend(run, "gen", 2.0)
+        clock.spend(run, "update_actor", 4.0)
+        clock.now += 0.48  # between the phases
+        if step == 6:
+            clock.spend(run, "testing", 3.0)
+        run.write({"critic/rewards/mean": 0.5})
+        clock.spend(run, "save_checkpoint", 7.0)
+    assert "reward=0.500" in capfd.readouterr().err
+    write(run, 7, {})  # the training steps are over
+    rows = metrics_of(tmp_path)
+    slowest = [{name: row.pop(name) for name in [*row] if name.endswith(("/max", "/slowest_rank"))} for row in rows]
+    assert slowest[1] == pytest.approx(
+        {
+            "timing_s/gen/max": 6.4,
+            "timing_s/gen/slowest_rank": 1,
+            "timing_s/reward/max": 0.32,
+            "timing_s/reward/slowest_rank": 0,
+            "timing_s/update_actor/max": 4.0,
+            "timing_s/update_actor/slowest_rank": 0,
+            "timing_s/step/max": 8.0,
+            "timing_s/step/slowest_rank": 0,
+        }
+    )
+    evaluated, first, second, after = rows
+    assert evaluated == {"training/global_step": 0, "timing_s/startup": 5.0, "timing_s/testing": 2.0}
+    trained = {
+        "critic/rewards/mean": 0.5,
+        "timing_s/gen": 3.2,
+        "timing_s/reward": 0.32,
+        "timing_s/update_actor": 4.0,
+        "timing_s/step": 8.0,
+        "timing_per_image_ms/gen": 25.0,
+        "timing_per_image_ms/reward": 2.5,
+        "timing_per_image_ms/update_actor": 31.25,
+        "perf/time_per_step": 8.0,
+        "perf/throughput": 8.0,
+    }
+    assert first == pytest.approx(trained | {"training/global_step": 5, "perf/total_num_images": 640})
+    later = {"training/global_step": 6, "perf/total_num_images": 768}
+    later |= {"timing_s/testing": 3.0, "timing_s/save_checkpoint": 7.0}  # the step's 8 s hold neither
+    assert second == pytest.approx(trained | later)
+    assert after == {"training/global_step": 7, "timing_s/save_checkpoint": 7.0}
+
+
+def test_memory_is_the_largest_of_all_ranks(monkeypatch):
+    ranks = [({"gen": 1.0}, {"peak": 3.0}), ({"gen": 1.5}, {"peak": 2.0}), ({"gen": 1.25}, {"peak": 4.0})]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr("common.run.gather_objects", lambda ours: ranks)
+    assert over_ranks(*ranks[0]) == {"peak": 4.0, "timing_s/gen/max": 1.5, "timing_s/gen/slowest_rank": 1}
+    monkeypatch.setattr("common.run.gather_objects", lambda ours: [ours])  # one rank alone
+    assert over_ranks(*ranks[0]) == {"peak": 3.0}
+
+
+def test_a_heartbeat_names_the_phase_that_a_run_hangs_in(tmp_path):
+    run = Run(tmp_path)
+    run._owns_folder = True  # as a script's run does
+    run.step = 7
+    before = time.time()
+    with run.timed("reward"):
+        beat = json.loads((tmp_path / "heartbeat.json").read_text())
+    assert beat["step"] == 7 and beat["phase"] == "reward" and beat["pid"] == os.getpid() and beat["host"]
+    assert before <= beat["time"] <= time.time()
+    assert [path.name for path in tmp_path.iterdir()] == ["heartbeat.json"]
+
+
+def test_a_step_may_have_few_phases(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
+    run = Run(tmp_path, num_images=10, num_steps=1)
+    run.begin_step(1)
+    clock.spend(run, "encode_pairs", 0.5)
+    run.write({})
+    assert metrics_of(tmp_path) == [
+        {
+            "training/global_step": 1,
+            "timing_s/startup": 0.0,
+            "timing_s/encode_pairs": 0.5,
+            "timing_s/step": 0.5,
+            "perf/time_per_step": 0.5,
+            "perf/throughput": 20.0,
+            "perf/total_num_images": 10,
+        }
+    ]
+
+
+def test_the_other_ranks_write_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr("common.run.gather_objects", lambda ours: [ours, ours])
+    create_run_folder(tmp_path / "run", OPTIONS, __file__)
+    run = Run(tmp_path, track=True, num_images=4, num_steps=2, profile_steps=(1,))
+    run.say("of rank 0")
+    for step in (1, 2):
+        run.begin_step(step)
+        with run.timed("gen"):
+            pass
+        run.write({"actor/loss": math.nan}, [(Image.new("RGB", (96, 32)), "caption")])
+    run.close()
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("left_by", ["end", "break"])
+def test_profile_steps_are_traced_alone(tmp_path, left_by):
+    run = Run(tmp_path, profile_steps=(4, 6), num_steps=7)
+    for step in range(3, 8):
+        run.begin_step(step)
+        torch.ones(step).cumsum(0)
+        if left_by == "break" and step == 6:
+            break
+    run.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_0004.json", "trace_0006.json"]
+    for step in (4, 6):
+        trace = json.loads((tmp_path / f"trace_{step:04d}.json").read_text())
+        names = [event.get("name", "") for event in trace["traceEvents"]]
+        assert names.count("aten::cumsum") == 1
+        assert {name for name in names if name.startswith("ProfilerStep")} == {f"ProfilerStep#{step}"}
+
+
+def test_three_steps_without_a_finite_gradient_are_too_many(tmp_path):
+    run = Run(tmp_path)
+    for metrics in ({}, {}, {"actor/grad_norm": 0.0}, {}, {}):
+        run.check_finite(metrics)
+    run.step = 9
+    with pytest.raises(
+        RunError, match="^step 9: no finite gradient in 3 training steps in a row: lower --learning_rate$"
+    ):
+        run.check_finite({})
+
+
+# ---- Run: resuming ---------------------------------------------------------------------------------------------------
+def test_a_resumed_run_cuts_its_folder_back_only_when_it_writes(tmp_path, one_rank, own_handlers):
+    """Until then it may still fail, and the folder must stay as it is."""
+    folder = tmp_path / "run"
+    run = Run(folder, OPTIONS, script=__file__, num_steps=3)
+    for step in (1, 2, 3):
+        run.begin_step(step)
+        run.write({"a": step})
+        save_checkpoint(folder, step, {"step": step, "best": step / 10, "args": run.config}, 3)
+    *_, second, third = saved_checkpoints(folder)
+    before = (folder / "metrics.jsonl").read_bytes()
+
+    with pytest.raises(NothingBegun, match="was written to"):  # the third checkpoint must be another process's
+        Run(folder, OPTIONS, script=__file__, checkpoint=second)
+    third.unlink()
+    resumed = Run(folder, OPTIONS, script=__file__, checkpoint=second, num_steps=3)
+    assert resumed.load_checkpoint()["step"] == resumed.step == 2
+    assert resumed.best_score == 0.2
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    resumed.begin_step(3)
+    resumed.write({"a": 4})
+    assert [row["a"] for row in read_metrics(folder)] == [1, 2, 4]
+
+
+def test_the_best_adapter_is_that_of_the_highest_total(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr("common.run.save_policy", lambda *given: saved.append(given))
+    run = Run(tmp_path)
+    for score in (0.25, 0.25, 0.5, 0.375):
+        run.save_if_best("model", "ema", {"val/weighted_total/mean": torch.tensor(score)})
+    assert saved == [(tmp_path / "best_adapter", "model", "ema")] * 2
+    assert run.best_score == 0.5
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+OPTIONS = {"name": "test", "learning_rate": 0.5, "reward": ("ocr",), "resume": "latest"}
+
+
+def test_create_run_folder(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("print('the source')\n")
+    folder = tmp_path / "runs" / "test"
+    create_run_folder(folder, OPTIONS, script)
+    record = json.loads((folder / "args.json").read_text())
+    assert record["args"] == {"name": "test", "learning_rate": 0.5, "reward": ["ocr"], "resume": "latest"}
+    assert record["git_hash"] is None  # not in a repository
+    assert record["command"]
+    assert (folder / "source.py").read_text() == "print('the source')\n"
+    open_run(folder, None)  # nothing was measured yet
+    Run(folder).write({"a": 1})
+    with pytest.raises(ValueError, match=f"{folder} already holds a run"):
+        open_run(folder, None)
+    assert json.loads((folder / "args.json").read_text()) == record
+    open_run(tmp_path / "runs" / "another", None)
+    (folder / "traceback_rank1.txt").write_text("what ended the run")
+    create_run_folder(folder, OPTIONS, script)  # resumes, mended
+    assert not (folder / "traceback_rank1.txt").exists()
+
+
+@pytest.mark.fast
+def test_the_settings_of_rewards_are_recorded_and_no_key(tmp_path, monkeypatch):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def mine(images, prompts, metadata):\n    return []\n\n\nmine.settings = ('MINE',)\n")
+    variables = {"VLM_JUDGE_URL": "http://judge/v1", "VLM_JUDGE_RANGE": "", "VLM_JUDGE_API_KEY": "secret", "MINE": "7"}
+    variables |= {"VLM_JUDGE_MODEL": "tiny", "PICKSCORE_MODEL": "folder", "CLIP_SCORE_MODEL": "not asked"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PICKSCORE_PROCESSOR", raising=False)
+    args = flow_grpo.Args(reward=("ocr", "vlm_judge", f"{mine}:mine"), eval_reward=("pickscore",))
+    rewards = load_rewards([*args.reward, *args.eval_reward], load=False)
+    create_run_folder(tmp_path / "run", Run(tmp_path, asdict(args), rewards=rewards).config, __file__)
+    text = (tmp_path / "run" / "args.json").read_text()
+    options = json.loads(text)["args"]
+    assert options.pop("reward_settings") == {
+        "vlm_judge": {"VLM_JUDGE_URL": "http://judge/v1", "VLM_JUDGE_MODEL": "tiny"},
+        "mine": {"MINE": "7"},
+        "pickscore": {"PICKSCORE_MODEL": "folder"},
+    }
+    assert options == json.loads(json.dumps(asdict(args)))
+    assert "secret" not in text and "not asked" not in text
+
+
+def test_create_run_folder_records_the_git_hash(tmp_path):
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    (repository / "script.py").write_text("")
+    git = ["git", "-C", str(repository), "-c", "user.name=test", "-c", "user.email=test@example.com"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    create_run_folder(tmp_path / "run", OPTIONS, repository / "script.py")
+    assert json.loads((tmp_path / "run" / "args.json").read_text())["git_hash"] == head
+
+
+def test_a_resumed_run_keeps_the_first_record(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("first = True\n")
+    folder = tmp_path / "run"
+    create_run_folder(folder, OPTIONS, script, "another/step_000002.pt")
+    assert {path.name for path in folder.iterdir()} == {".lock", "args.json", "source.py"}  # the first of this folder
+    script.write_text("first = False\n")
+    save_checkpoint(folder, 4, {"step": 4}, 1)
+    create_run_folder(folder, OPTIONS | {"learning_rate": 0.25}, script, folder / "checkpoints" / "step_000004.pt")
+    rates = [
+        json.loads((folder / f"args{end}.json").read_text())["args"]["learning_rate"] for end in ("", "_step_000004")
+    ]
+    assert rates == [0.5, 0.25]
+    assert (folder / "source.py").read_text() == "first = True\n"
+    assert (folder / "source_step_000004.py").read_text() == "first = False\n"
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+SAVE = """
+import sys
+from common.models.cpu import repair_torchvision
+repair_torchvision()
+from common.models.lora import save_weights
+import torch
+from diffusers import StableDiffusion3Pipeline
+from peft import LoraConfig
+
+modules = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj"]
+config = LoraConfig(r=2, lora_alpha=4, target_modules=modules, exclude_modules=["proj_out", "proj_in", "norm"])
+tensors = {f"a.{name}.lora_{side}.weight": torch.ones(2, 2) for name in modules for side in "AB"}
+for number in range(8):
+    save_weights(f"{sys.argv[1]}/{number}", StableDiffusion3Pipeline, tensors, config)
+"""
+
+
+def test_equal_adapters_are_equal_bytes_in_every_process(tmp_path):
+    """Sets of names are in another order under another hash seed, and a safetensors header is in every file: of its two
+    entries either one may come first, by chance."""
+    files = set()
+    for seed in ("1", "2", "3"):
+        command = [sys.executable, "-c", SAVE, str(tmp_path / seed)]
+        subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed})
+        files |= {path.read_bytes() for path in (tmp_path / seed).glob("*/pytorch_lora_weights.safetensors")}
+    assert len(files) == 1
+    tensors, config = read_lora(tmp_path / "1" / "0")  # it is a LoRA still
+    # trained with alpha / rank = 4 / 2, which stands in the B matrices, so that nobody has to read the metadata
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, torch.full((2, 2), 2.0 if ".lora_B." in name else 1.0))
+    assert len(tensors) == 12 and (config.r, config.lora_alpha) == (2, 2)
+
+
+# ---- one rank alone --------------------------------------------------------------------------------------------------
+@pytest.fixture
+def two_threads():
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(2**20).sqrt()  # the main thread's second one has begun
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
+def test_one_rank_alone_gets_its_own_and_starts_no_thread(one_rank, two_threads):
+    """Gloo's threads would copy a tensor of 2^20 elements with OpenMP threads of their own, beyond the cores."""
+    rows = torch.rand(2**20)
+    before = set(os.listdir("/proc/self/task"))
+    assert torch.equal(gather(rows), rows[None])
+    assert gather_objects(rows.numpy().tobytes()) == [rows.numpy().tobytes()]
+    assert gather_objects_on_rank_0(rows.numpy().tobytes()) == [rows.numpy().tobytes()]
+    assert set(os.listdir("/proc/self/task")) <= before
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
+def test_the_thread_that_scores_has_openmp_threads_while_it_lives_and_no_longer(two_threads):
+    """With them there are more than cores, so that those of the rollout leave it theirs (common/distributed.py)."""
+
+    def started():
+        return len(set(os.listdir("/proc/self/task")) - before)
+
+    before = set(os.listdir("/proc/self/task"))
+    scorer = Scorer(
+        {"width": lambda images, prompts, metadata: [image.width for image in images]}, PromptSet(["a"], [{}])
+    )
+    deadline = time.monotonic() + 60
+    while started() < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert started() == 2  # the thread, and its second one
+    scorer.add([0], [Image.new("RGB", (7, 3))])
+    assert scorer.scores().tolist() == [[7.0]]
+    while started() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert started() == 0

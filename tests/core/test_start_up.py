@@ -1,0 +1,151 @@
+"""The first lines that a user sees, and how soon: no slow import comes before a wrong option is refused."""
+
+import subprocess
+import sys
+
+import flow_grpo
+from common.checkpoints import save_checkpoint, say_resumed
+from common.options import parse_args
+from common.run import Run
+from tests.conftest import ROOT
+
+import pytest
+
+SCRIPTS = ["flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "dpo_offline.py", "diffusion_nft.py"]
+SLOW = {"diffusers", "transformers", "peft", "matplotlib", "wandb", "rapidocr", "onnxruntime", "vllm", "torch._dynamo"}
+SLOW |= {"pyarrow", "common.engine"}  # for a parquet alone, and for --rollout vllm alone
+pytestmark = pytest.mark.fast
+
+REFUSED = {
+    "--learning_rate -1": "--learning_rate -1.0: must be at least 0",
+    "--train_prompts nowhere.txt": "nowhere.txt: no such file",
+    "--reward nowhere.py:mine": "--reward nowhere.py:mine: no such file n",
+    "--name full": "runs/full already holds a run: choose an",
+    "--resume nowhere": "--resume nowhere: no checkpoint there",
+}
+REFUSE = """
+import importlib, os, sys, torch
+sys.path.insert(0, sys.argv[1])
+os.environ["WORLD_SIZE"] = "1"
+for name in {scripts}:
+    script = importlib.import_module(name.removesuffix(".py"))
+    sys.argv[0] = name
+    local = [] if name == "dpo_offline.py" else ["--rollout", "local"]
+    for options in {options}:
+        try:
+            script.prepare(script.check(script.parse_args(script.Args, "", [*options.split(), *local])))
+        except ValueError as error:
+            print(str(error)[:40])
+        else:
+            print("accepted", options)
+    print(name, sorted({slow} & set(sys.modules)))
+"""
+
+
+def test_a_wrong_option_is_refused_before_the_slow_imports(tmp_path):
+    """Each slow import takes a second or more: diffusers, peft and transformers are imported once all else is right.
+
+    One process imports the five scripts, one after the other, because torch alone takes seconds.
+    """
+    (tmp_path / "runs" / "full").mkdir(parents=True)
+    (tmp_path / "runs" / "full" / "metrics.jsonl").touch()
+    code = REFUSE.format(scripts=SCRIPTS, options=list(REFUSED), slow=SLOW)
+    command = [sys.executable, "-c", code, ROOT]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    expected = [[*REFUSED.values(), f"{script} []"] for script in SCRIPTS]
+    assert done.stdout.splitlines() == sum(expected, [])
+    first_lines = [f"runs/{script.removesuffix('.py')}: checking options and files" for script in SCRIPTS]
+    expected = sorted(first_lines * 4, key=first_lines.index)  # with --name full the run has another name
+    assert [line for line in done.stderr.splitlines() if line in first_lines] == expected
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+def take_steps(run, steps):
+    """Take training steps, of which nothing is learned from the second on."""
+    for step in steps:
+        run.begin_step(step)
+        run.write({"critic/rewards/zero_std_ratio": 0.5 if step == steps[0] else 1.0})
+
+
+def test_training_is_announced_and_its_end_as_well(tmp_path, capsys):
+    run = Run(tmp_path, num_images=256, num_steps=13)
+    take_steps(run, range(11, 13))
+    shown = capsys.readouterr()
+    assert shown.out.startswith("training: steps 11 to 13, 256 images each\n")
+    assert "| 10/13 [" in shown.err and "| 12/13 [" in shown.err  # the bar counts the run's steps, not the start's
+    run.close()  # as asked by a signal
+    stopped = "stopped after step 12 of 13; to continue, give the same command with --resume latest\n"
+    assert capsys.readouterr().out == stopped
+
+    finished = "finished all {} steps; to continue, pass --resume latest and a larger --num_steps\n"
+    run = Run(tmp_path, num_steps=13)
+    take_steps(run, range(13, 14))
+    run.close()
+    assert capsys.readouterr().out.endswith(finished.format(13))
+
+    for last_step in (30, 40):  # the run was finished before; it has more steps than are asked for now
+        run = Run(tmp_path, num_steps=30)
+        run.step = last_step
+        run.close()
+        shown = capsys.readouterr()
+        assert shown.out == finished.format(last_step)
+        assert shown.err == ""
+
+
+def test_rollouts_of_equal_rewards_are_reported_once(tmp_path, capsys):
+    take_steps(Run(tmp_path, num_steps=3), range(1, 4))
+    warning = "step 2: every image scores as the others of its prompt do: nothing is learned from them\n"
+    shown = capsys.readouterr().out
+    assert shown.count(warning) == 1 and shown.count("nothing is learned") == 1
+
+
+def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
+    saved = {"reward": ("ocr",), "reward_weights": (1.0,), "eval_prompts": "a.txt", "resume": "latest"}
+    assert say_resumed("c.pt", saved, saved)
+    assert capfd.readouterr().err == "loaded c.pt\n"
+    assert not say_resumed("c.pt", saved, saved | {"resume": "runs/other"})
+    assert not say_resumed("c.pt", saved, saved | {"reward_weights": (2.0,)})
+    told = "reward_weights: [1.0] -> [2.0]; reward_weights changes the score: best_adapter is chosen again\n"
+    assert capfd.readouterr().err.endswith(f"loaded c.pt; {told}")
+
+
+def test_another_judge_is_another_score_and_another_address_or_watched_reward_is_not(capfd):
+    saved = {"reward": ("vlm_judge",), "eval_reward": ("pickscore",), "resume": "latest"}
+    judge = {"VLM_JUDGE_URL": "http://one", "VLM_JUDGE_MODEL": "one"}
+    saved |= {"reward_settings": {"vlm_judge": judge, "pickscore": {"PICKSCORE_MODEL": "one"}}}
+
+    def resume(**changes):
+        settings = saved["reward_settings"] | changes
+        is_comparable = say_resumed("c.pt", saved, saved | {"reward_settings": settings})
+        return is_comparable, capfd.readouterr().err
+
+    assert resume() == (True, "loaded c.pt\n")
+    for moved in ({"vlm_judge": judge | {"VLM_JUDGE_URL": "http://two"}}, {"pickscore": {}}):
+        is_comparable, told = resume(**moved)
+        assert is_comparable and told.startswith("loaded c.pt; reward_settings: {") and "changes" not in told
+    changes = {"VLM_JUDGE_MODEL": judge | {"VLM_JUDGE_MODEL": "two"}}
+    changes["VLM_JUDGE_RANGE"] = judge | {"VLM_JUDGE_RANGE": "0,5"}
+    for variable, settings in changes.items():
+        is_comparable, told = resume(vlm_judge=settings)
+        assert not is_comparable and told.endswith(f"; {variable} changes the score: best_adapter is chosen again\n")
+
+
+# ---- evaluation only -------------------------------------------------------------------------------------------------
+def parse(*options):
+    return parse_args(flow_grpo.Args, "", list(options))
+
+
+def test_evaluation_only_takes_the_options_of_the_checkpoint(tmp_path, monkeypatch):
+    """All but those of the start itself; what is given on the command line comes first."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["flow_grpo.py"])
+    saved = {"name": "long", "lora_rank": 4, "image_size": (64, 96), "reward": ("a.py:b", "ocr"), "num_steps": 7}
+    saved |= {"an option of before": 1, "track": True}
+    state = {"step": 3, "best": 0.5, "args": saved, "sampler": {}, "rng": [{}], "policies": {"default": {}}}
+    save_checkpoint(tmp_path / "runs" / "long", 3, state | {"optimizer": {}}, 1)
+    args = parse("--resume", "runs/long", "--eval_only", "True", "--name", "look", "--reward", "ocr")
+    expected = flow_grpo.Args(name="look", resume="runs/long", eval_only=True, lora_rank=4, image_size=(64, 96))
+    assert args == expected
+    assert parse("--resume", "runs/long") == flow_grpo.Args(resume="runs/long")  # training takes its own
+    with pytest.raises(ValueError, match="^--resume nowhere: no checkpoint there$"):
+        parse("--resume", "nowhere", "--eval_only", "True")

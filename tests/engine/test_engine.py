@@ -1,0 +1,760 @@
+"""The vLLM-Omni engine in its own process samples the trainer's policy to round-off, and cannot hang."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from multiprocessing import Pipe
+from pathlib import Path
+
+import flow_grpo
+from common.engine import client, launch, messages
+from common.engine.client import EngineError, VLLMEngine
+from common.models.adapter_files import read_lora
+from common.models.lora import save_weights
+from common.policy import tensors_on_rank_0
+from common.rewards.user_code import load_function
+from common.rollout import RolloutRequest
+from tests.conftest import EMBEDDED, ROOT, assert_same, embedded_model, policy_without_fsdp
+
+import psutil
+import pytest
+import torch
+from peft import LoraConfig
+
+PROMPTS = ['a red sign that says "123"', 'a blue sign that says "456789"', 'a white sign that says "0000"']
+
+
+def start(folder, timeout_s=120.0, dtype="float32", **options):
+    return VLLMEngine(
+        EMBEDDED, dtype, max_num_seqs=4, log_file=folder / "engine.log", timeout_s=timeout_s, num_threads=1, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    engine = start(tmp_path_factory.mktemp("engine"))
+    yield engine
+    engine.close()
+    assert engine.process.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def bf16_engine(tmp_path_factory):
+    engine = start(tmp_path_factory.mktemp("bf16"), dtype="bfloat16")
+    yield engine
+    engine.close()
+
+
+def request_for(model, args, sde_steps=(0, 1, 2, 3, 4), seeds=range(7)):
+    prompt_index = torch.arange(len(seeds)) % len(PROMPTS)
+    encoded = flow_grpo.encode_prompts(args, model, PROMPTS)
+    return flow_grpo.make_request(args, model, encoded, prompt_index, list(seeds), sde_steps=sde_steps)
+
+
+def pixels(image):
+    """The bytes of a PIL image as ints, so that differences of either sign can be taken."""
+    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).int()
+
+
+def assert_parity(engine, model, args, request, lora):
+    """The trainer gives the engine's latents the engine's log-probs, and its own rollout equals the engine's."""
+    theirs = engine.generate(request, lora=lora)
+    ours = flow_grpo.rollout(args, model, None, request)
+    assert theirs.log_probs.shape == (7, len(request.sde_steps))
+    rescored = flow_grpo.recompute_log_probs(args, model, request, theirs)
+    torch.testing.assert_close(rescored.log_probs, theirs.log_probs, rtol=0, atol=1e-6)
+    # each samples by itself: the round-off of a step is input of the next step, and guidance enlarges it
+    torch.testing.assert_close(theirs.latents, ours.latents, rtol=0, atol=1e-4)
+    torch.testing.assert_close(theirs.prev_sample_means, ours.prev_sample_means, rtol=0, atol=1e-4)
+    # one function computes them from the schedule alone: allow for the last bit of fp32
+    torch.testing.assert_close(theirs.transition_stds, ours.transition_stds, rtol=2e-7, atol=0)
+    for one, other in zip(theirs.images, ours.images, strict=True):
+        assert (pixels(one) - pixels(other)).abs().max() <= 1  # rounding to 8 bits
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "cps"])
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+def test_parity_base_and_after_a_push(engine, guidance_scale, sde_type):
+    base, args, _ = policy_without_fsdp(trained=False, guidance_scale=guidance_scale, sde_type=sde_type)  # lora_B is 0
+    request = request_for(base, args)
+    assert_parity(engine, base, args, request, lora=False)
+    model, args, config = policy_without_fsdp(guidance_scale=guidance_scale, sde_type=sde_type)
+    adapter = tensors_on_rank_0(model)[0]
+    before = {k: v.clone() for k, v in adapter.items()}
+    assert engine.push(adapter, config) == len(adapter) // 2 == 31
+    assert all(torch.equal(before[k], v) for k, v in adapter.items())  # the pushed tensors are not scaled in place
+    assert_parity(engine, model, args, request, lora=True)
+    assert_parity(engine, base, args, request, lora=False)  # the reference policy is still there
+
+
+def test_parity_of_a_step_from_a_users_file(engine, tmp_path):
+    """The engine's process also reads `--sde_type path/to/file.py:function`."""
+    (tmp_path / "steps.py").write_text(
+        "import math\n\n\ndef small(x, v, sigma, sigma_next, noise_level, sigma_max=None):\n"
+        "    return x + v * (sigma_next - sigma), 0.3 * noise_level * math.sqrt(sigma - sigma_next)\n"
+    )
+    model, args, config = policy_without_fsdp(sde_type=f"{tmp_path / 'steps.py'}:small")
+    engine.push(tensors_on_rank_0(model)[0], config)
+    assert_parity(engine, model, args, request_for(model, args), lora=True)
+
+
+ADAMS = """
+from common.sde import SDEStepOutput
+
+
+def adams(x, v, sigma, sigma_next, v_before):
+    \"""The two-step method of Adams and Bashforth; Euler's step first.\"""
+    slope = v if v_before is None else 1.5 * v - 0.5 * v_before
+    x_next = x + slope * (sigma_next - sigma)
+    return SDEStepOutput(x_next, None, x_next, x.new_zeros(len(x))), v
+"""
+
+
+def test_a_solver_from_a_users_file_takes_the_steps_behind_the_window(engine, tmp_path):
+    """From the engine's own latents, with the trainer's velocity. It hands its state from step to step, and begins
+    without one in each chunk. A request without SDE steps, as in evaluation, is Euler's."""
+    model, args, _ = policy_without_fsdp(trained=False)
+    (tmp_path / "solvers.py").write_text(ADAMS)
+    location = f"{tmp_path / 'solvers.py'}:adams"
+    solver = load_function(location, "solver")
+    by_euler = request_for(model, args, sde_steps=(1, 2))
+    request = replace(by_euler, solver=location)
+    theirs = engine.generate(request, lora=False)
+    conditioning = request.select(torch.arange(7)).conditioning
+    state = None
+    for i in (3, 4, 5):
+        x = theirs.latents[:, i]
+        with torch.no_grad():
+            v = model.predict_velocity(x, request.timesteps[i], conditioning)
+        out, state = solver(x, v, *request.sigmas[i : i + 2].tolist(), state)
+        torch.testing.assert_close(theirs.latents[:, i + 1], out.prev_sample, rtol=0, atol=1e-5)
+    others = engine.generate(by_euler, lora=False)
+    assert torch.equal(theirs.latents[:, :4], others.latents[:, :4])
+    assert (theirs.latents[:, 5] - others.latents[:, 5]).abs().max() > 1e-3  # the solver's first step is Euler's
+
+    without_sde_steps = engine.generate(replace(request, sde_steps=()), lora=False)
+    assert torch.equal(without_sde_steps.latents, engine.generate(replace(by_euler, sde_steps=()), lora=False).latents)
+
+
+def test_parity_with_a_window_and_other_batches(engine):
+    """ODE steps around the window draw no noise, and an image does not depend on the images sampled with it."""
+    model, args, _ = policy_without_fsdp()
+    assert engine.push_policy(model) == 31
+    request = request_for(model, args, sde_steps=(2, 3))
+    assert_parity(engine, model, args, request, lora=True)
+    seven = engine.generate(request)
+    two = engine.generate(request.select(torch.tensor([5, 1])))
+    # another batch size sums in another order; 3.6e-6 was measured after six steps on one machine
+    torch.testing.assert_close(two.latents, seven.latents[[5, 1]], rtol=0, atol=1e-5)
+
+
+def replace_calls(monkeypatch, engine):
+    """The engine's real `_call`, and a dict: a function put there under an operation's name answers in its place."""
+    ask = engine._ask
+    answer = engine._answer
+    replaced = {}
+    answers = []
+
+    def ask_or_replace(operation, *args, memory=None, **kwargs):
+        if operation not in replaced:
+            return ask(operation, *args, memory=memory, **kwargs)
+        answers.append(replaced[operation](operation, *args, **kwargs))
+        return None
+
+    def real(operation, *args, **kwargs):
+        return answer(ask(operation, *args, **kwargs), operation)
+
+    monkeypatch.setattr(engine, "_ask", ask_or_replace)
+    monkeypatch.setattr(engine, "_answer", lambda n, operation: answers.pop(0) if n is None else answer(n, operation))
+    return real, replaced
+
+
+def weight_fingerprints(tensors):
+    """The fingerprints that an engine reports if it holds these full weights."""
+    return {name: messages.fingerprint(tensor) for name, tensor in tensors.items()}
+
+
+def adapter_fingerprints(tensors, config):
+    """The fingerprints that an engine reports if this adapter acts in its layers."""
+    scale = config["lora_alpha"] / config["r"]
+    return weight_fingerprints({name: t * scale if "lora_B" in name else t for name, t in tensors.items()})
+
+
+def test_first_push_is_verified(engine, monkeypatch):
+    model, args, config = policy_without_fsdp(trained=False)
+    adapter = tensors_on_rank_0(model)[0]
+    request = request_for(model, args, sde_steps=(), seeds=range(1))
+    engine.verify_policy(model, request)
+    assert_parity(engine, model, args, request_for(model, args), lora=True)  # it leaves the real adapter
+    real, replaced = replace_calls(monkeypatch, engine)
+    replaced["push_lora"] = lambda operation, tensors, config: (30, {})
+    with pytest.raises(EngineError, match="bound 30 of the 31 adapter's modules"):
+        engine.verify_push(adapter, config, request)
+    replaced["push_lora"] = lambda operation, tensors, config: (31, adapter_fingerprints(tensors, config))
+    with pytest.raises(EngineError, match="changes nothing"):
+        engine.verify_push(adapter, config, request)
+    del replaced["push_lora"]
+    replaced["generate"] = lambda operation, request, **options: real(
+        operation, request, **options | {"lora": engine.pushed is not None}
+    )
+    engine.pushed = None
+    with pytest.raises(EngineError, match="changes the engine's base model too"):
+        engine.verify_push(adapter, config, request)
+    with pytest.raises(EngineError, match="full weights cannot be pushed to an engine that has taken a LoRA"):
+        engine.push({"proj_out.bias": torch.zeros(16)}, None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora_alpha", [16, 20])  # of rank 16: as it is, and scaled
+def test_an_adapter_that_is_stale_in_one_element_is_an_error(engine, bf16_engine, monkeypatch, dtype, lora_alpha):
+    """One unit in the last place of the engine's dtype is enough. A difference that its dtype rounds away is none."""
+    engine = {"float32": engine, "bfloat16": bf16_engine}[dtype]
+    model, _, config = policy_without_fsdp(lora_alpha=lora_alpha)
+    adapter = tensors_on_rank_0(model)[0]
+    engine.push(adapter, config)
+    ask = engine._ask
+
+    def push_but_keep(name, change):
+        """Push the adapter changed by `change` in one element of `name`, to an engine that keeps the one it has."""
+        changed = adapter | {name: adapter[name].clone()}
+        changed[name][1, 2] = change(changed[name][1, 2])
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_ask", lambda operation, tensors, config: ask(operation, kept, config))
+            engine.push(changed, config)
+
+    kept = {name: tensor.to(engine.dtype) for name, tensor in adapter.items()}
+    for name in ("transformer_blocks.1.attn.to_k.lora_A.weight", "transformer_blocks.0.attn.to_out.0.lora_B.weight"):
+        with pytest.raises(EngineError, match=rf"is stale: {name} in it is not what was pushed \(1 of 62 tensors"):
+            push_but_keep(name, lambda x: next_number(x.to(engine.dtype)).float())
+        push_but_keep(name, lambda x: x.to(engine.dtype).float() * (1 + torch.finfo(engine.dtype).eps / 256))
+
+
+def next_number(x):
+    """The next number of its dtype, away from 0."""
+    integers = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+    return (x.view(integers[x.dtype]) + 1).view(x.dtype)
+
+
+def test_an_adapter_that_does_not_act_is_an_error(engine, monkeypatch):
+    """The engine reports the adapter that acts in its layers, not what it was sent. Nothing else may act in them."""
+    model, args, config = policy_without_fsdp()
+    adapter = tensors_on_rank_0(model)[0]
+    engine.push(adapter, config)
+    fewer = {name: tensor for name, tensor in adapter.items() if ".to_q." in name}
+    real = engine._call
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_call", lambda operation, tensors, config: (31, real(operation, fewer, config)[1]))
+        with pytest.raises(EngineError, match=r"stale: transformer_blocks.0.attn.to_k.lora_A.weight .*54 of 62 tensor"):
+            engine.push(adapter, config)
+        patch.setattr(engine, "_call", lambda operation, tensors, config: (4, real(operation, adapter, config)[1]))
+        with pytest.raises(EngineError, match=r"stale: transformer_blocks.0.attn.to_k.lora_A.weight .*54 of 62 tensor"):
+            engine.push(fewer, config)
+    engine.push(adapter, config)
+    held = engine._call("held_lora")
+    assert len(held) == 62
+    request = request_for(model, args, (), range(1))
+    engine.generate(request, lora=False)
+    assert engine._call("held_lora") == {}
+    engine.generate(request)
+    assert engine._call("held_lora") == held
+
+
+def test_an_adapter_read_from_a_file_is_pushed(engine, tmp_path):
+    """Its modules are listed by their whole names, and may be fewer than those of the script's own LoRA."""
+    model, args, config = policy_without_fsdp()
+    fewer = (".to_q.", ".add_v_proj.")
+    adapter = {
+        name: tensor for name, tensor in tensors_on_rank_0(model)[0].items() if any(module in name for module in fewer)
+    }
+    for name, p in model.transformer.named_parameters():
+        if "lora_B" in name and not any(module in name for module in fewer):
+            torch.nn.init.zeros_(p)
+    save_weights(tmp_path, model.pipe, adapter, config)
+    assert engine.push(*read_lora(tmp_path)) == len(adapter) // 2 > 0
+    assert_parity(engine, model, args, request_for(model, args), lora=True)
+
+
+@pytest.mark.parametrize("sde_steps", [(0, 1, 2), ()])
+def test_a_step_too_few_is_an_error(engine, monkeypatch, sde_steps):
+    model, args, _ = policy_without_fsdp()
+    request = request_for(model, args, sde_steps, range(1))
+    short = replace(request, timesteps=request.timesteps[:-1], sigmas=request.sigmas[:-1])
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match="took 5 sampling steps where 6 were asked"):
+        patch.setattr(RolloutRequest, "cpu", lambda self: short)
+        engine.generate(request, lora=False)
+    assert engine.generate(request, lora=False).latents.shape[1] == (7 if sde_steps else 1)
+
+
+def test_log_probs_too_few_are_an_error(engine, monkeypatch):
+    model, args, _ = policy_without_fsdp()
+    request = request_for(model, args, (0, 1, 2), range(1))
+    monkeypatch.setattr(RolloutRequest, "cpu", lambda self: replace(request, sde_steps=(0, 1)))
+    with pytest.raises(EngineError, match="gave 7 latents and 2 log-probs for 3 SDE steps"):
+        engine.generate(request, lora=False)
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sde_steps", [(0, 1, 2), ()])
+def test_chunks_give_the_numbers_of_one_large_call(engine, monkeypatch, sde_steps):
+    """To the bit. One large call samples its 10 images in batches of 4, just as the chunks are cut."""
+    model, args, config = policy_without_fsdp(guidance_scale=3.0)
+    engine.push(tensors_on_rank_0(model)[0], config)
+    request = request_for(model, args, sde_steps, range(10))
+    whole = engine._call("generate", request.cpu(), lora=True, means=True, is_last=True)
+    seen = []
+    chunked = engine.generate(request, finished=lambda rows, images: seen.append((rows, images)))
+    for name in ("latents", "prev_sample_means", "log_probs", "transition_stds"):
+        assert torch.equal(getattr(chunked, name), whole[name]), name
+    assert [rows for rows, _ in seen] == [range(4), range(4, 8), range(8, 10)]
+    assert [image for _, images in seen for image in images] == chunked.images
+    for image, expected in zip(chunked.images, whole["images"], strict=True):
+        assert torch.equal(pixels(image), expected.flatten().int())
+    first_means = engine.generate(request, num_means=1)
+    of_first_chunk = chunked.prev_sample_means[: engine.max_num_seqs]
+    assert torch.equal(first_means.prev_sample_means, of_first_chunk)
+    assert torch.equal(first_means.latents, chunked.latents)
+
+
+def test_a_chunk_is_on_its_way_before_the_one_before_it_is_done_and_has_each_prompt_once(engine, monkeypatch):
+    model, args, _ = policy_without_fsdp()
+    prompt_index = torch.tensor([2, 2, 0, 2, 1, 1, 1, 1, 0, 2])
+    request = replace(request_for(model, args, (0,), range(10)), prompt_index=prompt_index)
+    events = []
+    ask = engine._ask
+    answer = engine._answer
+
+    def recorded_ask(operation, part, **kwargs):
+        events.append(f"ask {len(part.seeds)}")
+        is_last.append(kwargs["is_last"])
+        assert len(part.conditioning["prompt_embeds"]) == len(set(part.prompt_index.tolist()))
+        return ask(operation, part, **kwargs)
+
+    def recorded_answer(number, operation):
+        events.append("answer")
+        return answer(number, operation)
+
+    is_last = []
+    monkeypatch.setattr(client, "free_cached_memory", lambda: events.append("freed"))
+    monkeypatch.setattr(engine, "_ask", recorded_ask)
+    monkeypatch.setattr(engine, "_answer", recorded_answer)
+    chunked = engine.generate(request, lora=False, finished=lambda rows, images: events.append("finished"))
+    chunks = ["ask 4", "ask 4", "answer", "finished", "ask 2", "answer", "finished", "answer", "finished"]
+    assert events == ["freed", *chunks]  # the trainer's cached memory, for the engine
+    assert is_last == [False, False, True]  # when the engine frees its own
+    alone = engine.generate(replace(request.select(torch.tensor([9])), seeds=[9]), lora=False)
+    torch.testing.assert_close(alone.latents, chunked.latents[9:], rtol=0, atol=1e-5)  # of its own prompt
+
+
+def test_an_exception_of_finished_leaves_a_usable_engine(engine):
+    model, args, _ = policy_without_fsdp()
+    request = request_for(model, args, (0, 1), range(10))
+    expected = engine.generate(request, lora=False)
+
+    def fail(rows, images):
+        raise KeyError("a reward's error")
+
+    with pytest.raises(KeyError, match="a reward's error"):
+        engine.generate(request, lora=False, finished=fail)
+    again = engine.generate(request, lora=False)
+    assert torch.equal(again.latents, expected.latents) and torch.equal(again.log_probs, expected.log_probs)
+
+
+def test_each_chunk_has_its_own_bound(engine, monkeypatch):
+    """All three together take longer than timeout_s."""
+    model, args, _ = policy_without_fsdp()
+    request = request_for(model, args, (0,), range(12))
+    engine.generate(request, lora=False)
+    monkeypatch.setattr(engine, "timeout_s", 2.5)
+    began = time.monotonic()
+    engine.generate(request, lora=False, finished=lambda rows, images: time.sleep(1.0))
+    assert time.monotonic() - began > 2.5
+
+
+# ---- what passes between the processes -------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_a_message_brings_back_what_was_sent_and_leaves_no_file():
+    """Tensors of all kinds, in memory without a name, inside of Python's containers or a request."""
+    sent = {
+        "bf16": torch.arange(6).view(2, 3).bfloat16(),
+        "part": torch.arange(10.0)[::3],
+        "int": torch.tensor([2**40]),
+        "bool": torch.tensor(True),
+        "empty": torch.zeros(3, 0),
+        "others": [1, ("a", None), 0.5, {"b": True}],
+    }
+    ours, theirs = Pipe()
+    before = set(os.listdir("/dev/shm"))
+    messages.send(ours, sent)
+    messages.send(ours, "the next")
+    received = messages.receive(theirs)
+    assert_same(received, sent)
+    assert messages.receive(theirs) == "the next"
+    request = request_for(*policy_without_fsdp(trained=False)[:2])
+    messages.send(ours, request)
+    assert_same(vars(messages.receive(theirs)), vars(request))
+    received["bf16"].add_(1)  # it may be written to
+    maps = Path("/proc/self/maps")
+    assert "memfd:cleanflow" in maps.read_text() and set(os.listdir("/dev/shm")) == before
+    del received
+    assert "memfd:cleanflow" not in maps.read_text()
+    ours.close()
+    with pytest.raises(EOFError):
+        messages.receive(theirs)
+
+
+class Call:
+    """Pickled, it is a call that its receiver makes."""
+
+    def __reduce__(self):
+        return print, ("called",)
+
+
+@pytest.mark.fast
+def test_a_message_is_plain_data_and_runs_nothing(tmp_path, capsys):
+    """Neither end imports or calls what a message names; the engine's process runs the code of a model's pipeline."""
+    ours, theirs = Pipe()
+    for value in (Call(), torch.float32, Path("a"), print):
+        with pytest.raises(TypeError, match="cannot be sent between trainer and engine"):
+            messages.send(ours, [value])
+    unpicklable = (0, [], pickle.dumps([Call()]))  # by other code than ours
+    for message in (pickle.dumps(unpicklable), pickle.dumps(Call())):
+        theirs.send_bytes(message)
+        with pytest.raises(pickle.UnpicklingError, match=r"a message names builtins\.print"):
+            messages.receive(ours)
+    assert capsys.readouterr().out == ""
+
+    engine = VLLMEngine.__new__(VLLMEngine)  # as it is once its process has started
+    engine.__dict__.update(connection=ours, timeout_s=20, log_file=tmp_path / "engine.log")
+    theirs.send_bytes(pickle.dumps(unpicklable))
+    with pytest.raises(EngineError, match=r"push_lora: a message names builtins\.print.* log: .*engine\.log$"):
+        engine._answer(1, "push_lora")
+
+
+@pytest.mark.fast
+def test_fingerprint():
+    """Equal in every dtype that holds the numbers. One unit in the last place changes it; zeros do not count."""
+    x = torch.randn(50, 70, generator=torch.Generator().manual_seed(0)).bfloat16()
+    value = messages.fingerprint(x)
+    assert value == messages.fingerprint(x.float()) == messages.fingerprint(torch.nn.functional.pad(x, (0, 3, 2, 0)))
+    assert value == messages.fingerprint(x[:20]) ^ messages.fingerprint(x[20:])
+    assert messages.fingerprint(torch.tensor([1.5])) == 0x3FF8000000000000  # float64's bits
+    for dtype in (torch.bfloat16, torch.float32):
+        changed = x.to(dtype).clone()
+        changed[7, 5] = next_number(changed[7, 5])
+        assert messages.fingerprint(changed) != value
+
+
+# ---- full weights ----------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def full_engine(tmp_path_factory):
+    """An engine that takes full weights. It starts with those of the embedded model."""
+    engine = start(tmp_path_factory.mktemp("full"))
+    yield engine
+    engine.close()
+
+
+def with_noise(model):
+    """Move every weight of the model's transformer. Returns a copy of its state dict."""
+    generator = torch.Generator().manual_seed(3)
+    for p in model.transformer.parameters():
+        p.add_(torch.randn(p.shape, generator=generator) * 0.1 * p.std().nan_to_num())
+    return {name: tensor.clone() for name, tensor in model.transformer.state_dict().items()}
+
+
+def test_first_push_of_full_weights_is_verified(full_engine, monkeypatch):
+    model = embedded_model()
+    args = replace(flow_grpo.Args(), num_inference_steps=6)
+    tensors = model.transformer.state_dict()
+    request = request_for(model, args, sde_steps=(), seeds=range(1))
+    full_engine.verify_push(tensors, None, request)
+    assert_parity(full_engine, model, args, request_for(model, args), lora=True)
+    with pytest.raises(EngineError, match="no base model any more"):
+        full_engine.generate(request, lora=False)
+    with pytest.raises(EngineError, match="a LoRA cannot be pushed to an engine that has taken full weights"):
+        full_engine.push({}, LoraConfig())
+
+    real, replaced = replace_calls(monkeypatch, full_engine)
+    monkeypatch.setattr(client, "BUCKET_BYTES", 4e6)
+    sent = []
+
+    def verify():  # as with a fresh engine
+        real("push_weights", dict(tensors))
+        full_engine.pushed = None
+        full_engine.verify_push(tensors, None, request)
+
+    def without_one(operation, part):
+        bound, held = real(operation, part)
+        return bound - ("proj_out.bias" in part), held
+
+    def with_a_wrong_sign(operation, part):  # of 16 numbers: the fingerprint is the same
+        return real(operation, {name: -part[name] if name == "proj_out.bias" else part[name] for name in part})
+
+    def recorded(operation, part):
+        sent.append(list(part))
+        return real(operation, part)
+
+    replaced["push_weights"] = lambda operation, part: (len(part), weight_fingerprints(part))
+    with pytest.raises(EngineError, match="a pushed weight changes nothing"):
+        verify()
+    replaced["push_weights"] = without_one
+    with pytest.raises(EngineError, match=f"bound {len(tensors) - 1} of the {len(tensors)} transformer's tensors"):
+        verify()
+    replaced["push_weights"] = with_a_wrong_sign
+    with pytest.raises(EngineError, match="do not give the image that the engine made"):
+        verify()
+    replaced["push_weights"] = recorded
+    verify()
+    probe, *buckets = sent
+    assert len(probe) == 1 and len(buckets) > 2 and sum(buckets, []) == list(tensors)
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+@torch.no_grad()
+def test_parity_after_a_push_of_full_weights(full_engine, guidance_scale):
+    args = replace(flow_grpo.Args(), num_inference_steps=6, guidance_scale=guidance_scale)
+    original = embedded_model()
+    request = request_for(original, args)
+    full_engine.push(original.transformer.state_dict(), None)
+    assert_parity(full_engine, original, args, request, lora=True)
+    before = full_engine.generate(request)
+    model = embedded_model()
+    tensors = with_noise(model)
+    assert full_engine.push(tensors, None) == len(tensors)
+    assert_parity(full_engine, model, args, request, lora=True)
+    assert not torch.allclose(full_engine.generate(request).latents, before.latents, rtol=0, atol=1e-2)
+
+
+def test_an_unknown_weight_is_an_error_and_the_engine_lives_on(full_engine):
+    with pytest.raises(EngineError, match="(?s)push_weights.*has no weight 'transformer_blocks.9.attn"):
+        full_engine.push({"transformer_blocks.9.attn.to_q.weight": torch.zeros(4, 4)}, None)
+    with pytest.raises(EngineError, match="failed during push_weights"):
+        full_engine.push({"proj_out.bias": torch.zeros(3)}, None)  # of another shape
+    assert full_engine.push({"proj_out.bias": embedded_model().transformer.proj_out.bias}, None) == 1
+
+
+class OneAtATime(Mapping):
+    """Like the weights of a sharded model: gathered when asked for, with sizes that are known before."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+        self.gathered = []
+
+    def __getitem__(self, name):
+        self.gathered.append(name)
+        return self.tensors[name].clone()
+
+    def __iter__(self):
+        return iter(self.tensors)
+
+    def __len__(self):
+        return len(self.tensors)
+
+    def numel(self, name):
+        return self.tensors[name].numel()
+
+
+def test_full_weights_are_gathered_one_at_a_time_and_go_in_buckets(full_engine, monkeypatch):
+    tensors = OneAtATime(with_noise(embedded_model()))
+    monkeypatch.setattr(client, "BUCKET_BYTES", 1e6)
+    sizes = []
+    memory = messages.Memory
+
+    def recorded(num_bytes):
+        sizes.append(num_bytes)
+        return memory(num_bytes)
+
+    monkeypatch.setattr(messages, "Memory", recorded)
+    full_engine.push(tensors, None)
+    assert tensors.gathered == list(tensors)  # each once, in order
+    largest = max(4 * tensors.numel(name) for name in tensors)
+    assert len(sizes) > 5 and max(sizes) <= max(1e6, largest + 64)
+    assert sum(sizes) == sum(-(-4 * tensors.numel(name) // 64) * 64 for name in tensors)
+
+
+def test_a_weight_that_is_stale_in_one_element_is_an_error(full_engine, monkeypatch):
+    """This includes a weight of k, which the engine holds between q and v in one tensor."""
+    tensors = with_noise(embedded_model())
+    ask = full_engine._ask
+    for name in ("transformer_blocks.0.attn.to_k.weight", "transformer_blocks.1.ff.net.2.bias"):
+        stale = tensors[name].clone()
+        stale.view(-1)[5] = next_number(stale.view(-1)[5])
+
+        def keeping(operation, part, memory=None, name=name, stale=stale):
+            return ask(operation, part | {name: stale})
+
+        with monkeypatch.context() as patch:
+            patch.setattr(full_engine, "_ask", keeping)
+            with pytest.raises(EngineError, match=rf"stale: {name} .*\(1 of {len(tensors)} tensors"):
+                full_engine.push(tensors, None)
+    full_engine.push(tensors, None)
+
+
+def test_bf16_engine_takes_the_trainers_weights(tmp_path):
+    """The trainer's model may be in fp32, or in bf16 with its table of positions, a buffer, rounded as well. Both are
+    the weights that the engine loaded, so the image comes back to the bit, as verify_push asserts."""
+    engine = start(tmp_path, dtype="bfloat16")
+    args = replace(flow_grpo.Args(), num_inference_steps=6)
+    for dtype in (torch.bfloat16, torch.float32):
+        model = embedded_model(dtype)
+        assert model.transformer.pos_embed.pos_embed.dtype == dtype
+        request = request_for(model, args, sde_steps=(), seeds=range(1))
+        request.conditioning = {name: tensor.bfloat16() for name, tensor in request.conditioning.items()}
+        weights = OneAtATime({name: tensor.float() for name, tensor in model.transformer.state_dict().items()})
+        engine.pushed = None  # it has its own weights again
+        engine.verify_push(weights, None, request)
+        assert len(weights.gathered) == len(weights) + 1  # the probe's
+    engine.close()
+
+
+# ---- the engine's memory and its end ---------------------------------------------------------------------------------
+def test_an_engine_that_sleeps_is_woken_before_it_is_asked(tmp_path, capfd, monkeypatch):
+    """Its weights leave the GPU after each rollout and push, so that the trainer's text encoders find room there. A
+    CPU's worker refuses to sample asleep, as a GPU's would."""
+    engine = start(tmp_path, sleeps=True)
+    told = "--engine_sleep: on a CPU the engine has no GPU memory to give back"
+    assert capfd.readouterr().err.count(told) == 1
+    model, args, config = policy_without_fsdp()
+    request = request_for(model, args, (0,), range(5))
+    bounded = engine._bounded
+    operations = []
+
+    def recorded(operation, function, *args):
+        if function is messages.send:
+            operations.append(operation)
+        return bounded(operation, function, *args)
+
+    monkeypatch.setattr(engine, "_bounded", recorded)
+    monkeypatch.setattr(client, "free_cached_memory", lambda: operations.append("freed"))  # the trainer's
+    adapter = tensors_on_rank_0(model)[0]
+    engine.push(adapter, config)
+    one = engine.generate(request)
+    other = engine.generate(request)
+    engine.push(adapter, config)
+    pushed = ["push_lora", "fall_asleep"]
+    sampled = ["freed", "freed", "get_up", "generate", "generate", "fall_asleep"]
+    assert operations == [*pushed, *sampled, *sampled, "freed", "get_up", *pushed]
+    assert torch.equal(one.latents, other.latents)
+    engine.is_asleep = False  # which it is not
+    with pytest.raises(EngineError, match="the worker sleeps"):
+        engine.generate(request)
+    engine.close()
+
+
+def test_the_engine_computes_attention_by_torchs_sdpa(engine):
+    """As the trainer's transformer does. The option that it gets decides, not the packages that it finds."""
+    engine.wait_ready()
+    resolved = [line for line in engine.log_file.read_text().splitlines() if "Resolved diffusion attention" in line]
+    assert resolved and all("backend 'SDPA'" in line and "attention_config.default" in line for line in resolved)
+
+
+def test_a_failing_call_brings_its_traceback_and_the_engine_lives_on(engine):
+    model, args, config = policy_without_fsdp()
+    adapter = tensors_on_rank_0(model)[0]
+    unknown = {name.replace("transformer_blocks.0", "transformer_blocks.9"): tensor for name, tensor in adapter.items()}
+    with pytest.raises(EngineError, match="failed during push_lora"):
+        engine.push(unknown, config)
+    engine.push(adapter, config)
+    assert_parity(engine, model, args, request_for(model, args), lora=True)
+
+
+def test_a_dead_and_a_stuck_engine_are_errors_within_their_time(tmp_path):
+    model, args, _ = policy_without_fsdp()
+    engine = start(tmp_path)
+    engine.wait_ready()
+    engine.process.send_signal(signal.SIGSTOP)
+    engine.timeout_s = 2.0
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"did not answer to generate within 2 s \(--engine_timeout_s\)"):
+        engine.generate(request_for(model, args))
+    assert time.monotonic() - began < 10
+    with pytest.raises(EngineError, match="the rollout engine died"):
+        engine.generate(request_for(model, args))
+
+    engine = start(tmp_path)
+    os.kill(engine.process.pid, signal.SIGKILL)  # while it loads
+    with pytest.raises(EngineError, match="died during start .*exit code -9"):
+        engine.wait_ready()
+
+
+def test_an_engine_that_cannot_load_says_why(tmp_path):
+    engine = VLLMEngine(
+        tmp_path, "float32", max_num_seqs=4, log_file=tmp_path / "engine.log", timeout_s=120, num_threads=1
+    )
+    with pytest.raises(EngineError, match="(?s)failed during start.*Traceback"):
+        engine.wait_ready()
+    engine.close()
+
+
+@pytest.mark.fast
+def test_gpus_of_the_engines_own(monkeypatch):
+    """Two ranks train on GPUs 0 and 1 of six. The second rank's engine gets the second of the two GPUs named."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    launch.check_devices((5, 2))
+    assert launch.engine_gpus((5, 2), 1, torch.device("cuda", 1)) == (2,)
+    assert launch.engine_gpus((), 1, torch.device("cuda", 1)) == (1,)
+    assert launch.engine_gpus((), 1, torch.device("cpu")) == (None,)
+    refused = {
+        (2,): "2: must be a GPU for each of the 2 ranks of this machine",
+        (3, 3): "3 3: must be a GPU for each of the 2 ranks",
+        (2, 6): "2 6: of the 6 GPUs seen here, from 0, the first 2 are the ranks' own; 6 is none of the others",
+        (1, 2): "1 2: of the 6 GPUs .*; 1 is none of the others",
+    }
+    for devices, reason in refused.items():
+        with pytest.raises(ValueError, match=f"^--engine_devices {reason}"):
+            launch.check_devices(devices)
+
+
+def test_environment_of_the_engine(monkeypatch):
+    """It has none of torchrun's variables and none of the user's keys. This repository is first on the path, and the
+    rank's own GPU is the only visible one. The hub's token is there for a hub id alone."""
+    torchruns = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+    keys = {"WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "GITHUB_TOKEN", "SSH_AUTH_SOCK"}
+    for name in (*torchruns, *keys, "OMP_NUM_THREADS", "HF_TOKEN", "HF_HOME", "VLLM_CACHE_ROOT"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    on_cpu = launch.engine_environment(EMBEDDED, (None,), num_threads=2)
+    assert on_cpu.keys().isdisjoint(torchruns | keys | {"HF_TOKEN"})
+    assert on_cpu["HF_HOME"] == on_cpu["VLLM_CACHE_ROOT"] == "7" and on_cpu["PATH"] == os.environ["PATH"]
+    assert on_cpu["OMP_NUM_THREADS"] == "2" and on_cpu["MALLOC_ARENA_MAX"] == "1" and on_cpu["HF_HUB_OFFLINE"] == "1"
+    assert on_cpu["PYTHONPATH"].split(os.pathsep) == [str(ROOT), str(ROOT / "common/engine/plugin"), "/elsewhere"]
+    for index, device in ((0, "4"), (1, "6"), (2, "2")):
+        on_gpu = launch.engine_environment("a/hub-id", (index,), num_threads=2)
+        assert on_gpu["CUDA_VISIBLE_DEVICES"] == device and "OMP_NUM_THREADS" not in on_gpu
+        assert on_gpu["HF_TOKEN"] == "7" and on_gpu.keys().isdisjoint(torchruns | keys)
+
+
+def test_the_engine_does_not_outlive_its_parent(tmp_path):
+    """A trainer that raises leaves no process behind, and nothing keeps it from exiting."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "from tests.engine.test_engine import start\n"
+        "engine = start(Path(sys.argv[2])); print(engine.process.pid, flush=True)\n"
+        "engine.wait_ready(); raise KeyError('x')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, ROOT, tmp_path], capture_output=True, text=True, timeout=120)
+    assert "KeyError" in done.stderr
+    deadline = time.monotonic() + 20
+    while os.path.exists(f"/proc/{int(done.stdout)}"):
+        assert time.monotonic() < deadline, "the engine is still alive"
+        time.sleep(0.2)
+
+
+def test_the_engine_listens_on_the_loopback_and_imports_nothing_of_the_working_directory(tmp_path, monkeypatch):
+    """By default torch's store listens on all interfaces, and `python -m` puts the run's folder first on the path."""
+    (tmp_path / "numpy.py").write_text("raise SystemExit('imported from the working directory')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep)  # two empty entries: the working directory, twice
+    engine = start(tmp_path)
+    engine.wait_ready()
+    process = psutil.Process(engine.process.pid)
+    sockets = [c for p in (process, *process.children(recursive=True)) for c in p.net_connections(kind="inet")]
+    engine.close()
+    listening = {c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}

@@ -1,0 +1,39 @@
+"""--engine_sleep: what is in the pool that sleep empties, and when the engine sleeps."""
+
+import json
+import subprocess
+import sys
+
+from common.engine.launch import engine_environment
+from common.models.family import family_class
+from common.models.lora import make_lora
+from common.models.memory import Blueprint
+from tests.tiny_models import make_checkpoint
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("name", ["stable_diffusion_3", "flux"])  # text encoders of transformers, and vLLM-Omni's own
+def test_the_pool_that_sleeps_holds_the_transformer_and_the_vae_alone(name, tmp_path):
+    """The two facts of vLLM-Omni on which --engine_sleep rests: what it allocates inside of the pool's context, and
+    that nothing of that is freed later, when the pool would keep it and every sleep would move it."""
+    model = str(make_checkpoint(name, tmp_path))
+    output = tmp_path / "pool.json"
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "tests.recorded_pool", model, output],
+        env=engine_environment(model, (None,), 1),
+        text=True,
+        timeout=300,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    found = json.loads(output.read_text())
+    assert found["outside"] == []
+    assert found["dropped"] <= 8000  # the scheduler's first timesteps and sigmas, a thousand each
+    # the VAE and the transformer; tiny text encoders are a few hundred kilobytes
+    family = family_class(model)
+    blueprint = Blueprint(family, model, make_lora(None, 4, 8, family.lora_target_modules), torch.float32)
+    expected = 4 * blueprint.num_weights + blueprint.fp32_buffer_bytes + blueprint.vae_bytes
+    assert expected <= found["pooled"] < expected + 0.1 * blueprint.text_encoder_bytes

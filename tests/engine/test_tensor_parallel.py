@@ -1,0 +1,258 @@
+"""An engine whose transformer is split over two workers, on a CPU, samples the policy of one worker to round-off."""
+
+import threading
+import time
+from collections import OrderedDict
+
+import flow_grpo
+from common.engine import launch, messages
+from common.engine.client import EngineError, VLLMEngine
+from common.models.cpu import is_amd
+from common.models.family import family_class, load_model
+from common.policy import add_policies, tensors_on_rank_0
+from tests.conftest import EMBEDDED, TINY, few_eval_prompts, policy_without_fsdp, run_here
+from tests.tiny_models import make_checkpoint
+
+import psutil
+import pytest
+import torch
+
+PROMPTS = ['a red sign that says "123"', 'a blue sign that says "456789"', 'a white sign that says "0000"']
+# a request makes the worker of rank 1 import this: from then on it takes its first adapter again and again
+STALE = """
+import os
+
+from common.engine.pipelines import RolloutWorkerExtension
+
+take = RolloutWorkerExtension._push_lora
+first = []
+
+
+def take_the_first(worker, tensors, config):
+    first.append({name: tensor.clone() for name, tensor in tensors.items()})
+    return take(worker, first[0], config)
+
+
+if os.environ["RANK"] == "1":
+    RolloutWorkerExtension._push_lora = take_the_first
+
+
+def euler(x, v, sigma, sigma_next, noise_level, sigma_max=None):
+    return x + v * (sigma_next - sigma), noise_level
+"""
+
+
+# each worker that imports it notes whether it has the two repairs for machines without a GPU
+REPAIRED = """
+import os
+from pathlib import Path
+
+from common.models import cpu
+
+import torch
+import torchvision  # which transformers imports, and vLLM with it
+
+has_onednn = "aten/mm/CPU" in cpu.overrides._op_impls
+has_nms = hasattr(torch.ops.torchvision, "nms")
+folder = Path(__file__).parent
+(folder / f"rank{os.environ['RANK']}.txt").write_text(f"{has_onednn} {has_nms}")
+
+
+def euler(x, v, sigma, sigma_next, noise_level, sigma_max=None):
+    return x + v * (sigma_next - sigma), noise_level
+"""
+
+
+def start(folder, model=EMBEDDED, num_workers=2):
+    return VLLMEngine(
+        model,
+        "float32",
+        max_num_seqs=4,
+        log_file=folder / "engine.log",
+        timeout_s=240.0,
+        gpus=(None,) * num_workers,
+        num_threads=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    engine = start(tmp_path_factory.mktemp("engine"))
+    yield engine
+    engine.close()
+
+
+def request_for(model, args):
+    encoded = flow_grpo.encode_prompts(args, model, PROMPTS)
+    prompt_index = torch.arange(6) % 3
+    return flow_grpo.make_request(args, model, encoded, prompt_index, list(range(6)), sde_steps=(0, 1, 2, 3, 4))
+
+
+def assert_parity(engine, model, args, lora):
+    """The trainer gives the engine's latents the engine's log-probs. Returns what the engine sampled."""
+    request = request_for(model, args)
+    theirs = engine.generate(request, lora=lora)
+    with torch.no_grad():
+        ours = flow_grpo.recompute_log_probs(args, model, request, theirs)
+    torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=0, atol=1e-5)
+    return theirs
+
+
+# ---- two workers -----------------------------------------------------------------------------------------------------
+def test_two_workers_sample_as_one_does(engine, tmp_path):
+    """The base model and an adapter, with guidance."""
+    model, args, config = policy_without_fsdp(guidance_scale=3.0)
+    base, _, _ = policy_without_fsdp(trained=False, guidance_scale=3.0)
+    adapter = tensors_on_rank_0(model)[0]
+    sampled = {}
+    one = start(tmp_path, num_workers=1)
+    for name, either in (("one", one), ("two", engine)):
+        before = assert_parity(either, base, args, lora=False)
+        assert either.push(adapter, config) == len(adapter) // 2 == 31
+        sampled[name] = assert_parity(either, model, args, lora=True)
+        assert (sampled[name].latents - before.latents).abs().max() > 1e-2
+    one.close()
+    torch.testing.assert_close(sampled["two"].log_probs, sampled["one"].log_probs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sampled["two"].latents, sampled["one"].latents, rtol=0, atol=1e-4)
+
+
+def test_each_worker_holds_its_part_and_they_listen_on_the_loopback(engine):
+    engine.wait_ready()
+    processes = [psutil.Process(engine.process.pid)]
+    processes += processes[0].children(recursive=True)
+    sockets = [socket for process in processes for socket in process.net_connections(kind="inet")]
+    assert {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN} <= {"127.0.0.1"}
+    model, args, config = policy_without_fsdp()
+    engine.push(tensors_on_rank_0(model)[0], config)
+    own = tensors_on_rank_0(model)[0]["transformer_blocks.0.attn.to_q.lora_B.weight"]
+    held = engine._call("held_lora")["transformer.transformer_blocks.0.attn.to_q.lora_B.weight"]
+    assert held == messages.fingerprint(2 * own[: len(own) // 2])  # lora_alpha / lora_rank of the first half
+
+
+def test_each_worker_is_repaired_before_it_imports_vllm(engine, tmp_path):
+    """multiprocessing starts a worker by running the engine's program under another name."""
+    model, args, _ = policy_without_fsdp()
+    (tmp_path / "repaired.py").write_text(REPAIRED)
+    args.sde_type = f"{tmp_path / 'repaired.py'}:euler"
+    engine.generate(request_for(model, args), lora=False)
+    has_onednn = is_amd() and not torch.cuda.is_available()
+    for rank in (0, 1):
+        assert (tmp_path / f"rank{rank}.txt").read_text() == f"{has_onednn} True"
+
+
+def test_one_stale_worker_is_an_error(engine, tmp_path):
+    model, args, config = policy_without_fsdp()
+    adapter = tensors_on_rank_0(model)[0]
+    engine.verify_push(adapter, config, request_for(model, args))
+    (tmp_path / "stale.py").write_text(STALE)
+    args.sde_type = f"{tmp_path / 'stale.py'}:euler"
+    engine.generate(request_for(model, args))
+    engine.push(adapter, config)  # the first one
+    newer = {name: tensor * 1.01 for name, tensor in adapter.items()}
+    # matrices that are not split are stale as well, as the two workers' copies differ
+    with pytest.raises(EngineError, match=r"stale: transformer_blocks.0.attn.* .*62 of 62 tensors"):
+        engine.push(newer, config)
+
+
+@pytest.mark.parametrize("family", ["stable_diffusion_3", "flux", "flux2_klein", "qwen_image", "wan"])
+def test_full_weights_of_a_family(family, tmp_path):
+    """All weights arrive, are those of the model's files, and act."""
+    folder = make_checkpoint(family, tmp_path / "model")
+    engine = start(tmp_path, folder)
+    model = load_model(family_class(folder), str(folder), torch.float32, torch.device("cpu"))
+    add_policies(model, None, ["default"], 1)
+    args = flow_grpo.Args(image_size=(32, 32), max_sequence_length=8, num_inference_steps=3, rollout="local")
+    if family == "wan":
+        args.num_frames = 5
+    encoded = flow_grpo.encode_prompts(args, model, PROMPTS[:1])
+    request = flow_grpo.make_request(args, model, encoded, torch.tensor([0]), [0], sde_steps=(0, 1))
+    engine.verify_push(*tensors_on_rank_0(model), request)
+    torch.manual_seed(3)
+    for parameter in model.transformer.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.02)
+    tensors, _ = tensors_on_rank_0(model)
+    assert engine.push(tensors, None) == len(tensors)
+    theirs = engine.generate(request)
+    with torch.no_grad():
+        ours = flow_grpo.recompute_log_probs(args, model, request, theirs)
+    torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=0, atol=1e-5)
+    engine.close()
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
+def test_images_that_overtake_the_word_of_their_batch_arrive(error):
+    """The executor looks for the batch's requests, they are noted, and it keeps the images under the batch's id."""
+    import common.engine.pipelines as pipelines  # loads vLLM-Omni
+
+    from vllm_omni.diffusion.data import DiffusionOutput
+    from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
+
+    class OfNoWorkers(pipelines.RolloutExecutor):
+        def __init__(self):
+            self._futures_lock = threading.RLock()
+            self._output_futures, self._completed_outputs, self._dropped_output_ids = {}, {}, OrderedDict()
+            self._batch_split_map = {"batch": {"batch/7": "7", "batch/8": "8"}}
+            self._closed = False
+
+    executor = OfNoWorkers()
+    outputs = [DiffusionOutput(output=torch.tensor(number)) for number in (7, 8)]
+    sampled = [RunnerOutput(request_id=str(o.output.item()), finished=True, result=o) for o in outputs]
+    waits = executor.wait_output_ready("batch/7")  # one asked for before, one after
+    with executor._futures_lock:
+        executor._finish_output("batch", None if error else BatchRunnerOutput.from_list(sampled), error)
+    for number, future in ((7, waits), (8, executor.wait_output_ready("batch/8"))):
+        output = future.result(timeout=0)
+        assert output.error == "out of memory" if error else output.output == number
+    assert not executor._completed_outputs and not executor._batch_split_map
+
+
+def test_a_run_with_an_engine_of_two_workers(tmp_path):
+    options = ["--engine_tensor_parallel", 2, "--num_steps", 2, "--old_log_prob", "rollout", "--learning_rate", 3e-3]
+    assert run_here(tmp_path, "flow_grpo.py", *TINY, *options, *few_eval_prompts(tmp_path, 2)) is None
+
+
+def test_the_workers_end_with_their_engine(tmp_path):
+    """An engine that is killed has no time to end them."""
+    engine = start(tmp_path)
+    engine.wait_ready()
+    processes = psutil.Process(engine.process.pid).children(recursive=True)
+    assert len(processes) >= 2
+    engine.process.kill()
+    engine.process.wait()
+    deadline = time.monotonic() + 30
+    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
+        assert time.monotonic() < deadline, "a worker is still alive"
+        time.sleep(0.2)
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_gpus_of_the_workers(monkeypatch):
+    """Two ranks train on GPUs 0 and 1 of six. Their engines have two workers each, on the other GPUs."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    launch.check_devices((5, 2, 3, 4), 2)
+    assert launch.engine_gpus((5, 2, 3, 4), 2, torch.device("cuda", 0)) == (5, 2)
+    assert launch.engine_gpus((5, 2, 3, 4), 2, torch.device("cuda", 1)) == (3, 4)
+    assert launch.engine_gpus((), 2, torch.device("cpu")) == (None, None)
+    two = r"must be 2 GPUs \(--engine_tensor_parallel\) for each of the 2 ranks"
+    with pytest.raises(ValueError, match=f"^--engine_devices 2 3: {two}"):
+        launch.check_devices((2, 3), 2)
+    with pytest.raises(ValueError, match="^--engine_tensor_parallel 2: needs --engine_devices, 2 for each of the 2"):
+        launch.check_devices((), 2)
+
+
+@pytest.mark.fast
+def test_heads_that_cannot_be_dealt_out_are_refused(tmp_path):
+    family = family_class(EMBEDDED)
+    launch.check_engine(family, str(EMBEDDED), (), 4)
+    with pytest.raises(ValueError, match="^--engine_tensor_parallel 3: does not divide the model's 4 heads"):
+        launch.check_engine(family, str(EMBEDDED), (), 3)
+    line = run_here(tmp_path, "flow_grpo.py", "--engine_tensor_parallel", 3)
+    assert line == "flow_grpo.py: error: --engine_tensor_parallel 3: does not divide the model's 4 heads"
+
+
+@pytest.mark.fast
+def test_the_engine_sees_the_gpus_of_its_workers(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    assert launch.engine_environment("a/hub-id", (2, 1), num_threads=2)["CUDA_VISIBLE_DEVICES"] == "7,6"

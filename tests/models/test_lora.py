@@ -1,0 +1,195 @@
+"""LoRAs in files: we read them as peft and diffusers do, and write them so that diffusers reads them."""
+
+import json
+
+from common.models.adapter_files import read_lora
+from common.models.lora import save_weights
+from common.policy import tensors_on_rank_0
+from tests.conftest import embedded_model, policy_without_fsdp
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.fast
+
+FILE = "pytorch_lora_weights.safetensors"
+
+
+@torch.no_grad()
+def velocity(model):
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, *model.schedule(2, 32, 96)[2], generator=generator)
+    return model.predict_velocity(latents, torch.tensor(600.0), model.encode_prompts(['a red sign that says "1"'], 16))
+
+
+def velocity_with(tensors, config):
+    """v of a model that starts from this adapter as a script does. Every tensor must find its place."""
+    model = embedded_model()
+    model.transformer.add_adapter(config)
+    assert not set_peft_model_state_dict(model.transformer, tensors).unexpected_keys
+    assert set(get_peft_model_state_dict(model.transformer)) == set(tensors)
+    return velocity(model)
+
+
+def assert_as_in_diffusers(ours, folder):
+    """Assert that v is the same as with the LoRA in `folder` loaded by diffusers."""
+    # diffusers builds the adapter in another way and may place it elsewhere in memory. 1e-6 allows for fp32 round-off
+    # in a v of size 1. It does not allow for an error of the LoRA, which moves v by more than 0.01.
+    torch.testing.assert_close(ours, stock_velocity(folder), rtol=0, atol=1e-6)
+
+
+def stock_velocity(folder):
+    model = embedded_model()
+    model.pipe.load_lora_weights(folder)
+    return velocity(model)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A model with a LoRA of rank 16 and alpha 32 that changes v, the LoRA's tensors, and its config."""
+    model, _, config = policy_without_fsdp()
+    return model, tensors_on_rank_0(model)[0], config
+
+
+def assert_same_lora(read, tensors, rank, alpha):
+    got, config = read
+    assert set(got) == set(tensors) and all(torch.equal(got[name], tensors[name]) for name in tensors)
+    assert (config.r, config.lora_alpha) == (rank, alpha)
+    assert set(config.target_modules) == {name.split(".lora_")[0] for name in tensors}
+
+
+@torch.no_grad()
+def test_what_a_run_saves_is_read_as_diffusers_reads_it(trained, tmp_path):
+    model, tensors, config = trained
+    save_weights(tmp_path, model.pipe, tensors, config)
+    # alpha / rank, 2, is in the B matrices
+    strong = {name: tensor * 2 if ".lora_B." in name else tensor for name, tensor in tensors.items()}
+    for path in (tmp_path, str(tmp_path / FILE)):
+        assert_same_lora(read_lora(path), strong, 16, 16)
+    ours = velocity_with(*read_lora(tmp_path))
+    assert_as_in_diffusers(ours, tmp_path)
+    torch.testing.assert_close(ours, velocity(model), rtol=0, atol=0)
+    assert (ours - velocity(embedded_model())).abs().max() > 0.01  # the adapter acts
+
+
+@torch.no_grad()
+def test_what_other_trainers_save_with_an_alpha_in_the_metadata_is_read(trained, tmp_path):
+    """diffusers' training scripts do so, as did our own runs before alpha was multiplied into B."""
+    model, tensors, config = trained
+    metadata = config.to_dict() | {"target_modules": sorted(config.target_modules)}
+    model.pipe.save_lora_weights(tmp_path, tensors, transformer_lora_adapter_metadata=metadata)
+    assert_same_lora(read_lora(tmp_path), tensors, 16, 32)
+    assert_as_in_diffusers(velocity_with(*read_lora(tmp_path)), tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_what_peft_saves_is_read(tmp_path, prefix):
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=r".*\.attn\.(to_q|to_out\.0)", lora_dropout=0.5)
+    torch.manual_seed(0)
+    base = embedded_model()
+    peft_model = get_peft_model(base.transformer, config).eval()  # no dropout
+    for name, p in peft_model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    peft_model.save_pretrained(tmp_path)
+    if prefix:  # as where peft was given the whole pipeline
+        saved = load_file(tmp_path / "adapter_model.safetensors")
+        assert all(name.startswith("base_model.model.transformer_blocks.") for name in saved)
+        save_file(
+            {name.replace("model.model.", "model.model.transformer."): t for name, t in saved.items()},
+            tmp_path / "adapter_model.safetensors",
+        )
+    tensors = {name.removeprefix("base_model.model."): t for name, t in get_peft_model_state_dict(peft_model).items()}
+    assert_same_lora(read_lora(tmp_path), tensors, 3, 5)
+    torch.testing.assert_close(velocity_with(*read_lora(tmp_path)), velocity(base), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("alpha", [None, 8.0])
+def test_without_settings_alpha_is_the_tensors_own_or_the_rank(trained, tmp_path, alpha):
+    model, tensors, _ = trained
+    file = {f"transformer.{name}": tensor.half() for name, tensor in tensors.items()}
+    if alpha:
+        file |= {name.replace("lora_A.weight", "alpha"): torch.tensor(alpha) for name in file if "lora_A" in name}
+    save_file(file, tmp_path / FILE)
+    assert_same_lora(
+        read_lora(tmp_path), {name: tensor.half().float() for name, tensor in tensors.items()}, 16, alpha or 16
+    )
+    if not alpha:  # diffusers takes no .alpha for Stable Diffusion 3
+        assert_as_in_diffusers(velocity_with(*read_lora(tmp_path)), tmp_path)
+
+
+def test_key_names_from_before_peft_are_read(trained, tmp_path):
+    _, tensors, _ = trained
+    save_file(
+        {
+            f"transformer.{name}".replace("lora_A", "lora.down").replace("lora_B", "lora.up"): tensor
+            for name, tensor in tensors.items()
+        },
+        tmp_path / FILE,
+    )
+    assert_same_lora(read_lora(tmp_path), tensors, 16, 16)
+    assert_as_in_diffusers(velocity_with(*read_lora(tmp_path)), tmp_path)
+
+
+def pair(module="transformer.transformer_blocks.0.attn.to_q", rank=2):
+    return {f"{module}.lora_A.weight": torch.ones(rank, 4), f"{module}.lora_B.weight": torch.ones(4, rank)}
+
+
+def settings(**values):
+    return {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in values.items()})}
+
+
+OTHER = "transformer.transformer_blocks.1.attn.to_q"
+REFUSED = {
+    "a text encoder's": (pair() | pair("text_encoder.layers.0.q_proj"), None, "text_encoder.*only a transformer's"),
+    "only a text encoder's": (pair("text_encoder_2.layers.0.q_proj"), None, "text_encoder_2.*only a transformer's"),
+    "not a LoRA": ({"transformer.proj_out.weight": torch.ones(2, 2)}, None, "transformer.proj_out.weight in it"),
+    "DoRA": (pair() | {f"{OTHER}.lora_magnitude_vector": torch.ones(4)}, None, "magnitude_vector in it"),
+    "a bias": (pair() | {f"{OTHER}.lora_B.bias": torch.ones(4)}, None, "lora_B.bias in it"),
+    "empty": ({}, None, "no tensor in it"),
+    "only alphas": ({f"{OTHER}.alpha": torch.tensor(1.0)}, None, "no tensor in it"),
+    "half": ({name: t for name, t in pair().items() if "lora_A" in name}, None, "without its lora_B"),
+    "two ranks": (pair() | pair(OTHER, 3), None, "ranks differ"),
+    "another rank": (pair(), settings(r=4, lora_alpha=4), "ranks differ"),
+    "rank pattern": (pair(), settings(r=2, lora_alpha=4, rank_pattern={"to_q": 2}), "ranks differ"),
+    "alpha pattern": (pair(), settings(r=2, lora_alpha=4, alpha_pattern={"to_q": 2}), "alphas differ"),
+    "two alphas": (
+        pair(OTHER + "_a")
+        | pair(OTHER + "_b")
+        | {OTHER + "_a.alpha": torch.tensor(1.0), OTHER + "_b.alpha": torch.tensor(2.0)},
+        None,
+        "alphas differ",
+    ),
+    "some alphas": (pair() | pair(OTHER) | {OTHER + ".alpha": torch.tensor(1.0)}, None, "alphas differ"),
+    "rslora": (pair(), settings(r=2, lora_alpha=4, use_rslora=True), "use_rslora"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_refused_in_a_line(tmp_path, name):
+    tensors, metadata, match = REFUSED[name]
+    save_file(tensors, tmp_path / FILE, metadata=metadata)
+    with pytest.raises(ValueError, match=f"^--lora_path {tmp_path}: .*{match}") as caught:
+        read_lora(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_read_is_refused_in_a_line(trained, tmp_path):
+    def refuse(path, match):
+        with pytest.raises(ValueError, match=f"^--lora_path {path}: .*{match}") as caught:
+            read_lora(path)
+        assert "\n" not in str(caught.value)
+
+    refuse(tmp_path / "nowhere", "no such file or folder")
+    refuse(tmp_path, f"there is no {FILE} in it")
+    (tmp_path / FILE).write_bytes(b"no safetensors")
+    refuse(tmp_path, "not a LoRA that can be read")
+    refuse(tmp_path / FILE, "not a LoRA that can be read")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    refuse(tmp_path, "there is no adapter_model.safetensors in it")
+    save_file(pair(), tmp_path / "adapter_model.safetensors")
+    assert read_lora(tmp_path)[1].lora_alpha == 2
+    (tmp_path / "adapter_config.json").write_text("{")
+    refuse(tmp_path, "not a LoRA that can be read")

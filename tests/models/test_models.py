@@ -1,0 +1,269 @@
+"""Model families: found by the name of their file, with the methods of one base class, loaded frozen."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+from common import models
+from common.models.family import NO_FAMILIES, Family, family_class, find_family, on_device
+from common.models.lora import make_lora
+from common.models.prompt_cache import cache_prompts
+from common.models.stable_diffusion_3 import StableDiffusion3
+from common.models.vae import decode_in_slices, encode_in_slices, pil_images
+from common.policy import add_policies
+from tests.conftest import EMBEDDED, ROOT, embedded_model
+
+import diffusers
+import pytest
+import torch
+import transformers
+from diffusers.image_processor import VaeImageProcessor
+
+pytestmark = pytest.mark.fast
+
+
+def pipeline_folder(folder, class_name):
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": class_name}))
+    return folder
+
+
+def test_the_embedded_model_is_of_a_family():
+    assert family_class(EMBEDDED) is family_class(str(EMBEDDED)) is StableDiffusion3
+
+
+def test_a_family_without_a_method_is_no_model(tmp_path):
+    """`Family` names the methods that each family must have; a loaded model has every attribute that it names."""
+
+    class Nothing(Family):
+        pass
+
+    with pytest.raises(TypeError, match="abstract methods? .*check.*decode.*predict_velocity.*schedule"):
+        Nothing(None)
+    model = embedded_model()
+    add_policies(model, make_lora(None, 4, 8, model.lora_target_modules), ["default"], seed=0)
+    assert {name for name in Family.__annotations__ if not hasattr(model, name)} == set()
+    assert callable(model.encode_images) and callable(model.engine_pipeline) and model.frozen_tensors()
+
+
+def test_finding_a_family_checks_size_frames_and_guidance(tmp_path):
+    assert find_family(EMBEDDED, 64, 192, 1, 4.5) is StableDiffusion3
+    for size, frames, message in (
+        ((64, 190), 1, "--image_size 64 190: must be multiples of 8"),
+        ((64, 192), 5, "--num_frames 5: this model makes images, which have 1 frame"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            find_family(EMBEDDED, *size, frames)
+    folder = pipeline_folder(tmp_path, "StableDiffusion3Pipeline")
+    with pytest.raises(ValueError, match=f"^--model {tmp_path}: ") as error:
+        find_family(folder, 64, 192, 1)
+    assert "config.json" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_new_file_is_a_new_family_and_nothing_else_changes(tmp_path, monkeypatch):
+    """A file's name without underscores is the pipeline's class name in lower case without "pipeline"."""
+    (tmp_path / "pixart_alpha.py").write_text("class PixArtAlpha:\n    pass\n")
+    monkeypatch.setattr(models.family, "__file__", str(tmp_path / "family.py"))
+    monkeypatch.setattr(models, "__path__", [str(tmp_path)])
+    family = family_class(pipeline_folder(tmp_path, "PixArtAlphaPipeline"))
+    assert family.__name__ == "PixArtAlpha"
+    monkeypatch.delitem(sys.modules, "common.models.pixart_alpha")
+    with pytest.raises(ValueError, match="StableDiffusion3Pipeline is not supported; supported: pixart_alpha$"):
+        family_class(EMBEDDED)
+
+
+def test_a_model_that_cannot_be_read_is_refused_in_one_line(tmp_path):
+    wrong = {
+        tmp_path: "not a diffusers pipeline (no model_index.json)",
+        "no/such/model": "no such folder, and no model that can be downloaded: Repo id must be in the form",
+    }
+    for model, message in wrong.items():
+        with pytest.raises(ValueError) as error:
+            family_class(model)
+        text = str(error.value)
+        assert text.startswith(f"--model {model}: {message}") and "\n" not in text
+    for content in ("{", "[]", "{}", "\ud800".encode("utf-8", "surrogatepass")):
+        (tmp_path / "model_index.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(ValueError, match=rf"^--model {tmp_path}: model_index.json: .") as error:
+            family_class(tmp_path)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError) as error:
+        family_class(pipeline_folder(tmp_path, "PixArtAlphaPipeline"))
+    files = (ROOT / "common" / "models").glob("*.py")
+    supported = ", ".join(sorted(file.stem for file in files if file.stem not in NO_FAMILIES))
+    assert str(error.value) == f"--model {tmp_path}: PixArtAlphaPipeline is not supported; supported: {supported}"
+
+
+def test_a_model_is_loaded_frozen_and_its_vae_in_fp32():
+    model = embedded_model(torch.bfloat16)
+    assert model.device == torch.device("cpu")
+    modules = {name: part for name, part in model.pipe.components.items() if isinstance(part, torch.nn.Module)}
+    assert {"transformer", "vae", "text_encoder"} <= modules.keys()
+    for name, module in modules.items():
+        assert not module.training and not any(p.requires_grad for p in module.parameters()), name
+        dtypes = {p.dtype for p in module.parameters()}
+        assert dtypes == {torch.float32 if name == "vae" else torch.bfloat16}, name
+
+
+@torch.no_grad()
+def test_latents_of_a_vae_without_a_shift():
+    """AutoencoderKL has none by default. A missing shift counts as 0."""
+    model = embedded_model()
+    latents = torch.randn(1, model.transformer.config.in_channels, 8, 24, generator=torch.Generator().manual_seed(0))
+    images = []
+    for shift in (None, 0.0):
+        model.pipe.vae.register_to_config(shift_factor=shift)
+        images.append(model.decode(latents))
+    encoded = model.encode_images(images[0], *images[0][0].size[::-1])
+    assert images[0][0].tobytes() == images[1][0].tobytes()
+    model.pipe.vae.register_to_config(shift_factor=None)
+    assert torch.equal(model.encode_images(images[0], *images[0][0].size[::-1]), encoded)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale", "expected"),
+    [
+        ((9, 16, 64, 64), 64, [4, 4, 1]),  # 512 x 512
+        ((3, 16, 128, 128), 64, [1, 1, 1]),  # 1024 x 1024
+        ((2, 16, 256, 256), 64, [1, 1]),  # an image is more than a call should take, and still gets a call
+        ((2, 16, 9, 30, 52), 256, [1, 1]),  # videos of 33 frames
+        ((64, 16, 4, 12), 64, [64]),  # the embedded size
+    ],
+)
+def test_how_many_images_a_call_of_the_vae_takes(shape, scale, expected):
+    seen = []
+
+    class VAE:
+        def decode(self, latents, return_dict):
+            seen.append(len(latents))
+            return (latents,)
+
+        def encode(self, pixels):
+            seen.append(len(pixels))
+            return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: pixels))
+
+    latents = torch.empty(shape, device="meta")
+    assert decode_in_slices(VAE(), latents, scale).shape == shape and seen == expected
+    if len(shape) == 4:
+        seen.clear()
+        pixels = torch.empty(shape[0], 3, shape[2] * 8, shape[3] * 8, device="meta")
+        assert encode_in_slices(VAE(), pixels).shape == pixels.shape and seen == expected
+
+
+class FakeGPU:
+    """A device in name only: whatever moves there is copied on the CPU, so that a model can work there.
+
+    `home` has the addresses of the tensors that wait on the CPU. A component whose tensors are elsewhere is on the
+    device.
+    """
+
+    def __init__(self, model, monkeypatch):
+        self.model = model
+        self.copies = 0
+        self.events = []  # work on the device, and when its cache was emptied
+        model.device = torch.device("cuda", 0)
+        self.home = {tensor.data_ptr() for part in self.components("") for tensor in part.state_dict().values()}
+        own = torch.Tensor.to
+
+        def to(tensor, *places, **options):
+            if model.device in places or options.get("device") == model.device:
+                self.copies += 1
+                tensor = tensor.clone()
+            elsewhere = [place for place in places if place != model.device]
+            options.pop("device", None)
+            return own(tensor, *elsewhere, **options) if elsewhere or options else tensor
+
+        monkeypatch.setattr(torch.Tensor, "to", to)
+        for mixin in (diffusers.ModelMixin, transformers.PreTrainedModel):
+            monkeypatch.setattr(mixin, "device", property(self.device_of))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.events.append(f"emptied, {self.places()}"))
+
+    def components(self, prefix):
+        parts = self.model.pipe.components.items()
+        return [part for name, part in parts if name.startswith(prefix) and isinstance(part, torch.nn.Module)]
+
+    def device_of(self, component):
+        return torch.device("cpu") if next(component.parameters()).data_ptr() in self.home else self.model.device
+
+    def places(self):
+        """Where all tensors of text encoders and VAE are: "encoders on the cpu, VAE on the cuda"."""
+        found = []
+        for prefix in ("text_encoder", "vae"):
+            tensors = [tensor for part in self.components(prefix) for tensor in part.state_dict().values()]
+            at_home = {tensor.data_ptr() in self.home for tensor in tensors}
+            assert len(at_home) == 1  # all of them, buffers too
+            found.append("waiting" if at_home.pop() else "there")
+        return "encoders {}, VAE {}".format(*found)
+
+
+def test_encoders_and_vae_are_on_the_device_only_where_they_work(monkeypatch):
+    model = embedded_model()
+    latents = torch.randn(2, model.transformer.config.in_channels, 8, 24, generator=torch.Generator().manual_seed(0))
+    images = model.decode(latents)
+    encoded = model.encode_images(images, 64, 192)
+    conditioning = model.encode_prompts(["a sign", "another"], 16)
+    gpu = FakeGPU(model, monkeypatch)
+    for part in (*gpu.components("text_encoder"), model.pipe.vae.decoder, model.pipe.vae.encoder):
+        part.register_forward_hook(lambda *_: gpu.events.append(gpu.places()))
+    for name, tensor in model.encode_prompts(["a sign", "another"], 16).items():
+        assert torch.equal(tensor, conditioning[name])
+    waiting = "encoders waiting, VAE waiting"
+    assert gpu.events == ["encoders there, VAE waiting"] * 3 + [f"emptied, {waiting}"]
+    gpu.events.clear()
+    assert [image.tobytes() for image in model.decode(latents)] == [image.tobytes() for image in images]
+    assert torch.equal(model.encode_images(images, 64, 192), encoded)
+    assert gpu.events == ["encoders waiting, VAE there", f"emptied, {waiting}"] * 2
+
+
+def test_a_block_around_all_calls_brings_a_component_once_and_copies_nothing_back(monkeypatch):
+    model = embedded_model()
+    gpu = FakeGPU(model, monkeypatch)
+    weight = model.pipe.text_encoder_3.shared.weight
+    content = weight.data.clone()
+    with on_device(model, "text_encoder"):
+        brought = gpu.copies
+        assert brought == sum(len([*part.parameters(), *part.buffers()]) for part in gpu.components("text_encoder"))
+        assert gpu.places() == "encoders there, VAE waiting"
+        with on_device(model, "text_encoder"):
+            assert gpu.copies == brought
+        assert gpu.places() == "encoders there, VAE waiting" and gpu.events == []
+        assert model.pipe.text_encoder_3.shared.weight is weight  # the same parameter, with other data
+    assert gpu.events == ["emptied, encoders waiting, VAE waiting"]
+    assert gpu.copies == brought and torch.equal(weight, content)
+
+
+def test_on_the_cpu_nothing_moves(monkeypatch):
+    model = embedded_model()
+    monkeypatch.setattr(torch.Tensor, "to", lambda *_: pytest.fail("moved"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("emptied"))
+    with on_device(model, "text_encoder"), on_device(model, "vae"):
+        pass
+
+
+def test_a_prompt_cache_brings_the_encoders_for_all_its_prompts_at_once(one_rank, tmp_path, monkeypatch):
+    model = embedded_model()
+    gpu = FakeGPU(model, monkeypatch)
+    own = model.encode_prompts
+    monkeypatch.setattr(model, "encode_prompts", lambda *asked: gpu.events.append(gpu.places()) or own(*asked))
+    monkeypatch.setattr(
+        "common.models.prompt_cache.encoders_key", lambda model: gpu.events.append("key, " + gpu.places())
+    )
+    cache_prompts(model, ["a sign", "another"], 16, tmp_path)
+    there = "encoders there, VAE waiting"
+    emptied = "emptied, encoders waiting, VAE waiting"
+    assert gpu.events == [f"key, {there}", there, there, there, emptied]  # the third prompt is the empty one
+    gpu.events.clear()
+    model.encode_prompts(["another"], 16)
+    assert gpu.events == []
+
+
+def test_pixels_become_images_as_in_diffusers():
+    """Rounded on the device, and equal to the bit: random pixels, each exact half between two bytes, and a video."""
+    random = torch.randn(4, 3, 16, 24, generator=torch.Generator().manual_seed(0))
+    halves = ((torch.arange(256) + 0.5) / 255 * 2 - 1).view(-1, 1, 1, 1).expand(-1, 3, 1, 1)
+    for pixels in (random, halves):
+        ours = pil_images(pixels)
+        theirs = VaeImageProcessor().postprocess(pixels)
+        assert [image.tobytes() for image in ours] == [image.tobytes() for image in theirs]
+    video = random.view(2, 2, 3, 16, 24).movedim(1, 2)  # two videos of two frames
+    frames = [frame.tobytes() for frames in pil_images(video) for frame in frames]
+    assert frames == [image.tobytes() for image in VaeImageProcessor().postprocess(random)]

@@ -1,0 +1,264 @@
+"""Prompt embeddings on disk: each prompt is encoded once, alone, and again only if its file was damaged."""
+
+import json
+import re
+from types import SimpleNamespace
+
+from common.errors import RunError
+from common.models import prompt_cache
+from common.models.prompt_cache import cache_prompts
+from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, on_ranks, run_here
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.fast
+
+PROMPTS = ['a red sign that says "4711"', 'a sign that says "12"', ""]
+LENGTH = 16
+
+
+def counting(model, monkeypatch):
+    """A list that collects the prompts of every later call of the family's own encode_prompts."""
+    calls = []
+    own = model.encode_prompts
+    monkeypatch.setattr(model, "encode_prompts", lambda prompts, n: calls.append(list(prompts)) or own(prompts, n))
+    return calls
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype
+
+
+def test_every_prompt_is_encoded_once_and_alone_and_then_read(one_rank, tmp_path, monkeypatch):
+    model = embedded_model(torch.bfloat16)
+    alone = [model.encode_prompts([prompt], LENGTH) for prompt in PROMPTS]
+    calls = counting(model, monkeypatch)
+    cache_prompts(model, [*PROMPTS[:2], PROMPTS[0]], LENGTH, tmp_path / "cache")
+    assert calls == [[prompt] for prompt in PROMPTS]  # the longest first
+    together = model.encode_prompts([PROMPTS[1], PROMPTS[0], PROMPTS[1]], LENGTH)
+    assert len(calls) == 3
+    assert_equal(together, {name: torch.cat([alone[i][name] for i in (1, 0, 1)]) for name in together})
+    assert_equal(model.encode_negative(4.5, LENGTH), alone[2])
+
+    another = embedded_model(torch.bfloat16)  # the next run
+    calls = counting(another, monkeypatch)
+    # short, although it covers vocabularies: it is hashed for every prompt
+    assert len(prompt_cache.encoders_key(another)) == 128
+    cache_prompts(another, PROMPTS, LENGTH, tmp_path / "cache")
+    assert_equal(another.encode_prompts(PROMPTS[:1], LENGTH), alone[0])
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    "change", ["length", "a bit of an encoder", "dtype", "tokenizer's length", "a token more", "nothing"]
+)
+def test_what_embeddings_depend_on_is_in_the_key(one_rank, tmp_path, monkeypatch, change):
+    model = embedded_model()
+    for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+        getattr(model.pipe, name).bfloat16().float()  # as if from files in bf16: only the dtype differs then
+    cache_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
+    model = embedded_model(torch.bfloat16 if change == "dtype" else torch.float32)
+    if change != "dtype":
+        for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+            getattr(model.pipe, name).bfloat16().float()
+    if change == "a bit of an encoder":
+        weight = next(model.pipe.text_encoder_3.parameters())
+        weight.data.view(-1).view(torch.int32)[0] ^= 1
+    if change == "tokenizer's length":
+        model.pipe.tokenizer.model_max_length = 7
+    if change == "a token more":
+        model.pipe.tokenizer_3.add_tokens(["zzz"])
+    calls = counting(model, monkeypatch)
+    cache_prompts(model, PROMPTS[:1], LENGTH - 1 if change == "length" else LENGTH, tmp_path)
+    assert len(calls) == (0 if change == "nothing" else 2)  # the prompt and the empty prompt
+
+
+FLIPPED = ["a bit of an embedding", "a bit of the length of a row", "a letter of the shape", "a letter of the type"]
+
+
+@pytest.mark.parametrize("fault", [*FLIPPED, "cut", "empty", "not ours"])
+def test_a_prompt_whose_file_is_damaged_is_encoded_again_when_it_is_read(one_rank, tmp_path, monkeypatch, capfd, fault):
+    """And not at the start, which would read the whole folder."""
+    model = embedded_model()
+    cache_prompts(model, PROMPTS[:2], LENGTH, tmp_path)
+    expected = model.encode_prompts(PROMPTS[:1], LENGTH)
+    file = file_of(model, tmp_path, PROMPTS[0])
+    content = bytearray(file.read_bytes())
+    if fault in FLIPPED:
+        content[place_of(fault, content)] ^= 1
+    file.write_bytes({"cut": content[:-10], "empty": b"", "not ours": b"x" * 100}.get(fault, content))
+    model = embedded_model()
+    calls = counting(model, monkeypatch)
+    reads = []
+    own = prompt_cache.read_conditioning
+    monkeypatch.setattr(prompt_cache, "read_conditioning", lambda file: reads.append(file) or own(file))
+    cache_prompts(model, PROMPTS[:2], LENGTH, tmp_path)
+    assert calls == [] and reads == []
+    capfd.readouterr()
+    assert_equal(model.encode_prompts([PROMPTS[0], PROMPTS[1], PROMPTS[0]], LENGTH), three(expected, model))
+    told = f"--prompt_cache {tmp_path}: encoding a prompt whose file is damaged: {PROMPTS[0]}\n"
+    assert calls == [[PROMPTS[0]]] and capfd.readouterr().err == told
+    assert own(file) is not None
+
+
+def file_of(model, folder, prompt):
+    key = prompt_cache.encoders_key(model)
+    return prompt_cache.PromptCache(folder, key, model.encode_prompts).file_of(prompt, LENGTH)
+
+
+def place_of(fault, content):
+    """Where a file holds what the fault names."""
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    if fault == "a letter of the shape":
+        return content.index(b"[1, ") + 1
+    if fault == "a letter of the type":
+        return content.index(b"float32")
+    name = {"a bit of an embedding": "prompt_embeds.content", "a bit of the length of a row": "prompt_embeds.kept"}[
+        fault
+    ]
+    return begin + header[name]["data_offsets"][0]
+
+
+def three(one, model):
+    """The first prompt's conditioning, the second's, and the first's again."""
+    other = model.encode_prompts(PROMPTS[1:2], LENGTH)
+    return {name: torch.cat([one[name], other[name], one[name]]) for name in one}
+
+
+def test_a_file_holds_no_padding(tmp_path):
+    """60 of 512 tokens, embeddings that end in zeros, masks, and numbers: to the bit, in a tenth of the bytes."""
+    generator = torch.Generator().manual_seed(1)
+    padded = torch.randn(1, 512, 64, generator=generator).bfloat16()
+    padded[:, 60:] = 0
+    padded[:, :3, 20:] = 0
+    padded[:, 5, 63] = -0.0  # whose sign is a bit
+    conditioning = {"prompt_embeds": padded, "mask": (torch.arange(512) < 60)[None].long()}
+    conditioning |= {
+        "num_tokens": torch.tensor([60]),
+        "pooled": torch.zeros(1, 8),
+        "is_on": torch.tensor([[True, False]]),
+    }
+    conditioning["none"] = torch.zeros(1, 4, 2)
+    file = tmp_path / "ab" / "x.safetensors"
+    prompt_cache.write_conditioning(file, conditioning)
+    found = prompt_cache.read_conditioning(file)
+    assert_equal(found, conditioning)
+    assert found["prompt_embeds"][0, 5, 63].signbit()
+    assert file.stat().st_size < padded.nbytes / 4
+
+
+def test_files_are_spread_over_sub_folders_and_nothing_waits_for_the_disk(one_rank, tmp_path, monkeypatch):
+    """50,000 files in one folder are slow. A file that a power cut has damaged is found when it is read."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: pytest.fail("waited"))
+    folder = tmp_path / "kept"
+    cache_prompts(embedded_model(), [f"{i}" for i in range(9)], LENGTH, folder)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) == 10 and len({file.parent for file in files}) > 5
+    assert all(file.parent.parent == folder and file.name[:2] == file.parent.name for file in files)
+
+
+def test_files_of_the_format_before_are_not_read(one_rank, tmp_path, monkeypatch):
+    model = embedded_model()
+    cache_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
+    monkeypatch.setattr(prompt_cache, "FORMAT", prompt_cache.FORMAT + 1)
+    model = embedded_model()
+    calls = counting(model, monkeypatch)
+    cache_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
+    assert len(calls) == 2
+
+
+def test_a_disk_without_room_is_named_before_the_prompts_are_encoded(one_rank, tmp_path, monkeypatch):
+    """Four prompts are missing. The first one's file tells that there is room for two more, and three are needed."""
+    model = embedded_model()
+    calls = counting(model, monkeypatch)
+    size = []
+
+    def disk_usage(folder):
+        size[:] = [file.stat().st_size for file in tmp_path.rglob("*.safetensors")]
+        return SimpleNamespace(free=size[0] * 3 - 1)
+
+    monkeypatch.setattr("shutil.disk_usage", disk_usage)
+    with pytest.raises(RunError) as error:
+        cache_prompts(model, ["a", "bb", "a longer one"], LENGTH, tmp_path)
+    needed = f"{3 * size[0] / 1e9:.1f} GB, and {(3 * size[0] - 1) / 1e9:.1f} GB are free"
+    assert str(error.value) == f"--prompt_cache {tmp_path}: the prompts that it lacks need {needed}"
+    assert calls == [["a longer one"]]
+
+
+def test_ranks_share_the_prompts_and_the_check_of_the_disk(tmp_path, monkeypatch):
+    """Each prompt is encoded by one rank; where the ranks together lack room, all of them say so."""
+    encoded = []
+
+    def on_rank(rank):
+        encode = lambda prompts, length: encoded.append(prompts[0]) or {"prompt_embeds": torch.ones(1, length, 8)}
+        cache = prompt_cache.PromptCache(tmp_path / "kept", "key", encode)
+        cache.add_missing([f"prompt {i}" for i in range(10)], LENGTH)
+
+    on_ranks(monkeypatch, 3, on_rank)
+    assert sorted(encoded) == [f"prompt {i}" for i in range(10)]
+    on_ranks(monkeypatch, 2, on_rank)
+    assert len(encoded) == 10
+
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=6 * 700))  # each rank's would fit
+
+    def too_much(rank):
+        encode = lambda prompts, length: {"prompt_embeds": torch.ones(1, length, 8)}
+        cache = prompt_cache.PromptCache(tmp_path / "full", "key", encode)
+        with pytest.raises(RunError, match="the prompts that it lacks need"):
+            cache.add_missing([f"prompt {i}" for i in range(16)], LENGTH)
+
+    on_ranks(monkeypatch, 2, too_much)
+    assert len([path for path in (tmp_path / "full").rglob("*") if path.is_file()]) == 2
+
+
+def test_a_run_with_a_cache_is_the_run_without(tmp_path, monkeypatch):
+    """Up to the round-off of encoding prompts together or alone. Two runs with one cache are equal."""
+    few = few_eval_prompts(tmp_path, 4)
+    options = ["--rollout", "local", *TINY, *few, "--train_prompts", few[1], "--num_steps", 1]
+    rewards = {}
+    for name, cache in {"without": [], "with": ["--prompt_cache", "kept"], "again": ["--prompt_cache", "kept"]}.items():
+        assert run_here(tmp_path, "flow_grpo.py", "--name", name, *options, *cache) is None
+        last = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()[-1]
+        rewards[name] = {key: json.loads(last)[key] for key in ("critic/rewards/mean", "actor/grad_norm")}
+    assert rewards["with"] == rewards["again"]
+    assert rewards["with"] == pytest.approx(rewards["without"], rel=1e-4)
+    assert len(list((tmp_path / "kept").glob("*/*"))) == 5  # four prompts and the negative one
+
+
+def test_only_what_the_run_will_draw_is_encoded(tmp_path):
+    """Two of the twelve training prompts, the held-out ones and the empty one."""
+    few = few_eval_prompts(tmp_path, 2)
+    many = tmp_path / "many.txt"
+    many.write_text("".join(f'a sign that says "{number}"\n' for number in range(1000, 1012)))
+    options = ["--rollout", "local", *TINY, *few, "--train_prompts", many, "--num_steps", 1, "--num_prompts", 2]
+    assert run_here(tmp_path, "flow_grpo.py", "--name", "short", *options, "--prompt_cache", "short") is None
+    assert len(list((tmp_path / "short").glob("*/*"))) == 2 + 2 + 1
+
+
+def test_a_prompt_that_is_not_in_the_cache_is_encoded_and_reported(one_rank, tmp_path, monkeypatch, capfd):
+    model = embedded_model()
+    cache_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
+    assert capfd.readouterr().err == "loading " + str(EMBEDDED) + "\n"
+    expected = embedded_model().encode_prompts([PROMPTS[1]], LENGTH)
+    capfd.readouterr()
+    assert_equal(model.encode_prompts([PROMPTS[1]], LENGTH), expected)
+    assert capfd.readouterr().err == f"--prompt_cache {tmp_path}: encoding a prompt that is not in it: {PROMPTS[1]}\n"
+    model.encode_prompts([PROMPTS[1]], LENGTH)
+    assert capfd.readouterr().err == ""
+
+
+def test_two_runs_write_one_cache(tmp_path, monkeypatch):
+    """Neither removes the other's file: their temporary files have different names."""
+    conditioning = {"prompt_embeds": torch.ones(1, 2)}
+    names = []
+    own = prompt_cache.save_file
+    monkeypatch.setattr(prompt_cache, "save_file", lambda t, path, **k: names.append(path.name) or own(t, path, **k))
+    for _ in range(2):
+        prompt_cache.write_conditioning(tmp_path / "x.safetensors", conditioning)
+    assert len(set(names)) == 2 and all(re.fullmatch(r"\.x\.safetensors\..+\.new", name) for name in names)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
+    assert_equal(prompt_cache.read_conditioning(tmp_path / "x.safetensors"), conditioning)

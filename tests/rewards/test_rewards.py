@@ -1,0 +1,445 @@
+"""Rewards against hand numbers, a real OCR network, and real JPEG files."""
+
+import builtins
+import io
+import re
+import sys
+import threading
+
+from common import rewards as room
+from common.data import PromptSet
+from common.errors import RunError
+from common.rewards import scoring
+from common.rewards.jpeg_compressibility import jpeg_compressibility
+from common.rewards.jpeg_incompressibility import jpeg_incompressibility
+from common.rewards.ocr import levenshtein, ocr, ocr_score, quoted_text, recognize
+from common.rewards.ocr_contains import ocr_contains
+from common.rewards.scoring import (
+    Scorer,
+    built_in_rewards,
+    eval_metrics,
+    load_rewards,
+    reward_metrics,
+    sample_records,
+    score_images,
+)
+
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+pytestmark = pytest.mark.fast
+
+
+# ---- OCR -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("a", "b", "distance"),
+    [
+        ("", "", 0),
+        ("", "abc", 3),
+        ("abc", "", 3),
+        ("abc", "abc", 0),
+        ("abc", "abd", 1),
+        ("abc", "ab", 1),
+        ("bc", "abc", 1),
+        ("kitten", "sitting", 3),
+        ("saturday", "sunday", 3),
+        ("flaw", "lawn", 2),
+        ("12", "21", 2),
+        ("intention", "execution", 5),
+        ("4711", "1174", 4),
+        ("aaaa", "a", 3),
+    ],
+)
+def test_levenshtein(a, b, distance):
+    assert levenshtein(a, b) == levenshtein(b, a) == distance
+
+
+@pytest.mark.parametrize(
+    ("recognized", "target", "plain", "contains"),
+    [
+        ("4711", "4711", 1.0, 1.0),
+        ("4718", "4711", 0.75, 0.75),
+        ("47", "4711", 0.5, 0.5),
+        ("", "4711", 0.0, 0.0),
+        ("kitten", "sitting", 4 / 7, 4 / 7),
+        ("a4711", "4711", 0.75, 1.0),  # the exemption
+        ("471147114711", "4711", 0.0, 1.0),  # repeated text: 8 deletions, capped at 4
+        ("9876543210", "ab", 0.0, 0.0),  # capped at len(target)
+        ("4 7\t1\n1", "4711", 1.0, 1.0),
+        ("\u3000HeLLo World\u00a0", "helloworld", 1.0, 1.0),
+    ],
+)
+def test_ocr_score(recognized, target, plain, contains):
+    assert ocr_score(recognized, target) == pytest.approx(plain, abs=1e-15)
+    assert ocr_score(recognized, target, contains=True) == pytest.approx(contains, abs=1e-15)
+
+
+def test_quoted_text():
+    assert quoted_text('a sign "47 11" by "someone"') == "4711"
+    assert quoted_text('"New\tYork\u00a0 CITY"') == "newyorkcity"
+    for prompt in ("a sign", 'a sign "12', 'a sign ""', 'a sign " \t"', ""):
+        with pytest.raises(ValueError, match="double quotes"):
+            quoted_text(prompt)
+
+
+def sign(text, ink="black", ground="white"):
+    image = Image.new("RGB", (96, 32), ground)
+    ImageDraw.Draw(image).text((8, 2), text, fill=ink, font=ImageFont.load_default(size=24))
+    return image
+
+
+@pytest.fixture(scope="module")
+def signs():
+    blank = Image.new("RGB", (96, 32), "grey")
+    return [sign("4711"), sign("305", "navy", "khaki"), blank, sign("88", "white", "darkgreen")]
+
+
+def test_ocr_reads_an_image(signs):
+    prompts = ['a sign "4711"', 'a sign "47 11"', 'a sign "4718"', 'a sign "471"', 'a sign "71"', 'a sign "ab"']
+    images = [signs[0]] * len(prompts)
+    # Levenshtein 0, 0, 1 of 4, 1 of 3, 2 of 2, 4 capped at 2
+    assert ocr(images, prompts, [{}] * 6) == pytest.approx([1, 1, 3 / 4, 2 / 3, 0, 0], abs=1e-12)
+    assert ocr_contains(images, prompts, [{}] * 6) == pytest.approx([1, 1, 3 / 4, 1, 1, 0], abs=1e-12)
+    with pytest.raises(ValueError, match="double quotes"):
+        ocr(images[:1], ["a sign"], [{}])
+    with pytest.raises(ValueError):  # a prompt for each image
+        ocr(images[:2], prompts[:1], [{}])
+
+
+def test_ocr_is_deterministic_and_depends_on_no_neighbour(signs):
+    together = recognize(signs)
+    assert together[0] == "4711"
+    assert len(together) == 4
+    assert recognize(signs) == together
+    assert [recognize([image])[0] for image in signs] == together
+    assert recognize(signs[::-1]) == together[::-1]
+    wide = sign("305", "navy", "khaki").resize((384, 32))
+    assert recognize([wide, signs[0]])[1] == "4711"  # a long line next to it pads nothing
+
+
+def test_ocr_checks_prompts():
+    for reward in load_rewards(["ocr", "ocr_contains"], [1, 1]).values():
+        reward.check('a sign "1"')
+        with pytest.raises(ValueError):
+            reward.check("a sign")
+
+
+# ---- JPEG ------------------------------------------------------------------------------------------------------------
+def test_jpeg_rewards():
+    generator = torch.Generator().manual_seed(0)
+    noise = Image.fromarray(torch.randint(0, 256, (64, 64, 3), generator=generator, dtype=torch.uint8).numpy())
+    images = [noise, Image.new("RGB", (64, 64), "red"), sign("4711").convert("RGBA")]
+    expected = []
+    for image in images:
+        file = io.BytesIO()
+        image.convert("RGB").save(file, "JPEG", quality=95)
+        expected.append(-len(file.getvalue()) / 500_000)
+    scores = jpeg_compressibility(images, [""] * 3, [{}] * 3)
+    assert scores == pytest.approx(expected, rel=1e-12)
+    assert scores[0] < scores[1] < 0  # small files score high
+    assert -0.03 < scores[0] < -0.006  # 4096 pixels of noise: about 2 bytes each
+    negatives = [-score for score in expected]
+    assert jpeg_incompressibility(images, [""] * 3, [{}] * 3) == pytest.approx(negatives, rel=1e-12)
+
+
+# ---- load_rewards ----------------------------------------------------------------------------------------------------
+def test_load_rewards_by_name():
+    assert load_rewards(["ocr"], [1]) == {"ocr": ocr}
+    both = load_rewards(["jpeg_incompressibility", "ocr_contains"], [1, 1])
+    assert list(both.items()) == [("jpeg_incompressibility", jpeg_incompressibility), ("ocr_contains", ocr_contains)]
+
+
+def test_built_in_rewards_are_the_files_of_their_folder():
+    names = ["jpeg_compressibility", "jpeg_incompressibility", "ocr", "ocr_contains"]
+    assert set(names) <= set(built_in_rewards())  # beside what a user adds
+    assert [function.__name__ for function in load_rewards(names, [1] * 4).values()] == names
+
+
+def test_a_new_file_is_a_new_reward_and_nothing_else_changes(tmp_path, monkeypatch):
+    (tmp_path / "redness.py").write_text("def redness(images, prompts, metadata):\n    return [0.5] * len(images)\n")
+    monkeypatch.setattr(scoring, "__file__", str(tmp_path / "scoring.py"))  # whose folder is listed
+    monkeypatch.setattr(room, "__path__", [str(tmp_path)])  # from which files are imported
+    assert built_in_rewards() == ["redness"]
+    assert score_images(load_rewards(["redness"], [1]), IMAGES, PROMPTS).tolist() == [[0.5], [0.5]]
+    del sys.modules["common.rewards.redness"]
+
+
+def test_unknown_reward_lists_the_names():
+    with pytest.raises(ValueError) as error:
+        load_rewards(["ocr", "ocrr"], [1, 1])
+    for word in ("ocrr", "ocr_contains", "jpeg_compressibility", "jpeg_incompressibility", "path/to/file.py:function"):
+        assert word in str(error.value)
+
+
+def test_load_a_users_function(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text("number = 3\n\ndef width(images, *_):\n    return [number * image.width for image in images]\n")
+    rewards = load_rewards([f"{path}:width", "ocr"], [1, 1])
+    assert list(rewards) == ["width", "ocr"]
+    assert rewards["width"]([sign("1")], [""], [{}]) == [288]
+    for name in (f"{path}:height", f"{path}:number", f"{path}:"):
+        with pytest.raises(ValueError) as error:
+            load_rewards([name], [1])
+        assert "has no function" in str(error.value)
+        assert str(path) in str(error.value)
+    with pytest.raises(ValueError, match="no such file .*nowhere.py"):
+        load_rewards([f"{tmp_path}/nowhere.py:width"], [1])
+
+
+def test_the_ranks_gpu_is_set_before_a_users_file_is_imported_and_in_the_thread_that_scores(tmp_path, monkeypatch):
+    """A file may load a network to "cuda"."""
+    events = []
+    told = "threading.current_thread().name"
+    monkeypatch.setattr(
+        "common.rewards.scoring.use_own_gpu", lambda: events.append(f"gpu, {threading.current_thread().name}")
+    )
+    monkeypatch.setattr(builtins, "events", events, raising=False)
+    file = tmp_path / "network.py"
+    file.write_text(
+        f"import threading\nevents.append(f'import, {{{told}}}')\n\n\ndef network(images, prompts, metadata):\n"
+        f"    events.append(f'score, {{{told}}}')\n    return [0.0] * len(images)\n"
+    )
+    rewards = load_rewards([f"{file}:network"], [1.0])
+    assert events == ["gpu, MainThread", "import, MainThread"]
+    scorer = Scorer(rewards, PromptSet(["a"], [{}]))
+    scorer.add([0], [Image.new("RGB", (8, 8))])
+    scorer.scores()
+    thread = scorer.thread.name
+    assert thread != "MainThread" and events[2:] == [f"gpu, {thread}", f"score, {thread}"]
+
+
+def test_two_rewards_of_one_name(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def ocr(images, prompts, metadata):\n    return [0.0] * len(images)\n")
+    for names in (["ocr", "ocr"], ["ocr", f"{path}:ocr"]):
+        with pytest.raises(ValueError, match="^--reward ocr .+: two rewards are named ocr$"):
+            load_rewards(names, [1] * len(names))
+
+
+# ---- score_images ----------------------------------------------------------------------------------------------------
+def reward(*scores):
+    return lambda images, prompts, metadata: list(scores)
+
+
+IMAGES = [sign("1"), sign("2")]
+PROMPTS = PromptSet(["first", "second"], [{"n": 1}, {"n": 2}])
+
+
+def test_several_rewards_are_columns_in_order():
+    rewards = {"b": reward(0.1, 2), "a": reward(3, 4), "c": lambda *_: torch.tensor([5.0, 6.0])}
+    scores = score_images(rewards, IMAGES, PROMPTS)
+    assert scores.dtype == torch.float64
+    assert scores.tolist() == [[0.1, 3, 5], [2, 4, 6]]
+
+
+def test_rewards_are_given_images_prompts_and_metadata():
+    seen = []
+    score_images({"a": lambda *args: seen.append(args) or [0, 0]}, IMAGES, PROMPTS)
+    assert seen == [(IMAGES, ["first", "second"], [{"n": 1}, {"n": 2}])]
+
+
+def test_no_reward_sees_what_another_does_to_an_image_or_a_frame():
+    def paints(images, prompts, metadata):
+        for image in images:
+            for frame in image if isinstance(image, list) else [image]:
+                frame.putpixel((0, 0), (9, 9, 9))
+        return [0.0] * len(images)
+
+    def looks(images, prompts, metadata):
+        frames = [image[0] if isinstance(image, list) else image for image in images]
+        return [frame.getpixel((0, 0))[0] for frame in frames]
+
+    video = [Image.new("RGB", (4, 4)), Image.new("RGB", (4, 4))]
+    prompt_set = PromptSet(["a", "b"], [{}, {}])
+    scores = score_images({"paints": paints, "looks": looks}, [Image.new("RGB", (4, 4)), video], prompt_set)
+    assert scores[:, 1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("bad", [reward(1.0), reward(1.0, 2.0, 3.0), reward([1.0], [2.0]), lambda *_: 1.0])
+def test_wrong_number_of_scores(bad):
+    with pytest.raises(RunError, match="reward broken: expected 2 scores"):
+        score_images({"fine": reward(1, 2), "broken": bad}, IMAGES, PROMPTS)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_score_that_is_not_finite(value):
+    with pytest.raises(RunError) as error:
+        score_images({"fine": reward(1, 2), "broken": reward(1.0, value)}, IMAGES, PROMPTS)
+    assert "reward broken" in str(error.value)
+    assert "image 1 (prompt: second)" in str(error.value)
+
+
+def test_a_reward_that_raises_is_never_a_score():
+    def fails(images, prompts, metadata):
+        raise ConnectionError("the judge is down")
+
+    told = r"reward broken raised ConnectionError: the judge is down \(.*test_rewards.py:\d+\)$"
+    with pytest.raises(RunError, match=told):
+        score_images({"fine": reward(1, 2), "broken": fails}, IMAGES, PROMPTS)
+
+
+# ---- Scorer ----------------------------------------------------------------------------------------------------------
+FIVE = [sign(str(i)) for i in range(5)]
+FIVE_PROMPTS = PromptSet([f"p{i}" for i in range(5)], [{"n": i} for i in range(5)])
+
+
+def brightness(images, prompts, metadata):
+    return [
+        image.resize((1, 1)).getpixel((0, 0))[0] / 255 + data["n"] for image, data in zip(images, metadata, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("batches", [[[0, 1, 2, 3, 4]], [[0], [1, 2], [3, 4]], [[3, 4], [0, 1], [2]]])
+def test_batches_get_the_scores_of_one_call(batches):
+    """A whole_batch reward is called once, with all images in order, and keeps its column."""
+    calls = []
+
+    def rank_of(images, prompts, metadata):
+        calls.append([data["n"] for data in metadata])
+        return [10 * prompts.index(prompt) + len(images) for prompt in prompts]
+
+    rank_of.whole_batch = True
+    rewards = {"first": brightness, "rank_of": rank_of, "last": lambda *given: [-score for score in brightness(*given)]}
+    scorer = Scorer(rewards, FIVE_PROMPTS)
+    for rows in batches:
+        scorer.add(rows, [FIVE[row] for row in rows])
+    scores = scorer.scores()
+    assert calls == [[0, 1, 2, 3, 4]]
+    assert torch.equal(scores, score_images(rewards, FIVE, FIVE_PROMPTS)) and scores.dtype == torch.float64
+    assert scores[:, 1].tolist() == [5, 15, 25, 35, 45]
+
+
+def test_images_are_scored_while_others_are_sampled():
+    """The reward of the first batch begins before the second is handed over, and ends after it."""
+    began = threading.Event()
+    may_end = threading.Event()
+
+    def waits(images, prompts, metadata):
+        began.set()
+        assert may_end.wait(30)
+        return [1.0] * len(images)
+
+    scorer = Scorer({"waits": waits}, FIVE_PROMPTS)
+    scorer.add(range(2), FIVE[:2])
+    assert began.wait(30)
+    scorer.add(range(2, 5), FIVE[2:])
+    may_end.set()
+    assert scorer.scores().tolist() == [[1.0]] * 5
+    assert scorer.thread.daemon  # a reward that hangs does not keep a failed run from ending
+
+
+def test_a_reward_that_fails_beside_the_rollout_ends_it_when_scores_are_asked_for():
+    calls = []
+
+    def fails(images, prompts, metadata):
+        calls.append(prompts)
+        raise ConnectionError("the judge is down")
+
+    scorer = Scorer({"broken": fails}, FIVE_PROMPTS)
+    scorer.add([0, 1], FIVE[:2])
+    scorer.add([2, 3, 4], FIVE[2:])
+    with pytest.raises(RunError, match="reward broken raised ConnectionError: the judge is down") as error:
+        scorer.scores()
+    assert calls == [["p0", "p1"]]
+    assert isinstance(error.value.__cause__, ConnectionError)  # for the traceback in the run folder
+
+
+# ---- reward_metrics --------------------------------------------------------------------------------------------------
+def test_reward_metrics_by_hand():
+    scores = torch.tensor([[1, 0], [0, 1], [0, 0], [0, 2], [0.5, 0], [0.25, 0.25]], dtype=torch.float64)
+    # totals 1, 1 | 0, 2 | 0.5, 0.5: population deviations 0, 1, 0
+    metrics = reward_metrics(scores, scores[:, 0], ["a", "b"], (1, 1), 2)
+    metrics = {name: float(value) for name, value in metrics.items()}
+    assert metrics == pytest.approx(
+        {
+            "critic/rewards/mean": 5 / 6,
+            "critic/rewards/max": 2,
+            "critic/rewards/min": 0,
+            "critic/rewards/group_size": 2,
+            "critic/rewards/skipped_groups": 0,
+            "critic/rewards/std_mean": 1 / 3,
+            "critic/rewards/zero_std_ratio": 2 / 3,
+            "critic/advantages/mean": 1.75 / 6,
+            "critic/advantages/max": 1,
+            "critic/advantages/min": 0,
+            "critic/rewards/a/failed": 0,
+            "critic/rewards/a/mean": 1.75 / 6,
+            "critic/rewards/b/failed": 0,
+            "critic/rewards/b/mean": 3.25 / 6,
+        },
+        abs=1e-12,
+    )
+    weighted = reward_metrics(scores, scores[:, 0], ["a", "b"], (2, -1), 2)  # totals 2, -1 | 0, -2 | 1, 0.25
+    assert weighted["critic/rewards/mean"].item() == pytest.approx(0.25 / 6, abs=1e-12)
+    assert weighted["critic/rewards/min"].item() == -2 and weighted["critic/rewards/max"].item() == 2
+    assert weighted["critic/rewards/b/mean"].item() == pytest.approx(3.25 / 6, abs=1e-12)  # without its weight
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, 1 / 3])
+@pytest.mark.parametrize("num_prompts", [1, 2, 16])
+@pytest.mark.parametrize("group_size", [3, 8, 24])
+def test_a_group_of_equal_rewards_counts_whatever_the_value(value, num_prompts, group_size):
+    scores = torch.full((num_prompts * group_size, 3), value, dtype=torch.float64)
+    for names, reward_weights in (("a", (1,)), ("abc", (0.3, 1.7, -0.9))):
+        scores_of_these = scores[:, : len(names)]
+        metrics = reward_metrics(scores_of_these, scores[:, 0], names, reward_weights, group_size)
+        assert metrics["critic/rewards/zero_std_ratio"] == 1
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+def test_evaluation_by_hand(monkeypatch):
+    """Three prompts of two images: two ranks take the images in turn, and each prompt counts once."""
+    scores = torch.tensor([[0, 5], [1, 5], [2, 5], [4, 5], [0, 5], [0, 5]], dtype=torch.float64)  # means 0.5, 3, 0
+    monkeypatch.setattr("common.rewards.scoring.gather", lambda places: torch.tensor([[0, 2, 4], [1, 3, 5]]))
+    monkeypatch.setattr("common.data.gather", lambda of_rank_0: torch.stack([scores[0::2], scores[1::2]]))
+    metrics = eval_metrics(scores[0::2], ["a", "b"], (2, -1), [0, 2, 4], images_per_prompt=2)
+    variance = ((0.5 - 3.5 / 3) ** 2 + (3 - 3.5 / 3) ** 2 + (0 - 3.5 / 3) ** 2) / 3
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+        {
+            "val/a/failed": 0,
+            "val/b/failed": 0,
+            "val/a/mean": 3.5 / 3,
+            "val/a/stderr": (variance / 3) ** 0.5,
+            "val/b/mean": 5,
+            "val/b/stderr": 0,
+            "val/weighted_total/mean": 2 * 3.5 / 3 - 5,
+            "val/weighted_total/stderr": 2 * (variance / 3) ** 0.5,
+        },
+        abs=1e-12,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("aesthetic", "AESTHETIC"), ("clip_score", "CLIP_SCORE"), ("pickscore", "PICKSCORE")]
+    + [("http_scorer", "HTTP_SCORER"), ("vlm_judge", "VLM_JUDGE")],
+)
+def test_the_variables_that_a_file_documents_are_its_rewards_settings(name, prefix):
+    """Except the variables that change when and how a score comes, and not its value."""
+    function = scoring.find_reward(name)
+    documented = set(re.findall(rf"\b{prefix}_[A-Z_]+\b", sys.modules[function.__module__].__doc__))
+    of_the_way = {f"{prefix}_{end}" for end in ("BATCH_SIZE", "CONCURRENCY", "TIMEOUT_S", "RETRIES", "API_KEY")}
+    assert documented and set(function.settings) == documented - of_the_way
+
+
+def test_records_of_samples():
+    scores = torch.tensor([[0.5, 1], [0.25, 2]], dtype=torch.float64)
+    assert sample_records(PROMPTS, [7, 8], scores, ["a", "b"]) == [
+        {"prompt": "first", "seed": 7, "a": 0.5, "b": 1.0},
+        {"prompt": "second", "seed": 8, "a": 0.25, "b": 2.0},
+    ]
+
+
+@pytest.mark.parametrize("name", ["pickscore", "clip_score", "aesthetic"])
+@pytest.mark.parametrize("value", ["true", "2"])
+def test_another_value_of_reward_offload_is_refused_before_the_network_is_read(name, value, tmp_path, monkeypatch):
+    for variable in ("PICKSCORE_MODEL", "CLIP_SCORE_MODEL", "AESTHETIC_CLIP"):
+        monkeypatch.setenv(variable, str(tmp_path / "nowhere"))
+    monkeypatch.setenv("REWARD_OFFLOAD", value)
+    with pytest.raises(ValueError, match=f"^--reward {name}: REWARD_OFFLOAD={value}: must be 0 or 1$"):
+        load_rewards([name], [1])
+    for good in ("", "0", "1"):
+        monkeypatch.setenv("REWARD_OFFLOAD", good)
+        with pytest.raises(ValueError, match=f"^--reward {name}: cannot load "):
+            load_rewards([name], [1])

@@ -1,0 +1,337 @@
+"""What a user sees when something breaks: one line that says what and what to do, in time, and nothing lost.
+
+Most runs are the scripts' own `__main__` in this process, with one vLLM-Omni engine for all of them; those whose
+process matters (the screen, exit codes, a kill) are started as a user starts them.
+"""
+
+import itertools
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import flow_grpo
+from common.engine.client import VLLMEngine
+from tests import broken_engine
+from tests.conftest import (
+    EMBEDDED,
+    ROOT,
+    TINY,
+    assert_one_line,
+    few_eval_prompts,
+    one_rank_environment,
+    read_metrics,
+    run_here,
+)
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tmp_path_factory):
+    log_file = tmp_path_factory.mktemp("engine") / "engine.log"
+    engine = VLLMEngine(EMBEDDED, "float32", 8, log_file, timeout_s=300, num_threads=1)
+    yield engine
+    VLLMEngine.close(engine)
+
+
+@pytest.fixture
+def engine(shared_engine, monkeypatch):
+    """The module's engine, in place of the one that a script starts; a run does not close it."""
+    monkeypatch.setattr(flow_grpo, "start_engine", lambda *args: shared_engine)
+    monkeypatch.setattr(VLLMEngine, "close", lambda self: None)
+    monkeypatch.setattr(shared_engine, "timeout_s", 300)
+    monkeypatch.setattr(shared_engine, "verified", False, raising=False)
+    return shared_engine
+
+
+def steps_of(folder, name="flow_grpo"):
+    return [row["training/global_step"] for row in read_metrics(folder / "runs" / name)]
+
+
+# ---- the engine does not run the trainer's policy --------------------------------------------------------------------
+MISMATCH = r"at sampling step \d the engine's velocity is \S+ off the trainer's, "
+MISMATCH += r"more than --max_velocity_mismatch \S+: they do"
+LATENTS = (
+    r"at sampling step \d the engine's samples are \S+ off mean \+ std x the noise of their seeds, more than 1.0e-05: "
+)
+STALE = r"the engine's policy is stale: transformer_blocks\S+ in it is not what was pushed \(\d+ of 62 tensors are not"
+BROKEN = {
+    "sigmas": (MISMATCH, []),
+    "bf16_latents": (LATENTS, []),
+    "stale": (STALE, []),
+    "guidance": (MISMATCH, ["--guidance_scale", 3]),
+    "steps": ("the engine took 5 sampling steps where 6 were asked for, and gave 6 latents and 1 log-probs for 1", []),
+}
+
+
+def train_with(breakage, folder, monkeypatch, *options):
+    for name in ("_ask", "_answer", "generate", "verify_push"):
+        monkeypatch.setattr(VLLMEngine, name, getattr(VLLMEngine, name))  # for the patch to be undone
+    monkeypatch.setattr(VLLMEngine, "trains", False, raising=False)
+    if breakage:
+        broken_engine.break_engine(breakage)
+    return run_here(
+        folder, "flow_grpo.py", *TINY, "--num_steps", 2, "--learning_rate", 3e-3, *options, *few_eval_prompts(folder, 2)
+    )
+
+
+@pytest.mark.parametrize(("breakage", "old_log_prob"), [*((b, "recompute") for b in BROKEN), ("sigmas", "rollout")])
+def test_a_broken_engine_stops_the_run_at_the_first_possible_step(
+    engine, tmp_path, monkeypatch, breakage, old_log_prob
+):
+    message, options = BROKEN[breakage]
+    line = train_with(breakage, tmp_path, monkeypatch, "--old_log_prob", old_log_prob, *options)
+    assert_one_line(line)
+    assert re.search(message, line)
+    assert steps_of(tmp_path) == [0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--rollout_correction", "tis:2,reject_k2:4", "--epochs_per_rollout", 2],
+        ["--old_log_prob", "rollout"],
+        ["--lora_exclude_modules", "to_q", "add_k_proj", "--ema_decay", 0.9],
+    ],
+    ids=["corrected", "rollout", "modules, ema"],
+)
+def test_the_whole_engine_passes(engine, tmp_path, monkeypatch, options):
+    """Also with modules of the engine's fused q, k, v that have no LoRA, and with an average pushed to evaluate."""
+    assert train_with(None, tmp_path, monkeypatch, *options) is None
+    rows = read_metrics(tmp_path / "runs" / "flow_grpo")
+    assert len(rows) == 3 and all(row["actor/grad_norm"] > 0 for row in rows[1:])
+    assert all(row["rollout_corr/logprob_abs_diff_max"] <= 2e-6 for row in rows[1:])
+    if "--rollout_correction" in options:
+        for row in rows[1:]:
+            assert row["rollout_corr/weight_min"] <= row["rollout_corr/weight_mean"] <= row["rollout_corr/weight_max"]
+            assert row["rollout_corr/weight_mean"] == pytest.approx(1, abs=1e-5) and row["rollout_corr/rejected"] == 0
+
+
+def test_the_engine_has_nothing_that_a_kill_could_leave(shared_engine):
+    """tqdm's lock between processes was a file in /dev/shm, with a process of its own to remove it."""
+    shared_engine.wait_ready()
+    process = psutil.Process(shared_engine.process.pid)
+    assert process.children(recursive=True) == []
+    assert not [mapped.path for mapped in process.memory_maps() if mapped.path.startswith("/dev/shm")]
+
+
+# ---- the engine is gone ----------------------------------------------------------------------------------------------
+def test_an_engine_killed_in_a_rollout_ends_the_process_in_one_line_on_the_screen(tmp_path):
+    command = [sys.executable, ROOT / "tests" / "broken_engine.py", "killed", *map(str, TINY), "--num_steps", "3"]
+    command += ["--eval_every", "1", *few_eval_prompts(tmp_path, 2)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | one_rank_environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    lines = [line for line in re.split(r"[\r\n]", done.stderr) if line.strip() and not re.search("it/s|s/it", line)]
+    line = lines[-1]
+    assert "Traceback" not in done.stderr and not any("error" in other for other in lines[:-1]), done.stderr
+    assert_one_line(line, "broken_engine.py")
+    for part in (
+        "the rollout engine died during generate (exit code -9, SIGKILL)",
+        "; to resume from step_000001.pt, give the same command with --resume latest",
+        "runs/flow_grpo/engine_rank0.log",
+    ):
+        assert part in line
+    assert steps_of(tmp_path) == [0, 1]
+    assert (tmp_path / "runs/flow_grpo/checkpoints/step_000001.pt").exists()  # as the line says
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("written", ["", "Traceback\nImportError: no such thing\n"])
+def test_a_dead_engines_last_line_is_its_own(tmp_path, written):
+    """Not the last line of the engine before it, where the dead one has written nothing yet."""
+    (tmp_path / "engine.log").write_text("[Orchestrator] Shutting down all 1 client(s)\n")
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.log_file = tmp_path / "engine.log"
+    engine.log_begins = engine.log_file.stat().st_size
+    with open(engine.log_file, "ab") as log:
+        engine.process = subprocess.Popen([sys.executable, "-c", f"print({written!r}, end='')"], stdout=log)
+    described = engine._describe_death("start")
+    assert described.endswith("ImportError: no such thing" if written else "ends with: nothing")
+
+
+# ---- no gradient -----------------------------------------------------------------------------------------------------
+def nan_loss(monkeypatch, calls, policy_loss=flow_grpo.policy_loss):
+    """flow_grpo's policy_loss gets NaN advantages in those of its calls."""
+    count = itertools.count()
+
+    def broken(log_prob, old_log_prob, advantages, *args):
+        return policy_loss(log_prob, old_log_prob, advantages * (math.nan if next(count) in calls else 1), *args)
+
+    monkeypatch.setattr(flow_grpo, "policy_loss", broken)
+
+
+LOCAL = [*TINY, "--rollout", "local", "--learning_rate", 3e-3]
+
+
+def test_a_nan_gradient_is_skipped_and_counted_and_the_run_continues(tmp_path, monkeypatch):
+    nan_loss(monkeypatch, {0, 3})
+    assert (
+        run_here(
+            tmp_path,
+            "flow_grpo.py",
+            *LOCAL,
+            "--num_steps",
+            3,
+            "--updates_per_rollout",
+            2,
+            "--eval_every",
+            1,
+            "--keep_checkpoints",
+            2,
+            "--ema_decay",
+            0.5,
+            *few_eval_prompts(tmp_path, 2),
+        )
+        is None
+    )
+    rows = read_metrics(tmp_path / "runs" / "flow_grpo")[1:]
+    assert [row["actor/skipped_steps"] for row in rows] == [1, 1, 0]
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    saved = sorted((tmp_path / "runs" / "flow_grpo" / "checkpoints").iterdir())
+    assert [path.name for path in saved] == ["step_000002.pt", "step_000003.pt"]
+    for path, steps in zip(saved, (2, 4), strict=True):  # optimizer steps that were taken
+        state = torch.load(path, weights_only=True)
+        assert {s["step"].item() for s in state["optimizer"]["state"].values()} == {steps}
+        assert all(v.isfinite().all() for policy in state["policies"].values() for v in policy.values())
+
+
+def test_three_steps_without_a_finite_gradient_end_the_run_and_change_no_weight(tmp_path, monkeypatch):
+    nan_loss(monkeypatch, set(range(9)))
+    line = run_here(
+        tmp_path, "flow_grpo.py", *LOCAL, "--num_steps", 5, "--eval_every", 2, *few_eval_prompts(tmp_path, 2)
+    )
+    assert_one_line(line)
+    assert "step 3: no finite gradient in 3 training steps in a row: lower --learning_rate" in line
+    rows = read_metrics(tmp_path / "runs" / "flow_grpo")
+    assert [row.get("actor/skipped_steps") for row in rows] == [None, 1, 1] and "actor/grad_norm" not in rows[1]
+    state = torch.load(tmp_path / "runs/flow_grpo/checkpoints/step_000002.pt", weights_only=True)
+    assert all(v.abs().max() == 0 for k, v in state["policies"]["default"].items() if "lora_B" in k)
+
+
+def test_saving_takes_no_optimizer_step(tmp_path, monkeypatch):
+    nan_loss(monkeypatch, {0})
+    assert (
+        run_here(tmp_path, "flow_grpo.py", *LOCAL, "--num_steps", 2, "--eval_every", 1, *few_eval_prompts(tmp_path, 2))
+        is None
+    )
+    state = torch.load(tmp_path / "runs/flow_grpo/checkpoints/step_000002.pt", weights_only=True)
+    assert {s["step"].item() for s in state["optimizer"]["state"].values()} == {1}
+
+
+# ---- rewards ---------------------------------------------------------------------------------------------------------
+REWARD = """
+calls = []
+def mine(images, prompts, metadata):
+    calls.append(len(images))
+    if len(calls) < 3:
+        return [i % 3 for i in range(len(images))]
+    return {}
+"""
+REWARDS = {
+    "{}['no such key']": r"reward mine raised KeyError: 'no such key' \(\S*mine.py:7\); traceback: "
+    r"runs/flow_grpo/traceback_rank0.txt$",  # and no --resume is advised, as there is no checkpoint yet
+    "[0.5, float('nan')] * (len(images) // 2)": r"reward mine: score nan for image 1 \(prompt: .* sign that says",
+    "[1.0]": r"reward mine: expected 16 scores, got shape \(1,\)",
+    "None": "reward mine: what it returned, a NoneType, is not 16 numbers",
+}
+
+
+@pytest.mark.parametrize("returned", REWARDS)
+def test_a_reward_that_breaks_is_named_and_what_was_measured_is_kept(tmp_path, returned):
+    (tmp_path / "mine.py").write_text(REWARD.format(returned))
+    line = run_here(
+        tmp_path, "flow_grpo.py", *LOCAL, "--reward", tmp_path / "mine.py:mine", *few_eval_prompts(tmp_path, 2)
+    )
+    assert_one_line(line)
+    assert re.search(REWARDS[returned], line)
+    assert steps_of(tmp_path) == [0, 1]
+    trace = tmp_path / "runs/flow_grpo/traceback_rank0.txt"
+    if "raised" in REWARDS[returned]:
+        assert "line 7, in mine" in trace.read_text() or "TypeError" in trace.read_text()
+    else:
+        assert not trace.exists()  # no exception of the user's is behind the line
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+CORRECTION = "--rollout_correction: needs --rollout vllm and --old_log_prob recompute"
+BAD = {  # one or two of each stage of a start; tests/core/test_options.py has all bounds
+    # the options alone
+    "--adv_clip_max -1": "--adv_clip_max -1.0: must be above 0",
+    "--rollout_correction tis:2 --old_log_prob rollout --rollout vllm": CORRECTION,
+    "--rollout_correction tis:2": CORRECTION,
+    # files and folders
+    "--eval_only True --resume latest": "--eval_only writes under a new --name: let --resume name the run",
+    "--resume nothing": "--resume nothing: no checkpoint there",
+    "--resume nothing.pt": "nothing.pt is not a whole checkpoint (No such file or directory)",
+    # the family
+    "--image_size 32 94": "--image_size 32 94: must be multiples of 8",
+    "--image_size 100000 96": "--image_size 100000 96: this model has positions for ",
+    "--rollout_correction nonsense --rollout vllm": "--rollout_correction nonsense: unknown kind 'nonsense'; accepted: "
+    "none, or KIND:",
+    # the LoRA
+    "--lora_path no/such": "--lora_path no/such: not a LoRA that can be read: there is no such file or folder",
+    "--lora_path .": "--lora_path .: not a LoRA that can be read: there is no pytorch_lora_weights.safetensors in it",
+    # the model, once it has loaded
+    "--lora_target_modules to_q nowhere": "--lora_target_modules nowhere: SD3Transformer2DModel has no such module",
+    "--lora_exclude_modules nowhere": "--lora_exclude_modules nowhere: SD3Transformer2DModel has no such module",
+    "--lora_target_modules to_q --lora_exclude_modules to_q": "--lora_exclude_modules to_q: no module is left to get a "
+    "LoRA",
+    "--lora_path other": "--lora_path blocks.7.to_q: SD3Transformer2DModel has no such module",
+}
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_a_bad_option_ends_in_one_line(tmp_path, options):
+    (tmp_path / "other").mkdir()
+    tensors = {f"transformer.blocks.7.to_q.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"}
+    save_file(tensors, tmp_path / "other" / "pytorch_lora_weights.safetensors")
+    line = run_here(tmp_path, "flow_grpo.py", "--rollout", "local", *options.split())
+    assert_one_line(line)
+    assert BAD[options] in line
+    assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+
+def test_another_runs_checkpoint_is_refused(tmp_path, capfd):
+    """Its modules are not this run's, and a line says so before the model loads."""
+    options = [*LOCAL, "--num_steps", 1, *few_eval_prompts(tmp_path, 2)]
+    assert run_here(tmp_path, "flow_grpo.py", "--name", "one", *options) is None
+    saved = "runs/one/checkpoints/step_000001.pt"
+    refused = {
+        "--lora_target_modules to_q": f"--lora_target_modules: the LoRA of {saved} has transformer_blocks.0.attn.to_k ",
+        "--lora_target_modules to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj to_add_out proj_out": ""
+        f"--lora_target_modules: the LoRA of {saved} has no proj_out among its modules",
+        "--lora_rank 4": f"--lora_rank: of rank 4, where the LoRA of {saved} has the rank 16",
+        "--lora_rank 0": f"--lora_rank 0: {saved} has a LoRA",
+    }
+    capfd.readouterr()
+    for changed, message in refused.items():
+        line = run_here(tmp_path, "flow_grpo.py", "--name", "b", "--resume", "runs/one", *changed.split(), *options)
+        assert_one_line(line)
+        assert message in line
+    assert "loading" not in capfd.readouterr().err
+    without = ["--name", "without", "--lora_exclude_modules", "to_q", "add_k_proj", *options]  # all of two targets
+    assert run_here(tmp_path, "flow_grpo.py", *without) is None
+    assert run_here(tmp_path, "flow_grpo.py", *without, "--resume", "latest") is None
+
+
+# ---- the last test: it takes the engine with it ----------------------------------------------------------------------
+def test_a_stuck_engine_ends_the_run_within_its_time(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "timeout_s", 20)
+    monkeypatch.setattr(engine, "rollouts", 0, raising=False)
+    line = train_with("stuck", tmp_path, monkeypatch)
+    assert_one_line(line)
+    assert re.search(
+        r"the rollout engine did not answer to generate within 20 s \(--engine_timeout_s\) and was "
+        r"stopped; its log: \S+engine.log$",
+        line,
+    )
+    assert engine.process.wait(10) == -signal.SIGKILL
+    assert steps_of(tmp_path) == [0, 1]

@@ -1,0 +1,229 @@
+"""Several nodes: two torchrun agents of a rank each, which meet by a rendezvous of their own, as on two machines."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from tests.conftest import ROOT, TINY, assert_one_line, brightness_reward, few_eval_prompts, read_metrics, torchrun
+from tests.conftest import without_times as untimed
+
+import psutil
+import pytest
+
+STEPS = ["--num_steps", 4, "--eval_every", 2]
+LONGEST_S = 60  # from the loss of a node to the end of the other
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_core():
+    """An agent gives its ranks all cores of what it takes for its own machine, and threads change the last bit."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+def free_port():
+    """A port that no other process gets meanwhile: below the ports that the system deals out, and by this one's id."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        with socket.socket() as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if tried.connect_ex(("127.0.0.1", port)):  # nobody answers
+                return port
+    raise OSError("no port is free")
+
+
+def start_nodes(folder, *options):
+    """The two agents, in the order of their ranks; what each prints is in folder/nodeN.log."""
+    port = free_port()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "nodes"]
+    command += [ROOT / "flow_grpo.py", *options]
+    agents = []
+    for node in range(2):
+        with open(folder / f"node{node}.log", "w") as log:
+            agents.append(subprocess.Popen([*map(str, command)], cwd=folder, stdout=log, stderr=log))
+    return agents
+
+
+def finish(agents, timeout):
+    """Wait for the agents; none is left behind. Returns their exit codes."""
+    try:
+        deadline = time.monotonic() + timeout
+        return [agent.wait(max(0, deadline - time.monotonic())) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+
+
+def ranks_of(agent):
+    """{RANK: process} of an agent's ranks."""
+    children = psutil.Process(agent.pid).children()
+    return {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
+
+
+def logs(folder):
+    return "".join((folder / f"node{node}.log").read_text() for node in range(2))
+
+
+@pytest.fixture(scope="module")
+def one_node(tmp_path_factory):
+    """The folder, options and metrics of a run of two ranks on one node, with a copy of the weights each, as on two."""
+    folder = tmp_path_factory.mktemp("one")
+    options = [*TINY, *few_eval_prompts(folder, 4), "--reward", brightness_reward(folder)]
+    torchrun(folder, "flow_grpo.py", *options, "--rollout", "local", *STEPS, "--shard_ranks", 1, nproc=2)
+    return folder, options, untimed(read_metrics(folder / "runs" / "flow_grpo"))
+
+
+def lose_a_node(folder, options, checkpoint):
+    """Kill rank 1's agent as soon as the run's checkpoint is there; the other node ends in one line that names it."""
+    agents = start_nodes(folder, *options)
+    deadline = time.monotonic() + 300
+    while not checkpoint.exists():
+        assert time.monotonic() < deadline and all(agent.poll() is None for agent in agents), logs(folder)
+        time.sleep(0.02)
+    ranks = {rank: process for agent in agents for rank, process in ranks_of(agent).items()}
+    assert [process.environ()["LOCAL_RANK"] for process in ranks.values()] == ["0", "0"]
+    processes = [child for agent in agents for child in psutil.Process(agent.pid).children(recursive=True)]
+    lost = next(agent for agent in agents if 1 in ranks_of(agent))
+    lost.kill()
+
+    exit_codes = finish(agents, LONGEST_S)
+    assert sorted(exit_codes) == [-signal.SIGKILL, 1], logs(folder)
+    psutil.wait_procs(processes, LONGEST_S)
+    assert not any(process.is_running() for process in processes)  # neither ranks nor engines
+    survivor = 1 - agents.index(lost)
+    log = (folder / f"node{survivor}.log").read_text()
+    line = re.search(r"^flow_grpo.py: error: another rank was lost.*$", log, re.MULTILINE)
+    assert line, log
+    assert_one_line(line[0])
+    assert f"; to resume from {checkpoint.name}, give the same command with --resume latest" in line[0]
+    assert "Traceback" not in log.split(line[0])[0]
+
+
+def test_a_node_is_lost_and_the_run_is_resumed(one_node, tmp_path):
+    """Up to the loss and after it the numbers are those of a run of two ranks on one node that nothing disturbed."""
+    _, options, undisturbed = one_node
+    options = [*options, "--rollout", "local", *STEPS, "--resume", "latest"]
+    run = tmp_path / "runs" / "flow_grpo"
+    checkpoint = run / "checkpoints" / "step_000002.pt"
+    lose_a_node(tmp_path, options, checkpoint)
+    assert finish(start_nodes(tmp_path, *options), 300) == [0, 0], logs(tmp_path)
+    assert f"loaded runs/flow_grpo/{checkpoint.relative_to(run)}" in logs(tmp_path)
+    assert untimed(read_metrics(run)) == undisturbed
+
+
+def test_engines_on_two_nodes_of_which_one_is_lost(one_node, tmp_path):
+    """The steps before the loss and after it, an engine on each node, are those of --rollout local, to round-off."""
+    _, options, expected = one_node
+    options = [*options, *STEPS, "--resume", "latest"]
+    run = tmp_path / "runs" / "flow_grpo"
+    lose_a_node(tmp_path, options, run / "checkpoints" / "step_000002.pt")
+    # by rank, not by local rank, of which both are 0
+    assert all((run / f"engine_rank{rank}.log").stat().st_size > 0 for rank in range(2))
+    assert finish(start_nodes(tmp_path, *options), 400) == [0, 0], logs(tmp_path)
+    assert "loaded runs/flow_grpo/checkpoints/step_000002.pt" in logs(tmp_path)
+    rows = untimed(read_metrics(run))
+    assert [row["training/global_step"] for row in rows] == [row["training/global_step"] for row in expected]
+    names = ("critic/rewards/mean", "critic/rewards/std_mean", "critic/advantages/max", "critic/diversity")
+    names += ("actor/loss", "actor/ratio_mean", "val/brightness/mean", "val/drift_from_base")
+    assert set(names) <= set().union(*expected)
+    for got, row in zip(rows, expected, strict=True):
+        for name in row.keys() & set(names):
+            assert got[name] == pytest.approx(row[name], abs=1e-5), (name, row["training/global_step"])
+    assert rows[-1]["actor/grad_norm"] == pytest.approx(expected[-1]["actor/grad_norm"], rel=1e-3)
+
+
+# ---- the SLURM script of docs/cluster.md -----------------------------------------------------------------------------
+FAKE_SRUN = """#!{python}
+# starts its command once for each of two nodes, as srun does: the exit code is the highest
+import subprocess, sys
+command = sys.argv[1:]
+while command[0].startswith("--"):
+    command.pop(0)
+tasks = [subprocess.Popen(command) for node in range(2)]
+sys.exit(max(task.wait() for task in tasks))
+"""
+FAKE_SCONTROL = """#!/bin/bash
+echo "$@" >>scontrol.log
+if [ "$1" = show ]; then printf '127.0.0.1\\n127.0.0.2\\n'; fi
+"""
+# in place of flow_grpo.py: its folder's file `plan` says whether it saves a checkpoint, and its exit code
+FAKE_SCRIPT = """
+import os, sys
+from pathlib import Path
+
+saves, exit_code = Path("plan").read_text().split()
+if os.environ["RANK"] == "0":
+    folder = Path("runs", sys.argv[sys.argv.index("--name") + 1], "checkpoints")
+    folder.mkdir(parents=True, exist_ok=True)
+    if saves == "yes":
+        (folder / f"step_{len(os.listdir(folder)):06d}.pt").touch()
+    print("ranks:", os.environ["WORLD_SIZE"], "arguments:", *sys.argv[1:], flush=True)
+sys.exit(int(exit_code))
+"""
+
+
+def slurm_script():
+    """The script as the page shows it."""
+    (script,) = re.findall(
+        r"^```bash\n(#!/bin/bash\n.*?)^```$", (ROOT / "docs" / "cluster.md").read_text(), re.M | re.S
+    )
+    return script
+
+
+def test_the_slurm_script_is_requeued_as_long_as_it_gets_on(tmp_path):
+    """It is requeued after a start that failed but saved; not after a success, nor where nothing was saved."""
+    script = tmp_path / "cluster.sh"
+    script.write_text(slurm_script())
+    subprocess.run(["bash", "-n", script], check=True)
+    programs = {"srun": FAKE_SRUN.format(python=sys.executable), "scontrol": FAKE_SCONTROL, "flow_grpo.py": FAKE_SCRIPT}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": str(free_port() - 20_000), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+    job["SLURM_CPUS_PER_TASK"] = "1"
+    paths = f"{tmp_path}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    for plan, exit_code, requeued in (("yes 3", 1, True), ("no 3", 1, False), ("yes 0", 0, False)):
+        (tmp_path / "plan").write_text(plan)
+        (tmp_path / "scontrol.log").unlink(missing_ok=True)
+        done = subprocess.run(
+            ["bash", script, "large", "--kl_coef", "0.04"],
+            cwd=tmp_path,
+            env=os.environ | job | {"PATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == exit_code, done.stderr
+        assert "ranks: 2 arguments: --name large --resume latest --kl_coef 0.04\n" in done.stdout
+        calls = (tmp_path / "scontrol.log").read_text().splitlines()
+        assert calls == ["show hostnames node[1-2]", *[f"requeue {job['SLURM_JOB_ID']}"] * requeued]
+
+
+LOST_ONCE = """import os, signal
+def lost_once(images, prompts, metadata):
+    is_late = os.path.exists("runs/flow_grpo/checkpoints/step_000002.pt")
+    if is_late and os.environ["RANK"] == "1" and not os.path.exists("lost"):
+        open("lost", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [0.0] * len(images)
+"""
+
+
+def test_torchrun_restarts_what_was_lost(one_node, tmp_path):
+    """--max_restarts with --resume latest: a rank is killed after step 2, both come back, and nothing differs."""
+    _, options, expected = one_node
+    (tmp_path / "reward.py").write_text(LOST_ONCE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
+    command += ["--max_restarts", 1, ROOT / "flow_grpo.py", *options, "--rollout", "local", *STEPS]
+    command += ["--eval_reward", "reward.py:lost_once", "--shard_ranks", 1, "--resume", "latest"]
+    done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True, timeout=420)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "lost").exists() and "step_000002.pt" in done.stdout + done.stderr
+    rows = untimed(read_metrics(tmp_path / "runs" / "flow_grpo"))
+    assert [{name: row[name] for name in before} for row, before in zip(rows, expected, strict=True)] == expected

@@ -1,0 +1,442 @@
+"""Interrupted, killed and full-disk runs resume as if nothing had happened: the five scripts, under torchrun."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+import flow_grpo
+from benchmarks.kill_campaign import NAME, Kill, campaign, processes
+from common.checkpoints import load_checkpoint, rewind, saved_checkpoints
+from common.errors import RunError
+from common.models.lora import save_weights
+from common.options import parse_args
+from common.plots import save_samples
+from common.run import Run, create_run_folder
+from tests.conftest import (
+    ROOT,
+    SIBLINGS,
+    assert_same,
+    brightness_reward,
+    embedded_model,
+    read_metrics,
+    torchrun,
+    without_times,
+)
+
+import pytest
+import torch
+from peft import LoraConfig
+from PIL import Image
+from safetensors.torch import load_file
+
+POLICIES = {"diffusion_nft.py": ["default", "old", "ema"]}  # in a checkpoint; the others have no `old`
+FULL = ["--lora_rank", 0, "--learning_rate", 1e-4, "--reward_weights", 0, 1]  # noise: the best is anywhere
+NOISE = """import random, numpy, torch
+random.seed(1)
+numpy.random.seed(1)
+def noise(images, prompts, metadata):
+    return [(random.random() + numpy.random.rand() + torch.rand(()).item()) / 3 for _ in images]
+"""
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    """For each script: four steps with 8 optimizer steps, 6 of them a warm-up; and a reward of weight 0, by which
+    metrics show whether the global random generators continue where they stood."""
+    folder = tmp_path_factory.mktemp("rewards")
+    noise = folder / "noise.py"
+    noise.write_text(NOISE)
+    common = ["--eval_every", 1, "--keep_checkpoints", 9, "--max_prompts", 2, "--ema_decay", 0.9]
+    common += ["--lr_warmup_steps", 6, "--reward", brightness_reward(folder), f"{noise}:noise"]
+    common += ["--reward_weights", 1, 0]
+    online = [*common, "--rollout", "local", "--kl_coef", 0.1, "--num_prompts", 4, "--group_size", 4]
+    online += ["--updates_per_rollout", 2]
+    return {
+        "flow_grpo.py": [*online, "--sde_window_range", 0, 2],  # drawn again every step
+        "grpo_guard.py": [*online, "--sde_window_range", 0, 2],
+        "mix_grpo.py": [*online, "--num_inference_steps", 4, "--sde_window_range", 0, 3, "--iters_per_group", 1],
+        "diffusion_nft.py": online,
+        "dpo_offline.py": [*common, "--num_pair_prompts", 8, "--group_size", 4, "--num_pairs", 4],
+    }
+
+
+def launch(folder, script, *args):
+    """Start a script under torchrun; its output goes to folder/output.txt."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(ROOT / script)]
+    with open(folder / "output.txt", "wb") as output:
+        return subprocess.Popen([*command, *map(str, args)], cwd=folder, stdout=output, stderr=output)
+
+
+def wait_for(root, condition):
+    end = time.monotonic() + 300
+    while not condition():
+        assert root.poll() is None and time.monotonic() < end
+        time.sleep(0.005)
+
+
+def assert_equal_runs(run, expected, first=0, step=4):
+    """From `first` to `step` the metrics, and at `step` every tensor and number of the checkpoint: bit for bit."""
+    rows, expected_rows = (without_times(read_metrics(folder)) for folder in (run, expected))
+    assert rows[: step + 1 - first] == expected_rows[first : step + 1]
+    states = [load_checkpoint(folder / "checkpoints" / f"step_{step:06d}.pt") for folder in (run, expected)]
+    for state in states:
+        if first:
+            del state["best"]  # the new folder has its own
+        del state["args"]  # the name differs, and what asked for the interruption
+        for group in state["optimizer"]["param_groups"]:
+            group["betas"] = list(group["betas"])  # a tuple until it is loaded
+    assert_same(*states)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, options):
+    """uninterrupted(script, *more) -> the folder of a run of four steps, made on first use."""
+    folder, done = tmp_path_factory.mktemp("uninterrupted"), {}
+
+    def run(script, *more):
+        name = "-".join([script[:-3], *(str(option).strip("-") for option in more)])
+        if name not in done:
+            torchrun(folder, script, *options[script], "--num_steps", 4, "--name", name, *more)
+            done[name] = folder / "runs" / name
+        return done[name]
+
+    return run
+
+
+# ---- stops, orderly and not ------------------------------------------------------------------------------------------
+def stop_by(number, whom, folder, script, options):
+    """Send a signal to the worker or to torchrun in step 2 of a run. Returns torchrun's exit code and the output."""
+    root, run = launch(folder, script, *options, "--name", NAME, "--num_steps", 1000), folder / "runs" / NAME
+    try:
+        wait_for(root, lambda: (run / "checkpoints" / "step_000001.pt").exists())
+        worker, *_ = processes(root)
+        (worker if whom == "worker" else root).send_signal(number)
+        return root.wait(60), (folder / "output.txt").read_text()
+    finally:
+        root.kill()
+
+
+def interrupt(script, folder, options, whole):
+    """Run `script` in `folder` under the name NAME to a stop in step 2 or 3, in one of five ways; `whole` is the
+    uninterrupted run. Returns the first step of its metrics."""
+    if script == "flow_grpo.py":
+        code, output = stop_by(signal.SIGTERM, "worker", folder, script, options)
+        assert code == 0 and output.count("SIGTERM: finishing this step, then saving\n") == 1
+    elif script == "grpo_guard.py":
+        code, output = stop_by(signal.SIGINT, "worker", folder, script, options)
+        assert code == 0 and output.count("SIGINT: finishing this step, then saving\n") == 1
+    elif script == "diffusion_nft.py":  # torchrun passes it on and calls that a failure; the worker ends well
+        code, output = stop_by(signal.SIGTERM, "torchrun", folder, script, options)
+        assert code == 1 and output.count("SIGTERM: finishing this step, then saving\n") == 1
+    elif script == "mix_grpo.py":  # from a checkpoint of another run, for as long as a step
+        first = whole / "checkpoints" / "step_000001.pt"
+        done = torchrun(folder, script, *options, "--name", NAME, "--resume", first, "--max_minutes", 1e-6)
+        assert f"loaded {first}\n" in done.stdout  # and no option differs
+        return 2
+    else:
+        torchrun(folder, script, *options, "--name", NAME, "--num_steps", 2)
+    return 0
+
+
+def killed_in_a_write(script, folder, options, times=1):
+    """Kill all of a run, each time in the write after the first one of its start, and resume it a last time."""
+    kills = [Kill(script, "local", 1, "everything", "writing")] * times
+    records = campaign(kills, folder, extra=options, new_checkpoints=(1, 1))
+    assert [record["problems"] for record in records] == [[]] * times
+    return records
+
+
+@pytest.mark.parametrize("script", SIBLINGS)
+def test_stopped_then_killed_then_resumed_equals_uninterrupted(options, uninterrupted, tmp_path, script):
+    """Invariant 17. The second start is killed once it has saved a step; the third continues to step 4 and beyond."""
+    whole, run = uninterrupted(script), tmp_path / "runs" / NAME
+    first = interrupt(script, tmp_path, options[script], whole)
+    stopped_at = load_checkpoint(saved_checkpoints(run)[-1])["step"]
+    assert stopped_at in (2, 3) and read_metrics(run)[-1]["training/global_step"] == stopped_at
+    before = (run / "metrics.jsonl").read_bytes()
+    (record,) = killed_in_a_write(script, tmp_path, options[script])
+    assert record["found"] > stopped_at
+    assert (run / "metrics.jsonl").read_bytes().startswith(before)
+    assert_equal_runs(run, whole, first)
+    state = load_checkpoint(run / "checkpoints" / "step_000004.pt")
+    assert list(state["policies"]) == POLICIES.get(script, ["default", "ema"])
+    assert state["optimizer"]["state"] and state["optimizer"]["param_groups"][0]["lr"] > 0
+
+
+def test_stopped_then_resumed_to_the_end_equals_uninterrupted(options, uninterrupted, tmp_path):
+    whole, run = uninterrupted("flow_grpo.py"), tmp_path / "runs" / NAME
+    interrupt("flow_grpo.py", tmp_path, options["flow_grpo.py"], whole)
+    stopped_at = saved_checkpoints(run)[-1]
+    assert stopped_at.stem in ("step_000002", "step_000003")
+    output = torchrun(
+        tmp_path, "flow_grpo.py", *options["flow_grpo.py"], "--name", NAME, "--resume", "latest", "--num_steps", 4
+    ).stdout
+    assert f"loaded runs/{NAME}/checkpoints/{stopped_at.name}\n" in output
+    assert_equal_runs(run, whole)
+    assert len(read_metrics(run)) == 5
+    for name in ("adapter", "best_adapter"):
+        assert_same(*(load_file(r / name / "pytorch_lora_weights.safetensors") for r in (run, whole)))
+    for file in ("args.json", f"args_{stopped_at.stem}.json", f"source_{stopped_at.stem}.py"):
+        assert (run / file).exists()
+
+
+def test_three_kills(options, uninterrupted, tmp_path):
+    """From nothing, with --resume latest from the first start on: what three kills leave is what none would have."""
+    records = killed_in_a_write("flow_grpo.py", tmp_path, options["flow_grpo.py"], times=3)
+    assert len(records) == 3 and records[2]["found"] >= 3
+    run, whole = tmp_path / "runs" / NAME, uninterrupted("flow_grpo.py")
+    assert_equal_runs(run, whole)
+    states = [load_checkpoint(folder / "checkpoints" / "step_000003.pt")["policies"] for folder in (run, whole)]
+    assert_same(*states)
+
+
+# ---- from another run ------------------------------------------------------------------------------------------------
+def test_full_weights_and_the_best_of_them(options, uninterrupted, tmp_path):
+    """Also from another run's checkpoint into a new one."""
+    whole = uninterrupted("flow_grpo.py", *FULL)
+    torchrun(
+        tmp_path,
+        "flow_grpo.py",
+        *options["flow_grpo.py"],
+        *FULL,
+        "--name",
+        "other",
+        "--num_steps",
+        4,
+        "--resume",
+        whole / "checkpoints" / "step_000002.pt",
+    )
+    assert_equal_runs(tmp_path / "runs" / "other", whole, 3)
+    scores = [row["val/noise/mean"] for row in read_metrics(whole)]
+    best = scores.index(max(scores))
+    states = [load_checkpoint(path) for path in saved_checkpoints(whole)]  # of steps 1 to 4
+    assert 1 <= best <= 2 and [state["best"] for state in states[best - 1 :]] == [max(scores)] * (5 - best)
+    policies = {step: state["policies"]["ema"] for step, state in enumerate(states, 1)}
+    assert not any("lora" in key for key in policies[4]) and list(states[3]["policies"]) == ["default", "ema"]
+    assert not torch.equal(policies[best]["pos_embed.proj.weight"], policies[4]["pos_embed.proj.weight"])
+    best_of_two = scores.index(max(scores[3:]))  # a new folder has a best of its own
+    for folder, step in (
+        (whole / "best_adapter", best),
+        (whole / "adapter", 4),
+        (tmp_path / "runs" / "other" / "best_adapter", best_of_two),
+    ):
+        saved = load_file(folder / "diffusion_pytorch_model.safetensors")
+        assert saved.keys() == policies[step].keys()
+        assert all(torch.equal(value, policies[step][key]) for key, value in saved.items())
+
+
+def test_the_engine_gets_the_resumed_weights(options, uninterrupted, tmp_path):
+    """Invariant 17 with vLLM-Omni, whose batches need not be those of the first run: to round-off."""
+    whole = uninterrupted("flow_grpo.py", "--rollout", "vllm", "--learning_rate", 1e-2)
+    torchrun(
+        tmp_path,
+        "flow_grpo.py",
+        *options["flow_grpo.py"],
+        "--rollout",
+        "vllm",
+        "--learning_rate",
+        1e-2,
+        "--num_steps",
+        4,
+        "--resume",
+        whole / "checkpoints" / "step_000002.pt",
+    )
+    rows, expected = read_metrics(tmp_path / "runs" / "flow_grpo"), read_metrics(whole)[3:]
+    assert [row["training/global_step"] for row in rows] == [3, 4]
+    for row, other in zip(rows, expected, strict=True):
+        assert row["rollout_corr/logprob_abs_diff_max"] <= 2e-6
+        for name in ("critic/rewards/mean", "val/brightness/mean", "actor/ppo_kl", "actor/kl_loss"):
+            assert row[name] == pytest.approx(other[name], rel=0, abs=2e-6), name
+
+
+def test_the_number_of_ranks_may_change(options, uninterrupted, tmp_path):
+    """Steps 1 and 2 on one rank, 3 on two, 4 on one; and keep_checkpoints, and which options are said to differ."""
+    whole, run = uninterrupted("flow_grpo.py"), tmp_path / "runs" / "ranks"
+    mine = [*options["flow_grpo.py"], "--name", "ranks", "--keep_checkpoints", 1]
+    second, third = whole / "checkpoints" / "step_000002.pt", run / "checkpoints" / "step_000003.pt"
+    done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 3, "--resume", second, nproc=2)
+    assert done.stdout.count("loaded ") == 1
+    assert f"loaded {second}; micro_batch_size: 8 -> 4\n" in done.stdout
+    assert saved_checkpoints(run) == [third] and len(load_checkpoint(third)["rng"]) == 2
+    done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 4, "--resume", "latest", "--rollout_batch_size", 16)
+    differences = "micro_batch_size: 4 -> 8; rollout_batch_size: 32 -> 16"
+    assert f"loaded runs/ranks/checkpoints/{third.name}; {differences}\n" in done.stdout
+    assert [path.stem for path in saved_checkpoints(run)] == ["step_000004"]
+    rows, expected = read_metrics(run), read_metrics(whole)[3:]
+    assert [row["training/global_step"] for row in rows] == [3, 4]
+    for row, other in zip(rows, expected, strict=True):
+        for name in ("critic/rewards/mean", "critic/rewards/brightness/mean", "val/brightness/mean"):
+            assert row[name] == pytest.approx(other[name], abs=1e-6), name
+        for name in ("actor/loss", "actor/grad_norm", "actor/kl_loss"):
+            assert row[name] == pytest.approx(other[name], abs=1e-5), name
+        assert row["training/epoch"] == other["training/epoch"] and row["actor/lr"] == other["actor/lr"]
+
+
+@pytest.mark.parametrize("script", SIBLINGS)
+def test_the_number_of_ranks_may_change_in_the_others(script, options, uninterrupted, tmp_path):
+    whole, run = uninterrupted(script), tmp_path / "runs" / "ranks"
+    for steps, checkpoint, nproc in ((3, whole / "checkpoints" / "step_000002.pt", 2), (4, "latest", 1)):
+        torchrun(
+            tmp_path,
+            script,
+            *options[script],
+            "--name",
+            "ranks",
+            "--num_steps",
+            steps,
+            "--resume",
+            checkpoint,
+            nproc=nproc,
+        )
+    (third, fourth), expected = read_metrics(run), read_metrics(whole)[3]
+    # Guard's loss is near 0, and after the first of two Adam steps round-off divided by |dt|
+    for name in ("actor/kl_loss" if script == "grpo_guard.py" else "actor/loss", "actor/grad_norm"):
+        assert third[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
+    for name in ("training/epoch", "actor/lr", "critic/rewards/brightness/mean", "old_policy/decay"):
+        assert third.get(name) == pytest.approx(expected.get(name), abs=1e-6), name
+    assert fourth["training/global_step"] == 4 and fourth["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("script", ["flow_grpo.py", *SIBLINGS])
+def test_eval_only_of_a_checkpoint(uninterrupted, tmp_path, script):
+    """With the options that the checkpoint has, and those that are given."""
+    whole = uninterrupted(script)
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    checkpoint = whole / "checkpoints" / "step_000003.pt"
+    what = ["--name", "measured", "--eval_only", "True", "--resume", checkpoint, "--weight_decay", 0.25]
+    said = torchrun(tmp_path, script, *what).stdout
+    assert f"loaded {checkpoint}; weight_decay: 0.0001 -> 0.25\n" in said
+    assert said.index("runs/measured: checking options") < said.index("loading ") < said.index("loaded ")
+    assert "training: " not in said and " pairs, " not in said
+    [row] = read_metrics(tmp_path / "runs" / "measured")
+    expected = read_metrics(whole)[3]
+    assert row["training/global_step"] == 3
+    assert {name for name in row if not name.startswith(("timing_", "perf/", "val/"))} == {"training/global_step"}
+    assert all(row[f"val/brightness/{kind}"] == expected[f"val/brightness/{kind}"] for kind in ("mean", "stderr"))
+    assert not (tmp_path / "runs" / "measured" / "checkpoints").exists()
+    assert before == {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+
+
+# ---- bad checkpoints and full disks ----------------------------------------------------------------------------------
+def test_a_truncated_checkpoint_costs_a_step(options, uninterrupted, tmp_path):
+    whole, run = uninterrupted("flow_grpo.py"), tmp_path / "runs" / "copy"
+    shutil.copytree(whole, run)
+    last = run / "checkpoints" / "step_000004.pt"
+    os.truncate(last, last.stat().st_size - 1000)
+    done = torchrun(
+        tmp_path, "flow_grpo.py", *options["flow_grpo.py"], "--name", "copy", "--num_steps", 4, "--resume", "latest"
+    )
+    path = "runs/copy/checkpoints/step_00000"
+    assert f"{path}4.pt is not a whole checkpoint (File is not a zip file): using step_000003.pt\n" in done.stdout
+    assert f"loaded {path}3.pt\n" in done.stdout
+    assert_equal_runs(run, whole)
+    assert len(read_metrics(run)) == 5
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """mount(MB) -> a folder on a disk of that size, at most one."""
+
+    def mount(size):
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(disk)]
+        if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+            disk.rmdir()
+            pytest.skip("mounting a tmpfs needs root")
+        return disk
+
+    yield mount
+    if (tmp_path / "disk").exists():
+        subprocess.run(["umount", str(tmp_path / "disk")], check=True)
+
+
+def test_a_full_disk_ends_the_run_in_one_line(options, uninterrupted, small_disk):
+    """The second checkpoint of a run does not fit: the first one stays, and so does room to say why."""
+    whole = uninterrupted("flow_grpo.py")
+    disk = small_disk(4000)
+    done = torchrun(disk, "flow_grpo.py", *options["flow_grpo.py"], "--name", "full", check=False)
+    assert done.returncode == 1
+    path = "runs/full/checkpoints/step_000002.pt"
+    advice = "; traceback: runs/full/traceback_rank0.txt"
+    advice += "; to resume from step_000001.pt, give the same command with --resume latest\n"
+    assert f"flow_grpo.py: error: {path} could not be written (No space left on device){advice}" in done.stdout
+    assert "Traceback" not in done.stdout.split("torch/distributed/elastic")[0]  # torchrun's own comes after it
+    run = disk / "runs" / "full"
+    assert [p.stem for p in saved_checkpoints(run)] == ["step_000001"]
+    assert_equal_runs(run, whole, step=1)
+
+
+def test_every_other_file_that_does_not_fit_is_an_error_of_one_line(small_disk, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "gather_object", lambda value, parts: parts.__setitem__(0, value))
+    monkeypatch.setattr(sys, "argv", ["x" * 9000])
+    disk, image = small_disk(64), Image.effect_noise((400, 400), 90)
+    (disk / "metrics.jsonl").write_text('{"training/global_step": 0}\n' * 30)
+    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    pipe = embedded_model().pipe
+    tensors = {"attn.to_q.lora_A.weight": torch.ones(999)}
+    lora = LoraConfig(r=1)
+    record = {"prompt": "a", "seed": 1, "ocr": 1.0}
+    writers = {
+        disk: lambda: Run(disk).write({f"m{i}": i for i in range(9000)}),
+        disk / "samples": lambda: save_samples(disk / "samples", [0], [image], [record]),
+        disk / "adapter" / "pytorch_lora_weights.safetensors": lambda: save_weights(
+            disk / "adapter", pipe, tensors, lora
+        ),
+        disk / "best_adapter" / "diffusion_pytorch_model.safetensors": lambda: save_weights(
+            disk / "best_adapter", pipe, tensors, None
+        ),
+        disk / "run": lambda: create_run_folder(disk / "run", asdict(flow_grpo.Args()), ROOT / "flow_grpo.py"),
+        disk / "metrics.jsonl": lambda: rewind(disk, 0),
+    }
+    for path, write in writers.items():
+        with pytest.raises(RunError) as error:
+            write()
+        assert str(error.value).startswith(f"{path} could not be written (") and "\n" not in str(error.value)
+        assert "No space left on device" in str(error.value)
+
+
+# ---- before anything loads -------------------------------------------------------------------------------------------
+@pytest.fixture
+def find(monkeypatch):
+    """find(*options) -> the checkpoint that flow_grpo.py would resume from, in the test's folder."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(sys, "argv", ["flow_grpo.py"])  # whose checkpoints they are
+
+    def find(*options):
+        args = parse_args(flow_grpo.Args, "", ["--rollout=local", *map(str, options)])
+        return flow_grpo.prepare(args).checkpoint
+
+    return find
+
+
+def test_what_resume_means(uninterrupted, find, tmp_path):
+    whole = uninterrupted("flow_grpo.py")
+    assert find("--resume", "latest") is None  # there is nothing: it begins
+    assert find("--resume", whole) == whole / "checkpoints" / "step_000004.pt"
+    assert find("--resume", whole / "checkpoints" / "step_000001.pt") == whole / "checkpoints" / "step_000001.pt"
+    (tmp_path / "runs" / "flow_grpo").mkdir(parents=True)
+    assert find("--resume", "latest") is None
+    shutil.copy(whole / "metrics.jsonl", tmp_path / "runs" / "flow_grpo")
+    assert find("--resume", "latest") is None  # killed before its first checkpoint
+    for options in ([], ["--resume", whole], ["--resume", whole, "--eval_only", "True"]):
+        with pytest.raises(ValueError) as error:
+            find(*options)
+        advice = "choose another --name" + ("" if "True" in options else ", or continue it with --resume latest")
+        assert str(error.value) == f"runs/flow_grpo already holds a run: {advice} (found metrics.jsonl)"
+    with pytest.raises(ValueError, match="^--eval_only writes under a new --name"):
+        find("--resume", "latest", "--eval_only", "True")
+    for nothing in (tmp_path / "runs" / "flow_grpo", "no/such/run"):
+        with pytest.raises(ValueError, match=f"^--resume {nothing}: no checkpoint there$"):
+            find("--name", "new", "--resume", nothing)
+    with pytest.raises(ValueError, match=r"^no checkpoint to resume from: no/such\.pt is not a whole checkpoint"):
+        find("--name", "new", "--resume", "no/such.pt")

@@ -1,0 +1,234 @@
+"""A run is neither lost nor mixed with another: its folder, its processes, its name, what its reward may do."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import flow_grpo
+from common.checkpoints import check_unchanged, lock_run, open_run, save_checkpoint, saved_checkpoints
+from common.data import PromptSet
+from common.errors import NothingBegun, RunError
+from common.options import check_options
+from common.rewards.scoring import score_images
+from common.run import Run, _begun, create_run_folder, one_line
+from tests.conftest import ROOT, TINY, few_eval_prompts, good_state
+
+import psutil
+import pytest
+from PIL import Image
+
+IMAGES = [Image.new("RGB", (8, 8))] * 2
+PROMPTS = PromptSet(["a", "b"], [{}, {}])
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+@pytest.mark.parametrize("left", ["checkpoints/step_000030.pt", "adapter/x", "samples/0005/x.png", "pairs/1.png"])
+def test_a_folder_with_anything_of_a_run_is_refused_and_stays(left, monkeypatch):
+    """Not metrics.jsonl alone: a new run would delete the checkpoints of a run that has lost it."""
+    file = Path("runs/old") / left
+    file.parent.mkdir(parents=True)
+    file.write_text("precious")
+    with pytest.raises(ValueError, match=r"^runs/old already holds a run: choose another --name, .* \(found \w+\)$"):
+        open_run(Path("runs/old"), None)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match="already holds a run"):
+        flow_grpo.prepare(flow_grpo.Args(name="old", rollout="local"))
+    assert file.read_text() == "precious"
+
+
+@pytest.mark.fast
+def test_a_start_that_failed_may_be_repeated(tmp_path):
+    (tmp_path / "runs" / "new").mkdir(parents=True)
+    for name in ("args.json", "source.py", "engine_rank0.log"):
+        (tmp_path / "runs" / "new" / name).touch()
+    assert open_run(Path("runs/new"), None) is None
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ["..", ".", "", "a/../../b", "/tmp/elsewhere", "a/b", "x" * 300, "a\0b"])
+def test_a_name_does_not_lead_out_of_runs(name):
+    with pytest.raises(ValueError, match="^--name .*: must be the name of one folder, of at most 200 bytes$"):
+        check_options(flow_grpo.Args(name=name))
+
+
+@pytest.mark.fast
+def test_another_scripts_checkpoint_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/some/where/grpo_guard.py"])
+    save_checkpoint(tmp_path / "runs" / "guard", 3, good_state(), 1)
+    (checkpoint,) = saved_checkpoints(tmp_path / "runs" / "guard")
+    assert open_run(Path("runs/new"), checkpoint) == checkpoint
+    monkeypatch.setattr(sys, "argv", ["flow_grpo.py"])
+    for run, resume in ((Path("runs/new"), checkpoint), (Path("runs/guard"), "latest")):
+        with pytest.raises(ValueError, match=r"^--resume: \S+ was written by grpo_guard.py, not by flow_grpo.py$"):
+            open_run(run, resume)
+
+
+@pytest.mark.fast
+def test_metrics_that_are_gone_end_the_run(tmp_path):
+    run = Run(tmp_path)
+    for run.step in (0, 1):
+        run.write({"a": 1.0})
+    (tmp_path / "metrics.jsonl").unlink()
+    run.step = 2
+    with pytest.raises(RunError, match=r"^step 2: \S+/metrics.jsonl, which this run has written, is gone$"):
+        run.write({"a": 3.0})
+
+
+@pytest.mark.fast
+def test_a_checkpoint_saved_between_the_choice_and_the_lock_is_not_removed(tmp_path):
+    """A process that was asked to stop may save while the next one imports."""
+    run = tmp_path / "runs" / "long"
+    with pytest.raises(NothingBegun, match="was written to while this run was starting: give the same command"):
+        save_checkpoint(run, 5, good_state(), 2)
+        check_unchanged(run, None)
+    (fifth,) = saved_checkpoints(run)
+    check_unchanged(run, fifth)
+    check_unchanged(tmp_path / "runs" / "new", fifth)  # of another run, into a new folder
+    save_checkpoint(run, 10, good_state(), 2)
+    with pytest.raises(NothingBegun, match="was written to while this run was starting"):
+        check_unchanged(run, fifth)
+    with pytest.raises(NothingBegun, match="was written to"):
+        create_run_folder(run, {}, __file__, fifth)
+    assert [path.stem for path in saved_checkpoints(run)] == ["step_000005", "step_000010"]
+
+
+# ---- one writer ------------------------------------------------------------------------------------------------------
+HOLDER = "import sys, time; sys.path.insert(0, sys.argv[1]); "
+HOLDER += "from common.checkpoints import lock_run; lock_run(sys.argv[2]); "
+HOLDER += "print('held', flush=True); time.sleep(60)"
+
+
+@pytest.mark.fast
+def test_two_processes_do_not_write_to_one_folder(tmp_path):
+    folder = tmp_path / "run"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, ROOT, folder], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(RunError, match=rf'is being written by another process \(.*"pid": {holder.pid}, "host": '):
+        lock_run(folder)
+    holder.kill()  # the lock goes with the process
+    holder.wait()
+    lock_run(folder)
+    lock_run(folder)  # this process has it already
+
+
+def test_ranks_end_with_torchrun_however_it_ends(tmp_path):
+    """Ranks that survive a kill -9 of torchrun would write into the files of the resumed run."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    options = ["--rollout", "local", "--name", "run", *TINY, *few_eval_prompts(tmp_path), "--num_steps", 500]
+    launcher = subprocess.Popen(
+        [*command, str(ROOT / "flow_grpo.py"), *map(str, options)], cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "runs" / "run" / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.5)
+    ranks = [process for process in psutil.Process(launcher.pid).children() if process.is_running()]
+    assert len(ranks) == 2
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    gone, alive = psutil.wait_procs(ranks, timeout=20)
+    for process in alive:
+        process.kill()
+    assert len(gone) == 2
+
+
+def test_ranks_end_with_torchrun_also_while_they_import(tmp_path):
+    """A rank whose torchrun was killed before the rank asked for a signal of that would wait for it for ever."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launcher = subprocess.Popen(
+        [*command, str(ROOT / "flow_grpo.py"), "--rollout", "local"], cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while len(ranks := psutil.Process(launcher.pid).children()) < 2:
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.01)
+    time.sleep(1)  # into their imports, of which torch's is the first
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    gone, alive = psutil.wait_procs(ranks, timeout=60)
+    for process in alive:
+        process.kill()
+    assert len(gone) == 2
+
+
+# ---- the last line ---------------------------------------------------------------------------------------------------
+def last_line(error, begun_in=None):
+    """What a script that raises `error` exits with, perhaps once its run had begun in a folder."""
+    with pytest.raises(SystemExit) as ended, one_line():
+        if begun_in:
+            _begun.append(SimpleNamespace(folder=begun_in, bar=None))  # as much of a Run as is asked
+        raise error
+    return ended.value.code
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("said", ["Connection closed by peer [127.0.0.1]:4242", "Broken pipe"])
+def test_a_lost_rank_is_one_line_and_a_bug_keeps_its_traceback(said):
+    line = last_line(RuntimeError(f"[../third_party/gloo/gloo/transport/tcp/pair.cc:547] {said}"))
+    assert "error: another rank was lost; " in line and "\n" not in line
+    with pytest.raises(RuntimeError, match="a bug"), one_line():
+        raise RuntimeError("a bug")
+
+
+@pytest.mark.fast
+def test_a_bad_option_is_printed_once_and_a_later_value_error_is_a_bug(tmp_path, monkeypatch):
+    line = last_line(ValueError("--seed -1: must be at least 0"))
+    assert line.endswith("error: --seed -1: must be at least 0")
+    with pytest.raises(ValueError, match="^torch's$"), one_line():
+        _begun.append(tmp_path)
+        raise ValueError("torch's")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert last_line(ValueError("--seed -1: must be at least 0")) == 1  # rank 0 prints it
+    alone = ValueError("--reward mine: no network")  # this rank's GPU may be the only one that is full
+    alone.__cause__ = RuntimeError("out of memory")
+    assert last_line(alone).endswith("error: --reward mine: no network")
+
+
+@pytest.mark.fast
+def test_an_errors_line_can_be_printed():
+    line = last_line(RunError("reward mine: score nan for image 0 (prompt: a\nb\ud800)"))
+    assert line.endswith(r"error: reward mine: score nan for image 0 (prompt: a\nb\ud800)")
+
+
+@pytest.mark.fast
+def test_a_checkpoint_is_advised_where_there_is_one_and_the_run_had_begun(tmp_path):
+    assert last_line(RunError("no space"), tmp_path).endswith("error: no space")
+    (tmp_path / "checkpoints").mkdir()
+    for step in (5, 10):
+        (tmp_path / "checkpoints" / f"step_{step:06d}.pt").touch()
+    advice = "; to resume from step_000010.pt, give the same command with --resume latest"
+    assert last_line(RunError("no space"), tmp_path).endswith("error: no space" + advice)
+    assert last_line(RunError("no space")).endswith("error: no space")
+    assert last_line(RuntimeError("Broken pipe"), tmp_path).endswith("(see dmesg)" + advice)
+    assert last_line(NothingBegun("in use"), tmp_path).endswith("error: in use")  # another process's checkpoints
+    assert not list(tmp_path.glob("traceback*"))
+
+
+# ---- rewards ---------------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+@pytest.mark.parametrize("code", [0, 1, None, "message"])
+def test_a_reward_that_exits_is_a_failure(code):
+    """Otherwise sys.exit(0) in a reward would end the run as a success, without a message or a checkpoint."""
+
+    def leaves(images, prompts, metadata):
+        sys.exit(code)
+
+    with pytest.raises(RunError, match="^reward leaves raised SystemExit: "):
+        score_images({"leaves": leaves}, IMAGES, PROMPTS)
+
+
+@pytest.mark.fast
+def test_a_reward_that_changes_the_directory_is_named(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+
+    def wanders(images, prompts, metadata):
+        os.chdir("elsewhere")
+        return [0.0] * len(images)
+
+    with pytest.raises(RunError, match=r"^reward wanders changed the working directory to \S+/elsewhere"):
+        score_images({"wanders": wanders}, IMAGES, PROMPTS)

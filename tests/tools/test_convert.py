@@ -1,0 +1,83 @@
+"""tools/convert.py: what a script reads from a parquet file, it reads from the .jsonl file made of it."""
+
+import datetime
+import io
+import json
+import sys
+
+from common.data import read_prompts
+from common.rewards.pair_files import read_pairs
+from tools import convert
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+pytestmark = pytest.mark.fast
+
+
+def write(path, rows):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def run(monkeypatch, *arguments):
+    """Run the command. Returns the line of an error, or None."""
+    monkeypatch.setattr(sys, "argv", ["convert", *map(str, arguments)])
+    try:
+        convert.main()
+    except SystemExit as error:
+        return error.code.removeprefix("tools.convert: error: ")
+    return None
+
+
+def image_bytes(colour, kind):
+    buffer = io.BytesIO()
+    Image.new("RGB", (96, 32), colour).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def test_prompts_are_the_same_from_either_file(tmp_path, monkeypatch, capsys):
+    chats = [[{"role": "user", "content": f'A mug with "Nö {i}"'}] for i in range(3)]
+    rows = [{"prompt": chat, "reward_model": {"ground_truth": f"Nö {i}"}, "n": i} for i, chat in enumerate(chats)]
+    source = write(tmp_path / "train.parquet", rows)
+    target = tmp_path / "train.jsonl"
+    assert run(monkeypatch, source, target) is None
+    assert capsys.readouterr().out == "3 prompts\n"
+    assert read_prompts(target) == read_prompts(source)
+    assert read_prompts(target).metadata[2] == {"reward_model": {"ground_truth": "Nö 2"}, "n": 2}
+    assert run(monkeypatch, source, target) == f"{target}: exists already; name another target"
+
+
+def test_pairs_are_the_same_from_either(tmp_path, monkeypatch, capsys):
+    """The images' bytes are copied, the preferred one as chosen; ties are left out."""
+    red, blue = image_bytes("red", "jpeg"), image_bytes("blue", "png")
+    rows = [
+        {"caption": f"{i}", "jpg_0": red, "jpg_1": blue, "label_0": 1 - label, "label_1": label}
+        for i, label in enumerate((0.0, 0.5, 1.0))
+    ]
+    (tmp_path / "picks").mkdir()
+    write(tmp_path / "picks" / "a.parquet", rows[:1])
+    write(tmp_path / "picks" / "b.parquet", rows[1:])
+    target = tmp_path / "pairs"
+    assert run(monkeypatch, tmp_path / "picks", target) is None
+    assert capsys.readouterr().out == "2 pairs\n"
+    records = [json.loads(line) for line in (target / "pairs.jsonl").read_text().splitlines()]
+    assert records[1] == {
+        "prompt": "2",
+        "chosen": "images/000001_chosen.png",
+        "rejected": "images/000001_rejected.jpg",
+    }
+    for folder in (target, tmp_path / "picks"):
+        pairs = [(prompt, one.read_bytes(), other.read_bytes()) for prompt, one, other in read_pairs(folder)]
+        assert pairs == [("0", red, blue), ("2", blue, red)]
+
+
+def test_what_cannot_be_converted_is_named(tmp_path, monkeypatch):
+    dates = write(tmp_path / "dates.parquet", [{"prompt": "a mug", "day": datetime.date(2026, 1, 1)}])
+    line = run(monkeypatch, dates, tmp_path / "dates.jsonl")
+    assert line.startswith(f"{dates}, row 0, day: ") and not (tmp_path / "dates.jsonl").exists()
+    assert run(monkeypatch, tmp_path, tmp_path / "pairs").startswith(f"{dates}: expected the columns caption")
+    (tmp_path / "empty").mkdir()
+    assert run(monkeypatch, tmp_path / "empty", tmp_path / "pairs").endswith("empty: has no .parquet files")

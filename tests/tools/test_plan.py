@@ -1,0 +1,373 @@
+"""tools/plan.py: it counts what real passes, real optimizers and published figures say, and refuses what cannot fit."""
+
+import functools
+import importlib
+from dataclasses import replace
+
+from common.models.family import family_class
+from common.models.lora import make_lora
+from common.models.memory import Blueprint, Cost, Meter
+from common.policy import add_policies
+from tests.conftest import EMBEDDED, ROOT, SCRIPTS, embedded_model, policy_without_fsdp
+from tests.published_models import PIPELINES, PUBLISHED, presets, write_configs
+from tools import needs, plan
+
+import pytest
+import torch
+
+SMALL = needs.Workload(8, 3, 2, ("trained",), 4, 4, 1.0, image_size=(32, 96), max_sequence_length=16)
+COST = Cost(flops=10, peak_bytes=100)
+COSTS = needs.Costs(COST, Cost(7, 90), Cost(30, 500), Cost(37, 50), COST, Cost(2, 200))
+
+
+@functools.cache
+def blueprint_of(source, rank, dtype=torch.bfloat16):
+    """The Blueprint of a model with a LoRA of that rank, or for 0 with full weights. Each pass is counted once."""
+    family = family_class(source)
+    lora = make_lora(None, rank, 2 * rank, family.lora_target_modules)
+    blueprint = Blueprint(family, str(source), lora, dtype)
+    for name in ("velocity", "decoding"):
+        setattr(blueprint, name, functools.cache(getattr(blueprint, name)))
+    return blueprint
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """published(hub id): a folder with the configs of that model, written once."""
+    return functools.cache(lambda name: write_configs(name, tmp_path_factory.mktemp("published")))
+
+
+def by_name(parts):
+    return {part.name: part for part in parts}
+
+
+# ---- against published figures ---------------------------------------------------------------------------------------
+def test_a_pass_of_sd35_medium_at_512(published):
+    """A forward pass is 2.479 TFLOP per image by torch's counter, with attention as two matrix products; with the
+    backward pass of a LoRA it is 5.31. Activations of 2.2 GB were seen in a real pass, and 0.8 GB in the VAE's decoder.
+    """
+    sd35 = blueprint_of(published("stabilityai/stable-diffusion-3.5-medium"), 32)
+    assert sd35.velocity((512, 512), 1, 256, 1.0).flops == pytest.approx(2.479e12, rel=0.01)
+    training = sd35.velocity((512, 512), 1, 256, 1.0, train=True)
+    assert training.flops == pytest.approx(5.31e12, rel=0.01)
+    assert training.peak_bytes == pytest.approx(2.22e9, rel=0.05)
+    decoding = sd35.decoding(1, (512, 512), 1)
+    assert decoding.flops == pytest.approx(2.51e12, rel=0.01)
+    assert decoding.peak_bytes == pytest.approx(0.81e9, rel=0.05)
+
+
+def test_parameters_of_published_parts(published):
+    """In billions, for the text encoders and the transformer of every family."""
+    names = {family: name for name, (family, *_) in reversed(PUBLISHED.items())}
+    for family, (_, _, text_encoders) in PIPELINES.items():
+        blueprint = blueprint_of(published(names[family]), 32)
+        billions = sum(count for _, _, count in text_encoders.values())
+        assert blueprint.text_encoder_bytes / 2e9 == pytest.approx(billions, abs=0.1), family
+        assert blueprint.num_weights / 1e9 == pytest.approx(PUBLISHED[names[family]][3], abs=0.05), family
+        tokens = blueprint.conditioning_shapes(256)["prompt_embeds"][0]
+        assert tokens == (333 if family == "stable_diffusion_3" else 256)
+
+
+# ---- against real tensors --------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_activations_are_those_of_real_tensors():
+    """The peak of a fake pass is what autograd saves in a real pass of the embedded model, and what backward holds for
+    a moment. The real pass, counted by the same meter, has the same peak, and the same FLOPs to the bit."""
+    model, args, _ = policy_without_fsdp(trained=False)
+    blueprint = blueprint_of(EMBEDDED, args.lora_rank, torch.float32)
+    planned = blueprint.velocity((32, 96), 1, 16, 1.0, train=True)
+    tensors = [*model.transformer.parameters(), *model.transformer.buffers()]
+    known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def velocity():
+        timesteps, _, shape = model.schedule(2, 32, 96)
+        conditioning = {name: torch.zeros(1, *shape) for name, shape in blueprint.conditioning_shapes(16).items()}
+        return model.predict_velocity(torch.zeros(1, *shape), timesteps[0], conditioning)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = velocity()
+        kept = sum(saved.values())
+        output.square().mean().backward()
+    assert kept <= planned.peak_bytes <= 1.15 * kept
+
+    model.transformer.zero_grad()
+    with Meter(tensors) as meter:
+        velocity().square().mean().backward()
+    assert meter.flops == planned.flops > 0
+    assert meter.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.1)  # with the gradients
+
+
+@pytest.mark.fast
+def test_checkpointing_keeps_less_and_computes_more():
+    blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
+    plain = blueprint.velocity((32, 96), 1, 16, 1.0, train=True)
+    forward = blueprint.velocity((32, 96), 1, 16, 1.0)
+    checkpointed = blueprint.velocity((32, 96), 1, 16, 1.0, train=True, checkpointing=True)
+    assert forward.peak_bytes < checkpointed.peak_bytes < 0.6 * plain.peak_bytes
+    # every block's forward pass once more, and little else is in this model
+    assert plain.flops + 0.8 * forward.flops < checkpointed.flops <= plain.flops + forward.flops
+    assert Blueprint.velocity(blueprint, (32, 96), 1, 16, 1.0, train=True) == plain  # it was switched off again
+    assert blueprint.velocity((32, 96), 1, 16, 4.5).flops == 2 * forward.flops
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("rank", [16, 0])
+def test_gradients_and_adam_are_those_of_the_optimizer(rank):
+    """Bytes of the real gradients and moments of the embedded model, for a LoRA and for full weights."""
+    model = policy_without_fsdp()[0] if rank else embedded_model()
+    if not rank:
+        model.transformer.requires_grad_(True)
+    trained = [p for p in model.transformer.parameters() if p.requires_grad]
+    for p in trained:
+        p.grad = torch.zeros_like(p)
+    optimizer = torch.optim.AdamW(trained)
+    optimizer.step()
+    moments = sum(state[name].nbytes for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
+    frozen = sum(p.nbytes for p in model.transformer.parameters() if not p.requires_grad)
+    parts = by_name(needs.weight_parts(blueprint_of(EMBEDDED, rank, torch.float32), SMALL))
+    assert parts["gradients, float32"].num_bytes == sum(p.grad.nbytes for p in trained)
+    assert parts["Adam's two moments, float32"].num_bytes == moments
+    assert parts["trained weights, float32"].num_bytes == sum(p.nbytes for p in trained)
+    assert parts["frozen weights, float32"].num_bytes == frozen
+
+
+@pytest.mark.fast
+def test_what_more_ranks_policies_and_offloading_change():
+    blueprint = blueprint_of(EMBEDDED, 0, torch.float32)
+
+    def parts(**changes):
+        return by_name(needs.weight_parts(blueprint, replace(SMALL, **changes)))
+
+    four = parts(ranks=8, ranks_here=4, policies=("trained", "old", "average", "reference"))
+    weights = 4 * blueprint.num_weights
+    assert parts()["trained weights, float32"].num_bytes == weights
+    for name in ("trained weights, float32", "gradients, float32", "frozen weights, float32"):
+        assert four[name].num_bytes == weights / 4
+    assert four["weights of old and average, float32"].num_bytes == four["Adam's two moments, float32"].num_bytes
+    offloaded = parts(train_with=("cpu_offload",))
+    assert offloaded["trained weights, float32"].place == "host"
+    assert offloaded["buffers of the transformer"].place == "device"
+    assert parts(ranks=8, ranks_here=4, shard_ranks=2)["trained weights, float32"].num_bytes == weights / 2
+
+
+@pytest.mark.fast
+def test_weights_are_whole_to_sample_where_ranks_share_them_and_no_engine_samples():
+    """They are whole with the adapters of all policies; the reference of a new LoRA has no adapter."""
+    blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
+    model = embedded_model()
+    add_policies(model, make_lora(None, 16, 32, model.lora_target_modules), ["default", "ema", "reference"], seed=1)
+    num_bytes = sum(p.nbytes for p in model.transformer.parameters())
+    blocks, whole = "blocks as FSDP gathers them", "weights gathered to sample"
+    shared = replace(SMALL, ranks=2, ranks_here=2, policies=("trained", "average", "reference"))
+    two = by_name(needs.pass_parts(blueprint, shared, COSTS))
+    assert two[whole].num_bytes == num_bytes + 4 * blueprint.largest_block
+    assert two[whole].phases == ("rollout",) and two[blocks].phases == ("update",)
+    others = [{"rollout": "vllm"}, {"gather_for_sampling": False}, {"shard_ranks": 1}, {"ranks": 1, "ranks_here": 1}]
+    for changes in [*others, {"train_with": ("cpu_offload",)}]:
+        alone = by_name(needs.pass_parts(blueprint, replace(shared, **changes), COSTS))
+        assert whole not in alone and alone[blocks].phases == ("rollout", "update"), changes
+
+
+# ---- the sums, by hand -----------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_work_and_seconds(monkeypatch):
+    """Two ranks of four images, three steps, two trained, two epochs, in the first of which the reference's means are
+    computed: 4 (3 x 10 + 10), 4 x 2 x 7, 8 (2 x 30 + 7). Another policy's passes may be made in both."""
+    policies = ("trained", "average", "reference")
+    w = replace(SMALL, ranks=2, epochs_per_rollout=2, policies=policies, rollout="vllm", old_log_prob="recompute")
+    expected = {"rollout": 160, "old log-probs": 56, "update": 536, "evaluation": 2 * (1 * 10 + 10)}
+    assert needs.work(w, COSTS) == expected
+    assert needs.work(replace(w, acting_epochs=2), COSTS)["update"] == 592
+    assert needs.work(replace(SMALL, sampled_steps=0), COSTS) == {"update": 8 * 2 * 30, "evaluation": 4 * 20}
+    monkeypatch.setitem(plan.DEVICES, "rtx4090", plan.Device(24, 165, 1e-12))  # a FLOP a second
+    rollout = next(line for line in plan.work_table(w, COSTS, "rtx4090") if line.startswith("  rollout "))
+    assert rollout.split() == ["rollout", "0.000", "400.0"]  # 160 FLOP at 0.4
+
+
+@pytest.mark.fast
+def test_an_engine_beside_its_rank_and_on_a_gpu_of_its_own():
+    """It decodes its whole batch at once where that is a few pixels, and otherwise image by image. It is pushed a LoRA,
+    and answers latents of 8 x 8 x 24 at 4 times, and 32 x 96 pixels, of each of a rank's 4 images."""
+    blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
+    taken = "engine: sampling and decoding 8 images"
+    costs = COSTS._replace(sampling=Cost(10, 1))
+
+    def parts(**changes):
+        w = replace(SMALL, rollout="vllm", rollout_batch_size=8, **changes)
+        return by_name(needs.engine_parts(blueprint, w, costs))
+
+    assert parts()[taken].num_bytes == 8 * 100
+    assert parts(image_size=(1024, 1024))[taken].num_bytes == 100
+    assert {part.place for part in parts().values()} == {"device", "host"}
+    assert {part.place for part in parts(engine_devices=(4, 5)).values()} == {"engine", "host"}
+    piped = needs.pipe_bytes(blueprint, replace(SMALL, ranks=2, rollout="vllm"))
+    assert piped == (4 * blueprint.num_trained, 4 * (4 * 4 * 8 * 8 * 24 + 3 * 32 * 96))
+
+
+@pytest.mark.fast
+def test_the_line_of_what_does_not_fit_names_its_largest_part():
+    weights = needs.Part("weights", 6e9, needs.PHASES, "device", "use more ranks")
+    activations = needs.Part("activations", 3e9, ("update",), "device", "lower --micro_batch_size")
+    encoders = needs.Part("encoders", 2e9, ("encode",), "device", "pass --prompt_cache")
+    memory = plan.Memory("a table", "a GPU", [weights, activations, encoders], 10)
+    assert plan.check_fits(memory, "a100-40") == "peak 9.00 GB of the 10 GB of a GPU, in the phase update"
+    line = (
+        "a100-40: the run needs 9.0 GB of the 9.9 GB of a GPU, of which a tenth must stay free, in the phase update; "
+        "the largest part is weights, 6.0 GB: use more ranks"
+    )
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        plan.check_fits(memory._replace(limit_gb=9.9), "a100-40")
+    memory.parts[1] = activations._replace(num_bytes=7e9)
+    with pytest.raises(ValueError, match="the largest part is activations, 7.0 GB: lower --micro_batch_size$"):
+        plan.check_fits(memory, "a100-40")
+
+
+@pytest.mark.fast
+def test_the_sum_of_a_nodes_memory_is_held_against_this_machine(monkeypatch):
+    """On a CPU it is the limit, to the last byte. A plan for GPUs may be made elsewhere, so there it is said."""
+    monkeypatch.setattr(plan.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 64_000_000}[name])
+    parts = [
+        needs.Part("encoders", 8e9, ("save",), "host", "fewer"),
+        needs.Part("files", 1e9, ("save",), "node", "more"),
+    ]
+    monkeypatch.setattr(plan, "memory_parts", lambda blueprint, w, costs: parts)
+    eight = replace(SMALL, ranks=8, ranks_here=8)
+    (node,) = plan.memories(None, eight, COSTS, "h100-80")
+    said = (
+        "peak 65.00 GB of a node's memory, in the phase save; this machine has 64 GB: too little, if it is such a node"
+    )
+    assert plan.check_fits(node, "h100-80") == said
+    (node,) = plan.memories(None, replace(eight, ranks_here=7), COSTS, "h100-80")
+    assert plan.check_fits(node, "h100-80") == "peak 57.00 GB of a node's memory, in the phase save"
+    (node,) = plan.memories(None, replace(eight, ranks_here=7), COSTS, "cpu")
+    assert plan.check_fits(node, "cpu") == "peak 57.00 GB of the 64 GB of this machine, in the phase save"
+    (node,) = plan.memories(None, eight, COSTS, "cpu")
+    with pytest.raises(ValueError, match="needs 65.0 GB of the 64 GB of this machine, in the phase save; the largest"):
+        plan.check_fits(node, "cpu")
+
+
+@pytest.mark.fast
+def test_text_encoders_are_on_the_gpu_when_prompts_are_encoded():
+    """In each rollout, or once at the start, beside the weights of an engine, which loads none itself."""
+    blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
+    parts = by_name(needs.waiting_parts(blueprint, SMALL))
+    assert parts["text encoders, in use"].phases == ("encode",)
+    cached = replace(SMALL, prompt_cache="folder", rollout="vllm")
+    found = by_name(needs.memory_parts(blueprint, cached, COSTS))
+    assert found["text encoders, in use"].phases == ("start",)
+    encoders = {
+        name: part.num_bytes for name, part in found.items() if "text encoder" in name and part.place == "device"
+    }
+    assert encoders == {"text encoders, in use": blueprint.text_encoder_bytes}
+    assert found["frozen weights, float32"].phases == needs.PHASES[1:]  # the transformer comes when they have left
+    on_host = by_name(needs.weight_parts(blueprint, replace(cached, train_with=("cpu_offload",))))
+    assert on_host["frozen weights, float32"].phases == needs.PHASES
+
+
+@pytest.mark.fast
+def test_adapter_is_gathered_while_the_checkpoint_is_in_memory():
+    """Three policies and Adam's two moments of full weights, and the evaluated policy once more."""
+    blueprint = blueprint_of(EMBEDDED, 0, torch.float32)
+    w = replace(SMALL, policies=("trained", "old", "average", "reference"))
+    parts = by_name(needs.waiting_parts(blueprint, w))
+    assert parts["a checkpoint and adapter/, being saved"].num_bytes == 4 * blueprint.num_weights * (3 + 2 + 1)
+
+
+# ---- scripts ---------------------------------------------------------------------------------------------------------
+GRPO = {"sampled_steps": 3, "trained_steps": 1, "policies": ("trained",), "acting_epochs": 1, "num_images": 256}
+NFT = GRPO | {"trained_steps": 3, "policies": ("trained", "old")}
+DPO = {"sampled_steps": 0, "trained_steps": 1, "policies": ("trained", "reference"), "num_images": 128}
+DPO |= {"micro_batch_images": 128, "guidance_scale": 4.0, "trained_guidance": 1.0}
+CHANGED = [
+    ("diffusion_nft.py", {}, NFT),
+    ("dpo_offline.py", {"guidance_scale": 4.0}, DPO),
+    ("flow_grpo.py", {"sde_window_size": 0, "guidance_scale": 4.0}, {"trained_steps": 2, "trained_guidance": 4.0}),
+    ("flow_grpo.py", {"kl_coef": 0.1, "ema_decay": 0.9}, {"policies": ("trained", "average", "reference")}),
+    ("flow_grpo.py", {"epochs_per_rollout": 3}, {"acting_epochs": 1}),  # the sampled steps stay
+    ("diffusion_nft.py", {"epochs_per_rollout": 3}, {"acting_epochs": 3}),  # noise is drawn again in every epoch
+    ("diffusion_nft.py", {"timestep_fraction": 0.1, "num_inference_steps": 5}, {"trained_steps": 1}),
+]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("script", "changes", "expected"), [*((script, {}, GRPO) for script in SCRIPTS[:3]), *CHANGED])
+def test_an_algorithm_is_known_by_its_options(script, changes, expected):
+    args = replace(importlib.import_module(script.removesuffix(".py")).Args(), **changes)
+    w = plan.workload_of(vars(args), num_eval_prompts=100, ranks=2, ranks_per_node=1)
+    assert {name: getattr(w, name) for name in expected} == expected
+    assert (w.ranks, w.shards, w.num_eval_images) == (2, 1, 100)
+
+
+@pytest.fixture
+def fork(tmp_path, monkeypatch):
+    """fork(*options): plan a script outside of the project, in a folder with a run of its name. Returns the line of an
+    error, or None."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")  # so that they are restored: the tool sets them
+    (tmp_path / "runs" / "flow_grpo").mkdir(parents=True)
+    (tmp_path / "runs" / "flow_grpo" / "metrics.jsonl").write_text("{}")
+    (tmp_path / "fork.py").write_text((ROOT / "flow_grpo.py").read_text())
+
+    def call(*options, script="fork.py", device="h100-80"):
+        try:
+            plan.main([device, script, *map(str, options)])
+        except SystemExit as error:
+            assert "\n" not in error.code
+            return error.code.removeprefix("tools.plan: error: ")
+        return None
+
+    return call
+
+
+@pytest.mark.fast
+def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("raise SystemExit")  # which would end it if it were imported
+    rewards = ["--eval_reward", "clip_score", "mine.py:mine"]
+    assert fork("--rollout", "local", "--ranks", 4, "--ranks_per_node", 2, *rewards) is None
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "not counted: the networks of clip_score, whose sizes docs/rewards.md has"
+    assert lines[1] == "not counted: whatever mine.py:mine loads"
+    assert lines[2].startswith("GB of each of 4 GPUs, h100-80") and lines[-1].startswith("peak ")
+    for words in ("  activations of 16 images ", "GB of a node's memory, 2 ranks", "  weights gathered to sample"):
+        assert any(line.startswith(words) for line in lines), words
+    assert not any("engine" in line for line in lines)
+
+
+@pytest.mark.fast
+def test_what_cannot_be_planned_ends_with_a_line(fork, tmp_path, monkeypatch):
+    monkeypatch.setitem(plan.DEVICES, "rtx4090", plan.Device(0.5, 165, 82.6))
+    line = fork("--rollout", "local", device="rtx4090")
+    assert line.startswith("rtx4090: the run needs ") and "of the 0.5 GB of a GPU" in line
+    assert fork("--ranks", 3, "--ranks_per_node", 2).startswith("--ranks 3: must be a multiple")
+    assert fork("--ranks", 3).startswith("--num_prompts x --group_size = 256 cannot be cut")  # by its check
+    assert fork(script="no_such.py") == "no_such.py: no such script"
+    assert fork("--reward", "unknown").startswith("--reward unknown: unknown")
+    (tmp_path / "fork.py").write_text("Args = 1\n")
+    assert fork().startswith("fork.py: has no check")
+    with pytest.raises(ValueError, match="^has none of --num_pairs, --timestep_fraction, --sde_window_size"):
+        plan.algorithm_counts({"ema_decay": 0.0})
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("number", range(len(presets())))
+def test_a_preset_fits(number, published, tmp_path, monkeypatch):
+    """By its script's own parser and checks, its GPUs have the memory, and a tenth more than it needs."""
+    ranks, script, (_, device, *options) = presets()[number]
+    monkeypatch.chdir(tmp_path)  # it may not depend on what lies in the checkout
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    module = plan.load_script(str(ROOT / script))
+    args = module.check(module.parse_args(module.Args, "", options))
+    blueprint = blueprint_of(published(args.model), args.lora_rank)
+    w = plan.workload_of(vars(args), num_eval_prompts=256, ranks=ranks, ranks_per_node=ranks)
+    gpu = plan.memories(blueprint, w, needs.measure(blueprint, w), device)[0]
+    print(gpu.peak_gb)
+    assert gpu.owner == "a GPU" and gpu.peak_gb < 0.9 * gpu.limit_gb

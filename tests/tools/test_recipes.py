@@ -1,0 +1,134 @@
+"""recipes/*.sh: each starts a command that its script takes, for the GPUs in the file's name, and the page names it."""
+
+import importlib
+import os
+import re
+import subprocess
+
+from common.options import parse_args
+from common.rewards.scoring import built_in_rewards
+from tests.conftest import ROOT, SCRIPTS
+from tests.published_models import DEVICES, PUBLISHED, recipe_commands, started_by
+from tools.plan import DEVICES as PLANNED
+
+import pytest
+
+pytestmark = pytest.mark.fast
+
+COMMANDS = recipe_commands()
+RECIPES = sorted({command.recipe for command in COMMANDS.values()})
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_recipe_is_parsed_and_in_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the script's own parser and check: its window fits its steps, and its ranks can share the images."""
+    command = COMMANDS[name]
+    monkeypatch.setenv("WORLD_SIZE", str(command.ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(command.ranks))
+    script = importlib.import_module(command.script.removesuffix(".py"))
+    args = parse_args(script.Args, "", command.options)
+    args = script.check(args)
+    assert args.model in PUBLISHED
+    assert all(reward in built_in_rewards() or ":" in reward for reward in args.reward)
+
+
+# what a published script, or a comment of the recipe, has for the clip range
+CLIP_RANGES = {
+    "Qwen/Qwen-Image": {"flow_grpo.py": 1e-5, "mix_grpo.py": 1e-4},
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": {"flow_grpo.py": 1e-3, "mix_grpo.py": 1e-3},
+}
+OF_SD35_AND_THE_REST = {"flow_grpo.py": 1e-4, "mix_grpo.py": 1e-4}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_recipe_of_a_clipped_ratio_lacks_its_clip_range(name: str) -> None:
+    """The script's own default suits the embedded model alone. GRPO-Guard's ratio has another unit, and one value."""
+    command = COMMANDS[name]
+    script = importlib.import_module(command.script.removesuffix(".py"))
+    args = parse_args(script.Args, "", command.options)
+    assert ("--clip_range" in command.options) == hasattr(args, "clip_range")
+    if command.script == "grpo_guard.py":
+        assert args.clip_range == 2e-6
+    elif hasattr(args, "clip_range"):
+        assert args.clip_range == CLIP_RANGES.get(args.model, OF_SD35_AND_THE_REST)[command.script]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_recipe_leaves_a_published_number_to_the_embedded_model(name: str) -> None:
+    """The options whose defaults were chosen on the embedded model, and Adam's epsilon, 1e-8 in all published codes."""
+    command = COMMANDS[name]
+    script = importlib.import_module(command.script.removesuffix(".py"))
+    args = parse_args(script.Args, "", command.options)
+    needed = {"adam_eps", "learning_rate", "num_inference_steps", "eval_num_inference_steps"}
+    needed |= {"guidance_scale", "updates_per_rollout", "noise_level", "sde_window_size"} & vars(args).keys()
+    assert [option for option in sorted(needed) if f"--{option}" not in command.options] == []
+    assert args.adam_eps == 1e-8 and args.eval_num_inference_steps >= 28
+    updates = {"updates_per_rollout": 2}
+    if command.script == "dpo_offline.py":
+        updates = {}
+    elif command.script == "diffusion_nft.py" and args.model not in WITH_NFTS_OWN_SCHEDULE:
+        updates = {"updates_per_rollout": 1}  # Flow-Factory's
+    assert {option: getattr(args, option) for option in updates} == updates
+
+
+WITH_NFTS_OWN_SCHEDULE = ("stabilityai/stable-diffusion-3.5-medium", "Qwen/Qwen-Image")
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name].script == "diffusion_nft.py"])
+def test_diffusion_nft_has_a_published_pair_of_schedule_and_kl(name: str) -> None:
+    """NVlabs' and VeRL-Omni's configs for text: delayed, KL 1e-4. Flow-Factory's: up to 0.5, no KL. Beta 0.1 in all."""
+    args = parse_args(importlib.import_module("diffusion_nft").Args, "", COMMANDS[name].options)
+    pair = ("delayed_linear_to_0_999", 1e-4) if args.model in WITH_NFTS_OWN_SCHEDULE else ("linear_to_0_5", 0)
+    assert (args.decay_schedule, args.kl_coef) == pair and args.nft_beta == 0.1
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_a_recipe_is_named_after_model_and_gpus(recipe) -> None:
+    """sd35_medium.sh has settings for several scripts, sd35_medium_8x80gb.sh a command for eight GPUs of 80 GB."""
+    name = re.fullmatch(r"(?P<model>[a-z0-9]+(_[a-z]+)*?)(_(?P<ranks>\d+)x(?P<gb>\d+)gb)?\.sh", recipe.name)
+    assert name
+    commands = [command for command in COMMANDS.values() if command.recipe == recipe]
+    assert {command.script for command in commands} <= set(SCRIPTS)
+    of_all_scripts = recipe.with_name(f"{name['model']}.sh")
+    models = {command.options[command.options.index("--model") + 1] for command in commands}
+    assert models <= {
+        c.options[c.options.index("--model") + 1] for c in COMMANDS.values() if c.recipe == of_all_scripts
+    }
+    if name["ranks"]:
+        (command,) = commands
+        assert command.ranks == int(name["ranks"])
+        assert DEVICES[name["gb"]] in PLANNED
+        assert PLANNED[DEVICES[name["gb"]]].memory_gb == int(name["gb"])
+    else:
+        assert len(commands) > 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_a_recipe_says_where_its_settings_come_from(recipe) -> None:
+    lines = recipe.read_text().splitlines()
+    assert lines[0] == "#!/bin/bash" and max(map(len, lines)) <= 120
+    header = " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
+    assert "never run by us on a gpu" in header.lower()
+    assert re.search(r"\b[Oo]urs\b", recipe.read_text())
+    assert f"recipes/{recipe.name}" in header
+    assert f"(../recipes/{recipe.name})" in (ROOT / "docs" / "models.md").read_text()
+
+
+def test_what_is_added_wins() -> None:
+    """A reader's own options come last, and the parser takes the last."""
+    recipe = ROOT / "recipes" / "sd35_medium.sh"
+    command = started_by(recipe, "mix_grpo.py", "--learning_rate", "1e-5", "--reward", "ocr", "jpeg_compressibility")
+    args = parse_args(importlib.import_module("mix_grpo").Args, "", command.options)
+    assert args.learning_rate == 1e-5 and args.reward == ("ocr", "jpeg_compressibility")
+
+
+def test_another_launcher(tmp_path) -> None:
+    """LAUNCH stands for torchrun and its options; a script without settings is refused."""
+    recipe = ROOT / "recipes" / "wan21.sh"
+    launch = os.environ | {"LAUNCH": "echo 8 ranks:"}
+    done = subprocess.run(["bash", recipe, "flow_grpo.py"], env=launch, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("8 ranks: flow_grpo.py --model Wan-AI/")
+    done = subprocess.run(["bash", recipe, "dpo_offline.py"], env=launch, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr == "recipes/wan21.sh has no settings for dpo_offline.py\n"
+    done = subprocess.run(["bash", recipe], env=launch, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode != 0 and "which script" in done.stderr

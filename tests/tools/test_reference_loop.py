@@ -1,0 +1,60 @@
+"""benchmarks/reference_loop.py times the same work: its loop's gradient and advantages are flow_grpo.py's."""
+
+import types
+
+import flow_grpo
+from benchmarks import reference_loop
+from tests.conftest import policy_without_fsdp
+
+import pytest
+import torch
+
+NUM_IMAGES = 8
+BATCH = 4
+
+
+def test_their_update_has_our_gradient(monkeypatch):
+    """Of a rollout of ours, with the same LoRA: what its optimizer steps by; its first ratio is 1 to round-off."""
+    changes = {"sde_window_size": 0, "updates_per_rollout": 1, "micro_batch_size": BATCH, "group_size": 4}
+    model, args, _ = policy_without_fsdp(**changes)
+    model.transformer.set_requires_gradient_sync = lambda is_last_pass: None  # FSDP's
+    prompts = ['a red sign that says "4711"', 'a blue sign that says "305"']
+    prompt_index = torch.arange(NUM_IMAGES) // args.group_size
+    steps = flow_grpo.trained_steps(args, step=1)
+    encoded = flow_grpo.encode_prompts(args, model, prompts)
+    request = flow_grpo.make_request(args, model, encoded, prompt_index, list(range(NUM_IMAGES)), steps)
+    ours = flow_grpo.rollout(args, model, None, request)
+    rewards = torch.rand(NUM_IMAGES)
+    advantages = flow_grpo.compute_advantages(rewards, args.group_size).float()
+    old, _ = flow_grpo.recompute_old_log_probs(args, model, None, request, ours)
+    batch = flow_grpo.Batch(request, ours, old, advantages)
+    flow_grpo.accumulate_gradients(args, model, batch, torch.arange(NUM_IMAGES), None)
+    expected = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
+
+    pipe, parameters = reference_loop.load_pipeline(args)
+    theirs = {name: p for name, p in pipe.transformer.named_parameters() if p.requires_grad}
+    assert theirs.keys() == expected.keys()
+    for name, parameter in theirs.items():
+        parameter.data.copy_(expected[name])
+    prompt_of_image = [prompts[place] for place in prompt_index.tolist()]
+    embeds, pooled = reference_loop.encode(pipe, prompt_of_image, args.max_sequence_length)
+    pipe.scheduler.set_timesteps(args.num_inference_steps)
+    samples = {
+        "embeds": embeds,
+        "pooled": pooled,
+        "timesteps": pipe.scheduler.timesteps[:-1].repeat(NUM_IMAGES, 1),
+        "latents": ours.latents[:, :-2],
+        "next_latents": ours.latents[:, 1:-1],
+        "log_probs": ours.log_probs,
+        "rewards": rewards,
+        "advantages": reference_loop.advantages_by_prompt(rewards, prompt_of_image),
+    }
+    assert torch.allclose(samples["advantages"], advantages, atol=1e-5)
+    monkeypatch.setattr(reference_loop, "clip_grad_norm_", lambda parameters, max_norm: None)
+    optimizer = types.SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
+    options = types.SimpleNamespace(num_inference_steps=args.num_inference_steps, their_batch_size=BATCH)
+    ratios = reference_loop.train(pipe, parameters, optimizer, samples, options, args)
+    assert ratios.tolist() == pytest.approx([1.0] * BATCH, abs=1e-5)
+    for name, parameter in theirs.items():
+        difference = (parameter.grad - expected[name].grad).norm()
+        assert difference <= 1e-4 * expected[name].grad.norm(), name  # 0 where the last block drops the prompt

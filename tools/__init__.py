@@ -1,0 +1,1 @@
+"""What people run by hand, `python -m tools.NAME`; no script imports it."""

@@ -1,0 +1,93 @@
+"""Parquet files as .jsonl: VeRL-Omni's prompts, or pick-a-pic's pairs with their images.
+
+    python -m tools.convert train.parquet train.jsonl          # prompts, for --train_prompts and --eval_prompts
+    python -m tools.convert pick_a_pic/ pairs                  # pairs, for dpo_offline.py --pairs pairs
+
+The target says which it is: a .jsonl file holds prompts, a folder holds pairs. The source of pairs is a .parquet file
+or a folder of such files. The scripts read both kinds of parquet as they are; a .jsonl can be read and edited by you.
+"""
+
+import argparse
+import io
+import json
+import sys
+from pathlib import Path
+
+from common.checkpoints import atomic_file
+from common.errors import RunError, refusing
+from common.parquet import Blob, read_chats
+from common.rewards.pair_files import ParquetPairs
+
+from PIL import Image
+
+
+def convert_prompts(source: Path, target: Path) -> int:
+    """Write the prompts of a parquet file, with all other columns, to a .jsonl file. Returns how many there are.
+
+    Raises:
+        ValueError: the file cannot be read, or a column cannot be written as JSON; in one line that names it.
+    """
+    lines = []
+    for where, record in read_chats(source):
+        for column, value in record.items():
+            # each column by itself, to name the one at fault: bytes and dates are not JSON, for example
+            with refusing(f"{where}, {column}", TypeError):
+                json.dumps(value)
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    with atomic_file(target) as temporary:
+        temporary.write_text("".join(lines), encoding="utf-8")
+    return len(lines)
+
+
+def convert_pairs(source: Path, target: Path) -> int:
+    """Write the pairs of parquet files to a folder: pairs.jsonl, and the images' own bytes below images/.
+
+    Returns how many pairs there are.
+
+    Raises:
+        ValueError, RunError: a file cannot be read; in one line that names it.
+    """
+    files = sorted(source.glob("*.parquet")) if source.is_dir() else [source]
+    if not files:
+        raise ValueError(f"{source}: has no .parquet files")
+    pairs = ParquetPairs(files)
+    (target / "images").mkdir(parents=True)
+    lines = []
+    for number, (prompt, chosen, rejected) in enumerate(pairs):
+        record = {"prompt": prompt}
+        for kind, blob in (("chosen", chosen), ("rejected", rejected)):
+            record[kind] = f"images/{number:06d}_{kind}.{suffix_of(blob)}"
+            (target / record[kind]).write_bytes(blob.content)  # not decoded: a JPEG would lose by being saved again
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    with atomic_file(target / "pairs.jsonl") as temporary:  # last: a folder with it is whole
+        temporary.write_text("".join(lines), encoding="utf-8")
+    return len(lines)
+
+
+def suffix_of(blob: Blob) -> str:
+    """png, jpg, webp ..., by the first bytes of an image."""
+    with Image.open(io.BytesIO(blob.content)) as image:
+        name = (image.format or "image").lower()
+    return "jpg" if name == "jpeg" else name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, help="a .parquet file or, for pairs, a folder of such files")
+    parser.add_argument("target", type=Path, help="a .jsonl file for prompts, a folder for pairs; a new one")
+    args = parser.parse_args()
+    try:
+        if args.target.exists():
+            raise ValueError(f"{args.target}: exists already; name another target")
+        if args.target.suffix == ".jsonl":
+            print(f"{convert_prompts(args.source, args.target)} prompts")
+        else:
+            print(f"{convert_pairs(args.source, args.target)} pairs")
+    except (OSError, ValueError, RunError) as error:
+        sys.exit(f"tools.convert: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""What a run needs: memory by phase, FLOPs and bytes, from the options and the model's configs alone.
+
+A Workload says what a run does. Its passes are counted by common/models/memory.py, which takes them without weights.
+The functions here add up what that means for a GPU, an engine's GPU and a node. tools/plan.py prints it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.models.memory import Blueprint, Cost
+from common.models.vae import PIXELS_AT_ONCE
+
+import torch
+
+GB = 1e9
+PHASES = ("start", "encode", "rollout", "update", "save")  # what a run does while it holds memory
+# Host memory of a process without a model, as seen on a CPU, of the trainer and of the engine
+TRAINER_PROCESS = 0.5 * GB
+ENGINE_PROCESS = 0.8 * GB
+# GPU memory that CUDA, its libraries and NCCL take for each process: an assumption
+CUDA_PROCESS = 0.8 * GB
+
+
+@dataclass
+class Workload:
+    """A run as far as memory and time depend on it. A field with the name of an option means the same."""
+
+    num_images: int
+    """images trained on in a step, over all ranks"""
+    sampled_steps: int
+    """passes without gradient that make an image of a rollout; 0: a step makes no images"""
+    trained_steps: int
+    """passes with gradient per image and epoch"""
+    policies: tuple[str, ...]
+    """`trained` is trained, `average` only follows, and any other policy acts once for every trained pass"""
+    num_eval_images: int
+    """images of an evaluation, over all ranks"""
+    micro_batch_images: int
+    """images of a pass of the trainer"""
+    trained_guidance: float
+    """guidance_scale in the trained passes"""
+    dtype: str = "float32"
+    train_with: tuple[str, ...] = ()
+    image_size: tuple[int, int] = (512, 512)
+    num_frames: int = 1
+    max_sequence_length: int = 256
+    prompt_cache: str | None = None
+    guidance_scale: float = 1.0
+    rollout: str = "local"
+    rollout_batch_size: int = 1
+    engine_sleep: bool = False
+    engine_devices: tuple[int, ...] = ()
+    engine_tensor_parallel: int = 1
+    old_log_prob: str = "rollout"
+    num_prompts: int = 1
+    epochs_per_rollout: int = 1
+    eval_num_inference_steps: int = 1
+    ranks: int = 1
+    """ranks of all nodes"""
+    ranks_here: int = 1
+    """ranks of a node"""
+    shard_ranks: int = 0
+    gather_for_sampling: bool = True
+    acting_epochs: int = 1
+    """epochs in which each policy that only acts makes its passes; 1: once per rollout"""
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts a copy of the weights is cut."""
+        return self.shard_ranks or self.ranks_here
+
+    @property
+    def has_engine(self) -> bool:
+        return self.rollout == "vllm"
+
+    @property
+    def gathers_whole(self) -> bool:
+        """Whether ranks gather the whole transformer to sample, once per rollout."""
+        may_gather = self.gather_for_sampling and "cpu_offload" not in self.train_with
+        return may_gather and self.shards > 1 and not self.has_engine
+
+    @property
+    def images_of_a_rank(self) -> int:
+        return -(-self.num_images // self.ranks)
+
+    @property
+    def engine_batch(self) -> int:
+        """Images that the engine samples at once."""
+        return min(self.rollout_batch_size, self.images_of_a_rank)
+
+
+class Costs(NamedTuple):
+    """The Cost of each kind of pass of a Workload, for one image except where stated."""
+
+    sampling: Cost  # a sampling step
+    forward: Cost  # a trained pass, but without gradient: that of a policy which only acts
+    training: Cost  # a trained pass
+    training_otherwise: Cost  # the same with activation checkpointing if the run is without it, or the reverse
+    decoding: Cost  # by the VAE
+    decoding_batch: Cost  # by the VAE, the images of a pass of the trainer at once
+
+
+class Part(NamedTuple):
+    """Something that takes memory."""
+
+    name: str
+    num_bytes: float
+    phases: tuple[str, ...]
+    place: str  # device: a rank's GPU; engine: its engine's own GPU; host: each rank's; node: once for all its ranks
+    advice: str  # how to make it smaller
+
+
+def measure(blueprint: Blueprint, w: Workload) -> Costs:
+    """Take each kind of pass once, without weights."""
+    size = (w.image_size, w.num_frames)
+    trained = (*size, w.max_sequence_length, w.trained_guidance)
+    checkpointing = "activation_checkpointing" in w.train_with
+    sampling = blueprint.velocity(*size, w.max_sequence_length, w.guidance_scale)
+    forward = sampling
+    if w.trained_guidance != w.guidance_scale:  # offline DPO samples with guidance, and trains without
+        forward = blueprint.velocity(*trained)
+    training = blueprint.velocity(*trained, train=True, checkpointing=checkpointing)
+    otherwise = blueprint.velocity(*trained, train=True, checkpointing=not checkpointing)
+    decoding = blueprint.decoding(1, *size)
+    decoding_batch = blueprint.decoding(w.micro_batch_images, *size)
+    return Costs(sampling, forward, training, otherwise, decoding=decoding, decoding_batch=decoding_batch)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+def memory_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
+    """The Parts of a Workload on GPUs."""
+    engine = engine_parts(blueprint, w, costs) if w.has_engine else []
+    return weight_parts(blueprint, w) + pass_parts(blueprint, w, costs) + engine + waiting_parts(blueprint, w)
+
+
+def is_lora(blueprint: Blueprint) -> bool:
+    return blueprint.num_trained < blueprint.num_weights
+
+
+def latent_bytes(blueprint: Blueprint, w: Workload) -> int:
+    """Bytes of the fp32 latents of an image, or of a video."""
+    return 4 * torch.Size(blueprint.latent_shape(w.image_size, w.num_frames)).numel()
+
+
+def weight_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
+    """Weights, Adam's moments and gradients. All are in shards, except the gradients of a LoRA and the buffers."""
+    itemsize = blueprint.dtype.itemsize
+    place = "host" if "cpu_offload" in w.train_with else "device"
+    frozen = 0.0  # with full weights, only a reference stays as it is
+    if is_lora(blueprint) or "reference" in w.policies:
+        frozen = itemsize * blueprint.num_weights / w.shards
+    trained = 4 * blueprint.num_trained / w.shards
+    others = [policy for policy in w.policies if policy not in ("trained", "reference")]
+    advice = "use more ranks, or --train_with cpu_offload"
+    if not is_lora(blueprint):
+        advice += ", or train a LoRA (--lora_rank)"
+    held = {
+        f"frozen weights, {w.dtype}": frozen,
+        "trained weights, float32": trained,
+        f"weights of {' and '.join(others)}, float32": len(others) * trained,
+    }
+    # prompts are cached before the transformer comes to the GPU, when the text encoders have left it
+    is_late = w.prompt_cache is not None and place == "device"
+    phases = PHASES[1:] if is_late else PHASES
+    parts = [Part(name, num_bytes, phases, place, advice) for name, num_bytes in held.items()]
+    # the first optimizer step makes them, so that there are none at the start
+    parts.append(Part("Adam's two moments, float32", 2 * trained, PHASES[1:], place, advice))
+    parts.append(Part("buffers of the transformer", blueprint.buffer_bytes, PHASES, "device", advice))
+    if is_lora(blueprint):  # whole on each rank until the last pass of an optimizer step
+        parts.append(Part("gradients, float32", 4 * blueprint.num_trained, ("update",), "device", advice))
+    else:
+        # a block's gradients in the dtype of the pass and in fp32, while those of the block before are still exchanged
+        two_blocks = 2 * (itemsize + 4) * blueprint.largest_block
+        parts.append(Part("gradients, float32", trained, ("update",), place, advice))
+        parts.append(Part("gradients that ranks exchange", two_blocks, ("update",), "device", advice))
+    return parts
+
+
+def pass_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
+    """The trainer's own passes, and what a rank keeps of a rollout."""
+    n = w.micro_batch_images
+    images = f"{n} image{'s' if n > 1 else ''}"
+    advice = "lower --micro_batch_size" if n > 1 else "use smaller images"
+    to_train = advice
+    if "activation_checkpointing" not in w.train_with:
+        to_train += ", or --train_with activation_checkpointing"
+    both = ("rollout", "update")
+    block_by_block = ("update",) if w.gathers_whole else both  # in a rollout of whole weights no block is gathered
+    activations = n * costs.training.peak_bytes
+    kept = trajectory_bytes(blueprint, w)
+    parts = [
+        Part(
+            "blocks as FSDP gathers them", block_bytes(blueprint, w), block_by_block, "device", "use --dtype bfloat16"
+        ),
+        Part(f"activations of {images}", activations, ("update",), "device", to_train),
+        Part("trajectories and embeddings", kept, both, "device", "use more ranks, or fewer images a step"),
+    ]
+    if not w.has_engine:
+        # the larger of the two: images are decoded when they have been sampled
+        taken = max(n * costs.sampling.peak_bytes, costs.decoding_batch.peak_bytes)
+        parts.append(Part(f"sampling and decoding {images}", taken, ("rollout",), "device", advice))
+    if w.gathers_whole:
+        gathered = whole_bytes(blueprint, w)
+        by_block = "pass --gather_for_sampling False"
+        parts.append(Part("weights gathered to sample", gathered, ("rollout",), "device", by_block))
+    return parts
+
+
+def block_bytes(blueprint: Blueprint, w: Workload) -> int:
+    """The blocks that FSDP holds whole: it gathers the next one early, and from several ranks into a buffer first."""
+    num_blocks = 2 if w.shards == 1 else 3
+    return blueprint.dtype.itemsize * (blueprint.outside_blocks + num_blocks * blueprint.largest_block)
+
+
+def whole_bytes(blueprint: Blueprint, w: Workload) -> int:
+    """The whole transformer with the adapters of all policies, and one more block in a buffer."""
+    num_gathered = blueprint.num_weights + blueprint.largest_block
+    if is_lora(blueprint):
+        num_gathered += blueprint.num_trained * sum(policy != "reference" for policy in w.policies)
+    return blueprint.dtype.itemsize * num_gathered
+
+
+def trajectory_bytes(blueprint: Blueprint, w: Workload) -> int:
+    """A rank's share of a rollout: latents, the means of two policies at the trained steps, and embeddings."""
+    tensors = w.sampled_steps + 1 + 2 * w.trained_steps
+    num_prompts = min(w.num_prompts, w.images_of_a_rank)
+    embeddings = num_prompts * blueprint.conditioning_bytes(w.max_sequence_length)
+    return tensors * latent_bytes(blueprint, w) * w.images_of_a_rank + embeddings
+
+
+def engine_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
+    """A rank's engine, a process on the rank's GPU or on GPUs of its own, where each Part is one GPU's.
+
+    Workers that share a transformer share its weights. Activations are counted as if they were not split; attention's
+    are.
+    """
+    place = "engine" if w.engine_devices else "device"
+    advice = "pass --engine_sleep True, or --rollout local, for which the ranks share the weights"
+    if w.engine_devices:
+        advice = "raise --engine_tensor_parallel, with more --engine_devices"
+    workers = w.engine_tensor_parallel
+    here = 1 if w.engine_devices else workers  # workers of this place; on a CPU all of them
+    n = w.engine_batch
+    fits_at_once = n * w.image_size[0] * w.image_size[1] <= PIXELS_AT_ONCE
+    num_decoded = n if fits_at_once else 1  # as in common/engine/pipelines.py
+    taken = max(n * costs.sampling.peak_bytes, num_decoded * costs.decoding.peak_bytes)
+    weights = engine_weight_bytes(blueprint, workers)
+    # an engine that sleeps is awake when it loads, when it samples, and for a push at the end of the update; otherwise
+    # its weights wait in the node's memory
+    awake = ("start", "rollout") if w.engine_sleep else PHASES
+    asleep = tuple(phase for phase in PHASES if phase not in awake)
+    to_sample = "lower --rollout_batch_size" if n > 1 else advice
+    processes = ENGINE_PROCESS * (1 if workers == 1 else 1 + workers)  # its own, and its workers' if it is split
+    return [
+        Part("engine: its transformer and VAE", here * weights, awake, place, advice),
+        Part("engine: its transformer and VAE, asleep", workers * weights, asleep, "host", advice),
+        Part(f"engine: sampling and decoding {n} images", here * taken, ("rollout",), place, to_sample),
+        Part("engine: CUDA", CUDA_PROCESS, PHASES, place, advice),
+        Part("engine: process", processes, PHASES, "host", advice),
+    ]
+
+
+def engine_weight_bytes(blueprint: Blueprint, workers: int) -> float:
+    """The weights of one worker of an engine: its share of the transformer, the LoRA and the VAE."""
+    num_weights = blueprint.num_weights - blueprint.num_split + blueprint.num_split / workers
+    if is_lora(blueprint):
+        num_weights += blueprint.num_trained
+    return blueprint.dtype.itemsize * num_weights + blueprint.fp32_buffer_bytes + blueprint.vae_bytes
+
+
+def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
+    """What waits on the host until the GPU needs it, and everything else of the host."""
+    fewer = "use fewer ranks a node"
+    larger = "use a machine with more memory"
+    encoded = ("encode",) if w.prompt_cache is None else ("start",)
+    decoded = () if w.has_engine else ("rollout",)  # an engine has its own VAE
+    num_policies = sum(policy != "reference" for policy in w.policies)
+    saved = 4 * blueprint.num_trained * (2 + num_policies + 1)  # Adam's moments, each policy, and one for adapter/
+    files = blueprint.dtype.itemsize * blueprint.num_weights + blueprint.buffer_bytes
+    waiting = blueprint.text_encoder_bytes + blueprint.vae_bytes
+    text_encoders = blueprint.text_encoder_bytes
+    return [
+        Part("CUDA", CUDA_PROCESS, PHASES, "device", fewer),
+        Part("text encoders, in use", text_encoders, encoded, "device", "pass --prompt_cache FOLDER"),
+        Part("VAE, in use", blueprint.vae_bytes, decoded, "device", "pass --rollout vllm"),
+        Part("text encoders and VAE, waiting", waiting, PHASES, "host", fewer),
+        Part("process", TRAINER_PROCESS, PHASES, "host", fewer),
+        Part("the transformer's files, mapped", files, ("start",), "node", larger),
+        Part("a checkpoint and adapter/, being saved", saved, ("save",), "node", larger),
+    ]
+
+
+def on_one_memory(parts: Iterable[Part]) -> list[Part]:
+    """The Parts of a run on a CPU: nothing waits elsewhere, nothing is CUDA's, and all memory is the host's."""
+    kept = []
+    for part in parts:
+        # what is "in use" on a GPU has come from the host, where it is counted as waiting
+        if not part.name.endswith(("CUDA", "in use")):
+            kept.append(part._replace(place="host" if part.place in ("device", "engine") else part.place))
+    return kept
+
+
+def phase_sums(parts: Iterable[Part]) -> dict[str, float]:
+    """{phase: bytes}."""
+    parts = list(parts)
+    return {phase: sum(part.num_bytes for part in parts if phase in part.phases) for phase in PHASES}
+
+
+# ---- work ------------------------------------------------------------------------------------------------------------
+def work(w: Workload, costs: Costs) -> dict[str, float]:
+    """{phase: FLOPs} of a rank's step. The last phase, an evaluation, is not part of a step."""
+    n = w.images_of_a_rank
+    passes = n * w.trained_steps
+    num_acting = sum(policy not in ("trained", "average") for policy in w.policies)
+    flops: dict[str, float] = {}
+    if w.sampled_steps:
+        flops["rollout"] = n * (w.sampled_steps * costs.sampling.flops + costs.decoding.flops)
+    if w.has_engine and w.old_log_prob == "recompute":  # a local rollout's log-probs are the trainer's own
+        flops["old log-probs"] = passes * costs.forward.flops
+    trained = w.epochs_per_rollout * costs.training.flops
+    flops["update"] = passes * (trained + w.acting_epochs * num_acting * costs.forward.flops)
+    evaluated = -(-w.num_eval_images // w.ranks)
+    flops["evaluation"] = evaluated * (w.eval_num_inference_steps * costs.sampling.flops + costs.decoding.flops)
+    return flops
+
+
+def pipe_bytes(blueprint: Blueprint, w: Workload) -> tuple[int, int]:
+    """Bytes that a rank pushes to its engine in a step, and bytes that the engine answers."""
+    pixels = 3 * w.image_size[0] * w.image_size[1] * w.num_frames  # a byte per colour
+    # without the means, of which only a micro-batch's come back
+    answers = w.images_of_a_rank * ((w.sampled_steps + 1) * latent_bytes(blueprint, w) + pixels)
+    return blueprint.dtype.itemsize * blueprint.num_trained, answers

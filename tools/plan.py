@@ -1,0 +1,322 @@
+"""Memory by phase, time and bytes of a run, before anything loads: does it fit, and if not, what to change.
+
+    python -m tools.plan h100-80 flow_grpo.py --model stabilityai/stable-diffusion-3.5-medium --image_size 512 512
+    python -m tools.plan h100-80 flow_grpo.py --ranks 16 --ranks_per_node 8 OPTIONS
+    LAUNCH="python -m tools.plan a100-40" bash recipes/flux1_dev_1x40gb.sh
+
+The options are those of the script, which may be one of ours or a fork of yours. Nothing loads: no weights, no reward
+and no engine, and no GPU is needed. It exits with 1, and one line on what to change, where the run does not fit.
+docs/models.md says what is counted and what is assumed.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from common.data import read_prompts
+from common.models.cpu import repair_torchvision
+from common.models.family import find_family
+from common.models.lora import make_lora
+from common.models.memory import Blueprint
+from common.options import parse_args
+from common.rewards.scoring import find_reward
+from tools.needs import (
+    GB,
+    PHASES,
+    Costs,
+    Part,
+    Workload,
+    measure,
+    memory_parts,
+    on_one_memory,
+    phase_sums,
+    pipe_bytes,
+    work,
+)
+
+import torch
+
+UTILISATION = 0.4  # share of the matrix rate that is reached: an assumption
+FREE = 0.1  # share of a GPU that stays free, for the allocator's gaps and what is not counted
+
+
+class Device(NamedTuple):
+    """The device that a rank runs on, and its engine."""
+
+    memory_gb: float | None  # in 1e9 bytes, for all processes on it; None: as much as this machine has
+    bfloat16: float | None  # matrix rate in TFLOP/s; None: no seconds are printed
+    float32: float | None
+
+
+# Rates of dense matrix products: for H100 SXM, H200 SXM and A100 from NVIDIA's data sheets; for the RTX 4090 from the
+# whitepaper on its architecture, with accumulation in fp32. float32 is torch's default, without TF32
+DEVICES = {
+    "rtx4090": Device(24, 165, 82.6),
+    "a100-40": Device(40, 312, 19.5),
+    "a100-80": Device(80, 312, 19.5),
+    "h100-80": Device(80, 989, 67),
+    "h200-141": Device(141, 989, 67),
+    "cpu": Device(None, None, None),
+}
+
+
+class Memory(NamedTuple):
+    """One of the memories of a run, and what takes it."""
+
+    title: str
+    owner: str
+    parts: list[Part]
+    limit_gb: float
+    free: float = FREE  # share of it that must stay free
+    may_be_elsewhere: bool = False  # the limit is this machine's, and the run may be meant for another one
+
+    @property
+    def peak_phase(self) -> str:
+        sums = phase_sums(self.parts)
+        return max(PHASES, key=lambda phase: sums[phase])
+
+    @property
+    def peak_gb(self) -> float:
+        return phase_sums(self.parts)[self.peak_phase] / GB
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+def load_script(path: str) -> ModuleType:
+    """A training script as a module, from its file, wherever that is. Nothing runs.
+
+    Raises:
+        ValueError: there is no such file, or it is not built like our scripts.
+    """
+    file = Path(path)
+    name = f"planned_{file.stem}"  # a name that no module of the project has
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ValueError(f"{path}: no such script")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses and type hints look for it
+    spec.loader.exec_module(module)
+    for needed in ("Args", "check"):
+        if not hasattr(module, needed):
+            raise ValueError(f"{path}: has no {needed}; a script that can be planned has Args and check(args)")
+    return module
+
+
+def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option may be of any type
+    """How many images and passes an algorithm takes, and what its policies are: fields of Workload.
+
+    An algorithm is known by an option that only it has, so that a fork is planned like its parent.
+
+    Raises:
+        ValueError: it has none of these options.
+    """
+    kl = ["reference"] if options.get("kl_coef", 0) > 0 else []
+    average = ["average"] if options["ema_decay"] > 0 else []
+    if (
+        "num_pairs" in options
+    ):  # offline DPO: pairs at one timestep each, without guidance; a training step samples none
+        return {
+            "num_images": 2 * options["num_pairs"],
+            "micro_batch_images": 2 * options["micro_batch_size"],
+            "sampled_steps": 0,
+            "trained_steps": 1,
+            "trained_guidance": 1.0,
+            "policies": ("trained", *average, "reference"),
+        }
+    if "timestep_fraction" not in options and "sde_window_size" not in options:
+        raise ValueError("has none of --num_pairs, --timestep_fraction, --sde_window_size, which say what it trains")
+    steps = options["num_inference_steps"]
+    counts = {
+        "num_images": options["num_prompts"] * options["group_size"],
+        "micro_batch_images": options["micro_batch_size"],
+        "sampled_steps": steps,
+        "trained_guidance": options.get("guidance_scale", 1.0),
+        "policies": ("trained", *average, *kl),
+    }
+    if "timestep_fraction" in options:  # DiffusionNFT and its kin: `old` acts, on noise that every epoch draws again
+        counts["trained_steps"] = int(options["timestep_fraction"] * steps) or 1
+        counts["acting_epochs"] = options["epochs_per_rollout"]
+        counts["policies"] = ("trained", "old", *average, *kl)
+    else:  # Flow-GRPO and its kin
+        counts["trained_steps"] = options["sde_window_size"] or steps - 1
+    return counts
+
+
+def workload_of(options: dict[str, Any], num_eval_prompts: int, ranks: int, ranks_per_node: int) -> Workload:
+    """The Workload of a script's options, {name: value}."""
+    known = {field.name for field in fields(Workload)}
+    shared = {name: value for name, value in options.items() if name in known}
+    num_eval_images = num_eval_prompts * options["eval_images_per_prompt"]
+    of_the_run = {"num_eval_images": num_eval_images, "ranks": ranks, "ranks_here": ranks_per_node}
+    return Workload(**shared | of_the_run | algorithm_counts(options))
+
+
+def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_per_node: int = 1) -> None:
+    """Print what the run of a script with the options `argv` needs.
+
+    Raises:
+        ValueError: the script or an option is wrong, or the run does not fit.
+    """
+    if ranks < 1 or ranks_per_node < 1 or ranks % ranks_per_node:
+        raise ValueError(f"--ranks {ranks}: must be a multiple of --ranks_per_node {ranks_per_node}, and above 0")
+    # as torchrun sets them: the checks of the options ask whether images divide by ranks, and ranks by copies
+    os.environ["WORLD_SIZE"] = str(ranks)
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
+    module = load_script(script)
+    args = module.check(parse_args(module.Args, module.__doc__ or "", list(argv)))
+    options = vars(args)
+    eval_set = read_prompts(args.eval_prompts, max_prompts=args.max_prompts)
+    try:
+        w = workload_of(options, len(eval_set), ranks, ranks_per_node)
+    except ValueError as error:
+        raise ValueError(f"{script}: {error}") from None
+
+    height, width = args.image_size
+    guidance_scale = options.get("guidance_scale", 1.0)
+    family = find_family(args.model, height, width, args.num_frames, guidance_scale)
+    if w.has_engine and family.engine_pipeline is None:
+        raise ValueError(f"--rollout vllm: {family.__name__} has no engine: pass --rollout local")
+    targets = args.lora_target_modules or family.lora_target_modules
+    lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
+    blueprint = Blueprint(family, args.model, lora, getattr(torch, w.dtype))
+    print_uncounted([*args.reward, *args.eval_reward])
+    report(blueprint, w, device)
+
+
+def print_uncounted(rewards: Iterable[str]) -> None:
+    """Say which networks of rewards are not counted. A reward's own file is not imported: that may load a network."""
+    yours = [name for name in rewards if ":" in name]
+    networks = [name for name in rewards if name not in yours and hasattr(find_reward(name), "offload")]
+    if networks:
+        print(f"not counted: the networks of {', '.join(networks)}, whose sizes docs/rewards.md has")
+    if yours:
+        print(f"not counted: whatever {', '.join(yours)} loads")
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+def report(blueprint: Blueprint, w: Workload, device: str) -> None:
+    """Print the tables and, last, a line per memory with its peak.
+
+    Raises:
+        ValueError: a memory is too small; after the tables have been printed.
+    """
+    costs = measure(blueprint, w)
+    held = memories(blueprint, w, costs, device)
+    for memory in held:
+        print("\n".join(memory_table(memory)))
+    otherwise = w.micro_batch_images * costs.training_otherwise.peak_bytes / GB
+    word = "without" if "activation_checkpointing" in w.train_with else "with"
+    print(f"activations {word} activation checkpointing: {otherwise:.2f} GB")
+    print("\n".join(work_table(w, costs, device)))
+    if w.has_engine:
+        pushed, answered = pipe_bytes(blueprint, w)
+        print(f"between a rank and its engine, a step: {pushed / 1e6:.0f} MB pushed, {answered / 1e6:.0f} MB answered")
+    for memory in held:
+        print(check_fits(memory, device))
+
+
+def memories(blueprint: Blueprint, w: Workload, costs: Costs, device: str) -> list[Memory]:
+    """The GPU of a rank, the GPU of an engine if it has its own, and the memory of a node, in this order."""
+    parts = memory_parts(blueprint, w, costs)
+    of_this_machine = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 1)
+    limit_gb = DEVICES[device].memory_gb or of_this_machine
+    if device == "cpu":
+        parts = on_one_memory(parts)
+    of_device = [part for part in parts if part.place == "device"]
+    of_engine = [part for part in parts if part.place == "engine"]
+    of_node = []
+    for part in parts:
+        if part.place == "host":  # each rank's, so that a node has it once per rank
+            of_node.append(part._replace(num_bytes=part.num_bytes * w.ranks_here))
+        elif part.place == "node":
+            of_node.append(part)
+
+    found = []
+    if of_device:
+        found.append(Memory(f"GB of each of {w.ranks} GPUs, {device}", "a GPU", of_device, limit_gb))
+    if of_engine:
+        num_gpus = w.ranks * w.engine_tensor_parallel
+        found.append(Memory(f"GB of each of {num_gpus} GPUs of the engines", "an engine's GPU", of_engine, limit_gb))
+    node = Memory(f"GB of a node's memory, {w.ranks_here} ranks", "this machine", of_node, of_this_machine, free=0)
+    found.append(node._replace(may_be_elsewhere=device != "cpu"))
+    return found
+
+
+def memory_table(memory: Memory) -> list[str]:
+    """Lines of a table of Parts in GB, a column per phase, with their sums last."""
+    lines = [f"{memory.title:46}" + "".join(f"{phase:>9}" for phase in PHASES)]
+    for part in memory.parts:
+        cells = [f"{part.num_bytes / GB:9.2f}" if phase in part.phases else f"{'':9}" for phase in PHASES]
+        if part.num_bytes and part.phases:
+            lines.append(f"  {part.name:44}" + "".join(cells))
+    sums = phase_sums(memory.parts)
+    lines.append(f"  {'all':44}" + "".join(f"{sums[phase] / GB:9.2f}" for phase in PHASES))
+    return lines
+
+
+def check_fits(memory: Memory, device: str) -> str:
+    """A line on the peak. It warns where this machine is too small, but need not be the one that the run is for.
+
+    Raises:
+        ValueError: the peak is above the limit; in a line that names its largest part and how to make it smaller.
+    """
+    phase = memory.peak_phase
+    limit = f"the {memory.limit_gb:g} GB of {memory.owner}"
+    is_above = memory.peak_gb > memory.limit_gb * (1 - memory.free)
+    if memory.may_be_elsewhere:
+        line = f"peak {memory.peak_gb:.2f} GB of a node's memory, in the phase {phase}"
+        too_small = f"; this machine has {memory.limit_gb:g} GB: too little, if it is such a node"
+        return line + too_small if is_above else line
+    if is_above:
+        if memory.free:
+            limit += ", of which a tenth must stay free"
+        largest = max((part for part in memory.parts if phase in part.phases), key=lambda part: part.num_bytes)
+        raise ValueError(
+            f"{device}: the run needs {memory.peak_gb:.1f} GB of {limit}, in the phase {phase}; "
+            f"the largest part is {largest.name}, {largest.num_bytes / GB:.1f} GB: {largest.advice}"
+        )
+    return f"peak {memory.peak_gb:.2f} GB of {limit}, in the phase {phase}"
+
+
+def work_table(w: Workload, costs: Costs, device: str) -> list[str]:
+    """Lines of FLOPs and, where the device's matrix rate is known, seconds."""
+    rate = getattr(DEVICES[device], w.dtype)
+    title = f"a step of a rank, {w.images_of_a_rank} images"
+    assumed = f"at {UTILISATION:.0%} of {rate} TFLOP/s" if rate else ""
+    lines = [f"{title:46}{'PFLOP':>9}{'seconds' if rate else '':>9}  {assumed}"]
+    flops = work(w, costs)
+    evaluation = flops.pop("evaluation")
+    rows = [*flops.items(), ("all", sum(flops.values()))]
+    rows.append((f"not in a step: an evaluation of {w.num_eval_images}", evaluation))
+    for name, count in rows:
+        seconds = f"{count / (rate * 1e12 * UTILISATION):9.1f}" if rate else ""
+        lines.append(f"  {name:44}{count / 1e15:9.3f}{seconds}")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # --rank, say, must not become our --ranks: unknown options are the script's
+    )
+    parser.add_argument("device", choices=DEVICES, help="what each rank runs on")
+    parser.add_argument("script", metavar="SCRIPT.py", help="flow_grpo.py, for example; its options come behind it")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of all nodes (default 1)")
+    parser.add_argument("--ranks_per_node", type=int, help="ranks of a node (default: all of them)")
+    asked, options = parser.parse_known_args(argv)
+    repair_torchvision()  # before the model's family imports diffusers
+    try:
+        plan(asked.device, asked.script, options, asked.ranks, asked.ranks_per_node or asked.ranks)
+    except ValueError as error:
+        sys.exit(f"tools.plan: error: {error}")
+
+
+if __name__ == "__main__":
+    main()
