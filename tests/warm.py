@@ -1,0 +1,84 @@
+"""A process that has imported what the scripts import, and forks their ranks from itself.
+
+Importing torch, diffusers, transformers and OCR takes half of a run of two steps. `torchrun` in conftest.py sends its
+runs here when they must succeed; the tests of kills, signals, restarts and errors start the real torchrun.
+
+    python tests/warm.py  reads a line of JSON for each run from stdin, and answers with the ranks' exit codes
+"""
+
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+LIBRARIES = ("diffusers.models.autoencoders.autoencoder_kl", "diffusers.models.transformers.transformer_sd3")
+LIBRARIES += ("diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3", "matplotlib.figure", "peft")
+LIBRARIES += ("rapidocr", "scipy.stats", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "tyro")
+SECONDS_TO_END = 30  # of the other ranks, where one has failed
+
+
+def become_rank(request: dict[str, Any], rank: int) -> None:
+    """Take the folder, the variables, the arguments and the output that torchrun would give this rank."""
+    num_ranks = request["num_ranks"]
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "warm"}
+    os.environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request["port"])}
+    os.chdir(request["folder"])
+    output = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(output, number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.argv = [request["script"], *request["options"]]
+    sys.path[0] = str(Path(request["script"]).parent)
+
+
+def wait_for_all(ranks: list[int]) -> list[int]:
+    """The exit codes of the ranks' processes. Where one fails, the others are ended, as torchrun does."""
+    codes: dict[int, int] = {}
+    deadline = None
+    while len(codes) < len(ranks):
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process in ranks:
+            codes[process] = os.waitstatus_to_exitcode(status)
+        if any(codes.values()):
+            for other in set(ranks) - codes.keys():
+                os.kill(other, signal.SIGKILL if deadline and time.monotonic() > deadline else signal.SIGTERM)
+            deadline = deadline or time.monotonic() + SECONDS_TO_END
+        time.sleep(0.02)
+    return [codes[process] for process in ranks]
+
+
+def serve() -> None:
+    """Answer the requests. Returns in the processes of the ranks, which run the script."""
+    for line in sys.stdin:
+        request, ranks = json.loads(line), []
+        for rank in range(request["num_ranks"]):
+            process = os.fork()
+            if not process:
+                become_rank(request, rank)
+                return
+            ranks.append(process)
+        print(json.dumps(wait_for_all(ranks)), flush=True)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    from common.models.cpu import repair_torchvision
+
+    repair_torchvision()  # before peft is imported beside a CPU build of torch
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
+        del sys.modules[name]  # a run imports the project itself
+    sys.path.pop(0)
+    serve()
+    runpy.run_path(sys.argv[0], run_name="__main__")
