@@ -36,7 +36,7 @@ from common.distributed import (
 from common.models.family import Family, find_family, load_model, on_device
 from common.models.lora import make_lora
 from common.options import Bound, PositiveFloat, PositiveInt, SharedArgs, parse_args
-from common.policy import acting, add_policies, follow, gathered, load_training_state, training_state
+from common.policy import acting, add_policies, choose_kernels, follow, load_training_state, sampling, training_state
 from common.rewards.pairs import Pairs, encode_pairs, load_pairs
 from common.rewards.scoring import load_rewards, offload_rewards, score_images
 from common.rollout import RolloutRequest, Trajectories
@@ -232,8 +232,8 @@ def draw_training_noise(
     """For each pair sigma (B,), the sigmoid of a normal, and noise (B, ...), seeded by (seed, step, global place)."""
     seeds = [image_seed(args.seed, step, i) for i in pair_index.tolist()]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    normals = torch.stack([torch.randn((), generator=generator) for generator in generators])
-    sigmas = torch.sigmoid(normals)
+    # a sigmoid of each number alone: that of a vector rounds otherwise
+    sigmas = torch.stack([torch.randn((), generator=generator).sigmoid() for generator in generators])
     return sigmas, draw_noise((len(generators), *latent_shape), generators)
 
 
@@ -287,7 +287,8 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
 def sample(args: Args, model: Family, request: RolloutRequest) -> Trajectories:
     """Sample the request's B images with the training transformer, by the ODE, micro_batch_size at once."""
     parts = []
-    with gathered(model, args.gather_for_sampling and "cpu_offload" not in args.train_with):
+    gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
+    with sampling(model, gathers):
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             part = request.select(rows)
             generators = [torch.Generator().manual_seed(seed) for seed in part.seeds]
@@ -443,9 +444,11 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks)
+    args = replace(args, shard_ranks=inputs.fit_shard_ranks(vars(args)))
     run = start_run(args, inputs)
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    choose_kernels(optimizer, model)  # the same numbers as by default, sooner
     pairs = None if args.eval_only else find_pairs(args, run, model, inputs)
     sampler = GroupSampler(len(pairs or []), args.num_pairs, group_size=1, seed=args.seed)
     _, _, latent_shape = model.schedule(1, *args.image_size)

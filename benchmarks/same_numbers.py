@@ -33,9 +33,12 @@ REMOVED: tuple[str, ...] = ()  # metrics that only addf11e logs
 NEW: tuple[str, ...] = ()  # metrics that only today's scripts log
 # options: {name at addf11e: name today}. `drift` is now images against step 0, `mismatch` engine against trainer
 RENAMED_OPTIONS = {"--max_velocity_drift": "--max_velocity_mismatch"}
-# eq. 4 subtracts a group's mean at once, where addf11e subtracted one of its rewards first: fp64 rounds otherwise
-ADVANTAGES = "critic/advantages/"
-ADVANTAGES_TOLERANCE = 1e-12
+# metrics whose sums today's scripts take in another order, of fp64: {first letters of the name: largest difference}
+REORDERED = {
+    "critic/advantages/": 1e-12,  # eq. 4 subtracts a group's mean at once; addf11e subtracted one of its rewards first
+    "actor/loss": 1e-15,  # follows the advantages where its terms cancel, as grpo_guard.py's do
+    "critic/diversity": 1e-15,  # each rank measures the groups it holds, and ranks add up their sums
+}
 
 
 def settings():
@@ -116,6 +119,12 @@ def difference(first, second):
     return math.inf if math.isnan(largest) else largest
 
 
+def reordered(key):
+    """How far two sums of the same terms may be apart. `key` is a metric's (step, name) or a tensor's name."""
+    name = key[1] if isinstance(key, tuple) else ""
+    return max((allowed for first, allowed in REORDERED.items() if name.startswith(first)), default=0.0)
+
+
 def compare(before, after, tolerance):
     """(the largest difference of any value, [a line for each fault]) of two dicts of numbers or tensors."""
     faults = [f"only before: {key}" for key in sorted(before.keys() - after.keys(), key=str)]
@@ -124,9 +133,7 @@ def compare(before, after, tolerance):
     for key in before.keys() & after.keys():
         found = difference(before[key], after[key])
         worst = max(worst, found)
-        of_advantages = isinstance(key, tuple) and key[1].startswith(ADVANTAGES)
-        allowed = max(tolerance, ADVANTAGES_TOLERANCE) if of_advantages else tolerance
-        if found > allowed:
+        if found > max(tolerance, reordered(key)):
             faults.append(f"{key}: {found:.2g} apart")
     return worst, faults
 
