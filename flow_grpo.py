@@ -42,7 +42,7 @@ from common.distributed import gather_rows, mean_over_ranks, setup_distributed, 
 from common.models.family import Family, find_family, load_model
 from common.models.lora import make_lora
 from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs, parse_args
-from common.policy import acting, add_policies, follow, gathered, load_training_state, training_state
+from common.policy import acting, add_policies, choose_kernels, follow, load_training_state, sampling, training_state
 from common.rewards.scoring import Scorer, fill_failed, load_rewards, reward_metrics
 from common.rewards.watch import rollout_diversity
 from common.rollout import RolloutRequest, Trajectories
@@ -287,7 +287,8 @@ def rollout(
         return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
     # the update's own micro-batches, so that its first log-probs equal these to the bit and the ratio is exactly 1
     parts = []
-    with gathered(model, args.gather_for_sampling and "cpu_offload" not in args.train_with):
+    gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
+    with sampling(model, gathers):
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
             if scorer:
@@ -585,10 +586,12 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks)
+    args = replace(args, shard_ranks=inputs.fit_shard_ranks(vars(args)))
     run = start_run(args, inputs)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    choose_kernels(optimizer, model)  # the same numbers as by default, sooner
     sizes = {"seed": args.seed, "num_mini_batches": args.updates_per_rollout}
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
     run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")

@@ -93,8 +93,8 @@ class SharedArgs:
     """activation_checkpointing recomputes activations in the backward pass; cpu_offload keeps weights and Adam on the
     CPU; compile compiles every block"""
     shard_ranks: NonNegativeInt = 0
-    """ranks that share one copy of the transformer, a shard each, at most the ranks of a node. 0: all ranks of a node;
-    1: every rank has a copy, which needs more memory and gathers no weights"""
+    """ranks that share one copy of the transformer, a shard each; 1: every rank has a copy, which needs more memory and
+    gathers no weights. 0: on GPUs 1 where a LoRA's base fits that way, otherwise all ranks of a node"""
     gather_for_sampling: bool = True
     """with --rollout local, gather the whole transformer on every rank once per rollout (DPO: once per prompt) to
     sample with it. False saves memory by gathering a block at a time in every pass, as cpu_offload always does"""

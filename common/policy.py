@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from common.distributed import gather_objects, on_rank_0, restore_rng_states, rng_states, set_seed
 from common.errors import NothingBegun, RunError
+from common.models.family import on_device
 
 import torch
 import torch.distributed as dist
@@ -172,6 +173,13 @@ def gathered(model: "Family", is_wanted: bool) -> Iterator[None]:
             unit.reshard()
 
 
+@contextmanager
+def sampling(model: "Family", gathers: bool) -> Iterator[None]:
+    """Let the VAE stay on the device within the block and, where `gathers`, the acting transformer's weights whole."""
+    with on_device(model, "vae"), gathered(model, gathers):
+        yield
+
+
 @torch.no_grad()
 def follow(model: "Family", name: str, decay: float) -> None:
     """policy <- decay policy + (1 - decay) trained, on each rank's shards; decay 0 copies to the bit."""
@@ -241,6 +249,16 @@ def tensors_on_rank_0(model: "Family", name: str = "default") -> "tuple[dict[str
     return kept, lora_config
 
 
+def choose_kernels(optimizer: torch.optim.AdamW, model: "Family") -> None:
+    """One kernel for all tensors of a LoRA (foreach), and on a GPU for full weights one that needs no room (fused).
+
+    By default AdamW takes FSDP's tensors one after the other. foreach gives the same numbers to the bit.
+    """
+    for group in optimizer.param_groups:
+        group["foreach"] = model.is_lora
+        group["fused"] = not model.is_lora and model.device.type == "cuda"
+
+
 # ---- what a checkpoint holds of them ---------------------------------------------------------------------------------
 def training_state(model: "Family", optimizer: torch.optim.Optimizer) -> dict:
     """All that training changes in this process, unsharded, for any number of ranks to resume from. A collective.
@@ -260,7 +278,7 @@ def training_state(model: "Family", optimizer: torch.optim.Optimizer) -> dict:
     return {"rng": gather_objects(rng_states()), "policies": policies, "optimizer": moments}
 
 
-def load_training_state(model: "Family", optimizer: torch.optim.Optimizer, state: dict) -> None:
+def load_training_state(model: "Family", optimizer: torch.optim.AdamW, state: dict) -> None:
     """The reverse of training_state. A policy that the saved run did not have begins as its trained policy.
 
     Raises:
@@ -274,6 +292,7 @@ def load_training_state(model: "Family", optimizer: torch.optim.Optimizer, state
         # not strict: a last block may feed nothing, so that its LoRA has no gradient and Adam no state of it
         unsharded = StateDictOptions(full_state_dict=True, strict=False)
         set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=unsharded)
+        choose_kernels(optimizer, model)  # not those of the saved run
     restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
 
 

@@ -68,6 +68,17 @@ class Inputs(NamedTuple):
         """The prompts that a run of `count` draws can ask for: the drawn ones once each, and the held-out ones."""
         return self.train_set.first_drawn(count, seed) + self.eval_set.prompts
 
+    def fit_shard_ranks(self, options: dict) -> int:
+        """--shard_ranks, where 0 on GPUs is 1 if every rank has room for a copy of the weights. A collective.
+
+        options: all of them, {name: value}.
+        """
+        if options["shard_ranks"] or not torch.cuda.is_available():
+            return options["shard_ranks"]
+        from common.models.needs import fit_shard_ranks  # only GPUs need it
+
+        return fit_shard_ranks(self.family, self.lora, options, len(self.eval_set))
+
 
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
 SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar

@@ -26,17 +26,11 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from common.checkpoints import open_run
 from common.data import GroupSampler, fit_micro_batch, read_prompts, share_eval_images
-from common.distributed import (
-    gather_objects,
-    gather_rows,
-    mean_over_ranks,
-    setup_distributed,
-    shard_mesh,
-)
+from common.distributed import gather_objects, gather_rows, mean_over_ranks, setup_distributed, shard_mesh
 from common.models.family import Family, find_family, load_model
 from common.models.lora import make_lora
 from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs, parse_args
-from common.policy import acting, add_policies, follow, gathered, load_training_state, training_state
+from common.policy import acting, add_policies, choose_kernels, follow, load_training_state, sampling, training_state
 from common.rewards.scoring import Scorer, fill_failed, load_rewards, reward_metrics
 from common.rewards.watch import rollout_diversity
 from common.rollout import RolloutRequest, Trajectories
@@ -219,7 +213,8 @@ def rollouts_at(args: Args, start: int) -> int:
     if args.window_mode == "decay":
         low, high = args.sde_window_range
         p = (start - low) / (high - low)  # how far it has come, in [0, 1)
-        return max(1, int(tau * (1 - p) + max(1, tau // 4) * p))
+        least = max(1, tau // 4)
+        return max(1, int(tau * (1 - p) + least * p))
     if args.window_mode == "exp_decay":
         return math.ceil(tau * math.exp(-0.1 * max(0, start - 13)))  # 13 is the code's
     return tau
@@ -315,7 +310,8 @@ def rollout(
         return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
     # the update's own micro-batches, so that its first log-probs equal these to the bit and the ratio is exactly 1
     parts = []
-    with gathered(model, args.gather_for_sampling and "cpu_offload" not in args.train_with):
+    gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
+    with sampling(model, gathers):
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
             if scorer:
@@ -332,8 +328,10 @@ def thin_out(request: RolloutRequest, flash_ratio: float) -> RolloutRequest:
         return request
     end = request.sde_steps[-1] + 1  # first step behind the window
     num_steps = len(request.timesteps)
-    count = math.ceil(flash_ratio * (num_steps - end))
-    steps = [*range(end), *(end + j * (num_steps - end) // count for j in range(count))]
+    num_later = num_steps - end
+    count = math.ceil(flash_ratio * num_later)
+    later = (end + j * num_later // count for j in range(count))
+    steps = [*range(end), *later]
     sigmas = request.sigmas[[*steps, num_steps]]
     solver = f"{Path(__file__).resolve()}:{multistep_ode_step.__name__}"
     return replace(request, timesteps=request.timesteps[steps], sigmas=sigmas, solver=solver)
@@ -368,9 +366,11 @@ def multistep_ode_step(
     if sigma_previous >= 1:
         raise ValueError(f"the 2M solver cannot start at sigma 1, pure noise, on its way to {sigma} and {sigma_next}")
     h = half_log_snr(sigma_next) - half_log_snr(sigma)
-    r = (half_log_snr(sigma) - half_log_snr(sigma_previous)) / h
+    h_previous = half_log_snr(sigma) - half_log_snr(sigma_previous)
+    r = h_previous / h
     slope = (x0 - x0_previous) / (2 * r)
-    prev_sample = sigma_next / sigma * x + (1 - sigma_next) * -math.expm1(-h) * (x0 + slope)
+    weight = (1 - sigma_next) * -math.expm1(-h)
+    prev_sample = sigma_next / sigma * x + weight * (x0 + slope)
     return euler._replace(prev_sample=prev_sample, prev_sample_mean=prev_sample), (x0, sigma)
 
 
@@ -688,10 +688,12 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks)
+    args = replace(args, shard_ranks=inputs.fit_shard_ranks(vars(args)))
     run = start_run(args, inputs)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    choose_kernels(optimizer, model)  # the same numbers as by default, sooner
     sizes = {"seed": args.seed, "num_mini_batches": args.updates_per_rollout}
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
     run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")

@@ -31,7 +31,7 @@ from common.distributed import gather_rows, mean_over_ranks, setup_distributed, 
 from common.models.family import Family, find_family, load_model
 from common.models.lora import make_lora
 from common.options import Bound, EngineArgs, PositiveFloat, PositiveInt, parse_args
-from common.policy import acting, add_policies, follow, gathered, load_training_state, training_state
+from common.policy import acting, add_policies, choose_kernels, follow, load_training_state, sampling, training_state
 from common.rewards.scoring import Scorer, fill_failed, load_rewards, reward_metrics
 from common.rewards.watch import rollout_diversity
 from common.rollout import RolloutRequest, Trajectories
@@ -239,6 +239,15 @@ def old_policy_decay(decay_schedule: str, old_decay: float, k: int) -> float:
     return old_decay
 
 
+def follow_trained(args: Args, model: Family, optimizer: AdamW) -> float:
+    """Let `old` follow the trained policy (Algorithm 1, line 14). Returns the decay d."""
+    state = optimizer.state.get(optimizer.param_groups[0]["params"][0], {})
+    k = int(state.get("step", 0))  # optimizer steps taken so far
+    decay = old_policy_decay(args.decay_schedule, args.old_decay, k)
+    follow(model, "old", decay)
+    return decay
+
+
 # ==== 5 ENGINE ========================================================================================================
 def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine | None":
     """This rank's vLLM-Omni engine, loading in the background while the trainer loads; None with --rollout local."""
@@ -278,7 +287,8 @@ def rollout(
         return engine.generate(request, finished=finished).to(model.device)
     # micro_batch_size images at once
     parts = []
-    with gathered(model, args.gather_for_sampling and "cpu_offload" not in args.train_with):
+    gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
+    with sampling(model, gathers):
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
             if scorer:
@@ -552,10 +562,12 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks)
+    args = replace(args, shard_ranks=inputs.fit_shard_ranks(vars(args)))
     run = start_run(args, inputs)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    choose_kernels(optimizer, model)  # the same numbers as by default, sooner
     sizes = {"seed": args.seed, "num_mini_batches": args.updates_per_rollout}
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
     run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
@@ -609,10 +621,7 @@ def main(args: Args, inputs: Inputs) -> None:
         # `old` follows, and the next rollout samples with it (line 14)
         with run.timed("update_weights"):
             if step % args.update_interval == 0:
-                k = int(optimizer.state.get(parameters[0], {}).get("step", 0))  # optimizer steps taken so far
-                decay = old_policy_decay(args.decay_schedule, args.old_decay, k)
-                follow(model, "old", decay)
-                metrics["old_policy/decay"] = decay
+                metrics["old_policy/decay"] = follow_trained(args, model, optimizer)
             if engine:
                 engine.push_policy(model, "old")
 

@@ -14,36 +14,39 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from common.data import read_prompts
 from common.models.cpu import repair_torchvision
 from common.models.family import find_family
 from common.models.lora import make_lora
 from common.models.memory import Blueprint
-from common.options import parse_args
-from common.rewards.scoring import find_reward
-from tools.needs import (
+from common.models.needs import (
+    FREE,
     GB,
     PHASES,
     Costs,
     Part,
+    Work,
     Workload,
+    choose_shard_ranks,
     measure,
     memory_parts,
     on_one_memory,
     phase_sums,
     pipe_bytes,
     work,
+    workload_of,
 )
+from common.options import parse_args
+from common.rewards.scoring import find_reward
 
 import torch
 
 UTILISATION = 0.4  # share of the matrix rate that is reached: an assumption
-FREE = 0.1  # share of a GPU that stays free, for the allocator's gaps and what is not counted
 
 
 class Device(NamedTuple):
@@ -52,17 +55,18 @@ class Device(NamedTuple):
     memory_gb: float | None  # in 1e9 bytes, for all processes on it; None: as much as this machine has
     bfloat16: float | None  # matrix rate in TFLOP/s; None: no seconds are printed
     float32: float | None
+    tf32: float | None  # of the VAE, whose convolutions torch does in TF32
 
 
 # Rates of dense matrix products: for H100 SXM, H200 SXM and A100 from NVIDIA's data sheets; for the RTX 4090 from the
-# whitepaper on its architecture, with accumulation in fp32. float32 is torch's default, without TF32
+# whitepaper on its architecture, with accumulation in fp32. torch's matrix products in float32 do without TF32
 DEVICES = {
-    "rtx4090": Device(24, 165, 82.6),
-    "a100-40": Device(40, 312, 19.5),
-    "a100-80": Device(80, 312, 19.5),
-    "h100-80": Device(80, 989, 67),
-    "h200-141": Device(141, 989, 67),
-    "cpu": Device(None, None, None),
+    "rtx4090": Device(24, 165, 82.6, 82.6),
+    "a100-40": Device(40, 312, 19.5, 156),
+    "a100-80": Device(80, 312, 19.5, 156),
+    "h100-80": Device(80, 989, 67, 494),
+    "h200-141": Device(141, 989, 67, 494),
+    "cpu": Device(None, None, None, None),
 }
 
 
@@ -105,55 +109,6 @@ def load_script(path: str) -> ModuleType:
         if not hasattr(module, needed):
             raise ValueError(f"{path}: has no {needed}; a script that can be planned has Args and check(args)")
     return module
-
-
-def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option may be of any type
-    """How many images and passes an algorithm takes, and what its policies are: fields of Workload.
-
-    An algorithm is known by an option that only it has, so that a fork is planned like its parent.
-
-    Raises:
-        ValueError: it has none of these options.
-    """
-    kl = ["reference"] if options.get("kl_coef", 0) > 0 else []
-    average = ["average"] if options["ema_decay"] > 0 else []
-    if (
-        "num_pairs" in options
-    ):  # offline DPO: pairs at one timestep each, without guidance; a training step samples none
-        return {
-            "num_images": 2 * options["num_pairs"],
-            "micro_batch_images": 2 * options["micro_batch_size"],
-            "sampled_steps": 0,
-            "trained_steps": 1,
-            "trained_guidance": 1.0,
-            "policies": ("trained", *average, "reference"),
-        }
-    if "timestep_fraction" not in options and "sde_window_size" not in options:
-        raise ValueError("has none of --num_pairs, --timestep_fraction, --sde_window_size, which say what it trains")
-    steps = options["num_inference_steps"]
-    counts = {
-        "num_images": options["num_prompts"] * options["group_size"],
-        "micro_batch_images": options["micro_batch_size"],
-        "sampled_steps": steps,
-        "trained_guidance": options.get("guidance_scale", 1.0),
-        "policies": ("trained", *average, *kl),
-    }
-    if "timestep_fraction" in options:  # DiffusionNFT and its kin: `old` acts, on noise that every epoch draws again
-        counts["trained_steps"] = int(options["timestep_fraction"] * steps) or 1
-        counts["acting_epochs"] = options["epochs_per_rollout"]
-        counts["policies"] = ("trained", "old", *average, *kl)
-    else:  # Flow-GRPO and its kin
-        counts["trained_steps"] = options["sde_window_size"] or steps - 1
-    return counts
-
-
-def workload_of(options: dict[str, Any], num_eval_prompts: int, ranks: int, ranks_per_node: int) -> Workload:
-    """The Workload of a script's options, {name: value}."""
-    known = {field.name for field in fields(Workload)}
-    shared = {name: value for name, value in options.items() if name in known}
-    num_eval_images = num_eval_prompts * options["eval_images_per_prompt"]
-    of_the_run = {"num_eval_images": num_eval_images, "ranks": ranks, "ranks_here": ranks_per_node}
-    return Workload(**shared | of_the_run | algorithm_counts(options))
 
 
 def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_per_node: int = 1) -> None:
@@ -206,6 +161,11 @@ def report(blueprint: Blueprint, w: Workload, device: str) -> None:
         ValueError: a memory is too small; after the tables have been printed.
     """
     costs = measure(blueprint, w)
+    gpu_gb = DEVICES[device].memory_gb
+    if gpu_gb is not None:  # as a run on these GPUs would
+        w = replace(w, shard_ranks=choose_shard_ranks(blueprint, w, costs, gpu_gb * GB))
+        if w.ranks_here > 1:
+            print(f"a copy of the transformer for {'each rank' if w.shards == 1 else f'{w.shards} ranks'}")
     held = memories(blueprint, w, costs, device)
     for memory in held:
         print("\n".join(memory_table(memory)))
@@ -286,16 +246,19 @@ def check_fits(memory: Memory, device: str) -> str:
 def work_table(w: Workload, costs: Costs, device: str) -> list[str]:
     """Lines of FLOPs and, where the device's matrix rate is known, seconds."""
     rate = getattr(DEVICES[device], w.dtype)
+    vae_rate = DEVICES[device].tf32
     title = f"a step of a rank, {w.images_of_a_rank} images"
-    assumed = f"at {UTILISATION:.0%} of {rate} TFLOP/s" if rate else ""
+    assumed = f"at {UTILISATION:.0%} of {rate} TFLOP/s, the VAE of {vae_rate}" if rate else ""
     lines = [f"{title:46}{'PFLOP':>9}{'seconds' if rate else '':>9}  {assumed}"]
-    flops = work(w, costs)
-    evaluation = flops.pop("evaluation")
-    rows = [*flops.items(), ("all", sum(flops.values()))]
-    rows.append((f"not in a step: an evaluation of {w.num_eval_images}", evaluation))
-    for name, count in rows:
-        seconds = f"{count / (rate * 1e12 * UTILISATION):9.1f}" if rate else ""
-        lines.append(f"  {name:44}{count / 1e15:9.3f}{seconds}")
+    phases = work(w, costs)
+    evaluation = phases.pop("evaluation")
+    whole = Work(sum(each.transformer for each in phases.values()), sum(each.vae for each in phases.values()))
+    rows = [*phases.items(), ("all", whole), (f"not in a step: an evaluation of {w.num_eval_images}", evaluation)]
+    for name, done in rows:
+        seconds = ""
+        if rate and vae_rate:
+            seconds = f"{done.seconds(rate * 1e12 * UTILISATION, vae_rate * 1e12 * UTILISATION):9.1f}"
+        lines.append(f"  {name:44}{sum(done) / 1e15:9.3f}{seconds}")
     return lines
 
 

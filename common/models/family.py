@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # importing these takes seconds
     import diffusers
 
 # files without a family
-NO_FAMILIES = ("__init__", "adapter_files", "cpu", "family", "hub", "lora", "memory", "prompt_cache", "vae")
+NO_FAMILIES = ("__init__", "adapter_files", "cpu", "family", "hub", "lora", "memory", "needs", "prompt_cache", "vae")
 
 Config = Mapping[str, Any]  # a config.json of diffusers
 # The transformer's inputs that come from B prompts, by name: tensors (B, ...), masks included.
@@ -74,6 +74,7 @@ class Family(ABC):
     def __init__(self, pipe: "diffusers.DiffusionPipeline") -> None:
         self.pipe = pipe
         self.transformer = pipe.transformer
+        self.negative: dict[int, Conditioning] = {}  # by length; encode_negative fills it
 
     def keep_embeddings(self, prompts: list[str], max_sequence_length: int, folder: str | None) -> None:
         """Encode the prompts into `folder`, which encode_prompts then reads; None: nothing is kept. A collective."""
@@ -106,8 +107,15 @@ class Family(ABC):
         """
 
     def encode_negative(self, guidance_scale: float, max_sequence_length: int) -> Conditioning | None:
-        """Conditioning of the empty prompt, one row; None if guidance of that scale needs no second pass."""
-        return self.encode_prompts([""], max_sequence_length) if guidance_scale > 1 else None
+        """Conditioning of the empty prompt, one row; None if guidance of that scale needs no second pass.
+
+        It is encoded once: it never changes, and the text encoders would come to the device again for each rollout.
+        """
+        if guidance_scale <= 1:
+            return None
+        if max_sequence_length not in self.negative:
+            self.negative[max_sequence_length] = self.encode_prompts([""], max_sequence_length)
+        return self.negative[max_sequence_length]
 
     @abstractmethod
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:

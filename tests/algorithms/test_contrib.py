@@ -38,7 +38,7 @@ CHANGED = {
     "contrib/dance_grpo.py": 20,
     "contrib/dgpo.py": 76,
     "contrib/flow_dppo.py": 45,
-    "contrib/mix_grpo_flash.py": 72,
+    "contrib/mix_grpo_flash.py": 76,
     "contrib/online_dpo.py": 81,
 }
 PARENTS = {
@@ -491,6 +491,7 @@ class Affine:
 
     device = torch.device("cpu")
     transformer = torch.nn.Identity()
+    pipe = SimpleNamespace(components={})  # no VAE
 
     def predict_velocity(self, x, timestep, conditioning, negative=None, guidance_scale=1.0):
         return x * timestep / 1000 + conditioning["c"].sum(1).view(-1, 1, 1, 1)

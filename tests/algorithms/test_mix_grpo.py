@@ -90,6 +90,7 @@ class Affine:
 
     device = torch.device("cpu")
     transformer = torch.nn.Identity()
+    pipe = SimpleNamespace(components={})  # no VAE
 
     def predict_velocity(self, x, timestep, conditioning, negative=None, guidance_scale=1.0):
         return x * timestep / 1000 + conditioning["c"].sum(1).view(-1, 1, 1, 1)

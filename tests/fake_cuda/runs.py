@@ -13,10 +13,10 @@ from common.data import read_prompts
 from common.models.family import find_family
 from common.models.lora import make_lora
 from common.models.memory import Blueprint
+from common.models.needs import measure, memory_parts, phase_sums, workload_of
 from common.options import parse_args
 from tests.conftest import ROOT, one_rank_environment
-from tools.needs import measure, memory_parts, phase_sums
-from tools.plan import load_script, workload_of
+from tools.plan import load_script
 
 import torch
 

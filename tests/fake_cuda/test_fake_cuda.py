@@ -204,9 +204,13 @@ def test_one_rank_has_the_cpus_numbers(one_rank, on_cpu):
     assert_close(one_rank[0], on_cpu)
 
 
-def test_two_ranks_have_the_cpus_numbers(tmp_path, reward, on_cpu):
-    rows, _ = run(tmp_path, "flow_grpo.py", *SIZES, *reward, ranks=2)
+@pytest.mark.parametrize("shard_ranks", [0, 2])
+def test_two_ranks_have_the_cpus_numbers(tmp_path, reward, on_cpu, shard_ranks):
+    """By default each holds a copy of the weights, as there is room for it, and args.json says so."""
+    rows, _ = run(tmp_path, "flow_grpo.py", *SIZES, *reward, "--shard_ranks", shard_ranks, ranks=2)
     assert_close(rows, on_cpu)
+    recorded = json.loads((tmp_path / "runs" / NAME / "args.json").read_text())
+    assert recorded["args"]["shard_ranks"] == (shard_ranks or 1)
 
 
 def test_full_weights_offloaded_with_a_prompt_cache_have_the_cpus_numbers(tmp_path, reward):

@@ -4,13 +4,14 @@ import functools
 import importlib
 from dataclasses import replace
 
+from common.models import needs
 from common.models.family import family_class
 from common.models.lora import make_lora
 from common.models.memory import Blueprint, Cost, Meter
 from common.policy import add_policies
 from tests.conftest import EMBEDDED, ROOT, SCRIPTS, embedded_model, policy_without_fsdp
 from tests.published_models import PIPELINES, PUBLISHED, presets, write_configs
-from tools import needs, plan
+from tools import plan
 
 import pytest
 import torch
@@ -175,6 +176,25 @@ def test_weights_are_whole_to_sample_where_ranks_share_them_and_no_engine_sample
         assert whole not in alone and alone[blocks].phases == ("rollout", "update"), changes
 
 
+@pytest.mark.fast
+def test_each_rank_has_a_copy_of_the_weights_where_nine_tenths_of_its_gpu_hold_it(monkeypatch):
+    """The least GPU that a copy on each of 4 ranks needs, and a byte less; full weights and offloading need shards."""
+    blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
+    four = replace(SMALL, ranks=4, ranks_here=4)
+    of_gpu = [
+        part for part in needs.memory_parts(blueprint, replace(four, shard_ranks=1), COSTS) if part.place == "device"
+    ]
+    least = max(needs.phase_sums(of_gpu).values()) / 0.9
+    choose = functools.partial(needs.choose_shard_ranks, blueprint, costs=COSTS)
+    assert choose(four, gpu_bytes=least + 2) == 1
+    assert choose(four, gpu_bytes=least - 2) == 0
+    assert choose(replace(four, shard_ranks=2), gpu_bytes=least + 2) == 2  # somebody asked for it
+    assert choose(replace(four, ranks_here=1), gpu_bytes=least + 2) == 0  # a rank alone has no one to share with
+    assert choose(replace(four, train_with=("cpu_offload",)), gpu_bytes=1e15) == 0
+    full = blueprint_of(EMBEDDED, 0, torch.float32)
+    assert needs.choose_shard_ranks(full, four, COSTS, 1e15) == 0
+
+
 # ---- the sums, by hand -----------------------------------------------------------------------------------------------
 @pytest.mark.fast
 def test_work_and_seconds(monkeypatch):
@@ -182,13 +202,16 @@ def test_work_and_seconds(monkeypatch):
     computed: 4 (3 x 10 + 10), 4 x 2 x 7, 8 (2 x 30 + 7). Another policy's passes may be made in both."""
     policies = ("trained", "average", "reference")
     w = replace(SMALL, ranks=2, epochs_per_rollout=2, policies=policies, rollout="vllm", old_log_prob="recompute")
-    expected = {"rollout": 160, "old log-probs": 56, "update": 536, "evaluation": 2 * (1 * 10 + 10)}
+    expected = {"rollout": (120, 40), "old log-probs": (56, 0), "update": (536, 0), "evaluation": (2 * 10, 2 * 10)}
     assert needs.work(w, COSTS) == expected
-    assert needs.work(replace(w, acting_epochs=2), COSTS)["update"] == 592
-    assert needs.work(replace(SMALL, sampled_steps=0), COSTS) == {"update": 8 * 2 * 30, "evaluation": 4 * 20}
-    monkeypatch.setitem(plan.DEVICES, "rtx4090", plan.Device(24, 165, 1e-12))  # a FLOP a second
-    rollout = next(line for line in plan.work_table(w, COSTS, "rtx4090") if line.startswith("  rollout "))
-    assert rollout.split() == ["rollout", "0.000", "400.0"]  # 160 FLOP at 0.4
+    assert needs.work(replace(w, acting_epochs=2), COSTS)["update"].transformer == 592
+    assert needs.work(replace(SMALL, sampled_steps=0), COSTS) == {"update": (8 * 2 * 30, 0), "evaluation": (40, 40)}
+    # a FLOP a second of the transformer, and two of the VAE
+    monkeypatch.setitem(plan.DEVICES, "rtx4090", plan.Device(24, 165, 1e-12, 2e-12))
+    lines = plan.work_table(w, COSTS, "rtx4090")
+    found = {name: next(line for line in lines if line.startswith(f"  {name} ")) for name in ("rollout", "all")}
+    assert found["rollout"].split() == ["rollout", "0.000", "350.0"]  # 120 and 40 / 2 FLOP at 0.4
+    assert found["all"].split() == ["all", "0.000", "1830.0"]
 
 
 @pytest.mark.fast
@@ -300,7 +323,7 @@ CHANGED = [
 @pytest.mark.parametrize(("script", "changes", "expected"), [*((script, {}, GRPO) for script in SCRIPTS[:3]), *CHANGED])
 def test_an_algorithm_is_known_by_its_options(script, changes, expected):
     args = replace(importlib.import_module(script.removesuffix(".py")).Args(), **changes)
-    w = plan.workload_of(vars(args), num_eval_prompts=100, ranks=2, ranks_per_node=1)
+    w = needs.workload_of(vars(args), num_eval_prompts=100, ranks=2, ranks_per_node=1)
     assert {name: getattr(w, name) for name in expected} == expected
     assert (w.ranks, w.shards, w.num_eval_images) == (2, 1, 100)
 
@@ -335,15 +358,20 @@ def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "not counted: the networks of clip_score, whose sizes docs/rewards.md has"
     assert lines[1] == "not counted: whatever mine.py:mine loads"
-    assert lines[2].startswith("GB of each of 4 GPUs, h100-80") and lines[-1].startswith("peak ")
-    for words in ("  activations of 16 images ", "GB of a node's memory, 2 ranks", "  weights gathered to sample"):
+    assert lines[2] == "a copy of the transformer for each rank"
+    assert lines[3].startswith("GB of each of 4 GPUs, h100-80") and lines[-1].startswith("peak ")
+    for words in ("  activations of 16 images ", "GB of a node's memory, 2 ranks"):
         assert any(line.startswith(words) for line in lines), words
     assert not any("engine" in line for line in lines)
+    assert fork("--rollout", "local", "--ranks", 4, "--ranks_per_node", 2, "--shard_ranks", 2) is None
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "a copy of the transformer for 2 ranks"
+    assert any(line.startswith("  weights gathered to sample") for line in lines)
 
 
 @pytest.mark.fast
 def test_what_cannot_be_planned_ends_with_a_line(fork, tmp_path, monkeypatch):
-    monkeypatch.setitem(plan.DEVICES, "rtx4090", plan.Device(0.5, 165, 82.6))
+    monkeypatch.setitem(plan.DEVICES, "rtx4090", plan.Device(0.5, 165, 82.6, 82.6))
     line = fork("--rollout", "local", device="rtx4090")
     assert line.startswith("rtx4090: the run needs ") and "of the 0.5 GB of a GPU" in line
     assert fork("--ranks", 3, "--ranks_per_node", 2).startswith("--ranks 3: must be a multiple")
@@ -353,7 +381,7 @@ def test_what_cannot_be_planned_ends_with_a_line(fork, tmp_path, monkeypatch):
     (tmp_path / "fork.py").write_text("Args = 1\n")
     assert fork().startswith("fork.py: has no check")
     with pytest.raises(ValueError, match="^has none of --num_pairs, --timestep_fraction, --sde_window_size"):
-        plan.algorithm_counts({"ema_decay": 0.0})
+        needs.algorithm_counts({"ema_decay": 0.0})
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
@@ -367,7 +395,9 @@ def test_a_preset_fits(number, published, tmp_path, monkeypatch):
     module = plan.load_script(str(ROOT / script))
     args = module.check(module.parse_args(module.Args, "", options))
     blueprint = blueprint_of(published(args.model), args.lora_rank)
-    w = plan.workload_of(vars(args), num_eval_prompts=256, ranks=ranks, ranks_per_node=ranks)
-    gpu = plan.memories(blueprint, w, needs.measure(blueprint, w), device)[0]
+    w = needs.workload_of(vars(args), num_eval_prompts=256, ranks=ranks, ranks_per_node=ranks)
+    costs = needs.measure(blueprint, w)
+    w = replace(w, shard_ranks=needs.choose_shard_ranks(blueprint, w, costs, plan.DEVICES[device].memory_gb * needs.GB))
+    gpu = plan.memories(blueprint, w, costs, device)[0]
     print(gpu.peak_gb)
     assert gpu.owner == "a GPU" and gpu.peak_gb < 0.9 * gpu.limit_gb

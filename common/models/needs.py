@@ -1,15 +1,21 @@
 """What a run needs: memory by phase, FLOPs and bytes, from the options and the model's configs alone.
 
 A Workload says what a run does. Its passes are counted by common/models/memory.py, which takes them without weights.
-The functions here add up what that means for a GPU, an engine's GPU and a node. tools/plan.py prints it.
+The functions here add up what that means for a GPU, an engine's GPU and a node. tools/plan.py prints it, and a run on
+GPUs asks whether each rank can hold a copy of the weights (`fit_shard_ranks`).
 """
 
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
+from common.distributed import gather_objects, on_rank_0
+from common.models.family import Family
+from common.models.lora import LoRA
 from common.models.memory import Blueprint, Cost
 from common.models.vae import PIXELS_AT_ONCE
+from common.process import say
 
 import torch
 
@@ -20,6 +26,7 @@ TRAINER_PROCESS = 0.5 * GB
 ENGINE_PROCESS = 0.8 * GB
 # GPU memory that CUDA, its libraries and NCCL take for each process: an assumption
 CUDA_PROCESS = 0.8 * GB
+FREE = 0.1  # share of a GPU that stays free, for the allocator's gaps and what is not counted
 
 
 @dataclass
@@ -88,6 +95,55 @@ class Workload:
     def engine_batch(self) -> int:
         """Images that the engine samples at once."""
         return min(self.rollout_batch_size, self.images_of_a_rank)
+
+
+def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option may be of any type
+    """How many images and passes an algorithm takes, and what its policies are: fields of Workload.
+
+    An algorithm is known by an option that only it has, so that a fork is planned like its parent.
+
+    Raises:
+        ValueError: it has none of these options.
+    """
+    kl = ["reference"] if options.get("kl_coef", 0) > 0 else []
+    average = ["average"] if options["ema_decay"] > 0 else []
+    if (
+        "num_pairs" in options
+    ):  # offline DPO: pairs at one timestep each, without guidance; a training step samples none
+        return {
+            "num_images": 2 * options["num_pairs"],
+            "micro_batch_images": 2 * options["micro_batch_size"],
+            "sampled_steps": 0,
+            "trained_steps": 1,
+            "trained_guidance": 1.0,
+            "policies": ("trained", *average, "reference"),
+        }
+    if "timestep_fraction" not in options and "sde_window_size" not in options:
+        raise ValueError("has none of --num_pairs, --timestep_fraction, --sde_window_size, which say what it trains")
+    steps = options["num_inference_steps"]
+    counts = {
+        "num_images": options["num_prompts"] * options["group_size"],
+        "micro_batch_images": options["micro_batch_size"],
+        "sampled_steps": steps,
+        "trained_guidance": options.get("guidance_scale", 1.0),
+        "policies": ("trained", *average, *kl),
+    }
+    if "timestep_fraction" in options:  # DiffusionNFT and its kin: `old` acts, on noise that every epoch draws again
+        counts["trained_steps"] = int(options["timestep_fraction"] * steps) or 1
+        counts["acting_epochs"] = options["epochs_per_rollout"]
+        counts["policies"] = ("trained", "old", *average, *kl)
+    else:  # Flow-GRPO and its kin
+        counts["trained_steps"] = options["sde_window_size"] or steps - 1
+    return counts
+
+
+def workload_of(options: dict[str, Any], num_eval_prompts: int, ranks: int, ranks_per_node: int) -> Workload:
+    """The Workload of a script's options, {name: value}."""
+    known = {field.name for field in fields(Workload)}
+    shared = {name: value for name, value in options.items() if name in known}
+    num_eval_images = num_eval_prompts * options["eval_images_per_prompt"]
+    of_the_run = {"num_eval_images": num_eval_images, "ranks": ranks, "ranks_here": ranks_per_node}
+    return Workload(**shared | of_the_run | algorithm_counts(options))
 
 
 class Costs(NamedTuple):
@@ -307,22 +363,65 @@ def phase_sums(parts: Iterable[Part]) -> dict[str, float]:
     return {phase: sum(part.num_bytes for part in parts if phase in part.phases) for phase in PHASES}
 
 
+# ---- a copy for each rank, or shards ---------------------------------------------------------------------------------
+def choose_shard_ranks(blueprint: Blueprint, w: Workload, costs: Costs, gpu_bytes: float) -> int:
+    """What --shard_ranks 0 stands for on GPUs: 1, a copy of the weights on every rank, or 0, one for a node's ranks.
+
+    A copy saves gathering the weights in every pass. It needs a LoRA, whose base has no gradients or moments, and nine
+    tenths of a GPU.
+    """
+    if w.shard_ranks or w.ranks_here == 1 or not is_lora(blueprint) or "cpu_offload" in w.train_with:
+        return w.shard_ranks
+    parts = memory_parts(blueprint, replace(w, shard_ranks=1), costs)
+    peak = max(phase_sums(part for part in parts if part.place == "device").values())
+    return 1 if peak <= (1 - FREE) * gpu_bytes else 0
+
+
+def fit_shard_ranks(family: type[Family], lora: LoRA | None, options: dict[str, Any], num_eval_prompts: int) -> int:
+    """choose_shard_ranks of a run on this machine's GPUs, by its options, {name: value}. A collective."""
+    chosen = 0
+    ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
+    if on_rank_0() and lora and ranks_here > 1:
+        w = workload_of(options, num_eval_prompts, int(os.environ["WORLD_SIZE"]), ranks_here)
+        blueprint = Blueprint(family, options["model"], lora, getattr(torch, w.dtype))
+        gpu_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        chosen = choose_shard_ranks(blueprint, w, measure(blueprint, w), gpu_bytes)
+        say(
+            "each rank holds a copy of the transformer"
+            if chosen
+            else f"{ranks_here} ranks share a copy of the transformer"
+        )
+    return gather_objects(chosen)[0]
+
+
 # ---- work ------------------------------------------------------------------------------------------------------------
-def work(w: Workload, costs: Costs) -> dict[str, float]:
-    """{phase: FLOPs} of a rank's step. The last phase, an evaluation, is not part of a step."""
+class Work(NamedTuple):
+    """FLOPs of a phase. Their rates differ."""
+
+    transformer: float  # in --dtype
+    vae: float = 0  # in fp32, whose convolutions torch does in TF32 on a GPU
+
+    def seconds(self, rate: float, vae_rate: float) -> float:
+        """At so many FLOPs a second of the one and of the other."""
+        return self.transformer / rate + self.vae / vae_rate
+
+
+def work(w: Workload, costs: Costs) -> dict[str, Work]:
+    """{phase: Work} of a rank's step. The last phase, an evaluation, is not part of a step."""
     n = w.images_of_a_rank
     passes = n * w.trained_steps
     num_acting = sum(policy not in ("trained", "average") for policy in w.policies)
-    flops: dict[str, float] = {}
+    phases = {}
     if w.sampled_steps:
-        flops["rollout"] = n * (w.sampled_steps * costs.sampling.flops + costs.decoding.flops)
+        phases["rollout"] = Work(n * w.sampled_steps * costs.sampling.flops, n * costs.decoding.flops)
     if w.has_engine and w.old_log_prob == "recompute":  # a local rollout's log-probs are the trainer's own
-        flops["old log-probs"] = passes * costs.forward.flops
+        phases["old log-probs"] = Work(passes * costs.forward.flops)
     trained = w.epochs_per_rollout * costs.training.flops
-    flops["update"] = passes * (trained + w.acting_epochs * num_acting * costs.forward.flops)
+    phases["update"] = Work(passes * (trained + w.acting_epochs * num_acting * costs.forward.flops))
     evaluated = -(-w.num_eval_images // w.ranks)
-    flops["evaluation"] = evaluated * (w.eval_num_inference_steps * costs.sampling.flops + costs.decoding.flops)
-    return flops
+    sampled = evaluated * w.eval_num_inference_steps * costs.sampling.flops
+    phases["evaluation"] = Work(sampled, evaluated * costs.decoding.flops)
+    return phases
 
 
 def pipe_bytes(blueprint: Blueprint, w: Workload) -> tuple[int, int]:
