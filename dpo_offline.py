@@ -84,8 +84,8 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     """optimizer steps of the run"""
     num_pairs: PositiveInt = 64
     """pairs per optimizer step, over all ranks"""
-    micro_batch_size: PositiveInt = 64
-    """pairs per forward and backward pass on a rank, and images per sampling batch; lowered to what a rank has"""
+    micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
+    """pairs per pass on a rank, and images per sampling batch; at most what a rank has; 0: what fits on a GPU"""
     learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
     """learning rate of AdamW"""
 
@@ -444,7 +444,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks)
-    args = replace(args, shard_ranks=inputs.fit_shard_ranks(vars(args)))
+    args = replace(args, **inputs.fit_to_gpus(vars(args)))
     run = start_run(args, inputs)
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)

@@ -213,7 +213,7 @@ class GroupSampler:
 def fit_micro_batch(
     count: int, num_mini_batches: int, micro_batch_size: int, options: str = "--num_prompts x --group_size"
 ) -> int:
-    """The micro-batch size, lowered to a rank's share of a mini-batch if that is smaller.
+    """The micro-batch size, lowered to a rank's share of a mini-batch if that is smaller. 0 stays 0.
 
     Raises:
         ValueError: `count` images (or pairs), made by `options`, do not divide into mini-batches, ranks, micro-batches.
@@ -223,7 +223,7 @@ def fit_micro_batch(
         raise ValueError(f"{options} = {count} cannot be cut into {num_mini_batches} mini-batches x {world_size} ranks")
     per_rank = count // (num_mini_batches * world_size)
     micro_batch_size = min(micro_batch_size, per_rank)
-    if per_rank % micro_batch_size:
+    if micro_batch_size and per_rank % micro_batch_size:
         raise ValueError(
             f"--micro_batch_size {micro_batch_size}: a rank's share of a mini-batch, {per_rank}, cannot be cut into it "
             f"({options} = {count}, {num_mini_batches} mini-batches, {world_size} ranks)"

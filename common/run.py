@@ -68,16 +68,25 @@ class Inputs(NamedTuple):
         """The prompts that a run of `count` draws can ask for: the drawn ones once each, and the held-out ones."""
         return self.train_set.first_drawn(count, seed) + self.eval_set.prompts
 
-    def fit_shard_ranks(self, options: dict) -> int:
-        """--shard_ranks, where 0 on GPUs is 1 if every rank has room for a copy of the weights. A collective.
+    def fit_to_gpus(self, options: dict) -> dict:
+        """--shard_ranks and --micro_batch_size, where 0 on GPUs becomes what they have room for. A collective.
 
-        options: all of them, {name: value}.
+        options: all of them, {name: value}. A resumed run keeps the micro-batch that was chosen for it.
+
+        Raises:
+            RunError: --micro_batch_size 0 without a GPU.
         """
-        if options["shard_ranks"] or not torch.cuda.is_available():
-            return options["shard_ranks"]
-        from common.models.needs import fit_shard_ranks  # only GPUs need it
+        if not torch.cuda.is_available():
+            if not options["micro_batch_size"]:
+                raise RunError("--micro_batch_size 0: takes what a GPU has room for, and here is none: pass a number")
+            return {}
+        from common.models.needs import fit_to_gpus  # a CPU needs none of it
 
-        return fit_shard_ranks(self.family, self.lora, options, len(self.eval_set))
+        saved = self.checkpoint and self.checkpoint.parents[1] / "args.json"
+        if saved and saved.is_file() and not options["micro_batch_size"]:
+            kept = json.loads(saved.read_text(encoding="utf-8"))["args"]["micro_batch_size"]
+            options = options | {"micro_batch_size": kept}
+        return fit_to_gpus(self.family, self.lora, options, len(self.eval_set))
 
 
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends

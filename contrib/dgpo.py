@@ -101,8 +101,8 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on"""
-    micro_batch_size: PositiveInt = 64
-    """images per forward and backward pass on a rank, and per local sampling batch; at most a mini-batch's share"""
+    micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
+    """images per pass on a rank, and per local sampling batch; at most a mini-batch's share; 0: what fits on a GPU"""
     learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
     """learning rate of AdamW (Flow-GRPO: 3e-4)"""
 
@@ -528,7 +528,8 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch, step: int)
             if math.isfinite(grad_norm):  # it is over all ranks: they skip together
                 grad_norms.append(grad_norm)
                 finite_passes += passes
-    metrics["actor/skipped_steps"] = args.epochs_per_rollout * len(mini_batches) - len(grad_norms)
+    num_updates = args.epochs_per_rollout * len(mini_batches)
+    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)
     metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
     if grad_norms:
         metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
@@ -581,7 +582,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks)
-    args = replace(args, shard_ranks=inputs.fit_shard_ranks(vars(args)))
+    args = replace(args, **inputs.fit_to_gpus(vars(args)))
     run = start_run(args, inputs)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)

@@ -32,6 +32,9 @@ from diffusers import (
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoTokenizer,
+    CLIPConfig,
+    CLIPImageProcessorPil,
+    CLIPModel,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
@@ -68,6 +71,29 @@ def clip_text_encoder(width):
         pad_token_id=tokens.pad_token_id,
     )
     return CLIPTextModel(config)
+
+
+CLIP_PIXELS = 32  # a side of the images of make_clip's model
+CLIP_WIDTH = 16  # of its embeddings
+
+
+def make_clip(folder, seed):
+    """A random CLIP of two layers, large enough that embeddings differ, with the embedded model's tokenizer."""
+    tokens = AutoTokenizer.from_pretrained(EMBEDDED / "tokenizer", model_max_length=77)
+    shared = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = shared | {"vocab_size": len(tokens), "max_position_embeddings": 77, "projection_dim": CLIP_WIDTH}
+    text |= {"bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id}
+    vision = shared | {"image_size": CLIP_PIXELS, "patch_size": 8, "projection_dim": CLIP_WIDTH}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=CLIP_WIDTH))
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        if weight.dim() > 1:  # not the biases, which all inputs share
+            torch.nn.init.normal_(weight, std=0.3, generator=generator)
+    torch.nn.init.constant_(model.logit_scale, 3.21)
+    model.save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    CLIPImageProcessorPil(size={"shortest_edge": CLIP_PIXELS}, crop_size=CLIP_PIXELS).save_pretrained(folder)
+    return folder
 
 
 def autoencoder(latent_channels, factor=4):

@@ -14,7 +14,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -32,7 +31,8 @@ from common.models.needs import (
     Part,
     Work,
     Workload,
-    choose_shard_ranks,
+    choose_options,
+    describe,
     measure,
     memory_parts,
     on_one_memory,
@@ -130,6 +130,9 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
         w = workload_of(options, len(eval_set), ranks, ranks_per_node)
     except ValueError as error:
         raise ValueError(f"{script}: {error}") from None
+    gpu_gb = DEVICES[device].memory_gb
+    if gpu_gb is None and not args.micro_batch_size:
+        raise ValueError("--micro_batch_size 0: takes what a GPU has room for, and this is a CPU: pass a number")
 
     height, width = args.image_size
     guidance_scale = options.get("guidance_scale", 1.0)
@@ -140,6 +143,10 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
     blueprint = Blueprint(family, args.model, lora, getattr(torch, w.dtype))
     print_uncounted([*args.reward, *args.eval_reward])
+    if gpu_gb is not None:  # as a run on these GPUs chooses them
+        chosen = choose_options(blueprint, options, len(eval_set), ranks, ranks_per_node, gpu_gb * GB)
+        print(describe(chosen, ranks_per_node))
+        w = workload_of(options | chosen, len(eval_set), ranks, ranks_per_node)
     report(blueprint, w, device)
 
 
@@ -161,11 +168,6 @@ def report(blueprint: Blueprint, w: Workload, device: str) -> None:
         ValueError: a memory is too small; after the tables have been printed.
     """
     costs = measure(blueprint, w)
-    gpu_gb = DEVICES[device].memory_gb
-    if gpu_gb is not None:  # as a run on these GPUs would
-        w = replace(w, shard_ranks=choose_shard_ranks(blueprint, w, costs, gpu_gb * GB))
-        if w.ranks_here > 1:
-            print(f"a copy of the transformer for {'each rank' if w.shards == 1 else f'{w.shards} ranks'}")
     held = memories(blueprint, w, costs, device)
     for memory in held:
         print("\n".join(memory_table(memory)))

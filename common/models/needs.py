@@ -363,7 +363,12 @@ def phase_sums(parts: Iterable[Part]) -> dict[str, float]:
     return {phase: sum(part.num_bytes for part in parts if phase in part.phases) for phase in PHASES}
 
 
-# ---- a copy for each rank, or shards ---------------------------------------------------------------------------------
+# ---- what a GPU has room for -----------------------------------------------------------------------------------------
+def gpu_peak(blueprint: Blueprint, w: Workload, costs: Costs) -> float:
+    """The most bytes that a rank's GPU holds."""
+    return max(phase_sums(part for part in memory_parts(blueprint, w, costs) if part.place == "device").values())
+
+
 def choose_shard_ranks(blueprint: Blueprint, w: Workload, costs: Costs, gpu_bytes: float) -> int:
     """What --shard_ranks 0 stands for on GPUs: 1, a copy of the weights on every rank, or 0, one for a node's ranks.
 
@@ -372,26 +377,54 @@ def choose_shard_ranks(blueprint: Blueprint, w: Workload, costs: Costs, gpu_byte
     """
     if w.shard_ranks or w.ranks_here == 1 or not is_lora(blueprint) or "cpu_offload" in w.train_with:
         return w.shard_ranks
-    parts = memory_parts(blueprint, replace(w, shard_ranks=1), costs)
-    peak = max(phase_sums(part for part in parts if part.place == "device").values())
-    return 1 if peak <= (1 - FREE) * gpu_bytes else 0
+    return 1 if gpu_peak(blueprint, replace(w, shard_ranks=1), costs) <= (1 - FREE) * gpu_bytes else 0
 
 
-def fit_shard_ranks(family: type[Family], lora: LoRA | None, options: dict[str, Any], num_eval_prompts: int) -> int:
-    """choose_shard_ranks of a run on this machine's GPUs, by its options, {name: value}. A collective."""
-    chosen = 0
+def choose_options(
+    blueprint: Blueprint, options: dict[str, Any], num_eval_prompts: int, ranks: int, ranks_here: int, gpu_bytes: float
+) -> dict[str, int]:
+    """--shard_ranks and --micro_batch_size of a run on such GPUs, by its options, {name: value}: what 0 stands for.
+
+    The micro-batch is the largest that divides a rank's share of an optimizer step and leaves a tenth of the GPU free.
+    """
+    size = options["micro_batch_size"]
+    w = workload_of(options | {"micro_batch_size": size or 1}, num_eval_prompts, ranks, ranks_here)
+    costs = measure(blueprint, w)
+    w = replace(w, shard_ranks=choose_shard_ranks(blueprint, w, costs, gpu_bytes))
+    if not size:
+        of_one = w.micro_batch_images  # 1, and 2 for a pair
+        share = w.images_of_a_rank // (of_one * options.get("updates_per_rollout", 1))
+        for size in range(share, 0, -1):
+            if share % size == 0:
+                w = replace(w, micro_batch_images=size * of_one)
+                decoding = blueprint.decoding(w.micro_batch_images, w.image_size, w.num_frames)
+                if gpu_peak(blueprint, w, costs._replace(decoding_batch=decoding)) <= (1 - FREE) * gpu_bytes:
+                    break
+    return {"shard_ranks": w.shard_ranks, "micro_batch_size": size}
+
+
+def fit_to_gpus(
+    family: type[Family], lora: LoRA | None, options: dict[str, Any], num_eval_prompts: int
+) -> dict[str, int]:
+    """choose_options on this machine's GPUs. Rank 0 counts, and says what it chose. A collective."""
+    chosen = {name: options[name] for name in ("shard_ranks", "micro_batch_size")}
     ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
-    if on_rank_0() and lora and ranks_here > 1:
-        w = workload_of(options, num_eval_prompts, int(os.environ["WORLD_SIZE"]), ranks_here)
-        blueprint = Blueprint(family, options["model"], lora, getattr(torch, w.dtype))
+    chooses_copies = lora and ranks_here > 1 and not options["shard_ranks"]
+    if on_rank_0() and (chooses_copies or not options["micro_batch_size"]):
+        blueprint = Blueprint(family, options["model"], lora, getattr(torch, options["dtype"]))
         gpu_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        chosen = choose_shard_ranks(blueprint, w, measure(blueprint, w), gpu_bytes)
-        say(
-            "each rank holds a copy of the transformer"
-            if chosen
-            else f"{ranks_here} ranks share a copy of the transformer"
+        chosen = choose_options(
+            blueprint, options, num_eval_prompts, int(os.environ["WORLD_SIZE"]), ranks_here, gpu_bytes
         )
+        say(describe(chosen, ranks_here))
     return gather_objects(chosen)[0]
+
+
+def describe(chosen: dict[str, int], ranks_here: int) -> str:
+    """The line of a run and of a plan about choose_options' value."""
+    sharing = chosen["shard_ranks"] or ranks_here
+    owner = "each rank" if sharing == 1 else f"{sharing} ranks"
+    return f"a copy of the transformer for {owner}; micro-batches of {chosen['micro_batch_size']}"
 
 
 # ---- work ------------------------------------------------------------------------------------------------------------

@@ -14,15 +14,42 @@ from common.checkpoints import atomic_file, open_run, save_checkpoint, saved_che
 from common.data import PromptSet
 from common.distributed import gather, gather_objects, gather_objects_on_rank_0
 from common.errors import NothingBegun, RunError
+from common.models import needs
 from common.models.adapter_files import read_lora
 from common.rewards.scoring import Scorer, load_rewards
-from common.run import Run, create_run_folder, over_ranks
+from common.run import Inputs, Run, create_run_folder, over_ranks
 from tests.conftest import ROOT, read_metrics
 
 import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+
+
+# ---- what a GPU has room for -----------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_without_a_gpu_options_stay_and_a_micro_batch_of_0_is_refused():
+    inputs = Inputs(None, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=None)
+    assert inputs.fit_to_gpus({"shard_ranks": 0, "micro_batch_size": 4}) == {}
+    with pytest.raises(RunError, match=r"^--micro_batch_size 0: takes what a GPU has room for, and here is none"):
+        inputs.fit_to_gpus({"shard_ranks": 0, "micro_batch_size": 0})
+
+
+@pytest.mark.fast
+def test_a_resumed_run_keeps_the_micro_batch_that_was_chosen(tmp_path, monkeypatch):
+    """It decides the order of sums, so that another one would change the last digits."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(needs, "fit_to_gpus", lambda family, lora, options, count: asked.append(options))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "args.json").write_text(json.dumps({"args": {"micro_batch_size": 16}}))
+    checkpoint = tmp_path / "checkpoints" / "step_000001.pt"
+    inputs = Inputs(None, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=checkpoint)
+    for given in (0, 8):
+        inputs.fit_to_gpus({"shard_ranks": 0, "micro_batch_size": given})
+    (tmp_path / "args.json").unlink()
+    inputs.fit_to_gpus({"shard_ranks": 0, "micro_batch_size": 0})
+    assert [options["micro_batch_size"] for options in asked] == [16, 8, 0]
 
 
 # ---- atomic_file -----------------------------------------------------------------------------------------------------

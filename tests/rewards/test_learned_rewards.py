@@ -11,38 +11,20 @@ from common.rewards.clip_score import CHUNK, clip_score, embed_images, embed_pro
 from common.rewards.pickscore import pickscore
 from common.rewards.scoring import Scorer, load_rewards, score_images
 from common.rewards.user_code import load_function
-from tests.conftest import EMBEDDED, ROOT, TINY, assert_one_line, few_eval_prompts, read_metrics, run_here
+from tests.conftest import ROOT, TINY, assert_one_line, few_eval_prompts, read_metrics, run_here
+from tests.tiny_models import CLIP_PIXELS, CLIP_WIDTH, make_clip
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessorPil, CLIPModel
+from transformers import AutoTokenizer, CLIPModel
 
 NAMES = ["pickscore", "clip_score", "aesthetic"]
 REWARDS = {"pickscore": pickscore, "clip_score": clip_score, "aesthetic": aesthetic}
-SIZE = 32  # pixels of the tiny CLIP's images
-WIDTH = 16  # of its embeddings
-
-
-def make_clip(folder, seed):
-    """A random CLIP of two layers, large enough that embeddings differ, with the embedded model's tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "tokenizer", model_max_length=77)
-    shared = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = shared | {"vocab_size": len(tokenizer), "max_position_embeddings": 77, "projection_dim": WIDTH}
-    text |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    vision = shared | {"image_size": SIZE, "patch_size": 8, "projection_dim": WIDTH}
-    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=WIDTH))
-    generator = torch.Generator().manual_seed(seed)
-    for weight in model.parameters():
-        if weight.dim() > 1:  # not the biases, which all inputs share
-            torch.nn.init.normal_(weight, std=0.3, generator=generator)
-    torch.nn.init.constant_(model.logit_scale, 3.21)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size=SIZE).save_pretrained(folder)
-    return folder
+SIZE = CLIP_PIXELS
+WIDTH = CLIP_WIDTH
 
 
 class PublishedMLP(torch.nn.Module):

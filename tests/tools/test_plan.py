@@ -195,6 +195,21 @@ def test_each_rank_has_a_copy_of_the_weights_where_nine_tenths_of_its_gpu_hold_i
     assert needs.choose_shard_ranks(full, four, COSTS, 1e15) == 0
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(("script", "largest", "smaller"), [("flow_grpo.py", 64, 16), ("dpo_offline.py", 64, 16)])
+def test_a_micro_batch_of_0_is_the_largest_that_divides_a_share_and_fits(script, largest, smaller):
+    """A share of 64 images, or of 64 pairs. The least GPU for 16 of them does not hold 32."""
+    blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
+    options = vars(importlib.import_module(script.removesuffix(".py")).Args()) | {"micro_batch_size": 0}
+    options["rollout"] = "local"
+    w = needs.workload_of(options | {"micro_batch_size": smaller}, 4, ranks=1, ranks_per_node=1)
+    least = needs.gpu_peak(blueprint, w, needs.measure(blueprint, w)) / 0.9
+    found = [needs.choose_options(blueprint, options, 4, 1, 1, size) for size in (1e15, least + 2, 1)]
+    assert [chosen["micro_batch_size"] for chosen in found] == [largest, smaller, 1]
+    given = needs.choose_options(blueprint, options | {"micro_batch_size": 8}, 4, 1, 1, 1e15)
+    assert given == {"shard_ranks": 0, "micro_batch_size": 8}
+
+
 # ---- the sums, by hand -----------------------------------------------------------------------------------------------
 @pytest.mark.fast
 def test_work_and_seconds(monkeypatch):
@@ -358,14 +373,14 @@ def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "not counted: the networks of clip_score, whose sizes docs/rewards.md has"
     assert lines[1] == "not counted: whatever mine.py:mine loads"
-    assert lines[2] == "a copy of the transformer for each rank"
+    assert lines[2] == "a copy of the transformer for each rank; micro-batches of 16"
     assert lines[3].startswith("GB of each of 4 GPUs, h100-80") and lines[-1].startswith("peak ")
     for words in ("  activations of 16 images ", "GB of a node's memory, 2 ranks"):
         assert any(line.startswith(words) for line in lines), words
     assert not any("engine" in line for line in lines)
     assert fork("--rollout", "local", "--ranks", 4, "--ranks_per_node", 2, "--shard_ranks", 2) is None
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "a copy of the transformer for 2 ranks"
+    assert lines[0] == "a copy of the transformer for 2 ranks; micro-batches of 16"
     assert any(line.startswith("  weights gathered to sample") for line in lines)
 
 
@@ -378,6 +393,7 @@ def test_what_cannot_be_planned_ends_with_a_line(fork, tmp_path, monkeypatch):
     assert fork("--ranks", 3).startswith("--num_prompts x --group_size = 256 cannot be cut")  # by its check
     assert fork(script="no_such.py") == "no_such.py: no such script"
     assert fork("--reward", "unknown").startswith("--reward unknown: unknown")
+    assert fork("--micro_batch_size", 0, device="cpu").startswith("--micro_batch_size 0: takes what a GPU has room for")
     (tmp_path / "fork.py").write_text("Args = 1\n")
     assert fork().startswith("fork.py: has no check")
     with pytest.raises(ValueError, match="^has none of --num_pairs, --timestep_fraction, --sde_window_size"):
