@@ -7,12 +7,13 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import sys
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common.distributed import on_rank_0
@@ -51,6 +52,22 @@ def saved_checkpoints(run: Path | str) -> list[Path]:
     return sorted(paths, key=checkpoint_step)
 
 
+def checkpoint_path(run: Path | str, step: int) -> Path:
+    """run/checkpoints/step_000030.pt."""
+    return Path(run) / "checkpoints" / f"step_{step:06d}.pt"
+
+
+def shards_of(path: Path) -> Path:
+    """The folder with the tensors of a checkpoint of full weights; one of a LoRA has none (common/models/shards.py)."""
+    return path.with_suffix(".shards")
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint: its file first, as shards without it are no checkpoint."""
+    path.unlink()
+    shutil.rmtree(shards_of(path), ignore_errors=True)
+
+
 def save_checkpoint(run: Path | str, step: int, state: dict, keep: int) -> None:
     """Write `state` as run/checkpoints/step_000030.pt, then remove all but the newest `keep` (at least 1). On rank 0.
 
@@ -61,7 +78,7 @@ def save_checkpoint(run: Path | str, step: int, state: dict, keep: int) -> None:
     """
     if not on_rank_0():
         return
-    path = Path(run) / "checkpoints" / f"step_{step:06d}.pt"
+    path = checkpoint_path(run, step)
     try:
         with atomic_file(path) as temporary:
             with open(temporary, "wb") as file:
@@ -72,9 +89,12 @@ def save_checkpoint(run: Path | str, step: int, state: dict, keep: int) -> None:
     saved = saved_checkpoints(run)
     up_to_this = saved[: saved.index(path) + 1]  # not those of later steps, which an older --resume left behind
     for old in up_to_this[:-keep]:
-        old.unlink()
+        remove_checkpoint(old)
     for stale in path.parent.glob(".step_*.new"):  # left by a kill
         stale.unlink()
+    for folder in path.parent.glob("step_*.shards"):  # as well, where no file came
+        if not folder.with_suffix(".pt").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_checkpoint(path: Path | str) -> dict:
@@ -94,16 +114,27 @@ def read_checkpoint(path: Path | str) -> tuple[str, dict]:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(saved, dict) or not isinstance(saved.get("script"), str):
             raise ValueError("torch saved it, but no script of ours")
+        for name, (size, _) in saved.get("shards", {}).items():  # their CRC32s are checked by all ranks together
+            file = Path(path).parent / name
+            if not file.is_file() or file.stat().st_size != size:
+                raise ValueError(f"{name} is missing or truncated")
         return saved.pop("script"), saved
     except Exception as error:  # a flipped byte can make the readers of zip and pickle raise nearly anything
         first_line = reason(error).strip().partition("\n")[0]
         raise ValueError(brief(f"{path} is not a whole checkpoint ({first_line})")) from error
 
 
+_checked: set[tuple] = set()  # files whose bytes this process has checked already: name, size, time, inode
+
+
 def check_archive(path: Path | str) -> None:
-    """Raises ValueError, or what zipfile raises, where the zip file at `path` is damaged."""
+    """Raises ValueError, or what zipfile raises, where the zip file at `path` is damaged. Reads a file once."""
     if Path(path).exists() and not Path(path).is_file():
         raise ValueError("it is no file")  # a pipe would be waited for
+    found = Path(path).stat()
+    version = (str(path), found.st_size, found.st_mtime_ns, found.st_ino)
+    if version in _checked:
+        return
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
         if damaged:
@@ -112,6 +143,7 @@ def check_archive(path: Path | str) -> None:
         for record in archive.infolist():
             if record.external_attr & IS_FOLDER:
                 raise ValueError(f"{record.filename} is marked as a folder")
+    _checked.add(version)
 
 
 # ---- resuming from one -----------------------------------------------------------------------------------------------
@@ -207,18 +239,14 @@ def check_unchanged(run: Path, checkpoint: Path | None) -> None:
     chosen = -1
     if checkpoint is not None and Path(checkpoint).is_relative_to(run):
         chosen = checkpoint_step(checkpoint)
+    newer = []
     for path in saved_checkpoints(run):
-        if checkpoint_step(path) > chosen and is_good(path):
-            raise NothingBegun(f"{run} was written to while this run was starting: give the same command again")
-
-
-def is_good(path: Path) -> bool:
-    """Whether the file is a whole checkpoint."""
-    try:
-        load_checkpoint(path)
-    except ValueError:
-        return False
-    return True
+        with suppress(ValueError):  # of a bad one
+            if checkpoint_step(path) > chosen:
+                load_checkpoint(path)
+                newer.append(path)
+    if newer:
+        raise NothingBegun(f"{run} was written to while this run was starting: give the same command again")
 
 
 def rewind(run: Path | str, step: int) -> None:
@@ -245,7 +273,7 @@ def rewind(run: Path | str, step: int) -> None:
             temporary.write_bytes(b"".join(up_to_step))
     for path in saved_checkpoints(run):
         if checkpoint_step(path) > step:
-            path.unlink()
+            remove_checkpoint(path)
             say(f"continuing from step {step}: the later {path} is removed")
 
 

@@ -9,6 +9,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.distributed import gather_objects, on_rank_0, restore_rng_states, rng_states, set_seed
@@ -239,13 +240,15 @@ def policy_tensors(model: "Family", name: str = "default") -> "tuple[PolicyTenso
     return PolicyTensors(local_tensors(model, name)), lora_config
 
 
-def tensors_on_rank_0(model: "Family", name: str = "default") -> "tuple[dict[str, torch.Tensor], LoraConfig | None]":
+def tensors_on_rank_0(
+    model: "Family", name: str = "default", dtype: torch.dtype | None = None
+) -> "tuple[dict[str, torch.Tensor], LoraConfig | None]":
     """{name: copy on the CPU} of all tensors of a policy on rank 0, {} on the others; its LoraConfig. A collective."""
     tensors, lora_config = policy_tensors(model, name)
     kept = {}
     for key, tensor in tensors.items():
         if on_rank_0():
-            kept[key] = tensor.cpu().clone()
+            kept[key] = tensor.to("cpu", dtype, copy=True)
     return kept, lora_config
 
 
@@ -260,12 +263,18 @@ def choose_kernels(optimizer: torch.optim.AdamW, model: "Family") -> None:
 
 
 # ---- what a checkpoint holds of them ---------------------------------------------------------------------------------
-def training_state(model: "Family", optimizer: torch.optim.Optimizer) -> dict:
-    """All that training changes in this process, unsharded, for any number of ranks to resume from. A collective.
+def training_state(model: "Family", optimizer: torch.optim.Optimizer, path: Path) -> dict:
+    """All that training changes in this process, for any number of ranks to resume from. A collective.
 
     {"policies": tensors of every policy except the reference, "optimizer": Adam's moments, "rng": every rank's random
-    states}; tensors are on rank 0's CPU, and not there on other ranks.
+    states}. A LoRA's tensors are on rank 0's CPU, and not there on other ranks. Full weights are written beside the
+    checkpoint's `path`, by each rank its own (common/models/shards.py).
     """
+    rng = gather_objects(rng_states())
+    if not model.is_lora:
+        from common.models.shards import save_shards  # a LoRA needs none of it
+
+        return {"rng": rng, **save_shards(path, model, optimizer)}
     policies = {}
     # before the optimizer's state: this shards again what a forward pass without a backward left whole
     for name in model.policies:
@@ -275,20 +284,26 @@ def training_state(model: "Family", optimizer: torch.optim.Optimizer) -> dict:
     if optimizer.state:
         unsharded = StateDictOptions(full_state_dict=True, cpu_offload=True)
         moments = get_optimizer_state_dict(model.transformer, optimizer, options=unsharded)
-    return {"rng": gather_objects(rng_states()), "policies": policies, "optimizer": moments}
+    return {"rng": rng, "policies": policies, "optimizer": moments}
 
 
 def load_training_state(model: "Family", optimizer: torch.optim.AdamW, state: dict) -> None:
     """The reverse of training_state. A policy that the saved run did not have begins as its trained policy.
 
+    state: as Run.load_checkpoint returns it, with the checkpoint's "path".
+
     Raises:
-        NothingBegun: naming a tensor that differs, as load_policy_tensors.
+        NothingBegun: naming a tensor that differs, as check_same_tensors.
     """
     policies = state["policies"]
     for name in model.policies:
-        if name != "reference":
+        if name != "reference" and "shards" not in state:
             load_policy_tensors(model, name, policies.get(name, policies["default"]))
-    if state["optimizer"]:
+    if "shards" in state:
+        from common.models.shards import load_shards
+
+        load_shards(state, model, optimizer)
+    elif state["optimizer"]:
         # not strict: a last block may feed nothing, so that its LoRA has no gradient and Adam no state of it
         unsharded = StateDictOptions(full_state_dict=True, strict=False)
         set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=unsharded)
@@ -296,21 +311,26 @@ def load_training_state(model: "Family", optimizer: torch.optim.AdamW, state: di
     restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
 
 
-@torch.no_grad()
-def load_policy_tensors(model: "Family", name: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy whole tensors into policy `name`; every rank is given all of them, and keeps its shards.
-
-    Raises:
-        NothingBegun: naming a tensor that only one side has, or that has another shape.
-    """
-    targets = local_tensors(model, name)
-    differing = targets.keys() ^ tensors.keys()  # in one of them only
-    differing |= {key for key in targets.keys() & tensors.keys() if targets[key].shape != tensors[key].shape}
+def check_same_tensors(name: str, own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+    """Raises NothingBegun, naming a tensor of policy `name` that only one side has, or that has another shape."""
+    differing = own.keys() ^ saved.keys()  # in one of them only
+    differing |= {key for key in own.keys() & saved.keys() if own[key].shape != saved[key].shape}
     if differing:
         raise NothingBegun(
             f"the checkpoint's policy {name} is not this run's: {min(differing)} is in one of them only, or of "
             "another shape; were --lora_rank, --lora_target_modules or --model changed?"
         )
+
+
+@torch.no_grad()
+def load_policy_tensors(model: "Family", name: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Copy whole tensors into policy `name`; every rank is given all of them, and keeps its shards.
+
+    Raises:
+        NothingBegun: as check_same_tensors.
+    """
+    targets = local_tensors(model, name)
+    check_same_tensors(name, targets, tensors)
     for key, target in targets.items():
         value = tensors[key].to(target.dtype)
         if isinstance(target, DTensor):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from common.checkpoints import (
     check_unchanged,
+    checkpoint_path,
     from_rank_0,
     load_checkpoint,
     lock_run,
@@ -69,24 +70,12 @@ class Inputs(NamedTuple):
         return self.train_set.first_drawn(count, seed) + self.eval_set.prompts
 
     def fit_to_gpus(self, options: dict) -> dict:
-        """--shard_ranks and --micro_batch_size, where 0 on GPUs becomes what they have room for. A collective.
-
-        options: all of them, {name: value}. A resumed run keeps the micro-batch that was chosen for it.
-
-        Raises:
-            RunError: --micro_batch_size 0 without a GPU.
-        """
-        if not torch.cuda.is_available():
-            if not options["micro_batch_size"]:
-                raise RunError("--micro_batch_size 0: takes what a GPU has room for, and here is none: pass a number")
+        """--shard_ranks and --micro_batch_size of all `options`, 0 as what GPUs have room for. A collective."""
+        if options["micro_batch_size"] and not torch.cuda.is_available():
             return {}
-        from common.models.needs import fit_to_gpus  # a CPU needs none of it
+        from common.models.needs import fit_to_gpus
 
-        saved = self.checkpoint and self.checkpoint.parents[1] / "args.json"
-        if saved and saved.is_file() and not options["micro_batch_size"]:
-            kept = json.loads(saved.read_text(encoding="utf-8"))["args"]["micro_batch_size"]
-            options = options | {"micro_batch_size": kept}
-        return fit_to_gpus(self.family, self.lora, options, len(self.eval_set))
+        return fit_to_gpus(self, options)
 
 
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
@@ -159,6 +148,7 @@ class Run:
         self._owns_folder = bool(script)
         self._resumed_from = -1  # the step of the checkpoint; -1: nothing stays of an earlier run
         self._has_written = False
+        self._is_stopping = False
         self._has_warned = False
         self._num_skipped = 0  # training steps in a row without a finite gradient
         self.bar: tqdm | None = None
@@ -341,12 +331,21 @@ class Run:
         metrics = eval_metrics(scores, self._rewards, reward_weights, places, images_per_prompt)
         return metrics | watch_metrics(folder, places, images, images_per_prompt), grid
 
+    @property
+    def checkpoint_path(self) -> Path:
+        """checkpoints/step_000030.pt of the current step."""
+        return checkpoint_path(self.folder, self.step)
+
     def save_checkpoint(self, state: dict, model: "Family", policy: str) -> None:
-        """Write checkpoints/step_000030.pt of `state`, and adapter/ of `policy` for diffusers. A collective."""
+        """Write checkpoints/step_000030.pt of `state`, and adapter/ of `policy` for diffusers. A collective.
+
+        Full weights are as large as their checkpoint: their adapter/ is written when the run ends.
+        """
         state = {"step": self.step, "best": self.best_score, "args": self.config, **state}
         with self.timed("save_checkpoint"):  # after `write`: a resumed run cuts the log back to the checkpoint
             save_checkpoint(self.folder, self.step, state, self._keep_checkpoints)
-            save_policy(self.folder / "adapter", model, policy)
+            if model.is_lora or self._is_stopping or self.step == self._num_steps:
+                save_policy(self.folder / "adapter", model, policy, self.config["dtype"])
 
     def load_checkpoint(self) -> dict:
         """The state of the checkpoint to resume from; `step` and `best_score` become its own.
@@ -355,6 +354,12 @@ class Run:
         """
         assert self.checkpoint
         state = load_checkpoint(self.checkpoint)
+        if "shards" in state:
+            from common.models.shards import first_intact  # of full weights alone
+
+            is_file = Path(self.config["resume"]).suffix == ".pt"
+            self.checkpoint, state = first_intact(self.checkpoint, state, may_be_earlier=not is_file)
+        state["path"] = self.checkpoint
         is_comparable = say_resumed(self.checkpoint, state["args"], self.config)
         self.step = state["step"]
         self._resumed_from = self.step
@@ -365,7 +370,7 @@ class Run:
         """Save `policy` as best_adapter/ where its evaluation has the best weighted total so far. A collective."""
         score = float(metrics["val/weighted_total/mean"])
         if score > self.best_score:
-            save_policy(self.folder / "best_adapter", model, policy)
+            save_policy(self.folder / "best_adapter", model, policy, self.config["dtype"])
             self.best_score = score
 
     def check_finite(self, metrics: dict) -> None:
@@ -378,7 +383,8 @@ class Run:
 
     def should_stop(self) -> bool:
         """Whether a signal or time limit on any rank, or a rule of --stop_if, asks for the end. A collective."""
-        return any(gather_objects(self._stop_requested())) or self._stop_reason is not None
+        self._is_stopping = any(gather_objects(self._stop_requested())) or self._stop_reason is not None
+        return self._is_stopping
 
     def close(self, engine: "VLLMEngine | None" = None) -> None:
         """End the engine, where there is one, and say how the training ended."""

@@ -546,7 +546,8 @@ def evaluate(
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
     """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
-    state = {"sampler": sampler.state_dict(), **training_state(model, optimizer)}
+    state = training_state(model, optimizer, run.checkpoint_path)
+    state["sampler"] = sampler.state_dict()
     run.save_checkpoint(state, model, args.evaluated_policy)
 
 

@@ -32,11 +32,13 @@ from common import checkpoints, plots
 from common.models.cpu import repair_torchvision, use_onednn
 from common.models.family import Family, family_class, load_model
 from common.models.lora import make_lora
+from common.models.shards import Reader
 from common.policy import add_policies
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 repair_torchvision()  # as the scripts do
 use_onednn()
@@ -201,6 +203,17 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics without times, speeds and memory, which differ between equal runs."""
     return [{k: v for k, v in row.items() if not k.startswith(("timing_", "perf/"))} for row in rows]
+
+
+def whole_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint's state and, in place of the shards of full weights, their whole "tensors" by name."""
+    state = checkpoints.load_checkpoint(path)
+    if state.pop("shards", None):
+        reader = Reader(checkpoints.shards_of(path))
+        sizes = reader.read_metadata().state_dict_metadata
+        state["tensors"] = {name: torch.empty(found.size) for name, found in sizes.items()}
+        dcp.load(state["tensors"], storage_reader=reader, no_dist=True)
+    return state
 
 
 def assert_same(state: Any, expected: Any) -> None:

@@ -144,7 +144,8 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     blueprint = Blueprint(family, args.model, lora, getattr(torch, w.dtype))
     print_uncounted([*args.reward, *args.eval_reward])
     if gpu_gb is not None:  # as a run on these GPUs chooses them
-        chosen = choose_options(blueprint, options, len(eval_set), ranks, ranks_per_node, gpu_gb * GB)
+        world = {"ranks": ranks, "ranks_here": ranks_per_node}
+        chosen = choose_options(blueprint, options, len(eval_set), gpu_gb * GB, **world)
         print(describe(chosen, ranks_per_node))
         w = workload_of(options | chosen, len(eval_set), ranks, ranks_per_node)
     report(blueprint, w, device)

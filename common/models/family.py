@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # importing these takes seconds
     import diffusers
 
 # files without a family
-NO_FAMILIES = ("__init__", "adapter_files", "cpu", "family", "hub", "lora", "memory", "needs", "prompt_cache", "vae")
+NO_FAMILIES = {"__init__", "adapter_files", "cpu", "family", "hub", "lora", "memory", "needs", "prompt_cache", "vae"}
+NO_FAMILIES |= {"shards"}
 
 Config = Mapping[str, Any]  # a config.json of diffusers
 # The transformer's inputs that come from B prompts, by name: tensors (B, ...), masks included.

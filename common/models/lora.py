@@ -71,9 +71,13 @@ def new_config(
     )
 
 
-def save_policy(folder: str | Path, model: Family, name: str) -> None:
-    """Write policy `name` of the model to `folder` as diffusers loads it. A collective."""
-    save_weights(folder, model.pipe, *tensors_on_rank_0(model, name))
+def save_policy(folder: str | Path, model: Family, name: str, dtype: str = "float32") -> None:
+    """Write policy `name` of the model to `folder` as diffusers loads it. A collective.
+
+    dtype: of full weights, which are trained in fp32; a LoRA stays fp32.
+    """
+    wanted = None if model.is_lora else getattr(torch, dtype)
+    save_weights(folder, model.pipe, *tensors_on_rank_0(model, name, wanted))
 
 
 def save_weights(

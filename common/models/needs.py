@@ -5,19 +5,22 @@ The functions here add up what that means for a GPU, an engine's GPU and a node.
 GPUs asks whether each rank can hold a copy of the weights (`fit_shard_ranks`).
 """
 
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.distributed import gather_objects, on_rank_0
-from common.models.family import Family
-from common.models.lora import LoRA
+from common.errors import RunError
 from common.models.memory import Blueprint, Cost
 from common.models.vae import PIXELS_AT_ONCE
 from common.process import say
 
 import torch
+
+if TYPE_CHECKING:
+    from common.run import Inputs
 
 GB = 1e9
 PHASES = ("start", "encode", "rollout", "update", "save")  # what a run does while it holds memory
@@ -308,13 +311,12 @@ def engine_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     asleep = tuple(phase for phase in PHASES if phase not in awake)
     to_sample = "lower --rollout_batch_size" if n > 1 else advice
     processes = ENGINE_PROCESS * (1 if workers == 1 else 1 + workers)  # its own, and its workers' if it is split
-    return [
-        Part("engine: its transformer and VAE", here * weights, awake, place, advice),
-        Part("engine: its transformer and VAE, asleep", workers * weights, asleep, "host", advice),
-        Part(f"engine: sampling and decoding {n} images", here * taken, ("rollout",), place, to_sample),
-        Part("engine: CUDA", CUDA_PROCESS, PHASES, place, advice),
-        Part("engine: process", processes, PHASES, "host", advice),
-    ]
+    parts = [Part("engine: its transformer and VAE", here * weights, awake, place, advice)]
+    parts.append(Part("engine: its transformer and VAE, asleep", workers * weights, asleep, "host", advice))
+    parts.append(Part(f"engine: sampling and decoding {n} images", here * taken, ("rollout",), place, to_sample))
+    parts.append(Part("engine: CUDA", CUDA_PROCESS, PHASES, place, advice))
+    parts.append(Part("engine: process", processes, PHASES, "host", advice))
+    return parts
 
 
 def engine_weight_bytes(blueprint: Blueprint, workers: int) -> float:
@@ -333,18 +335,19 @@ def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     decoded = () if w.has_engine else ("rollout",)  # an engine has its own VAE
     num_policies = sum(policy != "reference" for policy in w.policies)
     saved = 4 * blueprint.num_trained * (2 + num_policies + 1)  # Adam's moments, each policy, and one for adapter/
+    if not is_lora(blueprint):  # each rank writes its shards as they are, and rank 0 gathers adapter/
+        saved = blueprint.dtype.itemsize * blueprint.num_weights
     files = blueprint.dtype.itemsize * blueprint.num_weights + blueprint.buffer_bytes
     waiting = blueprint.text_encoder_bytes + blueprint.vae_bytes
     text_encoders = blueprint.text_encoder_bytes
-    return [
-        Part("CUDA", CUDA_PROCESS, PHASES, "device", fewer),
-        Part("text encoders, in use", text_encoders, encoded, "device", "pass --prompt_cache FOLDER"),
-        Part("VAE, in use", blueprint.vae_bytes, decoded, "device", "pass --rollout vllm"),
-        Part("text encoders and VAE, waiting", waiting, PHASES, "host", fewer),
-        Part("process", TRAINER_PROCESS, PHASES, "host", fewer),
-        Part("the transformer's files, mapped", files, ("start",), "node", larger),
-        Part("a checkpoint and adapter/, being saved", saved, ("save",), "node", larger),
-    ]
+    parts = [Part("CUDA", CUDA_PROCESS, PHASES, "device", fewer)]
+    parts.append(Part("text encoders, in use", text_encoders, encoded, "device", "pass --prompt_cache FOLDER"))
+    parts.append(Part("VAE, in use", blueprint.vae_bytes, decoded, "device", "pass --rollout vllm"))
+    parts.append(Part("text encoders and VAE, waiting", waiting, PHASES, "host", fewer))
+    parts.append(Part("process", TRAINER_PROCESS, PHASES, "host", fewer))
+    parts.append(Part("the transformer's files, mapped", files, ("start",), "node", larger))
+    parts.append(Part("a checkpoint and adapter/, being saved", saved, ("save",), "node", larger))
+    return parts
 
 
 def on_one_memory(parts: Iterable[Part]) -> list[Part]:
@@ -381,7 +384,13 @@ def choose_shard_ranks(blueprint: Blueprint, w: Workload, costs: Costs, gpu_byte
 
 
 def choose_options(
-    blueprint: Blueprint, options: dict[str, Any], num_eval_prompts: int, ranks: int, ranks_here: int, gpu_bytes: float
+    blueprint: Blueprint,
+    options: dict[str, Any],
+    num_eval_prompts: int,
+    gpu_bytes: float,
+    *,
+    ranks: int,
+    ranks_here: int,
 ) -> dict[str, int]:
     """--shard_ranks and --micro_batch_size of a run on such GPUs, by its options, {name: value}: what 0 stands for.
 
@@ -390,32 +399,42 @@ def choose_options(
     size = options["micro_batch_size"]
     w = workload_of(options | {"micro_batch_size": size or 1}, num_eval_prompts, ranks, ranks_here)
     costs = measure(blueprint, w)
-    w = replace(w, shard_ranks=choose_shard_ranks(blueprint, w, costs, gpu_bytes))
-    if not size:
-        of_one = w.micro_batch_images  # 1, and 2 for a pair
-        share = w.images_of_a_rank // (of_one * options.get("updates_per_rollout", 1))
-        for size in range(share, 0, -1):
-            if share % size == 0:
-                w = replace(w, micro_batch_images=size * of_one)
-                decoding = blueprint.decoding(w.micro_batch_images, w.image_size, w.num_frames)
-                if gpu_peak(blueprint, w, costs._replace(decoding_batch=decoding)) <= (1 - FREE) * gpu_bytes:
-                    break
-    return {"shard_ranks": w.shard_ranks, "micro_batch_size": size}
+    shard_ranks = choose_shard_ranks(blueprint, w, costs, gpu_bytes)
+    if size:
+        return {"shard_ranks": shard_ranks, "micro_batch_size": size}
+    of_one = w.micro_batch_images  # 1, and 2 for a pair
+    share = w.images_of_a_rank // (of_one * options.get("updates_per_rollout", 1))
+    divisors = [size for size in range(share, 0, -1) if share % size == 0]
+    for size in divisors:
+        w = replace(w, shard_ranks=shard_ranks, micro_batch_images=size * of_one)
+        decoding = blueprint.decoding(w.micro_batch_images, w.image_size, w.num_frames)
+        if gpu_peak(blueprint, w, costs._replace(decoding_batch=decoding)) <= (1 - FREE) * gpu_bytes:
+            return {"shard_ranks": shard_ranks, "micro_batch_size": size}
+    return {"shard_ranks": shard_ranks, "micro_batch_size": 1}
 
 
-def fit_to_gpus(
-    family: type[Family], lora: LoRA | None, options: dict[str, Any], num_eval_prompts: int
-) -> dict[str, int]:
-    """choose_options on this machine's GPUs. Rank 0 counts, and says what it chose. A collective."""
+def fit_to_gpus(inputs: "Inputs", options: dict[str, Any]) -> dict[str, int]:
+    """choose_options on this machine's GPUs. Rank 0 counts, and says what it chose. A collective.
+
+    A resumed run keeps the micro-batch that was chosen for it, as another one would add up in another order.
+
+    Raises:
+        RunError: --micro_batch_size 0 without a GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RunError("--micro_batch_size 0: takes what a GPU has room for, and here is none: pass a number")
+    saved = inputs.checkpoint and inputs.checkpoint.parents[1] / "args.json"
+    if saved and saved.is_file() and not options["micro_batch_size"]:
+        kept = json.loads(saved.read_text(encoding="utf-8"))["args"]["micro_batch_size"]
+        options = options | {"micro_batch_size": kept}
     chosen = {name: options[name] for name in ("shard_ranks", "micro_batch_size")}
     ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
-    chooses_copies = lora and ranks_here > 1 and not options["shard_ranks"]
-    if on_rank_0() and (chooses_copies or not options["micro_batch_size"]):
-        blueprint = Blueprint(family, options["model"], lora, getattr(torch, options["dtype"]))
+    may_copy = inputs.lora and ranks_here > 1 and not options["shard_ranks"]
+    if on_rank_0() and (may_copy or not options["micro_batch_size"]):
+        blueprint = Blueprint(inputs.family, options["model"], inputs.lora, getattr(torch, options["dtype"]))
+        world = {"ranks": int(os.environ["WORLD_SIZE"]), "ranks_here": ranks_here}
         gpu_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        chosen = choose_options(
-            blueprint, options, num_eval_prompts, int(os.environ["WORLD_SIZE"]), ranks_here, gpu_bytes
-        )
+        chosen = choose_options(blueprint, options, len(inputs.eval_set), gpu_bytes, **world)
         say(describe(chosen, ranks_here))
     return gather_objects(chosen)[0]
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import flow_grpo
 from common.checkpoints import atomic_file, open_run, save_checkpoint, saved_checkpoints
@@ -38,18 +39,23 @@ def test_without_a_gpu_options_stay_and_a_micro_batch_of_0_is_refused():
 @pytest.mark.fast
 def test_a_resumed_run_keeps_the_micro_batch_that_was_chosen(tmp_path, monkeypatch):
     """It decides the order of sums, so that another one would change the last digits."""
-    asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(needs, "fit_to_gpus", lambda family, lora, options, count: asked.append(options))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8))
+    monkeypatch.setattr(needs, "gather_objects", lambda value: [value])
+    monkeypatch.setattr(needs, "Blueprint", lambda *args: None)
+    monkeypatch.setattr(needs, "choose_options", lambda *args, **world: {"shard_ranks": 0, "micro_batch_size": 99})
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "args.json").write_text(json.dumps({"args": {"micro_batch_size": 16}}))
     checkpoint = tmp_path / "checkpoints" / "step_000001.pt"
     inputs = Inputs(None, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=checkpoint)
-    for given in (0, 8):
-        inputs.fit_to_gpus({"shard_ranks": 0, "micro_batch_size": given})
+    options = {"model": "m", "dtype": "float32", "shard_ranks": 0}
+    assert inputs.fit_to_gpus(options | {"micro_batch_size": 0})["micro_batch_size"] == 16
+    assert inputs.fit_to_gpus(options | {"micro_batch_size": 8})["micro_batch_size"] == 8
     (tmp_path / "args.json").unlink()
-    inputs.fit_to_gpus({"shard_ranks": 0, "micro_batch_size": 0})
-    assert [options["micro_batch_size"] for options in asked] == [16, 8, 0]
+    assert inputs.fit_to_gpus(options | {"micro_batch_size": 0})["micro_batch_size"] == 99
 
 
 # ---- atomic_file -----------------------------------------------------------------------------------------------------

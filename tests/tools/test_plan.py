@@ -204,9 +204,10 @@ def test_a_micro_batch_of_0_is_the_largest_that_divides_a_share_and_fits(script,
     options["rollout"] = "local"
     w = needs.workload_of(options | {"micro_batch_size": smaller}, 4, ranks=1, ranks_per_node=1)
     least = needs.gpu_peak(blueprint, w, needs.measure(blueprint, w)) / 0.9
-    found = [needs.choose_options(blueprint, options, 4, 1, 1, size) for size in (1e15, least + 2, 1)]
+    choose = functools.partial(needs.choose_options, num_eval_prompts=4, ranks=1, ranks_here=1)
+    found = [choose(blueprint, options, gpu_bytes=size) for size in (1e15, least + 2, 1)]
     assert [chosen["micro_batch_size"] for chosen in found] == [largest, smaller, 1]
-    given = needs.choose_options(blueprint, options | {"micro_batch_size": 8}, 4, 1, 1, 1e15)
+    given = choose(blueprint, options | {"micro_batch_size": 8}, gpu_bytes=1e15)
     assert given == {"shard_ranks": 0, "micro_batch_size": 8}
 
 
@@ -311,11 +312,14 @@ def test_text_encoders_are_on_the_gpu_when_prompts_are_encoded():
 
 @pytest.mark.fast
 def test_adapter_is_gathered_while_the_checkpoint_is_in_memory():
-    """Three policies and Adam's two moments of full weights, and the evaluated policy once more."""
-    blueprint = blueprint_of(EMBEDDED, 0, torch.float32)
+    """Three policies and Adam's two moments of a LoRA, and the evaluated policy once more; full weights stay in shards,
+    and rank 0 gathers one policy in the dtype."""
     w = replace(SMALL, policies=("trained", "old", "average", "reference"))
-    parts = by_name(needs.waiting_parts(blueprint, w))
-    assert parts["a checkpoint and adapter/, being saved"].num_bytes == 4 * blueprint.num_weights * (3 + 2 + 1)
+    name = "a checkpoint and adapter/, being saved"
+    lora = blueprint_of(EMBEDDED, 16, torch.bfloat16)
+    assert by_name(needs.waiting_parts(lora, w))[name].num_bytes == 4 * lora.num_trained * (3 + 2 + 1)
+    full = blueprint_of(EMBEDDED, 0, torch.bfloat16)
+    assert by_name(needs.waiting_parts(full, w))[name].num_bytes == 2 * full.num_weights
 
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,219 @@
+"""The tensors of a checkpoint of full weights: each rank writes and reads its own shards.
+
+checkpoints/step_000030.pt is then small. It holds the tensors' shapes, and bytes and CRC32 of every file of the folder
+step_000030.shards beside it. It is written last: shards without it are no checkpoint. torch.distributed.checkpoint
+(DCP) writes and reads the shards, for any number of ranks. It has no checksums, and its metadata is a pickle, from
+which only DCP's own classes are made here. A LoRA is small and stays in one file.
+"""
+
+import pickle
+import shutil
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.checkpoints import (
+    checkpoint_step,
+    from_rank_0,
+    load_checkpoint,
+    saved_checkpoints,
+    shards_of,
+    sync,
+    writing,
+)
+from common.distributed import gather_objects, on_rank_0
+from common.errors import RunError, reason
+from common.policy import check_same_tensors, follow, local_tensors
+from common.process import say
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter, Metadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.storage import StorageMeta
+from torch.distributed.fsdp import FSDPModule
+
+if TYPE_CHECKING:
+    from common.models.family import Family
+
+# what the metadata file may name, beside dtypes
+KNOWN = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        *("ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "pathlib": ("PosixPath",),
+}
+AT_ONCE = 1 << 24  # bytes
+
+
+# ---- the tensors -----------------------------------------------------------------------------------------------------
+def own_tensors(model: "Family", optimizer: torch.optim.Optimizer, with_moments: bool) -> dict[str, torch.Tensor]:
+    """{name: this rank's shard} of every policy but the reference and, with_moments, of Adam's moments.
+
+    They share the memory of the model and the optimizer. An optimizer without moments gets them, zeros. A collective.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, transformer in model.policies.items():
+        if isinstance(transformer, FSDPModule):
+            transformer.reshard()  # a forward pass without a backward leaves the root's weights unsharded
+        if name != "reference":
+            tensors |= {f"policies/{name}/{key}": tensor for key, tensor in local_tensors(model, name).items()}
+    if with_moments:
+        state: Any = get_optimizer_state_dict(model.transformer, optimizer)["state"]  # {name: {moment: tensor}}
+        for key, moments in state.items():
+            tensors |= {f"optimizer/{key}/{moment}": tensor for moment, tensor in moments.items()}
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def outline(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """{policy: {name: a tensor of the shape, of one number}}: what a checkpoint's own file has in place of weights."""
+    policies: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, policy, key = name.split("/", 2)  # "optimizer/<parameter>/<moment>" has as many parts
+        if kind == "policies":
+            policies.setdefault(policy, {})[key] = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    return policies
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+def save_shards(path: Path, model: "Family", optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Write the tensors beside the checkpoint `path`, which does not exist yet. A collective.
+
+    Returns what the checkpoint's own file has of them: {"policies": their outline, "optimizer": {"names": the tensors
+    of the moments}, "shards": {file: [bytes, CRC32]}}.
+
+    Raises:
+        RunError: the disk is full or fails in another way; nothing stays in the folder.
+    """
+    tensors = own_tensors(model, optimizer, with_moments=bool(optimizer.state))
+    folder = shards_of(path)
+    with writing(folder):
+        if on_rank_0():
+            shutil.rmtree(folder, ignore_errors=True)  # of a save that was killed
+            folder.mkdir(parents=True)
+        dist.barrier()
+        try:
+            dcp.save(tensors, storage_writer=FileSystemWriter(folder))  # each file is on disk when this returns
+            own = list(folder.glob(f"__{dist.get_rank()}_*"))
+            if on_rank_0():
+                own.append(folder / ".metadata")
+            sums = {f"{folder.name}/{file.name}": [file.stat().st_size, crc32(file)] for file in own}
+            sync(folder)
+        except CheckpointException as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            fault = next(iter(error.failures.values()))[0]
+            raise RunError(f"{folder} could not be written ({reason(fault)})") from error
+    names = [name for name in tensors if name.startswith("optimizer/")]
+    shards = {name: known for of_rank in gather_objects(sums) for name, known in of_rank.items()}
+    return {"policies": outline(tensors), "optimizer": {"names": names}, "shards": shards}
+
+
+def crc32(file: Path) -> int:
+    """The CRC32 of a file, as it is read back."""
+    checksum = 0
+    with open(file, "rb") as opened:
+        while part := opened.read(AT_ONCE):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+def first_intact(path: Path, state: dict, may_be_earlier: bool) -> tuple[Path, dict]:
+    """The checkpoint `path` and its state or, where a file of its shards is damaged, the newest intact one before it.
+
+    A line names each damaged file. The ranks read the files together: a collective.
+
+    Raises:
+        RunError: there is none, or it may not be an earlier one.
+    """
+    while True:
+        fault = find_fault(path, state["shards"])
+        if fault is None:
+            return path, state
+        earlier = None
+        if may_be_earlier:
+            earlier = from_rank_0(newest_before(path))
+        if earlier is None:
+            raise RunError(f"no checkpoint to resume from: {fault}")
+        say(f"{fault}: using {earlier.name}")
+        path = earlier
+        state = load_checkpoint(earlier)
+
+
+def newest_before(path: Path) -> Path | None:
+    """The newest whole checkpoint with shards, of the same run and of an earlier step."""
+    for candidate in saved_checkpoints(path.parents[1])[::-1]:
+        if checkpoint_step(candidate) < checkpoint_step(path):
+            try:
+                if "shards" in load_checkpoint(candidate):
+                    return candidate
+            except ValueError as error:
+                say(str(error))
+    return None
+
+
+def find_fault(path: Path, shards: dict[str, list[int]]) -> str | None:
+    """Which file of a checkpoint's shards has another CRC32, or cannot be read; None if all are whole. A collective."""
+    fault = None
+    for name in sorted(shards)[dist.get_rank() :: dist.get_world_size()]:
+        try:
+            if crc32(path.parent / name) != shards[name][1]:
+                fault = f"{path} is not a whole checkpoint (bad CRC32 of {name})"
+        except OSError as error:
+            fault = f"{path} is not a whole checkpoint ({name}: {reason(error)})"
+    return next((each for each in gather_objects(fault) if each), None)
+
+
+def load_shards(state: dict, model: "Family", optimizer: torch.optim.Optimizer) -> None:
+    """Read the tensors of a checkpoint into the model and the optimizer, each rank its own. A collective.
+
+    A policy that the saved run did not have begins as its trained policy.
+
+    Raises:
+        NothingBegun: naming a tensor that differs from the checkpoint's.
+    """
+    saved = state["policies"]
+    for name in model.policies:
+        if name in saved:
+            check_same_tensors(name, local_tensors(model, name), saved[name])
+    moments = set(state["optimizer"]["names"])
+    tensors = own_tensors(model, optimizer, with_moments=bool(moments))
+    known = {}
+    for name, tensor in tensors.items():
+        kind, policy, _ = name.split("/", 2)
+        if name in moments or (kind == "policies" and policy in saved):
+            known[name] = tensor
+    dcp.load(known, storage_reader=Reader(shards_of(state["path"])))
+    for name, parameter in model.transformer.named_parameters():
+        if f"optimizer/{name}/step" not in moments:
+            optimizer.state.pop(parameter, None)  # a last block may feed nothing, and has no moments
+    for name in model.policies:
+        if name not in saved and name != "reference":
+            follow(model, name, 0.0)
+
+
+class Reader(FileSystemReader):
+    """DCP's reader, which makes nothing but DCP's own classes from the metadata."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = Unpickler(file).load()
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class Unpickler(pickle.Unpickler):
+    """Refuses whatever is not in KNOWN: a pickle may call what it names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in KNOWN.get(module, ()):
+            raise pickle.UnpicklingError(f"a checkpoint's metadata names {module}.{name}")
+        return super().find_class(module, name)
