@@ -2,6 +2,7 @@
 
     python benchmarks/kill_campaign.py docs/lab/records/kills.jsonl            # the kills of the plan that it lacks
     python benchmarks/kill_campaign.py docs/lab/records/kills.jsonl --table    # what it holds, in Markdown
+    python benchmarks/kill_campaign.py docs/lab/records/kills_full.jsonl --full    # 20 kills of full weights' shards
 
 A kill has a run (script, engine, ranks), a victim (a rank, torchrun, a vLLM-Omni engine, or everything at once) and a
 phase. The runs say their phase themselves: this file is their --reward as well. The plan is the same list for the same
@@ -36,6 +37,7 @@ REWARD = f"{Path(__file__).resolve()}:ocr_and_phases"
 OPTIONS = f"--name {NAME} --resume latest --group_size 4 --eval_every 1 --max_prompts 4 --num_steps 1000".split()
 OPTIONS += ["--reward", REWARD]
 ONLINE = ["--num_prompts", "4", "--rollout"]
+FULL_WEIGHTS = ("--lora_rank", "0", "--learning_rate", "1e-5")
 OFFLINE = ["--num_pair_prompts", "8", "--num_pairs", "4"]  # dpo_offline.py's
 
 ONLINE_SCRIPTS = ["flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "diffusion_nft.py"]
@@ -112,6 +114,15 @@ def plan(seed):
     return runs
 
 
+def plan_of_full_weights(seed):
+    """20 kills of one run on two ranks, each of which writes shards."""
+    victims = ("rank 0", "rank 1", "torchrun", "everything")
+    phases = ("writing", "testing", "update_actor", "loading", "starting")
+    kills = [Kill("flow_grpo.py", "local", 2, victim, phase) for phase in phases for victim in victims]
+    random.Random(seed).shuffle(kills)
+    return [kills]
+
+
 def deal(seed, script, engine, ranks, count, first=0):
     """`count` kills of a run: of its victims x phases, shuffled, those from number `first` on, the last before the
     first again; so that scripts share out what one of them alone has no time for."""
@@ -141,7 +152,8 @@ def loadable_step(run):
 def half_written(run):
     """Checkpoints of which the write has begun and not ended: (name, time), as a later one may have the same name."""
     found = set()
-    for path in (run / "checkpoints").glob(".step_*.new"):
+    shards = [path for path in (run / "checkpoints").glob("step_*.shards") if not path.with_suffix(".pt").exists()]
+    for path in [*(run / "checkpoints").glob(".step_*.new"), *shards]:
         with suppress(FileNotFoundError):  # it is whole by now
             found.add((path.name, path.stat().st_mtime_ns))
     return found
@@ -454,8 +466,8 @@ def read_record(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run_plan(path, seed, work_folder):
-    """Do the kills of the plan that the record lacks, and add them. Returns how many were not held."""
+def run_plan(path, seed, work_folder, planned, extra=()):
+    """Do the planned kills that the record lacks, and add them. Returns how many were not held."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     done = {(record["seed"], *(record[field] for field in Kill._fields)) for record in read_record(path)}
     failed = 0
@@ -468,13 +480,13 @@ def run_plan(path, seed, work_folder):
             file.write(line + "\n")
         print(line, flush=True)
 
-    for kills in plan(seed):
+    for kills in planned:
         missing = [kill for kill in kills if (seed, *kill) not in done]
         if missing:
             script, engine, ranks = missing[0][:3]
             folder = Path(work_folder) / f"{Path(script).stem}_{engine}_{ranks}"
             folder.mkdir(exist_ok=True)
-            campaign(missing, folder, seed, keep=keep)
+            campaign(missing, folder, seed, extra=extra, keep=keep)
     return failed
 
 
@@ -517,10 +529,13 @@ if __name__ == "__main__":
     parser.add_argument("record", type=Path, help=".jsonl, a line a kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="print the record's table, kill nothing")
+    parser.add_argument("--full", action="store_true", help="full weights, whose checkpoints are shards")
     args = parser.parse_args()
     failed = 0
     if not args.table:
+        planned = plan_of_full_weights(args.seed) if args.full else plan(args.seed)
+        extra = FULL_WEIGHTS if args.full else ()
         with tempfile.TemporaryDirectory() as folder:
-            failed = run_plan(args.record, args.seed, folder)
+            failed = run_plan(args.record, args.seed, folder, planned, extra)
     print(table(read_record(args.record)))
     sys.exit(f"{failed} kills were not held" if failed else 0)
