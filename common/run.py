@@ -345,7 +345,7 @@ class Run:
         with self.timed("save_checkpoint"):  # after `write`: a resumed run cuts the log back to the checkpoint
             save_checkpoint(self.folder, self.step, state, self._keep_checkpoints)
             if model.is_lora or self._is_stopping or self.step == self._num_steps:
-                save_policy(self.folder / "adapter", model, policy, self.config["dtype"])
+                save_policy(self.folder / "adapter", model, policy, self.config.get("dtype", "float32"))
 
     def load_checkpoint(self) -> dict:
         """The state of the checkpoint to resume from; `step` and `best_score` become its own.
@@ -370,7 +370,7 @@ class Run:
         """Save `policy` as best_adapter/ where its evaluation has the best weighted total so far. A collective."""
         score = float(metrics["val/weighted_total/mean"])
         if score > self.best_score:
-            save_policy(self.folder / "best_adapter", model, policy, self.config["dtype"])
+            save_policy(self.folder / "best_adapter", model, policy, self.config.get("dtype", "float32"))
             self.best_score = score
 
     def check_finite(self, metrics: dict) -> None:
