@@ -342,7 +342,7 @@ def test_the_best_adapter_is_that_of_the_highest_total(tmp_path, monkeypatch):
     run = Run(tmp_path)
     for score in (0.25, 0.25, 0.5, 0.375):
         run.save_if_best("model", "ema", {"val/weighted_total/mean": torch.tensor(score)})
-    assert saved == [(tmp_path / "best_adapter", "model", "ema")] * 2
+    assert saved == [(tmp_path / "best_adapter", "model", "ema", "float32")] * 2
     assert run.best_score == 0.5
 
 
