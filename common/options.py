@@ -82,7 +82,7 @@ class SharedArgs:
     profile_steps: Annotated[tuple[int, ...], Bound(at_least=0)] = ()
     """training steps to write a torch profiler trace of: trace_STEP.json, a large file for chrome://tracing"""
     eval_only: bool = False
-    """evaluate and exit, under a new --name: the checkpoint of --resume, with its options, or the model as it is"""
+    """evaluate and exit, under a new --name. With --resume: that checkpoint, with its options; otherwise the model"""
 
     # ---- model
     model: str = str(ASSETS / "embedded")
@@ -110,7 +110,7 @@ class SharedArgs:
 
     # ---- policy
     lora_rank: NonNegativeInt = 16
-    """rank of the trained LoRA; 0: no LoRA, all weights are trained (at a learning rate of about 1e-5)"""
+    """rank of the trained LoRA; 0: no LoRA, all weights are trained (learning rate about 1e-5; embedded model: 1e-4)"""
     lora_alpha: PositiveInt = 32
     """the LoRA is added to the weights with the factor lora_alpha / lora_rank"""
     lora_path: str | None = None

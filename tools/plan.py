@@ -132,7 +132,7 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
         raise ValueError(f"{script}: {error}") from None
     gpu_gb = DEVICES[device].memory_gb
     if gpu_gb is None and not args.micro_batch_size:
-        raise ValueError("--micro_batch_size 0: takes what a GPU has room for, and this is a CPU: pass a number")
+        raise ValueError("--micro_batch_size 0: takes what fits on a GPU, and this is a CPU: pass a number")
 
     height, width = args.image_size
     guidance_scale = options.get("guidance_scale", 1.0)

@@ -422,7 +422,7 @@ def fit_to_gpus(inputs: "Inputs", options: dict[str, Any]) -> dict[str, int]:
         RunError: --micro_batch_size 0 without a GPU.
     """
     if not torch.cuda.is_available():
-        raise RunError("--micro_batch_size 0: takes what a GPU has room for, and here is none: pass a number")
+        raise RunError("--micro_batch_size 0: takes what fits on a GPU, and this machine has none: pass a number")
     saved = inputs.checkpoint and inputs.checkpoint.parents[1] / "args.json"
     if saved and saved.is_file() and not options["micro_batch_size"]:
         kept = json.loads(saved.read_text(encoding="utf-8"))["args"]["micro_batch_size"]

@@ -227,7 +227,7 @@ def _as_scores(name: str, returned: object, prompts: list[str], reward_failure: 
         raise RunError(f"reward {name}: {fault} ({type(error).__name__})") from None
     if scores.shape != (len(prompts),):
         shape = tuple(scores.shape)
-        raise RunError(f"reward {name}: expected {len(prompts)} scores, got shape {shape}")
+        raise RunError(f"reward {name}: expected {len(prompts)} scores for {len(prompts)} images, got shape {shape}")
     for i, score in enumerate(scores.tolist()):
         if not math.isfinite(score) and i not in failures:
             told = f"reward {name}: score {score} for image {i} (prompt: {prompts[i]})"

@@ -136,7 +136,7 @@ def _find_base(folder: Path) -> tuple[Path | None, str | None]:
     except (*UNREADABLE, KeyError, TypeError):
         is_same = False
     if not is_same:
-        return None, f"the images in {base} are of other prompts or seeds"
+        return None, f"the images in {base} are of other prompts or seeds, or of another number of images"
     return base, None
 
 

@@ -32,7 +32,7 @@ from PIL import Image
 def test_without_a_gpu_options_stay_and_a_micro_batch_of_0_is_refused():
     inputs = Inputs(None, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=None)
     assert inputs.fit_to_gpus({"shard_ranks": 0, "micro_batch_size": 4}) == {}
-    with pytest.raises(RunError, match=r"^--micro_batch_size 0: takes what a GPU has room for, and here is none"):
+    with pytest.raises(RunError, match=r"^--micro_batch_size 0: takes what fits on a GPU, and this machine has none"):
         inputs.fit_to_gpus({"shard_ranks": 0, "micro_batch_size": 0})
 
 

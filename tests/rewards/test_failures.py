@@ -91,7 +91,7 @@ def test_nothing_but_an_exception_marks_a_failure(value):
         score_images({"odd": lambda *_: torch.tensor([0.25, NAN, 0.75])}, IMAGES, PROMPTS, "mask")
     with pytest.raises(RunError, match="reward odd: score inf for image 0"):
         score_images({"odd": lambda *_: [math.inf, ValueError("x"), 0.75]}, IMAGES, PROMPTS, "mask")
-    with pytest.raises(RunError, match=r"reward odd: expected 3 scores, got shape \(2,\)"):
+    with pytest.raises(RunError, match=r"reward odd: expected 3 scores for 3 images, got shape \(2,\)"):
         score_images({"odd": lambda *_: [ValueError("x"), 0.75]}, IMAGES, PROMPTS, "mask")
 
 

@@ -179,7 +179,7 @@ def test_where_there_is_nothing_to_compare_with_a_line_says_so(one_rank, fault, 
     if fault != "no step 0":
         evaluation(run, 0, [grey(0)] * (3 if fault == "count" else 2), "pqr")
     base = run / "samples" / "0000"
-    told = rf"the images in {base} are of other prompts or seeds"
+    told = rf"the images in {base} are of other prompts or seeds, or of another number of images"
     size = (4, 2)
     if fault in ("no step 0", "circle"):
         told = rf"neither {run} nor a run that it resumes has the images of an evaluation at step 0"

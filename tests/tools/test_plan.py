@@ -397,7 +397,7 @@ def test_what_cannot_be_planned_ends_with_a_line(fork, tmp_path, monkeypatch):
     assert fork("--ranks", 3).startswith("--num_prompts x --group_size = 256 cannot be cut")  # by its check
     assert fork(script="no_such.py") == "no_such.py: no such script"
     assert fork("--reward", "unknown").startswith("--reward unknown: unknown")
-    assert fork("--micro_batch_size", 0, device="cpu").startswith("--micro_batch_size 0: takes what a GPU has room for")
+    assert fork("--micro_batch_size", 0, device="cpu").startswith("--micro_batch_size 0: takes what fits on a GPU")
     (tmp_path / "fork.py").write_text("Args = 1\n")
     assert fork().startswith("fork.py: has no check")
     with pytest.raises(ValueError, match="^has none of --num_pairs, --timestep_fraction, --sde_window_size"):
