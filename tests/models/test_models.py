@@ -267,3 +267,20 @@ def test_pixels_become_images_as_in_diffusers():
     video = random.view(2, 2, 3, 16, 24).movedim(1, 2)  # two videos of two frames
     frames = [frame.tobytes() for frames in pil_images(video) for frame in frames]
     assert frames == [image.tobytes() for image in VaeImageProcessor().postprocess(random)]
+
+
+@pytest.mark.fast
+def test_the_negative_prompt_is_encoded_once_and_not_without_guidance(monkeypatch):
+    model = embedded_model()
+    asked = []
+    encode = model.encode_prompts
+    monkeypatch.setattr(
+        model, "encode_prompts", lambda prompts, length: asked.append((prompts, length)) or encode(prompts, length)
+    )
+    assert model.encode_negative(1.0, 16) is None
+    first, second = model.encode_negative(2.0, 16), model.encode_negative(4.0, 16)
+    assert asked == [([""], 16)]
+    for name, tensor in encode([""], 16).items():
+        assert torch.equal(first[name], tensor) and torch.equal(second[name], tensor)
+    model.encode_negative(2.0, 8)  # of another length it is another
+    assert len(asked) == 2
