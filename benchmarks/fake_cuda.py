@@ -4,8 +4,9 @@
     python benchmarks/fake_cuda.py --only resume                       # the rows whose names have this word
     python benchmarks/fake_cuda.py --mutations                         # `.to(device)` taken out, place by place
 
-Every metric but times and memory is compared, relative to its size. In fp32 the bound is 1e-5. In bf16 it is twice what
-one and two CPU ranks differ by, metric by metric, and at least 1e-5. tests/fake_cuda says what the device cannot see.
+Every metric but times and memory is compared, relative to its size. In fp32 the bound is 1e-5 up to the first optimizer
+step, and 1e-3 after it: Adam's first step is the gradient's sign, which round-off decides where the gradient is about
+0, and a pixel has 256 levels. In bf16 it is also twice what one and two CPU ranks differ by, metric by metric. tests/fake_cuda says what the device cannot see.
 Mutations are made in a copy of the checkout; a run of the changed copy must fail. The transformer's own inputs need no
 `.to(device)`, as FSDP moves them.
 """
@@ -25,12 +26,13 @@ from tests.fake_cuda import build
 from tests.fake_cuda.runs import NAME, distances, last_lines, run_script
 from tests.tiny_models import make_clip
 
-ONLINE = ["--num_steps", "1", "--num_prompts", "4", "--group_size", "4", "--updates_per_rollout", "2"]
+ONLINE = ["--num_steps", "1", "--num_prompts", "4", "--group_size", "4", "--updates_per_rollout", "1"]
 ONLINE += ["--micro_batch_size", "2", "--max_prompts", "4", "--rollout", "local"]
 OFFLINE = ["--num_steps", "1", "--num_pair_prompts", "4", "--group_size", "4", "--num_pairs", "4"]
 OFFLINE += ["--micro_batch_size", "1", "--max_prompts", "4"]
 FULL = ["--lora_rank", "0", "--learning_rate", "1e-5"]
 ROUND_OFF = 1e-5
+AFTER_ADAM = 1e-3
 
 
 class Row(NamedTuple):
@@ -124,16 +126,23 @@ def metrics_of(row: Row, folder: Path, on_cuda: bool, ranks: int) -> list[dict]:
     return read_metrics(folder / "runs" / NAME)
 
 
+def bound(name: str) -> float:
+    """The bound of "METRIC at STEP" in fp32."""
+    metric, _, step = name.rpartition(" at ")
+    is_after = int(step) > 1 or (int(step) == 1 and metric.startswith("val/"))
+    return AFTER_ADAM if is_after else ROUND_OFF
+
+
 def compare(row: Row, folder: Path) -> tuple[bool, str]:
     """Whether the device has the CPU's numbers, and a cell about it."""
     try:
         found = metrics_of(row, folder / "cuda", True, row.ranks)
         expected = metrics_of(row, folder / "cpu", False, row.ranks)
         far = distances(found, expected)
-        bounds = dict.fromkeys(far, ROUND_OFF)
+        bounds = {name: bound(name) for name in far}
         if row.is_bf16:
             other = metrics_of(row, folder / "other", False, 3 - min(row.ranks, 2))
-            bounds = {name: max(ROUND_OFF, 2 * far_on_cpu) for name, far_on_cpu in distances(other, expected).items()}
+            bounds = {name: max(bound(name), 2 * on_cpu) for name, on_cpu in distances(other, expected).items()}
     except RuntimeError as error:
         return False, str(error).replace("\n", " ")
     over = [name for name, distance in far.items() if not distance <= bounds[name]]
