@@ -6,9 +6,9 @@
 
 Every metric but times and memory is compared, relative to its size. In fp32 the bound is 1e-5 up to the first optimizer
 step, and 1e-3 after it: Adam's first step is the gradient's sign, which round-off decides where the gradient is about
-0, and a pixel has 256 levels. In bf16 it is also twice what one and two CPU ranks differ by, metric by metric. tests/fake_cuda says what the device cannot see.
-Mutations are made in a copy of the checkout; a run of the changed copy must fail. The transformer's own inputs need no
-`.to(device)`, as FSDP moves them.
+0, and a pixel has 256 levels. In bf16 it is also twice what one and two CPU ranks differ by, metric by metric.
+tests/fake_cuda says what the device cannot see. Mutations are made in a copy of the checkout; a run of the changed copy
+must fail. The transformer's own inputs need no `.to(device)`, as FSDP moves them.
 """
 
 import argparse
