@@ -83,6 +83,7 @@ def make_clip(folder, seed):
     shared = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = shared | {"vocab_size": len(tokens), "max_position_embeddings": 77, "projection_dim": CLIP_WIDTH}
     text |= {"bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id}
+    torch.manual_seed(seed)  # for the class embedding, which transformers draws
     vision = shared | {"image_size": CLIP_PIXELS, "patch_size": 8, "projection_dim": CLIP_WIDTH}
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=CLIP_WIDTH))
     generator = torch.Generator().manual_seed(seed)
