@@ -121,7 +121,7 @@ def save_png(path: Path | str, image: Image.Image | list[Image.Image]) -> None:
     shows each for a tenth of a second in a browser."""
     first, *others = image if isinstance(image, list) else [image]
     several: dict = {"save_all": True, "append_images": others} if others else {}
-    first.save(path, compress_level=1, **several)  # half of the default level's time, for files a tenth larger
+    first.save(path, compress_level=1, **several)  # faster than the default level, for larger files
 
 
 def open_png(path: Path | str) -> Image.Image | list[Image.Image]:
