@@ -391,10 +391,13 @@ def choose_options(
     *,
     ranks: int,
     ranks_here: int,
+    saved_size: int = 0,
 ) -> dict[str, int]:
     """--shard_ranks and --micro_batch_size of a run on such GPUs, by its options, {name: value}: what 0 stands for.
 
     The micro-batch is the largest that divides a rank's share of an optimizer step and leaves a tenth of the GPU free.
+    A resumed run keeps the `saved_size` that was chosen for it, as another one would add up in another order, unless
+    it does not divide the share of so many ranks.
     """
     size = options["micro_batch_size"]
     w = workload_of(options | {"micro_batch_size": size or 1}, num_eval_prompts, ranks, ranks_here)
@@ -404,6 +407,8 @@ def choose_options(
         return {"shard_ranks": shard_ranks, "micro_batch_size": size}
     of_one = w.micro_batch_images  # 1, and 2 for a pair
     share = w.images_of_a_rank // (of_one * options.get("updates_per_rollout", 1))
+    if saved_size and share % saved_size == 0:
+        return {"shard_ranks": shard_ranks, "micro_batch_size": saved_size}
     divisors = [size for size in range(share, 0, -1) if share % size == 0]
     for size in divisors:
         w = replace(w, shard_ranks=shard_ranks, micro_batch_images=size * of_one)
@@ -416,17 +421,11 @@ def choose_options(
 def fit_to_gpus(inputs: "Inputs", options: dict[str, Any]) -> dict[str, int]:
     """choose_options on this machine's GPUs. Rank 0 counts, and says what it chose. A collective.
 
-    A resumed run keeps the micro-batch that was chosen for it, as another one would add up in another order.
-
     Raises:
         RunError: --micro_batch_size 0 without a GPU.
     """
     if not torch.cuda.is_available():
         raise RunError("--micro_batch_size 0: takes what fits on a GPU, and this machine has none: pass a number")
-    saved = inputs.checkpoint and inputs.checkpoint.parents[1] / "args.json"
-    if saved and saved.is_file() and not options["micro_batch_size"]:
-        kept = json.loads(saved.read_text(encoding="utf-8"))["args"]["micro_batch_size"]
-        options = options | {"micro_batch_size": kept}
     chosen = {name: options[name] for name in ("shard_ranks", "micro_batch_size")}
     ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
     may_copy = inputs.lora and ranks_here > 1 and not options["shard_ranks"]
@@ -434,7 +433,11 @@ def fit_to_gpus(inputs: "Inputs", options: dict[str, Any]) -> dict[str, int]:
         blueprint = Blueprint(inputs.family, options["model"], inputs.lora, getattr(torch, options["dtype"]))
         world = {"ranks": int(os.environ["WORLD_SIZE"]), "ranks_here": ranks_here}
         gpu_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        chosen = choose_options(blueprint, options, len(inputs.eval_set), gpu_bytes, **world)
+        saved = inputs.checkpoint and inputs.checkpoint.parents[1] / "args.json"
+        saved_size = 0
+        if saved and saved.is_file():
+            saved_size = json.loads(saved.read_text(encoding="utf-8"))["args"]["micro_batch_size"]
+        chosen = choose_options(blueprint, options, len(inputs.eval_set), gpu_bytes, **world, saved_size=saved_size)
         say(describe(chosen, ranks_here))
     return gather_objects(chosen)[0]
 

@@ -37,14 +37,18 @@ def test_without_a_gpu_options_stay_and_a_micro_batch_of_0_is_refused():
 
 
 @pytest.mark.fast
-def test_a_resumed_run_keeps_the_micro_batch_that_was_chosen(tmp_path, monkeypatch):
+def test_a_resumed_run_names_the_micro_batch_that_was_chosen_for_it(tmp_path, monkeypatch):
     """It decides the order of sums, so that another one would change the last digits."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8))
     monkeypatch.setattr(needs, "gather_objects", lambda value: [value])
     monkeypatch.setattr(needs, "Blueprint", lambda *args: None)
-    monkeypatch.setattr(needs, "choose_options", lambda *args, **world: {"shard_ranks": 0, "micro_batch_size": 99})
+
+    def choose_options(*args, saved_size, **world):
+        return {"shard_ranks": 0, "micro_batch_size": saved_size}
+
+    monkeypatch.setattr(needs, "choose_options", choose_options)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     (tmp_path / "checkpoints").mkdir()
@@ -55,7 +59,7 @@ def test_a_resumed_run_keeps_the_micro_batch_that_was_chosen(tmp_path, monkeypat
     assert inputs.fit_to_gpus(options | {"micro_batch_size": 0})["micro_batch_size"] == 16
     assert inputs.fit_to_gpus(options | {"micro_batch_size": 8})["micro_batch_size"] == 8
     (tmp_path / "args.json").unlink()
-    assert inputs.fit_to_gpus(options | {"micro_batch_size": 0})["micro_batch_size"] == 99
+    assert inputs.fit_to_gpus(options | {"micro_batch_size": 0})["micro_batch_size"] == 0  # none is known
 
 
 # ---- atomic_file -----------------------------------------------------------------------------------------------------

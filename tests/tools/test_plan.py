@@ -209,6 +209,11 @@ def test_a_micro_batch_of_0_is_the_largest_that_divides_a_share_and_fits(script,
     assert [chosen["micro_batch_size"] for chosen in found] == [largest, smaller, 1]
     given = choose(blueprint, options | {"micro_batch_size": 8}, gpu_bytes=1e15)
     assert given == {"shard_ranks": 0, "micro_batch_size": 8}
+    # what a resumed run chose is kept, but on a number of ranks whose share it does not divide
+    resumed = [choose(blueprint, options, gpu_bytes=1e15, saved_size=size) for size in (32, 24)]
+    assert [chosen["micro_batch_size"] for chosen in resumed] == [32, largest]
+    given = choose(blueprint, options | {"micro_batch_size": 8}, gpu_bytes=1e15, saved_size=32)
+    assert given["micro_batch_size"] == 8
 
 
 # ---- the sums, by hand -----------------------------------------------------------------------------------------------
