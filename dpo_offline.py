@@ -139,7 +139,6 @@ def start_run(args: Args, inputs: Inputs) -> Run:
         num_images=2 * args.num_pairs,
         num_steps=args.num_steps,
         track=args.track,
-        profile_steps=args.profile_steps,
         stop_if=args.stop_if,
         max_minutes=args.max_minutes,
         keep_checkpoints=args.keep_checkpoints,

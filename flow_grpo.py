@@ -156,7 +156,6 @@ def start_run(args: Args, inputs: Inputs) -> Run:
         num_images=args.num_prompts * args.group_size,
         num_steps=args.num_steps,
         track=args.track,
-        profile_steps=args.profile_steps,
         stop_if=args.stop_if,
         max_minutes=args.max_minutes,
         keep_checkpoints=args.keep_checkpoints,

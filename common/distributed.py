@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout  # which has no public name
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ def setup_distributed(shard_ranks: int = 0) -> torch.device:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     allow_connections(launched_world_size())
-    timeout = timedelta(hours=1)  # one rank's reward, or its checkpoint, may take its time
+    timeout = timedelta(hours=1)  # loading, an engine's start, prompts or pairs; Run shortens it when training begins
     torch.set_num_threads(cores_of_this_rank())  # torchrun leaves each rank one
     # `torchrun --max_restarts` keeps its store, in which a rank would find where the others listened before the restart
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -88,6 +89,12 @@ def allow_connections(world_size: int) -> None:
     if soft not in (resource.RLIM_INFINITY, hard) and soft < needed:
         needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def limit_collectives(minutes: float) -> None:
+    """From now on a collective fails on a rank that has waited so many minutes for another one."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        _set_pg_timeout(timedelta(minutes=minutes))
 
 
 def end_distributed() -> None:

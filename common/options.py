@@ -70,8 +70,8 @@ class SharedArgs:
     """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
     seed: Annotated[int, Bound(at_least=0, at_most=2**32 - 1)] = 1
     """seed of the data order, the noise and the LoRA's initial weights"""
-    track: bool = False
-    """also log to wandb, with a table of validation images"""
+    track: bool | Literal["wandb", "tensorboard"] = False
+    """also log metrics and validation images to wandb (True means it too) or to TensorBoard"""
     resume: str | None = None
     """`latest` resumes this run from its newest checkpoint, or starts it where there is none; a checkpoint file or a
     run folder starts a new run from it"""
@@ -80,7 +80,9 @@ class SharedArgs:
     max_minutes: NonNegativeFloat = 0.0
     """finish the step, save and exit after this time, as after SIGTERM or SIGINT; 0: no limit"""
     profile_steps: Annotated[tuple[int, ...], Bound(at_least=0)] = ()
-    """training steps to write a torch profiler trace of: trace_STEP.json, a large file for chrome://tracing"""
+    """training steps to write a torch profiler trace of: trace_STEP.json, two passes of the update"""
+    profile_rank: NonNegativeInt = 0
+    """the rank whose trace that is"""
     eval_only: bool = False
     """evaluate and exit, under a new --name. With --resume: that checkpoint, with its options; otherwise the model"""
 
@@ -222,6 +224,13 @@ def check_options(args: SharedArgs) -> None:
 
         rewards = [name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward)]
         check_stop_rules(args.stop_if, rewards, args.eval_images_per_prompt)
+    if args.track:
+        from common.monitor.tracking import check_tracker  # only runs with --track need it
+
+        check_tracker(args.track)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.profile_rank >= num_ranks:
+        raise ValueError(f"--profile_rank {args.profile_rank}: must be below {num_ranks}, the number of ranks")
     ranks_of_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if args.shard_ranks and ranks_of_a_node % args.shard_ranks:
         raise ValueError(f"--shard_ranks {args.shard_ranks}: does not divide the {ranks_of_a_node} ranks of a node")

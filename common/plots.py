@@ -20,7 +20,8 @@ WATCHED = ("val/diversity", "val/drift_from_base")
 PANELS = {  # title -> metrics drawn in it; a name that ends with a slash stands for every reward's mean below it
     "reward": ("critic/rewards/mean", "critic/rewards/", "val/"),
     "zero-std groups, clip fraction": ("critic/rewards/zero_std_ratio", "actor/pg_clipfrac"),
-    "gradient norm, KL to the reference": ("actor/grad_norm", "actor/kl_loss"),
+    "gradient norm": ("actor/grad_norm",),
+    "KL to the reference": ("actor/kl_loss",),
     "diversity within a prompt, drift from step 0": ("critic/diversity", *WATCHED),
     "accuracy of the pairs": ("actor/implicit_accuracy",),
     "implicit rewards of the pairs": ("actor/margin", "actor/chosen_reward", "actor/rejected_reward"),

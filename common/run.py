@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from common.checkpoints import (
@@ -32,7 +31,7 @@ from common.checkpoints import (
     writing,
 )
 from common.data import PromptSet
-from common.distributed import end_distributed, gather_objects, on_rank_0
+from common.distributed import end_distributed, gather_objects, limit_collectives, on_rank_0
 from common.errors import UNREADABLE, NothingBegun, RunError, brief
 from common.models.lora import save_policy
 from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid, save_samples
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from common.engine.client import VLLMEngine
     from common.models.family import Family
     from common.models.lora import LoRA
+    from common.monitor.tracking import Tracker
     from common.rewards.pairs import Pairs
     from common.rewards.stop_rules import StopRule
 
@@ -79,6 +79,7 @@ class Inputs(NamedTuple):
 
 
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
+PATIENT_PHASES = ("reward", "testing", "save_checkpoint")  # in which one rank may take long, and the others wait
 SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar
 
 
@@ -113,8 +114,7 @@ class Run:
         checkpoint: Path | None = None,
         num_images: int = 0,
         num_steps: int = 0,
-        track: bool = False,
-        profile_steps: tuple = (),
+        track: str | bool = False,
         stop_if: tuple = (),
         max_minutes: float = 0.0,
         keep_checkpoints: int = 2,
@@ -152,8 +152,8 @@ class Run:
         self._has_warned = False
         self._num_skipped = 0  # training steps in a row without a finite gradient
         self.bar: tqdm | None = None
-        self._profile_steps = profile_steps if self._writes else ()
         self._trace = ExitStack()  # holds the profiler of the current training step
+        self._seconds_at_peak: dict[str, float] = {}  # of a phase's matrix products, on a GPU whose peak is known
         if stop_if:
             from common.rewards.stop_rules import read_stop_rules  # only runs with --stop_if need it
 
@@ -161,7 +161,7 @@ class Run:
         if script:
             _begun.append(self)
             create_run_folder(self.folder, self.config, script, self.checkpoint)
-        self._wandb = start_wandb(self.folder, self.config) if track and self._writes else None
+        self._tracker = start_tracking(track, self.folder, self.config) if track and self._writes else None
 
     # ---- the clock ----
     @contextmanager
@@ -172,10 +172,12 @@ class Run:
             self._timing["startup"] = began - self._created
             self._created = None
         self._write_heartbeat(name)
+        limit_collectives(60 if self.bar is None or name in PATIENT_PHASES else 15)
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            self._device_memory_gb = max(self._device_memory_gb, device_memory_gb())
+            free, total = torch.cuda.mem_get_info()  # of all processes on this GPU, the engine among them
+            self._device_memory_gb = max(self._device_memory_gb, (total - free) / 1e9)
         self._timing[name] = self._timing.get(name, 0.0) + time.perf_counter() - began
 
     def _write_heartbeat(self, phase: str) -> None:
@@ -193,9 +195,15 @@ class Run:
         if self.bar is None:
             self.say(f"training: steps {step} to {self._num_steps}, {self._num_images} images each")
             self.bar = tqdm(initial=step - 1, total=self._num_steps, disable=not self._writes)
+            if self._writes and torch.cuda.is_available():
+                from common.monitor.profiling import count_flops  # a CPU's peak is not known
+
+                self._seconds_at_peak = count_flops(self.config)
         self._trace.close()  # writes the previous step's trace
-        if step in self._profile_steps:
-            self._trace.enter_context(profiled_step(self.folder / f"trace_{step:04d}.json", step))
+        if step in self.config.get("profile_steps", ()):
+            from common.monitor.profiling import profiled_step  # only these runs need it
+
+            self._trace.enter_context(profiled_step(self.folder, step, self.config["profile_rank"]))
         self.step = step
         self._step_began = time.perf_counter()
 
@@ -234,8 +242,8 @@ class Run:
                 save_grid(self.folder / f"grid_{step:04d}.png", images, captions)
                 plot_curves(self.folder)
         self._show(step, metrics, has_grid=bool(grid))
-        if self._wandb:
-            self._write_to_wandb(step, metrics, grid)
+        if self._tracker:
+            self._tracker.log(step, metrics, grid)
 
     def _append(self, step: int, row: dict) -> None:
         """Add a line to metrics.jsonl. The first one cuts a resumed run back to its checkpoint before."""
@@ -260,14 +268,6 @@ class Run:
             told = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]
             told += [f"{name} {value:g}" for name, value in metrics.items() if name.endswith("/failed") and value > 0]
             self.say(f"step {step}: {', '.join(told)}")
-
-    def _write_to_wandb(self, step: int, metrics: dict[str, float], grid: list[Picture] | None) -> None:
-        assert self._wandb is not None
-        table = {}
-        if grid:
-            rows = [[step, caption, self._wandb.Image(image)] for image, caption in grid]
-            table["val/images"] = self._wandb.Table(["step", "prompt and score", "image"], rows)
-        self._wandb.log(metrics | table, step=step)
 
     def _met_stop_rules(self, step: int, metrics: dict) -> dict[str, float]:
         """The rules of --stop_if that the metrics of an evaluation meet, as metrics."""
@@ -296,7 +296,11 @@ class Run:
             peaks["perf/max_device_memory_gb"] = self._device_memory_gb
             self._device_memory_gb = 0.0
             torch.cuda.reset_peak_memory_stats()
-        metrics |= over_ranks(self._timing, peaks)
+        metrics |= peaks
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            from common.monitor.ranks import over_ranks
+
+            metrics |= over_ranks(self._timing, peaks)
         if "step" not in self._timing or not self._num_images:
             return metrics
         for name in ("gen", "reward", "update_actor"):
@@ -306,6 +310,10 @@ class Run:
         metrics["perf/time_per_step"] = self._timing["step"]
         metrics["perf/throughput"] = self._num_images / self._timing["step"] / world_size
         metrics["perf/total_num_images"] = step * self._num_images
+        if self._seconds_at_peak:
+            from common.monitor.profiling import utilisation
+
+            metrics |= utilisation(self._seconds_at_peak, self._timing)
         return metrics
 
     # ---- samples, checkpoints and the end ----
@@ -402,8 +410,8 @@ class Run:
                 self.say(f"{told}; to continue, give the same command with --resume latest")
             else:
                 self.say(f"finished all {self.step} steps; to continue, pass --resume latest and a larger --num_steps")
-        if self._wandb:
-            self._wandb.finish()
+        if self._tracker:
+            self._tracker.finish()
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
@@ -435,45 +443,11 @@ def create_run_folder(folder: Path | str, config: dict, script: Path | str, chec
         shutil.copy(script, folder / f"source{suffix}.py")
 
 
-@contextmanager
-def profiled_step(path: Path, step: int) -> Iterator[None]:
-    """Write a trace of the block for chrome://tracing, in which the block is called ProfilerStep#STEP."""
-    profiler = torch.profiler.profile(on_trace_ready=lambda trace: trace.export_chrome_trace(str(path)))
-    with profiler, torch.profiler.record_function(f"ProfilerStep#{step}"):
-        yield
+def start_tracking(track: str | bool, folder: Path, config: dict) -> "Tracker":
+    """The Tracker that --track names."""
+    from common.monitor.tracking import start_tracker  # only runs with --track need it
 
-
-def start_wandb(folder: Path, config: dict) -> ModuleType:
-    """wandb with a new run in it, or the run that tracked `folder` before."""
-    import wandb  # slow, and seldom asked for
-
-    known = folder / "wandb_id.txt"
-    if not known.exists():
-        known.write_text(os.urandom(4).hex())
-    run_id = known.read_text().strip()
-    wandb.init(project="cleanflow", name=folder.name, id=run_id, resume="allow", dir=folder, config=config)
-    return wandb
-
-
-def over_ranks(timing: dict[str, float], peaks: dict[str, float]) -> dict[str, float]:
-    """The largest of every rank's memory peaks; of several ranks also each phase's slowest one, and its seconds.
-
-    timing, peaks: this rank's, by phase and by metric. A straggler is long in one phase, and all others in the next,
-    where they wait for it. A collective.
-    """
-    by_rank = gather_objects((timing, peaks)) if dist.is_initialized() else [(timing, peaks)]
-    metrics = {name: max(of_rank[name] for _, of_rank in by_rank) for name in peaks}
-    for name in timing if len(by_rank) > 1 else ():
-        seconds = [of_rank.get(name, 0.0) for of_rank, _ in by_rank]
-        metrics[f"timing_s/{name}/max"] = max(seconds)
-        metrics[f"timing_s/{name}/slowest_rank"] = seconds.index(max(seconds))
-    return metrics
-
-
-def device_memory_gb() -> float:
-    """What all processes, the engine among them, hold of this rank's GPU."""
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 1e9
+    return start_tracker(track, folder, config)
 
 
 def max_memory_gb() -> float:
@@ -514,6 +488,11 @@ def one_line() -> Iterator[None]:
         silent = is_everywhere and os.environ.get("LOCAL_RANK", "0") != "0"
         raise SystemExit(1 if silent else _last_line(str(error), error)) from None
     except RuntimeError as error:
+        if "Timed out waiting" in str(error):  # gloo's words
+            from common.monitor.ranks import missing_ranks
+
+            missing = missing_ranks()
+            raise SystemExit(_last_line(missing, error) if missing else 1) from None
         if not any(sign in str(error) for sign in RANK_IS_GONE):
             raise
         raise SystemExit(_last_line(ANOTHER_RANK_LOST, error)) from None

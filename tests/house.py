@@ -23,7 +23,14 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = ("flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "dpo_offline.py", "diffusion_nft.py")
 MODEL_AND_REWARD = (Path("common/models/stable_diffusion_3.py"), Path("common/rewards/ocr.py"))
 # rooms that an option asks for: an import of them inside a function is no part of what every reader needs
-OPTIONAL = ("common/engine/", "common/models/", "common/rewards/", "common/parquet", "common/data/parquet")
+OPTIONAL = (
+    "common/engine/",
+    "common/models/",
+    "common/rewards/",
+    "common/monitor/",
+    "common/parquet",
+    "common/data/parquet",
+)
 # the names of objects that common/ hands to a script
 OBJECTS = {"run", "log", "engine", "model", "sampler", "scorer", "inputs", "checkpoints", "family", "data", "rewards"}
 MANY_FILES = ("models", "rewards")  # rooms with a file for each model or reward

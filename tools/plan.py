@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from common.data import read_prompts
 from common.models.cpu import repair_torchvision
+from common.models.devices import DEVICES
 from common.models.family import find_family
 from common.models.lora import make_lora
 from common.models.memory import Blueprint
@@ -47,27 +48,6 @@ from common.rewards.scoring import find_reward
 import torch
 
 UTILISATION = 0.4  # share of the matrix rate that is reached: an assumption
-
-
-class Device(NamedTuple):
-    """The device that a rank runs on, and its engine."""
-
-    memory_gb: float | None  # in 1e9 bytes, for all processes on it; None: as much as this machine has
-    bfloat16: float | None  # matrix rate in TFLOP/s; None: no seconds are printed
-    float32: float | None
-    tf32: float | None  # of the VAE, whose convolutions torch does in TF32
-
-
-# Rates of dense matrix products: for H100 SXM, H200 SXM and A100 from NVIDIA's data sheets; for the RTX 4090 from the
-# whitepaper on its architecture, with accumulation in fp32. torch's matrix products in float32 do without TF32
-DEVICES = {
-    "rtx4090": Device(24, 165, 82.6, 82.6),
-    "a100-40": Device(40, 312, 19.5, 156),
-    "a100-80": Device(80, 312, 19.5, 156),
-    "h100-80": Device(80, 989, 67, 494),
-    "h200-141": Device(141, 989, 67, 494),
-    "cpu": Device(None, None, None, None),
-}
 
 
 class Memory(NamedTuple):

@@ -2,7 +2,7 @@
 
 A Workload says what a run does. Its passes are counted by common/models/memory.py, which takes them without weights.
 The functions here add up what that means for a GPU, an engine's GPU and a node. tools/plan.py prints it, and a run on
-GPUs asks whether each rank can hold a copy of the weights (`fit_shard_ranks`).
+GPUs asks which sizes they have room for (`fit_to_gpus`), and how near their peak it comes (`work`).
 """
 
 import json
@@ -110,9 +110,7 @@ def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option ma
     """
     kl = ["reference"] if options.get("kl_coef", 0) > 0 else []
     average = ["average"] if options["ema_decay"] > 0 else []
-    if (
-        "num_pairs" in options
-    ):  # offline DPO: pairs at one timestep each, without guidance; a training step samples none
+    if "num_pairs" in options:  # offline DPO: pairs at one timestep each, without guidance; it samples before training
         return {
             "num_images": 2 * options["num_pairs"],
             "micro_batch_images": 2 * options["micro_batch_size"],

@@ -39,8 +39,8 @@ OUTSIDE_AND_INSIDE = {  # of each bound that an option can have
     "a finite number": ([], [-1]),
 }
 OPTIONS_BY_BOUND = {
-    "at least 0": """max_minutes profile_steps shard_ranks lora_rank lr_warmup_steps weight_decay max_prompts
-        engine_devices sde_window_size kl_coef num_steps learning_rate micro_batch_size""",
+    "at least 0": """max_minutes profile_steps profile_rank shard_ranks lora_rank lr_warmup_steps weight_decay
+        max_prompts engine_devices sde_window_size kl_coef num_steps learning_rate micro_batch_size""",
     "at least 1": """keep_checkpoints image_size num_frames max_sequence_length lora_alpha eval_every
         eval_num_inference_steps eval_images_per_prompt rollout_batch_size engine_tensor_parallel num_prompts
         guidance_scale updates_per_rollout epochs_per_rollout iters_per_group update_interval
@@ -189,13 +189,13 @@ def test_advantages_are_neither_scaled_nor_beyond_the_clamp_and_checkpoints_are_
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000004.pt"]
 
 
-def test_profile_steps_writes_a_trace_of_that_step_alone(run):
+def test_profile_steps_writes_a_trace_of_two_passes_of_that_step_alone(run):
     assert [path.name for path in run.glob("trace_*")] == ["trace_0002.json"]
-    names = [event.get("name", "") for event in json.loads((run / "trace_0002.json").read_text())["traceEvents"]]
+    events = json.loads((run / "trace_0002.json").read_text())["traceEvents"]
+    names = [event.get("name", "") for event in events if event.get("ph") == "X"]
     assert {name for name in names if name.startswith("ProfilerStep")} == {"ProfilerStep#2"}
-    for of_an_update in ("aten::mm", "Optimizer.step#AdamW.step"):
-        assert of_an_update in names
-    assert names.count("Optimizer.step#AdamW.step") == 1
+    assert "aten::mm" in names
+    assert names.count("MaximumBackward0") == 1  # a loss for each pass, of which an update of this run has one
 
 
 def test_track_leaves_wandbs_table_of_images(run):

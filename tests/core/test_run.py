@@ -17,8 +17,9 @@ from common.distributed import gather, gather_objects, gather_objects_on_rank_0
 from common.errors import NothingBegun, RunError
 from common.models import needs
 from common.models.adapter_files import read_lora
+from common.monitor.ranks import over_ranks
 from common.rewards.scoring import Scorer, load_rewards
-from common.run import Inputs, Run, create_run_folder, over_ranks
+from common.run import Inputs, Run, create_run_folder
 from tests.conftest import ROOT, read_metrics
 
 import pytest
@@ -177,7 +178,10 @@ def test_speed_metrics_by_hand(tmp_path, monkeypatch, capfd):
         theirs = {name: seconds * factors.get(name, 0.5) for name, seconds in timing.items()}
         return [ours, (theirs, {name: peak / 3 for name, peak in peaks.items()})]
 
+    monkeypatch.setattr("common.monitor.ranks.gather_objects", gather)
     monkeypatch.setattr("common.run.gather_objects", gather)
+    limits = []
+    monkeypatch.setattr("common.run.limit_collectives", limits.append)
     run = Run(tmp_path, num_images=128, num_steps=6)
     clock.now += 5.0  # until the first phase
     clock.spend(run, "testing", 2.0)
@@ -193,6 +197,7 @@ def test_speed_metrics_by_hand(tmp_path, monkeypatch, capfd):
             clock.spend(run, "testing", 3.0)
         run.write({"critic/rewards/mean": 0.5})
         clock.spend(run, "save_checkpoint", 7.0)
+    assert limits[:6] == [60, 15, 60, 15, 15, 60]  # minutes; the evaluation before training, then a step
     assert "reward=0.500" in capfd.readouterr().err
     write(run, 7, {})  # the training steps are over
     rows = metrics_of(tmp_path)
@@ -232,11 +237,8 @@ def test_speed_metrics_by_hand(tmp_path, monkeypatch, capfd):
 
 def test_memory_is_the_largest_of_all_ranks(monkeypatch):
     ranks = [({"gen": 1.0}, {"peak": 3.0}), ({"gen": 1.5}, {"peak": 2.0}), ({"gen": 1.25}, {"peak": 4.0})]
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr("common.run.gather_objects", lambda ours: ranks)
+    monkeypatch.setattr("common.monitor.ranks.gather_objects", lambda ours: ranks)
     assert over_ranks(*ranks[0]) == {"peak": 4.0, "timing_s/gen/max": 1.5, "timing_s/gen/slowest_rank": 1}
-    monkeypatch.setattr("common.run.gather_objects", lambda ours: [ours])  # one rank alone
-    assert over_ranks(*ranks[0]) == {"peak": 3.0}
 
 
 def test_a_heartbeat_names_the_phase_that_a_run_hangs_in(tmp_path):
@@ -274,9 +276,12 @@ def test_the_other_ranks_write_nothing(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr("common.monitor.ranks.gather_objects", lambda ours: [ours, ours])
     monkeypatch.setattr("common.run.gather_objects", lambda ours: [ours, ours])
+    monkeypatch.setattr("common.run.limit_collectives", lambda minutes: None)
     create_run_folder(tmp_path / "run", OPTIONS, __file__)
-    run = Run(tmp_path, track=True, num_images=4, num_steps=2, profile_steps=(1,))
+    profiled = {"profile_steps": (1,), "profile_rank": 0}
+    run = Run(tmp_path, profiled, track=True, num_images=4, num_steps=2)
     run.say("of rank 0")
     for step in (1, 2):
         run.begin_step(step)
@@ -288,20 +293,24 @@ def test_the_other_ranks_write_nothing(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("left_by", ["end", "break"])
-def test_profile_steps_are_traced_alone(tmp_path, left_by):
-    run = Run(tmp_path, profile_steps=(4, 6), num_steps=7)
-    for step in range(3, 8):
+@pytest.mark.parametrize("num_passes", [1, 2, 3])
+def test_profile_steps_are_traced_alone_and_two_passes_of_each(tmp_path, monkeypatch, num_passes):
+    """A pass without gradient, one of another module, and what follows the second pass are not traced."""
+    monkeypatch.setattr("common.monitor.profiling.FSDPModule", torch.nn.Linear)
+    model = torch.nn.Linear(2, 2)
+    run = Run(tmp_path, {"profile_steps": (4, 6), "profile_rank": 0}, num_steps=7)
+    for step in range(3, 7):
         run.begin_step(step)
-        torch.ones(step).cumsum(0)
-        if left_by == "break" and step == 6:
-            break
+        with torch.no_grad():
+            model(torch.ones(2))
+        for _ in range(num_passes):
+            torch.nn.ReLU()(model(torch.ones(2)).cumsum(0)).sum().backward()
     run.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_0004.json", "trace_0006.json"]
     for step in (4, 6):
         trace = json.loads((tmp_path / f"trace_{step:04d}.json").read_text())
         names = [event.get("name", "") for event in trace["traceEvents"]]
-        assert names.count("aten::cumsum") == 1
+        assert names.count("aten::linear") == names.count("aten::relu") == min(num_passes, 2)
         assert {name for name in names if name.startswith("ProfilerStep")} == {f"ProfilerStep#{step}"}
 
 

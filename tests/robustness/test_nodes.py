@@ -227,3 +227,28 @@ def test_torchrun_restarts_what_was_lost(one_node, tmp_path):
     assert (tmp_path / "lost").exists() and "step_000002.pt" in done.stdout + done.stderr
     rows = untimed(read_metrics(tmp_path / "runs" / "flow_grpo"))
     assert [{name: row[name] for name in before} for row, before in zip(rows, expected, strict=True)] == expected
+
+
+HANGS = """import datetime, os, time
+from common.distributed import gather_objects, limit_collectives, setup_distributed
+from common.run import one_line
+with one_line():
+    setup_distributed()
+    limit_collectives(3 / 60)
+    gather_objects("all are here")
+    if os.environ["RANK"] == "1":
+        time.sleep(300)
+    time.sleep(int(os.environ["RANK"]) / 4)
+    gather_objects("all but one")
+"""
+
+
+def test_a_collective_that_times_out_names_the_rank_that_is_missing(tmp_path):
+    """Rank 1 of 3 hangs. The others give up after three seconds, and one of them says so."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3", "hangs.py"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hangs.py: error: ")]
+    assert done.returncode == 1
+    assert lines == ["hangs.py: error: rank 1 of 3 did not arrive where the others waited"]

@@ -5,6 +5,7 @@ import importlib
 from dataclasses import replace
 
 from common.models import needs
+from common.models.devices import Device
 from common.models.family import family_class
 from common.models.lora import make_lora
 from common.models.memory import Blueprint, Cost, Meter
@@ -228,7 +229,7 @@ def test_work_and_seconds(monkeypatch):
     assert needs.work(replace(w, acting_epochs=2), COSTS)["update"].transformer == 592
     assert needs.work(replace(SMALL, sampled_steps=0), COSTS) == {"update": (8 * 2 * 30, 0), "evaluation": (40, 40)}
     # a FLOP a second of the transformer, and two of the VAE
-    monkeypatch.setitem(plan.DEVICES, "rtx4090", plan.Device(24, 165, 1e-12, 2e-12))
+    monkeypatch.setitem(plan.DEVICES, "rtx4090", Device(24, 165, 1e-12, 2e-12))
     lines = plan.work_table(w, COSTS, "rtx4090")
     found = {name: next(line for line in lines if line.startswith(f"  {name} ")) for name in ("rollout", "all")}
     assert found["rollout"].split() == ["rollout", "0.000", "350.0"]  # 120 and 40 / 2 FLOP at 0.4
@@ -395,7 +396,7 @@ def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capsys):
 
 @pytest.mark.fast
 def test_what_cannot_be_planned_ends_with_a_line(fork, tmp_path, monkeypatch):
-    monkeypatch.setitem(plan.DEVICES, "rtx4090", plan.Device(0.5, 165, 82.6, 82.6))
+    monkeypatch.setitem(plan.DEVICES, "rtx4090", Device(0.5, 165, 82.6, 82.6))
     line = fork("--rollout", "local", device="rtx4090")
     assert line.startswith("rtx4090: the run needs ") and "of the 0.5 GB of a GPU" in line
     assert fork("--ranks", 3, "--ranks_per_node", 2).startswith("--ranks 3: must be a multiple")

@@ -1,0 +1,94 @@
+"""How well a run uses its GPUs: the share of their peak that each phase reaches, and traces of the update."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common.models.devices import find_device
+from common.models.family import find_family
+from common.models.lora import make_lora
+from common.models.memory import Blueprint
+from common.models.needs import measure, work, workload_of
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.profiler import profile, record_function
+
+PHASES = {"update_actor": ("update", "actor"), "old_log_prob": ("old log-probs", "actor_infer")}
+TRACED_PASSES = 2
+
+
+# ---- the share of the peak -------------------------------------------------------------------------------------------
+def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any type
+    """{timed phase: seconds that its matrix products would take this GPU at its peak}, for a rank's training step.
+
+    config: the run's options by name. Counted by a pass of each kind without weights, as the plan does; of the
+    transformer alone. {} for a GPU whose peak we do not know.
+    """
+    device = find_device(torch.cuda.get_device_name())
+    peak = device and (device.bfloat16 if config["dtype"] == "bfloat16" else device.float32)
+    if not peak:
+        return {}
+    height, width = config["image_size"]
+    family = find_family(config["model"], height, width, config["num_frames"], config.get("guidance_scale", 1.0))
+    targets = config["lora_target_modules"] or family.lora_target_modules
+    lora_options = [config[name] for name in ("lora_path", "lora_rank", "lora_alpha")]
+    lora = make_lora(*lora_options, targets, config["lora_exclude_modules"])
+    ranks, ranks_here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    w = workload_of(config | {"train_with": ()}, 0, ranks, ranks_here)  # recomputed activations are no model FLOPs
+    blueprint = Blueprint(family, config["model"], lora, getattr(torch, config["dtype"]))
+    counted = work(w, measure(blueprint, w))
+    return {timed: counted[name].transformer / (1e12 * peak) for timed, (name, _) in PHASES.items() if name in counted}
+
+
+def utilisation(seconds_at_peak: dict[str, float], timing: dict[str, float]) -> dict[str, float]:
+    """perf/mfu/actor of the update and perf/mfu/actor_infer of the old log-probs: model FLOPs utilisation, 0 to 1.
+
+    seconds_at_peak: count_flops' value. timing: the seconds that the same phases took.
+    """
+    return {
+        f"perf/mfu/{PHASES[name][1]}": seconds / timing[name]
+        for name, seconds in seconds_at_peak.items()
+        if timing.get(name)
+    }
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+@contextmanager
+def profiled_step(folder: Path, step: int, traced_rank: int) -> Iterator[None]:
+    """Write folder/trace_STEP.json, for chrome://tracing, on that rank: of the block's first TRACED_PASSES passes with
+    gradient through an FSDP model, forward, backward, and what lies between. A whole step of a real model would be
+    gigabytes."""
+    if traced_rank != (dist.get_rank() if dist.is_initialized() else 0):
+        yield
+        return
+    profiler = profile()
+    seen: list[torch.nn.Module] = []  # the outermost model, once for each of its passes
+    marker = record_function(f"ProfilerStep#{step}")
+
+    def stop() -> None:
+        marker.__exit__(None, None, None)
+        profiler.stop()
+        profiler.export_chrome_trace(str(folder / f"trace_{step:04d}.json"))
+
+    def before_forward(module: torch.nn.Module, inputs: tuple) -> None:
+        if not isinstance(module, FSDPModule) or not torch.is_grad_enabled() or (seen and module is not seen[0]):
+            return
+        seen.append(module)
+        if len(seen) == 1:
+            profiler.start()
+            marker.__enter__()
+        elif len(seen) == TRACED_PASSES + 1:
+            stop()
+
+    handle = register_module_forward_pre_hook(before_forward)
+    try:
+        yield
+    finally:
+        handle.remove()
+        if 0 < len(seen) <= TRACED_PASSES:
+            stop()
