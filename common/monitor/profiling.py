@@ -36,8 +36,8 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
     height, width = config["image_size"]
     family = find_family(config["model"], height, width, config["num_frames"], config.get("guidance_scale", 1.0))
     targets = config["lora_target_modules"] or family.lora_target_modules
-    lora_options = [config[name] for name in ("lora_path", "lora_rank", "lora_alpha")]
-    lora = make_lora(*lora_options, targets, config["lora_exclude_modules"])
+    excluded = config["lora_exclude_modules"]
+    lora = make_lora(config["lora_path"], config["lora_rank"], config["lora_alpha"], targets, excluded)
     ranks, ranks_here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     w = workload_of(config | {"train_with": ()}, 0, ranks, ranks_here)  # recomputed activations are no model FLOPs
     blueprint = Blueprint(family, config["model"], lora, getattr(torch, config["dtype"]))
