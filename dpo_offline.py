@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Annotated
 
 from common.checkpoints import open_run
-from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images, share_of_rank
+from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
 from common.distributed import (
     mean_over_ranks,
     setup_distributed,
@@ -44,7 +44,6 @@ from common.run import Inputs, Run, one_line
 from common.sde import draw_noise, image_seed, sde_step
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -116,16 +115,7 @@ def prepare(args: Args) -> Inputs:
     targets = args.lora_target_modules or family.lora_target_modules
     modules = {"target_modules": targets, "exclude_modules": args.lora_exclude_modules}
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, **modules, checkpoint=checkpoint)
-    return Inputs(
-        family,
-        rewards,
-        eval_rewards,
-        train_set,
-        eval_set,
-        lora=lora,
-        checkpoint=checkpoint,
-        pairs=pairs,
-    )
+    return Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint, pairs=pairs)
 
 
 def start_run(args: Args, inputs: Inputs) -> Run:
@@ -203,26 +193,23 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
 
     Ranks share the prompts; a prompt whose images all score the same makes no pair.
     """
-    from common.rewards.made_pairs import save_pair, write_pairs
+    from common.rewards.made_pairs import rows_to_make, save_pair, write_pairs
 
     num_prompts = min(args.num_pair_prompts, len(inputs.train_set))
-    records = {}  # of this rank, by the prompt's row
-    num_failed = 0  # images that a reward failed on
-    for row in share_of_rank(num_prompts):
+    for row, is_own in rows_to_make(run.folder, num_prompts, asdict(args)):
         seeds = [image_seed(args.seed, "pairs", row * args.group_size + i) for i in range(args.group_size)]
         prompts = inputs.train_set.select([row] * args.group_size)
         encoded = encode_prompts(args, model, prompts.prompts[:1])
         prompt_index = torch.zeros(args.group_size, dtype=torch.long)
         request = make_request(args, model, encoded, prompt_index, seeds)
         images = sample(args, model, request).images
-        if row % dist.get_world_size() != dist.get_rank():
+        if not is_own:
             continue  # another rank's prompt, which was sampled only to keep the ranks together
         scores = score_images(inputs.rewards, images, prompts, args.reward_failure)  # (G, R), NaN where one failed
         totals = (scores * scores.new_tensor(args.reward_weights)).sum(1)  # (G,), NaN for failed images
-        num_failed += int(totals.isnan().sum())
-        records[row] = save_pair(run.folder, row, prompts.prompts[0], images, totals)
+        save_pair(run.folder, row, prompts.prompts[0], images, totals)
     offload_rewards(inputs.rewards)  # networks of rewards leave the GPU to the training, if asked
-    run.say(write_pairs(run.folder, records, num_failed, num_prompts))
+    run.say(write_pairs(run.folder, num_prompts))
 
 
 def draw_training_noise(

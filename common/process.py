@@ -2,14 +2,16 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from types import FrameType
 
 PARENT = os.getppid()  # who started this process, noted before torch is imported, which takes seconds
+caught_signals: list[int] = []  # the numbers of the signals that asked for a stop
+_deadline = math.inf  # by perf_counter
 
 
 def say(line: str) -> None:
@@ -40,25 +42,23 @@ def _set_parent_death_signal(number: int) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
 
 
-def catch_stop_signals(max_minutes: float) -> Callable[[], bool]:
-    """From now on SIGTERM and SIGINT (Ctrl-C), however often they come, only ask for a stop.
-
-    Returns stop_requested(): whether, on this rank, one of them came or `max_minutes` (0: no limit) have passed.
-    """
-    began = time.perf_counter()
-    caught: list[int] = []  # the signals' numbers
+def catch_stop_signals(max_minutes: float) -> None:
+    """From now on SIGTERM and SIGINT (Ctrl-C), however often they come, only ask for a stop, as does the end of
+    `max_minutes` (0: no limit). See stop_requested."""
+    global _deadline
+    caught_signals.clear()
+    _deadline = time.perf_counter() + 60 * (max_minutes or math.inf)
 
     def remember(number: int, frame: FrameType | None) -> None:
-        caught.append(number)
-        if len(caught) == 1:  # torchrun passes on what a terminal has sent to all, so that one may come twice
+        caught_signals.append(number)
+        if len(caught_signals) == 1:  # torchrun passes on what a terminal has sent to all, so that one may come twice
             outlive_parent()  # torchrun, which a second signal ends at once, must not take the save with it
             say(f"{signal.Signals(number).name}: finishing this step, then saving")
 
-    def stop_requested() -> bool:
-        minutes = (time.perf_counter() - began) / 60
-        out_of_time = max_minutes > 0 and minutes >= max_minutes
-        return bool(caught) or out_of_time
-
     signal.signal(signal.SIGTERM, remember)
     signal.signal(signal.SIGINT, remember)
-    return stop_requested
+
+
+def stop_requested() -> bool:
+    """Whether, on this rank, such a signal came or the time is over."""
+    return bool(caught_signals) or time.perf_counter() >= _deadline

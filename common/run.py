@@ -35,7 +35,7 @@ from common.distributed import end_distributed, gather_objects, limit_collective
 from common.errors import UNREADABLE, NothingBegun, RunError, brief
 from common.models.lora import save_policy
 from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid, save_samples
-from common.process import catch_stop_signals
+from common.process import catch_stop_signals, caught_signals, stop_requested
 from common.rewards.scoring import Reward, eval_metrics, reward_settings, sample_records
 from common.rewards.watch import watch_metrics
 from common.rollout import Images
@@ -138,7 +138,6 @@ class Run:
         self._num_steps = num_steps
         self._keep_checkpoints = keep_checkpoints
         self._writes = on_rank_0()
-        self._stop_requested = catch_stop_signals(max_minutes) if script else lambda: False
         self._stop_rules: list[StopRule] = []
         self._stop_reason: str | None = None  # the rule that the last evaluation met
         self._timing: dict[str, float] = {}  # seconds of every phase since the last `write`, on this rank
@@ -159,6 +158,7 @@ class Run:
 
             self._stop_rules = read_stop_rules(stop_if)
         if script:
+            catch_stop_signals(max_minutes)
             _begun.append(self)
             create_run_folder(self.folder, self.config, script, self.checkpoint)
         self._tracker = start_tracking(track, self.folder, self.config) if track and self._writes else None
@@ -391,7 +391,7 @@ class Run:
 
     def should_stop(self) -> bool:
         """Whether a signal or time limit on any rank, or a rule of --stop_if, asks for the end. A collective."""
-        self._is_stopping = any(gather_objects(self._stop_requested())) or self._stop_reason is not None
+        self._is_stopping = any(gather_objects(stop_requested())) or self._stop_reason is not None
         return self._is_stopping
 
     def close(self, engine: "VLLMEngine | None" = None) -> None:
@@ -495,7 +495,7 @@ def one_line() -> Iterator[None]:
             raise SystemExit(_last_line(missing, error) if missing else 1) from None
         if not any(sign in str(error) for sign in RANK_IS_GONE):
             raise
-        raise SystemExit(_last_line(ANOTHER_RANK_LOST, error)) from None
+        raise SystemExit(0 if caught_signals else _last_line(ANOTHER_RANK_LOST, error)) from None
     end_distributed()
 
 

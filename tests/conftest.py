@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from common import checkpoints, plots
+from common import checkpoints, plots, process
 from common.models.cpu import repair_torchvision, use_onednn
 from common.models.family import Family, family_class, load_model
 from common.models.lora import make_lora
@@ -76,6 +76,7 @@ def own_handlers() -> Iterator[None]:
     """Puts the handlers of the stop signals back, which a Run that owns its folder replaces."""
     saved = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
+    process.catch_stop_signals(0)
     for number, handler in saved.items():
         signal.signal(number, handler)
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.data import read_prompts
 from common.models.cpu import repair_torchvision
@@ -34,6 +34,7 @@ from common.models.needs import (
     Workload,
     choose_options,
     describe,
+    is_lora,
     measure,
     memory_parts,
     on_one_memory,
@@ -128,7 +129,26 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
         chosen = choose_options(blueprint, options, len(eval_set), gpu_gb * GB, **world)
         print(describe(chosen, ranks_per_node))
         w = workload_of(options | chosen, len(eval_set), ranks, ranks_per_node)
+    print(disk_line(blueprint, w, options, len(eval_set)))
     report(blueprint, w, device)
+
+
+def disk_line(blueprint: Blueprint, w: Workload, options: dict[str, Any], num_eval_prompts: int) -> str:
+    """What the run's folder and --prompt_cache take, in a line. Samples and logs are not counted."""
+    averages = sum(policy not in ("trained", "reference") for policy in w.policies)
+    trained = 4 * blueprint.num_trained * (3 + averages)  # fp32: the weights, Adam's two moments, and other policies'
+    adapter = 4 * blueprint.num_trained if is_lora(blueprint) else blueprint.dtype.itemsize * blueprint.num_weights
+    kept = options["keep_checkpoints"]
+    parts = [f"checkpoints {kept} x {trained / GB:.2f} GB", f"adapter/ and best_adapter/ {2 * adapter / GB:.2f} GB"]
+    if w.prompt_cache is not None:
+        each = blueprint.conditioning_bytes(w.max_sequence_length)
+        if options.get("pairs"):
+            parts.append(f"{w.prompt_cache} at most {each / 1e6:.2f} MB for each prompt of the pairs")
+        else:
+            limit = options.get("num_pair_prompts", options["num_steps"] * w.num_prompts)
+            drawn = min(len(read_prompts(options["train_prompts"])), limit) + num_eval_prompts + 1  # and the empty one
+            parts.append(f"{w.prompt_cache} at most {drawn * each / GB:.2f} GB for {drawn:,} prompts")
+    return f"disk: {', '.join(parts)}"
 
 
 def print_uncounted(rewards: Iterable[str]) -> None:

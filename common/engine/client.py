@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -22,7 +23,7 @@ from common.engine.launch import engine_environment
 from common.errors import RunError
 from common.models.family import Family, Images
 from common.policy import policy_tensors
-from common.process import say
+from common.process import caught_signals, say
 from common.rollout import RolloutRequest, Trajectories
 
 import numpy as np
@@ -405,7 +406,13 @@ class VLLMEngine:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        thread.join(self.timeout_s)
+        deadline = time.monotonic() + self.timeout_s
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(min(1.0, self.timeout_s))
+            if operation == "start" and caught_signals:  # no step has begun: there is nothing to finish
+                self._kill()
+                say("stopped while the rollout engine starts; to continue, give the same command with --resume latest")
+                raise SystemExit(0)
         if thread.is_alive():
             self._kill()
             raise EngineError(

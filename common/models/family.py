@@ -9,6 +9,7 @@ inherits from `Family`, which says what each method takes and gives.
 import importlib
 import itertools
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,10 +25,6 @@ import torch
 
 if TYPE_CHECKING:  # importing these takes seconds
     import diffusers
-
-# files without a family
-NO_FAMILIES = {"__init__", "adapter_files", "cpu", "family", "hub", "lora", "memory", "needs", "prompt_cache", "vae"}
-NO_FAMILIES |= {"shards"}
 
 Config = Mapping[str, Any]  # a config.json of diffusers
 # The transformer's inputs that come from B prompts, by name: tensors (B, ...), masks included.
@@ -78,7 +75,10 @@ class Family(ABC):
         self.negative: dict[int, Conditioning] = {}  # by length; encode_negative fills it
 
     def keep_embeddings(self, prompts: list[str], max_sequence_length: int, folder: str | None) -> None:
-        """Encode the prompts into `folder`, which encode_prompts then reads; None: nothing is kept. A collective."""
+        """Say how many prompts are too long. Encode them into `folder`, unless it is None. A collective."""
+        from common.models.long_prompts import count_long_prompts
+
+        count_long_prompts(self.pipe, prompts, max_sequence_length)
         if folder is not None:
             from common.models.prompt_cache import cache_prompts  # only --prompt_cache needs it
 
@@ -187,10 +187,11 @@ def family_class(model: str | Path) -> type[Family]:
     with refusing(f"--model {model}: model_index.json", Exception):
         pipeline = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     wanted = str(pipeline).lower().removesuffix("pipeline")
-    files = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NO_FAMILIES)
-    found = [stem for stem in files if stem.replace("_", "") == wanted]
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    found = [file.stem for file in files if file.stem.replace("_", "") == wanted]
     if not found:
-        raise ValueError(f"--model {model}: {pipeline} is not supported; supported: {', '.join(files)}")
+        known = [file.stem for file in files if re.search(r"\nclass \w+\(Family\):", file.read_text("utf-8"))]
+        raise ValueError(f"--model {model}: {pipeline} is not supported; supported: {', '.join(known)}")
     module = importlib.import_module(f"common.models.{found[0]}")
     name = pipeline.removesuffix("Pipeline")
     if not hasattr(module, name):

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.checkpoints import writing
-from common.distributed import gather_objects
+from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError, brief
 from common.models.family import Conditioning, Family, hash_bits, on_device
+from common.monitor.phases import with_bar
 from common.process import say
 
 import torch
@@ -84,21 +85,28 @@ class PromptCache:
         for prompt in missing[:1]:
             self.add(prompt, max_sequence_length)
             needed = self.file_of(prompt, max_sequence_length).stat().st_size * (len(missing) - 1)
-        self.check_room(needed)
-        for prompt in missing[1:]:
+        self.check_room(needed, len(missing))
+        for prompt in with_bar(missing[1:], f"encoding prompts into {self.folder}", len(missing[1:])):
             self.add(prompt, max_sequence_length)
 
-    def check_room(self, needed: int) -> None:
-        """Raise a RunError where the disk has no room for the bytes that all ranks are about to write. A collective."""
+    def check_room(self, needed: int, num_missing: int) -> None:
+        """Say what all ranks are about to write, in bytes and prompts. A collective.
+
+        Raises:
+            RunError: the disk has no room for it.
+        """
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
-        ranks = gather_objects((needed, free))
-        needed = sum(of_rank for of_rank, _ in ranks)
-        free = min(of_rank for _, of_rank in ranks)
+        ranks = gather_objects((needed, free, num_missing))
+        needed = sum(of_rank for of_rank, _, _ in ranks)
+        free = min(of_rank for _, of_rank, _ in ranks)
+        num_missing = sum(of_rank for _, _, of_rank in ranks)
+        sizes = f"at most {needed / 1e9:.3g} GB of the {free / 1e9:.3g} GB that are free"
         if needed > free:
-            sizes = f"the prompts that it lacks need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-            raise RunError(f"--prompt_cache {self.folder}: {sizes}")
+            raise RunError(f"--prompt_cache {self.folder}: has no room for {num_missing} prompts: {sizes}")
+        if num_missing and on_rank_0():
+            say(f"--prompt_cache {self.folder}: encoding {num_missing:,} prompts that it lacks: {sizes}")
 
     def read(self, prompts: Sequence[str], max_sequence_length: int) -> Conditioning:
         """The conditioning of prompts. One that has no file, or a damaged one, is encoded, which a line says."""

@@ -1,18 +1,28 @@
 """Preference pairs of a model's own images: the best and the worst of each prompt. Runs without --pairs import this."""
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from common.checkpoints import atomic_file, writing
+from common.data import share_of_rank
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError
+from common.monitor.phases import with_bar
 from common.plots import save_png
+from common.process import say
 from common.rewards.pair_files import read_pairs
 from common.rewards.pairs import Pairs
 from common.rollout import Images
 
 import torch
 import torch.distributed as dist
+
+# the options that a model's pairs depend on
+DECIDING = ["seed", "model", "dtype", "image_size", "max_sequence_length", "lora_path", "num_inference_steps"]
+DECIDING += ["guidance_scale", "group_size", "train_prompts", "reward", "reward_weights", "reward_failure"]
 
 
 def best_and_worst(totals: torch.Tensor) -> tuple[int, int] | None:
@@ -25,34 +35,57 @@ def best_and_worst(totals: torch.Tensor) -> tuple[int, int] | None:
     return None if totals[best] == totals[worst] else (best, worst)
 
 
-def save_pair(folder: Path, row: int, prompt: str, images: Images, totals: torch.Tensor) -> dict | None:
-    """Write the best and the worst of a prompt's images by totals (G,) to folder/pairs; NaN: a reward failed.
+def rows_to_make(folder: Path, num_prompts: int, options: dict[str, Any]) -> Iterator[tuple[int, bool]]:
+    """Yield (row, whether it is this rank's) of the prompts that no interrupted start with these options compared.
 
-    Returns the pair's record; None where no image scores higher than another.
+    The ranks sample together, each as many prompts: where they cannot share evenly, some of them another rank's too.
+    A collective.
     """
+    made_by = json.dumps({name: options[name] for name in DECIDING}, indent=1, default=str)
+    if on_rank_0():
+        known = folder / "pairs" / "made_by.json"
+        if not known.exists() or known.read_text() != made_by:
+            with writing(folder / "pairs"):
+                shutil.rmtree(folder / "pairs", ignore_errors=True)
+                known.parent.mkdir(parents=True)
+                known.write_text(made_by)
+    missing = gather_objects([row for row in range(num_prompts) if not record_file(folder, row).exists()])[0]
+    if len(missing) < num_prompts and on_rank_0():
+        say(f"of {num_prompts} prompts, {num_prompts - len(missing)} made their pairs before the run was interrupted")
+    share = share_of_rank(len(missing)) if missing else []
+    own = range(dist.get_rank(), len(missing), dist.get_world_size())
+    return with_bar([(missing[place], i < len(own)) for i, place in enumerate(share)], "making pairs", len(share))
+
+
+def record_file(folder: Path, row: int) -> Path:
+    """Where a prompt's record is, once its images have been compared."""
+    return folder / "pairs" / f"{row:05d}.json"
+
+
+def save_pair(folder: Path, row: int, prompt: str, images: Images, totals: torch.Tensor) -> None:
+    """Write the best and the worst of a prompt's images by totals (G,), NaN where a reward failed, to folder/pairs, and
+    last the prompt's record. Its pair is None where no image scores higher than another."""
     places = best_and_worst(totals)
-    if places is None:
-        return None
-    record: dict = {"prompt": prompt}
+    pair: dict = {}
     with writing(folder / "pairs"):
-        (folder / "pairs").mkdir(parents=True, exist_ok=True)
-        for kind, i in zip(("chosen", "rejected"), places, strict=True):
+        for kind, i in zip(("chosen", "rejected"), places or (), strict=False):
             file = f"pairs/{row:05d}_{kind}.png"
             save_png(folder / file, images[i])
-            record |= {kind: file, f"{kind}_score": totals[i].item()}
-    return record
+            pair |= {"prompt": prompt, kind: file, f"{kind}_score": totals[i].item()}
+        with atomic_file(record_file(folder, row), shared=True) as temporary:
+            temporary.write_text(json.dumps({"pair": pair or None, "failed": int(totals.isnan().sum())}))
 
 
-def write_pairs(folder: Path, records: dict[int, dict | None], num_failed: int, num_prompts: int) -> str:
-    """Write folder/pairs.jsonl of every rank's records, by row; num_failed images failed. A collective.
-
-    Returns a line about them.
+def write_pairs(folder: Path, num_prompts: int) -> str:
+    """Write folder/pairs.jsonl of the records of all prompts. Returns a line about them. A collective.
 
     Raises:
         RunError: no prompt made a pair.
     """
-    by_row = {row: record for of_rank in gather_objects(records) for row, record in of_rank.items() if record}
-    num_failed = sum(gather_objects(num_failed))
+    dist.barrier()  # a rank reads what the others have written
+    records = [json.loads(record_file(folder, row).read_text()) for row in range(num_prompts)]
+    by_row = {row: record["pair"] for row, record in enumerate(records) if record["pair"]}
+    num_failed = sum(record["failed"] for record in records)
     failures = f"; a reward failed on {num_failed} of their images" if num_failed else ""
     if not by_row:
         raise RunError(f"--num_pair_prompts {num_prompts}: the images of every prompt score the same{failures}")
@@ -69,4 +102,4 @@ def read_made_pairs(folder: Path) -> Pairs:
     try:
         return read_pairs(file)
     except (ValueError, RunError) as error:
-        raise RunError(f"{error}; remove {file} to have the pairs made again") from None
+        raise RunError(f"{error}; remove {file} and {folder / 'pairs'} to have the pairs made again") from None

@@ -86,10 +86,13 @@ def encode_pairs(
     Raises:
         RunError: naming an image that cannot be read, or a pair whose images are the same.
     """
+    from common.monitor.phases import with_bar
+
     bits = [hash_bits(tensor) for tensor in model.frozen_tensors()]
     frozen_key = hashlib.blake2b(repr(bits).encode())
     own: dict[int, Path] = {}
-    for row, pair in pairs.select(sorted(rows)[dist.get_rank() :: dist.get_world_size()]):
+    shared = sorted(rows)[dist.get_rank() :: dist.get_world_size()]
+    for row, pair in with_bar(pairs.select(shared), "reading pairs", len(shared)):
         prompt, chosen, rejected = pair
         key = frozen_key.copy()
         key.update(repr((prompt, *image_size, max_sequence_length)).encode())
@@ -102,7 +105,7 @@ def encode_pairs(
     for row in sorted(files):
         first_row.setdefault(files[row], row)
     missing = [row for row, file in own.items() if first_row[file] == row and not is_encoded(file)]
-    for row, pair in pairs.select(missing):
+    for row, pair in with_bar(pairs.select(missing), f"encoding pairs into {folder}", len(missing)):
         encode_pair(model, pair, files[row], image_size, max_sequence_length)
     dist.barrier()  # a rank reads what others have encoded
     return files

@@ -6,10 +6,10 @@ import math
 from types import SimpleNamespace
 
 from common.errors import RunError
-from common.rewards import pair_files
+from common.rewards import made_pairs, pair_files
 from common.rewards import pairs as pairs_on_disk
 from common.rewards.pair_files import read_pairs
-from common.rewards.pairs import encode_pairs
+from common.rewards.pairs import encode_pairs, open_image
 from dpo_offline import dpo_loss, flow_matching_errors
 from tests.conftest import assert_same, embedded_model, on_ranks
 
@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from PIL.ImageFile import ImageFile
 
@@ -360,3 +361,47 @@ def test_encoded_pairs_hold_chosen_first_and_cannot_tell_a_colour_mode(one_rank,
     first.write_bytes(whole[:100])  # what a failing disk has left of it
     encode_pairs(model, pairs, {0, 1}, **place)
     assert_same(torch.load(first, weights_only=True), cached)
+
+
+# ---- made pairs that an interrupted start has begun ------------------------------------------------------------------
+OPTIONS = dict.fromkeys(made_pairs.DECIDING, 1)
+
+
+def compare(folder, rows, scores):
+    for row in rows:
+        images = [Image.new("RGB", (8, 8), (row, i, 0)) for i in range(len(scores))]
+        made_pairs.save_pair(folder, row, f"prompt {row}", images, torch.tensor(scores))
+
+
+def test_pairs_that_were_made_are_not_made_again(one_rank, tmp_path, capfd):
+    """The first start compares two of four prompts, one of whose images all score the same; the next the others."""
+    rows = made_pairs.rows_to_make(tmp_path, 4, OPTIONS)
+    compare(tmp_path, [next(rows)[0]], [0.5, 0.25, math.nan])
+    compare(tmp_path, [next(rows)[0]], [1.0, 1.0, 1.0])
+    capfd.readouterr()
+    assert [*made_pairs.rows_to_make(tmp_path, 4, OPTIONS)] == [(2, True), (3, True)]
+    said = capfd.readouterr().err
+    assert (
+        said.startswith("of 4 prompts, 2 made their pairs before the run was interrupted\n") and "making pairs" in said
+    )
+    compare(tmp_path, [2, 3], [0.0, 1.0])
+    assert made_pairs.write_pairs(tmp_path, 4) == "3 pairs of 4 prompts; a reward failed on 1 of their images"
+    pairs = made_pairs.read_made_pairs(tmp_path)
+    assert pairs.prompts == ["prompt 0", "prompt 2", "prompt 3"]
+    assert [open_image(pair[1]).getpixel((0, 0)) for _, pair in pairs.select([0, 1])] == [(0, 0, 0), (2, 1, 0)]
+    assert [*made_pairs.rows_to_make(tmp_path, 4, OPTIONS)] == []
+
+
+def test_pairs_of_other_options_are_made_again(one_rank, tmp_path):
+    compare_first = made_pairs.rows_to_make(tmp_path, 2, OPTIONS)
+    compare(tmp_path, [next(compare_first)[0]], [0.0, 1.0])
+    assert [row for row, _ in made_pairs.rows_to_make(tmp_path, 2, OPTIONS | {"group_size": 3})] == [0, 1]
+    assert not made_pairs.record_file(tmp_path, 0).exists()
+
+
+def test_ranks_compare_the_same_number_of_prompts_each_its_own_once(tmp_path, monkeypatch):
+    """Two ranks, three prompts: the second samples the first rank's prompt again, and does not compare it."""
+    found = {}
+    monkeypatch.setattr(made_pairs, "on_rank_0", lambda: dist.get_rank() == 0)
+    on_ranks(monkeypatch, 2, lambda rank: found.update({rank: [*made_pairs.rows_to_make(tmp_path, 3, OPTIONS)]}))
+    assert found == {0: [(0, True), (2, True)], 1: [(1, True), (0, False)]}

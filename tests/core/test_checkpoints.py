@@ -21,7 +21,7 @@ from common.checkpoints import (
 )
 from common.distributed import restore_rng_states, rng_states
 from common.errors import RunError
-from common.process import catch_stop_signals
+from common.process import catch_stop_signals, stop_requested
 from common.run import Run
 from tests.conftest import assert_same
 
@@ -400,7 +400,7 @@ def test_random_states_round_trip(tmp_path, before):
 
 # ---- stops -----------------------------------------------------------------------------------------------------------
 def work_until_stopped(ready):
-    stop_requested = catch_stop_signals(0)
+    catch_stop_signals(0)
     assert not stop_requested()
     os.write(ready, b".")
     steps = 0
@@ -429,11 +429,13 @@ def test_a_signal_asks_for_a_stop(capfd, numbers):
 def test_time_limit(monkeypatch, own_handlers):
     now = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    stop_requested, never = catch_stop_signals(2), catch_stop_signals(0)
-    for seconds, asked in ((0, False), (119, False), (120, True), (1e9, True)):
-        now[0] = 1000.0 + seconds
-        assert stop_requested() is asked
-        assert never() is False
+    for minutes, at_once in ((2, True), (0, False)):  # 0: never
+        now[0] = 1000.0
+        catch_stop_signals(minutes)
+        for seconds, asked in ((0, False), (119, False), (120, True), (1e9, True)):
+            now[0] = 1000.0 + seconds
+            assert stop_requested() is (asked and at_once)
+    catch_stop_signals(0)
 
 
 @pytest.mark.fast

@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +18,7 @@ from common.engine.client import EngineError, VLLMEngine
 from common.models.adapter_files import read_lora
 from common.models.lora import save_weights
 from common.policy import tensors_on_rank_0
+from common.process import catch_stop_signals
 from common.rewards.user_code import load_function
 from common.rollout import RolloutRequest
 from tests.conftest import EMBEDDED, ROOT, assert_same, embedded_model, policy_without_fsdp
@@ -679,6 +681,20 @@ def test_a_dead_and_a_stuck_engine_are_errors_within_their_time(tmp_path):
     os.kill(engine.process.pid, signal.SIGKILL)  # while it loads
     with pytest.raises(EngineError, match="died during start .*exit code -9"):
         engine.wait_ready()
+
+
+def test_a_stop_signal_is_obeyed_while_an_engine_loads(tmp_path, own_handlers, capfd):
+    catch_stop_signals(0)
+    engine = start(tmp_path)
+    engine.process.send_signal(signal.SIGSTOP)  # it loads for ever
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as ended:
+        engine.wait_ready()
+    assert ended.value.code == 0 and time.monotonic() - began < 5
+    assert engine.process.wait(10) == -signal.SIGKILL
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last == "stopped while the rollout engine starts; to continue, give the same command with --resume latest"
 
 
 def test_an_engine_that_cannot_load_says_why(tmp_path):

@@ -1,12 +1,15 @@
 """Prompt embeddings on disk: each prompt is encoded once, alone, and again only if its file was damaged."""
 
 import json
+import os
 import re
+import signal
 from types import SimpleNamespace
 
 from common.errors import RunError
 from common.models import prompt_cache
 from common.models.prompt_cache import cache_prompts
+from common.process import catch_stop_signals
 from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, on_ranks, run_here
 
 import pytest
@@ -184,8 +187,8 @@ def test_a_disk_without_room_is_named_before_the_prompts_are_encoded(one_rank, t
     monkeypatch.setattr("shutil.disk_usage", disk_usage)
     with pytest.raises(RunError) as error:
         cache_prompts(model, ["a", "bb", "a longer one"], LENGTH, tmp_path)
-    needed = f"{3 * size[0] / 1e9:.1f} GB, and {(3 * size[0] - 1) / 1e9:.1f} GB are free"
-    assert str(error.value) == f"--prompt_cache {tmp_path}: the prompts that it lacks need {needed}"
+    needed = f"at most {3 * size[0] / 1e9:.3g} GB of the {(3 * size[0] - 1) / 1e9:.3g} GB that are free"
+    assert str(error.value) == f"--prompt_cache {tmp_path}: has no room for 4 prompts: {needed}"
     assert calls == [["a longer one"]]
 
 
@@ -208,7 +211,7 @@ def test_ranks_share_the_prompts_and_the_check_of_the_disk(tmp_path, monkeypatch
     def too_much(rank):
         encode = lambda prompts, length: {"prompt_embeds": torch.ones(1, length, 8)}
         cache = prompt_cache.PromptCache(tmp_path / "full", "key", encode)
-        with pytest.raises(RunError, match="the prompts that it lacks need"):
+        with pytest.raises(RunError, match="has no room for 16 prompts: at most "):
             cache.add_missing([f"prompt {i}" for i in range(16)], LENGTH)
 
     on_ranks(monkeypatch, 2, too_much)
@@ -242,13 +245,41 @@ def test_only_what_the_run_will_draw_is_encoded(tmp_path):
 def test_a_prompt_that_is_not_in_the_cache_is_encoded_and_reported(one_rank, tmp_path, monkeypatch, capfd):
     model = embedded_model()
     cache_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
-    assert capfd.readouterr().err == "loading " + str(EMBEDDED) + "\n"
+    loading, encoding = capfd.readouterr().err.splitlines()[:2]  # a progress bar follows
+    assert loading == f"loading {EMBEDDED}"
+    sizes = r"at most \S+ GB of the \S+ GB that are free"
+    assert re.fullmatch(f"--prompt_cache {tmp_path}: encoding 2 prompts that it lacks: {sizes}", encoding)
     expected = embedded_model().encode_prompts([PROMPTS[1]], LENGTH)
     capfd.readouterr()
     assert_equal(model.encode_prompts([PROMPTS[1]], LENGTH), expected)
     assert capfd.readouterr().err == f"--prompt_cache {tmp_path}: encoding a prompt that is not in it: {PROMPTS[1]}\n"
     model.encode_prompts([PROMPTS[1]], LENGTH)
     assert capfd.readouterr().err == ""
+
+
+def test_a_stop_while_prompts_are_encoded_keeps_those_that_are(one_rank, tmp_path, monkeypatch, own_handlers, capfd):
+    """SIGTERM comes while the second of four prompts is encoded. The next start encodes the other two."""
+    encoded = []
+
+    def encode(prompts, length):
+        encoded.append(prompts[0])
+        if len(encoded) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"prompt_embeds": torch.ones(1, length, 8)}
+
+    cache = prompt_cache.PromptCache(tmp_path, "key", encode)
+    catch_stop_signals(0)
+    with pytest.raises(SystemExit) as ended:
+        cache.add_missing(["a", "bb", "ccc", "dddd"], LENGTH)
+    assert ended.value.code == 0 and encoded == ["dddd", "ccc"]
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert (
+        last
+        == f"stopped while encoding prompts into {tmp_path}; to continue, give the same command with --resume latest"
+    )
+    catch_stop_signals(0)
+    cache.add_missing(["a", "bb", "ccc", "dddd"], LENGTH)
+    assert encoded == ["dddd", "ccc", "bb", "a"]
 
 
 def test_two_runs_write_one_cache(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import re
 from dataclasses import replace
 
 from common.models import needs
@@ -384,7 +385,9 @@ def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capsys):
     assert lines[0] == "not counted: the networks of clip_score, whose sizes docs/rewards.md has"
     assert lines[1] == "not counted: whatever mine.py:mine loads"
     assert lines[2] == "a copy of the transformer for each rank; micro-batches of 16"
-    assert lines[3].startswith("GB of each of 4 GPUs, h100-80") and lines[-1].startswith("peak ")
+    # a LoRA of rank 16 on 62 matrices, its moments; nothing is cached
+    assert re.fullmatch(r"disk: checkpoints 2 x 0\.0\d GB, adapter/ and best_adapter/ 0\.0\d GB", lines[3])
+    assert lines[4].startswith("GB of each of 4 GPUs, h100-80") and lines[-1].startswith("peak ")
     for words in ("  activations of 16 images ", "GB of a node's memory, 2 ranks"):
         assert any(line.startswith(words) for line in lines), words
     assert not any("engine" in line for line in lines)
@@ -392,6 +395,21 @@ def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "a copy of the transformer for 2 ranks; micro-batches of 16"
     assert any(line.startswith("  weights gathered to sample") for line in lines)
+
+
+@pytest.mark.fast
+def test_the_disk_of_a_full_model_and_of_a_cache_by_hand():
+    """Weights and two moments in fp32, an average; adapters in bf16. 3 held-out prompts, the empty one, 8 drawn."""
+    blueprint = blueprint_of(EMBEDDED, 0, torch.bfloat16)
+    w = replace(SMALL, policies=("trained", "average"), prompt_cache="kept", num_prompts=4, max_sequence_length=16)
+    options = {"keep_checkpoints": 3, "num_steps": 2, "train_prompts": ROOT / "assets" / "train_prompts.txt"}
+    checkpoint = 4 * blueprint.num_weights * 4 / 1e9
+    adapter = 2 * blueprint.num_weights / 1e9
+    cached = 12 * blueprint.conditioning_bytes(16) / 1e9
+    expected = f"disk: checkpoints 3 x {checkpoint:.2f} GB, adapter/ and best_adapter/ {2 * adapter:.2f} GB, "
+    assert plan.disk_line(blueprint, w, options, 3) == expected + f"kept at most {cached:.2f} GB for 12 prompts"
+    line = plan.disk_line(blueprint, w, options | {"pairs": "mine.jsonl"}, 3)
+    assert line.endswith("MB for each prompt of the pairs")
 
 
 @pytest.mark.fast

@@ -1,0 +1,64 @@
+"""Prompts that are longer than a text encoder takes: one line, and none of the libraries' own."""
+
+import logging
+
+from common.models.long_prompts import count_long_prompts, is_no_truncation
+from tests.conftest import embedded_model
+
+import pytest
+
+pytestmark = pytest.mark.fast
+
+
+class Words:
+    """A tokenizer that makes a token of each word, and one of the end."""
+
+    def __init__(self, model_max_length):
+        self.model_max_length = model_max_length
+
+    def __call__(self, prompts):
+        return type("Encoding", (), {"input_ids": [[*prompt.split(), "end"] for prompt in prompts]})
+
+
+class CLIPTokenizer(Words):
+    pass
+
+
+class T5TokenizerFast(Words):
+    pass
+
+
+class Pipe:
+    def __init__(self, **components):
+        self.components = components
+
+
+PROMPTS = ["one two three", "one two", "one two three", "one two three four five six"]
+
+
+def test_each_encoder_counts_the_distinct_prompts_that_it_cuts(capfd):
+    """CLIP's own limit is 3 tokens, T5's the option's 5; both CLIPs have one tokenizer."""
+    clip = CLIPTokenizer(3)
+    pipe = Pipe(tokenizer=clip, tokenizer_2=clip, tokenizer_3=T5TokenizerFast(512), tokenizer_4=None, vae=None)
+    count_long_prompts(pipe, PROMPTS, 5)
+    expected = "of 3 prompts, so many are longer: 2 than the 3 tokens of CLIP, 1 than the 5 tokens of T5"
+    assert capfd.readouterr().err == f"{expected}; what is beyond is cut off\n"
+    count_long_prompts(Pipe(tokenizer=T5TokenizerFast(512)), PROMPTS, 7)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_libraries_say_nothing_of_it(one_rank, capfd, caplog):
+    """The embedded model's encoders take 16 tokens."""
+    model = embedded_model()
+    long = "a red sign that says " + "4711 " * 40
+    with caplog.at_level(logging.WARNING):
+        model.keep_embeddings([long, "a sign"], 16, None)
+        model.encode_prompts([long, "a sign"], 16)
+    said = capfd.readouterr().err
+    assert "of 2 prompts, so many are longer: 1 than the 16 tokens of " in said
+    assert "truncated" not in said + caplog.text and "longer than the specified" not in said + caplog.text
+
+
+def test_other_messages_pass():
+    record = logging.LogRecord("diffusers", logging.WARNING, "", 0, "a component is missing", (), None)
+    assert is_no_truncation(record)
