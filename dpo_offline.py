@@ -115,7 +115,16 @@ def prepare(args: Args) -> Inputs:
     targets = args.lora_target_modules or family.lora_target_modules
     modules = {"target_modules": targets, "exclude_modules": args.lora_exclude_modules}
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, **modules, checkpoint=checkpoint)
-    return Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint, pairs=pairs)
+    return Inputs(
+        family,
+        rewards,
+        eval_rewards,
+        train_set,
+        eval_set,
+        lora=lora,
+        checkpoint=checkpoint,
+        pairs=pairs,
+    )
 
 
 def start_run(args: Args, inputs: Inputs) -> Run:

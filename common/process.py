@@ -47,7 +47,7 @@ def catch_stop_signals(max_minutes: float) -> None:
     `max_minutes` (0: no limit). See stop_requested."""
     global _deadline
     caught_signals.clear()
-    _deadline = time.perf_counter() + 60 * (max_minutes or math.inf)
+    _deadline = time.perf_counter() + 60 * max_minutes if max_minutes else math.inf
 
     def remember(number: int, frame: FrameType | None) -> None:
         caught_signals.append(number)

@@ -152,7 +152,6 @@ class Run:
         self._num_skipped = 0  # training steps in a row without a finite gradient
         self.bar: tqdm | None = None
         self._trace = ExitStack()  # holds the profiler of the current training step
-        self._seconds_at_peak: dict[str, float] = {}  # of a phase's matrix products, on a GPU whose peak is known
         if stop_if:
             from common.rewards.stop_rules import read_stop_rules  # only runs with --stop_if need it
 
@@ -195,10 +194,6 @@ class Run:
         if self.bar is None:
             self.say(f"training: steps {step} to {self._num_steps}, {self._num_images} images each")
             self.bar = tqdm(initial=step - 1, total=self._num_steps, disable=not self._writes)
-            if self._writes and torch.cuda.is_available():
-                from common.monitor.profiling import count_flops  # a CPU's peak is not known
-
-                self._seconds_at_peak = count_flops(self.config)
         self._trace.close()  # writes the previous step's trace
         if step in self.config.get("profile_steps", ()):
             from common.monitor.profiling import profiled_step  # only these runs need it
@@ -310,10 +305,10 @@ class Run:
         metrics["perf/time_per_step"] = self._timing["step"]
         metrics["perf/throughput"] = self._num_images / self._timing["step"] / world_size
         metrics["perf/total_num_images"] = step * self._num_images
-        if self._seconds_at_peak:
-            from common.monitor.profiling import utilisation
+        if self._writes and torch.cuda.is_available():
+            from common.monitor.profiling import utilisation  # a CPU's peak is not known
 
-            metrics |= utilisation(self._seconds_at_peak, self._timing)
+            metrics |= utilisation(self.config, self._timing)
         return metrics
 
     # ---- samples, checkpoints and the end ----

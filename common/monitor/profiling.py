@@ -20,6 +20,7 @@ from torch.profiler import profile, record_function
 
 PHASES = {"update_actor": ("update", "actor"), "old_log_prob": ("old log-probs", "actor_infer")}
 TRACED_PASSES = 2
+_counted: dict[str, dict[str, float]] = {}  # count_flops' value of the runs of this process, by name
 
 
 # ---- the share of the peak -------------------------------------------------------------------------------------------
@@ -42,19 +43,21 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
     w = workload_of(config | {"train_with": ()}, 0, ranks, ranks_here)  # recomputed activations are no model FLOPs
     blueprint = Blueprint(family, config["model"], lora, getattr(torch, config["dtype"]))
     counted = work(w, measure(blueprint, w))
-    return {timed: counted[name].transformer / (1e12 * peak) for timed, (name, _) in PHASES.items() if name in counted}
+    named = {timed: name for timed, (name, _) in PHASES.items() if name in counted}
+    return {timed: counted[name].transformer / (1e12 * peak) for timed, name in named.items()}
 
 
-def utilisation(seconds_at_peak: dict[str, float], timing: dict[str, float]) -> dict[str, float]:
+def utilisation(config: dict[str, Any], timing: dict[str, float]) -> dict[str, float]:
     """perf/mfu/actor of the update and perf/mfu/actor_infer of the old log-probs: model FLOPs utilisation, 0 to 1.
 
-    seconds_at_peak: count_flops' value. timing: the seconds that the same phases took.
+    config: the run's options, whose FLOPs are counted once. timing: the seconds of the phases.
     """
-    return {
-        f"perf/mfu/{PHASES[name][1]}": seconds / timing[name]
-        for name, seconds in seconds_at_peak.items()
-        if timing.get(name)
-    }
+    name = config["name"]
+    if name not in _counted:
+        _counted[name] = count_flops(config)
+    at_peak = _counted[name]
+    phases = [phase for phase in at_peak if timing.get(phase)]
+    return {f"perf/mfu/{PHASES[phase][1]}": at_peak[phase] / timing[phase] for phase in phases}
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------

@@ -26,10 +26,16 @@ def test_gpus_are_known_by_cudas_names():
     assert find_device("NVIDIA H100 PCIe") is None and find_device("Tesla T4") is None
 
 
-def test_utilisation_by_hand():
-    """2 s at the peak in 8 s; a phase that a step does not have is not logged."""
-    found = utilisation({"update_actor": 2.0, "old_log_prob": 1.0}, {"update_actor": 8.0, "gen": 3.0})
-    assert found == {"perf/mfu/actor": 0.25}
+def test_utilisation_by_hand(monkeypatch):
+    """2 s at the peak in 8 s; a phase that a step does not have is not logged. It is counted once."""
+    counts = [{"update_actor": 2.0, "old_log_prob": 1.0}]
+    monkeypatch.setattr(profiling, "count_flops", lambda config: counts.pop())
+    config = {"name": "by hand"}
+    assert utilisation(config, {"update_actor": 8.0, "gen": 3.0}) == {"perf/mfu/actor": 0.25}
+    assert utilisation(config, {"update_actor": 4.0, "old_log_prob": 4.0}) == {
+        "perf/mfu/actor": 0.5,
+        "perf/mfu/actor_infer": 0.25,
+    }
 
 
 @pytest.mark.parametrize("module", [flow_grpo, diffusion_nft])
