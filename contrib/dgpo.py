@@ -128,7 +128,8 @@ def prepare(args: Args) -> Inputs:
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
     checkpoint = open_run(Path("runs") / args.name, args.resume, args.eval_only)
     # diffusers and peft, which take seconds to import, come last
-    family = find_family(args.model, *args.image_size, args.num_frames)
+    size = (*args.image_size, args.num_frames)
+    family = find_family(args.model, *size, 1.0, args.max_sequence_length)
     if args.rollout == "vllm":
         from common.engine.launch import check_engine
 

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from common.data import read_prompts
+from common.errors import refusing
 from common.models.cpu import repair_torchvision
 from common.models.devices import DEVICES
 from common.models.family import find_family
@@ -117,12 +118,13 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
 
     height, width = args.image_size
     guidance_scale = options.get("guidance_scale", 1.0)
-    family = find_family(args.model, height, width, args.num_frames, guidance_scale)
+    family = find_family(args.model, height, width, args.num_frames, guidance_scale, args.max_sequence_length)
     if w.has_engine and family.engine_pipeline is None:
         raise ValueError(f"--rollout vllm: {family.__name__} has no engine: pass --rollout local")
     targets = args.lora_target_modules or family.lora_target_modules
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
-    blueprint = Blueprint(family, args.model, lora, getattr(torch, w.dtype))
+    with refusing(f"--model {args.model}", Exception):  # whatever a library raises over a stranger's configs
+        blueprint = Blueprint(family, args.model, lora, getattr(torch, w.dtype))
     print_uncounted([*args.reward, *args.eval_reward])
     if gpu_gb is not None:  # as a run on these GPUs chooses them
         world = {"ranks": ranks, "ranks_here": ranks_per_node}

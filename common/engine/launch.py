@@ -12,6 +12,7 @@ from pathlib import Path
 
 from common.engine.mismatch import parse_correction
 from common.models.family import Family
+from common.models.layout import check_plain
 
 import torch
 
@@ -55,6 +56,7 @@ def check_engine(
             "--rollout vllm needs vLLM-Omni, which is not installed: pip install -r requirements.txt "
             "(requirements-cuda.txt on a GPU; if pip fails, see docs/quickstart_gpu.md), or pass --rollout local"
         )
+    check_plain(model)
     if tensor_parallel > 1:
         check_heads(model, tensor_parallel)
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import refusing
+from common.errors import RunError, refusing
 from common.models.vae import pil_images
 from common.process import say
 
@@ -47,6 +47,7 @@ class Family(ABC):
     # Ends of the names of the attention projections; a LoRA adapts these modules unless --lora_target_modules names
     # others. Each family sets it.
     lora_target_modules: tuple[str, ...]
+    longest_prompt = 512  # tokens, at most
 
     # Exported by diffusers, with a `transformer` and a `save_lora_weights`.
     pipe: "diffusers.DiffusionPipeline"
@@ -155,7 +156,12 @@ class Family(ABC):
 
 # ---- finding and loading ---------------------------------------------------------------------------------------------
 def find_family(
-    model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0
+    model: str | Path,
+    height: int,
+    width: int,
+    num_frames: int,
+    guidance_scale: float = 1.0,
+    max_sequence_length: int = 1,
 ) -> type[Family]:
     """The family of a diffusers folder or hub id, after its `check` of size, frames and guidance. Loads no weights.
 
@@ -163,9 +169,15 @@ def find_family(
         ValueError: one line that names the option and what is wrong: a model that is missing or not supported, a
             config that cannot be read, or what `check` refuses.
     """
+    from common.models.layout import check_layout
+
     family = family_class(model)
     with refusing(f"--model {model}", (OSError, KeyError)):
+        check_layout(model)
         family.check(model, height, width, num_frames, guidance_scale)
+    if max_sequence_length > family.longest_prompt:
+        limit = f"{family.__name__} takes {family.longest_prompt} tokens at most"
+        raise ValueError(f"--max_sequence_length {max_sequence_length}: {limit}")
     return family
 
 
@@ -175,7 +187,10 @@ def family_class(model: str | Path) -> type[Family]:
     Raises:
         ValueError: names what is missing, or the families that are supported.
     """
+    from common.models.layout import explain_file, explain_pipeline
+
     folder = Path(model)
+    explain_file(model)
     if folder.is_dir():
         index = folder / "model_index.json"
         if not index.is_file():
@@ -191,7 +206,8 @@ def family_class(model: str | Path) -> type[Family]:
     found = [file.stem for file in files if file.stem.replace("_", "") == wanted]
     if not found:
         known = [file.stem for file in files if re.search(r"\nclass \w+\(Family\):", file.read_text("utf-8"))]
-        raise ValueError(f"--model {model}: {pipeline} is not supported; supported: {', '.join(known)}")
+        advice = explain_pipeline(pipeline, known)
+        raise ValueError(f"--model {model}: {pipeline} is not supported; supported: {', '.join(known)}{advice}")
     module = importlib.import_module(f"common.models.{found[0]}")
     name = pipeline.removesuffix("Pipeline")
     if not hasattr(module, name):
@@ -205,14 +221,19 @@ def load_model(family: type[Family], model: str | Path, dtype: torch.dtype, devi
     Everything stays on the CPU; `device` is kept as an attribute. Later fully_shard moves the transformer there, block
     by block, and `on_device` moves the rest. The VAE stays fp32, because its rounding would show in the images.
     """
+    from common.models.layout import load_pipeline
+
     import transformers  # slow, as diffusers is
-    from diffusers import DiffusionPipeline
     from diffusers.utils.logging import disable_progress_bar
 
     say(f"loading {model}")
     disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
-    pipe = DiffusionPipeline.from_pretrained(model, dtype={"default": dtype, "vae": torch.float32})
+    try:
+        with refusing(f"--model {model}", Exception):  # whatever a library raises over a stranger's files
+            pipe = load_pipeline(model, dtype)
+    except ValueError as error:
+        raise RunError(str(error)) from error
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval()
@@ -286,12 +307,6 @@ def check_multiples(height: int, width: int, unit: int) -> None:
         raise ValueError(f"--image_size {height} {width}: must be multiples of {unit}")
 
 
-def check_no_guidance(guidance_scale: float) -> None:
-    """Raise ValueError for guidance above 1, which a distilled model cannot take."""
-    if guidance_scale > 1:
-        raise ValueError(f"--guidance_scale {guidance_scale:g}: this model is distilled and takes no guidance: pass 1")
-
-
 def sigma_schedule(
     scheduler: "diffusers.SchedulerMixin", **options: float | list[float] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -303,17 +318,6 @@ def sigma_schedule(
     """
     scheduler.set_timesteps(device="cpu", **options)
     return scheduler.timesteps.float().clone(), scheduler.sigmas.float().clone()
-
-
-def shifted_schedule(
-    scheduler: "diffusers.SchedulerMixin", sigmas: list[float], num_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """sigma_schedule of T sigmas from 1 to 1 / T, shifted by a mu that grows with the number of an image's tokens."""
-    from diffusers.pipelines.flux.pipeline_flux import calculate_shift  # slow
-
-    c = scheduler.config
-    mu = calculate_shift(num_tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
-    return sigma_schedule(scheduler, mu=mu, sigmas=sigmas)
 
 
 def hash_bits(tensor: torch.Tensor) -> str:

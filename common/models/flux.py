@@ -3,17 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from common.models.family import (
-    Conditioning,
-    Config,
-    Family,
-    Schedule,
-    Shapes,
-    check_image,
-    check_no_guidance,
-    on_device,
-    shifted_schedule,
-)
+from common.models.family import Conditioning, Config, Family, Schedule, Shapes, check_image, on_device
+from common.models.parts import check_no_guidance, shifted_schedule
 from common.models.vae import decode_latents, encode_pixels
 
 import numpy as np

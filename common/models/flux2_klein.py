@@ -12,10 +12,10 @@ from common.models.family import (
     Shapes,
     both_branches,
     check_image,
-    check_no_guidance,
     on_device,
     sigma_schedule,
 )
+from common.models.parts import check_no_guidance
 from common.models.vae import decode_in_slices, encode_in_slices
 
 import numpy as np

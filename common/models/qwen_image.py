@@ -3,17 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from common.models.family import (
-    Conditioning,
-    Config,
-    Family,
-    Schedule,
-    Shapes,
-    both_branches,
-    check_image,
-    on_device,
-    shifted_schedule,
-)
+from common.models.family import Conditioning, Config, Family, Schedule, Shapes, both_branches, check_image, on_device
+from common.models.parts import shifted_schedule
 from common.models.vae import decode_in_slices, encode_in_slices
 
 import numpy as np
@@ -24,6 +15,7 @@ from PIL.Image import Image
 
 
 class QwenImage(Family):
+    longest_prompt = 1024
     """The transformer takes tokens (B, h w / 4, 4 C), each of 2 x 2 latents; they are packed in predict_velocity."""
 
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")

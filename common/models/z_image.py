@@ -6,17 +6,8 @@ A guidance scale is not the same as in the other families. A scale g above 1 act
 
 from pathlib import Path
 
-from common.models.family import (
-    Conditioning,
-    Config,
-    Family,
-    Schedule,
-    Shapes,
-    both_branches,
-    check_image,
-    on_device,
-    shifted_schedule,
-)
+from common.models.family import Conditioning, Config, Family, Schedule, Shapes, both_branches, check_image, on_device
+from common.models.parts import shifted_schedule
 from common.models.vae import decode_latents, encode_pixels
 
 import torch

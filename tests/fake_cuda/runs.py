@@ -113,7 +113,7 @@ def planned_bytes(script: str, options: list[str]) -> dict[str, float]:
         args = module.check(parse_args(module.Args, "", options))
     eval_set = read_prompts(args.eval_prompts, max_prompts=args.max_prompts)
     w = workload_of(vars(args), len(eval_set), ranks=1, ranks_per_node=1)
-    family = find_family(args.model, *args.image_size, args.num_frames, args.guidance_scale)
+    family = find_family(args.model, *args.image_size, args.num_frames, args.guidance_scale, args.max_sequence_length)
     targets = args.lora_target_modules or family.lora_target_modules
     lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
     blueprint = Blueprint(family, args.model, lora, getattr(torch, args.dtype))

@@ -1,0 +1,205 @@
+"""Checkpoints as people have them: tiny ones, in a folder and in the hub's cache, as they are saved and shipped."""
+
+import json
+import shutil
+from pathlib import Path
+
+from common.errors import RunError
+from common.models import layout
+from common.models.family import find_family, load_model
+from tests.conftest import EMBEDDED
+
+import pytest
+import safetensors.torch
+import torch
+
+SIZE = (32, 96, 1)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the embedded model, to be spoilt."""
+    return Path(shutil.copytree(EMBEDDED, tmp_path / "model"))
+
+
+def set_config(folder, component, **changes):
+    path = folder / component / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def set_index(folder, **changes):
+    path = folder / "model_index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def cache(folder, home, monkeypatch, model="someone/a-model"):
+    """The folder in a hub cache, as a download leaves it: a snapshot of symlinks to blobs. No network."""
+    repo = home / ("models--" + model.replace("/", "--"))
+    snapshot = repo / "snapshots" / "0123abc"
+    for number, file in enumerate(path for path in folder.rglob("*") if path.is_file()):
+        blob = repo / "blobs" / str(number)
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, blob)
+        link = snapshot / file.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blob)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0123abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home))
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(home))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("diffusers.utils.constants.HF_HUB_OFFLINE", True, raising=False)
+    return model
+
+
+def weights_of(model):
+    return {name: p.clone() for name, p in model.transformer.state_dict().items()}
+
+
+def assert_loads_as_the_model(folder, expected=None):
+    find_family(folder, *SIZE)
+    loaded = load_model(find_family(folder, *SIZE), folder, torch.float32, "cpu")
+    expected = expected or weights_of(load_model(find_family(EMBEDDED, *SIZE), EMBEDDED, torch.float32, "cpu"))
+    found = weights_of(loaded)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    return loaded
+
+
+# ---- what loads ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_weights_that_are_there_as_fp16_alone(copy, all_of_them):
+    """*.fp16.safetensors of all networks, or of the transformer alone."""
+    for name in ("transformer", "vae", "text_encoder") if all_of_them else ("transformer",):
+        for file in (copy / name).glob("*.safetensors"):
+            file.rename(file.with_name(file.name.replace(".safetensors", ".fp16.safetensors")))
+    assert_loads_as_the_model(copy)
+
+
+def test_a_hub_id_in_the_cache(copy, tmp_path, monkeypatch):
+    model = cache(copy, tmp_path / "hub", monkeypatch)
+    assert_loads_as_the_model(model)
+
+
+def test_a_hub_id_with_fp16_alone(copy, tmp_path, monkeypatch):
+    for name in ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
+        for file in (copy / name).glob("*.safetensors"):
+            file.rename(file.with_name(file.name.replace(".safetensors", ".fp16.safetensors")))
+    assert_loads_as_the_model(cache(copy, tmp_path / "hub", monkeypatch))
+
+
+def test_shards(copy):
+    """Two files and their index, as large models have them."""
+    loaded = load_model(find_family(copy, *SIZE), copy, torch.float32, "cpu")
+    shutil.rmtree(copy / "transformer")
+    loaded.transformer.save_pretrained(copy / "transformer", max_shard_size="1MB")
+    assert len(list((copy / "transformer").glob("*.safetensors"))) > 1
+    assert_loads_as_the_model(copy)
+
+
+def test_sd3_without_t5(copy):
+    """Its place in the conditioning is zeros, as in the stock pipeline, and the plan counts no bytes for it."""
+    from common.models.memory import build_pipeline
+
+    whole = sum(p.numel() for encoder in build_pipeline(str(copy))[1] for p in encoder.parameters())
+    for name in ("text_encoder_3", "tokenizer_3"):
+        shutil.rmtree(copy / name, ignore_errors=True)
+    set_index(copy, text_encoder_3=[None, None], tokenizer_3=[None, None])
+    loaded = assert_loads_as_the_model(copy)
+    embeds = loaded.encode_prompts(["a sign"], 16)["prompt_embeds"]
+    stock = loaded.pipe.encode_prompt("a sign", None, None, do_classifier_free_guidance=False, max_sequence_length=16)
+    assert torch.equal(embeds, stock[0])
+    assert embeds.shape[1] == 16 + 16 and not embeds[:, 16:].any()  # those of this model's CLIPs, then T5's
+    _, encoders = build_pipeline(str(copy))
+    assert sum(p.numel() for encoder in encoders for p in encoder.parameters()) < whole
+
+
+def test_float8_weights_are_loaded_in_the_runs_dtype_and_a_line_says_so(copy, capfd):
+    (file,) = (copy / "transformer").glob("*.safetensors")
+    tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in safetensors.torch.load_file(file).items()}
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    expected = {name: tensor.float() for name, tensor in tensors.items()}
+    loaded = load_model(find_family(copy, *SIZE), copy, torch.float32, "cpu")
+    found = weights_of(loaded)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert f"--model {copy}: transformer is stored in float8, and loaded in --dtype\n" in capfd.readouterr().err
+
+
+def test_an_engine_does_not_load_variants_and_says_so_first(copy, tmp_path, monkeypatch):
+    (file,) = (copy / "vae").glob("*.safetensors")
+    layout.check_plain(copy)
+    layout.check_plain("someone/unknown")
+    file.rename(file.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    for model in (copy, cache(copy, tmp_path / "hub", monkeypatch)):
+        with pytest.raises(ValueError, match=rf"^--rollout vllm: {model} has vae as the variant fp16 alone, which "):
+            layout.check_plain(model)
+
+
+# ---- what is refused, in one line, before anything loads -------------------------------------------------------------
+def refusal(model):
+    with pytest.raises(ValueError) as error:
+        find_family(model, *SIZE)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_network_without_weights(copy):
+    for file in (copy / "transformer").glob("*.safetensors"):
+        file.unlink()
+    assert refusal(copy) == f"--model {copy}: transformer has no weights (*.safetensors or *.bin)"
+
+
+@pytest.mark.parametrize("component", ["transformer", "text_encoder"])
+def test_quantised_weights(copy, component):
+    set_config(copy, component, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    expected = f"{component} is quantised (bitsandbytes): pass the full weights, in diffusers' layout"
+    assert refusal(copy) == f"--model {copy}: {expected}"
+
+
+def test_quantised_weights_of_a_hub_id(copy, tmp_path, monkeypatch):
+    set_config(copy, "transformer", quantization_config={"quant_method": "torchao"})
+    assert "transformer is quantised (torchao)" in refusal(cache(copy, tmp_path / "hub", monkeypatch))
+
+
+def test_another_task_over_the_same_weights(copy):
+    set_index(copy, _class_name="StableDiffusion3Img2ImgPipeline")
+    change = (
+        'if its weights are those of StableDiffusion3Pipeline, change "_class_name" in its model_index.json to that'
+    )
+    assert refusal(copy).endswith(f"; {change}")
+    set_index(copy, _class_name="StableDiffusionXLImg2ImgPipeline")
+    assert "_class_name" not in refusal(copy)
+
+
+def test_single_files(tmp_path):
+    for name, words in {"model.safetensors": "from_single_file", "flux-Q4.gguf": "quantised weights"}.items():
+        (tmp_path / name).write_bytes(b"0" * 16)
+        assert words in refusal(tmp_path / name)
+    assert "quantised weights" in refusal("nowhere/flux-Q4.gguf")
+
+
+def test_a_prompt_longer_than_the_family_takes():
+    with pytest.raises(ValueError, match="^--max_sequence_length 1024: StableDiffusion3 takes 512 tokens at most$"):
+        find_family(EMBEDDED, *SIZE, 1.0, 1024)
+
+
+def test_what_a_library_raises_while_it_loads_is_one_line(copy):
+    (file,) = (copy / "vae").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:1000])
+    family = find_family(copy, *SIZE)
+    with pytest.raises(RunError, match=f"^--model {copy}: ") as error:
+        load_model(family, copy, torch.float32, "cpu")
+    assert "\n" not in str(error.value) and error.value.__cause__
+
+
+def test_names_of_files_and_their_variants():
+    names = {
+        "diffusion_pytorch_model.safetensors": "",
+        "diffusion_pytorch_model-00001-of-00003.safetensors": "",
+        "model.fp16.safetensors": "fp16",
+        "model.fp16-00001-of-00002.safetensors": "fp16",
+        "diffusion_pytorch_model.bf16.bin": "bf16",
+        "pytorch_model.bin": "",
+    }
+    for name, variant in names.items():
+        assert (layout.WEIGHTS.fullmatch(name)[1] or "") == variant, name
+    assert layout.WEIGHTS.fullmatch("model.safetensors.index.json") is None
