@@ -113,9 +113,7 @@ def prepare(args: Args) -> Inputs:
     family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
     if family.encode_images is None:
         raise ValueError(f"--model {args.model}: makes videos, and dpo_offline.py takes pairs of images")
-    targets = args.lora_target_modules or family.lora_target_modules
-    modules = {"target_modules": targets, "exclude_modules": args.lora_exclude_modules}
-    lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, **modules, checkpoint=checkpoint)
+    lora = make_lora(args, family, checkpoint)
     return Inputs(
         family,
         rewards,

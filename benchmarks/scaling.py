@@ -30,6 +30,7 @@ from common.models.cpu import repair_torchvision
 from common.models.family import family_class
 from common.models.lora import make_lora
 from common.models.memory import Blueprint
+from common.options import SharedArgs
 from tests.published_models import write_configs
 from tools.plan import DEVICES, UTILISATION
 
@@ -156,7 +157,7 @@ def main():
     folder = Path(tempfile.mkdtemp())
     family = family_class(write_configs(MODEL, folder))
     for kind, rank in (("LoRA of rank 32", 32), ("full weights", 0)):
-        lora = make_lora(None, rank, 2 * rank, family.lora_target_modules) if rank else None
+        lora = make_lora(SharedArgs(lora_rank=rank, lora_alpha=2 * rank or 1), family)
         blueprint: Any = Blueprint(family, str(folder), lora, torch.bfloat16)
         for counted in ("velocity", "decoding"):  # each kind of pass once, as the rows share them
             setattr(blueprint, counted, functools.cache(getattr(blueprint, counted)))

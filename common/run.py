@@ -70,12 +70,13 @@ class Inputs(NamedTuple):
         return self.train_set.first_drawn(count, seed) + self.eval_set.prompts
 
     def fit_to_gpus(self, options: dict) -> dict:
-        """--shard_ranks and --micro_batch_size of all `options`, 0 as what GPUs have room for. A collective."""
+        """The `options` that are decided now: 0 by what GPUs have room for, a LoRA's by its file. A collective."""
+        decided = {"lora_rank": self.lora.config.r, "lora_alpha": self.lora.config.lora_alpha} if self.lora else {}
         if options["micro_batch_size"] and not torch.cuda.is_available():
-            return {}
+            return decided
         from common.models.needs import fit_to_gpus
 
-        return fit_to_gpus(self, options)
+        return decided | fit_to_gpus(self, options)
 
 
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends

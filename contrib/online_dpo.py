@@ -121,9 +121,7 @@ def prepare(args: Args) -> Inputs:
 
         options: dict = {"tensor_parallel": args.engine_tensor_parallel}
         check_engine(family, args.model, args.engine_devices, **options)
-    targets = args.lora_target_modules or family.lora_target_modules
-    modules = {"target_modules": targets, "exclude_modules": args.lora_exclude_modules}
-    lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, **modules, checkpoint=checkpoint)
+    lora = make_lora(args, family, checkpoint)
     return Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
 
 

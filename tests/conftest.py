@@ -376,7 +376,7 @@ def policy_without_fsdp(trained: bool = True, **changes: Any) -> tuple[Family, A
     flow_grpo = importlib.import_module("flow_grpo")
     args = dataclasses.replace(flow_grpo.Args(), num_inference_steps=6, eval_num_inference_steps=6, **changes)
     model = embedded_model()
-    lora = make_lora(None, args.lora_rank, args.lora_alpha, model.lora_target_modules)
+    lora = make_lora(args, type(model))
     add_policies(model, lora, ["default"], args.seed)
     if trained:
         for name, p in model.transformer.named_parameters():

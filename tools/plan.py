@@ -121,8 +121,7 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     family = find_family(args.model, height, width, args.num_frames, guidance_scale, args.max_sequence_length)
     if w.has_engine and family.engine_pipeline is None:
         raise ValueError(f"--rollout vllm: {family.__name__} has no engine: pass --rollout local")
-    targets = args.lora_target_modules or family.lora_target_modules
-    lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
+    lora = make_lora(args, family)
     with refusing(f"--model {args.model}", Exception):  # whatever a library raises over a stranger's configs
         blueprint = Blueprint(family, args.model, lora, getattr(torch, w.dtype))
     print_uncounted([*args.reward, *args.eval_reward])

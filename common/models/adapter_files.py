@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import refusing
+from common.models.adapter_names import translate
 
 import torch
 from safetensors import safe_open
@@ -26,11 +27,15 @@ DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 # A key in the file: the prefixes of peft and of a pipeline, which we drop; the module's name; which tensor it is.
 KEY = re.compile(r"(?:base_model\.model\.)?(?:transformer\.)?(?!text_encoder)(.+)\.(lora_[AB]\.weight|alpha)")
 LARGEST = torch.finfo(torch.float32).max
+CONVERT = "`python -m tools.lora convert FILE OUT --model MODEL` gives it one"
 TAKEN = "in it, where only a transformer's lora_A and lora_B are taken"
 
 
-def read_lora(path: str | Path) -> "tuple[dict[str, torch.Tensor], LoraConfig]":
+def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[str, torch.Tensor], LoraConfig]":
     """A transformer's LoRA as ({"module.lora_A.weight": fp32 tensor}, LoraConfig), with the names that peft uses.
+
+    model: the folder or hub id that it is for; names of other tools are translated to those of its transformer, and
+    every module must be there. None: they are diffusers' already.
 
     Rank and modules are the tensors' own. Alpha comes from the file's `.alpha` tensors; without those, from its
     settings; without settings, it is the rank. Settings that matter in training only (dropout, initialisation) are
@@ -44,11 +49,13 @@ def read_lora(path: str | Path) -> "tuple[dict[str, torch.Tensor], LoraConfig]":
     with refusing(f"--lora_path {path}"):
         with refusing("not a LoRA that can be read", Exception):
             tensors, settings = read_file(Path(path))
+        if model is not None:
+            tensors = translate(tensors, model)
         weights, alphas = sort_tensors(tensors)
         modules, rank = modules_and_rank(weights, settings)
         some_lack_alpha = alphas and sorted(alphas) != modules
         if len(set(alphas.values())) > 1 or some_lack_alpha or settings.get("alpha_pattern"):
-            raise ValueError("its alphas differ between modules, which is not supported")
+            raise ValueError(f"its alphas differ between modules: {CONVERT}")
         if settings.get("use_rslora"):
             raise ValueError("use_rslora, which divides alpha by the root of the rank, is not supported")
         alpha = settings.get("lora_alpha", rank)
@@ -81,8 +88,8 @@ def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         settings = json.loads(peft_settings.read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
         raise ValueError("its settings are not a JSON object")
-    if not any(".lora_A." in key for key in tensors):  # key names from before peft; diffusers decides in the same way
-        tensors = convert_unet_state_dict_to_peft(tensors)
+    if not any(".lora_A." in key for key in tensors) and any(".lora.down." in key for key in tensors):
+        tensors = convert_unet_state_dict_to_peft(tensors)  # key names from before peft
     return tensors, {key.removeprefix("transformer."): value for key, value in settings.items()}
 
 
@@ -138,7 +145,7 @@ def modules_and_rank(weights: Mapping[str, torch.Tensor], settings: Mapping[str,
     ranks = {tensor.shape[0 if ".lora_A." in name else 1] for name, tensor in weights.items()}
     rank = min(ranks)
     if len(ranks) > 1 or settings.get("r", rank) != rank or settings.get("rank_pattern"):
-        raise ValueError("its ranks differ between modules or from its settings, which is not supported")
+        raise ValueError(f"its ranks differ, between modules or from its settings: {CONVERT}")
     return modules, rank
 
 

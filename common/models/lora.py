@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 if TYPE_CHECKING:  # importing these takes seconds
+    from common.options import SharedArgs
+
     import diffusers
     import peft
 
@@ -25,30 +27,24 @@ class LoRA(NamedTuple):
     tensors: dict[str, torch.Tensor] | None  # to start from; None: new ones are drawn
 
 
-def make_lora(
-    path: str | None,
-    rank: int,
-    alpha: float,
-    target_modules: Collection[str],
-    exclude_modules: Collection[str] = (),
-    *,
-    checkpoint: Path | None = None,
-) -> LoRA | None:
-    """The LoRA to train: from the file or folder `path`, which decides rank, alpha and modules; otherwise a new one.
+def make_lora(args: "SharedArgs", family: type[Family], checkpoint: Path | None = None) -> LoRA | None:
+    """The LoRA to train: that of --lora_path, which decides rank, alpha and modules; otherwise a new one.
 
-    Returns None for rank 0, which trains full weights. checkpoint: the one to resume from, whose policy must be alike.
+    Returns None for --lora_rank 0, which trains full weights. checkpoint: the one to resume from, whose policy must be
+    alike.
 
     Raises:
         ValueError: one line that names the option, and what is wrong with the file or differs from the checkpoint.
     """
     lora = None
-    if path:
+    if args.lora_path:
         from common.models.adapter_files import read_lora  # only --lora_path needs it
 
-        tensors, config = read_lora(path)
+        tensors, config = read_lora(args.lora_path, args.model)
         lora = LoRA(config, tensors)
-    elif rank > 0:
-        lora = LoRA(new_config(rank, alpha, target_modules, exclude_modules), None)
+    elif args.lora_rank > 0:
+        targets = args.lora_target_modules or family.lora_target_modules
+        lora = LoRA(new_config(args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules), None)
     if checkpoint is not None:
         from common.models.adapter_files import check_policy  # only --resume needs it
 

@@ -4,13 +4,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from common.models.devices import find_device
 from common.models.family import find_family
 from common.models.lora import make_lora
 from common.models.memory import Blueprint
 from common.models.needs import measure, work, workload_of
+from common.options import SharedArgs
 
 import torch
 import torch.distributed as dist
@@ -36,9 +38,7 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
         return {}
     height, width = config["image_size"]
     family = find_family(config["model"], height, width, config["num_frames"], config.get("guidance_scale", 1.0))
-    targets = config["lora_target_modules"] or family.lora_target_modules
-    excluded = config["lora_exclude_modules"]
-    lora = make_lora(config["lora_path"], config["lora_rank"], config["lora_alpha"], targets, excluded)
+    lora = make_lora(cast(SharedArgs, SimpleNamespace(**config)), family)
     ranks, ranks_here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     w = workload_of(config | {"train_with": ()}, 0, ranks, ranks_here)  # recomputed activations are no model FLOPs
     blueprint = Blueprint(family, config["model"], lora, getattr(torch, config["dtype"]))

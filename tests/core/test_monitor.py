@@ -47,7 +47,7 @@ def test_flops_are_those_of_a_ranks_passes(monkeypatch, module):
     args = module.Args()
     seconds = count_flops(asdict(args))
     family = profiling.find_family(args.model, *args.image_size, 1, 1.0)
-    lora = profiling.make_lora(None, args.lora_rank, args.lora_alpha, family.lora_target_modules, ())
+    lora = profiling.make_lora(args, family)
     blueprint = profiling.Blueprint(family, args.model, lora, torch.float32)
     cost = blueprint.velocity(args.image_size, 1, args.max_sequence_length, 1.0, train=True)
     share = args.num_prompts * args.group_size // 2

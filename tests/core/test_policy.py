@@ -15,6 +15,7 @@ from common.data import GroupSampler, PromptSet
 from common.errors import RunError
 from common.models.family import family_class
 from common.models.lora import make_lora, save_policy
+from common.options import SharedArgs
 from common.policy import acting, add_policies, follow, load_policy_tensors, tensors_on_rank_0, use_policy
 from common.run import Inputs, Run
 from common.sde import sde_step
@@ -69,7 +70,7 @@ def model(request, lora_file):
     model = embedded_model()
     path = lora_file if request.param == "lora_path" else None
     rank = 0 if request.param == "full" else 4
-    add_policies(model, make_lora(path, rank, 8, model.lora_target_modules), NAMES, seed=1)
+    add_policies(model, make_lora(SharedArgs(lora_path=path, lora_rank=rank, lora_alpha=8), type(model)), NAMES, seed=1)
     if request.param == "full":  # what sharding does: until then they share their memory
         for policy in model.policies.values():
             for parameter in policy.parameters():
@@ -289,7 +290,7 @@ def rollout_of(args, model, sde_steps=(1, 2)):
 def inputs_of(args, rewards=None):
     """What `prepare` would load, except for the prompts."""
     family = family_class(EMBEDDED)
-    lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, family.lora_target_modules)
+    lora = make_lora(args, family)
     prompts = PromptSet(PROMPTS, [{}] * len(PROMPTS))
     return Inputs(family, rewards, rewards, train_set=prompts, eval_set=prompts, lora=lora, checkpoint=None)
 
@@ -496,7 +497,7 @@ def test_weights_are_gathered_once_to_sample(tmp_path):
     assert found["gathers"] == {"once": 4 + 1, "by block": 4 * 2 * 3 + 1, "cpu_offload": 4 * 2 * 3 + 1}
 
     model, args = embedded_model(), flow_grpo.Args()
-    lora = make_lora(None, args.lora_rank, args.lora_alpha, model.lora_target_modules)
+    lora = make_lora(args, type(model))
     add_policies(model, lora, ["default", "ema"], seed=1)
     num_bytes = sum(p.nbytes for p in model.transformer.parameters())  # with both adapters, whichever acts
     assert found["bytes"] == pytest.approx(num_bytes, rel=0.002)  # FSDP pads

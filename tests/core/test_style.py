@@ -143,7 +143,8 @@ def test_sections_stand_in_order(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_option_is_read_and_explained(script):
-    nodes = ast.walk(ast.parse((ROOT / script).read_text()))
+    sources = [(ROOT / file).read_text() for file in (script, "common/models/lora.py")]
+    nodes = ast.walk(ast.parse("\n".join(sources)))
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args"}
     run = (ROOT / "common" / "run.py").read_text()
     read |= set(re.findall(r'self\.config(?:\.get\(|\[)"(\w+)"', run))  # Run is given them all, to record them

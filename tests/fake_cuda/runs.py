@@ -114,8 +114,7 @@ def planned_bytes(script: str, options: list[str]) -> dict[str, float]:
     eval_set = read_prompts(args.eval_prompts, max_prompts=args.max_prompts)
     w = workload_of(vars(args), len(eval_set), ranks=1, ranks_per_node=1)
     family = find_family(args.model, *args.image_size, args.num_frames, args.guidance_scale, args.max_sequence_length)
-    targets = args.lora_target_modules or family.lora_target_modules
-    lora = make_lora(args.lora_path, args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
+    lora = make_lora(args, family)
     blueprint = Blueprint(family, args.model, lora, getattr(torch, args.dtype))
     parts = memory_parts(blueprint, w, measure(blueprint, w))
     return phase_sums(part for part in parts if part.place == "device" and part.name != "CUDA")

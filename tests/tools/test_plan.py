@@ -10,6 +10,7 @@ from common.models.devices import Device
 from common.models.family import family_class
 from common.models.lora import make_lora
 from common.models.memory import Blueprint, Cost, Meter
+from common.options import SharedArgs
 from common.policy import add_policies
 from tests.conftest import EMBEDDED, ROOT, SCRIPTS, embedded_model, policy_without_fsdp
 from tests.published_models import PIPELINES, PUBLISHED, presets, write_configs
@@ -27,7 +28,7 @@ COSTS = needs.Costs(COST, Cost(7, 90), Cost(30, 500), Cost(37, 50), COST, Cost(2
 def blueprint_of(source, rank, dtype=torch.bfloat16):
     """The Blueprint of a model with a LoRA of that rank, or for 0 with full weights. Each pass is counted once."""
     family = family_class(source)
-    lora = make_lora(None, rank, 2 * rank, family.lora_target_modules)
+    lora = make_lora(SharedArgs(lora_rank=rank, lora_alpha=2 * rank or 1), family)
     blueprint = Blueprint(family, str(source), lora, dtype)
     for name in ("velocity", "decoding"):
         setattr(blueprint, name, functools.cache(getattr(blueprint, name)))
@@ -165,7 +166,7 @@ def test_weights_are_whole_to_sample_where_ranks_share_them_and_no_engine_sample
     """They are whole with the adapters of all policies; the reference of a new LoRA has no adapter."""
     blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
     model = embedded_model()
-    add_policies(model, make_lora(None, 16, 32, model.lora_target_modules), ["default", "ema", "reference"], seed=1)
+    add_policies(model, make_lora(SharedArgs(), type(model)), ["default", "ema", "reference"], seed=1)
     num_bytes = sum(p.nbytes for p in model.transformer.parameters())
     blocks, whole = "blocks as FSDP gathers them", "weights gathered to sample"
     shared = replace(SMALL, ranks=2, ranks_here=2, policies=("trained", "average", "reference"))

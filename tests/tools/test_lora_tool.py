@@ -1,0 +1,187 @@
+"""tools/lora.py, and --lora_path over what other tools write: the numbers are those of the LoRA that was written."""
+
+import json
+import re
+
+from common.models.adapter_files import read_lora
+from common.models.adapter_names import linear_shapes
+from common.models.lora import save_weights
+from common.policy import tensors_on_rank_0
+from tests.conftest import EMBEDDED, policy_without_fsdp
+from tests.tiny_models import make_checkpoint
+from tools import lora
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+MODEL = str(EMBEDDED)
+MODULES = ("transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_out.0")
+
+
+def matrices(model, modules, rank=2):
+    """{module: (A, B)} of random matrices that fit."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = linear_shapes(model)
+    found = {}
+    for module in modules:
+        outputs, inputs = shapes[module]
+        found[module] = (
+            torch.randn(rank, inputs, generator=generator),
+            torch.randn(outputs, rank, generator=generator),
+        )
+    return found
+
+
+def named(pairs, name, down="lora_A", up="lora_B", alpha=None):
+    """The tensors of a file; name: module -> prefix of a key."""
+    tensors = {}
+    for module, (a, b) in pairs.items():
+        tensors |= {f"{name(module)}.{down}.weight": a, f"{name(module)}.{up}.weight": b}
+        if alpha is not None:
+            tensors[f"{name(module)}.alpha"] = torch.tensor(alpha)
+    return tensors
+
+
+def products(path, model=MODEL):
+    """{module: what it adds to the weight} by read_lora."""
+    tensors, config = read_lora(path, model)
+    scale = config.lora_alpha / config.r
+    modules = {key.rpartition(".lora_")[0] for key in tensors}
+    return {m: scale * tensors[f"{m}.lora_B.weight"] @ tensors[f"{m}.lora_A.weight"] for m in modules}
+
+
+def assert_same(found, pairs, scale=1.0):
+    assert found.keys() == pairs.keys()
+    for module, (a, b) in pairs.items():
+        torch.testing.assert_close(found[module], scale * b @ a, rtol=1e-5, atol=1e-5)
+
+
+# ---- names of other tools --------------------------------------------------------------------------------------------
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        (lambda module: f"transformer.{module}", ("lora_A", "lora_B")),  # diffusers
+        (lambda module: f"base_model.model.{module}", ("lora_A", "lora_B")),  # peft
+        (lambda module: f"diffusion_model.{module}", ("lora_A", "lora_B")),  # ComfyUI, ai-toolkit
+        (lambda module: "lora_unet_" + module.replace(".", "_"), ("lora_down", "lora_up")),  # kohya, musubi
+        (lambda module: module, ("lora_A.default", "lora_B.default")),  # peft's state_dict
+    ],
+)
+@pytest.mark.parametrize("alpha", [None, 1.0])
+def test_names_of_other_tools(tmp_path, name, parts, alpha):
+    pairs = matrices(MODEL, MODULES)
+    file = tmp_path / "lora.safetensors"
+    save_file(named(pairs, name, *parts, alpha=alpha), file)
+    assert_same(products(file), pairs, scale=1.0 if alpha is None else 0.5)
+
+
+def test_names_of_the_original_code_are_translated_by_diffusers(tmp_path):
+    """FLUX.1's q, k and v in one matrix, as kohya's trainer for FLUX writes them."""
+    model = str(make_checkpoint("flux", tmp_path / "flux"))
+    shapes = linear_shapes(model)
+    inner = shapes["transformer_blocks.0.attn.to_q"][1]
+    a = torch.randn(2, inner)
+    b = torch.randn(3 * inner, 2)
+    key = "lora_unet_double_blocks_0_img_attn_qkv"
+    tensors = {f"{key}.lora_down.weight": a, f"{key}.lora_up.weight": b, f"{key}.alpha": torch.tensor(2.0)}
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    found = products(tmp_path / "kohya.safetensors", model)
+    expected = {f"transformer_blocks.0.attn.to_{part}": b[i * inner :][:inner] @ a for i, part in enumerate("qkv")}
+    assert found.keys() == expected.keys()
+    for module, product in expected.items():
+        torch.testing.assert_close(found[module], product, rtol=1e-4, atol=1e-4)
+
+
+def test_wans_names_for_comfyui_come_back_by_diffusers(tmp_path):
+    """The converter of diffusers' WanPipeline reads what `convert --to comfyui` writes."""
+    model = str(make_checkpoint("wan", tmp_path / "wan"))
+    wanted = [m for m in linear_shapes(model) if re.search(r"\.(attn[12]\.to_\w+(\.0)?|ffn\.net\.(0\.proj|2))$", m)]
+    pairs = matrices(model, wanted)
+    tensors = lora.convert(pairs, "comfyui", "Wan")
+    assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in tensors
+    assert "diffusion_model.blocks.0.ffn.2.lora_B.weight" in tensors
+    save_file(tensors, tmp_path / "comfyui.safetensors")
+    assert_same(products(tmp_path / "comfyui.safetensors", model), pairs)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_what_has_no_place_is_named_with_a_way_on(tmp_path):
+    pairs = matrices(MODEL, MODULES)
+    good = named(pairs, lambda module: f"transformer.{module}")
+    file = tmp_path / "lora.safetensors"
+    one = torch.ones(2, 2)
+    faults = {
+        "transformer.blocks.7.to_q.lora_A.weight": "the transformer of .* has no such module; is it another model's",
+        "text_encoder.layers.0.q_proj.lora_A.weight": r"is a text encoder's, .*tools\.lora convert FILE OUT --model",
+        "lora_te1_text_model_q.lora_down.weight": "is a text encoder's",
+        "transformer.blocks.0.to_q.dora_scale": r"it is a DoRA .*load_lora_weights, fuse_lora, save_pretrained",
+        "lora_unet_blocks_0_to_q.lokr_w1": "it is a LoKr",
+    }
+    for key, fault in faults.items():
+        save_file(good | {key: one}, file)
+        with pytest.raises(ValueError, match=f"^--lora_path {file}: .*{fault}") as error:
+            read_lora(file, MODEL)
+        assert "\n" not in str(error.value)
+    wide = {key: torch.ones(2, 7) if "lora_A" in key else tensor for key, tensor in good.items()}
+    save_file(wide, file)
+    with pytest.raises(ValueError, match="is for 7 features, where the transformer of .* has "):
+        read_lora(file, MODEL)
+
+
+# ---- the tool --------------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_convert_gives_one_rank_and_one_alpha_and_drops_encoders(tmp_path, capsys):
+    """Ranks 2 and 4, alphas 1 and 4, and a text encoder's tensor; at half the strength."""
+    one, two = matrices(MODEL, MODULES[:1], rank=2), matrices(MODEL, MODULES[1:], rank=4)
+    tensors = named(one, lambda m: f"transformer.{m}", alpha=1.0) | named(two, lambda m: f"transformer.{m}", alpha=4.0)
+    tensors["text_encoder.q_proj.lora_A.weight"] = torch.ones(2, 2)
+    save_file(tensors, tmp_path / "in.safetensors")
+    for loader in ("diffusers", "comfyui", "kohya"):
+        out = tmp_path / f"{loader}.safetensors"
+        files = [str(tmp_path / "in.safetensors"), str(out)]
+        lora.main(["convert", *files, "--model", MODEL, "--to", loader, "--scale", "0.5"])
+        assert capsys.readouterr().out == f"left out: 1 tensors of text encoders\n{out}: 2 modules of rank 4\n"
+        found = products(out)
+        assert_same({MODULES[0]: found[MODULES[0]]}, one, scale=0.25)
+        assert_same({MODULES[1]: found[MODULES[1]]}, two, scale=0.5)
+    assert set(load_file(tmp_path / "kohya.safetensors")) == {
+        f"lora_unet_{module.replace('.', '_')}.{part}"
+        for module in MODULES
+        for part in ("lora_down.weight", "lora_up.weight", "alpha")
+    }
+    with pytest.raises(SystemExit, match="exists already"):
+        lora.main(["convert", str(tmp_path / "in.safetensors"), str(out), "--model", MODEL])
+
+
+@torch.no_grad()
+def test_the_trainers_velocity_from_a_merged_model_and_from_converted_files(tmp_path, capsys):
+    """Stock diffusers, with the merged model and with each file that it reads, gives the trained policy's numbers."""
+    from diffusers import DiffusionPipeline
+
+    model, args, config = policy_without_fsdp()
+    save_weights(tmp_path / "adapter", model.pipe, tensors_on_rank_0(model)[0], config)
+    lora.main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged"), "--model", MODEL, "--dtype", "float32"])
+    lora.main(["convert", str(tmp_path / "adapter"), str(tmp_path / "d.safetensors"), "--model", MODEL])
+    capsys.readouterr()
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, *model.schedule(2, 32, 96)[2], generator=generator)
+    conditioning = model.encode_prompts(['a red sign that says "1"'] * 2, 16)
+    expected = model.predict_velocity(latents, torch.tensor(600.0), conditioning)
+
+    def velocity(pipe):
+        inputs = {"encoder_hidden_states": conditioning["prompt_embeds"]}
+        inputs["pooled_projections"] = conditioning["pooled_prompt_embeds"]
+        return pipe.transformer(latents, timestep=torch.tensor([600.0, 600.0]), **inputs, return_dict=False)[0]
+
+    merged = DiffusionPipeline.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(velocity(merged), expected, rtol=0, atol=2e-5)
+    stock = DiffusionPipeline.from_pretrained(MODEL)
+    base = velocity(stock)
+    stock.load_lora_weights(tmp_path / "d.safetensors")
+    torch.testing.assert_close(velocity(stock), expected, rtol=0, atol=2e-5)
+    assert (base - expected).abs().max() > 0.01
+    index = json.loads((tmp_path / "merged" / "model_index.json").read_text())
+    assert index["_class_name"] == "StableDiffusion3Pipeline"

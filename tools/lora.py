@@ -1,0 +1,140 @@
+"""A LoRA in a file: into other names, into another strength, or into the model's weights.
+
+    python -m tools.lora convert FILE OUT.safetensors --model MODEL [--to diffusers | comfyui | kohya] [--scale 0.8]
+    python -m tools.lora merge FILE FOLDER --model MODEL [--scale 0.8] [--dtype bfloat16]
+
+FILE is a run's adapter/ folder, or a LoRA of another tool (docs/models.md has what is read). `convert` drops a text
+encoder's part, gives all modules one rank and multiplies alpha / rank into the B matrices. `merge` writes the pipeline
+with the LoRA in its transformer's weights, for --model.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from common.models.adapter_files import read_file
+from common.models.adapter_names import is_of_text_encoder, translate
+from common.models.cpu import repair_torchvision
+from common.models.family import family_class
+
+import torch
+from safetensors.torch import save_file
+
+Matrices = tuple[torch.Tensor, torch.Tensor]  # A (rank, inputs) and B (outputs, rank), in fp32
+
+# Names of Wan's own code, which ComfyUI loads, by diffusers' names; all other families have diffusers' names there
+WAN = {
+    r"\.attn1\.to_([qkv])$": r".self_attn.\1",
+    r"\.attn1\.to_out\.0$": ".self_attn.o",
+    r"\.attn2\.to_([qkv])$": r".cross_attn.\1",
+    r"\.attn2\.to_out\.0$": ".cross_attn.o",
+    r"\.ffn\.net\.0\.proj$": ".ffn.0",
+    r"\.ffn\.net\.2$": ".ffn.2",
+}
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+def read_matrices(path: str | Path, model: str) -> dict[str, Matrices]:
+    """{module: (A, B)} of a LoRA for the transformer of a model, of one rank, with alpha / rank in B.
+
+    Raises:
+        ValueError: it is not such a LoRA.
+    """
+    tensors, settings = read_file(Path(path))
+    encoders = [key for key in tensors if is_of_text_encoder(key)]
+    if encoders:
+        print(f"left out: {len(encoders)} tensors of text encoders")
+    named = translate({key: tensor for key, tensor in tensors.items() if key not in encoders}, model)
+    found: dict[str, Matrices] = {}
+    for module in sorted({name.rpartition(".lora_A.")[0] for name in named if ".lora_A." in name}):
+        a = named[f"{module}.lora_A.weight"].float()
+        b = named[f"{module}.lora_B.weight"].float()
+        own_alpha = settings.get("alpha_pattern", {}).get(module, settings.get("lora_alpha", len(a)))
+        alpha = float(named[f"{module}.alpha"]) if f"{module}.alpha" in named else own_alpha
+        root = len(a) ** 0.5 if settings.get("use_rslora") else len(a)
+        found[module] = (a, b * (alpha / root))
+    if not found:
+        raise ValueError("it has no matrices of a transformer")
+    rank = max(len(a) for a, _ in found.values())
+    return {module: padded(a, b, rank) for module, (a, b) in found.items()}
+
+
+def padded(a: torch.Tensor, b: torch.Tensor, rank: int) -> Matrices:
+    """The matrices with zeros up to that rank: the same product."""
+    missing = rank - len(a)
+    return torch.nn.functional.pad(a, (0, 0, 0, missing)), torch.nn.functional.pad(b, (0, missing))
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+def names_for(loader: str, module: str, family: str) -> str:
+    """The name of a module for diffusers, comfyui or kohya, before the part that says which tensor it is."""
+    if loader == "diffusers":
+        return f"transformer.{module}"
+    if loader == "kohya":
+        return "lora_unet_" + module.replace(".", "_")
+    for pattern, name in WAN.items() if family == "Wan" else ():
+        module = re.sub(pattern, name, module)
+    return f"diffusion_model.{module}" if family == "Wan" else f"transformer.{module}"
+
+
+def convert(matrices: dict[str, Matrices], loader: str, family: str) -> dict[str, torch.Tensor]:
+    """The tensors of a file for diffusers, comfyui or kohya; alpha equals the rank in each."""
+    tensors: dict[str, torch.Tensor] = {}
+    parts = ("lora_down", "lora_up") if loader == "kohya" else ("lora_A", "lora_B")
+    for module, pair in matrices.items():
+        name = names_for(loader, module, family)
+        for part, matrix in zip(parts, pair, strict=True):
+            tensors[f"{name}.{part}.weight"] = matrix.contiguous()
+        if loader == "kohya":
+            tensors[f"{name}.alpha"] = torch.tensor(float(len(pair[0])))
+    return tensors
+
+
+@torch.no_grad()
+def merge(matrices: dict[str, Matrices], model: str, folder: str, dtype: torch.dtype) -> None:
+    """Write the model's pipeline to `folder` with W + B A in the place of W in its transformer."""
+    from common.models.layout import load_pipeline
+
+    pipe = load_pipeline(model, dtype)
+    for module, (a, b) in matrices.items():
+        weight = pipe.transformer.get_submodule(module).weight
+        weight.copy_(weight.float() + b @ a)
+    pipe.vae.to(dtype)
+    pipe.save_pretrained(folder)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.lora", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("convert", "merge"):
+        command = commands.add_parser(name)
+        command.add_argument("file", help="a LoRA: a file, or a folder of peft's or of a run")
+        command.add_argument("out", help="file to write" if name == "convert" else "folder to write")
+        command.add_argument("--model", required=True, help="folder or hub id of the pipeline that it is for")
+        command.add_argument("--scale", type=float, default=1.0, help="strength; 1 is the LoRA's own")
+        if name == "convert":
+            command.add_argument("--to", choices=("diffusers", "comfyui", "kohya"), default="diffusers")
+        else:
+            command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    args = parser.parse_args(argv)
+    repair_torchvision()  # before diffusers is imported
+    try:
+        if Path(args.out).exists():
+            raise ValueError(f"{args.out} exists already")
+        family = family_class(args.model).__name__
+        matrices = read_matrices(args.file, args.model)
+        scaled = {module: (a, b * args.scale) for module, (a, b) in matrices.items()}
+        if args.command == "convert":
+            save_file(convert(scaled, args.to, family), args.out, metadata={"format": "pt"})
+        else:
+            merge(scaled, args.model, args.out, getattr(torch, args.dtype))
+    except (ValueError, OSError) as error:
+        sys.exit(f"tools.lora: error: {args.file}: {error}")
+    print(f"{args.out}: {len(matrices)} modules of rank {len(next(iter(matrices.values()))[0])}")
+
+
+if __name__ == "__main__":
+    main()
