@@ -438,8 +438,8 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
-    device = setup_distributed(args.shard_ranks)
-    args = replace(args, **inputs.fit_to_gpus(vars(args)))
+    device = setup_distributed(args.shard_ranks, args.cpu_threads)
+    args = replace(args, **inputs.settle(vars(args)))
     run = start_run(args, inputs)
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)

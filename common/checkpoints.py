@@ -21,7 +21,6 @@ from common.errors import UNREADABLE, NothingBegun, RunError, brief, reason, ref
 from common.process import say
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 
 # files and folders that only a run leaves in its folder
@@ -195,13 +194,6 @@ def open_run(run: Path | str, resume: str | None, eval_only: bool = False) -> Pa
     if checkpoint is None:
         raise ValueError(f"--resume {resume}: no checkpoint there")
     return of_this_script(checkpoint)
-
-
-def from_rank_0(checkpoint: Path | None) -> Path | None:
-    """The checkpoint that rank 0 has found, on every rank: each looks for itself, and disks need not agree at once."""
-    found = [checkpoint]
-    dist.broadcast_object_list(found)
-    return found[0]
 
 
 def saved_options(resume: str) -> dict:

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from common.checkpoints import EXPECTED_TO_DIFFER, saved_options
 from common.process import say
 
 import tyro
@@ -72,9 +71,11 @@ class SharedArgs:
     """seed of the data order, the noise and the LoRA's initial weights"""
     track: bool | Literal["wandb", "tensorboard"] = False
     """also log metrics and validation images to wandb (True means it too) or to TensorBoard"""
+    args: str | None = None
+    """take options from this file, a run's args.json or a YAML file of names and values; those that are given win"""
     resume: str | None = None
-    """`latest` resumes this run from its newest checkpoint, or starts it where there is none; a checkpoint file or a
-    run folder starts a new run from it"""
+    """`latest` resumes this run from its newest checkpoint, with its options unless others are given, or starts it
+    where there is none; a checkpoint file or a run folder starts a new run from it"""
     keep_checkpoints: PositiveInt = 2
     """how many of the newest checkpoints to keep"""
     max_minutes: NonNegativeFloat = 0.0
@@ -89,6 +90,8 @@ class SharedArgs:
     # ---- model
     model: str = str(ASSETS / "embedded")
     """diffusers pipeline: a folder or a hub id"""
+    cpu_threads: NonNegativeInt = 0
+    """threads of a rank's work on the CPU; 0: its share of the cores, or OMP_NUM_THREADS if that is above 1"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of frozen weights and forward passes; trained weights, Adam, sampling and the VAE are always fp32"""
     train_with: tuple[Literal["activation_checkpointing", "cpu_offload", "compile"], ...] = ()
@@ -274,22 +277,24 @@ def _bounds(hint: type) -> list[Bound]:
 def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | None = None) -> ArgsClass:
     """The options from the command line, within their bounds; the script's first line goes to the screen.
 
-    With --eval_only, the checkpoint of --resume gives the options that the command line does not. --help prints the
-    options that people set first, --help_all all of them; both exit.
+    Those not given come from the file of --args or, with --eval_only or --resume latest, from the checkpoint. --help
+    prints the options that people set first, --help_all all of them; both exit.
 
     Raises:
-        ValueError: an option is out of bounds, or there is no good checkpoint to take options from.
+        ValueError: an option is out of bounds, or there is no good file or checkpoint to take options from.
     """
+    from common.monitor.option_files import defaults_of_checkpoint, suggest, words_of_file
+
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help", "--help_all"} & set(argv):
         print(help_text(args_class, description, first_only="--help_all" not in argv))
         raise SystemExit(0)
+    known = {field.name: field for field in fields(args_class)}
+    suggest(argv, known)
+    argv = words_of_file(argv, known) + argv
     args = _parse(args_class, argv, {})
     say(f"runs/{args.name}: checking options and files")
-    if args.eval_only and args.resume not in (None, "latest"):
-        saved = saved_options(args.resume)
-        of_the_model = {name: value for name, value in saved.items() if name not in EXPECTED_TO_DIFFER}
-        args = _parse(args_class, argv, of_the_model)
+    args = _parse(args_class, argv, defaults_of_checkpoint(args))
     check_options(args)
     return args
 

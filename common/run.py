@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from common.checkpoints import (
     check_unchanged,
     checkpoint_path,
-    from_rank_0,
     load_checkpoint,
     lock_run,
     rewind,
@@ -69,8 +68,11 @@ class Inputs(NamedTuple):
         """The prompts that a run of `count` draws can ask for: the drawn ones once each, and the held-out ones."""
         return self.train_set.first_drawn(count, seed) + self.eval_set.prompts
 
-    def fit_to_gpus(self, options: dict) -> dict:
-        """The `options` that are decided now: 0 by what GPUs have room for, a LoRA's by its file. A collective."""
+    def settle(self, options: dict) -> dict:
+        """Try users' rewards. Returns `options` decided now: 0 by GPUs' room, a LoRA's by its file. A collective."""
+        from common.rewards.trial import try_rewards
+
+        try_rewards(self, options)
         decided = {"lora_rank": self.lora.config.r, "lora_alpha": self.lora.config.lora_alpha} if self.lora else {}
         if options["micro_batch_size"] and not torch.cuda.is_available():
             return decided
@@ -131,7 +133,8 @@ class Run:
         """
         self.folder = Path(folder)
         self.config = (config or {}) | {"reward_settings": reward_settings(rewards or {})}
-        self.checkpoint = from_rank_0(checkpoint) if script else checkpoint
+        # rank 0's: each rank has looked for itself, and disks need not agree at once
+        self.checkpoint = gather_objects(checkpoint)[0] if script else checkpoint
         self.step = 0
         self.best_score = -math.inf
         self._rewards = list(rewards or {})  # their names

@@ -573,8 +573,8 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
-    device = setup_distributed(args.shard_ranks)
-    args = replace(args, **inputs.fit_to_gpus(vars(args)))
+    device = setup_distributed(args.shard_ranks, args.cpu_threads)
+    args = replace(args, **inputs.settle(vars(args)))
     run = start_run(args, inputs)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)

@@ -169,15 +169,13 @@ def find_family(
         ValueError: one line that names the option and what is wrong: a model that is missing or not supported, a
             config that cannot be read, or what `check` refuses.
     """
-    from common.models.layout import check_layout
+    from common.models.layout import check_layout, check_sizes
 
     family = family_class(model)
     with refusing(f"--model {model}", (OSError, KeyError)):
         check_layout(model)
         family.check(model, height, width, num_frames, guidance_scale)
-    if max_sequence_length > family.longest_prompt:
-        limit = f"{family.__name__} takes {family.longest_prompt} tokens at most"
-        raise ValueError(f"--max_sequence_length {max_sequence_length}: {limit}")
+    check_sizes(family, model, (height, width), max_sequence_length)
     return family
 
 

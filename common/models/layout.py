@@ -19,6 +19,7 @@ WEIGHTS = re.compile(
     r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+))??(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
 )
 OTHER_TASKS = re.compile("Img2Img|Inpaint|ControlNet|Control|Fill|Edit|Kontext|PAG")
+SMALL_SIZE = (32, 96)
 FULL = "pass the full weights, in diffusers' layout"
 
 
@@ -81,6 +82,21 @@ def check_layout(model: str | Path) -> None:
             raise ValueError(f"--model {model}: {name} is quantised ({method}): {FULL}")
         if folder == Path(model) and not variants(folder / name):
             raise ValueError(f"--model {model}: {name} has no weights (*.safetensors or *.bin)")
+
+
+def check_sizes(family: type, model: str | Path, image_size: tuple[int, int], max_sequence_length: int) -> None:
+    """Warn where a published model gets the embedded model's sizes, which are the defaults.
+
+    Raises:
+        ValueError: more tokens than the family takes.
+    """
+    longest = family.longest_prompt  # type: ignore[attr-defined]  # of a Family, which imports this file
+    if max_sequence_length > longest:
+        raise ValueError(
+            f"--max_sequence_length {max_sequence_length}: {family.__name__} takes {longest} tokens at most"
+        )
+    if not Path(model).is_dir() and image_size == SMALL_SIZE:
+        say(f"--model {model}: --image_size 32 96 is the embedded model's; docs/models.md has what this one needs")
 
 
 def check_plain(model: str | Path) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from common.checkpoints import (
     checkpoint_step,
-    from_rank_0,
     load_checkpoint,
     saved_checkpoints,
     shards_of,
@@ -137,7 +136,7 @@ def first_intact(path: Path, state: dict, may_be_earlier: bool) -> tuple[Path, d
             return path, state
         earlier = None
         if may_be_earlier:
-            earlier = from_rank_0(newest_before(path))
+            earlier = gather_objects(newest_before(path))[0]
         if earlier is None:
             raise RunError(f"no checkpoint to resume from: {fault}")
         say(f"{fault}: using {earlier.name}")

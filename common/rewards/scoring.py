@@ -41,7 +41,8 @@ from common.rollout import Images
 import torch
 
 # files here that hold none
-NO_REWARDS = ("__init__", "json_http", "pairs", "scoring", "stop_rules", "user_code", "watch")
+NO_REWARDS = {"__init__", "json_http", "made_pairs", "pair_files", "pairs", "scoring", "stop_rules", "trial"}
+NO_REWARDS |= {"user_code", "watch"}
 TOTAL = "weighted_total"  # logged for an evaluation beside each reward
 Reward = Callable[[Images, list[str], list[dict]], Sequence[float | Exception]]
 
@@ -92,9 +93,12 @@ def load_rewards(
 def find_reward(name: str, option: str = "--reward") -> Reward:
     """The function of one reward; raises load_rewards' ValueError where there is none."""
     if ":" in name:
+        from common.rewards.trial import check_arguments
         from common.rewards.user_code import load_function
 
-        return load_function(name, option)
+        function = load_function(name, option)
+        check_arguments(function, f"{option} {name}")
+        return function
     if name not in built_in_rewards():
         known = ", ".join(built_in_rewards())
         raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")

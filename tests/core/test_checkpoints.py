@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 from common.checkpoints import (
     find_checkpoint,
-    from_rank_0,
     load_checkpoint,
     resume_differences,
     rewind,
@@ -440,12 +439,8 @@ def test_time_limit(monkeypatch, own_handlers):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("of_rank_0", ["step_000010.pt", None])
-def test_every_rank_resumes_from_the_checkpoint_of_rank_0(of_rank_0, monkeypatch):
+def test_every_rank_resumes_from_the_checkpoint_of_rank_0(of_rank_0, monkeypatch, tmp_path, own_handlers):
     """Another rank, whose disk does not show the newest yet, or shows one that rank 0 has not found."""
-
-    def broadcast(objects, src=0):
-        assert src == 0
-        objects[:] = [of_rank_0]
-
-    monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
-    assert from_rank_0("step_000005.pt") == of_rank_0
+    monkeypatch.setattr("common.run.gather_objects", lambda ours: [of_rank_0, ours])
+    run = Run(tmp_path / "run", {}, script=__file__, checkpoint="step_000005.pt")
+    assert run.checkpoint == of_rank_0

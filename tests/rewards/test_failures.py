@@ -1,6 +1,7 @@
 """Images on which a reward failed, --reward_failure: fills, metrics and pairs by hand, updates, and whole runs."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from common.rewards.scoring import (
     count_failed,
     eval_metrics,
     fill_failed,
+    load_rewards,
     reward_metrics,
     sample_records,
     score_images,
@@ -533,3 +535,53 @@ def test_without_mask_the_first_failure_ends_the_run(tmp_path):
     line = run_here(tmp_path, "flow_grpo.py", *options)
     assert_one_line(line)
     assert "reward flaky failed on image " in line and "an odd image; --reward_failure mask continues" in line
+
+
+# ---- before a model loads --------------------------------------------------------------------------------------------
+BAD_REWARDS = """
+def two(images, prompts):
+    return [0.0] * len(images)
+
+class Scorer:
+    def __init__(self, images, prompts, metadata): pass
+
+def scalar(images, prompts, metadata):
+    return 0.5
+
+def column(images, prompts, metadata):
+    import torch
+    return torch.zeros(len(images), 1)
+
+def nothing(images, prompts, metadata):
+    pass
+
+def raises(images, prompts, metadata):
+    return [metadata[0]["answer"]]
+"""
+
+
+@pytest.mark.fast
+def test_the_arguments_of_a_reward_are_checked_when_it_is_found(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(BAD_REWARDS)
+    told = rf"^--reward {file}:two: takes \(images, prompts\), and it is called with images, prompts and metadata: .*"
+    with pytest.raises(ValueError, match=rf"{told}\({file}:2\)$"):
+        load_rewards([f"{file}:two"], [1.0])
+    assert list(load_rewards([f"{file}:scalar"], [1.0])) == ["scalar"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("Scorer", "reward Scorer: what it returned, a Scorer, is not 1 numbers"),
+        ("scalar", r"reward scalar: expected 1 scores for 1 images, got shape \(\)"),
+        ("column", r"reward column: expected 1 scores for 1 images, got shape \(1, 1\)"),
+        ("nothing", "reward nothing: what it returned, a NoneType, is not 1 numbers"),
+        ("raises", r"reward raises raised KeyError: 'answer' \(.*mine.py:19\)"),
+    ],
+)
+def test_a_reward_is_tried_before_a_model_loads(tmp_path, name, fault, capfd):
+    (tmp_path / "mine.py").write_text(BAD_REWARDS)
+    line = run_here(tmp_path, "flow_grpo.py", "--rollout", "local", *TINY, "--reward", f"mine.py:{name}")
+    assert re.search(f"^flow_grpo.py: error: {fault}", line), line
+    assert "loading" not in capfd.readouterr().err and not (tmp_path / "runs").exists()

@@ -1,0 +1,93 @@
+"""Options that are not typed: from --args FILE, and from the checkpoint that a run resumes or evaluates."""
+
+import json
+from dataclasses import MISSING, Field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.checkpoints import EXPECTED_TO_DIFFER, saved_checkpoints, saved_options
+from common.errors import refusing
+from common.process import say
+
+if TYPE_CHECKING:
+    from common.options import SharedArgs
+
+# what other trainers call our options
+OTHER_NAMES = {
+    "lr": "learning_rate",
+    "max_train_steps": "num_steps",
+    "max_steps": "num_steps",
+    "resolution": "image_size",
+    "rank": "lora_rank",
+    "pretrained_model_name_or_path": "model",
+    "output_dir": "name",
+    "resume_from_checkpoint": "resume",
+    "report_to": "track",
+    "gradient_checkpointing": "train_with",
+    "num_generations": "group_size",
+    "config": "args",
+}
+OF_ONE_START = ("resume", "eval_only", "args", "reward_settings")  # in a run's args.json, and not to be repeated
+
+
+def suggest(argv: list[str], fields: dict[str, Field]) -> None:
+    """ValueError: an option has another trainer's name, and we have one that means it."""
+    for word in argv:
+        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if word.startswith("--") and name not in fields and OTHER_NAMES.get(name) in fields:
+            raise ValueError(f"{word}: no such option; here it is --{OTHER_NAMES[name]}")
+
+
+def words_of_file(argv: list[str], fields: dict[str, Field]) -> list[str]:
+    """The options in the file of --args, as words of a command line to be put before the given ones, which win.
+
+    The file is an args.json, of which a start's own options are left out (--resume ...), or a JSON or YAML file of
+    names and values.
+
+    Raises:
+        ValueError: naming the file: it cannot be read, or has an option that the script has not.
+    """
+    if "--args" not in argv[:-1]:
+        return []
+    path = Path(argv[argv.index("--args") + 1])
+    with refusing(f"--args {path}", Exception):  # whatever a YAML library raises
+        text = path.read_text(encoding="utf-8")
+        if path.suffix in (".yaml", ".yml"):
+            import yaml  # slow, and seldom asked for
+
+            given = yaml.safe_load(text)
+        else:
+            given = json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError("expected names and values")
+        if isinstance(given.get("args"), dict):
+            given = {name: value for name, value in given["args"].items() if name not in OF_ONE_START}
+        unknown = [name for name in given if name not in fields]
+        if unknown:
+            raise ValueError(f"no such option: {', '.join(unknown)}")
+    words = []
+    for name, value in given.items():
+        default = fields[name].default
+        values = value if isinstance(value, list) else [value]
+        if default is MISSING or value != (list(default) if isinstance(default, tuple) else default):
+            words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def defaults_of_checkpoint(args: "SharedArgs") -> dict[str, Any]:
+    """{name: value} of the checkpoint that --eval_only evaluates or --resume latest resumes; {} where there is none.
+
+    An option that is given wins. An evaluation may have other prompts and steps; a resumed run has all of them again.
+
+    Raises:
+        ValueError: there is no good checkpoint to take options from.
+    """
+    if args.eval_only and args.resume not in (None, "latest"):
+        saved = saved_options(str(args.resume))
+        return {name: value for name, value in saved.items() if name not in EXPECTED_TO_DIFFER}
+    folder = Path("runs") / args.name
+    if args.resume == "latest" and not args.eval_only and saved_checkpoints(folder):
+        say("--resume latest: options that are not given are the checkpoint's")
+        saved = saved_options(str(folder))
+        return {name: value for name, value in saved.items() if name not in ("name", "max_minutes", *OF_ONE_START)}
+    return {}

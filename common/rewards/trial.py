@@ -1,0 +1,50 @@
+"""A user's own reward, tried before a model loads: its arguments, and what it returns for one grey image."""
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.rewards.scoring import score_images
+from common.rewards.user_code import own_folder
+
+from PIL import Image
+
+if TYPE_CHECKING:
+    from common.run import Inputs
+
+
+def check_arguments(function: Callable, reward: str) -> None:
+    """Raise ValueError where a function cannot be called as a reward is; it names `reward`, the file and the line."""
+    signature = None
+    with contextlib.suppress(ValueError, TypeError):  # some callables of C have none
+        signature = inspect.signature(function)
+    if signature is None:
+        return
+    try:
+        signature.bind([], [], [])
+    except TypeError as error:
+        code = getattr(function, "__code__", None)
+        place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        called = "it is called with images, prompts and metadata"
+        raise ValueError(f"{reward}: takes {signature}, and {called}: {error}{place}") from None
+
+
+def try_rewards(inputs: "Inputs", options: dict[str, Any]) -> None:
+    """Score one grey image, or video, of the first held-out prompt with each reward that is a user's own.
+
+    Raises:
+        RunError: in one line with the user's file and line: a reward raised, or did not return one score.
+    """
+    rewards = {}
+    for name, function in inputs.eval_rewards.items():
+        folder = own_folder(function)
+        if folder is not None and folder != Path(__file__).parent:
+            rewards[name] = function
+    if not rewards:
+        return
+    height, width = options["image_size"]
+    grey = Image.new("RGB", (width, height), "grey")
+    images: Any = [grey] if options["num_frames"] == 1 else [[grey] * options["num_frames"]]
+    score_images(rewards, images, inputs.eval_set.select([0]), options["reward_failure"])

@@ -1,0 +1,85 @@
+"""Options that are not typed: from a file, and from the checkpoint that a run resumes; names of other trainers."""
+
+import json
+
+import flow_grpo
+from common.options import parse_args
+
+import pytest
+
+pytestmark = pytest.mark.fast
+
+
+def parse(*argv):
+    return parse_args(flow_grpo.Args, "", [*map(str, argv)])
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# ---- --args ----------------------------------------------------------------------------------------------------------
+def test_a_runs_options_are_read_back_and_what_is_given_wins(here):
+    """All of them, as a run records them; but not that it was resumed, and not the rewards' settings."""
+    first = parse("--name", "mine", "--image_size", 64, 96, "--reward", "ocr", "jpeg_compressibility", "--kl_coef", 0.5)
+    record = {"command": "flow_grpo.py", "args": vars(first) | {"resume": "latest", "reward_settings": {}}}
+    (here / "args.json").write_text(json.dumps(record))
+    again = parse("--args", "args.json")
+    assert vars(again) == vars(first) | {"args": "args.json"}
+    given = parse("--args", "args.json", "--name", "other", "--kl_coef", 0, "--reward", "ocr")
+    assert vars(given) == vars(first) | {"args": "args.json", "name": "other", "kl_coef": 0.0, "reward": ("ocr",)}
+
+
+def test_a_yaml_file(here):
+    (here / "mine.yaml").write_text("name: mine\nlearning_rate: 0.001\nimage_size: [64, 96]\ntrack: true\n")
+    args = parse("--args", "mine.yaml", "--learning_rate", 0.5)
+    assert (args.name, args.learning_rate, args.image_size, args.track) == ("mine", 0.5, (64, 96), True)
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ('{"lora_rnk": 4}', "no such option: lora_rnk$"),
+        ("[]", "expected names and values$"),
+        ("{", "Expecting property name"),
+        (None, "No such file"),
+    ],
+)
+def test_a_bad_file_is_named(here, content, fault):
+    if content is not None:
+        (here / "mine.json").write_text(content)
+    with pytest.raises(ValueError, match=f"^--args mine.json: .*{fault}") as error:
+        parse("--args", "mine.json")
+    assert "\n" not in str(error.value)
+
+
+def test_a_value_of_a_file_is_held_to_its_bound(here):
+    (here / "mine.json").write_text('{"learning_rate": -1}')
+    with pytest.raises(ValueError, match="^--learning_rate -1.0: must be at least 0"):
+        parse("--args", "mine.json")
+
+
+# ---- other trainers' names -------------------------------------------------------------------------------------------
+def test_names_of_other_trainers_are_told_ours():
+    names = {"--lr": "learning_rate", "--max-train-steps": "num_steps", "--resolution": "image_size"}
+    for theirs, ours in names.items():
+        with pytest.raises(ValueError, match=f"^{theirs}: no such option; here it is --{ours}$"):
+            parse(theirs, 1)
+    with pytest.raises(ValueError, match="^--lr=1e-4: no such option"):
+        parse("--lr=1e-4")
+
+
+# ---- --resume latest -------------------------------------------------------------------------------------------------
+def test_a_resumed_run_has_the_checkpoints_options_unless_they_are_given(here, monkeypatch, capfd):
+    saved = vars(parse("--name", "mine", "--guidance_scale", 2, "--num_steps", 40, "--max_minutes", 5))
+    (here / "runs" / "mine" / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr("common.monitor.option_files.saved_options", lambda folder: {"runs/mine": saved}[folder])
+    assert parse("--name", "mine", "--resume", "latest").num_steps == flow_grpo.Args.num_steps  # nothing is saved yet
+    (here / "runs" / "mine" / "checkpoints" / "step_000005.pt").touch()
+    capfd.readouterr()
+    args = parse("--name", "mine", "--resume", "latest", "--num_steps", 50)
+    assert (args.guidance_scale, args.num_steps, args.max_minutes, args.resume) == (2.0, 50, 0.0, "latest")
+    assert "--resume latest: options that are not given are the checkpoint's\n" in capfd.readouterr().err
+    assert parse("--name", "other", "--resume", "latest").guidance_scale == 1.0  # another run's are not taken
