@@ -24,6 +24,17 @@ class Blob(NamedTuple):
         return self.content
 
 
+def column_names(path: Path) -> list[str]:
+    """The columns of a file; [] of one that cannot be read, which read_rows then names."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_schema(path).names
+    except (OSError, pyarrow.ArrowException):
+        return []
+
+
 def read_rows(
     path: Path, needed: Sequence[str], columns: Sequence[str] | None = None, groups: Collection[int] | None = None
 ) -> Iterator[tuple[str, int, dict]]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from common.data import read_records
 from common.errors import refusing
-from common.parquet import Blob, read_rows
+from common.parquet import Blob, column_names, read_rows
 from common.process import say
 from common.rewards.pairs import Pairs, refusing_alone
 
@@ -22,7 +22,7 @@ from PIL import Image
 def read_pairs(path: Path | str) -> Pairs:
     """Read preference pairs: a .jsonl of {"prompt", "chosen", "rejected"}, the latter two image files relative to it,
     or a folder with such a pairs.jsonl ("chosen_score" and "rejected_score" may be given); or a .parquet file with
-    pick-a-pic's columns, or a folder of such.
+    pick-a-pic's columns or TRL's (prompt, chosen, rejected), or a folder of such.
 
     Of the images only the beginning is looked at, and two of one size in bytes are compared: each rank does it for its
     share of the pairs, as torchrun numbers ranks. The rest shows when a pair that is drawn is encoded.
@@ -118,13 +118,31 @@ def _check_scores(chosen: float | None, rejected: float | None) -> None:
         raise ValueError(f"chosen is scored {chosen}, not above rejected, {rejected}")
 
 
-# ---- pick-a-pic ------------------------------------------------------------------------------------------------------
+# ---- parquet ---------------------------------------------------------------------------------------------------------
 PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")  # columns of its rows that are read
 TEXTS = ("caption", "label_0", "label_1")  # those that are small
+TRL = ("prompt", "chosen", "rejected")  # TRL's columns of preferences; an image as bytes, or as datasets store it
+
+
+def pair_rows(
+    file: Path, *, has_images: bool, groups: Collection[int] | None = None
+) -> Iterator[tuple[str, int, dict]]:
+    """Yield ("FILE, row N", row group, row) of a file of pick-a-pic's or TRL's columns, under pick-a-pic's names.
+
+    has_images: whether images are read as well. A row has the file's own names of its two images in "columns".
+    """
+    if set(TRL) <= set(column_names(file)):
+        for where, group, row in read_rows(file, TRL, TRL if has_images else TRL[:1], groups):
+            images = [stored["bytes"] if isinstance(stored, dict) else stored for stored in map(row.get, TRL[1:])]
+            named = {"caption": row["prompt"], "jpg_0": images[0], "jpg_1": images[1], "label_0": 1, "label_1": 0}
+            yield where, group, named | {"columns": TRL[1:]}
+        return
+    for where, group, row in read_rows(file, PICK_A_PIC, PICK_A_PIC if has_images else TEXTS, groups):
+        yield where, group, row | {"columns": ("jpg_0", "jpg_1")}
 
 
 class ParquetPairs:
-    """The pairs of files in pick-a-pic's columns, (prompt, chosen, rejected) each, the latter two as Blob.
+    """The pairs of parquet files, (prompt, chosen, rejected) each, the latter two as Blob.
 
     Images are read from the files when they are asked for, as they may be larger than memory. Ties are left out, and
     counted on the screen.
@@ -141,7 +159,7 @@ class ParquetPairs:
         for file in files:
             num_rows = 0
             num_ties = 0
-            for where, group, row in read_rows(file, PICK_A_PIC, TEXTS):
+            for where, group, row in pair_rows(file, has_images=False):
                 num_rows += 1
                 with refusing(where):
                     _check_texts(row)
@@ -158,7 +176,7 @@ class ParquetPairs:
         for number in launched_share(len(groups)):
             file, group = groups[number]
             with refusing_alone():
-                for where, _, row in read_rows(file, PICK_A_PIC, PICK_A_PIC, {group}):
+                for where, _, row in pair_rows(file, has_images=True, groups={group}):
                     with refusing(where):
                         _check_images(row)
 
@@ -177,9 +195,9 @@ class ParquetPairs:
         """
         for (file, group), wanted in self._groups(sorted(rows)).items():
             with refusing_alone():
-                for where, _, columns in read_rows(file, PICK_A_PIC, PICK_A_PIC, {group}):
+                for where, _, row in pair_rows(file, has_images=True, groups={group}):
                     if where in wanted:
-                        yield wanted[where], _order_by_label(where, columns)
+                        yield wanted[where], _order_by_label(where, row)
 
     def _groups(self, rows: Iterable[int]) -> dict[tuple[Path, int], dict[str, int]]:
         """The row groups that hold some of the pairs, and which: {(file, row group): {"FILE, row N": row}}."""
@@ -197,24 +215,27 @@ def _check_texts(row: dict) -> None:
         raise ValueError(f"label_0 {labels[0]}, label_1 {labels[1]}: must be 1 and 0, 0 and 1, or 0.5 and 0.5")
     is_tie = labels == (0.5, 0.5)
     if not is_tie and (not isinstance(row["caption"], str) or not row["caption"].strip()):
-        raise ValueError("caption: must be a non-empty string")
+        name = "prompt" if row["columns"] == TRL[1:] else "caption"
+        raise ValueError(f"{name}: must be a non-empty string")
 
 
 def _check_images(row: dict) -> None:
     """Raise ValueError for images that cannot be used, as far as that shows without decoding them."""
     if row["label_0"] == 0.5:
         return
-    for column in ("jpg_0", "jpg_1"):
-        if not isinstance(row[column], bytes):
+    first, second = row["columns"]
+    for column, image in ((first, row["jpg_0"]), (second, row["jpg_1"])):
+        if not isinstance(image, bytes):
             raise ValueError(f"{column}: must be the bytes of an image")
         with refusing(f"{column}: not a readable image", Exception):
-            Image.open(io.BytesIO(row[column])).close()  # its header: it is decoded when it is drawn
+            Image.open(io.BytesIO(image)).close()  # its header: it is decoded when it is drawn
     if row["jpg_0"] == row["jpg_1"]:
-        raise ValueError("jpg_0 and jpg_1 are the same image")
+        raise ValueError(f"{first} and {second} are the same image")
 
 
 def _order_by_label(where: str, row: dict) -> tuple[str, Blob, Blob]:
-    images = [Blob(f"{where}, {column}", row[column]) for column in ("jpg_0", "jpg_1")]
+    first, second = row["columns"]
+    images = [Blob(f"{where}, {first}", row["jpg_0"]), Blob(f"{where}, {second}", row["jpg_1"])]
     if row["label_0"] == 0:
         images.reverse()
     chosen, rejected = images

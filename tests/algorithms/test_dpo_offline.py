@@ -265,6 +265,28 @@ def test_a_bad_row_of_pick_a_pic_is_named(tmp_path, row, reason):
     assert str(error.value).startswith(f"{path}, row 1: {reason}")
 
 
+@pytest.mark.parametrize("stored", [lambda image: image, lambda image: {"bytes": image, "path": None}])
+def test_pairs_of_trls_columns(tmp_path, stored):
+    """Images as bytes, or as Hugging Face's datasets store them."""
+    rows = [{"prompt": "a mug", "chosen": stored(jpg("red")), "rejected": stored(jpg("blue")), "source": "me"}] * 2
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    pairs = read_pairs(path)
+    (first, _) = pairs
+    assert first[0] == "a mug" and first[1].read_bytes() == jpg("red") and first[2].read_bytes() == jpg("blue")
+    assert str(first[1]) == f"{path}, row 0, chosen"
+    for changes, fault in {
+        "chosen": "chosen: not a readable image",
+        "rejected": "rejected: not a readable image",
+    }.items():
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([rows[0], rows[0] | {changes: stored(b"no")}]), path)
+        with pytest.raises(RunError, match=f"^{path}, row 1: {fault}"):
+            read_pairs(path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([rows[0] | {"prompt": " "}]), path)
+    with pytest.raises(ValueError, match=f"^{path}, row 0: prompt: must be a non-empty string"):
+        read_pairs(path)
+
+
 def test_ranks_read_the_images_of_their_own_row_groups(tmp_path, monkeypatch):
     """Five row groups of two pairs, of which the second's row 3 is at fault; and of drawn pairs only their groups."""
     rows = [pick(1, 0, caption=f"{i}") for i in range(10)]
@@ -278,12 +300,12 @@ def test_ranks_read_the_images_of_their_own_row_groups(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(RunError, match=f"{path}, row 3: jpg_0: not a readable image"):
         read_pairs(path)
-    assert read == [(pair_files.TEXTS,), (pair_files.PICK_A_PIC, {1})]
+    assert read == [(pair_files.TEXTS, None), (pair_files.PICK_A_PIC, {1})]
     read.clear()
     monkeypatch.setenv("RANK", "0")
     pairs = read_pairs(path)
     assert pairs.prompts == [f"{i}" for i in range(10)]
-    assert [groups for _, *groups in read] == [[], [{0}], [{2}], [{4}]]
+    assert [groups for _, groups in read] == [None, {0}, {2}, {4}]
     read.clear()
     chosen = [(row, pair[0], str(pair[1])) for row, pair in pairs.select({9, 4})]
     assert chosen == [(4, "4", f"{path}, row 4, jpg_0"), (9, "9", f"{path}, row 9, jpg_0")]

@@ -48,7 +48,7 @@ def lora_file(tmp_path_factory):
     """A LoRA of rank 4 that acts, in a folder as a run saves it."""
     folder = tmp_path_factory.mktemp("lora")
     model = embedded_model()
-    add_policies(model, make_lora(None, 4, 8, model.lora_target_modules), ["default"], seed=1)
+    add_policies(model, make_lora(SharedArgs(lora_rank=4, lora_alpha=8), type(model)), ["default"], seed=1)
     disturb(model, "default", 0.05)
     save_policy(folder, model, "default")
     return folder
@@ -213,7 +213,8 @@ def test_exactly_those_modules_get_a_lora(target, exclude, count):
         )
 
     expected = {name for name, module in model.transformer.named_modules() if chosen(name, module)}
-    add_policies(model, make_lora(None, 4, 8, ends, exclude), ["default"], seed=1)
+    args = SharedArgs(lora_rank=4, lora_target_modules=ends, lora_exclude_modules=exclude)
+    add_policies(model, make_lora(args, type(model)), ["default"], seed=1)
     got = {key.rpartition(".lora_")[0] for key in tensors_on_rank_0(model)[0]}
     assert got == expected and len(got) == (count or len(got))
 
@@ -235,8 +236,10 @@ def test_exactly_those_modules_get_a_lora(target, exclude, count):
 )
 def test_a_module_that_cannot_get_a_lora_is_named(options, message):
     model = embedded_model()
+    targets, excluded = options
+    args = SharedArgs(lora_rank=4, lora_target_modules=targets, lora_exclude_modules=excluded)
     with pytest.raises(RunError, match=f"^{message}$"):
-        add_policies(model, make_lora(None, 4, 8, *options), ["default"], seed=1)
+        add_policies(model, make_lora(args, type(model)), ["default"], seed=1)
 
 
 # ---- KL --------------------------------------------------------------------------------------------------------------

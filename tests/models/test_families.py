@@ -14,6 +14,7 @@ from common.engine.mismatch import check_mismatch
 from common.models.adapter_files import read_lora
 from common.models.family import both_branches, family_class, load_model
 from common.models.lora import make_lora, save_weights
+from common.options import SharedArgs
 from common.policy import acting, add_policies, tensors_on_rank_0
 from tests.conftest import (
     TINY,
@@ -303,7 +304,7 @@ def test_images_and_latents(model):
 # ---- LoRA ------------------------------------------------------------------------------------------------------------
 def give_lora(model):
     """A LoRA of rank 4 and alpha 8 on the family's targets, whose B matrices are not 0."""
-    add_policies(model, make_lora(None, 4, 8, model.lora_target_modules), ["default"], seed=7)
+    add_policies(model, make_lora(SharedArgs(lora_rank=4, lora_alpha=8), type(model)), ["default"], seed=7)
     for name, parameter in model.transformer.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -648,7 +649,7 @@ def test_a_published_step_at_512(name, checkpoint, monkeypatch):
         model.pipe.vae_scale_factor_temporal = 4
     takes_two_passes = model.encode_negative(GUIDANCE, LENGTH) is not None
     with torch.device("meta"):
-        add_policies(model, make_lora(None, 32, 64, model.lora_target_modules), ["default"], seed=0)
+        add_policies(model, make_lora(SharedArgs(lora_rank=32, lora_alpha=64), type(model)), ["default"], seed=0)
     # as on a GPU, a tensor on another device, here the timestep, is an error unless it is moved
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):

@@ -10,6 +10,7 @@ from common.models.lora import make_lora
 from common.models.prompt_cache import cache_prompts
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.models.vae import decode_in_slices, encode_in_slices, pil_images
+from common.options import SharedArgs
 from common.policy import add_policies
 from tests.conftest import EMBEDDED, embedded_model
 
@@ -40,7 +41,7 @@ def test_a_family_without_a_method_is_no_model(tmp_path):
     with pytest.raises(TypeError, match="abstract methods? .*check.*decode.*predict_velocity.*schedule"):
         Nothing(None)
     model = embedded_model()
-    add_policies(model, make_lora(None, 4, 8, model.lora_target_modules), ["default"], seed=0)
+    add_policies(model, make_lora(SharedArgs(lora_rank=4), type(model)), ["default"], seed=0)
     assert {name for name in Family.__annotations__ if not hasattr(model, name)} == set()
     assert callable(model.encode_images) and callable(model.engine_pipeline) and model.frozen_tensors()
 
@@ -77,12 +78,14 @@ def test_a_model_that_cannot_be_read_is_refused_in_one_line(tmp_path):
     wrong = {
         tmp_path: "not a diffusers pipeline (no model_index.json)",
         "no/such/model": "no such folder, and no model that can be downloaded: Repo id must be in the form",
+        "no/such/sdxl": "no such folder, and no model that can be downloaded: Repo id must be in the form",
     }
     for model, message in wrong.items():
         with pytest.raises(ValueError) as error:
             family_class(model)
         text = str(error.value)
         assert text.startswith(f"--model {model}: {message}") and "\n" not in text
+        assert text.endswith("a model of before flow matching, which is not supported") == ("xl" in str(model))
     for content in ("{", "[]", "{}", "\ud800".encode("utf-8", "surrogatepass")):
         (tmp_path / "model_index.json").write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(ValueError, match=rf"^--model {tmp_path}: model_index.json: .") as error:
