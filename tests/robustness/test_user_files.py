@@ -226,7 +226,7 @@ def test_a_pair_that_cannot_be_used_is_named(line, fault, tmp_path):
         ("[]", "not a LoRA that can be read: its settings are not a JSON object"),
         ("[" * 100_000, "not a LoRA that can be read: maximum recursion depth exceeded"),
         ('{"r": ' + "9" * 10_000 + "}", "not a LoRA that can be read: Exceeds the limit"),
-        ('{"r": [2]}', "its ranks differ between modules or from its settings"),
+        ('{"r": [2]}', "its ranks differ, between modules or from its settings"),
         ('{"lora_alpha": "4"}', "its lora_alpha, 4, is not one number above 0"),
         ('{"lora_alpha": null}', "its lora_alpha, None, is not one number above 0"),
         ('{"lora_alpha": NaN}', "its lora_alpha, nan, is not one number above 0"),

@@ -1,0 +1,85 @@
+"""tools/sample.py: what the trainer would sample, before and after, beside each other."""
+
+import json
+from dataclasses import asdict, replace
+
+import flow_grpo
+from common.models.lora import save_weights
+from common.plots import open_png
+from common.policy import tensors_on_rank_0
+from common.sde import image_seed
+from tests.conftest import policy_without_fsdp
+from tools import sample
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.fast
+PROMPTS = ['a red sign that says "4711"', 'a blue sign that says "25"']
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's folder with its options and an adapter that acts, and the policy."""
+    model, args, config = policy_without_fsdp()
+    folder = tmp_path / "mine"
+    save_weights(folder / "adapter", model.pipe, tensors_on_rank_0(model)[0], config)
+    (folder / "args.json").write_text(json.dumps({"args": asdict(args)}))
+    (tmp_path / "own.txt").write_text("\n".join(PROMPTS))
+    return folder, model, args
+
+
+@torch.no_grad()
+def images_of(model, args, seeds, prompts):
+    """The evaluation's images, as flow_grpo.py samples them."""
+    conditioning = flow_grpo.encode_prompts(args, model, prompts)
+    args = replace(args, num_inference_steps=args.eval_num_inference_steps)
+    request = flow_grpo.make_request(args, model, conditioning, torch.arange(len(prompts)), seeds)
+    return flow_grpo.sample_locally(model, request).images
+
+
+def assert_close(picture, image):
+    """Equal but for round-off: prompts are encoded and sampled one by one."""
+    difference = torch.tensor(list(picture.tobytes())) - torch.tensor(list(image.tobytes()))
+    assert difference.abs().max() <= 1
+
+
+def test_the_trainers_images_before_and_after(run, tmp_path, capsys):
+    folder, model, args = run
+    sample.main([str(folder), "--prompts", str(tmp_path / "own.txt"), "--images_per_prompt", "2"])
+    assert capsys.readouterr().out == f"{folder}/samples_of_own/side_by_side.png\n"
+    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
+    seeds = [image_seed("eval", i % 2, i // 2) for i in range(4)]
+    after = images_of(model, args, seeds, prompts)
+    model.transformer.disable_adapters()
+    before = images_of(model, args, seeds, prompts)
+    for name, expected in {"before": before, "mine": after}.items():
+        for number, image in enumerate(expected):
+            assert_close(open_png(folder / "samples_of_own" / name / f"{number:05d}.png"), image)
+    assert before[0].tobytes() != after[0].tobytes()
+    assert open_png(folder / "samples_of_own" / "side_by_side.png").size == (2 * (192 + 4), 4 * (64 + 2 * 14 + 4))
+
+
+def test_another_size_and_several_sources(run, tmp_path):
+    folder, _, _ = run
+    out = tmp_path / "out"
+    options = ["--prompts", str(tmp_path / "own.txt"), "--output", str(out), "--max_prompts", "1"]
+    sample.main(
+        [str(folder), str(folder / "adapter"), *options, "--image_size", "64", "96", "--num_inference_steps", "2"]
+    )
+    assert {path.name for path in out.iterdir()} == {"before", "mine", "adapter", "side_by_side.png"}
+    assert open_png(out / "mine" / "00000.png").size == (96, 64)
+    assert (out / "mine" / "00000.png").read_bytes() == (out / "adapter" / "00000.png").read_bytes()
+
+
+def test_faults_are_one_line(run, tmp_path):
+    folder, _, _ = run
+    own = ["--prompts", str(tmp_path / "own.txt")]
+    for argv, fault in {
+        (str(tmp_path), *own): "no run \\(it has no args.json\\): name a run first",
+        (str(folder), str(tmp_path / "nothing"), *own): "no run, adapter or checkpoint",
+        (str(folder), "--prompts", "nowhere.txt"): "nowhere.txt: no such file",
+        (str(folder), *own, "--output", str(folder)): "exists already: choose another --output",
+    }.items():
+        with pytest.raises(SystemExit, match=f"^tools.sample: error: .*{fault}"):
+            sample.main(list(argv))

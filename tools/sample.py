@@ -1,0 +1,174 @@
+"""Images of your own prompts before and after a run, from the same noise, side by side in one picture.
+
+    python -m tools.sample runs/mine --prompts own.txt
+    python -m tools.sample runs/mine path/to/adapter runs/mine/checkpoints/step_000030.pt --prompts own.txt \\
+        --image_size 1024 1024 --num_inference_steps 40 --images_per_prompt 2
+
+The first run's args.json says the model, its size, steps and guidance. Each run, adapter or LoRA checkpoint gets a
+column of side_by_side.png behind the model's own, and a folder of images. It needs no reward and no torchrun.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common.data import read_prompts
+from common.models.adapter_files import read_lora
+from common.models.cpu import repair_torchvision
+from common.models.family import Family, Images, find_family, load_model, on_device
+from common.plots import as_one_picture, save_grid, save_png
+from common.sde import draw_noise, image_seed
+
+import torch
+
+
+# ---- what is sampled -------------------------------------------------------------------------------------------------
+def read_options(run: Path) -> dict[str, Any]:
+    """{name: value} of a run's options.
+
+    Raises:
+        ValueError: the folder is no run's.
+    """
+    file = run / "args.json"
+    if not file.is_file():
+        raise ValueError(f"{run}: no run (it has no args.json): name a run first, adapters behind it")
+    return json.loads(file.read_text(encoding="utf-8"))["args"]
+
+
+def read_policy(source: Path, model: str) -> tuple[dict[str, torch.Tensor], Any]:
+    """A run's, an adapter's or a LoRA checkpoint's tensors, and its LoraConfig; None for full weights.
+
+    Raises:
+        ValueError: there is none, or it is not for the model.
+    """
+    folder = source / "adapter" if (source / "adapter").is_dir() else source
+    if folder.suffix == ".pt":
+        state = torch.load(folder, map_location="cpu", weights_only=True, mmap=True)
+        policies = state["policies"]
+        tensors = policies.get("ema", policies["default"])
+        if not any(".lora_A." in name for name in tensors):
+            raise ValueError(f"{source}: a checkpoint of full weights: name the run, whose adapter/ has them")
+        from peft import LoraConfig  # slow
+
+        modules = sorted({name.rpartition(".lora_")[0] for name in tensors})
+        rank = len(next(tensor for name, tensor in tensors.items() if ".lora_A." in name))
+        return dict(tensors), LoraConfig(r=rank, lora_alpha=state["args"]["lora_alpha"], target_modules=modules)
+    if (folder / "diffusion_pytorch_model.safetensors").is_file():
+        from safetensors.torch import load_file
+
+        return load_file(folder / "diffusion_pytorch_model.safetensors"), None
+    if not folder.exists():
+        raise ValueError(f"{source}: no run, adapter or checkpoint")
+    return read_lora(folder, model)
+
+
+def use(model: Family, tensors: dict[str, torch.Tensor], config: Any) -> None:  # a LoraConfig, or None
+    """Let the model be the policy of these tensors; the one before goes."""
+    from peft import set_peft_model_state_dict  # slow
+
+    transformer = model.transformer
+    if config is None:
+        transformer.load_state_dict(tensors)
+        return
+    if getattr(transformer, "peft_config", None):
+        transformer.delete_adapters(list(transformer.peft_config))
+    transformer.add_adapter(config)
+    set_peft_model_state_dict(transformer, tensors)
+
+
+# ---- sampling --------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def sample(model: Family, prompts: Sequence[str], seeds: Sequence[int], options: dict[str, Any]) -> list:
+    """An image of each prompt from its own seed, by the ODE, one at a time."""
+    height, width = options["image_size"]
+    steps, length = options["eval_num_inference_steps"], options["max_sequence_length"]
+    guidance_scale = options.get("guidance_scale", 1.0)
+    timesteps, sigmas, shape = model.schedule(steps, height, width, options["num_frames"])
+    images: list = []
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        conditioning = model.encode_prompts([prompt], length)
+        negative = model.encode_negative(guidance_scale, length)
+        x = draw_noise((1, *shape), [torch.Generator().manual_seed(seed)], model.device)
+        for i, timestep in enumerate(timesteps):
+            v = model.predict_velocity(x, timestep, conditioning, negative, guidance_scale)
+            x = x + v * (sigmas[i + 1] - sigmas[i]).item()
+        decoded: Images = model.decode(x)
+        images += decoded
+    return images
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sources", nargs="+", type=Path, metavar="RUN", help="a run, then runs, adapters, checkpoints")
+    parser.add_argument("--prompts", required=True, help=".txt, .jsonl or .parquet, as --eval_prompts takes them")
+    parser.add_argument("--output", type=Path, help="folder to write (default: samples_of_PROMPTS in the first run)")
+    parser.add_argument("--image_size", nargs=2, type=int, help="height and width (default: the run's)")
+    parser.add_argument("--num_inference_steps", type=int, help="default: the run's --eval_num_inference_steps")
+    parser.add_argument("--guidance_scale", type=float, help="default: the run's")
+    parser.add_argument("--images_per_prompt", type=int, default=1)
+    parser.add_argument("--max_prompts", type=int, default=0, help="only the first so many; 0: all")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    repair_torchvision()  # before diffusers is imported
+    try:
+        folder = run(args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"tools.sample: error: {error}")
+    print(f"{folder}/side_by_side.png")
+
+
+def run(args: argparse.Namespace) -> Path:
+    """Sample with the model and with each source. Returns the folder that holds the pictures."""
+    options = read_options(args.sources[0])
+    options["image_size"] = args.image_size or options["image_size"]
+    options["eval_num_inference_steps"] = args.num_inference_steps or options["eval_num_inference_steps"]
+    if args.guidance_scale is not None:
+        options["guidance_scale"] = args.guidance_scale
+    folder = args.output or args.sources[0] / f"samples_of_{Path(args.prompts).stem}"
+    if folder.exists():
+        raise ValueError(f"{folder} exists already: choose another --output")
+    lines = read_prompts(args.prompts, max_prompts=args.max_prompts).prompts
+    prompts = [prompt for prompt in lines for _ in range(args.images_per_prompt)]
+    seeds = [image_seed("eval", i % args.images_per_prompt, i // args.images_per_prompt) for i in range(len(prompts))]
+    height, width = options["image_size"]
+    guided = {"guidance_scale": options.get("guidance_scale", 1.0)}
+    length = options["max_sequence_length"]
+    family = find_family(options["model"], height, width, options["num_frames"], **guided, max_sequence_length=length)
+    short = [source.name for source in args.sources]
+    names = short if len({*short, "before"}) > len(short) else [str(source) for source in args.sources]
+    policies = {name: read_policy(source, options["model"]) for name, source in zip(names, args.sources, strict=True)}
+    model = load_model(family, options["model"], getattr(torch, options["dtype"]), args.device)
+    model.transformer.to(args.device)
+    pictures = {}
+    with on_device(model, "text_encoder"), on_device(model, "vae"):
+        pictures["before"] = sample(model, prompts, seeds, options)
+        for name, policy in policies.items():
+            use(model, *policy)
+            pictures[name] = sample(model, prompts, seeds, options)
+    write(folder, pictures, prompts)
+    return folder
+
+
+def write(folder: Path, pictures: dict[str, list], prompts: Sequence[str]) -> None:
+    """Write every image, and side_by_side.png: a row for each image, a column for each policy."""
+    names = [name.strip("/").replace("/", "_") for name in pictures]
+    cells = []
+    captions = []
+    for name, images in zip(names, pictures.values(), strict=True):
+        (folder / name).mkdir(parents=True)
+        for number, image in enumerate(images):
+            save_png(folder / name / f"{number:05d}.png", image)
+    for row, prompt in enumerate(prompts):
+        for name, images in zip(names, pictures.values(), strict=True):
+            cells.append(as_one_picture(images[row]))
+            captions.append(f"{name}\n{prompt}")
+    save_grid(folder / "side_by_side.png", cells, captions, columns=len(names))
+
+
+if __name__ == "__main__":
+    main()
