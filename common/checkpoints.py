@@ -26,7 +26,10 @@ from safetensors import SafetensorError
 # files and folders that only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "pairs.jsonl", "pairs")
 # options that may differ between a checkpoint and the run that resumes from it without a word
-EXPECTED_TO_DIFFER = ("name", "resume", "num_steps", "max_minutes", "stop_if", "keep_checkpoints", "track", "eval_only")
+EXPECTED_TO_DIFFER = (
+    *("name", "output_dir", "args", "resume", "eval_only"),
+    *("num_steps", "max_minutes", "stop_if", "keep_checkpoints", "save_every", "track"),
+)
 # what every script saves, and resumes from
 STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
 # the options that an evaluation's score depends on, beside the weights and the settings of its rewards

@@ -5,28 +5,18 @@ stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`, and 
 against its own.
 """
 
-import ast
-import inspect
 import math
 import os
-import re
 import sys
-import textwrap
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
 from common.process import say
 
 import tyro
 
 ASSETS = Path(__file__).parents[1] / "assets"
-# the options that people set first, for --help; --help_all shows the others
-FIRST = (
-    *("name", "model", "image_size", "train_prompts", "eval_prompts", "pairs", "reward", "rollout"),
-    *("num_steps", "num_prompts", "group_size", "learning_rate"),
-)
 
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------
@@ -67,6 +57,8 @@ class SharedArgs:
     # ---- run
     name: str = ""
     """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
+    output_dir: str = "runs"
+    """folder of the runs' folders"""
     seed: Annotated[int, Bound(at_least=0, at_most=2**32 - 1)] = 1
     """seed of the data order, the noise and the LoRA's initial weights"""
     track: bool | Literal["wandb", "tensorboard"] = False
@@ -159,8 +151,16 @@ class SharedArgs:
     # ---- evaluation
     eval_every: PositiveInt = 5
     """training steps between evaluations with a checkpoint; the last step has both as well, and step 0 an evaluation"""
+    save_every: NonNegativeInt = 0
+    """training steps between checkpoints beside those of the evaluations; 0: none"""
+    eval_at_start: bool = True
+    """evaluate the model before training; without it nothing measures how far images drift"""
     eval_num_inference_steps: PositiveInt = 3
     """sampling steps of an evaluation image, all of them ODE steps (Flow-GRPO's paper: 40)"""
+    eval_image_size: Annotated[tuple[int, int], Bound(at_least=1)] | None = None
+    """height and width of evaluation images; None: image_size"""
+    eval_guidance_scale: Annotated[float, Bound(at_least=1)] | None = None
+    """guidance of evaluation images, in scripts that have guidance_scale; None: that"""
     max_prompts: NonNegativeInt = 0
     """use only this many held-out prompts, the first ones; 0: all"""
     eval_images_per_prompt: PositiveInt = 1
@@ -169,6 +169,20 @@ class SharedArgs:
     """rewards, named as for --reward, that only score evaluations; they are not part of the weighted total"""
     stop_if: tuple[str, ...] = ()
     """save and exit after an evaluation that meets one of these, in quotes: 'val/aesthetic/mean<5.2', or with >"""
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder of this run."""
+        return Path(self.output_dir) / self.name
+
+    @property
+    def for_evaluation(self) -> Self:
+        """These options with the evaluation's steps, size and guidance in the place of the rollouts'."""
+        changes: dict = {"num_inference_steps": self.eval_num_inference_steps}
+        changes["image_size"] = self.eval_image_size or self.image_size
+        if self.eval_guidance_scale is not None and hasattr(self, "guidance_scale"):
+            changes["guidance_scale"] = self.eval_guidance_scale
+        return replace(self, **changes)
 
     @property
     def evaluated_policy(self) -> str:
@@ -253,6 +267,8 @@ def check_options(args: SharedArgs) -> None:
             raise ValueError("--rollout_correction: needs --rollout vllm and --old_log_prob recompute")
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         _check_bounds(name, getattr(args, name), _bounds(hint))
+    if args.eval_guidance_scale not in (None, 1) and not hasattr(args, "guidance_scale"):
+        raise ValueError(f"--eval_guidance_scale {args.eval_guidance_scale:g}: this script has no guidance")
 
 
 def _check_bounds(name: str, given: tuple | float | None, bounds: list[Bound]) -> None:
@@ -287,13 +303,15 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
 
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help", "--help_all"} & set(argv):
+        from common.monitor.help import help_text  # a run needs none of it
+
         print(help_text(args_class, description, first_only="--help_all" not in argv))
         raise SystemExit(0)
     known = {field.name: field for field in fields(args_class)}
     suggest(argv, known)
     argv = words_of_file(argv, known) + argv
     args = _parse(args_class, argv, {})
-    say(f"runs/{args.name}: checking options and files")
+    say(f"{args.run_folder}: checking options and files")
     args = _parse(args_class, argv, defaults_of_checkpoint(args))
     check_options(args)
     return args
@@ -305,81 +323,3 @@ def _parse(args_class: type[ArgsClass], argv: list[str], defaults: dict) -> Args
     default = args_class(**{name: value for name, value in defaults.items() if name in known})
     config = (tyro.conf.FlagConversionOff,)
     return tyro.cli(args_class, args=argv, default=default, use_underscores=True, config=config, add_help=False)
-
-
-class Option(NamedTuple):
-    """An option as --help shows it."""
-
-    group: str
-    values: str  # "INT", "vllm|local", "STR ..."
-    default: str
-    help: str
-
-
-def read_options(args_class: type) -> dict[str, Option]:
-    """The options of a dataclass by name, from its fields and from the comments and docstrings of its source."""
-    hints = get_type_hints(args_class)
-    groups: dict[str, str] = {}
-    texts: dict[str, str] = {}
-    for part in reversed(args_class.__mro__[:-1]):
-        source = textwrap.dedent(inspect.getsource(part))
-        lines = source.splitlines()
-        (class_node,) = ast.parse(source).body
-        assert isinstance(class_node, ast.ClassDef)
-        for statement, below in zip(class_node.body, [*class_node.body[1:], None], strict=True):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                titles = re.findall(r"^    # ---- (\w+)$", "\n".join(lines[: statement.lineno]), re.MULTILINE)
-                groups[statement.target.id] = titles[-1] if titles else "algorithm"
-                if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                    texts[statement.target.id] = " ".join(str(below.value.value).split())
-    options = {}
-    for field in fields(args_class):
-        default = "" if field.default is MISSING else _shown(field.default)
-        values = _values(hints[field.name])
-        options[field.name] = Option(groups[field.name], values, default, texts.get(field.name, ""))
-    return options
-
-
-def _values(hint: type) -> str:
-    """A type hint as --help shows it: INT, FLOAT FLOAT, STR ..., True|False, or the choices."""
-    parts = [part for part in get_args(hint) if part is not NoneType]
-    if get_origin(hint) is Literal:
-        return "|".join(map(str, parts))
-    if get_origin(hint) in (Union, UnionType):
-        return "|".join(map(_values, parts))
-    if get_origin(hint) is tuple:
-        return f"{_values(parts[0])} ..." if parts[-1] is Ellipsis else " ".join(map(_values, parts))
-    return "True|False" if hint is bool else str(getattr(hint, "__name__", hint)).upper()
-
-
-def _shown(default: tuple | str | float | None) -> str:
-    """A default as one would type it; a path inside the checkout relative to it."""
-    if isinstance(default, tuple):
-        return " ".join(map(str, default)) or "none"
-    return str(default).replace(f"{ASSETS.parent}/", "")
-
-
-def help_text(args_class: type, description: str, *, first_only: bool) -> str:
-    """The text of --help: the script's header and its options, one below the other."""
-    options = read_options(args_class)
-    lines = [description.strip(), ""]
-    group = ""
-    order = [name for name in FIRST if name in options]
-    if not first_only:
-        order = sorted(options, key=lambda name: list(_groups(options)).index(options[name].group))
-    for name in order:
-        option = options[name]
-        if not first_only and option.group != group:
-            group = option.group
-            lines += [f"---- {group}", ""]
-        lines.append(f"--{name} {option.values}  (default: {option.default})")
-        lines += [*textwrap.wrap(option.help, 100, initial_indent="    ", subsequent_indent="    "), ""]
-    if first_only:
-        lines.append(f"--help_all shows all {len(options)} options.")
-    return "\n".join(lines)
-
-
-def _groups(options: dict[str, Option]) -> dict[str, None]:
-    """The groups of --help_all in the order of the five scripts' titles."""
-    usual = ("run", "model", "policy", "data", "reward", "rollout", "algorithm", "optimization", "evaluation")
-    return dict.fromkeys([*usual, *(option.group for option in options.values())])

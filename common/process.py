@@ -59,6 +59,6 @@ def catch_stop_signals(max_minutes: float) -> None:
     signal.signal(signal.SIGINT, remember)
 
 
-def stop_requested() -> bool:
-    """Whether, on this rank, such a signal came or the time is over."""
-    return bool(caught_signals) or time.perf_counter() >= _deadline
+def stop_requested(needed_s: float = 0.0) -> bool:
+    """Whether, on this rank, such a signal came, or the time that is left is less than `needed_s`."""
+    return bool(caught_signals) or time.perf_counter() + needed_s >= _deadline

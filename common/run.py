@@ -70,9 +70,12 @@ class Inputs(NamedTuple):
 
     def settle(self, options: dict) -> dict:
         """Try users' rewards. Returns `options` decided now: 0 by GPUs' room, a LoRA's by its file. A collective."""
+        from common.models.layout import check_eval_sizes
         from common.rewards.trial import try_rewards
 
         try_rewards(self, options)
+        if options.get("eval_image_size") or options.get("eval_guidance_scale"):
+            check_eval_sizes(self.family, options)
         decided = {"lora_rank": self.lora.config.r, "lora_alpha": self.lora.config.lora_alpha} if self.lora else {}
         if options["micro_batch_size"] and not torch.cuda.is_available():
             return decided
@@ -148,6 +151,8 @@ class Run:
         self._created: float | None = time.perf_counter()  # until the first phase: the time before it is the startup
         self._device_memory_gb = 0.0  # the most that was in use on the GPU, by any process, since the last `write`
         self._step_began: float | None = None  # perf_counter at the start of a training step; None outside of one
+        self._begun_at = time.perf_counter()  # of the training step that began last, with its evaluation
+        self._longest_step_s = 0.0
         self._owns_folder = bool(script)
         self._resumed_from = -1  # the step of the checkpoint; -1: nothing stays of an earlier run
         self._has_written = False
@@ -204,7 +209,7 @@ class Run:
 
             self._trace.enter_context(profiled_step(self.folder, step, self.config["profile_rank"]))
         self.step = step
-        self._step_began = time.perf_counter()
+        self._step_began = self._begun_at = time.perf_counter()
 
     def say(self, line: str) -> None:
         """Print a line, once for all ranks."""
@@ -389,8 +394,10 @@ class Run:
             )
 
     def should_stop(self) -> bool:
-        """Whether a signal or time limit on any rank, or a rule of --stop_if, asks for the end. A collective."""
-        self._is_stopping = any(gather_objects(stop_requested())) or self._stop_reason is not None
+        """Whether a signal on any rank, too little time for another step, or a rule of --stop_if asks for the end. A
+        collective."""
+        self._longest_step_s = max(self._longest_step_s, time.perf_counter() - self._begun_at)
+        self._is_stopping = any(gather_objects(stop_requested(self._longest_step_s))) or self._stop_reason is not None
         return self._is_stopping
 
     def close(self, engine: "VLLMEngine | None" = None) -> None:

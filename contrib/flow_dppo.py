@@ -124,7 +124,7 @@ def prepare(args: Args) -> Inputs:
     eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
     train_set = read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
-    checkpoint = open_run(Path("runs") / args.name, args.resume, args.eval_only)
+    checkpoint = open_run(args.run_folder, args.resume, args.eval_only)
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
     family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
@@ -140,7 +140,7 @@ def prepare(args: Args) -> Inputs:
 def start_run(args: Args, inputs: Inputs) -> Run:
     """The run's folder, log, clock and stop signals."""
     return Run(
-        Path("runs") / args.name,
+        args.run_folder,
         asdict(args),
         rewards=inputs.eval_rewards,
         script=__file__,
@@ -566,9 +566,9 @@ def evaluate(
     """
     with run.timed("testing"):
         places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
-        encoded = encode_prompts(args, model, prompts.prompts)
+        eval_args = args.for_evaluation
+        encoded = encode_prompts(eval_args, model, prompts.prompts)
         image_index = torch.arange(len(places))
-        eval_args = replace(args, num_inference_steps=args.eval_num_inference_steps)
         request = make_request(eval_args, model, encoded, image_index, seeds)
         with acting(model, args.evaluated_policy, engine):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
@@ -620,7 +620,7 @@ def main(args: Args, inputs: Inputs) -> None:
         load(args, run, model, optimizer, sampler)
         if engine:  # it holds the policy from before the checkpoint
             engine.push_policy(model)
-    if args.eval_only or not run.checkpoint:
+    if args.eval_only or (args.eval_at_start and not run.checkpoint):
         run.write(*evaluate(args, run, model, engine, inputs))
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
@@ -671,7 +671,7 @@ def main(args: Args, inputs: Inputs) -> None:
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
         run.write(metrics | val_metrics, grid)
         stopping = run.should_stop()
-        if is_due or stopping:
+        if is_due or stopping or (args.save_every and step % args.save_every == 0):
             save(args, run, model, optimizer, sampler)
         if stopping:
             break

@@ -13,6 +13,8 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 if TYPE_CHECKING:
+    from common.models.family import Family
+
     import diffusers
 
 WEIGHTS = re.compile(
@@ -84,19 +86,31 @@ def check_layout(model: str | Path) -> None:
             raise ValueError(f"--model {model}: {name} has no weights (*.safetensors or *.bin)")
 
 
-def check_sizes(family: type, model: str | Path, image_size: tuple[int, int], max_sequence_length: int) -> None:
+def check_sizes(
+    family: "type[Family]", model: str | Path, image_size: tuple[int, int], max_sequence_length: int
+) -> None:
     """Warn where a published model gets the embedded model's sizes, which are the defaults.
 
     Raises:
         ValueError: more tokens than the family takes.
     """
-    longest = family.longest_prompt  # type: ignore[attr-defined]  # of a Family, which imports this file
+    longest = family.longest_prompt
     if max_sequence_length > longest:
         raise ValueError(
             f"--max_sequence_length {max_sequence_length}: {family.__name__} takes {longest} tokens at most"
         )
     if not Path(model).is_dir() and image_size == SMALL_SIZE:
         say(f"--model {model}: --image_size 32 96 is the embedded model's; docs/models.md has what this one needs")
+
+
+def check_eval_sizes(family: "type[Family]", options: dict[str, Any]) -> None:
+    """ValueError: the model cannot take the size or guidance of the evaluation, as --eval_image_size ... say."""
+    height, width = options["eval_image_size"] or options["image_size"]
+    guidance_scale = options["eval_guidance_scale"] or options.get("guidance_scale", 1.0)
+    try:
+        family.check(options["model"], height, width, options["num_frames"], guidance_scale)
+    except ValueError as error:
+        raise ValueError(f"evaluation: {error}") from None
 
 
 def check_plain(model: str | Path) -> None:

@@ -85,7 +85,7 @@ def defaults_of_checkpoint(args: "SharedArgs") -> dict[str, Any]:
     if args.eval_only and args.resume not in (None, "latest"):
         saved = saved_options(str(args.resume))
         return {name: value for name, value in saved.items() if name not in EXPECTED_TO_DIFFER}
-    folder = Path("runs") / args.name
+    folder = args.run_folder
     if args.resume == "latest" and not args.eval_only and saved_checkpoints(folder):
         say("--resume latest: options that are not given are the checkpoint's")
         saved = saved_options(str(folder))

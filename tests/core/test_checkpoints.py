@@ -428,6 +428,9 @@ def test_a_signal_asks_for_a_stop(capfd, numbers):
 def test_time_limit(monkeypatch, own_handlers):
     now = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    catch_stop_signals(2)
+    now[0] = 1100.0
+    assert [stop_requested(needed) for needed in (0, 19, 20, 60)] == [False, False, True, True]  # 20 s are left
     for minutes, at_once in ((2, True), (0, False)):  # 0: never
         now[0] = 1000.0
         catch_stop_signals(minutes)

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import flow_grpo
+from common import process
 from common.checkpoints import atomic_file, open_run, save_checkpoint, saved_checkpoints
 from common.data import PromptSet
 from common.distributed import gather, gather_objects, gather_objects_on_rank_0
@@ -312,6 +313,20 @@ def test_profile_steps_are_traced_alone_and_two_passes_of_each(tmp_path, monkeyp
         names = [event.get("name", "") for event in trace["traceEvents"]]
         assert names.count("aten::linear") == names.count("aten::relu") == min(num_passes, 2)
         assert {name for name in names if name.startswith("ProfilerStep")} == {f"ProfilerStep#{step}"}
+
+
+def test_a_run_stops_where_its_longest_step_would_not_fit_any_more(tmp_path, monkeypatch, own_handlers):
+    """With 10 minutes: steps of 3, 4 and 1 minutes end after the second, as 3 minutes are left and one took 4."""
+    clock = Clock(monkeypatch)
+    run = Run(tmp_path, num_steps=5)
+    process.catch_stop_signals(10)
+    monkeypatch.setattr("common.run.gather_objects", lambda ours: [ours])
+    stopped = []
+    for step, minutes in enumerate((3, 4, 1), 1):
+        run.begin_step(step)
+        clock.now += 60 * minutes
+        stopped.append(run.should_stop())
+    assert stopped == [False, True, True]
 
 
 def test_three_steps_without_a_finite_gradient_are_too_many(tmp_path):
