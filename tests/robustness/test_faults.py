@@ -231,7 +231,7 @@ REWARD = """
 calls = []
 def mine(images, prompts, metadata):
     calls.append(len(images))
-    if len(calls) < 3:
+    if len(calls) < 4:  # the trial, the evaluation before training, a step
         return [i % 3 for i in range(len(images))]
     return {}
 """
