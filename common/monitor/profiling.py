@@ -52,9 +52,9 @@ def utilisation(config: dict[str, Any], timing: dict[str, float]) -> dict[str, f
 
     config: the run's options, whose FLOPs are counted once. timing: the seconds of the phases.
     """
-    name = config["name"]
+    name = config.get("name", "")
     if name not in _counted:
-        _counted[name] = count_flops(config)
+        _counted[name] = count_flops(config) if "model" in config else {}  # a Run need not be a script's
     at_peak = _counted[name]
     phases = [phase for phase in at_peak if timing.get(phase)]
     return {f"perf/mfu/{PHASES[phase][1]}": at_peak[phase] / timing[phase] for phase in phases}

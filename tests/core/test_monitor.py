@@ -30,7 +30,8 @@ def test_utilisation_by_hand(monkeypatch):
     """2 s at the peak in 8 s; a phase that a step does not have is not logged. It is counted once."""
     counts = [{"update_actor": 2.0, "old_log_prob": 1.0}]
     monkeypatch.setattr(profiling, "count_flops", lambda config: counts.pop())
-    config = {"name": "by hand"}
+    config = {"name": "by hand", "model": "any"}
+    assert utilisation({}, {"update_actor": 8.0}) == {}
     assert utilisation(config, {"update_actor": 8.0, "gen": 3.0}) == {"perf/mfu/actor": 0.25}
     assert utilisation(config, {"update_actor": 4.0, "old_log_prob": 4.0}) == {
         "perf/mfu/actor": 0.5,
