@@ -1,0 +1,151 @@
+"""tools/report.py: each rule flags one run and not another; the page holds its pictures and asks for nothing else."""
+
+import json
+from html.parser import HTMLParser
+
+from common.plots import save_png
+from tests.conftest import ROOT
+from tools import report
+
+import pytest
+from PIL import Image
+
+pytestmark = pytest.mark.fast
+
+
+def rows_of(**metrics):
+    """Rows of a metrics.jsonl, of lists of values; a double underscore stands for a slash."""
+    num_rows = max(map(len, metrics.values()))
+    named = {name.replace("__", "/"): values for name, values in metrics.items()}
+    return [{name: values[i] for name, values in named.items() if i < len(values)} for i in range(num_rows)]
+
+
+# {rule: (a run that it flags, what it says, a run that it does not flag)}
+CASES = {
+    report.flat_reward: (
+        {"critic__rewards__zero_std_ratio": [0.95] * 6, "critic__rewards__mean": [0.5] * 6},
+        "zero_std_ratio is 0.95 at the end, and the reward has not risen (0.500 to 0.500)",
+        {"critic__rewards__zero_std_ratio": [0.2, 0.5, 0.95], "critic__rewards__mean": [0.5, 0.7, 0.95]},
+    ),
+    report.still_ratio: (
+        {"actor__ratio_std": [0.0, 0.0, 0.0]},
+        "ratio_std is 0 in every step",
+        {"actor__ratio_std": [0.0, 2e-4, 0.0]},
+    ),
+    report.clipped: (
+        {"actor__pg_clipfrac": [0.1, 0.3, 0.5]},
+        "pg_clipfrac is 0.50 at the end (healthy: below 0.3)",
+        {"actor__pg_clipfrac": [0.5, 0.1, 0.04]},
+    ),
+    report.no_gradient: (
+        {"actor__grad_norm": [0.0, 0.0, 0.1]},
+        "grad_norm is 0 in 2 of 3 steps",
+        {"actor__grad_norm": [0.0, 0.1, 0.1]},
+    ),
+    report.less_diverse: (
+        {"critic__diversity": [0.2, 0.15, 0.05]},
+        "critic/diversity fell from 0.200 to 0.050",
+        {"critic__diversity": [0.2, 0.15, 0.12]},
+    ),
+    report.held_out_falls: (
+        {
+            "val__colour__mean": [0.9, 0.5],
+            "val__colour__stderr": [0.02, 0.02],
+            "val__weighted_total__mean": [0.5, 0.9],
+        },
+        "val/colour/mean fell from 0.900 to 0.500 while the total rose",
+        {
+            "val__colour__mean": [0.9, 0.85],
+            "val__colour__stderr": [0.02, 0.02],
+            "val__weighted_total__mean": [0.5, 0.9],
+        },
+    ),
+    report.mismatch_grows: (
+        {"rollout_corr__velocity_diff_max": [1e-3, 5e-3, 2e-2]},
+        "velocity_diff_max grew from 0.001 to 0.02",
+        {"rollout_corr__velocity_diff_max": [1e-7, 3e-7, 9e-7]},
+    ),
+}
+
+
+def test_every_rule_has_a_case_and_a_paragraph():
+    assert CASES.keys() == report.RULES.keys()
+    headings = (ROOT / report.FAQ).read_text().splitlines()
+    assert {f"## {heading}" for heading in report.RULES.values()} <= set(headings)
+
+
+@pytest.mark.parametrize("rule", CASES, ids=lambda rule: rule.__name__)
+def test_a_rule_flags_one_run_and_not_the_other(rule):
+    wrong, what, fine = CASES[rule]
+    assert report.find_faults(rows_of(**wrong)) == [report.Finding(what, report.RULES[rule])]
+    assert rule(rows_of(**fine)) is None
+    assert report.find_faults([]) == []
+
+
+def test_recorded_runs_of_the_embedded_task_look_fine():
+    records = ROOT / "docs" / "lab" / "records"
+    for name in ("flow_grpo-local-seed1", "grpo_guard-local-seed2", "dpo_offline-local-seed3"):
+        rows = [json.loads(line) for line in (records / name / "metrics.jsonl").read_text().splitlines()]
+        assert report.find_faults(rows) == [], name
+
+
+class Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.found = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in ("img", "input", "meta"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def make_run(folder, learning_rate, colours):
+    """A run of two evaluations: two prompts, whose images change from one of these colours to the next."""
+    (folder / "samples").mkdir(parents=True)
+    rows = [{"training/global_step": step, "val/ocr/mean": 0.5 + step / 10, "val/ocr/stderr": 0.01} for step in (0, 5)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = {"command": "flow_grpo.py --name <b>", "git_hash": "abc", "args": {"learning_rate": learning_rate}}
+    (folder / "args.json").write_text(json.dumps(record))
+    for step, colour in zip((0, 5), colours, strict=True):
+        place = folder / "samples" / f"{step:04d}"
+        place.mkdir()
+        lines = []
+        for i, score in enumerate((0.25, 1.0)):
+            save_png(place / f"{i:05d}.png", Image.new("RGB", (8, 4), colour if i else "white"))
+            lines.append(json.dumps({"file": f"{i:05d}.png", "prompt": f"a <sign> {i}", "seed": 3, "ocr": score}))
+        (place / "samples.jsonl").write_text("\n".join(lines))
+        save_png(folder / f"grid_{step:04d}.png", Image.new("RGB", (16, 8), colour))
+    return folder
+
+
+def test_the_page_is_whole_and_self_contained(tmp_path, capsys):
+    runs = [make_run(tmp_path / "one", 1e-4, ("red", "blue")), make_run(tmp_path / "two", 1e-3, ("red", "red"))]
+    report.main([*map(str, runs), "--output", str(tmp_path / "report.html")])
+    assert capsys.readouterr().out == f"{tmp_path}/report.html\n"
+    text = (tmp_path / "report.html").read_text()
+    tags = Tags()
+    tags.feed(text)
+    assert tags.open == []
+    images = [attributes for tag, attributes in tags.found if tag == "img"]
+    # the curves; two grids, and three kinds of two samples before and after, of each run
+    assert len(images) == 1 + 2 * (2 + 3 * 2 * 2)
+    assert all(image["src"].startswith("data:image/png;base64,") and image["alt"] for image in images)
+    assert not any("http" in str(value) for _, attributes in tags.found for value in attributes.values())
+    assert "<tr><td>learning_rate</td><td>0.0001</td><td>0.001</td></tr>" in text
+    assert "a &lt;sign&gt; 1 (ocr 1.000)" in text and "flow_grpo.py --name &lt;b&gt;" in text
+    assert text.count("none of the rules found anything") == 2
+
+
+def test_samples_are_ordered_by_score_and_by_change(tmp_path):
+    first, second = report.read_samples(make_run(tmp_path / "one", 1e-4, ("red", "blue")))
+    assert (first.score, second.score) == (0.25, 1.0)
+    assert first.change == 0 and second.change == pytest.approx((2 / 3) ** 0.5)  # two of three colours, by 255
+
+
+def test_a_folder_that_is_no_run_is_one_line(tmp_path):
+    with pytest.raises(SystemExit, match="^tools.report: error: .*metrics.jsonl"):
+        report.main([str(tmp_path)])

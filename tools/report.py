@@ -1,0 +1,301 @@
+"""One HTML file about one or several runs, to look at or to send: it needs no server and no network.
+
+    python -m tools.report runs/mine
+    python -m tools.report runs/mine runs/other --output compared.html
+
+It has what looks wrong (the rules of docs/faq.md), the curves, the grids of every evaluation with a slider, the best,
+worst and most changed samples of the last one, and the options in which the runs differ.
+"""
+
+import argparse
+import base64
+import html
+import io
+import json
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from common.plots import as_one_picture, open_png, read_metrics
+from tools.plot_runs import labels_of, overlay
+
+from PIL import Image, ImageChops, ImageStat
+
+SHOWN = 4  # samples of a kind
+FAQ = "docs/faq.md"
+STYLE = """
+body { font: 16px/1.5 sans-serif; max-width: 60rem; margin: 1rem auto; padding: 0 1rem; color: #222 }
+h1 { font-size: 1.5rem } h2 { font-size: 1.2rem; margin-top: 2rem; border-bottom: 1px solid #ccc }
+img { max-width: 100%; height: auto } table { border-collapse: collapse; display: block; overflow-x: auto }
+td, th { text-align: left; padding: .2rem .8rem .2rem 0; vertical-align: top; border-bottom: 1px solid #eee }
+.wrong { background: #fff3e0; padding: .5rem 1rem; border-left: 4px solid #e65100; margin: .5rem 0 }
+.fine { background: #e8f5e9; padding: .5rem 1rem; border-left: 4px solid #2e7d32 }
+figure img { width: 11rem; image-rendering: pixelated }
+figure { display: inline-block; margin: .5rem 1rem .5rem 0; max-width: 24rem } figcaption { font-size: .85rem }
+input[type=range] { width: 100% }
+"""
+SCRIPT = """
+for (const box of document.querySelectorAll(".slider")) {
+  const shown = box.querySelectorAll("img"), range = box.querySelector("input"), label = box.querySelector("output")
+  const show = () => shown.forEach((image, i) => {
+    image.hidden = i != range.value
+    if (i == range.value) label.textContent = image.alt
+  })
+  range.addEventListener("input", show)
+  show()
+}
+"""
+
+
+# ---- what looks wrong ------------------------------------------------------------------------------------------------
+class Finding(NamedTuple):
+    """Something that looks wrong in a run."""
+
+    what: str  # with its number
+    heading: str  # of the paragraph of docs/faq.md that explains it
+
+
+def series(rows: Sequence[dict], name: str) -> list[float]:
+    """The values of a metric in the rows that have it."""
+    return [row[name] for row in rows if name in row]
+
+
+def thirds(values: Sequence[float]) -> tuple[float, float]:
+    """The means of the first and of the last third; NaN for fewer than three values."""
+    if len(values) < 3:
+        return math.nan, math.nan
+    size = len(values) // 3
+    return statistics.mean(values[:size]), statistics.mean(values[-size:])
+
+
+def flat_reward(rows: Sequence[dict]) -> str | None:
+    """Hardly any prompt has images that score differently, and the reward has not risen."""
+    _, zero_std = thirds(series(rows, "critic/rewards/zero_std_ratio"))
+    first, last = thirds(series(rows, "critic/rewards/mean"))
+    if zero_std > 0.9 and not last > first + 0.02:
+        return f"zero_std_ratio is {zero_std:.2f} at the end, and the reward has not risen ({first:.3f} to {last:.3f})"
+    return None
+
+
+def still_ratio(rows: Sequence[dict]) -> str | None:
+    """The ratio to the old policy never leaves 1, over several optimizer steps."""
+    found = series(rows, "actor/ratio_std")[1:]
+    return "ratio_std is 0 in every step" if found and max(found) == 0 else None
+
+
+def clipped(rows: Sequence[dict]) -> str | None:
+    """Most of the update is cut away."""
+    _, last = thirds(series(rows, "actor/pg_clipfrac"))
+    return f"pg_clipfrac is {last:.2f} at the end (healthy: below 0.3)" if last > 0.3 else None
+
+
+def no_gradient(rows: Sequence[dict]) -> str | None:
+    """Half of the steps, or more, have no gradient."""
+    found = series(rows, "actor/grad_norm")
+    zeros = sum(value == 0 for value in found)
+    return f"grad_norm is 0 in {zeros} of {len(found)} steps" if found and 2 * zeros >= len(found) else None
+
+
+def less_diverse(rows: Sequence[dict]) -> str | None:
+    """The images of a prompt become one."""
+    first, last = thirds(series(rows, "critic/diversity"))
+    return f"critic/diversity fell from {first:.3f} to {last:.3f}" if last < first / 2 else None
+
+
+def held_out_falls(rows: Sequence[dict]) -> str | None:
+    """A reward of the evaluation falls while the trained total rises."""
+    totals = series(rows, "val/weighted_total/mean")
+    names = {name for row in rows for name in row if name.startswith("val/") and name.endswith("/mean")}
+    for name in sorted(names - {"val/weighted_total/mean"}):
+        found, errors = series(rows, name), series(rows, name.removesuffix("/mean") + "/stderr")
+        if len(found) < 2 or len(totals) < 2 or len(errors) != len(found):
+            continue
+        if found[-1] < found[0] - 2 * (errors[0] + errors[-1]) and totals[-1] > totals[0]:
+            return f"{name} fell from {found[0]:.3f} to {found[-1]:.3f} while the total rose"
+    return None
+
+
+def mismatch_grows(rows: Sequence[dict]) -> str | None:
+    """The engine's velocities leave the trainer's."""
+    first, last = thirds(series(rows, "rollout_corr/velocity_diff_max"))
+    return f"velocity_diff_max grew from {first:.2g} to {last:.2g}" if last > max(3 * first, 1e-3) else None
+
+
+RULES: dict[Callable[[Sequence[dict]], str | None], str] = {
+    flat_reward: "The reward does not rise",
+    still_ratio: "The reward does not rise",
+    clipped: "The reward does not rise",
+    no_gradient: "The reward does not rise",
+    less_diverse: "The reward rises and the images get worse",
+    held_out_falls: "The reward rises and the images get worse",
+    mismatch_grows: "The reward does not rise",
+}
+
+
+def find_faults(rows: Sequence[dict]) -> list[Finding]:
+    """What the RULES find in the rows of a metrics.jsonl."""
+    found = [(rule(rows), heading) for rule, heading in RULES.items()]
+    return [Finding(what, heading) for what, heading in found if what]
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+def image_tag(image: Path | Image.Image, alt: str) -> str:
+    """An <img> that holds the picture."""
+    if isinstance(image, Path):
+        data = image.read_bytes()
+    else:
+        buffer = io.BytesIO()
+        image.save(buffer, "png")
+        data = buffer.getvalue()
+    return f'<img alt="{html.escape(alt, quote=True)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+
+
+def curves(runs: dict[str, list[dict]]) -> str:
+    """The curves of all runs, a colour for each."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "curves.png"
+        overlay(runs, None, path)
+        return image_tag(path, "curves")
+
+
+def grids(folder: Path) -> str:
+    """A slider over the grids of a run's evaluations; "" where it has none."""
+    files = sorted(folder.glob("grid_*.png"))
+    if not files:
+        return ""
+    images = "".join(image_tag(file, f"step {int(file.stem.removeprefix('grid_'))}") for file in files)
+    slider = f'<input type="range" min="0" max="{len(files) - 1}" value="{len(files) - 1}" aria-label="evaluation">'
+    return f'<div class="slider"><output></output>{slider}{images}</div>'
+
+
+class Sample(NamedTuple):
+    """A prompt's image at the first and at the last evaluation."""
+
+    record: dict  # of samples.jsonl, of the last one
+    before: Image.Image | None
+    after: Image.Image
+    score: float  # the mean of its scores
+    change: float  # RMS of the pixels' difference, 0 to 1
+
+
+def read_samples(folder: Path) -> list[Sample]:
+    """The samples of a run's last evaluation, beside those of its first."""
+    steps = sorted(path.parent for path in folder.glob("samples/*/samples.jsonl"))
+    if not steps:
+        return []
+    first, last = steps[0], steps[-1]
+    found = []
+    for line in (last / "samples.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        after = as_one_picture(open_png(last / record["file"]))
+        other = first / record["file"]
+        before = as_one_picture(open_png(other)) if first != last and other.is_file() else None
+        change = 0.0
+        if before is not None and before.size == after.size:
+            squares = ImageStat.Stat(ImageChops.difference(before, after)).sum2
+            change = math.sqrt(sum(squares) / (3 * before.width * before.height)) / 255
+        scores = [value for name, value in record.items() if isinstance(value, float) and name != "seed"]
+        found.append(Sample(record, before, after, statistics.mean(scores) if scores else 0.0, change))
+    return found
+
+
+def figure(sample: Sample) -> str:
+    """A sample before and after, with its prompt and scores."""
+    parts = [image_tag(sample.before, "before")] if sample.before else []
+    parts.append(image_tag(sample.after, "after"))
+    told = [f"{name} {value:.3f}" for name, value in sample.record.items() if isinstance(value, float)]
+    caption = html.escape(f"{sample.record['prompt']} ({', '.join(told)})")
+    return f"<figure>{' '.join(parts)}<figcaption>{caption}</figcaption></figure>"
+
+
+def samples(folder: Path) -> str:
+    """The best, worst and most changed samples of a run; "" where it has none."""
+    found = read_samples(folder)
+    if not found:
+        return ""
+    kinds = {
+        "best": sorted(found, key=lambda sample: -sample.score),
+        "worst": sorted(found, key=lambda sample: sample.score),
+        "most changed": sorted(found, key=lambda sample: -sample.change),
+    }
+    parts = []
+    for kind, ordered in kinds.items():
+        parts.append(f"<h3>{kind.capitalize()}</h3>" + "".join(figure(sample) for sample in ordered[:SHOWN]))
+    return "".join(parts)
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+def differing_options(records: dict[str, dict]) -> list[tuple[str, list[str]]]:
+    """[(option, its value in each run)] of the options in which the runs differ. records: args.json by label."""
+    names = sorted({name for record in records.values() for name in record["args"]})
+    rows = [(name, [json.dumps(record["args"].get(name)) for record in records.values()]) for name in names]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = ["<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in header) + "</tr>"]
+    cells += ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+    return f"<table>{''.join(cells)}</table>"
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+def page(folders: Sequence[Path]) -> str:
+    """The HTML of the runs in these folders.
+
+    Raises:
+        OSError: a folder lacks metrics.jsonl or args.json.
+    """
+    labels = labels_of([str(folder) for folder in folders])
+    runs = {label: read_metrics(folder) for label, folder in zip(labels, folders, strict=True)}
+    records = {
+        label: json.loads((folder / "args.json").read_text()) for label, folder in zip(labels, folders, strict=True)
+    }
+    parts = [f"<h1>{html.escape(', '.join(labels))}</h1>", "<h2>What looks wrong</h2>"]
+    for label, rows in runs.items():
+        faults = find_faults(rows)
+        for fault in faults:
+            told = f"<b>{html.escape(label)}</b>: {html.escape(fault.what)}"
+            parts.append(f'<p class="wrong">{told}. See "{html.escape(fault.heading)}" in {FAQ}.</p>')
+        if not faults:
+            parts.append(f'<p class="fine"><b>{html.escape(label)}</b>: none of the rules found anything.</p>')
+    parts += ["<h2>Curves</h2>", curves(runs)]
+    for label, folder in zip(labels, folders, strict=True):
+        shown = [("Evaluations", grids(folder)), ("Samples of the last evaluation", samples(folder))]
+        parts += [f"<h2>{title}: {html.escape(label)}</h2>{content}" for title, content in shown if content]
+    if len(folders) > 1:
+        parts += ["<h2>Options that differ</h2>"]
+        differing = differing_options(records)
+        parts.append(table(["option", *labels], [[name, *values] for name, values in differing]))
+    parts.append("<h2>How they were started</h2>")
+    started = [[label, record.get("command", ""), record.get("git_hash") or ""] for label, record in records.items()]
+    parts.append(table(["run", "command", "commit"], started))
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    title = html.escape(", ".join(labels))
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html><html lang="en"><head>{head}<title>{title}</title><style>{STYLE}</style></head>'
+        f"<body>{body}<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--output", type=Path, help="the file (default: report.html in the first run)")
+    args = parser.parse_args(argv)
+    path = args.output or args.runs[0] / "report.html"
+    try:
+        path.write_text(page(args.runs), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        sys.exit(f"tools.report: error: {error}")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
