@@ -1,0 +1,129 @@
+"""HPSv2.1: which image would people prefer? A CLIP ViT-H-14 trained on 798,000 of their choices (arXiv 2306.09341).
+
+    torchrun --standalone flow_grpo.py --reward hpsv2
+
+It needs two things, named by environment variables. HPSV2_MODEL is the published weights, open_clip's: a file, or a hub
+id with HPS_v2.1_compressed.pt in it (default xswu/HPSv2, 3.9 GB). HPSV2_PROCESSOR is a CLIP of the same size in
+transformers' layout (default laion/CLIP-ViT-H-14-laion2B-s32B-b79K), for its config, tokenizer and image processor.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.process import say
+from common.rewards.clip_score import (
+    LOADED,
+    embed_images,
+    embed_prompts,
+    load_processor,
+    offload,
+    own_device,
+    refusing_weights,
+    wants_offload,
+    weights_of,
+)
+
+import torch
+from PIL.Image import Image
+
+if TYPE_CHECKING:  # slow
+    from transformers import CLIPModel, CLIPProcessor
+
+FILE = "HPS_v2.1_compressed.pt"
+NAMES = {  # of open_clip, as regular expressions -> of transformers
+    r"^visual\.class_embedding$": "vision_model.embeddings.class_embedding",
+    r"^visual\.positional_embedding$": "vision_model.embeddings.position_embedding.weight",
+    r"^visual\.conv1\.": "vision_model.embeddings.patch_embedding.",
+    r"^visual\.ln_pre\.": "vision_model.pre_layrnorm.",  # spelt so in transformers
+    r"^visual\.ln_post\.": "vision_model.post_layernorm.",
+    r"^visual\.proj$": "visual_projection.weight",
+    r"^visual\.transformer\.resblocks\.": "vision_model.encoder.layers.",
+    r"^positional_embedding$": "text_model.embeddings.position_embedding.weight",
+    r"^token_embedding\.": "text_model.embeddings.token_embedding.",
+    r"^ln_final\.": "text_model.final_layer_norm.",
+    r"^text_projection$": "text_projection.weight",
+    r"^transformer\.resblocks\.": "text_model.encoder.layers.",
+    r"\.ln_1\.": ".layer_norm1.",
+    r"\.ln_2\.": ".layer_norm2.",
+    r"\.mlp\.c_fc\.": ".mlp.fc1.",
+    r"\.mlp\.c_proj\.": ".mlp.fc2.",
+    r"\.attn\.": ".self_attn.",
+}
+TRANSPOSED = ("visual_projection.weight", "text_projection.weight")  # open_clip multiplies by them from the right
+
+
+@torch.no_grad()
+def hpsv2(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
+    """cos(image, prompt), which the published code prints; images of today's models score about 0.2 to 0.35.
+
+    In fp32, where the published code runs in half precision on a GPU.
+    """
+    model, processor = load()
+    products = embed_images(model, processor, images) * embed_prompts(model, processor, prompts)  # (B, D)
+    return products.sum(1).tolist()
+
+
+def load() -> "tuple[CLIPModel, CLIPProcessor]":
+    """The CLIPModel with the published weights, on own_device, and its processor.
+
+    Raises:
+        ValueError: names the variable and what is wrong with its files; or REWARD_OFFLOAD is neither 0 nor 1.
+    """
+    wants_offload()  # a wrong REWARD_OFFLOAD is refused here, before anything loads
+    source = weights_of("HPSV2_MODEL", "xswu/HPSv2")
+    clip = weights_of("HPSV2_PROCESSOR", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K")
+    name = source[1]
+    if name not in LOADED:
+        load_processor(clip)  # a megabyte, before the gigabytes
+        with refusing_weights(source):
+            LOADED[name] = read_open_clip(find_file(name), clip[1])
+    return LOADED[name].to(own_device()), load_processor(clip)
+
+
+def find_file(name: str) -> Path:
+    """The weights' file: `name` itself, or FILE in that folder or hub id."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        return path / FILE
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(name, FILE))
+
+
+def read_open_clip(file: Path, config: str) -> "CLIPModel":
+    """A CLIPModel of transformers with the weights of an open_clip checkpoint, frozen, in fp32; config: its config's
+    folder or hub id."""
+    from transformers import CLIPConfig, CLIPModel  # slow
+
+    say(f"loading {file}")
+    checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    model = CLIPModel(CLIPConfig.from_pretrained(config))
+    model.load_state_dict(rename(checkpoint.get("state_dict", checkpoint)), strict=True)
+    return model.requires_grad_(False).eval()
+
+
+def rename(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """open_clip's tensors under transformers' names, in fp32; q, k and v come in one matrix there."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name == "attn_mask":  # a constant
+            continue
+        for pattern, replacement in NAMES.items():
+            name = re.sub(pattern, replacement, name)
+        tensor = tensor.float()
+        if ".in_proj_" in name:
+            for part, rows in zip("qkv", tensor.chunk(3), strict=True):
+                found[name.replace(".in_proj_", f".{part}_proj.")] = rows
+        else:
+            found[name] = tensor.T.contiguous() if name in TRANSPOSED else tensor
+    return found
+
+
+# what a reward may carry (common/rewards/scoring.py); mypy does not know that functions can have attributes
+hpsv2.settings = ("HPSV2_MODEL", "HPSV2_PROCESSOR")  # type: ignore[attr-defined]
+hpsv2.load = load  # type: ignore[attr-defined]
+hpsv2.offload = offload  # type: ignore[attr-defined]
