@@ -127,8 +127,8 @@ class SharedArgs:
     # ---- reward
     reward: tuple[str, ...] = ("ocr",)
     """ocr, ocr_contains (a sign's one line), ocr_scene, ocr_scene_contains (text anywhere), jpeg_compressibility,
-    jpeg_incompressibility, or your own path/to/file.py:function; pickscore, hpsv2, clip_score, aesthetic, vlm_judge
-    and http_scorer find their models and servers by environment variables (docs/rewards.md)"""
+    jpeg_incompressibility, or your own path/to/file.py:function; pickscore, hpsv2, geneval, clip_score, aesthetic,
+    vlm_judge and http_scorer find their models and servers by environment variables (docs/rewards.md)"""
     reward_weights: tuple[float, ...] = (1.0,)
     """weight of each reward in their sum, the total"""
     reward_failure: Literal["stop", "mask"] = "stop"

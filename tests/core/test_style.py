@@ -35,6 +35,7 @@ OURS = {
         "__init__",
         "aesthetic",
         "clip_score",
+        "geneval",
         "hpsv2",
         "http_scorer",
         "jpeg_compressibility",

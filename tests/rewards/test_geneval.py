@@ -1,0 +1,156 @@
+"""geneval: the published rules by hand, and from pictures to scores on tiny random networks.
+
+benchmarks/geneval_pairs.py compares the rules with the published code.
+"""
+
+import json
+
+from common.data import read_prompts
+from common.rewards import geneval as geneval_file
+from common.rewards.geneval import CLASSES, COLOURS, Detection, geneval, is_right, kept, places_of
+from common.rewards.scoring import load_rewards
+from tests.conftest import TINY, read_metrics, run_here
+from tests.tiny_models import make_clip
+
+import pytest
+import torch
+from PIL import Image
+
+BIRD = Detection((0, 40, 20, 60), 0.9)  # centre 10, 50
+COUCH = Detection((80, 40, 120, 60), 0.8)  # centre 100, 50
+
+
+def test_classes_are_cocos_in_order():
+    assert len(CLASSES) == len(set(CLASSES)) == 80
+    assert (CLASSES[0], CLASSES[9], CLASSES[64], CLASSES[79]) == (
+        "person",
+        "traffic light",
+        "computer mouse",
+        "toothbrush",
+    )
+
+
+# ---- the rules -------------------------------------------------------------------------------------------------------
+def test_places_by_hand():
+    """Offset -90, sizes 20 + 40: shortened by 6 to -84, which is 0.93 of the way. Nearer than the margin is nowhere."""
+    assert places_of(BIRD, COUCH) == {"left of"} and places_of(COUCH, BIRD) == {"right of"}
+    high = Detection((0, 0, 20, 10), 0.9)  # centre 10, 5: 45 above, shortened by 3
+    assert places_of(high, BIRD) == {"above"} and places_of(BIRD, high) == {"below"}
+    slanted = Detection((100, 100, 120, 120), 0.9)  # 100 right, 60 below: .86 and .50 of 116.6, less the margins
+    assert places_of(slanted, BIRD) == {"right of"}
+    assert places_of(Detection((70, 110, 90, 130), 0.9), BIRD) == {"right of", "below"}  # 70 each way
+    assert places_of(Detection((3, 40, 23, 60), 0.9), BIRD) == set()  # 3 right, within .1 x 40
+    assert places_of(BIRD, BIRD) == set()
+
+
+def test_clauses_by_hand():
+    red = lambda name, found: ["red"] * len(found)
+    two = {"include": [{"class": "bird", "count": 1}, {"class": "couch", "count": 1}]}
+    assert is_right(two, {"bird": [BIRD], "couch": [COUCH]}, red)
+    assert not is_right(two, {"bird": [BIRD]}, red)
+    counted = {"include": [{"class": "bird", "count": 2}], "exclude": [{"class": "bird", "count": 3}]}
+    for number, expected in ((1, False), (2, True), (3, False)):
+        assert is_right(counted, {"bird": [BIRD] * number}, red) is expected
+    coloured = {"include": [{"class": "bird", "count": 1, "color": "blue"}]}
+    assert not is_right(coloured, {"bird": [BIRD]}, red)
+    assert is_right(coloured, {"bird": [BIRD, COUCH]}, lambda name, found: ["blue"] * len(found))  # the surest alone
+    placed = {"include": [{"class": "couch", "count": 1}, {"class": "bird", "count": 1, "position": ["left of", 0]}]}
+    assert is_right(placed, {"bird": [BIRD], "couch": [COUCH]}, red)
+    assert not is_right(placed, {"bird": [COUCH], "couch": [BIRD]}, red)
+    assert not is_right(placed, {"bird": [BIRD]}, red)  # nothing to be left of
+
+
+def test_kept_are_the_surest_above_the_threshold():
+    many = [Detection((0, 0, 1, 1), 0.3 + i / 100) for i in range(30)]
+    found = kept({"bird": many, "cup": [Detection((0, 0, 1, 1), 0.3)]}, 0.3)
+    assert list(found) == ["bird"]
+    assert [each.score for each in found["bird"]] == [many[i].score for i in range(29, 13, -1)]
+
+
+@pytest.mark.parametrize(
+    ("record", "fault"),
+    [
+        ({"prompt": "a bird"}, 'needs "tag" and "include"'),
+        (
+            {"prompt": "a", "tag": "colors", "include": [{"class": "dragon", "count": 1}]},
+            "dragon",
+        ),
+        (
+            {"prompt": "a", "tag": "counting", "include": [{"class": "bird", "count": 0}]},
+            "whole number",
+        ),
+        (
+            {"prompt": "a", "tag": "colors", "include": [{"class": "bird", "count": 1, "color": "teal"}]},
+            "'teal'",
+        ),
+        (
+            {"prompt": "a", "tag": "position", "include": [{"class": "bird", "count": 1, "position": ["left of", 0]}]},
+            "must be of an earlier clause",
+        ),
+    ],
+)
+def test_a_record_that_is_not_genevals_is_named(tmp_path, record, fault):
+    (tmp_path / "mine.jsonl").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=f"mine.jsonl:1: .*{fault}"):
+        read_prompts(tmp_path / "mine.jsonl", {"geneval": geneval})
+
+
+# ---- the networks ----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def networks(tmp_path, monkeypatch):
+    """A tiny random Mask2Former of 80 classes, and a tiny CLIP."""
+    from transformers import (
+        Mask2FormerConfig,
+        Mask2FormerForUniversalSegmentation,
+        Mask2FormerImageProcessor,
+        SwinConfig,
+    )
+
+    backbone = SwinConfig(
+        image_size=32, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    sizes = {"hidden_dim": 32, "feature_size": 32, "mask_feature_size": 32, "encoder_feedforward_dim": 32}
+    sizes |= {
+        "dim_feedforward": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "num_attention_heads": 2,
+        "num_queries": 6,
+    }
+    torch.manual_seed(0)
+    detector = Mask2FormerForUniversalSegmentation(Mask2FormerConfig(backbone_config=backbone, num_labels=80, **sizes))
+    detector.save_pretrained(tmp_path / "detector")
+    Mask2FormerImageProcessor(size={"height": 32, "width": 96}, do_resize=True).save_pretrained(tmp_path / "detector")
+    make_clip(tmp_path / "clip", seed=1)
+    monkeypatch.setenv("GENEVAL_DETECTOR", str(tmp_path / "detector"))
+    monkeypatch.setenv("GENEVAL_CLIP", str(tmp_path / "clip"))
+    monkeypatch.setattr(geneval_file, "DETECTORS", {})
+    geneval_file.colour_embeddings.cache_clear()
+
+
+def test_from_a_picture_to_its_objects_and_colours(networks):
+    image = Image.linear_gradient("L").convert("RGB").resize((96, 32))
+    objects = geneval_file.detect(image)
+    every = [detection for found in objects.values() for detection in found]
+    assert every and set(objects) <= set(CLASSES)
+    for detection in every:
+        assert 0 <= detection.score <= 1 and detection.mask.size == image.size
+        assert detection.mask.getbbox() == detection.box
+    name, found = next(iter(objects.items()))
+    colours = geneval_file.colours_of(image, name, found)
+    assert len(colours) == len(found) and set(colours) <= set(COLOURS)
+
+
+def test_a_run_with_the_whole_reward(networks, tmp_path, monkeypatch):
+    """Objects that a random detector sees, at whatever score: the run scores every image 0 or 1."""
+    monkeypatch.setattr(geneval_file, "OTHER_THRESHOLD", 0.0)
+    records = [{"prompt": f"a photo of a {name}", "tag": "single_object", "include": [{"class": name, "count": 1}]}
+               for name in CLASSES[:8]]  # fmt: skip
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
+    prompts = ["--train_prompts", "train.jsonl", "--eval_prompts", "train.jsonl", "--max_prompts", 2]
+    options = ["--rollout", "local", *TINY, "--num_steps", 1, *prompts, "--reward", "geneval"]
+    assert run_here(tmp_path, "flow_grpo.py", *options) is None
+    row = read_metrics(tmp_path / "runs" / "flow_grpo")[1]
+    assert 0 <= row["critic/rewards/geneval/mean"] <= 1
+    assert load_rewards(["geneval"], [1.0])["geneval"] is geneval
