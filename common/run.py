@@ -501,7 +501,8 @@ def one_line() -> Iterator[None]:
             raise SystemExit(_last_line(missing, error) if missing else 1) from None
         if not any(sign in str(error) for sign in RANK_IS_GONE):
             raise
-        raise SystemExit(0 if caught_signals else _last_line(ANOTHER_RANK_LOST, error)) from None
+        has_stopped = bool(caught_signals) and (not _begun or _begun[0].bar is None)  # while prompts were encoded, say
+        raise SystemExit(0 if has_stopped else _last_line(ANOTHER_RANK_LOST, error)) from None
     end_distributed()
 
 

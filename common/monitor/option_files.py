@@ -1,11 +1,12 @@
 """Options that are not typed: from --args FILE, and from the checkpoint that a run resumes or evaluates."""
 
 import json
+import os
 from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.checkpoints import EXPECTED_TO_DIFFER, saved_checkpoints, saved_options
+from common.checkpoints import EXPECTED_TO_DIFFER, find_checkpoint, load_checkpoint, saved_checkpoints, saved_options
 from common.errors import refusing
 from common.process import say
 
@@ -27,6 +28,8 @@ OTHER_NAMES = {
     "num_generations": "group_size",
     "config": "args",
 }
+# recorded as they were fitted to a rank's share of the images, or to its GPU
+OF_ITS_RANKS = ("micro_batch_size", "rollout_batch_size", "shard_ranks")
 OF_ONE_START = ("resume", "eval_only", "args", "reward_settings")  # in a run's args.json, and not to be repeated
 
 
@@ -88,6 +91,10 @@ def defaults_of_checkpoint(args: "SharedArgs") -> dict[str, Any]:
     folder = args.run_folder
     if args.resume == "latest" and not args.eval_only and saved_checkpoints(folder):
         say("--resume latest: options that are not given are the checkpoint's")
+        left_out: tuple[str, ...] = ("name", "max_minutes", "stop_if", *OF_ONE_START)
         saved = saved_options(str(folder))
-        return {name: value for name, value in saved.items() if name not in ("name", "max_minutes", *OF_ONE_START)}
+        newest = find_checkpoint(folder)
+        if newest and len(load_checkpoint(newest)["rng"]) != int(os.environ.get("WORLD_SIZE", "1")):
+            left_out += OF_ITS_RANKS
+        return {name: value for name, value in saved.items() if name not in left_out}
     return {}

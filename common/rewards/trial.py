@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.rewards.scoring import score_images
+from common.rewards.scoring import offload_rewards, score_images
 from common.rewards.user_code import own_folder
 
 from PIL import Image
@@ -48,3 +48,4 @@ def try_rewards(inputs: "Inputs", options: dict[str, Any]) -> None:
     grey = Image.new("RGB", (width, height), "grey")
     images: Any = [grey] if options["num_frames"] == 1 else [[grey] * options["num_frames"]]
     score_images(rewards, images, inputs.eval_set.select([0]), options["reward_failure"])
+    offload_rewards(rewards)  # networks leave the GPU to the model, if asked

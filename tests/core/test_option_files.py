@@ -73,13 +73,21 @@ def test_names_of_other_trainers_are_told_ours():
 
 # ---- --resume latest -------------------------------------------------------------------------------------------------
 def test_a_resumed_run_has_the_checkpoints_options_unless_they_are_given(here, monkeypatch, capfd):
-    saved = vars(parse("--name", "mine", "--guidance_scale", 2, "--num_steps", 40, "--max_minutes", 5))
+    given = ["--guidance_scale", 2, "--num_steps", 40, "--max_minutes", 5, "--micro_batch_size", 4]
+    saved = vars(parse("--name", "mine", *given, "--stop_if", "val/ocr/mean<0.1"))
     (here / "runs" / "mine" / "checkpoints").mkdir(parents=True)
     monkeypatch.setattr("common.monitor.option_files.saved_options", lambda folder: {"runs/mine": saved}[folder])
+    ranks = [1]
+    options = "common.monitor.option_files"
+    monkeypatch.setattr(f"{options}.find_checkpoint", lambda folder: folder)
+    monkeypatch.setattr(f"{options}.load_checkpoint", lambda path: {"rng": [{}] * ranks[0]})
     assert parse("--name", "mine", "--resume", "latest").num_steps == flow_grpo.Args.num_steps  # nothing is saved yet
     (here / "runs" / "mine" / "checkpoints" / "step_000005.pt").touch()
     capfd.readouterr()
     args = parse("--name", "mine", "--resume", "latest", "--num_steps", 50)
     assert (args.guidance_scale, args.num_steps, args.max_minutes, args.resume) == (2.0, 50, 0.0, "latest")
+    assert (args.micro_batch_size, args.stop_if) == (4, ())  # what ended it would end it again
+    ranks[0] = 2  # it was fitted to another share
+    assert parse("--name", "mine", "--resume", "latest").micro_batch_size == flow_grpo.Args.micro_batch_size
     assert "--resume latest: options that are not given are the checkpoint's\n" in capfd.readouterr().err
     assert parse("--name", "other", "--resume", "latest").guidance_scale == 1.0  # another run's are not taken

@@ -319,7 +319,8 @@ def test_dpo_offlines_rewards_are_offloaded_once_the_pairs_and_each_evaluation_a
     options += ["--num_steps", 1, "--eval_num_inference_steps", 1, *few_eval_prompts(tmp_path, 4)]
     assert run_here(tmp_path, "dpo_offline.py", *options) is None
     calls = load_function(f"{path}:brightness", "--reward").__globals__["calls"]
-    assert calls == [2, 2, 2, "offload", 4, "offload", 4, "offload"]  # three pairs, and evaluations of four prompts
+    # the trial, three pairs, and evaluations of four prompts
+    assert calls == [1, "offload", 2, 2, 2, "offload", 4, "offload", 4, "offload"]
 
 
 # ---- a reward of one's own -------------------------------------------------------------------------------------------
