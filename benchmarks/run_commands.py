@@ -198,7 +198,7 @@ def run(command, folder):
     if "--name" in options:
         name = options[options.index("--name") + 1]
     run_folder = folder / "runs" / name
-    if "--resume" not in options:
+    if "--resume" not in options or "--eval_only" in options:  # two pages have the same evaluation
         shutil.rmtree(run_folder, ignore_errors=True)
     script = [str(in_folder(command.program, folder))]
     if command.program.startswith("contrib."):
