@@ -27,7 +27,7 @@ OPTIONAL = (
     "common/engine/",
     "common/models/",
     "common/rewards/",
-    "common/monitor/",
+    "common/monitor/",  # of it option_files.py runs in every start, as models/layout.py and rewards/trial.py do
     "common/parquet",
     "common/data/parquet",
 )

@@ -5,12 +5,9 @@ a model's original code (q, k and v in one matrix, `double_blocks`) are translat
 """
 
 import functools
-import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-
-from common.errors import refusing
 
 import torch
 
@@ -116,15 +113,3 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], model: str) -> None:
         expected = inputs if part.startswith("A") else outputs
         if size != expected:
             raise ValueError(f"{name} is for {size} features, where the transformer of {model} has {expected}")
-
-
-def read_metadata(file: Path) -> dict[str, str]:
-    """The metadata in a safetensors file's header."""
-    with refusing(file), open(file, "rb") as opened:
-        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        return dict(header.get("__metadata__", {}))
-
-
-def modules_of(tensors: Iterable[str]) -> list[str]:
-    """The modules of translated tensors, sorted."""
-    return sorted({re.sub(r"\.(lora_[AB]\.weight|alpha)$", "", name) for name in tensors})

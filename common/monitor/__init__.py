@@ -1,1 +1,1 @@
-"""What a GPU, several ranks, --track and --profile_steps add to a run's log. Each is imported when it is asked for."""
+"""What surrounds a run: options from files and --help, bars, trackers, traces, ranks that are missing."""

@@ -5,10 +5,11 @@ import inspect
 import re
 import textwrap
 from dataclasses import MISSING, fields
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from common.options import ASSETS
+ROOT = Path(__file__).parents[2]
 
 # the options that people set first, for --help; --help_all shows the others
 FIRST = (
@@ -66,7 +67,7 @@ def _shown(default: tuple | str | float | None) -> str:
     """A default as one would type it; a path inside the checkout relative to it."""
     if isinstance(default, tuple):
         return " ".join(map(str, default)) or "none"
-    return str(default).replace(f"{ASSETS.parent}/", "")
+    return str(default).replace(f"{ROOT}/", "")
 
 
 def help_text(args_class: type, description: str, *, first_only: bool) -> str:

@@ -50,9 +50,11 @@ def words_of_file(argv: list[str], fields: dict[str, Field]) -> list[str]:
     Raises:
         ValueError: naming the file: it cannot be read, or has an option that the script has not.
     """
-    if "--args" not in argv[:-1]:
+    named = [word.partition("=")[2] for word in argv if word.startswith("--args=")]
+    named += [value for word, value in zip(argv, argv[1:], strict=False) if word == "--args"]
+    if not named:
         return []
-    path = Path(argv[argv.index("--args") + 1])
+    path = Path(named[-1])
     with refusing(f"--args {path}", Exception):  # whatever a YAML library raises
         text = path.read_text(encoding="utf-8")
         if path.suffix in (".yaml", ".yml"):

@@ -56,7 +56,7 @@ TRANSPOSED = ("visual_projection.weight", "text_projection.weight")  # open_clip
 
 @torch.no_grad()
 def hpsv2(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
-    """cos(image, prompt), which the published code prints; images of today's models score about 0.2 to 0.35.
+    """cos(image, prompt), which the published code prints.
 
     In fp32, where the published code runs in half precision on a GPU.
     """

@@ -32,6 +32,11 @@ def test_a_runs_options_are_read_back_and_what_is_given_wins(here):
     assert vars(given) == vars(first) | {"args": "args.json", "name": "other", "kl_coef": 0.0, "reward": ("ocr",)}
 
 
+def test_the_file_may_stand_behind_an_equals_sign(here):
+    (here / "mine.json").write_text('{"learning_rate": 0.5}')
+    assert parse("--args=mine.json").learning_rate == 0.5
+
+
 def test_a_yaml_file(here):
     (here / "mine.yaml").write_text("name: mine\nlearning_rate: 0.001\nimage_size: [64, 96]\ntrack: true\n")
     args = parse("--args", "mine.yaml", "--learning_rate", 0.5)
