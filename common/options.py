@@ -299,8 +299,6 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
     Raises:
         ValueError: an option is out of bounds, or there is no good file or checkpoint to take options from.
     """
-    from common.monitor.option_files import defaults_of_checkpoint, suggest, words_of_file
-
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help", "--help_all"} & set(argv):
         from common.monitor.help import help_text  # a run needs none of it
@@ -308,11 +306,17 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
         print(help_text(args_class, description, first_only="--help_all" not in argv))
         raise SystemExit(0)
     known = {field.name: field for field in fields(args_class)}
-    suggest(argv, known)
-    argv = words_of_file(argv, known) + argv
+    typed = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    if "args" in typed or typed - set(known):
+        from common.monitor.option_files import words_of_file  # only these command lines need it
+
+        argv = words_of_file(argv, known) + argv
     args = _parse(args_class, argv, {})
     say(f"{args.run_folder}: checking options and files")
-    args = _parse(args_class, argv, defaults_of_checkpoint(args))
+    if args.resume:
+        from common.monitor.option_files import defaults_of_checkpoint  # nor does a new run
+
+        args = _parse(args_class, argv, defaults_of_checkpoint(args))
     check_options(args)
     return args
 

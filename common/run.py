@@ -70,11 +70,13 @@ class Inputs(NamedTuple):
 
     def settle(self, options: dict) -> dict:
         """Try users' rewards. Returns `options` decided now: 0 by GPUs' room, a LoRA's by its file. A collective."""
-        from common.models.layout import check_eval_sizes
-        from common.rewards.trial import try_rewards
+        if any(":" in name for name in (*options["reward"], *options["eval_reward"])):
+            from common.rewards.trial import try_rewards  # only a user's own are tried
 
-        try_rewards(self, options)
+            try_rewards(self, options)
         if options.get("eval_image_size") or options.get("eval_guidance_scale"):
+            from common.models.layout import check_eval_sizes
+
             check_eval_sizes(self.family, options)
         decided = {"lora_rank": self.lora.config.r, "lora_alpha": self.lora.config.lora_alpha} if self.lora else {}
         if options["micro_batch_size"] and not torch.cuda.is_available():

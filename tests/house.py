@@ -3,8 +3,8 @@
 For each script, by default the five:
   names     what it imports from the project, a module's function (`checkpoints.save`) counted where it is used
   reach     the attributes that it uses of the objects which common/ hands to it: `run.write`, `model.policies` ...
-  files     and lines that a copy of the script needs, for Stable Diffusion 3, the ocr reward and --rollout local. Every
-            import of the project is followed, except those that a function makes of a room in OPTIONAL
+  files     and lines that a start without options runs, but for --rollout local, and so what a copy of the script needs
+            at least. Every import of the project is followed, except those that a function makes of a room in OPTIONAL
   main      the lines of its function main
 And for the whole: files in a room, public methods of a class, functions without a full signature, annotations that say
 Any or object, and circles of imports. `--check` exits with 1 where a bound is broken. Raise a bound only with the
@@ -21,13 +21,20 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ("flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "dpo_offline.py", "diffusion_nft.py")
-MODEL_AND_REWARD = (Path("common/models/stable_diffusion_3.py"), Path("common/rewards/ocr.py"))
+# what such a start imports within a function (tests/core/test_house.py runs one and compares)
+DEFAULT_ROOMS = (
+    Path("common/models/stable_diffusion_3.py"),
+    Path("common/models/layout.py"),
+    Path("common/models/long_prompts.py"),
+    Path("common/models/cpu.py"),
+    Path("common/rewards/ocr.py"),
+)
 # rooms that an option asks for: an import of them inside a function is no part of what every reader needs
 OPTIONAL = (
     "common/engine/",
     "common/models/",
     "common/rewards/",
-    "common/monitor/",  # of it option_files.py runs in every start, as models/layout.py and rewards/trial.py do
+    "common/monitor/",
     "common/parquet",
     "common/data/parquet",
 )
@@ -35,9 +42,10 @@ OPTIONAL = (
 OBJECTS = {"run", "log", "engine", "model", "sampler", "scorer", "inputs", "checkpoints", "family", "data", "rewards"}
 MANY_FILES = ("models", "rewards")  # rooms with a file for each model or reward
 
-# of a script. Lines: 5,835 at 0.1.0. 3,600 was the aim; signatures with types and docstrings that say units, raises and
-# shapes took what the moves had saved. Of dpo_offline.py's, 218 are its pairs. To be lowered, never raised
-BOUNDS = {"names": 45, "reach": 45, "files": 24, "lines": 4350, "main": 80}
+# of a script. 40 files and 5,835 lines at 0.1.0, of which late imports of OPTIONAL rooms were no part. 3,600 was the
+# aim; signatures with types and docstrings that say units, raises and shapes took what the moves had saved. Raised once,
+# from 24 and 4,350, to count DEFAULT_ROOMS. One file and 142 lines of dpo_offline.py's are its pairs. To be lowered only
+BOUNDS = {"names": 45, "reach": 45, "files": 25, "lines": 4640, "main": 80}
 FILES_OF_A_ROOM = 12
 PUBLIC_METHODS = 12
 ANY_OR_OBJECT = 15
@@ -103,7 +111,7 @@ def needed_imports(root: Path, path: Path) -> set[Path]:
 
 def closure(root: Path, script: str) -> set[Path]:
     """The files that a copy of the script needs beside itself."""
-    todo = [Path(script), *(path for path in MODEL_AND_REWARD if (root / path).is_file())]
+    todo = [Path(script), *(path for path in DEFAULT_ROOMS if (root / path).is_file())]
     seen: set[Path] = set()
     while todo:
         path = todo.pop()

@@ -44,12 +44,15 @@ def suggest(argv: list[str], fields: dict[str, Field]) -> None:
 def words_of_file(argv: list[str], fields: dict[str, Field]) -> list[str]:
     """The options in the file of --args, as words of a command line to be put before the given ones, which win.
 
+    Another trainer's name for one of our options is refused first, with ours (`suggest`).
+
     The file is an args.json, of which a start's own options are left out (--resume ...), or a JSON or YAML file of
     names and values.
 
     Raises:
         ValueError: naming the file: it cannot be read, or has an option that the script has not.
     """
+    suggest(argv, fields)
     named = [word.partition("=")[2] for word in argv if word.startswith("--args=")]
     named += [value for word, value in zip(argv, argv[1:], strict=False) if word == "--args"]
     if not named:

@@ -5,14 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from common.models.devices import find_device
-from common.models.family import find_family
-from common.models.lora import make_lora
-from common.models.memory import Blueprint
-from common.models.needs import measure, work, workload_of
-from common.options import SharedArgs
+if TYPE_CHECKING:
+    from common.options import SharedArgs
 
 import torch
 import torch.distributed as dist
@@ -32,13 +28,19 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
     config: the run's options by name. Counted by a pass of each kind without weights, as the plan does; of the
     transformer alone. {} for a GPU whose peak we do not know.
     """
+    from common.models.devices import find_device  # the plan's rooms, which a trace needs none of
+    from common.models.family import find_family
+    from common.models.lora import make_lora
+    from common.models.memory import Blueprint
+    from common.models.needs import measure, work, workload_of
+
     device = find_device(torch.cuda.get_device_name())
     peak = device and (device.bfloat16 if config["dtype"] == "bfloat16" else device.float32)
     if not peak:
         return {}
     height, width = config["image_size"]
     family = find_family(config["model"], height, width, config["num_frames"], config.get("guidance_scale", 1.0))
-    lora = make_lora(cast(SharedArgs, SimpleNamespace(**config)), family)
+    lora = make_lora(cast("SharedArgs", SimpleNamespace(**config)), family)
     ranks, ranks_here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     w = workload_of(config | {"train_with": ()}, 0, ranks, ranks_here)  # recomputed activations are no model FLOPs
     blueprint = Blueprint(family, config["model"], lora, getattr(torch, config["dtype"]))

@@ -3,11 +3,9 @@
 import contextlib
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.rewards.scoring import offload_rewards, score_images
-from common.rewards.user_code import own_folder
 
 from PIL import Image
 
@@ -32,18 +30,13 @@ def check_arguments(function: Callable, reward: str) -> None:
 
 
 def try_rewards(inputs: "Inputs", options: dict[str, Any]) -> None:
-    """Score one grey image, or video, of the first held-out prompt with each reward that is a user's own.
+    """Score one grey image, or video, of the first held-out prompt with each reward of a user's own.
 
     Raises:
         RunError: in one line with the user's file and line: a reward raised, or did not return one score.
     """
-    rewards = {}
-    for name, function in inputs.eval_rewards.items():
-        folder = own_folder(function)
-        if folder is not None and folder != Path(__file__).parent:
-            rewards[name] = function
-    if not rewards:
-        return
+    own = {name.rpartition(":")[2] for name in (*options["reward"], *options["eval_reward"]) if ":" in name}
+    rewards = {name: function for name, function in inputs.eval_rewards.items() if name in own}
     height, width = options["image_size"]
     grey = Image.new("RGB", (width, height), "grey")
     images: Any = [grey] if options["num_frames"] == 1 else [[grey] * options["num_frames"]]

@@ -28,14 +28,16 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+BUILT_IN = {"reward": ("ocr",), "eval_reward": ()}
+
 
 # ---- what a GPU has room for -----------------------------------------------------------------------------------------
 @pytest.mark.fast
 def test_without_a_gpu_options_stay_and_a_micro_batch_of_0_is_refused():
     inputs = Inputs(None, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=None)
-    assert inputs.settle({"shard_ranks": 0, "micro_batch_size": 4}) == {}
+    assert inputs.settle(BUILT_IN | {"shard_ranks": 0, "micro_batch_size": 4}) == {}
     with pytest.raises(RunError, match=r"^--micro_batch_size 0: takes what fits on a GPU, and this machine has none"):
-        inputs.settle({"shard_ranks": 0, "micro_batch_size": 0})
+        inputs.settle(BUILT_IN | {"shard_ranks": 0, "micro_batch_size": 0})
 
 
 @pytest.mark.fast
@@ -58,10 +60,10 @@ def test_a_resumed_run_names_the_micro_batch_that_was_chosen_for_it(tmp_path, mo
     checkpoint = tmp_path / "checkpoints" / "step_000001.pt"
     inputs = Inputs(None, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=checkpoint)
     options = {"model": "m", "dtype": "float32", "shard_ranks": 0}
-    assert inputs.settle(options | {"micro_batch_size": 0})["micro_batch_size"] == 16
-    assert inputs.settle(options | {"micro_batch_size": 8})["micro_batch_size"] == 8
+    assert inputs.settle(BUILT_IN | options | {"micro_batch_size": 0})["micro_batch_size"] == 16
+    assert inputs.settle(BUILT_IN | options | {"micro_batch_size": 8})["micro_batch_size"] == 8
     (tmp_path / "args.json").unlink()
-    assert inputs.settle(options | {"micro_batch_size": 0})["micro_batch_size"] == 0  # none is known
+    assert inputs.settle(BUILT_IN | options | {"micro_batch_size": 0})["micro_batch_size"] == 0  # none is known
 
 
 # ---- atomic_file -----------------------------------------------------------------------------------------------------
