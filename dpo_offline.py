@@ -38,7 +38,7 @@ from common.models.lora import make_lora
 from common.options import Bound, PositiveFloat, PositiveInt, SharedArgs, parse_args
 from common.policy import acting, add_policies, choose_kernels, follow, load_training_state, sampling, training_state
 from common.rewards.pairs import Pairs, encode_pairs, load_pairs
-from common.rewards.scoring import load_rewards, offload_rewards, score_images
+from common.rewards.scoring import Scorer, load_rewards, offload_rewards
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Inputs, Run, one_line
 from common.sde import draw_noise, image_seed, sde_step
@@ -144,11 +144,12 @@ def start_run(args: Args, inputs: Inputs) -> Run:
 
 
 # ==== 3 DATA ==========================================================================================================
-def encode_prompts(args: Args, model: Family, prompts: list[str]) -> dict:
-    """Run the text encoders on U distinct prompts, and on the empty one where guidance needs it."""
+def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
+    """Run the text encoders on U distinct prompts, and on their negative prompts where guidance needs them."""
+    negatives = prompts.negative_prompts(args.negative_prompt)
     return {
-        "conditioning": model.encode_prompts(prompts, args.max_sequence_length),
-        "negative_conditioning": model.encode_negative(args.guidance_scale, args.max_sequence_length),
+        "conditioning": model.encode_prompts(prompts.prompts, args.max_sequence_length),
+        "negative_conditioning": model.encode_negative(negatives, args.guidance_scale, args.max_sequence_length),
     }
 
 
@@ -207,13 +208,15 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
     for row, is_own in rows_to_make(run.folder, num_prompts, vars(args)):
         seeds = [image_seed(args.seed, "pairs", row * args.group_size + i) for i in range(args.group_size)]
         prompts = inputs.train_set.select([row] * args.group_size)
-        encoded = encode_prompts(args, model, prompts.prompts[:1])
+        encoded = encode_prompts(args, model, prompts.select([0]))
         prompt_index = torch.zeros(args.group_size, dtype=torch.long)
         request = make_request(args, model, encoded, prompt_index, seeds)
         images = sample(args, model, request).images
         if not is_own:
             continue  # another rank's prompt, which was sampled only to keep the ranks together
-        scores = score_images(inputs.rewards, images, prompts, args.reward_failure)  # (G, R), NaN where one failed
+        scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
+        scorer.add(range(args.group_size), images)
+        scores = scorer.scores(offload=False)  # (G, R), NaN where one failed
         totals = (scores * scores.new_tensor(args.reward_weights)).sum(1)  # (G,), NaN for failed images
         save_pair(run.folder, row, prompts.prompts[0], images, totals)
     offload_rewards(inputs.rewards)  # networks of rewards leave the GPU to the training, if asked
@@ -239,6 +242,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
         num_drawn = args.num_steps * args.num_pairs
         prompts = PromptSet(inputs.pairs.prompts, []).first_drawn(num_drawn, args.seed)
     prompts = prompts + inputs.eval_set.prompts
+    prompts += inputs.eval_set.negative_prompts(args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "reference"]  # the former is peft's name for the trained one
@@ -352,8 +356,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
     if 0 < grad_norm < math.inf:
         state = optimizer.state[group["params"][0]]
         k = int(state.get("step", 0)) + 1  # the k-th optimizer step, by Adam's own count, which a checkpoint restores
-        warm_up = min(1, k / max(1, args.lr_warmup_steps))
-        group["lr"] = args.learning_rate * warm_up
+        group["lr"] = args.learning_rate * args.lr_factor(k)
         optimizer.step()
         if args.ema_decay > 0:
             follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # at first it follows faster
@@ -404,15 +407,15 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
     with run.timed("testing"):
         places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
         eval_args = args.for_evaluation
-        encoded = encode_prompts(eval_args, model, prompts.prompts)
+        encoded = encode_prompts(eval_args, model, prompts)
         image_index = torch.arange(len(places))
         request = make_request(eval_args, model, encoded, image_index, seeds)
+        scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
         with acting(model, args.evaluated_policy):
-            images = sample(args, model, request).images
-        scores = score_images(inputs.eval_rewards, images, prompts, args.reward_failure)  # (B, R)
-        offload_rewards(inputs.eval_rewards)
-        scored: dict = {"prompts": prompts, "seeds": seeds, "scores": scores, "reward_weights": args.reward_weights}
-        metrics, grid = run.save_samples(places, images, **scored, images_per_prompt=args.eval_images_per_prompt)
+            scorer.add(range(len(places)), sample(args, model, request).images)
+        scores = scorer.scores()  # (B, R)
+        scored: dict = {"seeds": seeds, "scores": scores, "reward_weights": args.reward_weights}
+        metrics, grid = run.save_samples(places, scorer, **scored, images_per_prompt=args.eval_images_per_prompt)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
     return metrics, grid
@@ -470,10 +473,9 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # RUN LOGIC, the same in all five: evaluate, log, save, stop
         metrics["training/epoch"] = sampler.epoch
-        run.check_finite(metrics)  # ends a run that has no finite gradient for three steps in a row
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, inputs) if is_due else ({}, None)
-        run.write(metrics | val_metrics, grid)
+        run.write(metrics | val_metrics, grid)  # and end a run of NaN, or without a finite gradient in three steps
         stopping = run.should_stop()
         if is_due or stopping or (args.save_every and step % args.save_every == 0):
             save(args, run, model, optimizer, sampler)

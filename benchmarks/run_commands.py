@@ -7,9 +7,10 @@
 
 Every option is as it is written, with these substitutions. A published model becomes the tiny random checkpoint of its
 family (tests/tiny_models.py), with 8 x 8 pixels per latent; SD3.5's has all of its three kinds of block. At most two
-ranks run; a rank makes two images, in one update; there are two evaluation prompts. Prompts are made up, my_rewards.py
-is the quickstart's, my_grpo.py a copy of flow_grpo.py. A recipe's offline DPO has a reward that tells a random model's
-images apart. tools.plan gets the published configs, without substitution. A row per command is appended to the record.
+ranks run; a rank makes two images, in one update; there are two evaluation prompts. A video is 96 x 160 x 9: at the
+recipes' sizes a command takes an hour. Prompts are made up, my_rewards.py is the quickstart's, my_grpo.py a copy of
+flow_grpo.py. A recipe's offline DPO has a reward that tells a random model's images apart. tools.plan gets the
+published configs, without substitution. A row per command is appended to the record.
 """
 
 import argparse
@@ -33,6 +34,7 @@ import pyarrow.parquet
 
 NUM_STEPS = 3
 IMAGES_PER_RANK = 2
+VIDEO = (96, 160, 9)  # height, width and frames
 INPUTS = ["--train_prompts", "train.txt", "--eval_prompts", "test.txt"]  # which recipes and presets leave to the reader
 EIGHT_PIXELS = ("stable_diffusion_3", "flux", "z_image")  # whose tiny VAEs have 4 x 4 to a latent else
 OURS = re.compile(r'(LAUNCH="[^"]*" +)?(bash recipes/|torchrun --standalone |python -m tools\.).*')
@@ -41,7 +43,8 @@ HEADER = """# The commands of README.md, docs/ and recipes/, on a CPU
     python benchmarks/run_commands.py docs/lab/records/run_commands.txt
 
 As written, with these substitutions: tiny random checkpoints of the published models' families (SD3.5's has its three
-kinds of block), at most two ranks, two images a rank in one update, two evaluation prompts, three steps.
+kinds of block), at most two ranks, two images a rank in one update, two evaluation prompts, three steps; videos are
+96 x 160 x 9.
 
 - Engine against trainer, the largest of the steps: the relative difference of velocities, |difference of log-probs|.
 - Ratio: 1 - its mean, and its deviation, the largest of the steps; each step has one update, so that both are 0 where
@@ -166,6 +169,8 @@ def smaller(command, folder):
     if "--model" in options:
         place = options.index("--model") + 1
         options[place] = str(tiny_model(options[place], folder))
+    if "--num_frames" in options:
+        options += ["--image_size", *VIDEO[:2], "--num_frames", VIDEO[2]]
     num_images = ranks * IMAGES_PER_RANK
     options += ["--num_steps", NUM_STEPS, "--max_prompts", 2]
     if command.program == "dpo_offline.py":

@@ -34,10 +34,15 @@ class PromptSet:
         rows = epoch_order(len(self), seed, epoch=0)[:count]
         return [self.prompts[row] for row in rows]
 
+    def negative_prompts(self, default: str) -> list[str]:
+        """What guidance moves the image of each prompt away from: a record's "negative_prompt", or else the default."""
+        return [record.get("negative_prompt", default) for record in self.metadata]
+
 
 def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, max_prompts: int = 0) -> PromptSet:
     """Read prompts from a .txt file (one a line), a .jsonl file ({"prompt": ..., anything else is metadata}) or a
     .parquet file with a column `prompt`, of strings or of chats as VeRL-Omni writes them; other columns are metadata.
+    Of the metadata, "negative_prompt" is what guidance moves away from.
 
     Blank lines are skipped; with max_prompts only the first so many prompts are taken. Each prompt is shown to the
     rewards ({name: function}) that have a `check`, its metadata to those that have a `check_metadata`.
@@ -59,6 +64,8 @@ def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, m
                 check(prompt)
             for check in metadata_checks:
                 check(record)
+            if not isinstance(record.get("negative_prompt", ""), str):
+                raise ValueError('"negative_prompt": must be a string')
         prompts.append(prompt)
         metadata.append(record)
     if 0 < max_prompts < len(prompts):

@@ -14,7 +14,9 @@ from typing import Annotated, Literal, NamedTuple, Self, TypeVar, get_args, get_
 
 from common.process import say
 
+import torch
 import tyro
+from torch.optim import SGD
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -70,6 +72,8 @@ class SharedArgs:
     where there is none; a checkpoint file or a run folder starts a new run from it"""
     keep_checkpoints: PositiveInt = 2
     """how many of the newest checkpoints to keep"""
+    save_rollouts: NonNegativeInt = 0
+    """training steps between rollouts whose images are saved with their rewards and advantages; 0: none are"""
     max_minutes: NonNegativeFloat = 0.0
     """finish the step, save and exit after this time, as after SIGTERM or SIGINT; 0: no limit"""
     profile_steps: Annotated[tuple[int, ...], Bound(at_least=0)] = ()
@@ -123,6 +127,8 @@ class SharedArgs:
     as VeRL-Omni writes it (docs/flow_grpo.md)"""
     eval_prompts: str = str(ASSETS / "eval_prompts.txt")
     """held-out prompts, sampled at every evaluation: a file like train_prompts"""
+    negative_prompt: str = ""
+    """what guidance moves images away from; a prompt's record may have a "negative_prompt" of its own"""
 
     # ---- reward
     reward: tuple[str, ...] = ("ocr",)
@@ -137,7 +143,9 @@ class SharedArgs:
 
     # ---- optimization
     lr_warmup_steps: NonNegativeInt = 0
-    """optimizer steps over which the learning rate rises to learning_rate; it stays constant after them"""
+    """optimizer steps over which the learning rate rises to learning_rate"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """the learning rate after the warm-up: constant, or down to nearly 0 at the last of num_steps"""
     weight_decay: NonNegativeFloat = 1e-4
     """weight decay of AdamW"""
     adam_eps: PositiveFloat = 1e-15
@@ -165,6 +173,8 @@ class SharedArgs:
     """use only this many held-out prompts, the first ones; 0: all"""
     eval_images_per_prompt: PositiveInt = 1
     """images of each held-out prompt, each from its own fixed seed; their diversity is logged if there are several"""
+    eval_by: str | None = None
+    """a field of the held-out prompts' records, such as data_source: also log the rewards of each of its values"""
     eval_reward: tuple[str, ...] = ()
     """rewards, named as for --reward, that only score evaluations; they are not part of the weighted total"""
     stop_if: tuple[str, ...] = ()
@@ -183,6 +193,20 @@ class SharedArgs:
         if self.eval_guidance_scale is not None and hasattr(self, "guidance_scale"):
             changes["guidance_scale"] = self.eval_guidance_scale
         return replace(self, **changes)
+
+    def lr_factor(self, k: int) -> float:
+        """The factor of the learning rate, in (0, 1], at the k-th optimizer step of the run, counted from 1."""
+        if self.lr_schedule == "constant":
+            return min(1, k / max(1, self.lr_warmup_steps))
+        from transformers import get_scheduler  # slow
+
+        options = vars(self)  # which are the script's
+        updates_per_step = options.get("updates_per_rollout", 1) * options.get("epochs_per_rollout", 1)
+        num_updates = options["num_steps"] * updates_per_step
+        # its factor is 0 at the step behind the last one
+        counts = {"num_warmup_steps": self.lr_warmup_steps, "num_training_steps": num_updates + 1}
+        schedule = get_scheduler(self.lr_schedule, SGD([torch.zeros(1)]), **counts)
+        return schedule.lr_lambdas[0](min(k, num_updates))
 
     @property
     def evaluated_policy(self) -> str:
@@ -269,6 +293,8 @@ def check_options(args: SharedArgs) -> None:
         _check_bounds(name, getattr(args, name), _bounds(hint))
     if args.eval_guidance_scale not in (None, 1) and not hasattr(args, "guidance_scale"):
         raise ValueError(f"--eval_guidance_scale {args.eval_guidance_scale:g}: this script has no guidance")
+    if args.negative_prompt and getattr(args, "guidance_scale", 1) == 1 and args.eval_guidance_scale in (None, 1):
+        raise ValueError("--negative_prompt: needs guidance, a --guidance_scale above 1")
 
 
 def _check_bounds(name: str, given: tuple | float | None, bounds: list[Bound]) -> None:

@@ -85,7 +85,7 @@ def read_chats(path: Path) -> list[tuple[str, dict]]:
     """[("file, row N", {"prompt": ..., more})] of rows as VeRL-Omni's, whose `prompt` and `negative_prompt` are chats.
 
     The prompt is what the user says. What the system says before it is left out, as a pipeline has a template of its
-    own. Guidance is away from the empty prompt: a negative prompt that is not blank cannot be used.
+    own.
     """
     records = []
     num_systems = 0
@@ -95,8 +95,9 @@ def read_chats(path: Path) -> list[tuple[str, dict]]:
             if not chat["user"].strip():
                 raise ValueError("prompt: must not be blank")
             negative = row.pop("negative_prompt", None)
-            if negative is not None and _read_chat("negative_prompt", negative)["user"].strip():
-                raise ValueError("negative_prompt: must be blank, as guidance here is away from the empty prompt")
+            text = _read_chat("negative_prompt", negative)["user"].strip() if negative is not None else ""
+            if text:
+                row["negative_prompt"] = text
         if chat.get("system", "").strip():
             num_systems += 1
         records.append((where, row | {"prompt": chat["user"]}))

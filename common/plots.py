@@ -183,21 +183,27 @@ def save_grid(
 
 # ---- the images of an evaluation -------------------------------------------------------------------------------------
 def save_samples(
-    folder: Path | str, places: Sequence[int], images: Images, records: Sequence[dict], shown: int = 32
+    folder: Path | str,
+    places: Sequence[int],
+    images: Images,
+    records: Sequence[dict],
+    *,
+    shown: int = 32,
+    has_surplus: bool = True,
 ) -> list[Picture] | None:
     """Write a rank's images as folder/PLACE.png, and rank 0 a line for each in samples.jsonl: its file, and its record.
 
-    places (B,): the images' numbers over all ranks. An image that a rank has only to have as many as the others is left
-    to the rank whose turn it is. A video becomes one animated PNG. records: B dicts {"prompt": ..., "seed": ...,
-    "<reward>": score ...}; the prompt and all scores are the caption, several scores on a line of their own. A
-    collective: rank 0 gets the first `shown` as (PIL image, caption); the others get None.
+    places (B,): the images' numbers over all ranks. has_surplus: share_of_rank dealt them, and an image that a rank has
+    only to have as many as the others is left to the rank whose turn it is. A video becomes one animated PNG. records:
+    B dicts {"prompt": ..., "seed": ..., "<reward>": score ...}. A collective: rank 0 gets the first `shown` as (PIL
+    image, caption); the others get None.
     """
     folder = Path(folder)
     samples: dict = {}  # by place: the record and, where it is shown, the picture
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for place, image, record in zip(places, images, records, strict=True):
-            if place % dist.get_world_size() == dist.get_rank():
+            if not has_surplus or place % dist.get_world_size() == dist.get_rank():
                 save_png(folder / f"{place:05d}.png", image)
                 samples[place] = (record, as_one_picture(image) if place < shown else None)
     parts = gather_objects_on_rank_0(samples)
@@ -209,12 +215,20 @@ def save_samples(
     for place, (record, picture) in sorted(by_place.items()):
         lines.append(json.dumps({"file": f"{place:05d}.png", **record}) + "\n")
         if picture:
-            scores = {name: score for name, score in record.items() if name not in ("prompt", "seed")}
-            told = [f"{name} failed" if score is None else f"{name} {score:.2f}" for name, score in scores.items()]
-            prompt = " ".join(record["prompt"].split())
-            line_of_scores = "  ".join(told)
-            separator = "\n" if len(told) > 1 else "  "
-            grid.append((picture, f"{prompt}{separator}{line_of_scores}".strip()))
+            grid.append((picture, _caption(record)))
     with atomic_file(folder / "samples.jsonl") as temporary:
         temporary.write_text("".join(lines))
     return grid
+
+
+def _caption(record: dict) -> str:
+    """The prompt and the scores, several on a line of their own; below them what the rewards said beside the scores."""
+    scores = {name: score for name, score in record.items() if name not in ("prompt", "seed", "details")}
+    told = [f"{name} failed" if score is None else f"{name} {score:.2f}" for name, score in scores.items()]
+    prompt = " ".join(record["prompt"].split())
+    separator = "\n" if len(told) > 1 else "  "
+    lines = [f"{prompt}{separator}{'  '.join(told)}".strip()]
+    for said in record.get("details", {}).values():
+        shown = [f"{key} {value}" if isinstance(value, str) else f"{key} {value:.2f}" for key, value in said.items()]
+        lines.append("  ".join(shown))
+    return "\n".join(lines)

@@ -69,7 +69,11 @@ def _add_adapters(
 
     transformer = model.transformer
     is_new = lora_tensors is None
-    _check_modules(transformer, lora_config, "--lora_target_modules" if is_new else "--lora_path")
+    of_the_family = set(lora_config.target_modules or ()) == set(model.lora_target_modules)
+    if not is_new or not of_the_family or lora_config.exclude_modules:
+        from common.models.adapter_files import check_modules  # only modules that somebody named can be missing
+
+        check_modules(transformer, lora_config, "--lora_target_modules" if is_new else "--lora_path")
     if is_new:
         names = [name for name in names if name != "reference"]
     warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters, on purpose
@@ -87,33 +91,6 @@ def _add_adapters(
     for name in names:
         if name != "default":
             follow(model, name, 0.0)
-
-
-def _check_modules(transformer: torch.nn.Module, config: "LoraConfig", option: str) -> None:
-    """Raises RunError for a target or excluded module that does not exist, and where no module is left.
-
-    `option` gave the targets. A module is named by the end of its name: `to_q` means every to_q.
-    """
-    targets = sorted(config.target_modules)
-    excluded = sorted(config.exclude_modules or ())
-    names = [name for name, _ in transformer.named_modules()]
-    for given, ends in ((option, targets), ("--lora_exclude_modules", excluded)):
-        for end in ends:
-            if not any(_ends_with(name, [end]) for name in names):
-                raise RunError(f"{given} {end}: {type(transformer).__name__} has no such module")
-    chosen = [name for name in names if _ends_with(name, targets)]
-    for name in chosen:
-        module = transformer.get_submodule(name)
-        if not isinstance(module, torch.nn.Linear) and not _ends_with(name, excluded):
-            kind = type(module).__name__
-            raise RunError(f"{option} {' '.join(targets)}: {name or 'the whole model'} is a {kind}, not a linear layer")
-    if all(_ends_with(name, excluded) for name in chosen):
-        raise RunError(f"--lora_exclude_modules {' '.join(excluded)}: no module is left to get a LoRA")
-
-
-def _ends_with(name: str, ends: Sequence[str]) -> bool:
-    """Whether a module's dotted name ends with one of `ends`, in whole parts: blocks.0.to_q with to_q, not with q."""
-    return f".{name}".endswith(tuple(f".{end}" for end in ends))
 
 
 def use_policy(model: "Family", name: str) -> None:

@@ -18,7 +18,7 @@ class RolloutRequest:
     conditioning: dict[str, torch.Tensor]
     """the transformer's inputs about the U prompts, (U, ...) each"""
     negative_conditioning: dict[str, torch.Tensor] | None
-    """the same for the one negative prompt, (1, ...) each; None without guidance"""
+    """the same for their negative prompts, or for the one that all have, (1, ...) each; None without guidance"""
     prompt_index: torch.Tensor
     """(B,), each image's row of `conditioning`"""
     seeds: list[int]
@@ -85,10 +85,20 @@ class RolloutRequest:
         return replace(
             self,
             conditioning={name: tensor[prompts.to(tensor.device)] for name, tensor in self.conditioning.items()},
+            negative_conditioning=self.negatives_of(prompts),
             prompt_index=torch.arange(len(prompts)),
             seeds=[self.seeds[row] for row in rows.tolist()],
             initial_latents=start,
         )
+
+    def negatives_of(self, prompts: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        """The negative conditioning of some of the prompts, rows (n,): (n, ...), or the one row (1, ...) of all."""
+        if self.negative_conditioning is None:
+            return None
+        return {
+            name: tensor if len(tensor) == 1 else tensor[prompts.to(tensor.device)]
+            for name, tensor in self.negative_conditioning.items()
+        }
 
     def select_steps(self, start: int, end: int) -> "RolloutRequest":
         """The same request for the sampling steps start .. end - 1 of its schedule."""

@@ -23,21 +23,18 @@ from common.checkpoints import (
     checkpoint_path,
     load_checkpoint,
     lock_run,
-    rewind,
     save_checkpoint,
     saved_checkpoints,
-    say_resumed,
     writing,
 )
-from common.data import PromptSet
+from common.data import GroupSampler, PromptSet
 from common.distributed import end_distributed, gather_objects, limit_collectives, on_rank_0
 from common.errors import UNREADABLE, NothingBegun, RunError, brief
 from common.models.lora import save_policy
 from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid, save_samples
 from common.process import catch_stop_signals, caught_signals, stop_requested
-from common.rewards.scoring import Reward, eval_metrics, reward_settings, sample_records
-from common.rewards.watch import watch_metrics
-from common.rollout import Images
+from common.rewards.scoring import Reward, Scorer, detail_metrics, eval_metrics, reward_settings, sample_records
+from common.rewards.watch import rollout_diversity, watch_metrics
 
 import torch
 import torch.distributed as dist
@@ -64,9 +61,11 @@ class Inputs(NamedTuple):
     checkpoint: Path | None  # to resume from
     pairs: "Pairs | None" = None  # of offline DPO; None: to be made
 
-    def drawn_prompts(self, count: int, seed: int) -> list[str]:
-        """The prompts that a run of `count` draws can ask for: the drawn ones once each, and the held-out ones."""
-        return self.train_set.first_drawn(count, seed) + self.eval_set.prompts
+    def drawn_prompts(self, count: int, seed: int, negative_prompt: str = "") -> list[str]:
+        """The prompts that a run of `count` draws can ask for: the drawn ones once each, the held-out ones, and what
+        guidance moves away from."""
+        negatives = self.train_set.negative_prompts(negative_prompt) + self.eval_set.negative_prompts(negative_prompt)
+        return [*self.train_set.first_drawn(count, seed), *self.eval_set.prompts, *negatives]
 
     def settle(self, options: dict) -> dict:
         """Try users' rewards. Returns `options` decided now: 0 by GPUs' room, a LoRA's by its file. A collective."""
@@ -74,10 +73,14 @@ class Inputs(NamedTuple):
             from common.rewards.trial import try_rewards  # only a user's own are tried
 
             try_rewards(self, options)
-        if options.get("eval_image_size") or options.get("eval_guidance_scale"):
-            from common.models.layout import check_eval_sizes
+        if any(options.get(name) for name in ("eval_image_size", "eval_guidance_scale", "negative_prompt")):
+            from common.models.layout import check_sampling
 
-            check_eval_sizes(self.family, options)
+            check_sampling(self.family, options)
+        if options.get("eval_by"):
+            from common.rewards.eval_by import check_field
+
+            check_field(self.eval_set, options["eval_by"])
         decided = {"lora_rank": self.lora.config.r, "lora_alpha": self.lora.config.lora_alpha} if self.lora else {}
         if options["micro_batch_size"] and not torch.cuda.is_available():
             return decided
@@ -227,13 +230,25 @@ class Run:
         every rank; a line warns where the evaluation lacks the metric of a rule.
 
         Raises:
-            RunError: naming the metrics that are NaN or infinite, or the folder that could not be written.
+            RunError: naming the metrics that are NaN or infinite, or the folder that could not be written; or the third
+                training step in a row had no finite gradient.
         """
         if self._step_began is not None:  # a training step, whose seconds are without its evaluation
             self._timing["step"] = time.perf_counter() - self._step_began - self._timing.get("testing", 0.0)
             self._step_began = None
         step = self.step
-        metrics = metrics | self._speed_metrics(step) | self._met_stop_rules(step, metrics)
+        if "actor/skipped_steps" in metrics:
+            self._num_skipped = 0 if "actor/grad_norm" in metrics else self._num_skipped + 1
+        if self._num_skipped == MAX_SKIPPED:
+            raise RunError(
+                f"step {step}: no finite gradient in {MAX_SKIPPED} training steps in a row: lower --learning_rate"
+            )
+        metrics = metrics | self._speed_metrics(step)
+        if self._stop_rules and self.bar is not None:  # an evaluation before training ends nothing
+            from common.rewards.stop_rules import met_rules
+
+            met, self._stop_reason = met_rules(self._stop_rules, step, metrics, self.say)
+            metrics |= met
         self._timing = {}
         if not self._writes:
             return
@@ -256,7 +271,9 @@ class Run:
         path = self.folder / "metrics.jsonl"
         if self._has_written and not path.exists():
             raise RunError(f"step {step}: {path}, which this run has written, is gone")
-        if not self._has_written and self._owns_folder:
+        if not self._has_written and self._owns_folder and (path.exists() or saved_checkpoints(self.folder)):
+            from common.monitor.resuming import rewind
+
             rewind(self.folder, self._resumed_from)
         self._has_written = True
         with open(path, "a") as file:
@@ -274,22 +291,6 @@ class Run:
             told = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]
             told += [f"{name} {value:g}" for name, value in metrics.items() if name.endswith("/failed") and value > 0]
             self.say(f"step {step}: {', '.join(told)}")
-
-    def _met_stop_rules(self, step: int, metrics: dict) -> dict[str, float]:
-        """The rules of --stop_if that the metrics of an evaluation meet, as metrics."""
-        is_evaluation = any(name.startswith("val/") for name in metrics)
-        if not is_evaluation or self.bar is None:  # one before training ends nothing
-            return {}
-        met = []
-        for rule in self._stop_rules:
-            if rule.metric not in metrics:
-                self.say(f"step {step}: --stop_if {rule} cannot end the run: the evaluation lacks {rule.metric}")
-            elif rule.holds(float(metrics[rule.metric])):
-                met.append(rule)
-        if met:
-            told = [f"{rule.metric} is {float(metrics[rule.metric]):.4g} (--stop_if {rule})" for rule in met]
-            self._stop_reason = ", ".join(told)
-        return {f"training/stop_if/{rule}": 1.0 for rule in met}
 
     def _speed_metrics(self, step: int) -> dict[str, float]:
         """Seconds by phase; for a training step also milliseconds per image, and images per second and rank.
@@ -326,24 +327,53 @@ class Run:
     def save_samples(
         self,
         places: list[int],
-        images: Images,
+        scorer: Scorer,
         *,
-        prompts: PromptSet,
         seeds: list[int],
         scores: torch.Tensor,
         reward_weights: Sequence[float],
         images_per_prompt: int = 1,
-    ) -> tuple[dict[str, torch.Tensor], list[Picture] | None]:
+    ) -> tuple[dict, list[Picture] | None]:
         """Write this rank's B evaluation images and, on rank 0, a line of samples.jsonl for each. A collective.
 
-        places (B,): the images' numbers over all ranks. scores: (B, R) by this run's rewards, NaN where one failed; the
-        first ones have reward_weights. Returns the metrics val/* (rewards, failures, diversity, drift), and the first
-        images with captions (None on other ranks than 0).
+        places (B,): the images' numbers over all ranks. scorer: has the images, their prompts, and what rewards said of
+        them. scores: (B, R) by this run's rewards, NaN where one failed; the first ones have reward_weights. Returns
+        the metrics val/* (rewards, failures, diversity, drift), and the first images with captions (None on other ranks
+        than 0).
         """
         folder = self.folder / "samples" / f"{self.step:04d}"
-        grid = save_samples(folder, places, images, sample_records(prompts, seeds, scores, self._rewards))
-        metrics = eval_metrics(scores, self._rewards, reward_weights, places, images_per_prompt)
-        return metrics | watch_metrics(folder, places, images, images_per_prompt), grid
+        records = sample_records(scorer.prompt_set, seeds, scores, self._rewards, scorer.details)
+        grid = save_samples(folder, places, scorer.images, records)
+        metrics: dict = eval_metrics(scores, self._rewards, reward_weights, places, images_per_prompt)
+        metrics |= detail_metrics(scorer.details, "val")
+        if self.config.get("eval_by"):
+            from common.rewards.eval_by import metrics_by_field  # seldom asked for
+
+            shares: dict = {"reward_weights": reward_weights, "images_per_prompt": images_per_prompt}
+            metrics |= metrics_by_field(self.config["eval_by"], scorer, scores, places, **shares)
+        return metrics | watch_metrics(folder, places, scorer.images, images_per_prompt), grid
+
+    def watch_rollout(
+        self,
+        scorer: Scorer,
+        sampler: GroupSampler,
+        seeds: list[int],
+        scores: torch.Tensor,
+        advantages: torch.Tensor,
+    ) -> dict:
+        """Metrics of the rollout that the loss does not read: critic/diversity, and what rewards say beside scores.
+
+        Every --save_rollouts steps it also writes this rank's B images and, on rank 0, rollouts/0005/samples.jsonl and
+        a grid of the first. scores (N, R) and advantages (N,) are those of all ranks' images. A collective.
+        """
+        every = self.config.get("save_rollouts", 0)
+        if every and self.step % every == 0:
+            from common.monitor.rollouts import save_rollout  # only runs with --save_rollouts need it
+
+            folder = self.folder / "rollouts" / f"{self.step:04d}"
+            save_rollout(folder, scorer, sampler, seeds=seeds, scores=scores, advantages=advantages)
+        diversity = rollout_diversity(scorer.images, sampler)
+        return {"critic/diversity": diversity, **detail_metrics(scorer.details, "reward")}
 
     @property
     def checkpoint_path(self) -> Path:
@@ -366,6 +396,8 @@ class Run:
 
         The best score stays unknown where another run wrote the checkpoint or other rewards score it.
         """
+        from common.monitor.resuming import say_resumed
+
         assert self.checkpoint
         state = load_checkpoint(self.checkpoint)
         if "shards" in state:
@@ -386,14 +418,6 @@ class Run:
         if score > self.best_score:
             save_policy(self.folder / "best_adapter", model, policy, self.config.get("dtype", "float32"))
             self.best_score = score
-
-    def check_finite(self, metrics: dict) -> None:
-        """Raises RunError where no gradient was finite in MAX_SKIPPED training steps in a row."""
-        self._num_skipped = 0 if "actor/grad_norm" in metrics else self._num_skipped + 1
-        if self._num_skipped == MAX_SKIPPED:
-            raise RunError(
-                f"step {self.step}: no finite gradient in {MAX_SKIPPED} training steps in a row: lower --learning_rate"
-            )
 
     def should_stop(self) -> bool:
         """Whether a signal on any rank, too little time for another step, or a rule of --stop_if asks for the end. A

@@ -30,14 +30,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from common.checkpoints import open_run
-from common.data import GroupSampler, fit_micro_batch, read_prompts, share_eval_images
+from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
 from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
 from common.models.family import Family, find_family, load_model
 from common.models.lora import make_lora
 from common.options import Bound, EngineArgs, PositiveFloat, PositiveInt, parse_args
 from common.policy import acting, add_policies, choose_kernels, follow, load_training_state, sampling, training_state
 from common.rewards.scoring import Scorer, fill_failed, load_rewards, reward_metrics
-from common.rewards.watch import rollout_diversity
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Inputs, Run, one_line
 from common.sde import image_seed, sde_step
@@ -157,10 +156,10 @@ def start_run(args: Args, inputs: Inputs) -> Run:
 
 
 # ==== 3 DATA ==========================================================================================================
-def encode_prompts(args: Args, model: Family, prompts: list[str]) -> dict:
+def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
     """Run the text encoders on U distinct prompts; sampling and training are without guidance."""
     return {
-        "conditioning": model.encode_prompts(prompts, args.max_sequence_length),
+        "conditioning": model.encode_prompts(prompts.prompts, args.max_sequence_length),
         "negative_conditioning": None,
     }
 
@@ -204,7 +203,7 @@ def draw_training_noise(args: Args, batch: "Batch", step: int, epoch: int) -> tu
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
     num_drawn = args.num_steps * args.num_prompts
-    prompts = inputs.drawn_prompts(num_drawn, args.seed)
+    prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "old"]  # the former is peft's name for the trained one
@@ -498,8 +497,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
     if 0 < grad_norm < math.inf:
         state = optimizer.state[group["params"][0]]
         k = int(state.get("step", 0)) + 1  # the k-th optimizer step, by Adam's own count, which a checkpoint restores
-        warm_up = min(1, k / max(1, args.lr_warmup_steps))
-        group["lr"] = args.learning_rate * warm_up
+        group["lr"] = args.learning_rate * args.lr_factor(k)
         optimizer.step()
         if args.ema_decay > 0:
             follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # at first it follows faster
@@ -546,15 +544,15 @@ def evaluate(
     with run.timed("testing"):
         places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
         eval_args = args.for_evaluation
-        encoded = encode_prompts(eval_args, model, prompts.prompts)
+        encoded = encode_prompts(eval_args, model, prompts)
         image_index = torch.arange(len(places))
         request = make_request(eval_args, model, encoded, image_index, seeds)
         with acting(model, args.evaluated_policy, engine, "old"):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
-            images = rollout(args, model, engine, request, scorer).images
+            rollout(args, model, engine, request, scorer)
         scores = scorer.scores()  # (B, R)
-        scored: dict = {"prompts": prompts, "seeds": seeds, "scores": scores, "reward_weights": args.reward_weights}
-        metrics, grid = run.save_samples(places, images, **scored, images_per_prompt=args.eval_images_per_prompt)
+        scored: dict = {"seeds": seeds, "scores": scores, "reward_weights": args.reward_weights}
+        metrics, grid = run.save_samples(places, scorer, **scored, images_per_prompt=args.eval_images_per_prompt)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
     return metrics, grid
@@ -591,7 +589,7 @@ def main(args: Args, inputs: Inputs) -> None:
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
     run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
     if engine:  # prove, before hours are spent, that pushed weights change the engine's images
-        encoded = encode_prompts(args, model, inputs.eval_set.prompts[:1])
+        encoded = encode_prompts(args, model, inputs.eval_set.select([0]))
         engine.verify_policy(model, make_request(args, model, encoded, torch.tensor([0]), seeds=[0]))
 
     # RUN LOGIC, the same in all five: resume, or evaluate the model before training
@@ -610,7 +608,7 @@ def main(args: Args, inputs: Inputs) -> None:
         with run.timed("gen"):
             prompt_rows, prompt_index, image_index = sampler.draw()  # (U,), (B,) of the U, (B,) of the step's N images
             prompts = inputs.train_set.select(prompt_rows)
-            encoded = encode_prompts(args, model, prompts.prompts)
+            encoded = encode_prompts(args, model, prompts)
             seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
             request = make_request(args, model, encoded, prompt_index, seeds)
             scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
@@ -627,7 +625,7 @@ def main(args: Args, inputs: Inputs) -> None:
             advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)
             r = optimality(advantages, args.adv_mode, args.adv_clip_max)  # (N,)
             metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
-            metrics["critic/diversity"] = rollout_diversity(trajectories.images, sampler)
+            metrics |= run.watch_rollout(scorer, sampler, seeds, scores, advantages)  # diversity; saves what is asked
             metrics["critic/optimality/mean"] = r[is_compared].mean()
 
         # make the better images of a prompt preferred to the others, on the forward process
@@ -646,10 +644,9 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # RUN LOGIC, the same in all five: evaluate, log, save, stop
         metrics["training/epoch"] = sampler.epoch
-        run.check_finite(metrics)  # ends a run that has no finite gradient for three steps in a row
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
-        run.write(metrics | val_metrics, grid)
+        run.write(metrics | val_metrics, grid)  # and end a run of NaN, or without a finite gradient in three steps
         stopping = run.should_stop()
         if is_due or stopping or (args.save_every and step % args.save_every == 0):
             save(args, run, model, optimizer, sampler)

@@ -33,7 +33,7 @@ def main(path: str, micro_batch_size: int, shard_ranks: int) -> None:
     model, parameters = flow_grpo.load_policy(args, inputs, device)
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, seed=args.seed)
     prompt_rows, prompt_index, image_index = sampler.draw()
-    encoded = flow_grpo.encode_prompts(args, model, inputs.train_set.select(prompt_rows).prompts)
+    encoded = flow_grpo.encode_prompts(args, model, inputs.train_set.select(prompt_rows))
     seeds = [image_seed(args.seed, 1, index) for index in image_index.tolist()]
     sde_steps = flow_grpo.trained_steps(args, step=1)
     request = flow_grpo.make_request(args, model, encoded, prompt_index, seeds, sde_steps=sde_steps)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.data import read_prompts
+from common.data import PromptSet, read_prompts
 from common.models.adapter_files import read_lora
 from common.models.cpu import repair_torchvision
 from common.models.family import Family, Images, find_family, load_model, on_device
@@ -81,16 +81,17 @@ def use(model: Family, tensors: dict[str, torch.Tensor], config: Any) -> None:  
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
 @torch.no_grad()
-def sample(model: Family, prompts: Sequence[str], seeds: Sequence[int], options: dict[str, Any]) -> list:
+def sample(model: Family, prompts: PromptSet, seeds: Sequence[int], options: dict[str, Any]) -> list:
     """An image of each prompt from its own seed, by the ODE, one at a time."""
     height, width = options["image_size"]
     steps, length = options["eval_num_inference_steps"], options["max_sequence_length"]
     guidance_scale = options.get("guidance_scale", 1.0)
     timesteps, sigmas, shape = model.schedule(steps, height, width, options["num_frames"])
     images: list = []
-    for prompt, seed in zip(prompts, seeds, strict=True):
+    negatives = prompts.negative_prompts(options.get("negative_prompt", ""))
+    for prompt, negative_prompt, seed in zip(prompts.prompts, negatives, seeds, strict=True):
         conditioning = model.encode_prompts([prompt], length)
-        negative = model.encode_negative(guidance_scale, length)
+        negative = model.encode_negative([negative_prompt], guidance_scale, length)
         x = draw_noise((1, *shape), [torch.Generator().manual_seed(seed)], model.device)
         for i, timestep in enumerate(timesteps):
             v = model.predict_velocity(x, timestep, conditioning, negative, guidance_scale)
@@ -132,8 +133,8 @@ def run(args: argparse.Namespace) -> Path:
     folder = args.output or args.sources[0] / f"samples_of_{Path(args.prompts).stem}"
     if folder.exists():
         raise ValueError(f"{folder} exists already: choose another --output")
-    lines = read_prompts(args.prompts, max_prompts=args.max_prompts).prompts
-    prompts = [prompt for prompt in lines for _ in range(args.images_per_prompt)]
+    lines = read_prompts(args.prompts, max_prompts=args.max_prompts)
+    prompts = lines.select(row for row in range(len(lines)) for _ in range(args.images_per_prompt))
     seeds = [image_seed("eval", i % args.images_per_prompt, i // args.images_per_prompt) for i in range(len(prompts))]
     height, width = options["image_size"]
     guided = {"guidance_scale": options.get("guidance_scale", 1.0)}
@@ -150,7 +151,7 @@ def run(args: argparse.Namespace) -> Path:
         for name, policy in policies.items():
             use(model, *policy)
             pictures[name] = sample(model, prompts, seeds, options)
-    write(folder, pictures, prompts)
+    write(folder, pictures, prompts.prompts)
     return folder
 
 

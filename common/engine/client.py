@@ -451,6 +451,7 @@ def select_images(request: RolloutRequest, images: range) -> RolloutRequest:
     return replace(
         request,
         conditioning={name: tensor[prompts] for name, tensor in request.conditioning.items()},
+        negative_conditioning=request.negatives_of(prompts),
         prompt_index=prompt_index,
         seeds=[request.seeds[row] for row in images],
         initial_latents=None if start is None else start[rows],

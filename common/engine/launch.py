@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.engine.mismatch import parse_correction
 from common.models.family import Family
-from common.models.layout import check_plain
+from common.models.layout import components, known_folder, variants
 
 import torch
 
@@ -59,6 +59,18 @@ def check_engine(
     check_plain(model)
     if tensor_parallel > 1:
         check_heads(model, tensor_parallel)
+
+
+def check_plain(model: str | Path) -> None:
+    """ValueError: a network is there as a variant alone, such as *.fp16.safetensors, which vLLM-Omni does not load."""
+    folder = known_folder(model)
+    for name, _ in components(folder) if folder else ():
+        found = variants(folder / name) if folder else set()
+        if found and "" not in found:
+            raise ValueError(
+                f"--rollout vllm: {model} has {name} as the variant {sorted(found)[0]} alone, which vLLM-Omni does not "
+                "load: take that word out of the files' names, or pass --rollout local"
+            )
 
 
 def check_devices(engine_devices: Sequence[int], tensor_parallel: int = 1) -> None:

@@ -119,12 +119,13 @@ def rollout_settings(request: RolloutRequest, means: bool) -> dict[str, Any]:
 
 def image_prompts(request: RolloutRequest) -> list[dict[str, Any]]:
     """A dict per image: its conditioning by vLLM-Omni's names, its seed and, if given, its initial latents."""
-    negative = request.negative_conditioning or {}
+    negative = request.negatives_of(request.prompt_index) or {}
     prompts = []
     for image, row in enumerate(request.prompt_index.tolist()):
         prompt: dict[str, Any] = {name: tensor[row] for name, tensor in request.conditioning.items()}
         for name, tensor in negative.items():
-            prompt[f"negative_{name}"] = tensor[0]
+            own = image % len(tensor)  # it has one row for all images, or a row for each
+            prompt[f"negative_{name}"] = tensor[own]
         prompt["seed"] = request.seeds[image]
         if request.initial_latents is not None:
             prompt["initial_latents"] = request.initial_latents[image]

@@ -7,11 +7,11 @@ biases, and LoRAs of text encoders.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import refusing
+from common.errors import RunError, refusing
 from common.models.adapter_names import translate
 
 import torch
@@ -182,3 +182,30 @@ def check_policy(checkpoint: Path, lora: "LoRA | None") -> None:
         raise ValueError(f"{modules_option}: the LoRA of {checkpoint} has {unknown[0]} among its modules")
     if missing and not config.exclude_modules:  # which may have taken out all of a target
         raise ValueError(f"{modules_option}: the LoRA of {checkpoint} has no {missing[0]} among its modules")
+
+
+def check_modules(transformer: torch.nn.Module, config: "LoraConfig", option: str) -> None:
+    """Raises RunError for a target or excluded module that does not exist, and where no module is left.
+
+    `option` gave the targets. A module is named by the end of its name: `to_q` means every to_q.
+    """
+    targets = sorted(config.target_modules)
+    excluded = sorted(config.exclude_modules or ())
+    names = [name for name, _ in transformer.named_modules()]
+    for given, ends in ((option, targets), ("--lora_exclude_modules", excluded)):
+        for end in ends:
+            if not any(_ends_with(name, [end]) for name in names):
+                raise RunError(f"{given} {end}: {type(transformer).__name__} has no such module")
+    chosen = [name for name in names if _ends_with(name, targets)]
+    for name in chosen:
+        module = transformer.get_submodule(name)
+        if not isinstance(module, torch.nn.Linear) and not _ends_with(name, excluded):
+            kind = type(module).__name__
+            raise RunError(f"{option} {' '.join(targets)}: {name or 'the whole model'} is a {kind}, not a linear layer")
+    if all(_ends_with(name, excluded) for name in chosen):
+        raise RunError(f"--lora_exclude_modules {' '.join(excluded)}: no module is left to get a LoRA")
+
+
+def _ends_with(name: str, ends: Sequence[str]) -> bool:
+    """Whether a module's dotted name ends with one of `ends`, in whole parts: blocks.0.to_q with to_q, not with q."""
+    return f".{name}".endswith(tuple(f".{end}" for end in ends))

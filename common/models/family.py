@@ -48,6 +48,7 @@ class Family(ABC):
     # others. Each family sets it.
     lora_target_modules: tuple[str, ...]
     longest_prompt = 512  # tokens, at most
+    has_negative_prompt = True  # whether guidance moves away from one
 
     # Exported by diffusers, with a `transformer` and a `save_lora_weights`.
     pipe: "diffusers.DiffusionPipeline"
@@ -73,7 +74,7 @@ class Family(ABC):
     def __init__(self, pipe: "diffusers.DiffusionPipeline") -> None:
         self.pipe = pipe
         self.transformer = pipe.transformer
-        self.negative: dict[int, Conditioning] = {}  # by length; encode_negative fills it
+        self.negative: dict[tuple[str, int], Conditioning] = {}  # by prompt and length; encode_negative fills it
 
     def keep_embeddings(self, prompts: list[str], max_sequence_length: int, folder: str | None) -> None:
         """Say how many prompts are too long. Encode them into `folder`, unless it is None. A collective."""
@@ -108,16 +109,22 @@ class Family(ABC):
         A prompt's conditioning depends on no other prompt; all prompts give the same length.
         """
 
-    def encode_negative(self, guidance_scale: float, max_sequence_length: int) -> Conditioning | None:
-        """Conditioning of the empty prompt, one row; None if guidance of that scale needs no second pass.
+    def encode_negative(
+        self, prompts: list[str], guidance_scale: float, max_sequence_length: int
+    ) -> Conditioning | None:
+        """Conditioning of U negative prompts (U, ...), or their one row (1, ...) where all are equal; None if guidance
+        of that scale needs no second pass.
 
-        It is encoded once: it never changes, and the text encoders would come to the device again for each rollout.
+        The one row is encoded once: the text encoders would come to the device again for each rollout.
         """
         if guidance_scale <= 1:
             return None
-        if max_sequence_length not in self.negative:
-            self.negative[max_sequence_length] = self.encode_prompts([""], max_sequence_length)
-        return self.negative[max_sequence_length]
+        if len(set(prompts)) > 1:
+            return self.encode_prompts(prompts, max_sequence_length)
+        key = (prompts[0], max_sequence_length)
+        if key not in self.negative:
+            self.negative[key] = self.encode_prompts(prompts[:1], max_sequence_length)
+        return self.negative[key]
 
     @abstractmethod
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
@@ -134,8 +141,8 @@ class Family(ABC):
     ) -> torch.Tensor:
         """The velocity v (B, ...) in fp32, at fp32 latents (B, ...), with the guidance that the model is made for.
 
-        timestep: 1000 sigma, one number or (B,); it must not be rounded. negative_conditioning: of the one negative
-        prompt, (1, ...) each, for all B.
+        timestep: 1000 sigma, one number or (B,); it must not be rounded. negative_conditioning: of the negative
+        prompts, (B, ...) each, or of the one for all B, (1, ...).
         """
 
     @abstractmethod
@@ -185,10 +192,7 @@ def family_class(model: str | Path) -> type[Family]:
     Raises:
         ValueError: names what is missing, or the families that are supported.
     """
-    from common.models.layout import explain_file, explain_pipeline
-
     folder = Path(model)
-    explain_file(model)
     if folder.is_dir():
         index = folder / "model_index.json"
         if not index.is_file():
@@ -204,6 +208,8 @@ def family_class(model: str | Path) -> type[Family]:
     found = [file.stem for file in files if file.stem.replace("_", "") == wanted]
     if not found:
         known = [file.stem for file in files if re.search(r"\nclass \w+\(Family\):", file.read_text("utf-8"))]
+        from common.models.hub import explain_pipeline
+
         advice = explain_pipeline(pipeline, known)
         raise ValueError(f"--model {model}: {pipeline} is not supported; supported: {', '.join(known)}{advice}")
     module = importlib.import_module(f"common.models.{found[0]}")
@@ -276,14 +282,15 @@ def both_branches(
     """The prompts' velocity and the negative prompt's at the same latents, (B, ...) each, from one call of `forward`.
 
     One batch of 2B rows keeps a GPU busier than two batches of B, and FSDP gathers the weights once. The prompts' rows
-    come first; then come B copies of the negative prompt's row. forward: (latents, timestep, conditioning) -> v.
+    come first; then come the negative prompts', of which one row serves all B. forward: (latents, timestep,
+    conditioning) -> v.
     """
     if negative_conditioning is None:
         raise ValueError("guidance above 1 needs the negative prompt's conditioning")
     batch = len(latents)
     both = {}
     for name, tensor in conditioning.items():  # (B, ...)
-        negative = negative_conditioning[name]  # (1, ...)
+        negative = negative_conditioning[name]  # (B, ...) or (1, ...)
         if negative.shape[1:] != tensor.shape[1:]:
             raise ValueError(f"{name}: {tuple(tensor.shape)} of the prompts, {tuple(negative.shape)} of the negative")
         both[name] = torch.cat([tensor, negative.expand_as(tensor)])

@@ -53,7 +53,7 @@ class Flux(Family):
                 pooled.append(pooled_embeds)
         return {"prompt_embeds": torch.cat(prompt_embeds), "pooled_prompt_embeds": torch.cat(pooled)}
 
-    def encode_negative(self, guidance_scale: float, max_sequence_length: int) -> None:
+    def encode_negative(self, prompts: list[str], guidance_scale: float, max_sequence_length: int) -> None:
         """None: guidance is an input of the transformer and needs no second pass."""
 
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:

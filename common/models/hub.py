@@ -1,4 +1,4 @@
-"""A model that is no folder: its index, from the hub."""
+"""A --model that is no folder, or a folder that has no family: the hub's index, or a line with the way on."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,7 @@ from common.errors import refusing
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import GatedRepoError
 
+OTHER_TASKS = re.compile("Img2Img|Inpaint|ControlNet|Control|Fill|Edit|Kontext|PAG")
 OTHER_KINDS = re.compile(r"stable-diffusion-(xl|v1|2)|sdxl|sd-v1|sd15")
 
 
@@ -15,8 +16,17 @@ def download_index(model: str) -> Path:
     """The model_index.json of a hub id, in the hub's cache.
 
     Raises:
-        ValueError: it cannot be downloaded; of a gated model, in a line that says how it can.
+        ValueError: it is a file, or cannot be downloaded; of a gated model, in a line that says how it can.
     """
+    if model.endswith(".gguf"):
+        what = "a GGUF file holds quantised weights of a transformer alone"
+        raise ValueError(f"--model {model}: {what}: pass the full weights, in diffusers' layout")
+    if Path(model).is_file():
+        convert = f'PIPELINE.from_single_file("{model}").save_pretrained("FOLDER")'
+        raise ValueError(
+            f"--model {model}: a single file: convert it, {convert}, where PIPELINE is diffusers' class, such as "
+            "StableDiffusion3Pipeline, and pass FOLDER"
+        )
     try:
         with refusing(f"--model {model}: no such folder, and no model that can be downloaded"):
             return Path(hf_hub_download(model, "model_index.json"))
@@ -28,3 +38,11 @@ def download_index(model: str) -> Path:
             raise
         how = "accept the licence on its page on the hub, and log in with `hf auth login` or HF_TOKEN"
         raise ValueError(f"--model {model}: it is gated; {how} (docs/quickstart_gpu.md)") from error
+
+
+def explain_pipeline(pipeline: str, known: list[str]) -> str:
+    """What to do about a pipeline class that has no family; known: the families' files. "" if nothing can be."""
+    plain = OTHER_TASKS.sub("", pipeline)
+    if plain != pipeline and plain.lower().removesuffix("pipeline") in [file.replace("_", "") for file in known]:
+        return f'; if its weights are those of {plain}, change "_class_name" in its model_index.json to that'
+    return ""

@@ -20,30 +20,8 @@ if TYPE_CHECKING:
 WEIGHTS = re.compile(
     r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+))??(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
 )
-OTHER_TASKS = re.compile("Img2Img|Inpaint|ControlNet|Control|Fill|Edit|Kontext|PAG")
 SMALL_SIZE = (32, 96)
 FULL = "pass the full weights, in diffusers' layout"
-
-
-# ---- what is no pipeline -------------------------------------------------------------------------------------------
-def explain_file(model: str | Path) -> None:
-    """Refuse a file in the place of a folder, with the way on. ValueError."""
-    if str(model).endswith(".gguf"):
-        raise ValueError(f"--model {model}: a GGUF file holds quantised weights of a transformer alone: {FULL}")
-    if Path(model).is_file():
-        convert = f'PIPELINE.from_single_file("{model}").save_pretrained("FOLDER")'
-        raise ValueError(
-            f"--model {model}: a single file: convert it, {convert}, where PIPELINE is diffusers' class, such as "
-            "StableDiffusion3Pipeline, and pass FOLDER"
-        )
-
-
-def explain_pipeline(pipeline: str, known: list[str]) -> str:
-    """What to do about a pipeline class that has no family; known: the families' files. "" if nothing can be."""
-    plain = OTHER_TASKS.sub("", pipeline)
-    if plain != pipeline and plain.lower().removesuffix("pipeline") in [file.replace("_", "") for file in known]:
-        return f'; if its weights are those of {plain}, change "_class_name" in its model_index.json to that'
-    return ""
 
 
 # ---- what the folder holds -----------------------------------------------------------------------------------------
@@ -103,26 +81,16 @@ def check_sizes(
         say(f"--model {model}: --image_size 32 96 is the embedded model's; docs/models.md has what this one needs")
 
 
-def check_eval_sizes(family: "type[Family]", options: dict[str, Any]) -> None:
-    """ValueError: the model cannot take the size or guidance of the evaluation, as --eval_image_size ... say."""
+def check_sampling(family: "type[Family]", options: dict[str, Any]) -> None:
+    """ValueError: the model cannot take the evaluation's size or guidance, or has no use for a negative prompt."""
+    if options.get("negative_prompt") and not family.has_negative_prompt:
+        raise ValueError(f"--negative_prompt: {family.__name__}'s guidance takes none")
     height, width = options["eval_image_size"] or options["image_size"]
     guidance_scale = options["eval_guidance_scale"] or options.get("guidance_scale", 1.0)
     try:
         family.check(options["model"], height, width, options["num_frames"], guidance_scale)
     except ValueError as error:
         raise ValueError(f"evaluation: {error}") from None
-
-
-def check_plain(model: str | Path) -> None:
-    """ValueError: a network is there as a variant alone, such as *.fp16.safetensors, which vLLM-Omni does not load."""
-    folder = known_folder(model)
-    for name, _ in components(folder) if folder else ():
-        found = variants(folder / name) if folder else set()
-        if found and "" not in found:
-            raise ValueError(
-                f"--rollout vllm: {model} has {name} as the variant {sorted(found)[0]} alone, which vLLM-Omni does not "
-                "load: take that word out of the files' names, or pass --rollout local"
-            )
 
 
 def loading_options(model: str | Path) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What surrounds a run: options from files and --help, bars, trackers, traces, ranks that are missing."""
+"""What only some runs need: options from files, --help, resuming, bars, trackers, traces, ranks that are missing."""

@@ -6,8 +6,9 @@ from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.checkpoints import EXPECTED_TO_DIFFER, find_checkpoint, load_checkpoint, saved_checkpoints, saved_options
+from common.checkpoints import find_checkpoint, load_checkpoint, saved_checkpoints
 from common.errors import refusing
+from common.monitor.resuming import EXPECTED_TO_DIFFER, saved_options
 from common.process import say
 
 if TYPE_CHECKING:

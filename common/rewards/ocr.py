@@ -17,13 +17,20 @@ if TYPE_CHECKING:  # slow
     from rapidocr import RapidOCR
 
 
-def ocr(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
+def ocr(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[dict]:
     """max(1 - Levenshtein / len, 0) of the recognised and the quoted text (Flow-GRPO, arXiv 2505.05470v5, section 5.1).
 
-    In [0, 1]; see ocr_score.
+    In [0, 1]; see ocr_score. Beside each score stands the text that was `read`.
     """
-    texts = recognize(images)
-    return [ocr_score(text, quoted_text(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
+    return score_texts(recognize(images), prompts)
+
+
+def score_texts(texts: list[str], prompts: list[str], contains: bool = False) -> list[dict]:
+    """The ocr_score of each text read, for the text that its prompt quotes, and the text."""
+    return [
+        {"score": ocr_score(text, quoted_text(prompt), contains), "read": text}
+        for text, prompt in zip(texts, prompts, strict=True)
+    ]
 
 
 def quoted_text(prompt: str) -> str:

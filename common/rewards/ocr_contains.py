@@ -5,17 +5,14 @@
 It needs nothing, like `ocr`. Flow-GRPO's code has this exemption, its paper does not.
 """
 
-from common.rewards.ocr import ocr_score, quoted_text, recognize
+from common.rewards.ocr import quoted_text, recognize, score_texts
 
 from PIL.Image import Image
 
 
-def ocr_contains(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
+def ocr_contains(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[dict]:
     """The score of `ocr`, in [0, 1], but 1 if the quoted text is part of the recognised text."""
-    scores = []
-    for text, prompt in zip(recognize(images), prompts, strict=True):
-        scores.append(ocr_score(text, quoted_text(prompt), contains=True))
-    return scores
+    return score_texts(recognize(images), prompts, contains=True)
 
 
 # every prompt is checked before any model loads; mypy does not know that functions can have attributes

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from common.distributed import cores_of_this_rank
-from common.rewards.ocr import ocr_score, quoted_text
+from common.rewards.ocr import quoted_text, score_texts
 
 import numpy as np
 from PIL.Image import Image
@@ -21,13 +21,12 @@ if TYPE_CHECKING:  # slow
     from rapidocr import RapidOCR
 
 
-def ocr_scene(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
+def ocr_scene(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[dict]:
     """max(1 - Levenshtein / len, 0) of all text read and the quoted text (Flow-GRPO, arXiv 2505.05470v5, section 5.1).
 
-    In [0, 1]: 1 if the image shows that text and no other, 0 if it shows no text.
+    In [0, 1]: 1 if the image shows that text and no other, 0 if it shows no text. Beside it stands what was `read`.
     """
-    texts = read_scene(images)
-    return [ocr_score(text, quoted_text(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
+    return score_texts(read_scene(images), prompts)
 
 
 # every prompt is checked before any model loads; mypy does not know that functions can have attributes

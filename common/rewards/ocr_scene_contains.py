@@ -6,22 +6,15 @@ It needs nothing, like `ocr_scene`. This is the reward of Flow-GRPO's code, with
 PaddleOCR's.
 """
 
-from common.rewards.ocr import ocr_score, quoted_text
+from common.rewards.ocr import quoted_text, score_texts
 from common.rewards.ocr_scene import read_scene
 
 from PIL.Image import Image
 
 
-def ocr_scene_contains(
-    images: list[Image],
-    prompts: list[str],
-    metadata: list[dict],
-) -> list[float]:
+def ocr_scene_contains(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[dict]:
     """The score of `ocr_scene`, in [0, 1], but 1 if the quoted text is part of the text in the image."""
-    scores = []
-    for text, prompt in zip(read_scene(images), prompts, strict=True):
-        scores.append(ocr_score(text, quoted_text(prompt), contains=True))
-    return scores
+    return score_texts(read_scene(images), prompts, contains=True)
 
 
 # every prompt is checked before any model loads; mypy does not know that functions can have attributes

@@ -3,7 +3,9 @@
 images: list of B PIL images (RGB), or of B videos, lists of PIL frames, where the model makes videos; built-in rewards
 score images. prompts: list of B strings. metadata: list of B dicts, the other fields of a .jsonl prompt file. scores: B
 floats, higher is better. A reward that fails raises an exception: it never returns 0 instead. A reward that fails on
-one image alone may return the exception as that image's score; --reward_failure says what follows.
+one image alone may return the exception as that image's score; --reward_failure says what follows. A score may also be
+a dict, {"score": 0.5, "read": "4711"}: its other numbers and strings are kept with the image and stand below it in
+pictures, and means of the numbers are logged.
 
 Rewards run in a thread beside the rollout, batch by batch as images are finished, so an image's score may not depend on
 the other images of the call. The function may have attributes:
@@ -33,7 +35,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from common.data import PromptSet, gather_shares
-from common.distributed import gather, use_own_gpu
+from common.distributed import gather, gather_objects, use_own_gpu
 from common.errors import RunError, brief, reason, refusing
 from common.process import say
 from common.rollout import Images
@@ -41,10 +43,11 @@ from common.rollout import Images
 import torch
 
 # files here that hold none
-NO_REWARDS = {"__init__", "json_http", "made_pairs", "pair_files", "pairs", "scoring", "stop_rules", "trial"}
-NO_REWARDS |= {"user_code", "watch"}
+NO_REWARDS = {"__init__", "eval_by", "json_http", "made_pairs", "pair_files", "pairs", "scoring", "stop_rules"}
+NO_REWARDS |= {"trial", "user_code", "watch"}
 TOTAL = "weighted_total"  # logged for an evaluation beside each reward
-Reward = Callable[[Images, list[str], list[dict]], Sequence[float | Exception]]
+Reward = Callable[[Images, list[str], list[dict]], Sequence[float | dict | Exception]]
+Details = dict[str, dict[str, float | str]]  # of an image: what a reward said beside its score, by reward
 
 
 def built_in_rewards() -> list[str]:
@@ -134,6 +137,7 @@ class Scorer:
         self.reward_failure = reward_failure
         self.early = {name: f for name, f in rewards.items() if not getattr(f, "whole_batch", False)}
         self.images: list = [None] * len(prompt_set)
+        self.details: list[Details] = [{} for _ in self.images]
         self.scores_of_early = torch.full((len(prompt_set), len(self.early)), torch.nan, dtype=torch.float64)
         self.finished: queue.SimpleQueue = queue.SimpleQueue()  # of (rows, images), and None at the end
         self.error: Exception | None = None  # that ended the thread early
@@ -147,8 +151,10 @@ class Scorer:
             self.images[row] = image
         self.finished.put((list(rows), images))
 
-    def scores(self) -> torch.Tensor:
+    def scores(self, offload: bool = True) -> torch.Tensor:
         """Wait for all scores: (B, R) in fp64, a column for each reward, in their order; NaN as in score_images.
+
+        offload: then run the `offload` of those rewards that have one.
 
         Raises:
             RunError: as score_images; or an image was never handed over, whose NaN would say that a reward failed.
@@ -167,8 +173,10 @@ class Scorer:
                 columns.append(next(early))
             else:
                 alone = {name: function}
-                columns.append(score_images(alone, self.images, self.prompt_set, self.reward_failure)[:, 0])
-        offload_rewards(self.rewards)
+                scores = score_images(alone, self.images, self.prompt_set, self.reward_failure, self.details)
+                columns.append(scores[:, 0])
+        if offload:
+            offload_rewards(self.rewards)
         return torch.stack(columns, 1)
 
     def _score(self) -> None:
@@ -181,18 +189,25 @@ class Scorer:
             for rows, images in iter(self.finished.get, None):
                 if self.early:
                     prompts = self.prompt_set.select(rows)
-                    self.scores_of_early[rows] = score_images(self.early, images, prompts, self.reward_failure)
+                    details = [self.details[row] for row in rows]
+                    scores = score_images(self.early, images, prompts, self.reward_failure, details)
+                    self.scores_of_early[rows] = scores
         except Exception as error:  # raised in `scores`, in the thread that waits for them
             self.error = error
 
 
 @torch.no_grad()
 def score_images(
-    rewards: dict[str, Reward], images: Images, prompt_set: PromptSet, reward_failure: str = "stop"
+    rewards: dict[str, Reward],
+    images: Images,
+    prompt_set: PromptSet,
+    reward_failure: str = "stop",
+    details: Sequence[Details] | None = None,
 ) -> torch.Tensor:
     """Scores (B, R) in fp64 of B images of the B prompts of a PromptSet: a column for each reward, in their order.
 
-    NaN, with reward_failure "mask", where a reward gave an exception instead of a score.
+    NaN, with reward_failure "mask", where a reward gave an exception instead of a score. What a reward returned beside
+    the scores, in dicts, is added to the B details, where they are given.
 
     Raises:
         RunError: naming the reward that raised, gave the wrong number of scores, or a score that is not finite; with
@@ -214,8 +229,31 @@ def score_images(
             raise RunError(
                 f"reward {name} changed the working directory to {os.getcwd()}, and paths of the run with it"
             )
+        returned, said = _split_details(name, returned)
         columns.append(_as_scores(name, returned, prompt_set.prompts, reward_failure))
+        for i, detail in said.items():
+            if details is not None:
+                details[i][name] = detail
     return torch.stack(columns, 1)
+
+
+def _split_details(name: str, returned: Sequence) -> tuple[Sequence, dict[int, dict]]:
+    """What reward `name` returned, with the scores in the place of its dicts; and what else these hold, by image.
+
+    Raises:
+        RunError: a dict has no score, or holds what is neither a finite number nor a string.
+    """
+    if not isinstance(returned, list | tuple):
+        return returned, {}
+    said = {i: value for i, value in enumerate(returned) if isinstance(value, dict)}
+    for i, detail in said.items():
+        for key, value in {"score": None, **detail}.items():
+            is_known = isinstance(value, int | float) and math.isfinite(value)
+            if not is_known and (key == "score" or not isinstance(value, str)):
+                what = "a finite number" if key == "score" else "a finite number or a string"
+                raise RunError(f'reward {name}: image {i}: "{key}" must be {what}, got {brief(repr(value))}')
+    scores = [said[i]["score"] if i in said else value for i, value in enumerate(returned)]
+    return scores, {i: {k: v for k, v in detail.items() if k != "score"} for i, detail in said.items()}
 
 
 def _as_scores(name: str, returned: object, prompts: list[str], reward_failure: str) -> torch.Tensor:
@@ -310,14 +348,34 @@ def _count(has_failed: torch.Tensor, names: Iterable[str]) -> str:
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
-def sample_records(prompts: PromptSet, seeds: list[int], scores: torch.Tensor, names: Iterable[str]) -> list[dict]:
-    """The records of B evaluation images, {"prompt": ..., "seed": ..., "<reward>": score ...}; None: it failed."""
+def sample_records(
+    prompts: PromptSet, seeds: list[int], scores: torch.Tensor, names: Iterable[str], details: Sequence[Details] = ()
+) -> list[dict]:
+    """The records of B images, {"prompt": ..., "seed": ..., "<reward>": score ..., "details": {"<reward>": ...}}.
+
+    A score is None where the reward failed; details are there where a reward gave some.
+    """
     names = list(names)
     records = []
     for prompt, seed, row in zip(prompts.prompts, seeds, scores.tolist(), strict=True):
         by_name = {name: None if math.isnan(score) else score for name, score in zip(names, row, strict=True)}
         records.append({"prompt": prompt, "seed": seed, **by_name})
+    for record, detail in zip(records, details, strict=False):  # () where none are known
+        if detail:
+            record["details"] = detail
     return records
+
+
+def detail_metrics(details: Sequence[Details], prefix: str) -> dict[str, float]:
+    """{prefix/<reward>/<key>: mean} of the numbers in the details of all ranks' images. A collective."""
+    numbers: dict[str, list[float]] = {}
+    for of_rank in gather_objects([detail for detail in details if detail]):
+        for detail in of_rank:
+            for name, said in detail.items():
+                for key, value in said.items():
+                    if not isinstance(value, str):
+                        numbers.setdefault(f"{prefix}/{name}/{key}", []).append(float(value))
+    return {name: math.fsum(values) / len(values) for name, values in sorted(numbers.items())}
 
 
 def eval_metrics(

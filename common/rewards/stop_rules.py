@@ -3,7 +3,7 @@
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from common.errors import brief
@@ -59,3 +59,20 @@ def check_stop_rules(texts: Sequence[str], rewards: Sequence[str], images_per_pr
     for rule in read_stop_rules(texts):
         if rule.metric not in known + more:
             raise ValueError(brief(f"--stop_if {rule}: no evaluation logs {rule.metric}; there are {', '.join(known)}"))
+
+
+def met_rules(
+    rules: Sequence[StopRule], step: int, metrics: dict, say: Callable[[str], None]
+) -> tuple[dict[str, float], str | None]:
+    """The rules that a step's metrics meet, as metrics, and why the run ends; ({}, None) where there is no evaluation.
+
+    say: prints a line, which names an evaluation that lacks the metric of a rule.
+    """
+    if not any(name.startswith("val/") for name in metrics):
+        return {}, None
+    missing = [rule for rule in rules if rule.metric not in metrics]
+    for rule in missing:
+        say(f"step {step}: --stop_if {rule} cannot end the run: the evaluation lacks {rule.metric}")
+    met = [rule for rule in rules if rule not in missing and rule.holds(float(metrics[rule.metric]))]
+    told = [f"{rule.metric} is {float(metrics[rule.metric]):.4g} (--stop_if {rule})" for rule in met]
+    return {f"training/stop_if/{rule}": 1.0 for rule in met}, ", ".join(told) or None

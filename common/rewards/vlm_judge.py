@@ -57,7 +57,7 @@ class Settings(NamedTuple):
     max_tokens: int
 
 
-def vlm_judge(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float | Exception]:
+def vlm_judge(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[dict | Exception]:
     """(score - least) / (highest - least), in [0, 1], for the score at the end of the judge's answer.
 
     The judge is asked at temperature 0. An image fails if its answer has no score or is cut short, or if the server
@@ -68,8 +68,8 @@ def vlm_judge(images: list[Image], prompts: list[str], metadata: list[dict]) -> 
     return in_threads(lambda pair: judge(settings, *pair), pairs, settings.server.concurrency)
 
 
-def judge(settings: Settings, image: Image, prompt: str) -> float | Exception:
-    """The score of one image, or the ValueError or RefusedRequest that says why it has none."""
+def judge(settings: Settings, image: Image, prompt: str) -> dict | Exception:
+    """The score of one image and the judge's `answer`; or the ValueError or RefusedRequest that says why not."""
     image_part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_base64(image)}"}}
     question = {"type": "text", "text": settings.question.replace("{prompt}", prompt)}
     payload = {
@@ -91,7 +91,7 @@ def judge(settings: Settings, image: Image, prompt: str) -> float | Exception:
     try:
         if is_cut:  # the last number may be half of a number
             raise ValueError(f"an answer cut at VLM_JUDGE_MAX_TOKENS {settings.max_tokens}: {str(text)[-200:]!r}")
-        return read_score(text or "", settings.least, settings.highest)
+        return {"score": read_score(text or "", settings.least, settings.highest), "answer": text}
     except ValueError as error:
         return error
 

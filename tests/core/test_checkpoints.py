@@ -10,16 +10,10 @@ import time
 import zipfile
 from contextlib import contextmanager
 
-from common.checkpoints import (
-    find_checkpoint,
-    load_checkpoint,
-    resume_differences,
-    rewind,
-    save_checkpoint,
-    saved_checkpoints,
-)
+from common.checkpoints import find_checkpoint, load_checkpoint, save_checkpoint, saved_checkpoints
 from common.distributed import restore_rng_states, rng_states
 from common.errors import RunError
+from common.monitor.resuming import resume_differences, rewind
 from common.process import catch_stop_signals, stop_requested
 from common.run import Run
 from tests.conftest import assert_same

@@ -159,6 +159,17 @@ def test_read_verl_omni_rows(tmp_path, capfd):
     assert read_prompts(str(path), max_prompts=3) == prompts.select(range(3))
 
 
+def test_a_negative_prompt_that_is_not_blank_is_read(tmp_path):
+    rows = [verl_row(0), verl_row(1, negative_prompt=chat(" blurry ", "Describe the image:"))]
+    prompts = read_prompts(write_rows(tmp_path / "train.parquet", rows))
+    assert prompts.negative_prompts("dark") == ["dark", "blurry"]
+    assert "negative_prompt" not in prompts.metadata[0]
+    lines = write(tmp_path, "a.jsonl", '{"prompt": "a", "negative_prompt": ""}\n{"prompt": "b"}\n')
+    assert read_prompts(lines).negative_prompts("dark") == ["", "dark"]  # an empty one is one
+    with pytest.raises(ValueError, match=r'a.jsonl:2: "negative_prompt": must be a string'):
+        read_prompts(write(tmp_path, "a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "negative_prompt": 3}\n'))
+
+
 def test_read_verl_omni_rows_of_a_user_alone(tmp_path, capfd):
     """Those of sd3_ocr.py: no system message, no negative prompt; and a column of strings."""
     fields = {name: VERL_OMNI.field(name).type for name in ("data_source", "prompt", "ability", "reward_model")}
@@ -186,7 +197,6 @@ def test_read_verl_omni_rows_of_a_user_alone(tmp_path, capfd):
         ({"prompt": [{"role": None, "content": "a mug"}]}, "prompt: must be"),
         ({"prompt": [None]}, "prompt: must be"),
         ({"prompt": chat(" \t")}, "prompt: must not be blank"),
-        ({"negative_prompt": chat("blurry", "S")}, "negative_prompt: must be blank"),
         ({"negative_prompt": []}, "negative_prompt: must be a string or one user message"),
         ({"prompt": chat("a mug without a text")}, "OCR needs a prompt with text in double quotes"),
     ],

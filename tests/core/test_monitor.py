@@ -7,6 +7,9 @@ from types import ModuleType, SimpleNamespace
 import diffusion_nft
 import flow_grpo
 from common.models.devices import DEVICES, find_device
+from common.models.family import find_family
+from common.models.lora import make_lora
+from common.models.memory import Blueprint
 from common.monitor import profiling
 from common.monitor.profiling import count_flops, utilisation
 from common.monitor.tracking import check_tracker, start_tracker
@@ -47,9 +50,9 @@ def test_flops_are_those_of_a_ranks_passes(monkeypatch, module):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     args = module.Args()
     seconds = count_flops(asdict(args))
-    family = profiling.find_family(args.model, *args.image_size, 1, 1.0)
-    lora = profiling.make_lora(args, family)
-    blueprint = profiling.Blueprint(family, args.model, lora, torch.float32)
+    family = find_family(args.model, *args.image_size, 1, 1.0)
+    lora = make_lora(args, family)
+    blueprint = Blueprint(family, args.model, lora, torch.float32)
     cost = blueprint.velocity(args.image_size, 1, args.max_sequence_length, 1.0, train=True)
     share = args.num_prompts * args.group_size // 2
     if module is flow_grpo:

@@ -39,8 +39,9 @@ OUTSIDE_AND_INSIDE = {  # of each bound that an option can have
     "a finite number": ([], [-1]),
 }
 OPTIONS_BY_BOUND = {
-    "at least 0": """max_minutes profile_steps profile_rank shard_ranks cpu_threads save_every lora_rank lr_warmup_steps
-        weight_decay max_prompts engine_devices sde_window_size kl_coef num_steps learning_rate micro_batch_size""",
+    "at least 0": """max_minutes profile_steps profile_rank shard_ranks cpu_threads save_every lora_rank
+        lr_warmup_steps save_rollouts weight_decay max_prompts engine_devices sde_window_size kl_coef num_steps
+        learning_rate micro_batch_size""",
     "at least 1": """keep_checkpoints image_size num_frames max_sequence_length lora_alpha eval_every
         eval_num_inference_steps eval_image_size eval_guidance_scale eval_images_per_prompt
         rollout_batch_size engine_tensor_parallel num_prompts guidance_scale updates_per_rollout

@@ -333,13 +333,15 @@ def test_a_run_stops_where_its_longest_step_would_not_fit_any_more(tmp_path, mon
 
 def test_three_steps_without_a_finite_gradient_are_too_many(tmp_path):
     run = Run(tmp_path)
-    for metrics in ({}, {}, {"actor/grad_norm": 0.0}, {}, {}):
-        run.check_finite(metrics)
-    run.step = 9
+    for step, metrics in enumerate(({}, {}, {"actor/grad_norm": 0.0}, {}, {}), 4):
+        run.begin_step(step)
+        run.write(metrics | {"actor/skipped_steps": 4})
+        run.write({})  # an evaluation's, which has no gradient, does not count
+    run.begin_step(9)
     with pytest.raises(
         RunError, match="^step 9: no finite gradient in 3 training steps in a row: lower --learning_rate$"
     ):
-        run.check_finite({})
+        run.write({"actor/skipped_steps": 4})
 
 
 # ---- Run: resuming ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ import subprocess
 import sys
 
 import flow_grpo
-from common.checkpoints import save_checkpoint, say_resumed
+from common.checkpoints import save_checkpoint
+from common.monitor.resuming import say_resumed
 from common.options import parse_args
 from common.run import Run
 from tests.conftest import ROOT

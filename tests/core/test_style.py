@@ -187,7 +187,7 @@ def test_the_readmes_excerpt_is_mains_training_step():
     blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
     excerpt = next(block for block in blocks if "sampler.draw()" in block).split("```")[0]
     loop = (ROOT / "flow_grpo.py").read_text().split("        run.begin_step(step)\n")[1].split("# RUN LOGIC")[0]
-    left_out = ("#", "with run.timed", "metrics = reward_metrics", 'metrics["critic/', "if engine:")
+    left_out = ("#", "with run.timed", "metrics = reward_metrics", "metrics |= run.watch", "if engine:")
     lines = [line.strip() for line in loop.splitlines()]
     expected = [line for line in lines if line and not line.startswith(left_out)]
     assert [line.strip() for line in excerpt.splitlines()] == expected

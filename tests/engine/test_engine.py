@@ -13,6 +13,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import flow_grpo
+from common.data import PromptSet
 from common.engine import client, launch, messages
 from common.engine.client import EngineError, VLLMEngine
 from common.models.adapter_files import read_lora
@@ -54,7 +55,7 @@ def bf16_engine(tmp_path_factory):
 
 def request_for(model, args, sde_steps=(0, 1, 2, 3, 4), seeds=range(7)):
     prompt_index = torch.arange(len(seeds)) % len(PROMPTS)
-    encoded = flow_grpo.encode_prompts(args, model, PROMPTS)
+    encoded = flow_grpo.encode_prompts(args, model, PromptSet(PROMPTS, [{}] * len(PROMPTS)))
     return flow_grpo.make_request(args, model, encoded, prompt_index, list(seeds), sde_steps=sde_steps)
 
 

@@ -647,7 +647,7 @@ def test_a_published_step_at_512(name, checkpoint, monkeypatch):
     if makes_videos(model):
         model.pipe.vae_scale_factor_spatial = 16 if "2.2" in name else VAE_FACTOR
         model.pipe.vae_scale_factor_temporal = 4
-    takes_two_passes = model.encode_negative(GUIDANCE, LENGTH) is not None
+    takes_two_passes = model.encode_negative([""], GUIDANCE, LENGTH) is not None
     with torch.device("meta"):
         add_policies(model, make_lora(SharedArgs(lora_rank=32, lora_alpha=64), type(model)), ["default"], seed=0)
     # as on a GPU, a tensor on another device, here the timestep, is an error unless it is moved

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+from common.engine import launch
 from common.errors import RunError
 from common.models import layout
 from common.models.family import find_family, load_model
@@ -126,12 +127,12 @@ def test_float8_weights_are_loaded_in_the_runs_dtype_and_a_line_says_so(copy, ca
 
 def test_an_engine_does_not_load_variants_and_says_so_first(copy, tmp_path, monkeypatch):
     (file,) = (copy / "vae").glob("*.safetensors")
-    layout.check_plain(copy)
-    layout.check_plain("someone/unknown")
+    launch.check_plain(copy)
+    launch.check_plain("someone/unknown")
     file.rename(file.with_name("diffusion_pytorch_model.fp16.safetensors"))
     for model in (copy, cache(copy, tmp_path / "hub", monkeypatch)):
         with pytest.raises(ValueError, match=rf"^--rollout vllm: {model} has vae as the variant fp16 alone, which "):
-            layout.check_plain(model)
+            launch.check_plain(model)
 
 
 # ---- what is refused, in one line, before anything loads -------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_every_prompt_is_encoded_once_and_alone_and_then_read(one_rank, tmp_path
     together = model.encode_prompts([PROMPTS[1], PROMPTS[0], PROMPTS[1]], LENGTH)
     assert len(calls) == 3
     assert_equal(together, {name: torch.cat([alone[i][name] for i in (1, 0, 1)]) for name in together})
-    assert_equal(model.encode_negative(4.5, LENGTH), alone[2])
+    assert_equal(model.encode_negative([""], 4.5, LENGTH), alone[2])
 
     another = embedded_model(torch.bfloat16)  # the next run
     calls = counting(another, monkeypatch)

@@ -89,15 +89,18 @@ def test_light_text_upon_dark_ground_is_read():
 def test_scores_by_hand(target, plain, contains, pictures):
     images = [pictures["lines, the largest last"]]
     prompts = [f'a window that says "{target}" at noon']
-    assert ocr_scene(images, prompts, [{}]) == pytest.approx([plain], abs=1e-12)
-    assert ocr_scene_contains(images, prompts, [{}]) == pytest.approx([contains], abs=1e-12)
+    for reward, expected in ((ocr_scene, plain), (ocr_scene_contains, contains)):
+        (scored,) = reward(images, prompts, [{}])
+        assert scored["score"] == pytest.approx(expected, abs=1e-12)
+        assert scored["read"].lower().replace(" ", "") == "freshbreaddaily"
 
 
 @pytest.mark.parametrize("size", [(512, 512), (96, 32), (1024, 200)])
 def test_a_picture_without_text_scores_0_because_nothing_is_read(size, caplog, capfd):
     image = Image.new("RGB", size, "grey")
     assert read_scene([image]) == [""]
-    assert ocr_scene([image], ['a sign "4711"'], [{}]) == ocr_scene_contains([image], ['a sign "4711"'], [{}]) == [0]
+    for reward in (ocr_scene, ocr_scene_contains):
+        assert reward([image], ['a sign "4711"'], [{}]) == [{"score": 0, "read": ""}]
     # no warning, which a run would repeat for each image
     assert caplog.text == "" and capfd.readouterr() == ("", "")
 

@@ -99,8 +99,10 @@ def test_ocr_reads_an_image(signs):
     prompts = ['a sign "4711"', 'a sign "47 11"', 'a sign "4718"', 'a sign "471"', 'a sign "71"', 'a sign "ab"']
     images = [signs[0]] * len(prompts)
     # Levenshtein 0, 0, 1 of 4, 1 of 3, 2 of 2, 4 capped at 2
-    assert ocr(images, prompts, [{}] * 6) == pytest.approx([1, 1, 3 / 4, 2 / 3, 0, 0], abs=1e-12)
-    assert ocr_contains(images, prompts, [{}] * 6) == pytest.approx([1, 1, 3 / 4, 1, 1, 0], abs=1e-12)
+    for reward, expected in ((ocr, [1, 1, 3 / 4, 2 / 3, 0, 0]), (ocr_contains, [1, 1, 3 / 4, 1, 1, 0])):
+        scored = reward(images, prompts, [{}] * 6)
+        assert [one["score"] for one in scored] == pytest.approx(expected, abs=1e-12)
+        assert [one["read"] for one in scored] == ["4711"] * 6
     with pytest.raises(ValueError, match="double quotes"):
         ocr(images[:1], ["a sign"], [{}])
     with pytest.raises(ValueError):  # a prompt for each image

@@ -1,0 +1,114 @@
+"""What a resumed run does with what an earlier one left: its options, its log, its best score."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.checkpoints import (
+    atomic_file,
+    checkpoint_step,
+    find_checkpoint,
+    load_checkpoint,
+    of_this_script,
+    remove_checkpoint,
+    saved_checkpoints,
+)
+from common.distributed import on_rank_0
+from common.errors import UNREADABLE, RunError, brief
+from common.process import say
+
+# options that may differ between a checkpoint and the run that resumes from it without a word
+EXPECTED_TO_DIFFER = (
+    *("name", "output_dir", "args", "resume", "eval_only"),
+    *("num_steps", "max_minutes", "stop_if", "keep_checkpoints", "save_every", "save_rollouts", "track"),
+)
+# the options that an evaluation's score depends on, beside the weights and the settings of its rewards
+OF_THE_SCORE = (
+    *("reward", "reward_weights", "eval_prompts", "max_prompts", "eval_images_per_prompt", "model", "dtype"),
+    *("image_size", "num_frames", "max_sequence_length", "eval_num_inference_steps", "guidance_scale"),
+    *("negative_prompt", "eval_image_size", "eval_guidance_scale"),
+)
+
+
+def saved_options(resume: str) -> dict:
+    """{name: value} of the options of the run that wrote the checkpoint of --resume, a file or a run folder.
+
+    Raises:
+        ValueError: there is no good checkpoint, or it is of another script.
+    """
+    checkpoint = of_this_script(find_checkpoint(resume))
+    if checkpoint is None:
+        raise ValueError(brief(f"--resume {resume}: no checkpoint there"))
+    return load_checkpoint(checkpoint)["args"]
+
+
+def rewind(run: Path | str, step: int) -> None:
+    """Cut a run's folder back to the moment when it had just saved `step`: later checkpoints and metrics go. On rank 0.
+
+    A last line of metrics.jsonl that a kill cut short goes as well. The resumed run's file then equals the file of a
+    run that was never interrupted.
+
+    Raises:
+        RunError: a line of metrics.jsonl is not a step's metrics.
+    """
+    if not on_rank_0():
+        return
+    metrics = Path(run) / "metrics.jsonl"
+    if metrics.exists():
+        try:
+            lines = metrics.read_bytes().splitlines(keepends=True)
+            complete = [line for line in lines if line.endswith(b"\n")]
+            up_to_step = [line for line in complete if json.loads(line)["training/global_step"] <= step]
+        except (*UNREADABLE, KeyError, TypeError) as error:
+            fault = f"{metrics}: a line is not a step's metrics ({error!r}); repair or remove it"
+            raise RunError(brief(fault)) from error
+        with atomic_file(metrics) as temporary:
+            temporary.write_bytes(b"".join(up_to_step))
+    for path in saved_checkpoints(run):
+        if checkpoint_step(path) > step:
+            remove_checkpoint(path)
+            say(f"continuing from step {step}: the later {path} is removed")
+
+
+def resume_differences(saved_options: dict, options: dict, ignore: Sequence[str] = ()) -> list[str]:
+    """Two dicts of options -> ["learning_rate: 0.001 -> 0.0003"] for those that differ; (1, 2) equals [1, 2]."""
+    saved = json.loads(json.dumps(saved_options, default=str))
+    now = json.loads(json.dumps(options, default=str))
+    names = {*saved, *now} - {*ignore}
+    differences = []
+    for name in sorted(names):
+        if name not in now:
+            differences.append(f"{name} ({saved[name]}) is no option any more")
+        elif name not in saved:
+            differences.append(f"{name} is new: {now[name]}")
+        elif saved[name] != now[name]:
+            differences.append(f"{name}: {saved[name]} -> {now[name]}")
+    return differences
+
+
+def of_the_score(options: dict) -> dict:
+    """{name: value} of the options and settings that the weighted total of an evaluation depends on."""
+    found = {name: options.get(name) for name in OF_THE_SCORE}
+    settings = options.get("reward_settings", {})
+    for reward in options.get("reward", ()):
+        for variable, value in (settings.get(reward) or settings.get(reward.rpartition(":")[2], {})).items():
+            if not variable.endswith("_URL"):  # a server that has moved is not another judge
+                found[variable] = value
+    return found
+
+
+def say_resumed(path: Path | str, saved_options: dict, options: dict) -> bool:
+    """Print, on rank 0, which checkpoint the run resumes from, and which options differ from the recorded ones.
+
+    Returns whether later evaluations can be compared with the best one before: same run, same scoring.
+    """
+    differences = resume_differences(saved_options, options, EXPECTED_TO_DIFFER)
+    is_same_run = options["resume"] == "latest"
+    before = of_the_score(saved_options)
+    now = of_the_score(options)
+    rescored = [name for name in before | now if before.get(name) != now.get(name)]
+    if is_same_run and rescored:
+        differences.append(f"{rescored[0]} changes the score: best_adapter is chosen again")
+    if on_rank_0():
+        say("; ".join([f"loaded {path}", *differences]))
+    return is_same_run and not rescored
