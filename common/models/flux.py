@@ -17,6 +17,7 @@ class Flux(Family):
     """The transformer takes tokens (B, h w / 4, 4 C), each of 2 x 2 latents; they are packed in predict_velocity."""
 
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    has_negative_prompt = False  # guidance is an input of the transformer
 
     @staticmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:

@@ -7,9 +7,14 @@ from dataclasses import replace
 from typing import get_args, get_type_hints
 from unittest import mock
 
+import diffusion_nft
+import dpo_offline
 import flow_grpo
+from common.data import PromptSet
 from common.engine import client
+from common.models.flux import Flux
 from common.options import check_options, parse_args
+from common.run import Inputs
 from common.sde import image_seed
 from tests.conftest import (
     ROOT,
@@ -344,3 +349,38 @@ def test_guidance_of_the_evaluation_is_not_that_of_the_rollouts():
     assert (same.num_inference_steps, same.guidance_scale, same.image_size) == (7, 4.0, (32, 96))
     other = replace(args, eval_guidance_scale=1.0, eval_image_size=(64, 64)).for_evaluation
     assert (other.guidance_scale, other.image_size, other.num_prompts) == (1.0, (64, 64), args.num_prompts)
+
+
+# ---- the learning rate -----------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_the_schedules_of_the_learning_rate_by_hand():
+    """6 optimizer steps, of which 2 warm up: the factor is 1 at the second, and 0 would be at the seventh."""
+    six = {"num_steps": 3, "updates_per_rollout": 2}
+    constant, linear, cosine = (
+        flow_grpo.Args(lr_schedule=name, lr_warmup_steps=2, **six) for name in ("constant", "linear", "cosine")
+    )
+    steps = range(1, 7)
+    assert [constant.lr_factor(k) for k in steps] == [0.5, 1, 1, 1, 1, 1]
+    assert [linear.lr_factor(k) for k in steps] == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2])
+    expected = [0.5, *((1 + math.cos(math.pi * part / 5)) / 2 for part in range(5))]
+    assert [cosine.lr_factor(k) for k in steps] == pytest.approx(expected)
+    assert linear.lr_factor(9) == pytest.approx(0.2)  # a run that is resumed with fewer updates per rollout
+    assert dpo_offline.Args(lr_schedule="linear", num_steps=3).lr_factor(3) == pytest.approx(1 / 4)
+    assert [flow_grpo.Args(**six).lr_factor(k) for k in steps] == [1] * 6
+
+
+@pytest.mark.fast
+def test_a_negative_prompt_needs_guidance():
+    for given in ({"guidance_scale": 4.5}, {"eval_guidance_scale": 2.0}):
+        check_options(flow_grpo.Args(negative_prompt="blurry", **given))
+    for args in (flow_grpo.Args(negative_prompt="blurry"), diffusion_nft.Args(negative_prompt="blurry")):
+        with pytest.raises(ValueError, match="^--negative_prompt: needs guidance, a --guidance_scale above 1$"):
+            check_options(args)
+
+
+@pytest.mark.fast
+def test_a_model_without_a_negative_prompt_refuses_one():
+    options = {"reward": ("ocr",), "eval_reward": (), "micro_batch_size": 4, "negative_prompt": "blurry"}
+    inputs = Inputs(Flux, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=None)
+    with pytest.raises(ValueError, match="^--negative_prompt: Flux's guidance takes none$"):
+        inputs.settle(options)

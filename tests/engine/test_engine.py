@@ -95,6 +95,20 @@ def test_parity_base_and_after_a_push(engine, guidance_scale, sde_type):
     assert_parity(engine, base, args, request, lora=False)  # the reference policy is still there
 
 
+def test_parity_with_a_negative_prompt_for_each_prompt(engine):
+    """Guidance moves each image away from its own prompt's; and it is another image without them."""
+    model, args, _ = policy_without_fsdp(trained=False, guidance_scale=3.0)
+    records = [{"negative_prompt": text} for text in ("a blue sign", "", "text")]
+    encoded = flow_grpo.encode_prompts(args, model, PromptSet(PROMPTS, records))
+    assert all(len(tensor) == len(PROMPTS) for tensor in encoded["negative_conditioning"].values())
+    plain = request_for(model, args)
+    request = replace(plain, negative_conditioning=encoded["negative_conditioning"])
+    assert_parity(engine, model, args, request, lora=False)
+    with_them, without = (flow_grpo.rollout(args, model, None, one).latents[:, -1] for one in (request, plain))
+    is_alike = (with_them - without).abs().amax((1, 2, 3)) < 1e-4
+    assert is_alike.tolist() == (request.prompt_index == 1).tolist()
+
+
 def test_parity_of_a_step_from_a_users_file(engine, tmp_path):
     """The engine's process also reads `--sde_type path/to/file.py:function`."""
     (tmp_path / "steps.py").write_text(

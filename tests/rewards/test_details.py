@@ -1,0 +1,154 @@
+"""What a reward says beside its score, the images of a rollout, and the rewards of a field's values."""
+
+import json
+
+from common.data import PromptSet
+from common.errors import RunError
+from common.plots import open_png, save_samples
+from common.rewards.eval_by import check_field, metrics_by_field
+from common.rewards.scoring import Scorer, detail_metrics, sample_records, score_images
+from tests.conftest import TINY, few_eval_prompts, on_ranks, read_metrics, run_here
+
+import pytest
+import torch
+from PIL import Image
+
+IMAGES = [Image.new("RGB", (4, 2), (level, 0, 0)) for level in (10, 20, 30)]
+PROMPTS = PromptSet(["first", "second", "third"], [{}] * 3)
+NAN = float("nan")
+
+
+def redness(images, prompts, metadata):
+    """Dicts with a number and a string."""
+    reds = [image.getpixel((0, 0))[0] for image in images]
+    return [{"score": red / 10, "red": red, "said": f"{red} of red"} for red in reds]
+
+
+def plain(images, prompts, metadata):
+    return [0.5] * len(images)
+
+
+# ---- what a reward returns -------------------------------------------------------------------------------------------
+@pytest.mark.fast
+@pytest.mark.parametrize("whole_batch", [False, True])
+def test_a_scorer_keeps_what_a_reward_says_beside_each_score(whole_batch, monkeypatch):
+    monkeypatch.setattr(redness, "whole_batch", whole_batch, raising=False)
+    scorer = Scorer({"redness": redness, "plain": plain}, PROMPTS)
+    scorer.add([2, 0], [IMAGES[2], IMAGES[0]])
+    scorer.add([1], [IMAGES[1]])
+    assert scorer.scores().tolist() == [[1, 0.5], [2, 0.5], [3, 0.5]]
+    assert scorer.details == [{"redness": {"red": red, "said": f"{red} of red"}} for red in (10, 20, 30)]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("detail", "told"),
+    [
+        ({"red": 3}, 'image 1: "score" must be a finite number, got None'),
+        ({"score": "high"}, "image 1: \"score\" must be a finite number, got 'high'"),
+        ({"score": NAN}, 'image 1: "score" must be a finite number, got nan'),
+        ({"score": 1, "red": NAN}, 'image 1: "red" must be a finite number or a string, got nan'),
+        ({"score": 1, "red": None}, 'image 1: "red" must be a finite number or a string, got None'),
+    ],
+)
+def test_a_dict_without_a_score_or_with_something_else_is_refused(detail, told):
+    with pytest.raises(RunError, match=rf"^reward odd: {told}$"):
+        score_images({"odd": lambda *_: [0.5, detail, ValueError("no")]}, IMAGES, PROMPTS, "mask")
+
+
+@pytest.mark.fast
+def test_a_failed_image_and_a_plain_score_have_no_details():
+    details = [{}, {}, {}]
+    mixed = [{"score": 1, "read": "a"}, ValueError("no"), 0.25]
+    scores = score_images({"mixed": lambda *_: mixed}, IMAGES, PROMPTS, "mask", details)
+    assert scores[[0, 2], 0].tolist() == [1, 0.25] and scores[1].isnan()
+    assert details == [{"mixed": {"read": "a"}}, {}, {}]
+
+
+@pytest.mark.fast
+def test_means_of_the_numbers_are_over_all_ranks_images(monkeypatch):
+    """Rank 0 has two images, and rank 1 one; strings are no numbers."""
+    of_ranks = [[{"a": {"red": 1, "said": "x"}}, {"a": {"red": 2.0}, "b": {"n": 5}}], [{"a": {"red": 6}}, {}]]
+    found, _ = on_ranks(monkeypatch, 2, lambda rank: detail_metrics(of_ranks[rank], "reward"))
+    assert found == [{"reward/a/red": 3.0, "reward/b/n": 5.0}] * 2
+
+
+@pytest.mark.fast
+def test_details_stand_in_the_records_and_below_the_images(one_rank, tmp_path):
+    details = [{"a": {"read": "4711"}}, {}, {"a": {"read": "25"}, "b": {"sure": 0.5, "answer": "yes"}}]
+    scores = torch.tensor([[0.5, 1], [0.25, 2], [1, 3]], dtype=torch.float64)
+    records = sample_records(PROMPTS, [7, 8, 9], scores, ["a", "b"], details)
+    assert records[0] == {"prompt": "first", "seed": 7, "a": 0.5, "b": 1, "details": {"a": {"read": "4711"}}}
+    assert "details" not in records[1]
+    grid = save_samples(tmp_path, [0, 1, 2], IMAGES, records)
+    assert [caption for _, caption in grid] == [
+        "first\na 0.50  b 1.00\nread 4711",
+        "second\na 0.25  b 2.00",
+        "third\na 1.00  b 3.00\nread 25\nsure 0.50  answer yes",
+    ]
+
+
+# ---- --eval_by -------------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_rewards_of_a_fields_values_by_hand(monkeypatch):
+    """Four prompts of two images over two ranks, dealt one by one; the second image of the last prompt failed."""
+    field = ["signs", "signs", "mugs", "mugs"]
+    scores = torch.tensor([[1, 10], [3, 30], [5, 50], [7, 70], [2, 0], [4, 0], [8, 0], [NAN, 0]], dtype=torch.float64)
+
+    def of_rank(rank):
+        places = [place for place in range(8) if place % 2 == rank]
+        prompts = PromptSet(["p"] * 4, [{"kind": field[place // 2]} for place in places])
+        scorer = Scorer({"a": plain, "watches": plain}, prompts)
+        weights = {"reward_weights": (0.5,), "images_per_prompt": 2}
+        return metrics_by_field("kind", scorer, scores[places], places, **weights)
+
+    (metrics, others), _ = on_ranks(monkeypatch, 2, of_rank)
+    assert metrics == others
+    assert {name: value.item() for name, value in metrics.items()} == {
+        "val/signs/a/mean@2": 4,  # (1 + 3) / 2 and (5 + 7) / 2
+        "val/signs/a/best@2": 5,  # 3 and 7
+        "val/signs/watches/mean@2": 40,
+        "val/signs/watches/best@2": 50,
+        "val/signs/weighted_total/mean@2": 2,
+        "val/signs/weighted_total/best@2": 2.5,
+        "val/mugs/a/mean@2": 5.5,  # (2 + 4) / 2 and 8
+        "val/mugs/a/best@2": 6,
+        "val/mugs/watches/mean@2": 0,
+        "val/mugs/watches/best@2": 0,
+        "val/mugs/weighted_total/mean@2": 2.75,
+        "val/mugs/weighted_total/best@2": 3,
+    }
+
+
+@pytest.mark.fast
+def test_a_prompt_without_the_field_is_named_before_anything_loads():
+    check_field(PromptSet(["a", "b"], [{"kind": "x"}, {"kind": 3}]), "kind")
+    for record in ({}, {"kind": None}, {"kind": ["x"]}):
+        with pytest.raises(ValueError, match="^--eval_by kind: no such field of the prompt 'b', "):
+            check_field(PromptSet(["a", "b"], [{"kind": "x"}, record]), "kind")
+
+
+# ---- in a run --------------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_a_run_writes_its_rollouts_and_what_the_reward_read(tmp_path):
+    few_eval_prompts(tmp_path, 2)
+    prompts = [{"prompt": f'a red sign that says "{text}"', "kind": kind} for text, kind in (("11", "a"), ("25", "b"))]
+    (tmp_path / "kinds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in prompts))
+    options = ["--rollout", "local", "--num_steps", 2, "--save_rollouts", 2, *TINY, "--lr_schedule", "linear"]
+    options += ["--eval_prompts", "kinds.jsonl", "--eval_by", "kind"]
+    assert run_here(tmp_path, "flow_grpo.py", *options) is None
+    run = tmp_path / "runs" / "flow_grpo"
+    assert [path.name for path in (run / "rollouts").iterdir()] == ["0002"]
+    folder = run / "rollouts" / "0002"
+    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [record["file"] for record in records] == [f"{place:05d}.png" for place in range(16)]
+    assert len({record["prompt"] for record in records[:4]}) == 1 and len({record["seed"] for record in records}) == 16
+    rows = read_metrics(run)
+    mean = sum(record["ocr"] for record in records) / 16
+    assert rows[2]["critic/rewards/ocr/mean"] == pytest.approx(mean, abs=1e-12)
+    assert max(record["advantage"] for record in records) == pytest.approx(rows[2]["critic/advantages/max"])
+    assert all(isinstance(record["details"]["ocr"]["read"], str) for record in records)
+    assert open_png(folder / "00015.png").size == (96, 32) and (folder / "grid.png").is_file()
+    by_kind = [rows[2][f"val/{kind}/ocr/mean@1"] for kind in "ab"]
+    assert sum(by_kind) / 2 == pytest.approx(rows[2]["val/ocr/mean"], abs=1e-12)
+    assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([1e-3 * 2 / 3, 1e-3 / 3])  # 0 at step 3
