@@ -24,7 +24,7 @@ class RolloutRequest:
     seeds: list[int]
     """B seeds of each image's noise: its initial latents first, then one draw for every SDE step"""
     timesteps: torch.Tensor
-    """(T,) fp32 in (0, 1000]"""
+    """(T,) fp32 in (0, 1000], best on the model's device"""
     sigmas: torch.Tensor
     """(T + 1,) fp32 in [0, 1]"""
     latent_shape: tuple[int, ...]
@@ -74,30 +74,32 @@ class RolloutRequest:
         start = self.initial_latents
         if start is not None:
             start = start.cpu()
-        return replace(self, conditioning=conditioning, negative_conditioning=negative, initial_latents=start)
+        timesteps = self.timesteps.cpu()
+        moved: dict = {"conditioning": conditioning, "negative_conditioning": negative, "initial_latents": start}
+        return replace(self, timesteps=timesteps, **moved)
 
     def select(self, rows: torch.Tensor) -> "RolloutRequest":
         """The same request for some of its images, `rows` (N,); conditioning is expanded to one row per image."""
         prompts = self.prompt_index[rows]  # (N,)
+        on_device = prompts.to(next(iter(self.conditioning.values())).device)  # once, for all of them
         start = self.initial_latents
         if start is not None:
             start = start[rows]
         return replace(
             self,
-            conditioning={name: tensor[prompts.to(tensor.device)] for name, tensor in self.conditioning.items()},
-            negative_conditioning=self.negatives_of(prompts),
+            conditioning={name: tensor[on_device] for name, tensor in self.conditioning.items()},
+            negative_conditioning=self.negatives_of(on_device),
             prompt_index=torch.arange(len(prompts)),
             seeds=[self.seeds[row] for row in rows.tolist()],
             initial_latents=start,
         )
 
     def negatives_of(self, prompts: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        """The negative conditioning of some of the prompts, rows (n,): (n, ...), or the one row (1, ...) of all."""
+        """The negative conditioning of some prompts (n,), on its device: (n, ...), or the one row (1, ...) of all."""
         if self.negative_conditioning is None:
             return None
         return {
-            name: tensor if len(tensor) == 1 else tensor[prompts.to(tensor.device)]
-            for name, tensor in self.negative_conditioning.items()
+            name: tensor if len(tensor) == 1 else tensor[prompts] for name, tensor in self.negative_conditioning.items()
         }
 
     def select_steps(self, start: int, end: int) -> "RolloutRequest":

@@ -177,7 +177,7 @@ def make_request(
         **encoded,
         prompt_index=prompt_index,
         seeds=seeds,
-        timesteps=timesteps,  # (T,)
+        timesteps=timesteps.to(model.device),  # (T,)
         sigmas=sigmas,  # (T + 1,)
         latent_shape=latent_shape,  # (C, h, w); (C, f, h, w) for a video
         height=height,
@@ -573,6 +573,7 @@ def accumulate_gradients(
     passes: list[dict[str, Tensor]] = []
     for rows in micro_batches:
         sub_request = batch.request.select(rows)
+        rows = rows.to(latents.device)  # once: a GPU waits for every index that comes from the CPU
         for w, i in enumerate(sde_steps):  # w: column of the W trained steps; i: sampling step
             x = latents[rows, i]
             x_next = latents[rows, i + 1]
