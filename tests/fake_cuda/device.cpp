@@ -631,6 +631,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   // one: they are one kernel here, too
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const bool is_one_kernel = name.name == "aten::copy_" || name.name == "aten::resize_" || name.name == "aten::set_" ||
+        name.name == "aten::native_layer_norm" || name.name == "aten::native_group_norm" ||
         name.name.rfind("aten::_foreach_", 0) == 0;
     const bool is_free = !c10::Dispatcher::singleton().findSchema(name)->hasKernelForDispatchKey(c10::DispatchKey::CUDA);
     if (is_one_kernel && is_free && name.name != "aten::_foreach_copy_") {

@@ -21,6 +21,7 @@ from tools.plan import load_script
 import torch
 
 LAUNCH = ROOT / "tests" / "fake_cuda" / "launch.py"
+ON_CPU = ROOT / "tests" / "fake_cuda" / "on_cpu.py"
 NAME = "run"  # of every run
 
 
@@ -44,8 +45,7 @@ def run_script(
         environment |= one_rank_environment()
     else:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    if on_cuda:
-        command.append(str(LAUNCH))
+    command.append(str(LAUNCH if on_cuda else ON_CPU))
     command += [str(root / script), "--name", name, *map(str, options)]
     return subprocess.run(
         command,
