@@ -8,8 +8,9 @@ Every metric but times and memory is compared, relative to its size. In fp32 the
 step, and 1e-3 after it: Adam's first step is the gradient's sign, which round-off decides where the gradient is about
 0, and a pixel has 256 levels. In bf16, which turns a reward's last digit into 4e-5 of a gradient, the bounds are 1e-4
 and 2e-3. In bf16 and with a learned reward the bound of a metric is at least twice what one and two CPU ranks differ
-by. The CPU computes attention by the plain formula, as the device does (tests/fake_cuda/on_cpu.py). tests/fake_cuda says what the device cannot see. Mutations are made in a copy of the checkout; a run of the changed copy
-must fail. The transformer's own inputs need no `.to(device)`, as FSDP moves them.
+by. The CPU computes attention by the plain formula, as the device does (tests/fake_cuda/on_cpu.py). tests/fake_cuda
+says what the device cannot see. Mutations are made in a copy of the checkout; a run of the changed copy must fail. The
+transformer's own inputs need no `.to(device)`, as FSDP moves them.
 """
 
 import argparse
