@@ -42,7 +42,6 @@ class PromptSet:
 def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, max_prompts: int = 0) -> PromptSet:
     """Read prompts from a .txt file (one a line), a .jsonl file ({"prompt": ..., anything else is metadata}) or a
     .parquet file with a column `prompt`, of strings or of chats as VeRL-Omni writes them; other columns are metadata.
-    Of the metadata, "negative_prompt" is what guidance moves away from.
 
     Blank lines are skipped; with max_prompts only the first so many prompts are taken. Each prompt is shown to the
     rewards ({name: function}) that have a `check`, its metadata to those that have a `check_metadata`.

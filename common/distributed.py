@@ -8,7 +8,6 @@ import gc
 import math
 import os
 import random
-import resource
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -59,7 +58,10 @@ def setup_distributed(shard_ranks: int = 0, cpu_threads: int = 0) -> torch.devic
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
-    allow_connections(launched_world_size())
+    if launched_world_size() > 1:
+        from common.monitor.ranks import allow_connections
+
+        allow_connections(launched_world_size())
     timeout = timedelta(hours=1)  # loading, an engine's start, prompts or pairs; Run shortens it when training begins
     chosen = int(os.environ.get("OMP_NUM_THREADS", "1"))  # torchrun says 1 where nobody has
     torch.set_num_threads(cpu_threads or (chosen if chosen > 1 else cores_of_this_rank()))
@@ -81,15 +83,6 @@ def setup_distributed(shard_ranks: int = 0, cpu_threads: int = 0) -> torch.devic
     if len(sizes) > 1 and not shard_ranks:  # meshes by each rank's own node would wait for each other in step 1
         raise ValueError(f"--shard_ranks 0: nodes have {sizes} ranks: make them equal, or pass {math.gcd(*sizes)}")
     return device
-
-
-def allow_connections(world_size: int) -> None:
-    """Raise the limit of open files, often 1,024: gloo takes one or two for each other rank."""
-    needed = 512 + 4 * world_size
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft not in (resource.RLIM_INFINITY, hard) and soft < needed:
-        needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def limit_collectives(minutes: float) -> None:
@@ -191,13 +184,3 @@ def rng_states() -> dict:
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
-
-
-def restore_rng_states(states: dict) -> None:
-    """Undo what was drawn since rng_states(); a GPU's state does nothing on a machine without one."""
-    algorithm, keys, *position = states["numpy"]
-    random.setstate(states["python"])
-    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *position))  # noqa: NPY002
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

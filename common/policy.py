@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.distributed import gather_objects, on_rank_0, restore_rng_states, rng_states, set_seed
+from common.distributed import gather_objects, on_rank_0, rng_states, set_seed
 from common.errors import NothingBegun, RunError
 from common.models.family import on_device
 
@@ -42,6 +42,10 @@ def add_policies(model: "Family", lora: "LoRA | None", names: Sequence[str], see
     """
     set_seed(seed)
     model.is_lora = lora is not None
+    if lora and lora.base_weights:
+        from common.models.base_weights import quantise  # needs torchao
+
+        quantise(model, lora.base_weights)
     if lora:
         _add_adapters(model, lora.config, lora.tensors, names)
     else:
@@ -285,6 +289,8 @@ def load_training_state(model: "Family", optimizer: torch.optim.AdamW, state: di
         unsharded = StateDictOptions(full_state_dict=True, strict=False)
         set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=unsharded)
         choose_kernels(optimizer, model)  # not those of the saved run
+    from common.monitor.resuming import restore_rng_states
+
     restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
 
 

@@ -73,7 +73,8 @@ class Inputs(NamedTuple):
             from common.rewards.trial import try_rewards  # only a user's own are tried
 
             try_rewards(self, options)
-        if any(options.get(name) for name in ("eval_image_size", "eval_guidance_scale", "negative_prompt")):
+        asked = ("eval_image_size", "eval_guidance_scale", "negative_prompt", "base_weights")
+        if any(map(options.get, asked)):
             from common.models.layout import check_sampling
 
             check_sampling(self.family, options)

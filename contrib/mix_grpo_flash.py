@@ -243,6 +243,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
     options: dict = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
+    options["ignored_params"] = model.unsharded  # none, but for --base_weights
     # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats and keeps the order of all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:

@@ -164,7 +164,7 @@ def check_policy(checkpoint: Path, lora: "LoRA | None") -> None:
         if saved:
             raise ValueError(f"--lora_rank 0: {checkpoint} has a LoRA")
         return
-    config, given_tensors = lora
+    config, given_tensors, _ = lora
     rank_option = "--lora_rank"
     modules_option = "--lora_target_modules"
     if given_tensors is not None:

@@ -1,5 +1,6 @@
 """Checkpoints as people have them: what a pipeline's folder holds, before it is loaded, and what to do about it."""
 
+import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -82,7 +83,9 @@ def check_sizes(
 
 
 def check_sampling(family: "type[Family]", options: dict[str, Any]) -> None:
-    """ValueError: the model cannot take the evaluation's size or guidance, or has no use for a negative prompt."""
+    """ValueError: torchao is missing, or the model cannot take a negative prompt or the evaluation's size."""
+    if options.get("base_weights") and importlib.util.find_spec("torchao") is None:
+        raise ValueError("--base_weights: needs torchao, which is not installed: pip install torchao==0.18.0")
     if options.get("negative_prompt") and not family.has_negative_prompt:
         raise ValueError(f"--negative_prompt: {family.__name__}'s guidance takes none")
     height, width = options["eval_image_size"] or options["image_size"]

@@ -25,6 +25,7 @@ class LoRA(NamedTuple):
 
     config: "peft.LoraConfig"
     tensors: dict[str, torch.Tensor] | None  # to start from; None: new ones are drawn
+    base_weights: str | None = None  # the option: how the weights under it are kept
 
 
 def make_lora(args: "SharedArgs", family: type[Family], checkpoint: Path | None = None) -> LoRA | None:
@@ -37,14 +38,19 @@ def make_lora(args: "SharedArgs", family: type[Family], checkpoint: Path | None 
         ValueError: one line that names the option, and what is wrong with the file or differs from the checkpoint.
     """
     lora = None
+    if args.base_weights:
+        from common.models.base_weights import check_base_weights  # few bases are quantised
+
+        check_base_weights(args)
     if args.lora_path:
         from common.models.adapter_files import read_lora  # only --lora_path needs it
 
         tensors, config = read_lora(args.lora_path, args.model)
-        lora = LoRA(config, tensors)
+        lora = LoRA(config, tensors, args.base_weights)
     elif args.lora_rank > 0:
         targets = args.lora_target_modules or family.lora_target_modules
-        lora = LoRA(new_config(args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules), None)
+        config = new_config(args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
+        lora = LoRA(config, None, args.base_weights)
     if checkpoint is not None:
         from common.models.adapter_files import check_policy  # only --resume needs it
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from common.models.base_weights import linear_layers
 from common.models.family import Conditioning, Family
 from common.models.lora import LoRA
 from common.policy import add_policies
@@ -121,6 +122,7 @@ class Blueprint:
         self.text_encoder_bytes = sum(count(encoder) for encoder in text_encoders) * dtype.itemsize
         self.vae_bytes = 4 * count(self.pipe.vae)  # fp32
         self.num_weights = count(transformer)  # of the model itself, without a LoRA
+        self.num_linear = sum(layer.weight.numel() for layer in linear_layers(transformer).values())
         self.num_split = 0  # the share of num_weights that --engine_tensor_parallel divides
         for name, parameter in transformer.named_parameters():
             if SPLIT.search(name):
@@ -135,7 +137,12 @@ class Blueprint:
         self.model.to_images = list  # type: ignore[method-assign, assignment]  # fake pixels make no PIL images
         with torch.device("meta"):
             # a LoRA's tensors count by their shapes alone, which the config says
-            add_policies(self.model, None if lora is None else lora._replace(tensors=None), ["default"], seed=0)
+            add_policies(
+                self.model,
+                None if lora is None else lora._replace(tensors=None, base_weights=None),
+                ["default"],
+                seed=0,
+            )
         transformer = self.model.transformer
         self.num_trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
         blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]

@@ -51,6 +51,7 @@ class Workload:
     trained_guidance: float
     """guidance_scale in the trained passes"""
     dtype: str = "float32"
+    base_weights: str | None = None
     train_with: tuple[str, ...] = ()
     image_size: tuple[int, int] = (512, 512)
     num_frames: int = 1
@@ -204,16 +205,17 @@ def weight_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     """Weights, Adam's moments and gradients. All are in shards, except the gradients of a LoRA and the buffers."""
     itemsize = blueprint.dtype.itemsize
     place = "host" if "cpu_offload" in w.train_with else "device"
+    num_quantised = blueprint.num_linear if w.base_weights else 0  # a byte each, on every rank
     frozen = 0.0  # with full weights, only a reference stays as it is
     if is_lora(blueprint) or "reference" in w.policies:
-        frozen = itemsize * blueprint.num_weights / w.shards
+        frozen = itemsize * (blueprint.num_weights - num_quantised) / w.shards + num_quantised
     trained = 4 * blueprint.num_trained / w.shards
     others = [policy for policy in w.policies if policy not in ("trained", "reference")]
     advice = "use more ranks, or --train_with cpu_offload"
     if not is_lora(blueprint):
         advice += ", or train a LoRA (--lora_rank)"
     held = {
-        f"frozen weights, {w.dtype}": frozen,
+        f"frozen weights, {w.base_weights or w.dtype}": frozen,
         "trained weights, float32": trained,
         f"weights of {' and '.join(others)}, float32": len(others) * trained,
     }
@@ -378,6 +380,8 @@ def choose_shard_ranks(blueprint: Blueprint, w: Workload, costs: Costs, gpu_byte
     """
     if w.shard_ranks or w.ranks_here == 1 or not is_lora(blueprint) or "cpu_offload" in w.train_with:
         return w.shard_ranks
+    if w.base_weights:  # of which every rank has all
+        return 1
     return 1 if gpu_peak(blueprint, replace(w, shard_ranks=1), costs) <= (1 - FREE) * gpu_bytes else 0
 
 

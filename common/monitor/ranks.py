@@ -1,6 +1,7 @@
-"""What differs between ranks: their seconds and memory, and which of them a collective waited for in vain."""
+"""Several ranks: their connections, their seconds and memory, and which of them a collective waited for in vain."""
 
 import os
+import resource
 import time
 
 from common.distributed import gather_objects
@@ -54,3 +55,12 @@ def missing_ranks(patience_s: float = 10.0) -> str:
 
 def _reported(store: dist.Store, world_size: int) -> list[int]:
     return [rank for rank in range(world_size) if store.check([f"timed out {rank}"])]
+
+
+def allow_connections(world_size: int) -> None:
+    """Raise the limit of open files, often 1,024: gloo takes one or two for each other rank."""
+    needed = 512 + 4 * world_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft not in (resource.RLIM_INFINITY, hard) and soft < needed:
+        needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,6 +1,7 @@
-"""What a resumed run does with what an earlier one left: its options, its log, its best score."""
+"""What a resumed run does with what an earlier one left: its options, log, best score and random states."""
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from common.checkpoints import (
 from common.distributed import on_rank_0
 from common.errors import UNREADABLE, RunError, brief
 from common.process import say
+
+import numpy as np
+import torch
 
 # options that may differ between a checkpoint and the run that resumes from it without a word
 EXPECTED_TO_DIFFER = (
@@ -112,3 +116,13 @@ def say_resumed(path: Path | str, saved_options: dict, options: dict) -> bool:
     if on_rank_0():
         say("; ".join([f"loaded {path}", *differences]))
     return is_same_run and not rescored
+
+
+def restore_rng_states(states: dict) -> None:
+    """Undo what was drawn since rng_states(); a GPU's state does nothing on a machine without one."""
+    algorithm, keys, *position = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *position))  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

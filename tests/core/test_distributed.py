@@ -4,6 +4,7 @@ import contextlib
 import resource
 
 from common import distributed
+from common.monitor import ranks as ranks_module
 from common.rewards.scoring import load_rewards
 
 import pytest
@@ -61,5 +62,5 @@ def test_connections_to_many_ranks_are_allowed(ranks, limits, expected, monkeypa
     raised = []
     monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda what, pair: raised.append(pair))
-    distributed.allow_connections(ranks)
+    ranks_module.allow_connections(ranks)
     assert raised == ([] if expected is None else [(expected, limits[1])])
