@@ -237,12 +237,13 @@ def draw_training_noise(
 # ==== 4 MODEL =========================================================================================================
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
-    prompts = inputs.train_set.prompts[: args.num_pair_prompts]  # of the pairs to be made
+    num_made = min(args.num_pair_prompts, len(inputs.train_set))
+    drawn = inputs.train_set.select(range(num_made))  # of the pairs to be made
     if inputs.pairs:
         num_drawn = args.num_steps * args.num_pairs
-        prompts = PromptSet(inputs.pairs.prompts, []).first_drawn(num_drawn, args.seed)
-    prompts = prompts + inputs.eval_set.prompts
-    prompts += inputs.eval_set.negative_prompts(args.negative_prompt)
+        drawn = PromptSet(inputs.pairs.prompts, [{}] * len(inputs.pairs)).first_drawn(num_drawn, args.seed)
+    prompts = drawn.prompts + drawn.negative_prompts(args.negative_prompt)
+    prompts += inputs.eval_set.prompts + inputs.eval_set.negative_prompts(args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "reference"]  # the former is peft's name for the trained one
@@ -261,7 +262,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
     options: dict = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
-    options["ignored_params"] = model.unsharded  # none, but for --base_weights
+    options["ignored_params"] = model.unsharded  # empty without --base_weights
     # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats and keeps the order of all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
@@ -476,7 +477,7 @@ def main(args: Args, inputs: Inputs) -> None:
         metrics["training/epoch"] = sampler.epoch
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, inputs) if is_due else ({}, None)
-        run.write(metrics | val_metrics, grid)  # and end a run of NaN, or without a finite gradient in three steps
+        run.write(metrics | val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
         stopping = run.should_stop()
         if is_due or stopping or (args.save_every and step % args.save_every == 0):
             save(args, run, model, optimizer, sampler)

@@ -97,7 +97,7 @@ def count_rank(
 
         encoded.clear()
         cache = PromptCache(Path(folder), "key", encode)
-        drawn = train_set.first_drawn(prompts_per_step, seed=1)
+        drawn = train_set.first_drawn(prompts_per_step, seed=1).prompts
         with mock.patch("common.models.prompt_cache.gather_objects", lambda value: [value] * world_size):
             counted("cache, filled", lambda: cache.add_missing(drawn, NUM_TOKENS))
         found["cache, filled"]["prompts"] = len(encoded)

@@ -29,10 +29,9 @@ class PromptSet:
         rows = [int(row) for row in rows]
         return PromptSet([self.prompts[row] for row in rows], [self.metadata[row] for row in rows])
 
-    def first_drawn(self, count: int, seed: int) -> list[str]:
+    def first_drawn(self, count: int, seed: int) -> "PromptSet":
         """The prompts that a GroupSampler of that seed draws first, `count` of them, or each once if it draws more."""
-        rows = epoch_order(len(self), seed, epoch=0)[:count]
-        return [self.prompts[row] for row in rows]
+        return self.select(epoch_order(len(self), seed, epoch=0)[:count])
 
     def negative_prompts(self, default: str) -> list[str]:
         """What guidance moves the image of each prompt away from: a record's "negative_prompt", or else the default."""
@@ -65,6 +64,7 @@ def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, m
                 check(record)
             if not isinstance(record.get("negative_prompt", ""), str):
                 raise ValueError('"negative_prompt": must be a string')
+            record.get("negative_prompt", "").encode()  # as _parse_record does with the prompt
         prompts.append(prompt)
         metadata.append(record)
     if 0 < max_prompts < len(prompts):

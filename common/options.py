@@ -14,9 +14,7 @@ from typing import Annotated, Literal, NamedTuple, Self, TypeVar, get_args, get_
 
 from common.process import say
 
-import torch
 import tyro
-from torch.optim import SGD
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -72,8 +70,6 @@ class SharedArgs:
     where there is none; a checkpoint file or a run folder starts a new run from it"""
     keep_checkpoints: PositiveInt = 2
     """how many of the newest checkpoints to keep"""
-    save_rollouts: NonNegativeInt = 0
-    """training steps between rollouts whose images are saved with their rewards and advantages; 0: none are"""
     max_minutes: NonNegativeFloat = 0.0
     """finish the step, save and exit after this time, as after SIGTERM or SIGINT; 0: no limit"""
     profile_steps: Annotated[tuple[int, ...], Bound(at_least=0)] = ()
@@ -147,7 +143,7 @@ class SharedArgs:
     lr_warmup_steps: NonNegativeInt = 0
     """optimizer steps over which the learning rate rises to learning_rate"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """the learning rate after the warm-up: constant, or down to nearly 0 at the last of num_steps"""
+    """the learning rate after the warm-up: constant, or down to nearly 0 at num_steps (more of them raise it again)"""
     weight_decay: NonNegativeFloat = 1e-4
     """weight decay of AdamW"""
     adam_eps: PositiveFloat = 1e-15
@@ -200,6 +196,8 @@ class SharedArgs:
         """The factor of the learning rate, in (0, 1], at the k-th optimizer step of the run, counted from 1."""
         if self.lr_schedule == "constant":
             return min(1, k / max(1, self.lr_warmup_steps))
+        from torch import zeros
+        from torch.optim import SGD
         from transformers import get_scheduler  # slow
 
         options = vars(self)  # which are the script's
@@ -207,7 +205,7 @@ class SharedArgs:
         num_updates = options["num_steps"] * updates_per_step
         # its factor is 0 at the step behind the last one
         counts = {"num_warmup_steps": self.lr_warmup_steps, "num_training_steps": num_updates + 1}
-        schedule = get_scheduler(self.lr_schedule, SGD([torch.zeros(1)]), **counts)
+        schedule = get_scheduler(self.lr_schedule, SGD([zeros(1)]), **counts)
         return schedule.lr_lambdas[0](min(k, num_updates))
 
     @property
@@ -223,6 +221,8 @@ class EngineArgs(SharedArgs):
     # ---- rollout
     rollout: Literal["vllm", "local"] = "vllm"
     """vllm: a vLLM-Omni engine per rank samples, in a process of its own; local: the training transformer samples"""
+    save_rollouts: NonNegativeInt = 0
+    """training steps between rollouts whose images are saved with their rewards and advantages; 0: none are"""
     rollout_batch_size: PositiveInt = 32
     """images that the vLLM-Omni engine samples at once, at most; local uses micro_batch_size"""
     engine_timeout_s: PositiveFloat = 600
@@ -295,8 +295,6 @@ def check_options(args: SharedArgs) -> None:
         _check_bounds(name, getattr(args, name), _bounds(hint))
     if args.eval_guidance_scale not in (None, 1) and not hasattr(args, "guidance_scale"):
         raise ValueError(f"--eval_guidance_scale {args.eval_guidance_scale:g}: this script has no guidance")
-    if args.negative_prompt and getattr(args, "guidance_scale", 1) == 1 and args.eval_guidance_scale in (None, 1):
-        raise ValueError("--negative_prompt: needs guidance, a --guidance_scale above 1")
 
 
 def _check_bounds(name: str, given: tuple | float | None, bounds: list[Bound]) -> None:

@@ -1,5 +1,6 @@
 """A rollout's request and its trajectories: the same two records, whichever engine samples."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,12 @@ import torch
 
 # PIL images, or videos: lists of PIL images
 Images = list
+
+
+def rows_of(tensors: dict[str, torch.Tensor], rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Some rows (n,) of each tensor, wherever it is. They are moved once to a device: a GPU waits for every index."""
+    on_device = functools.cache(rows.to)
+    return {name: tensor[on_device(tensor.device)] for name, tensor in tensors.items()}
 
 
 @dataclass
@@ -81,26 +88,24 @@ class RolloutRequest:
     def select(self, rows: torch.Tensor) -> "RolloutRequest":
         """The same request for some of its images, `rows` (N,); conditioning is expanded to one row per image."""
         prompts = self.prompt_index[rows]  # (N,)
-        on_device = prompts.to(next(iter(self.conditioning.values())).device)  # once, for all of them
         start = self.initial_latents
         if start is not None:
             start = start[rows]
         return replace(
             self,
-            conditioning={name: tensor[on_device] for name, tensor in self.conditioning.items()},
-            negative_conditioning=self.negatives_of(on_device),
+            conditioning=rows_of(self.conditioning, prompts),
+            negative_conditioning=self.negatives_of(prompts),
             prompt_index=torch.arange(len(prompts)),
             seeds=[self.seeds[row] for row in rows.tolist()],
             initial_latents=start,
         )
 
     def negatives_of(self, prompts: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        """The negative conditioning of some prompts (n,), on its device: (n, ...), or the one row (1, ...) of all."""
-        if self.negative_conditioning is None:
-            return None
-        return {
-            name: tensor if len(tensor) == 1 else tensor[prompts] for name, tensor in self.negative_conditioning.items()
-        }
+        """The negative conditioning of some prompts (n,): (n, ...), or the one row (1, ...) of all."""
+        negative = self.negative_conditioning
+        if negative is None or all(len(tensor) == 1 for tensor in negative.values()):
+            return negative
+        return rows_of(negative, prompts)
 
     def select_steps(self, start: int, end: int) -> "RolloutRequest":
         """The same request for the sampling steps start .. end - 1 of its schedule."""

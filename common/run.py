@@ -64,8 +64,8 @@ class Inputs(NamedTuple):
     def drawn_prompts(self, count: int, seed: int, negative_prompt: str = "") -> list[str]:
         """The prompts that a run of `count` draws can ask for: the drawn ones once each, the held-out ones, and what
         guidance moves away from."""
-        negatives = self.train_set.negative_prompts(negative_prompt) + self.eval_set.negative_prompts(negative_prompt)
-        return [*self.train_set.first_drawn(count, seed), *self.eval_set.prompts, *negatives]
+        both = (self.train_set.first_drawn(count, seed), self.eval_set)
+        return [text for part in both for text in (*part.prompts, *part.negative_prompts(negative_prompt))]
 
     def settle(self, options: dict) -> dict:
         """Try users' rewards. Returns `options` decided now: 0 by GPUs' room, a LoRA's by its file. A collective."""
@@ -73,15 +73,12 @@ class Inputs(NamedTuple):
             from common.rewards.trial import try_rewards  # only a user's own are tried
 
             try_rewards(self, options)
-        asked = ("eval_image_size", "eval_guidance_scale", "negative_prompt", "base_weights")
-        if any(map(options.get, asked)):
-            from common.models.layout import check_sampling
+        asked = ("eval_image_size", "eval_guidance_scale", "negative_prompt", "base_weights", "eval_by")
+        records = (*self.train_set.metadata, *self.eval_set.metadata)
+        if any(map(options.get, asked)) or any("negative_prompt" in record for record in records):
+            from common.models.choices import check_choices
 
-            check_sampling(self.family, options)
-        if options.get("eval_by"):
-            from common.rewards.eval_by import check_field
-
-            check_field(self.eval_set, options["eval_by"])
+            check_choices(self, options)
         decided = {"lora_rank": self.lora.config.r, "lora_alpha": self.lora.config.lora_alpha} if self.lora else {}
         if options["micro_batch_size"] and not torch.cuda.is_available():
             return decided

@@ -222,7 +222,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
     options: dict = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
-    options["ignored_params"] = model.unsharded  # none, but for --base_weights
+    options["ignored_params"] = model.unsharded  # empty without --base_weights
     # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats and keeps the order of all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
@@ -648,7 +648,7 @@ def main(args: Args, inputs: Inputs) -> None:
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # scores and True if none failed
             advantages = combine_advantages(args, filled, math.inf).where(is_compared, 0.0)  # (N,)
             metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
-            metrics |= run.watch_rollout(scorer, sampler, seeds, scores, advantages)  # diversity; saves what is asked
+            metrics |= run.watch_rollout(scorer, sampler, seeds, scores, advantages)  # saves images if asked to
 
         # the density of the samples, under the policy that sampled them
         with run.timed("old_log_prob"):
@@ -669,7 +669,7 @@ def main(args: Args, inputs: Inputs) -> None:
         metrics["training/epoch"] = sampler.epoch
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
-        run.write(metrics | val_metrics, grid)  # and end a run of NaN, or without a finite gradient in three steps
+        run.write(metrics | val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
         stopping = run.should_stop()
         if is_due or stopping or (args.save_every and step % args.save_every == 0):
             save(args, run, model, optimizer, sampler)

@@ -22,13 +22,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from common import checkpoints, plots, process
+from common.data import PromptSet
 from common.models.cpu import repair_torchvision, use_onednn
 from common.models.family import Family, family_class, load_model
 from common.models.lora import make_lora
@@ -361,6 +362,11 @@ def on_ranks(
         if failed:
             raise failed[0]
         return [run.result() for run in running], messages
+
+
+def prompt_set(prompts: Sequence[str]) -> PromptSet:
+    """Prompts without metadata."""
+    return PromptSet(list(prompts), [{}] * len(prompts))
 
 
 def embedded_model(dtype: torch.dtype = torch.float32) -> Family:

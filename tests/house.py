@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ("flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "dpo_offline.py", "diffusion_nft.py")
-# what such a start imports within a function (tests/core/test_house.py runs one and compares)
+# what such a start imports within a function (tests/algorithms/test_flow_grpo.py runs one and compares)
 DEFAULT_ROOMS = (
     Path("common/models/stable_diffusion_3.py"),
     Path("common/models/layout.py"),

@@ -9,12 +9,13 @@ with the LoRA in its transformer's weights, for --model.
 """
 
 import argparse
+import contextlib
 import re
 import sys
 from pathlib import Path
 
 from common.models.adapter_files import read_file
-from common.models.adapter_names import is_of_text_encoder, translate
+from common.models.adapter_names import is_of_text_encoder, linear_shapes, translate
 from common.models.cpu import repair_torchvision
 from common.models.family import family_class
 
@@ -31,6 +32,39 @@ WAN = {
     r"\.attn2\.to_out\.0$": ".cross_attn.o",
     r"\.ffn\.net\.0\.proj$": ".ffn.0",
     r"\.ffn\.net\.2$": ".ffn.2",
+}
+
+# What kohya's scripts call a module of diffusers': its name in the model's own code, by which they train. Modules of
+# one name are rows of one matrix there: q, k, v and, in FLUX.1's single blocks, the MLP. By sd-scripts (48d368f):
+KOHYA = {
+    "StableDiffusion3": {
+        r"transformer_blocks\.(\d+)\.attn\.to_[qkv]": r"joint_blocks.\1.x_block.attn.qkv",
+        r"transformer_blocks\.(\d+)\.attn\.to_out\.0": r"joint_blocks.\1.x_block.attn.proj",
+        r"transformer_blocks\.(\d+)\.attn\.add_[qkv]_proj": r"joint_blocks.\1.context_block.attn.qkv",
+        r"transformer_blocks\.(\d+)\.attn\.to_add_out": r"joint_blocks.\1.context_block.attn.proj",
+        r"transformer_blocks\.(\d+)\.attn2\.to_[qkv]": r"joint_blocks.\1.x_block.attn2.qkv",
+        r"transformer_blocks\.(\d+)\.attn2\.to_out\.0": r"joint_blocks.\1.x_block.attn2.proj",
+        r"transformer_blocks\.(\d+)\.ff\.net\.0\.proj": r"joint_blocks.\1.x_block.mlp.fc1",
+        r"transformer_blocks\.(\d+)\.ff\.net\.2": r"joint_blocks.\1.x_block.mlp.fc2",
+        r"transformer_blocks\.(\d+)\.ff_context\.net\.0\.proj": r"joint_blocks.\1.context_block.mlp.fc1",
+        r"transformer_blocks\.(\d+)\.ff_context\.net\.2": r"joint_blocks.\1.context_block.mlp.fc2",
+    },
+    "Flux": {
+        r"transformer_blocks\.(\d+)\.attn\.to_[qkv]": r"double_blocks.\1.img_attn.qkv",
+        r"transformer_blocks\.(\d+)\.attn\.to_out\.0": r"double_blocks.\1.img_attn.proj",
+        r"transformer_blocks\.(\d+)\.attn\.add_[qkv]_proj": r"double_blocks.\1.txt_attn.qkv",
+        r"transformer_blocks\.(\d+)\.attn\.to_add_out": r"double_blocks.\1.txt_attn.proj",
+        r"transformer_blocks\.(\d+)\.ff\.net\.0\.proj": r"double_blocks.\1.img_mlp.0",
+        r"transformer_blocks\.(\d+)\.ff\.net\.2": r"double_blocks.\1.img_mlp.2",
+        r"transformer_blocks\.(\d+)\.ff_context\.net\.0\.proj": r"double_blocks.\1.txt_mlp.0",
+        r"transformer_blocks\.(\d+)\.ff_context\.net\.2": r"double_blocks.\1.txt_mlp.2",
+        r"single_transformer_blocks\.(\d+)\.(attn\.to_[qkv]|proj_mlp)": r"single_blocks.\1.linear1",
+        r"single_transformer_blocks\.(\d+)\.proj_out": r"single_blocks.\1.linear2",
+    },
+    # and by musubi-tuner (30c658c), whose Wan is Wan's own code, and whose other models have diffusers' names
+    "Wan": {f"(.*){pattern}": rf"\g<1>{name}".replace(r"\1", r"\2") for pattern, name in WAN.items()},
+    "QwenImage": {r"(transformer_blocks\..*)": r"\1"},
+    "ZImage": {r"(layers\..*)": r"\1"},
 }
 
 
@@ -72,18 +106,60 @@ def names_for(loader: str, module: str, family: str) -> str:
     if loader == "diffusers":
         return f"transformer.{module}"
     if loader == "kohya":
-        return "lora_unet_" + module.replace(".", "_")
+        for pattern, name in KOHYA.get(family, {}).items():
+            if re.fullmatch(pattern, module):
+                return "lora_unet_" + re.sub(pattern, name, module).replace(".", "_")
+        raise ValueError(f"{module}: kohya's scripts have no such module of {family}")
     for pattern, name in WAN.items() if family == "Wan" else ():
         module = re.sub(pattern, name, module)
     return f"diffusion_model.{module}" if family == "Wan" else f"transformer.{module}"
 
 
-def convert(matrices: dict[str, Matrices], loader: str, family: str) -> dict[str, torch.Tensor]:
-    """The tensors of a file for diffusers, comfyui or kohya; alpha equals the rank in each."""
+def joined(matrices: dict[str, Matrices], family: str, shapes: dict[str, tuple[int, int]]) -> dict[str, Matrices]:
+    """{kohya's name: (A, B)}, where modules that are rows of one matrix there are one: its rank is the sum of theirs.
+
+    shapes: {module: (outputs, inputs)} of the transformer. A module without a LoRA has rows of zeros.
+    """
+    members: dict[str, list[str]] = {}
+    for module in shapes:
+        with contextlib.suppress(ValueError):  # what kohya does not train
+            members.setdefault(names_for("kohya", module, family), []).append(module)
+    found: dict[str, list[str]] = {}
+    for module in matrices:
+        found.setdefault(names_for("kohya", module, family), []).append(module)
+    result = {}
+    for name in found:
+        rows = sorted(members[name], key=place_in_matrix)
+        own = [module for module in rows if module in matrices]
+        a = torch.cat([matrices[module][0] for module in own])  # (sum of ranks, inputs)
+        b = torch.zeros(sum(shapes[module][0] for module in rows), len(a))
+        top = left = 0
+        for module in rows:
+            if module in own:
+                block = matrices[module][1]
+                b[top : top + block.shape[0], left : left + block.shape[1]] = block
+                left += block.shape[1]
+            top += shapes[module][0]
+        result[name] = (a, b)
+    return result
+
+
+def place_in_matrix(module: str) -> int:
+    """Where a module's rows are in the matrix that kohya's scripts train: q, k, v, then the MLP."""
+    part = re.search(r"(?:to|add)_([qkv])(?:_proj)?$", module)
+    return "qkv".index(part[1]) if part else 3
+
+
+def convert(
+    matrices: dict[str, Matrices], loader: str, family: str, shapes: dict[str, tuple[int, int]]
+) -> dict[str, torch.Tensor]:
+    """The tensors of a file for diffusers, comfyui or kohya; alpha equals the rank in each. shapes: as for `joined`."""
     tensors: dict[str, torch.Tensor] = {}
     parts = ("lora_down", "lora_up") if loader == "kohya" else ("lora_A", "lora_B")
-    for module, pair in matrices.items():
-        name = names_for(loader, module, family)
+    by_name = {names_for(loader, module, family): pair for module, pair in matrices.items()}
+    if loader == "kohya":
+        by_name = joined(matrices, family, shapes)
+    for name, pair in by_name.items():
         for part, matrix in zip(parts, pair, strict=True):
             tensors[f"{name}.{part}.weight"] = matrix.contiguous()
         if loader == "kohya":
@@ -128,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
         matrices = read_matrices(args.file, args.model)
         scaled = {module: (a, b * args.scale) for module, (a, b) in matrices.items()}
         if args.command == "convert":
-            save_file(convert(scaled, args.to, family), args.out, metadata={"format": "pt"})
+            save_file(convert(scaled, args.to, family, linear_shapes(args.model)), args.out, metadata={"format": "pt"})
         else:
             merge(scaled, args.model, args.out, getattr(torch, args.dtype))
     except (ValueError, OSError) as error:

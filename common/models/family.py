@@ -123,8 +123,8 @@ class Family(ABC):
         if len(set(prompts)) > 1:
             return self.encode_prompts(prompts, max_sequence_length)
         key = (prompts[0], max_sequence_length)
-        if key not in self.negative:
-            self.negative[key] = self.encode_prompts(prompts[:1], max_sequence_length)
+        if key not in self.negative:  # the last one alone is kept: each prompt may have its own
+            self.negative = {key: self.encode_prompts(prompts[:1], max_sequence_length)}
         return self.negative[key]
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""A --model that is no folder, or a folder that has no family: the hub's index, or a line with the way on."""
+"""A --model that is no folder, or a folder that has no family: the hub's index, or an error that says what to do."""
 
 import re
 from pathlib import Path

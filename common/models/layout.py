@@ -1,6 +1,5 @@
 """Checkpoints as people have them: what a pipeline's folder holds, before it is loaded, and what to do about it."""
 
-import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -80,20 +79,6 @@ def check_sizes(
         )
     if not Path(model).is_dir() and image_size == SMALL_SIZE:
         say(f"--model {model}: --image_size 32 96 is the embedded model's; docs/models.md has what this one needs")
-
-
-def check_sampling(family: "type[Family]", options: dict[str, Any]) -> None:
-    """ValueError: torchao is missing, or the model cannot take a negative prompt or the evaluation's size."""
-    if options.get("base_weights") and importlib.util.find_spec("torchao") is None:
-        raise ValueError("--base_weights: needs torchao, which is not installed: pip install torchao==0.18.0")
-    if options.get("negative_prompt") and not family.has_negative_prompt:
-        raise ValueError(f"--negative_prompt: {family.__name__}'s guidance takes none")
-    height, width = options["eval_image_size"] or options["image_size"]
-    guidance_scale = options["eval_guidance_scale"] or options.get("guidance_scale", 1.0)
-    try:
-        family.check(options["model"], height, width, options["num_frames"], guidance_scale)
-    except ValueError as error:
-        raise ValueError(f"evaluation: {error}") from None
 
 
 def loading_options(model: str | Path) -> dict[str, Any]:

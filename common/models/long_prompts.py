@@ -27,7 +27,7 @@ def count_long_prompts(pipe: "diffusers.DiffusionPipeline", prompts: list[str], 
         logging.getLogger(module).addFilter(is_no_truncation)
     if not on_rank_0():
         return
-    distinct = [prompt for prompt in dict.fromkeys(prompts) if prompt]  # "": the negative prompt
+    distinct = [prompt for prompt in dict.fromkeys(prompts) if prompt]  # "": guidance from no prompt
     cut: dict[str, None] = {}
     for name, tokenizer in sorted(pipe.components.items()):
         if not name.startswith("tokenizer") or tokenizer is None:

@@ -214,6 +214,8 @@ def weight_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     advice = "use more ranks, or --train_with cpu_offload"
     if not is_lora(blueprint):
         advice += ", or train a LoRA (--lora_rank)"
+    if w.base_weights:
+        advice = "use a larger GPU, or shards of full weights on several (--shard_ranks)"
     held = {
         f"frozen weights, {w.base_weights or w.dtype}": frozen,
         "trained weights, float32": trained,

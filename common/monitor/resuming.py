@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 from common.checkpoints import (
@@ -30,7 +30,7 @@ EXPECTED_TO_DIFFER = (
 OF_THE_SCORE = (
     *("reward", "reward_weights", "eval_prompts", "max_prompts", "eval_images_per_prompt", "model", "dtype"),
     *("image_size", "num_frames", "max_sequence_length", "eval_num_inference_steps", "guidance_scale"),
-    *("negative_prompt", "eval_image_size", "eval_guidance_scale"),
+    *("negative_prompt", "eval_image_size", "eval_guidance_scale", "base_weights"),
 )
 
 
@@ -74,7 +74,7 @@ def rewind(run: Path | str, step: int) -> None:
             say(f"continuing from step {step}: the later {path} is removed")
 
 
-def resume_differences(saved_options: dict, options: dict, ignore: Sequence[str] = ()) -> list[str]:
+def resume_differences(saved_options: dict, options: dict, ignore: Collection[str] = ()) -> list[str]:
     """Two dicts of options -> ["learning_rate: 0.001 -> 0.0003"] for those that differ; (1, 2) equals [1, 2]."""
     saved = json.loads(json.dumps(saved_options, default=str))
     now = json.loads(json.dumps(options, default=str))
@@ -92,7 +92,7 @@ def resume_differences(saved_options: dict, options: dict, ignore: Sequence[str]
 
 def of_the_score(options: dict) -> dict:
     """{name: value} of the options and settings that the weighted total of an evaluation depends on."""
-    found = {name: options.get(name) for name in OF_THE_SCORE}
+    found = {name: options.get(name) or None for name in OF_THE_SCORE}  # an older checkpoint lacks some
     settings = options.get("reward_settings", {})
     for reward in options.get("reward", ()):
         for variable, value in (settings.get(reward) or settings.get(reward.rpartition(":")[2], {})).items():
@@ -106,7 +106,10 @@ def say_resumed(path: Path | str, saved_options: dict, options: dict) -> bool:
 
     Returns whether later evaluations can be compared with the best one before: same run, same scoring.
     """
-    differences = resume_differences(saved_options, options, EXPECTED_TO_DIFFER)
+    ignored = set(EXPECTED_TO_DIFFER)
+    if options.get("lr_schedule", "constant") != "constant":  # which ends at num_steps
+        ignored.remove("num_steps")
+    differences = resume_differences(saved_options, options, ignored)
     is_same_run = options["resume"] == "latest"
     before = of_the_score(saved_options)
     now = of_the_score(options)

@@ -46,6 +46,8 @@ import torch
 NO_REWARDS = {"__init__", "eval_by", "json_http", "made_pairs", "pair_files", "pairs", "scoring", "stop_rules"}
 NO_REWARDS |= {"trial", "user_code", "watch"}
 TOTAL = "weighted_total"  # logged for an evaluation beside each reward
+RECORDED = {"file", "prompt", "seed", "details", "advantage"}  # in samples.jsonl, beside the rewards
+LOGGED = ("mean", "stderr", "failed")  # of each reward, which no detail may be called
 Reward = Callable[[Images, list[str], list[dict]], Sequence[float | dict | Exception]]
 Details = dict[str, dict[str, float | str]]  # of an image: what a reward said beside its score, by reward
 
@@ -86,6 +88,10 @@ def load_rewards(
         functions[log_name] = find_reward(name, option)
     if TOTAL in functions:
         raise ValueError(f"{option} {' '.join(names)}: {TOTAL} is what their weighted sum is logged as")
+    for name in RECORDED & functions.keys():
+        raise ValueError(
+            f"{option} {' '.join(names)}: a record of samples.jsonl has another {name}: rename the function"
+        )
     for name, function in functions.items():
         if load and hasattr(function, "load"):
             with refusing(f"{option} {name}", Exception):
@@ -241,19 +247,28 @@ def _split_details(name: str, returned: Sequence) -> tuple[Sequence, dict[int, d
     """What reward `name` returned, with the scores in the place of its dicts; and what else these hold, by image.
 
     Raises:
-        RunError: a dict has no score, or holds what is neither a finite number nor a string.
+        RunError: a dict has no score, or holds what is neither a finite number nor a string, or a name of LOGGED.
     """
     if not isinstance(returned, list | tuple):
         return returned, {}
-    said = {i: value for i, value in enumerate(returned) if isinstance(value, dict)}
-    for i, detail in said.items():
-        for key, value in {"score": None, **detail}.items():
-            is_known = isinstance(value, int | float) and math.isfinite(value)
-            if not is_known and (key == "score" or not isinstance(value, str)):
-                what = "a finite number" if key == "score" else "a finite number or a string"
-                raise RunError(f'reward {name}: image {i}: "{key}" must be {what}, got {brief(repr(value))}')
-    scores = [said[i]["score"] if i in said else value for i, value in enumerate(returned)]
-    return scores, {i: {k: v for k, v in detail.items() if k != "score"} for i, detail in said.items()}
+    scores = list(returned)
+    details = {}
+    for i, said in enumerate(returned):
+        if not isinstance(said, dict):
+            continue
+        values = {}
+        for key, value in {"score": None, **said}.items():
+            if hasattr(value, "item"):  # a scalar of NumPy or torch
+                value = value.item()
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            if key in LOGGED or not (is_number or (isinstance(value, str) and key != "score")):
+                what = "be called otherwise" if key in LOGGED else "be a finite number"
+                what += "" if key == "score" or key in LOGGED else " or a string"
+                raise RunError(f'reward {name}: image {i}: "{key}" must {what}, got {brief(repr(value))}')
+            values[key] = value
+        scores[i] = values.pop("score")
+        details[i] = values
+    return scores, details
 
 
 def _as_scores(name: str, returned: object, prompts: list[str], reward_failure: str) -> torch.Tensor:

@@ -30,7 +30,7 @@ def check_arguments(function: Callable, reward: str) -> None:
 
 
 def try_rewards(inputs: "Inputs", options: dict[str, Any]) -> None:
-    """Score one grey image, or video, of the first held-out prompt with each reward of a user's own.
+    """Score one grey image, or video, of the first held-out prompt with each reward from a user's file.
 
     Raises:
         RunError: in one line with the user's file and line: a reward raised, or did not return one score.

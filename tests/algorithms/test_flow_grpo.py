@@ -23,6 +23,7 @@ from tests.conftest import (
     constant_reward,
     few_eval_prompts,
     policy_without_fsdp,
+    prompt_set,
     read_metrics,
     run_here,
     torchrun,
@@ -151,7 +152,7 @@ def test_one_sgd_step_is_the_same_on_any_ranks_and_micro_batches(tmp_path):
 
 # ---- the policy in this process --------------------------------------------------------------------------------------
 def request_of(args, model, prompts, prompt_index, seeds, sde_steps=()):
-    encoded = flow_grpo.encode_prompts(args, model, prompts)
+    encoded = flow_grpo.encode_prompts(args, model, prompt_set(prompts))
     index = torch.tensor(prompt_index)
     return flow_grpo.make_request(args, model, encoded, index, seeds, sde_steps)
 

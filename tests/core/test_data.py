@@ -329,7 +329,7 @@ def test_the_prompts_of_the_first_draws_are_known_before_them(num_steps, expecte
     prompts = [f"prompt {row}" for row in range(20)]
     sampler = group_sampler(**SETTINGS)
     drawn = [prompts[row] for _ in range(num_steps) for row in sampler.draw()[0]]
-    found = PromptSet(prompts, [{}] * 20).first_drawn(num_steps * 4, SETTINGS["seed"])
+    found = PromptSet(prompts, [{}] * 20).first_drawn(num_steps * 4, SETTINGS["seed"]).prompts
     assert len(found) == expected and found == drawn[:expected] and set(found) == set(drawn)
 
 

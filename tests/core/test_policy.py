@@ -26,6 +26,7 @@ from tests.conftest import (
     brightness_reward,
     embedded_model,
     few_eval_prompts,
+    prompt_set,
     read_metrics,
     run_here,
     torchrun,
@@ -284,7 +285,7 @@ def test_the_optimum_in_one_dimension(sde_type, kl_type):
 
 
 def rollout_of(args, model, sde_steps=(1, 2)):
-    encoded = flow_grpo.encode_prompts(args, model, PROMPTS)
+    encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS))
     places = torch.tensor([0, 0, 1, 1])
     request = flow_grpo.make_request(args, model, encoded, places, [1, 2, 3, 4], sde_steps)
     return request, flow_grpo.rollout(args, model, None, request)

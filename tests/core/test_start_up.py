@@ -110,6 +110,23 @@ def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
     assert capfd.readouterr().err.endswith(f"loaded c.pt; {told}")
 
 
+def test_a_checkpoint_from_before_an_option_has_the_score_of_its_default(capfd):
+    saved = {"reward": ("ocr",), "resume": "latest"}
+    now = saved | {"negative_prompt": "", "eval_image_size": None, "eval_guidance_scale": None, "base_weights": None}
+    assert say_resumed("c.pt", saved, now)
+    assert not say_resumed("c.pt", saved, now | {"base_weights": "int8"})
+    assert not say_resumed("c.pt", saved, now | {"negative_prompt": "blurry"})
+
+
+def test_more_steps_are_told_where_they_change_the_learning_rate(capfd):
+    saved = {"resume": "latest", "num_steps": 100, "lr_schedule": "constant"}
+    say_resumed("c.pt", saved, saved | {"num_steps": 200})
+    assert capfd.readouterr().err == "loaded c.pt\n"
+    linear = saved | {"lr_schedule": "linear"}
+    say_resumed("c.pt", linear, linear | {"num_steps": 200})
+    assert capfd.readouterr().err == "loaded c.pt; num_steps: 100 -> 200\n"
+
+
 def test_another_judge_is_another_score_and_another_address_or_watched_reward_is_not(capfd):
     saved = {"reward": ("vlm_judge",), "eval_reward": ("pickscore",), "resume": "latest"}
     judge = {"VLM_JUDGE_URL": "http://one", "VLM_JUDGE_MODEL": "one"}

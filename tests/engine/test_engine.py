@@ -22,7 +22,7 @@ from common.policy import tensors_on_rank_0
 from common.process import catch_stop_signals
 from common.rewards.user_code import load_function
 from common.rollout import RolloutRequest
-from tests.conftest import EMBEDDED, ROOT, assert_same, embedded_model, policy_without_fsdp
+from tests.conftest import EMBEDDED, ROOT, assert_same, embedded_model, policy_without_fsdp, prompt_set
 
 import psutil
 import pytest
@@ -55,7 +55,7 @@ def bf16_engine(tmp_path_factory):
 
 def request_for(model, args, sde_steps=(0, 1, 2, 3, 4), seeds=range(7)):
     prompt_index = torch.arange(len(seeds)) % len(PROMPTS)
-    encoded = flow_grpo.encode_prompts(args, model, PromptSet(PROMPTS, [{}] * len(PROMPTS)))
+    encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS))
     return flow_grpo.make_request(args, model, encoded, prompt_index, list(seeds), sde_steps=sde_steps)
 
 

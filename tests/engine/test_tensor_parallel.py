@@ -5,13 +5,12 @@ import time
 from collections import OrderedDict
 
 import flow_grpo
-from common.data import PromptSet
 from common.engine import launch, messages
 from common.engine.client import EngineError, VLLMEngine
 from common.models.cpu import is_amd
 from common.models.family import family_class, load_model
 from common.policy import add_policies, tensors_on_rank_0
-from tests.conftest import EMBEDDED, TINY, few_eval_prompts, policy_without_fsdp, run_here
+from tests.conftest import EMBEDDED, TINY, few_eval_prompts, policy_without_fsdp, prompt_set, run_here
 from tests.tiny_models import make_checkpoint
 
 import psutil
@@ -84,7 +83,7 @@ def engine(tmp_path_factory):
 
 
 def request_for(model, args):
-    encoded = flow_grpo.encode_prompts(args, model, PromptSet(PROMPTS, [{}] * len(PROMPTS)))
+    encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS))
     prompt_index = torch.arange(6) % 3
     return flow_grpo.make_request(args, model, encoded, prompt_index, list(range(6)), sde_steps=(0, 1, 2, 3, 4))
 
@@ -165,7 +164,7 @@ def test_full_weights_of_a_family(family, tmp_path):
     args = flow_grpo.Args(image_size=(32, 32), max_sequence_length=8, num_inference_steps=3, rollout="local")
     if family == "wan":
         args.num_frames = 5
-    encoded = flow_grpo.encode_prompts(args, model, PromptSet(PROMPTS[:1], [{}]))
+    encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS[:1]))
     request = flow_grpo.make_request(args, model, encoded, torch.tensor([0]), [0], sde_steps=(0, 1))
     engine.verify_push(*tensors_on_rank_0(model), request)
     torch.manual_seed(3)

@@ -6,11 +6,12 @@ The last needs torchao, which training does not: .ci/run installs it for this fi
 import importlib.util
 
 import flow_grpo
+from common.data import PromptSet
 from common.models.base_weights import check_base_weights, linear_layers
-from common.models.layout import check_sampling
 from common.models.memory import Blueprint
 from common.models.needs import weight_parts, workload_of
 from common.models.stable_diffusion_3 import StableDiffusion3
+from common.run import Inputs
 from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, read_metrics, torchrun
 
 import pytest
@@ -39,11 +40,11 @@ def test_what_quantised_weights_cannot_do_is_refused(changes, told):
 
 
 @pytest.mark.fast
-def test_without_torchao_a_run_is_refused_and_a_plan_is_not(monkeypatch):
+def test_without_torchao_a_run_is_refused_before_its_model_loads(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    options = {"base_weights": "int8"}
+    inputs = Inputs(StableDiffusion3, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=None)
     with pytest.raises(ValueError, match=r"^--base_weights: needs torchao, .*: pip install torchao==\d+\.\d+\.\d+$"):
-        check_sampling(StableDiffusion3, options)
+        inputs.settle({"reward": (), "eval_reward": (), "base_weights": "int8"})
 
 
 @pytest.mark.fast

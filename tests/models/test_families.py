@@ -21,6 +21,7 @@ from tests.conftest import (
     assert_one_line,
     brightness_reward,
     few_eval_prompts,
+    prompt_set,
     read_metrics,
     run_here,
     torchrun,
@@ -85,7 +86,7 @@ def request_for(model, sde_steps=(), num_inference_steps=4, guidance_scale=GUIDA
         options["num_frames"] = NUM_FRAMES
     args = flow_grpo.Args(rollout="local", num_inference_steps=num_inference_steps, **options)
     with torch.no_grad():
-        encoded = flow_grpo.encode_prompts(args, model, PROMPTS)
+        encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS))
         request = flow_grpo.make_request(args, model, encoded, torch.tensor([0, 1, 0]), SEEDS, sde_steps=sde_steps)
     return args, request
 
@@ -367,7 +368,7 @@ def test_compiled_in_bf16_the_first_ratio_is_exactly_1(checkpoint, one_rank):
     torch._dynamo.utils.counters.clear()
     flow_grpo.shard(args, model, torch.device("cpu"))
     with torch.no_grad():
-        encoded = flow_grpo.encode_prompts(args, model, PROMPTS)
+        encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS))
         request = flow_grpo.make_request(args, model, encoded, torch.tensor([0, 1]), SEEDS[:2], sde_steps=(0, 1))
     trajectories = flow_grpo.rollout(args, model, None, request)
     old, _ = flow_grpo.recompute_old_log_probs(args, model, None, request, trajectories)
@@ -443,7 +444,7 @@ def test_the_engine_takes_full_weights(family, checkpoint, tmp_path):
     model = load(checkpoint(family))
     add_policies(model, None, ["default"], seed=0)
     args, request = request_for(model)
-    encoded = flow_grpo.encode_prompts(args, model, PROMPTS[:1])
+    encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS[:1]))
     one_image = flow_grpo.make_request(args, model, encoded, torch.tensor([0]), seeds=[0])  # equal to the bit
     engine.verify_push(*tensors_on_rank_0(model), one_image)
     torch.manual_seed(3)

@@ -6,9 +6,10 @@ from common.data import PromptSet
 from common.errors import RunError
 from common.plots import open_png, save_samples
 from common.rewards.eval_by import check_field, metrics_by_field
-from common.rewards.scoring import Scorer, detail_metrics, sample_records, score_images
+from common.rewards.scoring import Scorer, detail_metrics, load_rewards, sample_records, score_images
 from tests.conftest import TINY, few_eval_prompts, on_ranks, read_metrics, run_here
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -48,12 +49,30 @@ def test_a_scorer_keeps_what_a_reward_says_beside_each_score(whole_batch, monkey
         ({"score": "high"}, "image 1: \"score\" must be a finite number, got 'high'"),
         ({"score": NAN}, 'image 1: "score" must be a finite number, got nan'),
         ({"score": 1, "red": NAN}, 'image 1: "red" must be a finite number or a string, got nan'),
+        ({"score": 1, "mean": 2}, 'image 1: "mean" must be called otherwise, got 2'),
         ({"score": 1, "red": None}, 'image 1: "red" must be a finite number or a string, got None'),
     ],
 )
 def test_a_dict_without_a_score_or_with_something_else_is_refused(detail, told):
     with pytest.raises(RunError, match=rf"^reward odd: {told}$"):
         score_images({"odd": lambda *_: [0.5, detail, ValueError("no")]}, IMAGES, PROMPTS, "mask")
+
+
+@pytest.mark.fast
+def test_scalars_of_numpy_and_torch_are_numbers():
+    details = [{}, {}, {}]
+    scored = [{"score": np.float32(0.5), "n": np.int64(3)}, {"score": torch.tensor(1), "n": torch.tensor(2.5)}, 0.25]
+    scores = score_images({"odd": lambda *_: scored}, IMAGES, PROMPTS, "stop", details)
+    assert scores.tolist() == [[0.5], [1], [0.25]]
+    assert json.loads(json.dumps(details)) == [{"odd": {"n": 3}}, {"odd": {"n": 2.5}}, {}]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ["details", "advantage", "prompt"])
+def test_a_reward_is_not_named_as_another_field_of_its_records(name, tmp_path):
+    (tmp_path / "mine.py").write_text(f"def {name}(images, prompts, metadata):\n    return [0.0] * len(images)\n")
+    with pytest.raises(ValueError, match=f"^--reward mine.py:{name}: .*samples.jsonl has another {name}: rename"):
+        load_rewards([f"mine.py:{name}"], [1.0])
 
 
 @pytest.mark.fast

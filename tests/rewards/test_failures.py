@@ -32,6 +32,7 @@ from tests.conftest import (
     assert_one_line,
     few_eval_prompts,
     policy_without_fsdp,
+    prompt_set,
     read_metrics,
     run_here,
     torchrun,
@@ -395,7 +396,7 @@ def test_a_filled_image_changes_no_gradient(script):
     """Whatever the image is, and in micro-batches of one image as of four."""
     model, _, _ = policy_without_fsdp()
     args = script.Args(rollout="local", num_inference_steps=4, micro_batch_size=4)
-    encoded = script.encode_prompts(args, model, PromptSet(WORDS, [{}] * len(WORDS)))
+    encoded = script.encode_prompts(args, model, prompt_set(WORDS))
     prompt_index = torch.tensor([0, 0, 1, 1])
     request = script.make_request(args, model, encoded, prompt_index, [1, 2, 3, 4], sde_steps=(1, 2))
     sampled = script.rollout(args, model, None, request)
@@ -422,7 +423,7 @@ def test_a_filled_image_changes_no_gradient_of_diffusion_nft():
     """Its weight of 0 takes it out of both terms of the loss."""
     model, _, _ = policy_without_fsdp()
     args = diffusion_nft.Args(rollout="local", num_inference_steps=4, kl_coef=0.3, micro_batch_size=4)
-    encoded = diffusion_nft.encode_prompts(args, model, PromptSet(WORDS, [{}] * len(WORDS)))
+    encoded = diffusion_nft.encode_prompts(args, model, prompt_set(WORDS))
     request = diffusion_nft.make_request(args, model, encoded, torch.tensor([0, 0, 1, 1]), [1, 2, 3, 4])
     x0 = diffusion_nft.rollout(args, model, None, request).latents[:, -1]
     r = diffusion_nft.optimality(ADVANTAGES, "continuous", 5.0)

@@ -4,7 +4,7 @@ import types
 
 import flow_grpo
 from benchmarks import reference_loop
-from tests.conftest import policy_without_fsdp
+from tests.conftest import policy_without_fsdp, prompt_set
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_their_update_has_our_gradient(monkeypatch):
     prompts = ['a red sign that says "4711"', 'a blue sign that says "305"']
     prompt_index = torch.arange(NUM_IMAGES) // args.group_size
     steps = flow_grpo.trained_steps(args, step=1)
-    encoded = flow_grpo.encode_prompts(args, model, prompts)
+    encoded = flow_grpo.encode_prompts(args, model, prompt_set(prompts))
     request = flow_grpo.make_request(args, model, encoded, prompt_index, list(range(NUM_IMAGES)), steps)
     ours = flow_grpo.rollout(args, model, None, request)
     rewards = torch.rand(NUM_IMAGES)

@@ -4,12 +4,11 @@ import json
 from dataclasses import asdict, replace
 
 import flow_grpo
-from common.data import PromptSet
 from common.models.lora import save_weights
 from common.plots import open_png
 from common.policy import tensors_on_rank_0
 from common.sde import image_seed
-from tests.conftest import policy_without_fsdp
+from tests.conftest import policy_without_fsdp, prompt_set
 from tools import sample
 
 import pytest
@@ -33,7 +32,7 @@ def run(tmp_path):
 @torch.no_grad()
 def images_of(model, args, seeds, prompts):
     """The evaluation's images, as flow_grpo.py samples them."""
-    conditioning = flow_grpo.encode_prompts(args, model, PromptSet(prompts, [{}] * len(prompts)))
+    conditioning = flow_grpo.encode_prompts(args, model, prompt_set(prompts))
     args = replace(args, num_inference_steps=args.eval_num_inference_steps)
     request = flow_grpo.make_request(args, model, conditioning, torch.arange(len(prompts)), seeds)
     return flow_grpo.sample_locally(model, request).images

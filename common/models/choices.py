@@ -1,0 +1,45 @@
+"""Options that few runs give, held against the model, the prompts and what is installed, before a model loads."""
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from common.rewards.eval_by import check_field
+
+if TYPE_CHECKING:
+    from common.models.family import Family
+    from common.run import Inputs
+
+
+def check_choices(inputs: "Inputs", options: dict[str, Any]) -> None:
+    """ValueError, in one line: an option, or a record's negative_prompt, that cannot have its effect in this run."""
+    if options.get("base_weights") and importlib.util.find_spec("torchao") is None:
+        raise ValueError("--base_weights: needs torchao, which is not installed: pip install torchao==0.18.0")
+    if options.get("eval_by"):
+        check_field(inputs.eval_set, options["eval_by"])
+    check_negative_prompts(inputs, options)
+    if options.get("eval_image_size") or options.get("eval_guidance_scale"):
+        check_evaluation(inputs.family, options)
+
+
+def check_negative_prompts(inputs: "Inputs", options: dict[str, Any]) -> None:
+    """ValueError: a negative prompt, of the option or of a record, where guidance takes none or is off."""
+    given = "--negative_prompt" if options.get("negative_prompt") else None
+    for option, prompts in (("--train_prompts", inputs.train_set), ("--eval_prompts", inputs.eval_set)):
+        for prompt, negative_prompt in zip(prompts.prompts, prompts.negative_prompts(""), strict=True):
+            if negative_prompt and not given:
+                given = f"{option}: the negative_prompt of {prompt!r}"
+    if given and not inputs.family.has_negative_prompt:
+        raise ValueError(f"{given}: {inputs.family.__name__}'s guidance takes none")
+    has_guidance = options.get("guidance_scale", 1) > 1 or (options.get("eval_guidance_scale") or 1) > 1
+    if given and not has_guidance:
+        raise ValueError(f"{given}: needs guidance, a --guidance_scale above 1 in a script that has it")
+
+
+def check_evaluation(family: "type[Family]", options: dict[str, Any]) -> None:
+    """ValueError: the model cannot take the size or guidance of the evaluation, as --eval_image_size ... say."""
+    height, width = options["eval_image_size"] or options["image_size"]
+    guidance_scale = options["eval_guidance_scale"] or options.get("guidance_scale", 1.0)
+    try:
+        family.check(options["model"], height, width, options["num_frames"], guidance_scale)
+    except ValueError as error:
+        raise ValueError(f"evaluation: {error}") from None
