@@ -217,7 +217,8 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
         scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
         scorer.add(range(args.group_size), images)
         scores = scorer.scores(offload=False)  # (G, R), NaN where one failed
-        totals = (scores * scores.new_tensor(args.reward_weights)).sum(1)  # (G,), NaN for failed images
+        weights = scores.new_tensor(args.reward_weights)
+        totals = (scores * weights).sum(1)  # (G,), NaN for failed images
         save_pair(run.folder, row, prompts.prompts[0], images, totals)
     offload_rewards(inputs.rewards)  # networks of rewards leave the GPU to the training, if asked
     run.say(write_pairs(run.folder, num_prompts))
@@ -241,9 +242,11 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     drawn = inputs.train_set.select(range(num_made))  # of the pairs to be made
     if inputs.pairs:
         num_drawn = args.num_steps * args.num_pairs
-        drawn = PromptSet(inputs.pairs.prompts, [{}] * len(inputs.pairs)).first_drawn(num_drawn, args.seed)
+        of_pairs = PromptSet(inputs.pairs.prompts, [{}] * len(inputs.pairs))
+        drawn = of_pairs.first_drawn(num_drawn, args.seed)
     prompts = drawn.prompts + drawn.negative_prompts(args.negative_prompt)
-    prompts += inputs.eval_set.prompts + inputs.eval_set.negative_prompts(args.negative_prompt)
+    prompts += inputs.eval_set.prompts
+    prompts += inputs.eval_set.negative_prompts(args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "reference"]  # the former is peft's name for the trained one

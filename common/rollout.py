@@ -14,8 +14,11 @@ Images = list
 
 def rows_of(tensors: dict[str, torch.Tensor], rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Some rows (n,) of each tensor, wherever it is. They are moved once to a device: a GPU waits for every index."""
-    on_device = functools.cache(rows.to)
-    return {name: tensor[on_device(tensor.device)] for name, tensor in tensors.items()}
+    rows_on = functools.cache(rows.to)
+    selected = {}
+    for name, tensor in tensors.items():
+        selected[name] = tensor[rows_on(tensor.device)]
+    return selected
 
 
 @dataclass
@@ -75,15 +78,13 @@ class RolloutRequest:
     def cpu(self) -> "RolloutRequest":
         """The same request with its tensors on the CPU, for another process."""
         conditioning = {name: tensor.cpu() for name, tensor in self.conditioning.items()}
-        negative = self.negative_conditioning
-        if negative is not None:
-            negative = {name: tensor.cpu() for name, tensor in negative.items()}
-        start = self.initial_latents
-        if start is not None:
-            start = start.cpu()
-        timesteps = self.timesteps.cpu()
-        moved: dict = {"conditioning": conditioning, "negative_conditioning": negative, "initial_latents": start}
-        return replace(self, timesteps=timesteps, **moved)
+        moved: dict = {"conditioning": conditioning, "timesteps": self.timesteps.cpu()}
+        if self.negative_conditioning is not None:
+            negative = {name: tensor.cpu() for name, tensor in self.negative_conditioning.items()}
+            moved["negative_conditioning"] = negative
+        if self.initial_latents is not None:
+            moved["initial_latents"] = self.initial_latents.cpu()
+        return replace(self, **moved)
 
     def select(self, rows: torch.Tensor) -> "RolloutRequest":
         """The same request for some of its images, `rows` (N,); conditioning is expanded to one row per image."""

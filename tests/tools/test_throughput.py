@@ -29,7 +29,7 @@ def test_flops_of_sd35_medium_at_512():
         "pooled_projections": (2, *conditioning["pooled_prompt_embeds"]),
     }
     call = {name: TensorLike(shape, torch.bfloat16) for name, shape in call.items()}
-    lora_config, _ = make_lora(SharedArgs(lora_rank=32, lora_alpha=64), StableDiffusion3)
+    lora_config = make_lora(SharedArgs(lora_rank=32, lora_alpha=64), StableDiffusion3).config
     copied, mode = fake_copy(transformer, torch.bfloat16, lora_config)
     of_one_image = [count_flops(copied, mode, ((), call), backward) / 2 / 1e12 for backward in (False, True)]
     assert [round(tflop, 2) for tflop in of_one_image] == [2.48, 5.31]
