@@ -15,10 +15,8 @@ Images = list
 def rows_of(tensors: dict[str, torch.Tensor], rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Some rows (n,) of each tensor, wherever it is. They are moved once to a device: a GPU waits for every index."""
     rows_on = functools.cache(rows.to)
-    selected = {}
-    for name, tensor in tensors.items():
-        selected[name] = tensor[rows_on(tensor.device)]
-    return selected
+    named = tensors.items()
+    return {name: tensor[rows_on(tensor.device)] for name, tensor in named}
 
 
 @dataclass
