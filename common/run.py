@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -88,6 +89,7 @@ class Inputs(NamedTuple):
 
 
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
+LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 PATIENT_PHASES = ("reward", "testing", "save_checkpoint")  # in which one rank may take long, and the others wait
 SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar
 
@@ -172,7 +174,11 @@ class Run:
             catch_stop_signals(max_minutes)
             _begun.append(self)
             create_run_folder(self.folder, self.config, script, self.checkpoint)
-        self._tracker = start_tracking(track, self.folder, self.config) if track and self._writes else None
+        self._tracker: Tracker | None = None
+        if track and self._writes:
+            from common.monitor.tracking import start_tracker  # only runs with --track need it
+
+            self._tracker = start_tracker(track, self.folder, self.config)
 
     # ---- the clock ----
     @contextmanager
@@ -432,11 +438,10 @@ class Run:
         if self.bar is not None:
             self.bar.close()
         if self._num_steps and not self.config.get("eval_only"):
+            told = f"stopped after step {self.step} of {self._num_steps}"
             if self._stop_reason:
-                told = f"stopped after step {self.step} of {self._num_steps}: {self._stop_reason}"
-                self.say(f"{told}; to continue, pass --resume latest without it")
+                self.say(f"{told}: {self._stop_reason}; to continue, pass --resume latest without it")
             elif self.step < self._num_steps:
-                told = f"stopped after step {self.step} of {self._num_steps}"
                 self.say(f"{told}; to continue, give the same command with --resume latest")
             else:
                 self.say(f"finished all {self.step} steps; to continue, pass --resume latest and a larger --num_steps")
@@ -446,7 +451,7 @@ class Run:
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
 def create_run_folder(folder: Path | str, config: dict, script: Path | str, checkpoint: Path | None = None) -> None:
-    """Make `folder`, with args.json (the options, the command, the git hash) and a copy of the script.
+    """Make `folder`, with args.json (the options, the command, the git hash, the machine) and a copy of the script.
 
     A resumed run keeps the first ones, and writes its own beside them under the checkpoint's name. Rank 0 does all
     this, and locks the folder first.
@@ -468,16 +473,11 @@ def create_run_folder(folder: Path | str, config: dict, script: Path | str, chec
             old.unlink()
         # by a shell, which leaves the hash out where there is no git, instead of raising
         git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(script).parent, capture_output=True, text=True)
-        record = {"command": " ".join(sys.argv), "git_hash": git.stdout.strip() or None, "args": config}
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
+        machine = {"device": device, "versions": {name: version(name) for name in LIBRARIES}}
+        record = {"command": " ".join(sys.argv), "git_hash": git.stdout.strip() or None, **machine, "args": config}
         (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
         shutil.copy(script, folder / f"source{suffix}.py")
-
-
-def start_tracking(track: str | bool, folder: Path, config: dict) -> "Tracker":
-    """The Tracker that --track names."""
-    from common.monitor.tracking import start_tracker  # only runs with --track need it
-
-    return start_tracker(track, folder, config)
 
 
 def max_memory_gb() -> float:

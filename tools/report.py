@@ -13,6 +13,7 @@ import html
 import io
 import json
 import math
+import re
 import statistics
 import sys
 import tempfile
@@ -26,12 +27,14 @@ from tools.plot_runs import labels_of, overlay
 from PIL import Image, ImageChops, ImageStat
 
 SHOWN = 4  # samples of a kind
-FAQ = "docs/faq.md"
+FAQ = Path(__file__).parents[1] / "docs" / "faq.md"
 STYLE = """
 body { font: 16px/1.5 sans-serif; max-width: 60rem; margin: 1rem auto; padding: 0 1rem; color: #222 }
 h1 { font-size: 1.5rem } h2 { font-size: 1.2rem; margin-top: 2rem; border-bottom: 1px solid #ccc }
 img { max-width: 100%; height: auto } table { border-collapse: collapse; display: block; overflow-x: auto }
-td, th { text-align: left; padding: .2rem .8rem .2rem 0; vertical-align: top; border-bottom: 1px solid #eee }
+td, th { text-align: left; padding: .2rem .8rem .2rem 0; vertical-align: top; border-bottom: 1px solid #eee;
+  min-width: 5rem; overflow-wrap: anywhere }
+.curves { overflow-x: auto } .curves img { min-width: 44rem }
 .wrong { background: #fff3e0; padding: .5rem 1rem; border-left: 4px solid #e65100; margin: .5rem 0 }
 .fine { background: #e8f5e9; padding: .5rem 1rem; border-left: 4px solid #2e7d32 }
 figure img { width: 11rem; image-rendering: pixelated }
@@ -56,7 +59,25 @@ class Finding(NamedTuple):
     """Something that looks wrong in a run."""
 
     what: str  # with its number
-    heading: str  # of the paragraph of docs/faq.md that explains it
+    place: "Place"  # where docs/faq.md explains it
+
+
+class Place(NamedTuple):
+    """A paragraph of docs/faq.md."""
+
+    heading: str  # of the section
+    item: int | None = None  # the number of the section's item, from 1; None: the section's first paragraph
+
+
+def explanation(place: Place) -> str:
+    """The paragraph's words, without Markdown's marks."""
+    section = FAQ.read_text().split(f"## {place.heading}\n\n")[1].split("\n## ")[0]
+    if place.item is None:
+        text = section.split("\n\n")[0]
+    else:
+        text = re.split(r"^\d\. ", section, flags=re.MULTILINE)[place.item]
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)  # a link's words
+    return " ".join(text.replace("`", "").replace("**", "").split())
 
 
 def series(rows: Sequence[dict], name: str) -> list[float]:
@@ -125,21 +146,23 @@ def mismatch_grows(rows: Sequence[dict]) -> str | None:
     return f"velocity_diff_max grew from {first:.2g} to {last:.2g}" if last > max(3 * first, 1e-3) else None
 
 
-RULES: dict[Callable[[Sequence[dict]], str | None], str] = {
-    flat_reward: "The reward does not rise",
-    still_ratio: "The reward does not rise",
-    clipped: "The reward does not rise",
-    no_gradient: "The reward does not rise",
-    less_diverse: "The reward rises and the images get worse",
-    held_out_falls: "The reward rises and the images get worse",
-    mismatch_grows: "The reward does not rise",
+NOT_RISING = "The reward does not rise"
+WORSE = Place("The reward rises and the images get worse")
+RULES: dict[Callable[[Sequence[dict]], str | None], Place] = {
+    flat_reward: Place(NOT_RISING, 1),
+    still_ratio: Place(NOT_RISING, 3),
+    clipped: Place(NOT_RISING, 4),
+    no_gradient: Place(NOT_RISING, 3),
+    less_diverse: WORSE,
+    held_out_falls: WORSE,
+    mismatch_grows: Place(NOT_RISING, 5),
 }
 
 
 def find_faults(rows: Sequence[dict]) -> list[Finding]:
     """What the RULES find in the rows of a metrics.jsonl."""
-    found = [(rule(rows), heading) for rule, heading in RULES.items()]
-    return [Finding(what, heading) for what, heading in found if what]
+    found = [(rule(rows), place) for rule, place in RULES.items()]
+    return [Finding(what, place) for what, place in found if what]
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -159,7 +182,7 @@ def curves(runs: dict[str, list[dict]]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "curves.png"
         overlay(runs, None, path)
-        return image_tag(path, "curves")
+        return f'<div class="curves">{image_tag(path, "curves")}</div>'
 
 
 def grids(folder: Path) -> str:
@@ -217,12 +240,13 @@ def samples(folder: Path) -> str:
     found = read_samples(folder)
     if not found:
         return ""
+    shown = "each at the first evaluation, then at the last" if found[0].before else "there is one evaluation"
     kinds = {
         "best": sorted(found, key=lambda sample: -sample.score),
         "worst": sorted(found, key=lambda sample: sample.score),
         "most changed": sorted(found, key=lambda sample: -sample.change),
     }
-    parts = []
+    parts = [f"<p>Prompts of the last evaluation; {shown}.</p>"]
     for kind, ordered in kinds.items():
         parts.append(f"<h3>{kind.capitalize()}</h3>" + "".join(figure(sample) for sample in ordered[:SHOWN]))
     return "".join(parts)
@@ -258,21 +282,25 @@ def page(folders: Sequence[Path]) -> str:
     for label, rows in runs.items():
         faults = find_faults(rows)
         for fault in faults:
-            told = f"<b>{html.escape(label)}</b>: {html.escape(fault.what)}"
-            parts.append(f'<p class="wrong">{told}. See "{html.escape(fault.heading)}" in {FAQ}.</p>')
+            told = f"<b>{html.escape(label)}</b>: {html.escape(fault.what)}."
+            parts.append(f'<p class="wrong">{told}<br>{html.escape(explanation(fault.place))}</p>')
         if not faults:
             parts.append(f'<p class="fine"><b>{html.escape(label)}</b>: none of the rules found anything.</p>')
     parts += ["<h2>Curves</h2>", curves(runs)]
     for label, folder in zip(labels, folders, strict=True):
-        shown = [("Evaluations", grids(folder)), ("Samples of the last evaluation", samples(folder))]
+        shown = [("Evaluations", grids(folder)), ("Samples", samples(folder))]
         parts += [f"<h2>{title}: {html.escape(label)}</h2>{content}" for title, content in shown if content]
     if len(folders) > 1:
         parts += ["<h2>Options that differ</h2>"]
         differing = differing_options(records)
         parts.append(table(["option", *labels], [[name, *values] for name, values in differing]))
     parts.append("<h2>How they were started</h2>")
-    started = [[label, record.get("command", ""), record.get("git_hash") or ""] for label, record in records.items()]
-    parts.append(table(["run", "command", "commit"], started))
+    started = []
+    for label, record in records.items():
+        versions = ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
+        cells = [record.get(name) or "" for name in ("command", "git_hash", "device")]
+        started.append([label, *cells, versions])
+    parts.append(table(["run", "command", "commit", "device", "versions"], started))
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     title = html.escape(", ".join(labels))
     body = "\n".join(parts)

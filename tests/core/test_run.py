@@ -391,6 +391,8 @@ def test_create_run_folder(tmp_path):
     assert record["args"] == {"name": "test", "learning_rate": 0.5, "reward": ["ocr"], "resume": "latest"}
     assert record["git_hash"] is None  # not in a repository
     assert record["command"]
+    assert torch.cuda.is_available() or record["device"] == f"CPU, {os.cpu_count()} cores"
+    assert record["versions"]["torch"] == torch.__version__
     assert (folder / "source.py").read_text() == "print('the source')\n"
     open_run(folder, None)  # nothing was measured yet
     Run(folder).write({"a": 1})

@@ -70,8 +70,14 @@ CASES = {
 
 def test_every_rule_has_a_case_and_a_paragraph():
     assert CASES.keys() == report.RULES.keys()
-    headings = (ROOT / report.FAQ).read_text().splitlines()
-    assert {f"## {heading}" for heading in report.RULES.values()} <= set(headings)
+    begins = {rule.__name__: report.explanation(place) for rule, place in report.RULES.items()}
+    assert begins["flat_reward"].startswith("zero_std_ratio near 1. All images of a prompt score the same")
+    assert begins["still_ratio"].startswith("actor/ratio_std is 0 after the first step")
+    assert begins["clipped"].startswith("actor/pg_clipfrac above 0.3. Most of the update is cut away. --clip_range is")
+    assert begins["no_gradient"] == begins["still_ratio"]
+    assert begins["less_diverse"].startswith("That is reward hacking. val/drift_from_base jumps, critic/diversity")
+    assert begins["held_out_falls"] == begins["less_diverse"]
+    assert begins["mismatch_grows"].endswith("The engine's policy is not the trainer's: the engine's page.")
 
 
 @pytest.mark.parametrize("rule", CASES, ids=lambda rule: rule.__name__)
@@ -109,6 +115,7 @@ def make_run(folder, learning_rate, colours):
     rows = [{"training/global_step": step, "val/ocr/mean": 0.5 + step / 10, "val/ocr/stderr": 0.01} for step in (0, 5)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     record = {"command": "flow_grpo.py --name <b>", "git_hash": "abc", "args": {"learning_rate": learning_rate}}
+    record |= {"device": "CPU, 2 cores", "versions": {"torch": "2.13.0"}}
     (folder / "args.json").write_text(json.dumps(record))
     for step, colour in zip((0, 5), colours, strict=True):
         place = folder / "samples" / f"{step:04d}"
@@ -138,6 +145,7 @@ def test_the_page_is_whole_and_self_contained(tmp_path, capsys):
     assert "<tr><td>learning_rate</td><td>0.0001</td><td>0.001</td></tr>" in text
     assert "a &lt;sign&gt; 1 (ocr 1.000)" in text and "flow_grpo.py --name &lt;b&gt;" in text
     assert text.count("none of the rules found anything") == 2
+    assert text.count("<td>abc</td><td>CPU, 2 cores</td><td>torch 2.13.0</td>") == 2
 
 
 def test_samples_are_ordered_by_score_and_by_change(tmp_path):
