@@ -185,14 +185,16 @@ def draw_training_noise(args: Args, batch: "Batch", step: int, epoch: int) -> tu
     # truncated, as in the paper's code: 0.99 of 10 timesteps are 9
     num_timesteps = max(1, int(args.timestep_fraction * args.num_inference_steps))  # K
     purpose = f"{step} update" if epoch == 0 else f"{step} update {epoch}"
-    timesteps = []
+    chosen = []
     noise = []
     for index in batch.image_index.tolist():
         generator = torch.Generator().manual_seed(image_seed(args.seed, purpose, index))
-        chosen = torch.randperm(len(request.timesteps), generator=generator)[:num_timesteps]
-        timesteps.append(request.timesteps[chosen])
+        order = torch.randperm(len(request.timesteps), generator=generator)
+        chosen.append(order[:num_timesteps])
         noise.append(torch.randn(num_timesteps, *request.latent_shape, generator=generator))
-    return torch.stack(timesteps), torch.stack(noise)
+    device = batch.x0.device
+    timesteps = request.timesteps.to(device)[torch.stack(chosen).to(device)]
+    return timesteps, torch.stack(noise)
 
 
 # ==== 4 MODEL =========================================================================================================
@@ -420,10 +422,12 @@ def velocities_of(args: Args, model: Family, policy: str, batch: Batch, *, times
     with acting(model, policy):
         for rows in torch.arange(len(batch.x0)).split(args.micro_batch_size):
             conditioning = batch.request.select(rows).conditioning
+            eps = noise[rows].to(batch.x0.device)  # (b, K, ...)
+            rows = rows.to(batch.x0.device)  # once: a GPU waits for every index that comes from the CPU
             columns = []
             for k in range(timesteps.shape[1]):
                 t = timesteps[rows, k]  # (b,)
-                _, x_t = noise_images(batch.x0[rows], t, noise[rows, k])
+                _, x_t = noise_images(batch.x0[rows], t, eps[:, k])
                 columns.append(model.predict_velocity(x_t, t, conditioning))
             parts.append(torch.stack(columns, 1))
     return torch.cat(parts)
@@ -455,12 +459,14 @@ def accumulate_gradients(
     passes: list[dict[str, Tensor]] = []
     for rows in micro_batches:
         conditioning = batch.request.select(rows).conditioning
+        eps = noise[rows].to(batch.x0.device)  # (b, K, ...)
+        rows = rows.to(batch.x0.device)
         for k in range(num_timesteps):
             if len(passes) == num_passes - 1:
                 model.transformer.set_requires_gradient_sync(True)
             t = timesteps[rows, k]  # (b,)
             x0 = batch.x0[rows]
-            sigma, x_t = noise_images(x0, t, noise[rows, k])
+            sigma, x_t = noise_images(x0, t, eps[:, k])
             v = model.predict_velocity(x_t, t, conditioning)
             loss, metrics = nft_loss(
                 v,

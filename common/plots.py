@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -183,7 +184,7 @@ def save_grid(
 
 # ---- the images of an evaluation -------------------------------------------------------------------------------------
 def save_samples(
-    folder: Path | str,
+    folder: Path,
     places: Sequence[int],
     images: Images,
     records: Sequence[dict],
@@ -198,14 +199,15 @@ def save_samples(
     B dicts {"prompt": ..., "seed": ..., "<reward>": score ...}. A collective: rank 0 gets the first `shown` as (PIL
     image, caption); the others get None.
     """
-    folder = Path(folder)
     samples: dict = {}  # by place: the record and, where it is shown, the picture
-    with writing(folder):
+    files: dict[Path, Image.Image | list[Image.Image]] = {}
+    for place, image, record in zip(places, images, records, strict=True):
+        if not has_surplus or place % dist.get_world_size() == dist.get_rank():
+            files[folder / f"{place:05d}.png"] = image
+            samples[place] = (record, as_one_picture(image) if place < shown else None)
+    with writing(folder), ThreadPoolExecutor(4) as threads:
         folder.mkdir(parents=True, exist_ok=True)
-        for place, image, record in zip(places, images, records, strict=True):
-            if not has_surplus or place % dist.get_world_size() == dist.get_rank():
-                save_png(folder / f"{place:05d}.png", image)
-                samples[place] = (record, as_one_picture(image) if place < shown else None)
+        list(threads.map(save_png, files, files.values()))  # list raises what a thread raised
     parts = gather_objects_on_rank_0(samples)
     if parts is None:
         return None

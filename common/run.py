@@ -311,7 +311,7 @@ class Run:
         if dist.is_initialized() and dist.get_world_size() > 1:
             from common.monitor.ranks import over_ranks
 
-            metrics |= over_ranks(self._timing, peaks)
+            metrics |= over_ranks(gather_objects((self._timing, peaks)))
         if "step" not in self._timing or not self._num_images:
             return metrics
         for name in ("gen", "reward", "update_actor"):
@@ -450,7 +450,7 @@ class Run:
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
-def create_run_folder(folder: Path | str, config: dict, script: Path | str, checkpoint: Path | None = None) -> None:
+def create_run_folder(folder: Path, config: dict, script: Path | str, checkpoint: Path | None = None) -> None:
     """Make `folder`, with args.json (the options, the command, the git hash, the machine) and a copy of the script.
 
     A resumed run keeps the first ones, and writes its own beside them under the checkpoint's name. Rank 0 does all
@@ -459,15 +459,12 @@ def create_run_folder(folder: Path | str, config: dict, script: Path | str, chec
     Raises:
         RunError: another process writes to the folder or has just written to it, or it cannot be written.
     """
-    folder = Path(folder)
     if not on_rank_0():
         return
     with writing(folder):
         lock_run(folder)
         check_unchanged(folder, checkpoint)
-        suffix = ""
-        if checkpoint and (folder / "args.json").exists():
-            suffix = f"_{Path(checkpoint).stem}"
+        suffix = f"_{checkpoint.stem}" if checkpoint and (folder / "args.json").exists() else ""
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("traceback_rank*.txt"):  # of an earlier end
             old.unlink()

@@ -252,8 +252,10 @@ def draw_noise(
     if isinstance(generator, list | tuple):
         if len(generator) != shape[0]:
             raise ValueError(f"{len(generator)} generators for a batch of {shape[0]}")
-        drawn = [draw_noise((1, *shape[1:]), g, g.device, dtype) for g in generator]
-        return torch.cat(drawn).to(device)  # at once: each move to a GPU waits for it
+        drawn = torch.cat([draw_noise((1, *shape[1:]), g, g.device, dtype) for g in generator])
+        if torch.device(device).type == "cuda":  # the GPU computes on while pinned memory is drawn and copied
+            return drawn.pin_memory().to(device, non_blocking=True)
+        return drawn.to(device)
     drawn_on = device if generator is None else generator.device
     noise = torch.randn(shape, generator=generator, device=drawn_on, dtype=dtype)
     return noise.to(device)

@@ -3,20 +3,19 @@
 import os
 import resource
 import time
-
-from common.distributed import gather_objects
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 
-def over_ranks(timing: dict[str, float], peaks: dict[str, float]) -> dict[str, float]:
-    """The largest of every rank's memory peaks, and each phase's slowest rank and its seconds. A collective.
+def over_ranks(by_rank: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict[str, float]:
+    """The largest of every rank's memory peaks, and each phase's slowest rank and its seconds.
 
-    timing, peaks: this rank's, by phase and by metric. A straggler is long in one phase, and all others in the next,
-    where they wait for it.
+    by_rank: each rank's seconds by phase, and its peaks by metric. A straggler is long in one phase, and all others in
+    the next, where they wait for it.
     """
-    by_rank = gather_objects((timing, peaks))
+    timing, peaks = by_rank[0]
     metrics = {name: max(of_rank[name] for _, of_rank in by_rank) for name in peaks}
     for name in timing:
         seconds = [of_rank.get(name, 0.0) for of_rank, _ in by_rank]
