@@ -265,8 +265,7 @@ def check_options(args: SharedArgs) -> None:
     if args.stop_if:
         from common.rewards.stop_rules import check_stop_rules  # only runs with --stop_if need it
 
-        rewards = [name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward)]
-        check_stop_rules(args.stop_if, rewards, args.eval_images_per_prompt)
+        check_stop_rules(args.stop_if, (*args.reward, *args.eval_reward), args.eval_images_per_prompt, args.eval_by)
     if args.track:
         from common.monitor.tracking import check_tracker  # only runs with --track need it
 

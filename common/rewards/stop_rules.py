@@ -49,15 +49,24 @@ def read_stop_rules(texts: Sequence[str]) -> list[StopRule]:
     return rules
 
 
-def check_stop_rules(texts: Sequence[str], rewards: Sequence[str], images_per_prompt: int) -> None:
-    """Raises ValueError for a rule that cannot be read, or whose metric an evaluation by these rewards does not log."""
-    known = [*(f"val/{name}/mean" for name in rewards), VAL_TOTAL, "val/drift_from_base"]
-    if images_per_prompt > 1:
+def check_stop_rules(texts: Sequence[str], rewards: Sequence[str], num_images: int, eval_by: str | None = None) -> None:
+    """Raises ValueError for a rule that cannot be read, or whose metric an evaluation does not log.
+
+    rewards: of the evaluation, as the options name them. num_images: of each prompt. A user's own reward may return
+    sub-scores, which are not known yet; the values of `eval_by` are in the prompts' records.
+    """
+    names = [name.rpartition(":")[2] for name in rewards]
+    known = [*(f"val/{name}/mean" for name in names), VAL_TOTAL, "val/drift_from_base"]
+    if num_images > 1:
         known.append("val/diversity")
-    more = [f"val/{name}/failed" for name in rewards]
+    more = [f"val/{name}/failed" for name in names]
     more += [name.removesuffix("mean") + "stderr" for name in known if name.endswith("/mean")]
+    own = tuple(f"val/{name.rpartition(':')[2]}/" for name in rewards if ":" in name)
+    kinds = ("mean", "best") if num_images > 1 else ("mean",)
+    ends = tuple(f"/{name}/{kind}@{num_images}" for name in (*names, "weighted_total") for kind in kinds)
     for rule in read_stop_rules(texts):
-        if rule.metric not in known + more:
+        is_of_field = eval_by is not None and rule.metric.endswith(ends)
+        if rule.metric not in known + more and not is_of_field and not rule.metric.startswith(own):
             raise ValueError(brief(f"--stop_if {rule}: no evaluation logs {rule.metric}; there are {', '.join(known)}"))
 
 
