@@ -1,16 +1,16 @@
 """Scripts, ranks and options on the CUDA device made of host memory, against the same runs on the CPU.
 
     python benchmarks/fake_cuda.py > docs/lab/records/fake_cuda.md     # the table, half an hour on two cores
-    python benchmarks/fake_cuda.py --only resume                       # the rows whose names have this word
+    python benchmarks/fake_cuda.py --only resume                       # the rows that have this word
     python benchmarks/fake_cuda.py --mutations                         # `.to(device)` taken out, place by place
 
 Every metric but times and memory is compared, relative to its size. In fp32 the bound is 1e-5 up to the first optimizer
 step, and 1e-3 after it: Adam's first step is the gradient's sign, which round-off decides where the gradient is about
 0, and a pixel has 256 levels. In bf16, which turns a reward's last digit into 4e-5 of a gradient, the bounds are 1e-4
 and 2e-3. In bf16 and with a learned reward the bound of a metric is at least twice what one and two CPU ranks differ
-by. The CPU computes attention by the plain formula, as the device does (tests/fake_cuda/on_cpu.py). tests/fake_cuda
-says what the device cannot see. Mutations are made in a copy of the checkout; a run of the changed copy must fail. The
-transformer's own inputs need no `.to(device)`, as FSDP moves them.
+by. The CPU computes attention and convolutions by the plain formulas, as the device does (tests/fake_cuda/on_cpu.py).
+tests/fake_cuda says what the device cannot see. Mutations are made in a copy of the checkout; a run of the changed copy
+must fail. The transformer's own inputs need no `.to(device)`, as FSDP moves them.
 """
 
 import argparse
@@ -92,7 +92,7 @@ MUTATIONS = [
     ("diffusion_nft.py", "is_compared[image_index].to(device,", "is_compared[image_index].to(", ROWS[14]),
     ("dpo_offline.py", "s = sigmas[rows].to(model.device)", "s = sigmas[rows]", ROWS[16]),
     ("dpo_offline.py", "eps = noise[rows].to(model.device)", "eps = noise[rows]", ROWS[16]),
-    ("common/sde.py", "torch.cat(drawn).to(device)", "torch.cat(drawn)", ROWS[0]),
+    ("common/sde.py", "drawn.pin_memory().to(device, non_blocking=True)", "drawn", ROWS[0]),
     ("common/models/family.py", "tensor.data.to(model.device)", "tensor.data", ROWS[0]),
     ("common/models/vae.py", "pixels.to(vae.device, vae.dtype)", "pixels.to(vae.dtype)", ROWS[16]),
     ("common/rewards/pairs.py", "for pair in pairs], 1).to(device)", "for pair in pairs], 1)", ROWS[16]),
@@ -159,7 +159,7 @@ def print_table(work: Path, only: str) -> bool:
     print("| run | script | ranks | options | largest distance of a metric | verdict |\n|---|---|---|---|---|---|")
     all_hold = True
     for number, row in enumerate(ROWS):
-        if only in row.name:
+        if only in f"{row.name} {row.script} {' '.join(row.options)}":
             holds, cell = compare(row, work / str(number))
             all_hold &= holds
             options = " ".join(row.options + row.then) or "-"
@@ -189,7 +189,7 @@ def print_mutations(work: Path) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="rows whose names have this word")
+    parser.add_argument("--only", default="", help="rows that have this word in their name, script or options")
     parser.add_argument("--mutations", action="store_true", help="take `.to(device)` out, place by place")
     asked = parser.parse_args()
     build.built_library()

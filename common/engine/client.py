@@ -252,13 +252,19 @@ class VLLMEngine:
         bound = 0
         for names, num_bytes in self._buckets(tensors):
             memory = messages.Memory(num_bytes)
+            bucket = {}
+            pushed = {}
             try:
-                bucket = {name: memory.put(tensors[name], self.dtype) for name in names}
+                for name in names:
+                    tensor = tensors[name].to(self.dtype)
+                    if tensor.is_cuda:  # a GPU makes them sooner than a CPU, and then they prove this copy as well
+                        pushed[name] = messages.fingerprint(tensor)
+                    bucket[name] = memory.put(tensor)
                 call = self._ask("push_weights", bucket, memory=memory)
             finally:
                 memory.close()
-            # while the engine loads them
-            pushed = {name: messages.fingerprint(tensor) for name, tensor in bucket.items()}
+            # the CPU's while the engine loads them
+            pushed |= {name: messages.fingerprint(tensor) for name, tensor in bucket.items() if name not in pushed}
             bound_here, held = self._answer(call, "push_weights")
             if bound_here == len(names):
                 self._check_held(pushed, held)

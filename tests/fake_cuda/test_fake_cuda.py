@@ -177,6 +177,38 @@ def test_without_a_compiler_the_reason_is_said(monkeypatch, tmp_path):
         build.built_library()
 
 
+PUSH = """
+from common.engine import messages
+from common.engine.client import VLLMEngine
+
+made = []
+on_cpu = {}
+fingerprint = messages.fingerprint
+
+def recorded(tensor):
+    made.append(tensor.device.type)
+    return fingerprint(tensor)
+
+messages.fingerprint = recorded
+engine = object.__new__(VLLMEngine)
+engine.dtype = torch.bfloat16
+engine._ask = lambda operation, bucket, memory: on_cpu.update(bucket)
+engine._answer = lambda call, operation: (len(on_cpu), {name: fingerprint(t) for name, t in on_cpu.items()})
+tensors = {"a": torch.arange(6.0).view(2, 3) / 7, "b": torch.ones(5)}
+print(engine._push_weights({name: tensor.to("cuda") for name, tensor in tensors.items()}))
+assert made == ["cuda", "cuda"], made
+assert all(torch.equal(on_cpu[name], tensor.bfloat16()) for name, tensor in tensors.items())
+assert {tensor.device.type for tensor in on_cpu.values()} == {"cpu"}
+"""
+
+
+def test_full_weights_get_their_fingerprints_on_the_device(tmp_path):
+    """And the engine, which has got them through the host's memory, finds the same."""
+    path = f"import sys\nsys.path.insert(0, {str(LAUNCH.parents[2])!r})"
+    output, _ = of_program(tmp_path, counted(f"{path}\n{PUSH}"))
+    assert output.splitlines()[-1] == "2"
+
+
 # ---- the scripts -----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def reward(tmp_path_factory):
