@@ -203,8 +203,10 @@ def save_samples(
     files: dict[Path, Image.Image | list[Image.Image]] = {}
     for place, image, record in zip(places, images, records, strict=True):
         if not has_surplus or place % dist.get_world_size() == dist.get_rank():
-            files[folder / f"{place:05d}.png"] = image
-            samples[place] = (record, as_one_picture(image) if place < shown else None)
+            path = folder / f"{place:05d}.png"
+            files[path] = image
+            picture = as_one_picture(image) if place < shown else None
+            samples[place] = (record, picture)
     with writing(folder), ThreadPoolExecutor(4) as threads:
         folder.mkdir(parents=True, exist_ok=True)
         list(threads.map(save_png, files, files.values()))  # list raises what a thread raised

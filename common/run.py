@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from common.models.lora import LoRA
     from common.monitor.tracking import Tracker
     from common.rewards.pairs import Pairs
-    from common.rewards.stop_rules import StopRule
 
 
 class Inputs(NamedTuple):
@@ -150,7 +149,7 @@ class Run:
         self._num_steps = num_steps
         self._keep_checkpoints = keep_checkpoints
         self._writes = on_rank_0()
-        self._stop_rules: list[StopRule] = []
+        self._stop_if = stop_if
         self._stop_reason: str | None = None  # the rule that the last evaluation met
         self._timing: dict[str, float] = {}  # seconds of every phase since the last `write`, on this rank
         self._created: float | None = time.perf_counter()  # until the first phase: the time before it is the startup
@@ -166,10 +165,6 @@ class Run:
         self._num_skipped = 0  # training steps in a row without a finite gradient
         self.bar: tqdm | None = None
         self._trace = ExitStack()  # holds the profiler of the current training step
-        if stop_if:
-            from common.rewards.stop_rules import read_stop_rules  # only runs with --stop_if need it
-
-            self._stop_rules = read_stop_rules(stop_if)
         if script:
             catch_stop_signals(max_minutes)
             _begun.append(self)
@@ -248,10 +243,10 @@ class Run:
                 f"step {step}: no finite gradient in {MAX_SKIPPED} training steps in a row: lower --learning_rate"
             )
         metrics = metrics | self._speed_metrics(step)
-        if self._stop_rules and self.bar is not None:  # an evaluation before training ends nothing
-            from common.rewards.stop_rules import met_rules
+        if self._stop_if and self.bar is not None:  # an evaluation before training ends nothing
+            from common.rewards.stop_rules import met_rules, read_stop_rules  # only runs with --stop_if need them
 
-            met, self._stop_reason = met_rules(self._stop_rules, step, metrics, self.say)
+            met, self._stop_reason = met_rules(read_stop_rules(self._stop_if), step, metrics, self.say)
             metrics |= met
         self._timing = {}
         if not self._writes:

@@ -175,16 +175,14 @@ def draw_training_noise(args: Args, batch: "Batch", step: int, epoch: int) -> tu
     # truncated, as in the paper's code: 0.99 of 10 timesteps are 9
     num_timesteps = max(1, int(args.timestep_fraction * args.num_inference_steps))  # K
     purpose = f"{step} update" if epoch == 0 else f"{step} update {epoch}"
-    chosen = []
+    timesteps = []
     noise = []
     for index in batch.image_index.tolist():
         generator = torch.Generator().manual_seed(image_seed(args.seed, purpose, index // args.group_size))
-        order = torch.randperm(len(request.timesteps), generator=generator)
-        chosen.append(order[:num_timesteps])
+        chosen = torch.randperm(len(request.timesteps), generator=generator)[:num_timesteps]
+        timesteps.append(request.timesteps[chosen])
         noise.append(torch.randn(num_timesteps, *request.latent_shape, generator=generator))
-    device = batch.x0.device
-    timesteps = request.timesteps.to(device)[torch.stack(chosen).to(device)]
-    return timesteps, torch.stack(noise)
+    return torch.stack(timesteps).to(batch.x0.device), torch.stack(noise)
 
 
 # ==== 4 MODEL =========================================================================================================

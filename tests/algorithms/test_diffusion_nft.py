@@ -136,7 +136,7 @@ def test_training_noise_is_the_images_own():
     request = SimpleNamespace(timesteps=torch.arange(1.0, 7), latent_shape=(2, 3, 4))
 
     def draw(step, *image_index):
-        batch = SimpleNamespace(request=request, image_index=torch.tensor(image_index))
+        batch = SimpleNamespace(request=request, x0=torch.empty(0), image_index=torch.tensor(image_index))
         return diffusion_nft.draw_training_noise(args, batch, step, 0)
 
     timesteps, noise = draw(7, 5, 11, 12)

@@ -19,7 +19,7 @@ def test_the_share_of_timesteps_is_truncated(fraction, steps, trained):
     """As in the paper's code and in VeRL-Omni: .99 of 10 steps trains 9; at least one."""
     args = SimpleNamespace(seed=1, timestep_fraction=fraction, num_inference_steps=steps)
     request = SimpleNamespace(timesteps=torch.arange(steps).float(), latent_shape=(2, 3))
-    batch = SimpleNamespace(request=request, image_index=torch.tensor([0, 5]))
+    batch = SimpleNamespace(request=request, x0=torch.empty(0), image_index=torch.tensor([0, 5]))
     timesteps, noise = diffusion_nft.draw_training_noise(args, batch, 4, 0)
     assert timesteps.shape == (2, trained) and noise.shape == (2, trained, 2, 3)
 
@@ -27,7 +27,7 @@ def test_the_share_of_timesteps_is_truncated(fraction, steps, trained):
 def test_every_epoch_draws_timesteps_and_noise_again():
     args = SimpleNamespace(seed=1, timestep_fraction=0.5, num_inference_steps=10)
     request = SimpleNamespace(timesteps=torch.arange(10).float(), latent_shape=(2, 3))
-    batch = SimpleNamespace(request=request, image_index=torch.arange(6))
+    batch = SimpleNamespace(request=request, x0=torch.empty(0), image_index=torch.arange(6))
     draws = [diffusion_nft.draw_training_noise(args, batch, 4, epoch) for epoch in (0, 1, 0)]
     assert torch.equal(draws[0][0], draws[2][0]) and torch.equal(draws[0][1], draws[2][1])
     assert not torch.equal(draws[0][0], draws[1][0])
