@@ -59,8 +59,8 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     # ---- data
     pairs: str | None = None
     """.jsonl of {"prompt", "chosen", "rejected"} (image files relative to it; "chosen_score" and "rejected_score" are
-    checked if given), a .parquet with pick-a-pic's columns, or a folder with a pairs.jsonl or .parquet files. None:
-    pairs are made from train_prompts, which are not used otherwise"""
+    checked if given), a .parquet with TRL's or pick-a-pic's columns, or a folder with a pairs.jsonl or .parquet files.
+    None: pairs are made from train_prompts, which are not used otherwise"""
     cache: str = "cache"
     """folder of encoded pairs, kept between runs and seen by all ranks; a changed model or image is encoded again"""
     num_pair_prompts: PositiveInt = 512

@@ -62,9 +62,9 @@ class SharedArgs:
     seed: Annotated[int, Bound(at_least=0, at_most=2**32 - 1)] = 1
     """seed of the data order, the noise and the LoRA's initial weights"""
     track: bool | Literal["wandb", "tensorboard"] = False
-    """also log metrics and validation images to wandb (True means it too) or to TensorBoard"""
+    """also log metrics and validation images to wandb (True means it too; into WANDB_DIR if set) or to TensorBoard"""
     args: str | None = None
-    """take options from this file, a run's args.json or a YAML file of names and values; those that are given win"""
+    """take options from this file, an args.json of this script or YAML of names and values; those that are given win"""
     resume: str | None = None
     """`latest` resumes this run from its newest checkpoint, with its options unless others are given, or starts it
     where there is none; a checkpoint file or a run folder starts a new run from it"""
@@ -113,7 +113,7 @@ class SharedArgs:
     lora_alpha: PositiveInt = 32
     """the LoRA is added to the weights with the factor lora_alpha / lora_rank"""
     lora_path: str | None = None
-    """PEFT or diffusers LoRA to start from, with its own rank and modules; if a reference is needed, this is it"""
+    """PEFT or diffusers LoRA to start from, with its own rank, alpha and modules; if a reference is needed, it is it"""
     lora_target_modules: tuple[str, ...] = ()
     """modules that get a LoRA, by the end of their names; if none are given, the attention projections"""
     lora_exclude_modules: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -467,7 +468,7 @@ def create_run_folder(folder: Path, config: dict, script: Path | str, checkpoint
         git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(script).parent, capture_output=True, text=True)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
         machine = {"device": device, "versions": {name: version(name) for name in LIBRARIES}}
-        record = {"command": " ".join(sys.argv), "git_hash": git.stdout.strip() or None, **machine, "args": config}
+        record = {"command": shlex.join(sys.argv), "git_hash": git.stdout.strip() or None, **machine, "args": config}
         (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
         shutil.copy(script, folder / f"source{suffix}.py")
 

@@ -142,6 +142,8 @@ def main(arguments: list[str]) -> None:
     if not arguments:
         print(page(), end="")
         return
+    if unknown := [script for script in arguments if script not in SCRIPTS]:
+        sys.exit(f"tools.options: error: {unknown[0]}: name one of {', '.join(SCRIPTS)}, or none for the whole page")
     for script in arguments:
         print("\n".join([f"# {script}", *tables(list(rows_of(args_class(script)).values()), 2)]))
 

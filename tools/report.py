@@ -93,7 +93,7 @@ def thirds(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values[:size]), statistics.mean(values[-size:])
 
 
-def flat_reward(rows: Sequence[dict]) -> str | None:
+def flat_reward(rows: Sequence[dict], options: dict) -> str | None:
     """Hardly any prompt has images that score differently, and the reward has not risen."""
     _, zero_std = thirds(series(rows, "critic/rewards/zero_std_ratio"))
     first, last = thirds(series(rows, "critic/rewards/mean"))
@@ -102,32 +102,33 @@ def flat_reward(rows: Sequence[dict]) -> str | None:
     return None
 
 
-def still_ratio(rows: Sequence[dict]) -> str | None:
-    """The ratio to the old policy never leaves 1, over several optimizer steps."""
+def still_ratio(rows: Sequence[dict], options: dict) -> str | None:
+    """The ratio to the old policy never leaves 1, over several optimizer steps a rollout."""
     found = series(rows, "actor/ratio_std")[1:]
-    return "ratio_std is 0 in every step" if found and max(found) == 0 else None
+    num_updates = options.get("updates_per_rollout", 1) * options.get("epochs_per_rollout", 1)
+    return "ratio_std is 0 in every step" if num_updates > 1 and found and max(found) == 0 else None
 
 
-def clipped(rows: Sequence[dict]) -> str | None:
+def clipped(rows: Sequence[dict], options: dict) -> str | None:
     """Most of the update is cut away."""
     _, last = thirds(series(rows, "actor/pg_clipfrac"))
     return f"pg_clipfrac is {last:.2f} at the end (healthy: below 0.3)" if last > 0.3 else None
 
 
-def no_gradient(rows: Sequence[dict]) -> str | None:
+def no_gradient(rows: Sequence[dict], options: dict) -> str | None:
     """Half of the steps, or more, have no gradient."""
     found = series(rows, "actor/grad_norm")
     zeros = sum(value == 0 for value in found)
     return f"grad_norm is 0 in {zeros} of {len(found)} steps" if found and 2 * zeros >= len(found) else None
 
 
-def less_diverse(rows: Sequence[dict]) -> str | None:
+def less_diverse(rows: Sequence[dict], options: dict) -> str | None:
     """The images of a prompt become one."""
     first, last = thirds(series(rows, "critic/diversity"))
     return f"critic/diversity fell from {first:.3f} to {last:.3f}" if last < first / 2 else None
 
 
-def held_out_falls(rows: Sequence[dict]) -> str | None:
+def held_out_falls(rows: Sequence[dict], options: dict) -> str | None:
     """A reward of the evaluation falls while the trained total rises."""
     totals = series(rows, "val/weighted_total/mean")
     names = {name for row in rows for name in row if name.startswith("val/") and name.endswith("/mean")}
@@ -140,7 +141,7 @@ def held_out_falls(rows: Sequence[dict]) -> str | None:
     return None
 
 
-def mismatch_grows(rows: Sequence[dict]) -> str | None:
+def mismatch_grows(rows: Sequence[dict], options: dict) -> str | None:
     """The engine's velocities leave the trainer's."""
     first, last = thirds(series(rows, "rollout_corr/velocity_diff_max"))
     return f"velocity_diff_max grew from {first:.2g} to {last:.2g}" if last > max(3 * first, 1e-3) else None
@@ -148,7 +149,7 @@ def mismatch_grows(rows: Sequence[dict]) -> str | None:
 
 NOT_RISING = "The reward does not rise"
 WORSE = Place("The reward rises and the images get worse")
-RULES: dict[Callable[[Sequence[dict]], str | None], Place] = {
+RULES: dict[Callable[[Sequence[dict], dict], str | None], Place] = {
     flat_reward: Place(NOT_RISING, 1),
     still_ratio: Place(NOT_RISING, 3),
     clipped: Place(NOT_RISING, 4),
@@ -159,9 +160,9 @@ RULES: dict[Callable[[Sequence[dict]], str | None], Place] = {
 }
 
 
-def find_faults(rows: Sequence[dict]) -> list[Finding]:
-    """What the RULES find in the rows of a metrics.jsonl."""
-    found = [(rule(rows), place) for rule, place in RULES.items()]
+def find_faults(rows: Sequence[dict], options: dict) -> list[Finding]:
+    """What the RULES find in the rows of a metrics.jsonl of a run with these options."""
+    found = [(rule(rows, options), place) for rule, place in RULES.items()]
     return [Finding(what, place) for what, place in found if what]
 
 
@@ -280,7 +281,7 @@ def page(folders: Sequence[Path]) -> str:
     }
     parts = [f"<h1>{html.escape(', '.join(labels))}</h1>", "<h2>What looks wrong</h2>"]
     for label, rows in runs.items():
-        faults = find_faults(rows)
+        faults = find_faults(rows, records[label]["args"])
         for fault in faults:
             told = f"<b>{html.escape(label)}</b>: {html.escape(fault.what)}."
             parts.append(f'<p class="wrong">{told}<br>{html.escape(explanation(fault.place))}</p>')

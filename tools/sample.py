@@ -19,6 +19,7 @@ from common.data import PromptSet, read_prompts
 from common.models.adapter_files import read_lora
 from common.models.cpu import repair_torchvision
 from common.models.family import Family, Images, find_family, load_model, on_device
+from common.models.long_prompts import count_long_prompts
 from common.plots import as_one_picture, save_grid, save_png
 from common.sde import draw_noise, image_seed
 
@@ -85,7 +86,7 @@ def sample(model: Family, prompts: PromptSet, seeds: Sequence[int], options: dic
     """An image of each prompt from its own seed, by the ODE, one at a time."""
     height, width = options["image_size"]
     steps, length = options["eval_num_inference_steps"], options["max_sequence_length"]
-    guidance_scale = options.get("guidance_scale", 1.0)
+    guidance_scale = options["guidance_scale"]
     timesteps, sigmas, shape = model.schedule(steps, height, width, options["num_frames"])
     images: list = []
     negatives = prompts.negative_prompts(options.get("negative_prompt", ""))
@@ -108,9 +109,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("sources", nargs="+", type=Path, metavar="RUN", help="a run, then runs, adapters, checkpoints")
     parser.add_argument("--prompts", required=True, help=".txt, .jsonl or .parquet, as --eval_prompts takes them")
     parser.add_argument("--output", type=Path, help="folder to write (default: samples_of_PROMPTS in the first run)")
-    parser.add_argument("--image_size", nargs=2, type=int, help="height and width (default: the run's)")
+    parser.add_argument("--image_size", nargs=2, type=int, help="height and width (default: as the run evaluates)")
     parser.add_argument("--num_inference_steps", type=int, help="default: the run's --eval_num_inference_steps")
-    parser.add_argument("--guidance_scale", type=float, help="default: the run's")
+    parser.add_argument("--guidance_scale", type=float, help="default: as the run evaluates")
     parser.add_argument("--images_per_prompt", type=int, default=1)
     parser.add_argument("--max_prompts", type=int, default=0, help="only the first so many; 0: all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -126,10 +127,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(args: argparse.Namespace) -> Path:
     """Sample with the model and with each source. Returns the folder that holds the pictures."""
     options = read_options(args.sources[0])
-    options["image_size"] = args.image_size or options["image_size"]
+    options["image_size"] = args.image_size or options.get("eval_image_size") or options["image_size"]
     options["eval_num_inference_steps"] = args.num_inference_steps or options["eval_num_inference_steps"]
-    if args.guidance_scale is not None:
-        options["guidance_scale"] = args.guidance_scale
+    own = options.get("eval_guidance_scale") or options.get("guidance_scale", 1.0)
+    options["guidance_scale"] = own if args.guidance_scale is None else args.guidance_scale
     folder = args.output or args.sources[0] / f"samples_of_{Path(args.prompts).stem}"
     if folder.exists():
         raise ValueError(f"{folder} exists already: choose another --output")
@@ -137,7 +138,7 @@ def run(args: argparse.Namespace) -> Path:
     prompts = lines.select(row for row in range(len(lines)) for _ in range(args.images_per_prompt))
     seeds = [image_seed("eval", i % args.images_per_prompt, i // args.images_per_prompt) for i in range(len(prompts))]
     height, width = options["image_size"]
-    guided = {"guidance_scale": options.get("guidance_scale", 1.0)}
+    guided = {"guidance_scale": options["guidance_scale"]}
     length = options["max_sequence_length"]
     family = find_family(options["model"], height, width, options["num_frames"], **guided, max_sequence_length=length)
     short = [source.name for source in args.sources]
@@ -145,6 +146,7 @@ def run(args: argparse.Namespace) -> Path:
     policies = {name: read_policy(source, options["model"]) for name, source in zip(names, args.sources, strict=True)}
     model = load_model(family, options["model"], getattr(torch, options["dtype"]), args.device)
     model.transformer.to(args.device)
+    count_long_prompts(model.pipe, prompts.prompts, length)
     pictures = {}
     with on_device(model, "text_encoder"), on_device(model, "vae"):
         pictures["before"] = sample(model, prompts, seeds, options)

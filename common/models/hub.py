@@ -28,6 +28,8 @@ def download_index(model: str) -> Path:
             "StableDiffusion3Pipeline, and pass FOLDER"
         )
     try:
+        if model.startswith((".", "/", "~")) or model.count("/") > 1:  # a path, and no hub id
+            raise ValueError(f"--model {model}: no such folder")
         with refusing(f"--model {model}: no such folder, and no model that can be downloaded"):
             return Path(hf_hub_download(model, "model_index.json"))
     except ValueError as error:

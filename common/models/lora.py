@@ -9,6 +9,7 @@ from common.checkpoints import atomic_file
 from common.distributed import on_rank_0
 from common.models.family import Family
 from common.policy import tensors_on_rank_0
+from common.process import say
 
 import torch
 from safetensors.torch import save_file
@@ -46,6 +47,7 @@ def make_lora(args: "SharedArgs", family: type[Family], checkpoint: Path | None 
         from common.models.adapter_files import read_lora  # only --lora_path needs it
 
         tensors, config = read_lora(args.lora_path, args.model)
+        say(f"--lora_path {args.lora_path}: rank {config.r}, alpha {config.lora_alpha}")
         lora = LoRA(config, tensors, args.base_weights)
     elif args.lora_rank > 0:
         targets = args.lora_target_modules or family.lora_target_modules

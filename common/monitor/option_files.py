@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,10 +71,13 @@ def words_of_file(argv: list[str], fields: dict[str, Field]) -> list[str]:
         if not isinstance(given, dict):
             raise ValueError("expected names and values")
         if isinstance(given.get("args"), dict):
+            script = Path(str(given.get("command")).partition(" ")[0]).name
+            if script != Path(sys.argv[0]).name:
+                say(f"--args {path}: it is of {script}; some options of one name have other units, such as clip_range")
             given = {name: value for name, value in given["args"].items() if name not in OF_ONE_START}
         unknown = [name for name in given if name not in fields]
         if unknown:
-            raise ValueError(f"no such option: {', '.join(unknown)}")
+            raise ValueError(f"no such option: {', '.join(unknown)}; take it out of the file")
     words = []
     for name, value in given.items():
         default = fields[name].default

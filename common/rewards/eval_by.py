@@ -13,7 +13,8 @@ def check_field(eval_set: PromptSet, field: str) -> None:
     """ValueError: a held-out prompt's record lacks the field, or has there what is neither a string nor a number."""
     for prompt, record in zip(eval_set.prompts, eval_set.metadata, strict=True):
         if not isinstance(record.get(field), str | int | float):
-            raise ValueError(f"--eval_by {field}: no such field of the prompt {prompt!r}, or no string or number")
+            told = f"the record of the prompt {prompt!r} has no text or number of that name"
+            raise ValueError(f"--eval_by {field}: {told}; --eval_by None turns it off")
 
 
 def metrics_by_field(

@@ -280,11 +280,11 @@ def _as_scores(name: str, returned: object, prompts: list[str], reward_failure: 
     try:
         scores = torch.as_tensor(returned, dtype=torch.float64, device="cpu")
     except Exception as error:  # whatever the object that it returned raises
-        fault = f"what it returned, a {type(returned).__name__}, is not {len(prompts)} numbers"
+        fault = f"it returned a {type(returned).__name__} in place of a list of a number for each image"
         raise RunError(f"reward {name}: {fault} ({type(error).__name__})") from None
     if scores.shape != (len(prompts),):
         shape = tuple(scores.shape)
-        raise RunError(f"reward {name}: expected {len(prompts)} scores for {len(prompts)} images, got shape {shape}")
+        raise RunError(f"reward {name}: expected {len(prompts)} scores, one for each image, got shape {shape}")
     for i, score in enumerate(scores.tolist()):
         if not math.isfinite(score) and i not in failures:
             told = f"reward {name}: score {score} for image {i} (prompt: {prompts[i]})"

@@ -1,16 +1,20 @@
-"""A user's own reward, tried before a model loads: its arguments, and what it returns for one grey image."""
+"""A user's own reward, tried before a model loads: its arguments, and what it returns for a grey image."""
 
 import contextlib
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from common.errors import RunError
 from common.rewards.scoring import offload_rewards, score_images
 
 from PIL import Image
 
 if TYPE_CHECKING:
     from common.run import Inputs
+
+
+WHOLE_BATCH = 4  # grey images for a reward that compares images
 
 
 def check_arguments(function: Callable, reward: str) -> None:
@@ -30,15 +34,24 @@ def check_arguments(function: Callable, reward: str) -> None:
 
 
 def try_rewards(inputs: "Inputs", options: dict[str, Any]) -> None:
-    """Score one grey image, or video, of the first held-out prompt with each reward from a user's file.
+    """Score a grey image, or video, of the first held-out prompt with each reward from a user's file.
+
+    A reward with `whole_batch` gets several. An exception in the place of a score is no fault here: a real image may
+    have what a grey one lacks.
 
     Raises:
-        RunError: in one line with the user's file and line: a reward raised, or did not return one score.
+        RunError: in one line with the user's file and line: a reward raised, or did not return a score an image.
     """
     own = {name.rpartition(":")[2] for name in (*options["reward"], *options["eval_reward"]) if ":" in name}
     rewards = {name: function for name, function in inputs.eval_rewards.items() if name in own}
     height, width = options["image_size"]
     grey = Image.new("RGB", (width, height), "grey")
-    images: Any = [grey] if options["num_frames"] == 1 else [[grey] * options["num_frames"]]
-    score_images(rewards, images, inputs.eval_set.select([0]), options["reward_failure"])
+    image: Any = grey if options["num_frames"] == 1 else [grey] * options["num_frames"]
+    for name, function in rewards.items():
+        count = WHOLE_BATCH if getattr(function, "whole_batch", False) else 1
+        try:
+            score_images({name: function}, [image] * count, inputs.eval_set.select([0] * count), "mask")
+        except RunError as error:
+            what = "a grey image" if count == 1 else f"{count} grey images"
+            raise RunError(f"tried on {what} before the run: {error}") from error.__cause__
     offload_rewards(rewards)  # networks leave the GPU to the model, if asked

@@ -41,8 +41,8 @@ def test_each_encoder_counts_the_distinct_prompts_that_it_cuts(capfd):
     clip = CLIPTokenizer(3)
     pipe = Pipe(tokenizer=clip, tokenizer_2=clip, tokenizer_3=T5TokenizerFast(512), tokenizer_4=None, vae=None)
     count_long_prompts(pipe, PROMPTS, 5)
-    expected = "of 3 prompts, so many are longer: 2 than the 3 tokens of CLIP, 1 than the 5 tokens of T5"
-    assert capfd.readouterr().err == f"{expected}; what is beyond is cut off\n"
+    expected = "too long, and cut off: of 3 prompts 2 for CLIP (3 tokens), 1 for T5 (5 tokens)"
+    assert capfd.readouterr().err == f"{expected}\n"
     count_long_prompts(Pipe(tokenizer=T5TokenizerFast(512)), PROMPTS, 7)
     assert capfd.readouterr().err == ""
 
@@ -55,7 +55,7 @@ def test_the_libraries_say_nothing_of_it(one_rank, capfd, caplog):
         model.keep_embeddings([long, "a sign"], 16, None)
         model.encode_prompts([long, "a sign"], 16)
     said = capfd.readouterr().err
-    assert "of 2 prompts, so many are longer: 1 than the 16 tokens of " in said
+    assert "too long, and cut off: of 2 prompts 1 for " in said
     assert "truncated" not in said + caplog.text and "longer than the specified" not in said + caplog.text
 
 

@@ -143,7 +143,7 @@ def test_rewards_of_a_fields_values_by_hand(monkeypatch):
 def test_a_prompt_without_the_field_is_named_before_anything_loads():
     check_field(PromptSet(["a", "b"], [{"kind": "x"}, {"kind": 3}]), "kind")
     for record in ({}, {"kind": None}, {"kind": ["x"]}):
-        with pytest.raises(ValueError, match="^--eval_by kind: no such field of the prompt 'b', "):
+        with pytest.raises(ValueError, match="^--eval_by kind: the record of the prompt 'b' has no text or number"):
             check_field(PromptSet(["a", "b"], [{"kind": "x"}, record]), "kind")
 
 

@@ -94,7 +94,7 @@ def test_nothing_but_an_exception_marks_a_failure(value):
         score_images({"odd": lambda *_: torch.tensor([0.25, NAN, 0.75])}, IMAGES, PROMPTS, "mask")
     with pytest.raises(RunError, match="reward odd: score inf for image 0"):
         score_images({"odd": lambda *_: [math.inf, ValueError("x"), 0.75]}, IMAGES, PROMPTS, "mask")
-    with pytest.raises(RunError, match=r"reward odd: expected 3 scores for 3 images, got shape \(2,\)"):
+    with pytest.raises(RunError, match=r"reward odd: expected 3 scores, one for each image, got shape \(2,\)"):
         score_images({"odd": lambda *_: [ValueError("x"), 0.75]}, IMAGES, PROMPTS, "mask")
 
 
@@ -574,15 +574,15 @@ def test_the_arguments_of_a_reward_are_checked_when_it_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("Scorer", "reward Scorer: what it returned, a Scorer, is not 1 numbers"),
-        ("scalar", r"reward scalar: expected 1 scores for 1 images, got shape \(\)"),
-        ("column", r"reward column: expected 1 scores for 1 images, got shape \(1, 1\)"),
-        ("nothing", "reward nothing: what it returned, a NoneType, is not 1 numbers"),
+        ("Scorer", "reward Scorer: it returned a Scorer in place of a list"),
+        ("scalar", r"reward scalar: expected 1 scores, one for each image, got shape \(\)"),
+        ("column", r"reward column: expected 1 scores, one for each image, got shape \(1, 1\)"),
+        ("nothing", "reward nothing: it returned a NoneType in place of a list"),
         ("raises", r"reward raises raised KeyError: 'answer' \(.*mine.py:19\)"),
     ],
 )
 def test_a_reward_is_tried_before_a_model_loads(tmp_path, name, fault, capfd):
     (tmp_path / "mine.py").write_text(BAD_REWARDS)
     line = run_here(tmp_path, "flow_grpo.py", "--rollout", "local", *TINY, "--reward", f"mine.py:{name}")
-    assert re.search(f"^flow_grpo.py: error: {fault}", line), line
+    assert re.search(f"^flow_grpo.py: error: tried on a grey image before the run: {fault}", line), line
     assert "loading" not in capfd.readouterr().err and not (tmp_path / "runs").exists()

@@ -72,7 +72,7 @@ def test_every_rule_has_a_case_and_a_paragraph():
     assert CASES.keys() == report.RULES.keys()
     begins = {rule.__name__: report.explanation(place) for rule, place in report.RULES.items()}
     assert begins["flat_reward"].startswith("zero_std_ratio near 1. All images of a prompt score the same")
-    assert begins["still_ratio"].startswith("actor/ratio_std is 0 after the first step")
+    assert begins["still_ratio"].startswith("actor/grad_norm is 0, or actor/ratio_std is 0 although")
     assert begins["clipped"].startswith("actor/pg_clipfrac above 0.3. Most of the update is cut away. --clip_range is")
     assert begins["no_gradient"] == begins["still_ratio"]
     assert begins["less_diverse"].startswith("That is reward hacking. val/drift_from_base jumps, critic/diversity")
@@ -83,16 +83,23 @@ def test_every_rule_has_a_case_and_a_paragraph():
 @pytest.mark.parametrize("rule", CASES, ids=lambda rule: rule.__name__)
 def test_a_rule_flags_one_run_and_not_the_other(rule):
     wrong, what, fine = CASES[rule]
-    assert report.find_faults(rows_of(**wrong)) == [report.Finding(what, report.RULES[rule])]
-    assert rule(rows_of(**fine)) is None
-    assert report.find_faults([]) == []
+    options = {"updates_per_rollout": 2}
+    assert report.find_faults(rows_of(**wrong), options) == [report.Finding(what, report.RULES[rule])]
+    assert rule(rows_of(**fine), options) is None
+    assert report.find_faults([], options) == []
+
+
+def test_a_ratio_of_1_is_right_where_a_rollout_has_one_update():
+    wrong, _, _ = CASES[report.still_ratio]
+    assert report.find_faults(rows_of(**wrong), {"updates_per_rollout": 1, "epochs_per_rollout": 1}) == []
 
 
 def test_recorded_runs_of_the_embedded_task_look_fine():
     records = ROOT / "docs" / "lab" / "records"
     for name in ("flow_grpo-local-seed1", "grpo_guard-local-seed2", "dpo_offline-local-seed3"):
         rows = [json.loads(line) for line in (records / name / "metrics.jsonl").read_text().splitlines()]
-        assert report.find_faults(rows) == [], name
+        options = json.loads((records / name / "args.json").read_text())["args"]
+        assert report.find_faults(rows, options) == [], name
 
 
 class Tags(HTMLParser):

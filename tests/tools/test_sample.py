@@ -72,6 +72,24 @@ def test_another_size_and_several_sources(run, tmp_path):
     assert (out / "mine" / "00000.png").read_bytes() == (out / "adapter" / "00000.png").read_bytes()
 
 
+def test_size_and_guidance_are_the_evaluations(run, tmp_path, monkeypatch):
+    folder, _, args = run
+    own = asdict(args) | {"eval_image_size": (64, 96), "eval_guidance_scale": 3.0, "eval_num_inference_steps": 1}
+    (folder / "args.json").write_text(json.dumps({"args": own}))
+    used = []
+    real = sample.sample
+
+    def recorded(model, prompts, seeds, options):
+        used.append((tuple(options["image_size"]), options["guidance_scale"]))
+        return real(model, prompts, seeds, options)
+
+    monkeypatch.setattr(sample, "sample", recorded)
+    command = [str(folder), "--prompts", str(tmp_path / "own.txt"), "--max_prompts", "1", "--output"]
+    sample.main([*command, str(tmp_path / "as_evaluated")])
+    sample.main([*command, str(tmp_path / "otherwise"), "--image_size", "32", "96", "--guidance_scale", "1"])
+    assert used == 2 * [((64, 96), 3.0)] + 2 * [((32, 96), 1.0)]
+
+
 def test_faults_are_one_line(run, tmp_path):
     folder, _, _ = run
     own = ["--prompts", str(tmp_path / "own.txt")]
