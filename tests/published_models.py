@@ -189,19 +189,6 @@ def write_json(path, value):
     path.write_text(json.dumps(value))
 
 
-# The names of LoRA modules, behind "transformer.", that ComfyUI maps to its own weights: model_lora_keys_unet in
-# comfy/lora.py (17358c8), with the tables of comfy/utils.py (09708ea). ComfyUI does not read metadata, and gives a LoRA
-# strength 1 if its file has no alpha tensors. It calls Qwen-Image's modules as diffusers does, and maps no such names
-# for Wan.
-JOINT = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
-COMFYUI_NAMES = {
-    "stable_diffusion_3": JOINT + r"|transformer_blocks\.\d+\.attn2\.(to_[qkv]|to_out\.0)",
-    "flux": JOINT + r"|single_transformer_blocks\.\d+\.(attn\.to_[qkv]|proj_mlp|proj_out)",
-    "flux2_klein": JOINT + r"|single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)",
-    "qwen_image": JOINT,
-    "z_image": r"(layers|context_refiner|noise_refiner)\.\d+\.attention\.(to_[qkv]|to_out\.0)",
-}
-
 VAE_FACTOR = 8  # pixels on a latent's side; 16 for Wan 2.2's VAE
 IMAGE = (16, 64, 64)  # latents of 512 x 512 pixels; 2 x 2 latents make a token
 VIDEO = (16, 9, 64, 64)  # latents of 33 such frames

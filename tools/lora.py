@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from common.models.adapter_files import read_file
@@ -24,14 +25,30 @@ from safetensors.torch import save_file
 
 Matrices = tuple[torch.Tensor, torch.Tensor]  # A (rank, inputs) and B (outputs, rank), in fp32
 
-# Names of Wan's own code, which ComfyUI loads, by diffusers' names; all other families have diffusers' names there
+# Names of Wan's own code by diffusers' names: those of its blocks, which kohya's scripts train
 WAN = {
-    r"\.attn1\.to_([qkv])$": r".self_attn.\1",
-    r"\.attn1\.to_out\.0$": ".self_attn.o",
-    r"\.attn2\.to_([qkv])$": r".cross_attn.\1",
-    r"\.attn2\.to_out\.0$": ".cross_attn.o",
-    r"\.ffn\.net\.0\.proj$": ".ffn.0",
-    r"\.ffn\.net\.2$": ".ffn.2",
+    r"blocks\.(\d+)\.attn1\.to_([qkv])": r"blocks.\1.self_attn.\2",
+    r"blocks\.(\d+)\.attn1\.to_out\.0": r"blocks.\1.self_attn.o",
+    r"blocks\.(\d+)\.attn2\.to_([qkv])": r"blocks.\1.cross_attn.\2",
+    r"blocks\.(\d+)\.attn2\.to_out\.0": r"blocks.\1.cross_attn.o",
+    r"blocks\.(\d+)\.ffn\.net\.0\.proj": r"blocks.\1.ffn.0",
+    r"blocks\.(\d+)\.ffn\.net\.2": r"blocks.\1.ffn.2",
+}
+
+# What ComfyUI calls the modules that it does not find by diffusers' names. tests/comfyui_names.py has all its names
+COMFYUI = {
+    "Wan": WAN
+    | {
+        r"condition_embedder\.(text|time)_embedder\.linear_1": r"\1_embedding.0",
+        r"condition_embedder\.(text|time)_embedder\.linear_2": r"\1_embedding.2",
+        r"condition_embedder\.time_proj": "time_projection.1",
+        r"proj_out": "head.head",
+    },
+    "Flux2Klein": {
+        r"((double|single)_stream_modulation(_img|_txt)?)\.linear": r"\1.lin",
+        r"time_guidance_embed\.timestep_embedder\.linear_1": "time_in.in_layer",
+        r"time_guidance_embed\.timestep_embedder\.linear_2": "time_in.out_layer",
+    },
 }
 
 # What kohya's scripts call a module of diffusers': its name in the model's own code, by which they train. Modules of
@@ -61,10 +78,11 @@ KOHYA = {
         r"single_transformer_blocks\.(\d+)\.(attn\.to_[qkv]|proj_mlp)": r"single_blocks.\1.linear1",
         r"single_transformer_blocks\.(\d+)\.proj_out": r"single_blocks.\1.linear2",
     },
-    # and by musubi-tuner (30c658c), whose Wan is Wan's own code, and whose other models have diffusers' names
-    "Wan": {f"(.*){pattern}": rf"\g<1>{name}".replace(r"\1", r"\2") for pattern, name in WAN.items()},
+    # and by musubi-tuner (30c658c), whose Wan is Wan's own code, and whose other models have diffusers' names. It
+    # trains no refiner blocks of Z-Image, but loads a LoRA on them
+    "Wan": WAN,
     "QwenImage": {r"(transformer_blocks\..*)": r"\1"},
-    "ZImage": {r"(layers\..*)": r"\1"},
+    "ZImage": {r"((layers|noise_refiner|context_refiner)\..*)": r"\1"},
 }
 
 
@@ -102,17 +120,28 @@ def padded(a: torch.Tensor, b: torch.Tensor, rank: int) -> Matrices:
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 def names_for(loader: str, module: str, family: str) -> str:
-    """The name of a module for diffusers, comfyui or kohya, before the part that says which tensor it is."""
-    if loader == "diffusers":
-        return f"transformer.{module}"
+    """The name of a module for diffusers, comfyui or kohya, before the part that says which tensor it is.
+
+    Raises:
+        ValueError: for kohya, where it does not train the module, or we do not have its names for the family.
+    """
     if loader == "kohya":
-        for pattern, name in KOHYA.get(family, {}).items():
-            if re.fullmatch(pattern, module):
-                return "lora_unet_" + re.sub(pattern, name, module).replace(".", "_")
-        raise ValueError(f"{module}: kohya's scripts have no such module of {family}")
-    for pattern, name in WAN.items() if family == "Wan" else ():
-        module = re.sub(pattern, name, module)
-    return f"diffusion_model.{module}" if family == "Wan" else f"transformer.{module}"
+        if family not in KOHYA:
+            raise ValueError(f"--to kohya has no names for {family}, only for {', '.join(KOHYA)}")
+        name = renamed(module, KOHYA[family])
+        if name is None:
+            raise ValueError(f"{module}: kohya's scripts have no such module of {family}")
+        return "lora_unet_" + name.replace(".", "_")
+    own = renamed(module, COMFYUI.get(family, {})) if loader == "comfyui" else None
+    return f"transformer.{module}" if own is None else f"diffusion_model.{own}"
+
+
+def renamed(module: str, names: Mapping[str, str]) -> str | None:
+    """The module's other name by {pattern of diffusers' name: other name}; None where no pattern fits."""
+    for pattern, name in names.items():
+        if re.fullmatch(pattern, module):
+            return re.sub(pattern, name, module)
+    return None
 
 
 def joined(matrices: dict[str, Matrices], family: str, shapes: dict[str, tuple[int, int]]) -> dict[str, Matrices]:

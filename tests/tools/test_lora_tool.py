@@ -8,6 +8,7 @@ from common.models.adapter_names import linear_shapes
 from common.models.family import family_class
 from common.models.lora import save_weights
 from common.policy import tensors_on_rank_0
+from tests.comfyui_names import BY_DIFFUSERS_NAME, BY_OWN_NAME, names_in_a_file, starred
 from tests.conftest import EMBEDDED, policy_without_fsdp
 from tests.tiny_models import make_checkpoint
 from tools import lora
@@ -95,14 +96,32 @@ def test_names_of_the_original_code_are_translated_by_diffusers(tmp_path):
         torch.testing.assert_close(found[module], product, rtol=1e-4, atol=1e-4)
 
 
-def test_wans_names_for_comfyui_come_back_by_diffusers(tmp_path):
-    """The converter of diffusers' WanPipeline reads what `convert --to comfyui` writes."""
-    model = str(make_checkpoint("wan", tmp_path / "wan"))
-    wanted = [m for m in linear_shapes(model) if re.search(r"\.(attn[12]\.to_\w+(\.0)?|ffn\.net\.(0\.proj|2))$", m)]
-    pairs = matrices(model, wanted)
-    tensors = lora.convert(pairs, "comfyui", "Wan", linear_shapes(model))
-    assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in tensors
-    assert "diffusion_model.blocks.0.ffn.2.lora_B.weight" in tensors
+@pytest.mark.parametrize("family", sorted(BY_DIFFUSERS_NAME | BY_OWN_NAME))
+def test_comfyui_finds_each_module(family, tmp_path):
+    """A LoRA on all linear layers, at the strength of the product: alpha, which ComfyUI would divide, is not in it."""
+    model = str(make_checkpoint(family, tmp_path / family))
+    shapes = linear_shapes(model)
+    pairs = matrices(model, shapes)
+    table = names_in_a_file(family)
+    assert {starred(module) for module in shapes} == table.keys()  # each row is one of the model's, and none is missing
+    expected = {}
+    for module, (a, b) in pairs.items():
+        number = re.search(r"\.(\d+)\.", module)
+        name = table[starred(module)].replace("*", number[1] if number else "")
+        expected |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+    tensors = lora.convert(pairs, "comfyui", family_class(model).__name__, shapes)
+    assert tensors.keys() == expected.keys() and len(tensors) == 2 * len(shapes)
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+@pytest.mark.parametrize("family", sorted(BY_DIFFUSERS_NAME | BY_OWN_NAME))
+def test_what_is_written_for_comfyui_is_read_back(family, tmp_path):
+    """By --lora_path: of every linear layer, but for those of FLUX.2 that ComfyUI finds by other names."""
+    model = str(make_checkpoint(family, tmp_path / family))
+    others = BY_OWN_NAME[family] if family == "flux2_klein" else ()
+    pairs = matrices(model, [module for module in linear_shapes(model) if module not in others])
+    tensors = lora.convert(pairs, "comfyui", family_class(model).__name__, linear_shapes(model))
     save_file(tensors, tmp_path / "comfyui.safetensors")
     assert_same(products(tmp_path / "comfyui.safetensors", model), pairs)
 
@@ -116,7 +135,7 @@ KOHYA_NAMES = {
     "wan": r"blocks_\d+_((self|cross)_attn_[qkvo]|ffn_[02])",
     "qwen_image": r"transformer_blocks_\d+_(attn_(to_[qkv]|to_out_0|add_[qkv]_proj|to_add_out)|(img|txt)_mlp_net_"
     r"(0_proj|2))",
-    "z_image": r"layers_\d+_(attention_(to_[qkv]|to_out_0)|feed_forward_w[123])",
+    "z_image": r"(layers|noise_refiner|context_refiner)_\d+_(attention_(to_[qkv]|to_out_0)|feed_forward_w[123])",
 }
 
 
@@ -124,9 +143,12 @@ KOHYA_NAMES = {
 def test_kohyas_names_and_products(family, tmp_path):
     """Of every attention and MLP module of the blocks; what several add to one matrix of kohya's is the same."""
     model = str(make_checkpoint(family, tmp_path / family))
-    own = r".*blocks\.\d+\.(attn\d?|ff|ff_context|ffn|img_mlp|txt_mlp|proj_mlp|proj_out)\b.*|layers\.\d+\.(att|feed).*"
+    own = r".*blocks\.\d+\.(attn\d?|ff|ff_context|ffn|img_mlp|txt_mlp|proj_mlp|proj_out)\b.*"
+    own += r"|(layers|\w+_refiner)\.\d+\.(att|feed).*"  # Z-Image's
     shapes = linear_shapes(model)
     pairs = matrices(model, [m for m in shapes if re.fullmatch(own, m) and ".norm" not in m])
+    default = tuple(f".{target}" for target in family_class(model).lora_target_modules)
+    assert pairs.keys() >= {module for module in shapes if module.endswith(default)}
     tensors = lora.convert(pairs, "kohya", family_class(model).__name__, shapes)
     names = {key.partition(".")[0] for key in tensors}
     assert all(re.fullmatch("lora_unet_(" + KOHYA_NAMES[family] + ")", name) for name in names), names
@@ -135,9 +157,12 @@ def test_kohyas_names_and_products(family, tmp_path):
     found = {name: tensors[f"{name}.lora_up.weight"] @ tensors[f"{name}.lora_down.weight"] for name in names}
     torch.testing.assert_close(sum(product.sum() for product in found.values()), total, rtol=1e-3, atol=1e-2)
     assert all(tensors[f"{name}.alpha"] == len(tensors[f"{name}.lora_down.weight"]) for name in names)
-    if family == "stable_diffusion_3":  # whose names nobody reads back
+    if family == "stable_diffusion_3":  # diffusers has no converter for these names
+        save_file(tensors, tmp_path / "kohya.safetensors")
+        with pytest.raises(ValueError, match="has no such module"):
+            read_lora(tmp_path / "kohya.safetensors", model)
         return
-    # diffusers reads FLUX.1's single blocks of the published width alone
+    # diffusers reads FLUX.1's single blocks of the published width alone; the next test has those
     kept = {key: tensor.contiguous() for key, tensor in tensors.items() if "_single_blocks_" not in key}
     save_file(kept, tmp_path / "kohya.safetensors")
     read = products(tmp_path / "kohya.safetensors", model)
@@ -145,6 +170,28 @@ def test_kohyas_names_and_products(family, tmp_path):
     for module, product in read.items():
         a, b = pairs[module]
         torch.testing.assert_close(product, b @ a, rtol=1e-4, atol=1e-4)
+
+
+def test_flux1s_single_blocks_of_the_published_width_come_back_from_kohyas_names(tmp_path):
+    """By diffusers' converter, which splits their matrix at q, k, v and MLP of 3072, 3072, 3072 and 12288 rows."""
+    model = make_checkpoint("flux", tmp_path / "flux")
+    config = json.loads((model / "transformer" / "config.json").read_text())
+    config |= {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": [16, 56, 56]}
+    (model / "transformer" / "config.json").write_text(json.dumps(config))
+    shapes = linear_shapes(str(model))
+    wanted = [m for m in shapes if re.fullmatch(r"single\w+\.1\.(attn\.to_[qkv]|proj_mlp|proj_out)", m)]
+    pairs = matrices(str(model), wanted)
+    save_file(lora.convert(pairs, "kohya", "Flux", shapes), tmp_path / "kohya.safetensors")
+    read = products(tmp_path / "kohya.safetensors", str(model))
+    assert_same(read, pairs)
+    assert len(wanted) == 5
+
+
+def test_a_family_without_kohyas_names_is_refused(tmp_path):
+    model = str(make_checkpoint("flux2_klein", tmp_path / "klein"))
+    pairs = matrices(model, ["transformer_blocks.0.attn.to_q"])
+    with pytest.raises(ValueError, match="^--to kohya has no names for Flux2Klein, only for StableDiffusion3, Flux, "):
+        lora.convert(pairs, "kohya", "Flux2Klein", linear_shapes(model))
 
 
 def test_rows_of_kohyas_matrix_without_a_lora_are_zero(tmp_path):
