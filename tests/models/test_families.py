@@ -29,6 +29,7 @@ from tests.conftest import (
 )
 from tests.published_models import GEOMETRY, PUBLISHED, VAE_FACTOR
 from tests.tiny_models import FAMILIES, make_checkpoint
+from tools import lora
 
 import diffusers
 import numpy as np
@@ -332,6 +333,32 @@ def test_a_saved_lora_gives_the_trainers_image_in_the_stock_pipeline(family, che
     prompts = [PROMPTS[row] for row in request.prompt_index]
     images, _ = stock_call(stock.pipe, stock_latents(stock, first_latents(request)), prompts, 4)
     assert_same_images(trajectories.images, images)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_weights_give_the_trainers_image_in_the_stock_pipeline(family, checkpoint, tmp_path):
+    """`tools.lora merge` of the trainer's adapter writes a pipeline that diffusers loads by itself."""
+    model = load(checkpoint(family))
+    before = flow_grpo.rollout(*arguments(model)).latents
+    give_lora(model)
+    _, _, _, request = arguments(model)
+    trajectories = flow_grpo.rollout(*arguments(model))
+    assert (trajectories.latents - before).abs().max() > 1e-2
+    save_weights(tmp_path / "adapter", model.pipe, *tensors_on_rank_0(model))
+    files = [str(tmp_path / "adapter"), str(tmp_path / "merged")]
+    lora.main(["merge", *files, "--model", str(checkpoint(family)), "--dtype", "float32"])
+
+    stock = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "merged")
+    assert type(stock) is type(model.pipe) and type(stock.scheduler) is type(model.published_scheduler)
+    assert not any("lora" in name for name, _ in stock.transformer.named_parameters())
+    stock.scheduler = model.pipe.scheduler  # Euler's, for Wan
+    stock.set_progress_bar_config(disable=True)
+    prompts = [PROMPTS[row] for row in request.prompt_index]
+    images, steps = stock_call(stock, stock_latents(model, first_latents(request)), prompts, 4)
+    assert_same_images(trajectories.images, images)
+    latents, velocity = steps[-1]
+    final = latents + velocity * (request.sigmas[-1] - request.sigmas[-2])  # an image's levels hide a tenth of a LoRA
+    torch.testing.assert_close(packed(model, trajectories.latents[:, -1]), final, rtol=0, atol=1e-3)
 
 
 def arguments(model):
