@@ -29,6 +29,7 @@ def plain_conv2d(
     """torch.nn.functional.conv2d by the kernel that the device's convolutions end in."""
     if isinstance(padding, str) or dilation != (1, 1) or groups > 1:
         return fast_conv2d(x, weight, bias, stride, padding, dilation, groups)
+    x = x.contiguous()  # its backward pass fails for pixels with their channels last
     return torch._C._nn.thnn_conv2d(x, weight, weight.shape[2:], bias, stride, padding)
 
 
