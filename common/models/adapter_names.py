@@ -54,7 +54,8 @@ def translate(tensors: Mapping[str, torch.Tensor], model: str | Path) -> dict[st
     for part, kind in OTHER_KINDS.items():
         key = next((key for key in tensors if part in key), None)
         if key:
-            merge = "merge it with diffusers (load_lora_weights, fuse_lora, save_pretrained) and pass that as --model"
+            tool = "diffusers (load_lora_weights, fuse_lora, save_pretrained)" if kind == "DoRA" else "its own tool"
+            merge = f"merge it with {tool} and pass that as --model"
             raise ValueError(f"it is a {kind} ({key}), which is not trained here: {merge}")
     encoder = next((key for key in tensors if is_of_text_encoder(key)), None)
     if encoder:
@@ -64,7 +65,8 @@ def translate(tensors: Mapping[str, torch.Tensor], model: str | Path) -> dict[st
     if unknown:
         found, unknown = rename(by_diffusers(tensors, str(model)) or tensors, str(model))
     if unknown:
-        raise ValueError(f"{unknown[0]}: the transformer of {model} has no such module; is it another model's LoRA?")
+        told = "is it another model's LoRA, or one in names that diffusers does not convert?"
+        raise ValueError(f"{unknown[0]}: the transformer of {model} has no such module; {told}")
     check_shapes(found, str(model))
     return found
 
