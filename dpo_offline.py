@@ -247,7 +247,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     prompts = drawn.prompts + drawn.negative_prompts(args.negative_prompt)
     prompts += inputs.eval_set.prompts
     prompts += inputs.eval_set.negative_prompts(args.negative_prompt)
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "reference"]  # the former is peft's name for the trained one
     if args.ema_decay > 0:

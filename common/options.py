@@ -86,8 +86,8 @@ class SharedArgs:
     """threads of a rank's work on the CPU; 0: its share of the cores, or OMP_NUM_THREADS if that is above 1"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of frozen weights and forward passes; trained weights, Adam, sampling and the VAE are always fp32"""
-    base_weights: Literal["int8", "fp8"] | None = None
-    """keep the frozen weights under a LoRA at one byte each, by torchao, for small GPUs; needs --rollout local"""
+    base_weights: Literal["int8", "fp8", "nf4"] | None = None
+    """a LoRA's frozen weights at a byte each, nf4 at half; text encoders in int8; by torchao; needs --rollout local"""
     train_with: tuple[Literal["activation_checkpointing", "cpu_offload", "compile"], ...] = ()
     """activation_checkpointing recomputes activations in the backward pass; cpu_offload keeps weights and Adam on the
     CPU; compile compiles every block"""

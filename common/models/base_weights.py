@@ -1,38 +1,47 @@
-"""--base_weights int8 or fp8: the frozen weights under a LoRA at one byte each, for a GPU that is too small otherwise.
+"""--base_weights int8, fp8 or nf4: frozen weights at a byte or half a byte each, for a GPU that is too small otherwise.
 
-torchao keeps the linear layers of the blocks with a scale for each output, and multiplies by them in the dtype of the
-pass. Embeddings, norms and the last layer stay as they are. The saved LoRA is one of the model itself.
+torchao keeps the linear layers of the transformer's blocks: in int8 and fp8 with a scale for each output, in nf4 (four
+bits) with a scale for each 64 weights. They multiply in the dtype of the pass. The linear layers of the text encoders'
+blocks are int8 with each of the three, which is the nearest to the model. Embeddings, norms and layers outside of
+blocks stay as they are. The saved LoRA is one of the model itself.
 """
 
+import math
 import warnings
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
+from torch.autograd.function import FunctionCtx
 
 if TYPE_CHECKING:
     from common.models.family import Family
-    from common.options import SharedArgs
+
+# of a weight: nf4 has half a byte, a scale in a byte for 64 weights, and a factor for 256 scales
+WEIGHT_BYTES = {"int8": 1.0, "fp8": 1.0, "nf4": 0.516}
 
 
-def check_base_weights(args: "SharedArgs") -> None:
-    """Refuse what quantised weights cannot do. ValueError, in one line that names the options."""
-    given = f"--base_weights {args.base_weights}"
-    if not args.lora_rank and not args.lora_path:
+def check_base_weights(options: dict) -> None:
+    """Refuse what quantised weights cannot do. ValueError, in one line that names the options {name: value}."""
+    if not options.get("base_weights"):
+        return
+    given = f"--base_weights {options['base_weights']}"
+    if not options["lora_rank"] and not options["lora_path"]:
         raise ValueError(f"{given}: needs a LoRA, as quantised weights cannot be trained")
-    if getattr(args, "rollout", "local") == "vllm":
+    if options.get("rollout", "local") == "vllm":
         raise ValueError(f"{given}: needs --rollout local, as the engine would sample with other weights")
-    if args.shard_ranks > 1:
+    if options["shard_ranks"] > 1:
         raise ValueError(f"{given}: needs --shard_ranks 1, as every rank has all quantised weights")
-    refused = {"cpu_offload", "compile"} & set(args.train_with)
+    refused = {"cpu_offload", "compile"} & set(options["train_with"])
     if refused:
         raise ValueError(f"{given}: --train_with {sorted(refused)[0]} cannot be used with it")
 
 
-def linear_layers(transformer: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """{name: layer} of the layers that are quantised: the linear ones of the blocks."""
-    kinds = set(transformer._no_split_modules)  # type: ignore[arg-type]  # a model's of diffusers
+def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """{name: layer} of the layers that are quantised: the linear ones of a transformer's or text encoder's blocks."""
+    kinds = set(model._no_split_modules)  # type: ignore[arg-type]  # names of classes, in diffusers and transformers
     found = {}
-    for block, module in transformer.named_modules():
+    for block, module in model.named_modules():
         if type(module).__name__ not in kinds:
             continue
         for name, layer in module.named_modules(prefix=block):
@@ -41,17 +50,68 @@ def linear_layers(transformer: torch.nn.Module) -> dict[str, torch.nn.Linear]:
     return found
 
 
+# ---- the transformer -------------------------------------------------------------------------------------------------
 def quantise(model: "Family", base_weights: str) -> None:
     """Quantise the transformer's linear layers, one at a time, and put them on model.device.
 
     Call it before the transformer gets a LoRA and is sharded. model.unsharded becomes what FSDP must leave whole.
     """
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_, to_nf4
 
     # peft warns that it cannot merge the LoRA into these layers, which nothing here asks for
     warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated without")
-    config = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[base_weights]()
-    layers = linear_layers(model.transformer)
-    weights = {f"{name}.weight" for name in layers}
-    quantize_(model.transformer, config, lambda module, name: name in layers, device=model.device)
-    model.unsharded = {parameter for name, parameter in model.transformer.named_parameters() if name in weights}
+    layers = linear_layers(model.transformer).values()
+    for layer in layers:
+        layer.to(model.device)
+        if base_weights == "nf4":
+            scales_at_once = math.gcd(layer.weight.numel() // 64, 256)  # 256 in published models
+            nf4 = to_nf4(layer.weight, block_size=64, scaler_block_size=scales_at_once)
+            layer.weight = torch.nn.Parameter(nf4, requires_grad=False)
+        else:
+            config = Int8WeightOnlyConfig() if base_weights == "int8" else Float8WeightOnlyConfig()
+            quantize_(layer, config)
+            layer.__class__ = FrozenLinear
+    model.unsharded = {layer.get_parameter("weight") for layer in layers}
+
+
+class FrozenLinear(torch.nn.Linear):
+    """A linear layer whose weight is torchao's, in int8 or fp8."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = FrozenProduct.apply(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+class FrozenProduct(torch.autograd.Function):
+    """y = x W^T, (..., in) -> (..., out), of a frozen quantised W (out, in).
+
+    torchao's own product keeps W in the dtype of x for the backward pass: without activation checkpointing a step would
+    hold all weights in bf16 again. This one makes them of the quantised W once more. nf4 has such a product by itself.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight  # type: ignore[attr-defined]
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient @ ctx.weight.dequantize(gradient.dtype), None  # type: ignore[attr-defined]
+
+
+# ---- the text encoders -----------------------------------------------------------------------------------------------
+def quantise_encoders(model: "Family") -> None:
+    """Quantise the linear layers of the text encoders' blocks to int8, on model.device. They wait on the CPU as before.
+
+    A layer keeps plain tensors, values and scales, and makes torchao's tensor of them for a pass. on_device would move
+    the outside of a torchao tensor alone, and the key of --prompt_cache cannot hash one.
+    """
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    from torchao.utils import unwrap_tensor_subclass
+
+    for name, encoder in model.pipe.components.items():
+        if name.startswith("text_encoder") and encoder is not None:
+            for layer in linear_layers(encoder).values():
+                quantize_(layer, Int8WeightOnlyConfig(), device=model.device)
+            unwrap_tensor_subclass(encoder)
+            encoder.to("cpu")

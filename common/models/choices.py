@@ -3,6 +3,7 @@
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from common.models.base_weights import check_base_weights
 from common.rewards.eval_by import check_field
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ def check_choices(inputs: "Inputs", options: dict[str, Any]) -> None:
     """ValueError, in one line: an option, or a record's negative_prompt, that cannot have its effect in this run."""
     if options.get("base_weights") and importlib.util.find_spec("torchao") is None:
         raise ValueError("--base_weights: needs torchao, which is not installed: pip install torchao==0.18.0")
+    check_base_weights(options)
     if options.get("eval_by"):
         check_field(inputs.eval_set, options["eval_by"])
     check_negative_prompts(inputs, options)

@@ -155,10 +155,7 @@ class Family(ABC):
         return pil_images(pixels)
 
     def frozen_tensors(self) -> list[torch.Tensor]:
-        """All tensors that latents and conditioning depend on, in a fixed order: the key of offline DPO's cache.
-
-        Only a family with `encode_images` needs it.
-        """
+        """The key of offline DPO's cache: all tensors that `encode_images` and `encode_prompts` use, in fixed order."""
         raise NotImplementedError(f"{type(self).__name__} has no frozen_tensors")
 
 
@@ -220,11 +217,13 @@ def family_class(model: str | Path) -> type[Family]:
     return getattr(module, name)
 
 
-def load_model(family: type[Family], model: str | Path, dtype: torch.dtype, device: torch.device | str) -> Family:
+def load_model(
+    family: type[Family], model: str | Path, dtype: torch.dtype, device: torch.device | str, weights: str | None = None
+) -> Family:
     """Load a pipeline, frozen and in eval mode, and give it to its family.
 
-    Everything stays on the CPU; `device` is kept as an attribute. Later fully_shard moves the transformer there, block
-    by block, and `on_device` moves the rest. The VAE stays fp32, because its rounding would show in the images.
+    Everything stays on the CPU. Later fully_shard moves the transformer to `device`, block by block, and `on_device`
+    moves the rest. The VAE stays fp32: its rounding would show. weights: --base_weights, with which encoders are int8.
     """
     from common.models.layout import load_pipeline
 
@@ -247,6 +246,10 @@ def load_model(family: type[Family], model: str | Path, dtype: torch.dtype, devi
     torch._dynamo.config.recompile_limit = 64
     loaded = family(pipe)
     loaded.device = torch.device(device)
+    if weights:
+        from common.models.base_weights import quantise_encoders  # needs torchao
+
+        quantise_encoders(loaded)
     return loaded
 
 

@@ -39,10 +39,6 @@ def make_lora(args: "SharedArgs", family: type[Family], checkpoint: Path | None 
         ValueError: one line that names the option, and what is wrong with the file or differs from the checkpoint.
     """
     lora = None
-    if args.base_weights:
-        from common.models.base_weights import check_base_weights  # few bases are quantised
-
-        check_base_weights(args)
     if args.lora_path:
         from common.models.adapter_files import read_lora  # only --lora_path needs it
 

@@ -120,9 +120,10 @@ class Blueprint:
         self.pipe, text_encoders = build_pipeline(source)
         transformer = self.pipe.transformer
         self.text_encoder_bytes = sum(count(encoder) for encoder in text_encoders) * dtype.itemsize
+        self.num_encoder_linear = sum(num_linear(encoder) for encoder in text_encoders)
         self.vae_bytes = 4 * count(self.pipe.vae)  # fp32
         self.num_weights = count(transformer)  # of the model itself, without a LoRA
-        self.num_linear = sum(layer.weight.numel() for layer in linear_layers(transformer).values())
+        self.num_linear = num_linear(transformer)
         self.num_split = 0  # the share of num_weights that --engine_tensor_parallel divides
         for name, parameter in transformer.named_parameters():
             if SPLIT.search(name):
@@ -254,6 +255,11 @@ def build_pipeline(source: str) -> "tuple[diffusers.DiffusionPipeline, list[torc
 def count(module: torch.nn.Module) -> int:
     """The number of a module's parameters."""
     return sum(p.numel() for p in module.parameters())
+
+
+def num_linear(module: torch.nn.Module) -> int:
+    """The number of weights that --base_weights quantises."""
+    return sum(layer.weight.numel() for layer in linear_layers(module).values())
 
 
 def fake(module: torch.nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:

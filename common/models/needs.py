@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError
+from common.models.base_weights import WEIGHT_BYTES
 from common.models.memory import Blueprint, Cost
 from common.models.vae import PIXELS_AT_ONCE
 from common.process import say
@@ -205,17 +206,20 @@ def weight_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     """Weights, Adam's moments and gradients. All are in shards, except the gradients of a LoRA and the buffers."""
     itemsize = blueprint.dtype.itemsize
     place = "host" if "cpu_offload" in w.train_with else "device"
-    num_quantised = blueprint.num_linear if w.base_weights else 0  # a byte each, on every rank
+    num_quantised = blueprint.num_linear if w.base_weights else 0  # of which every rank has all
     frozen = 0.0  # with full weights, only a reference stays as it is
     if is_lora(blueprint) or "reference" in w.policies:
-        frozen = itemsize * (blueprint.num_weights - num_quantised) / w.shards + num_quantised
+        frozen = itemsize * (blueprint.num_weights - num_quantised) / w.shards
+    if w.base_weights:
+        frozen += num_quantised * WEIGHT_BYTES[w.base_weights]
     trained = 4 * blueprint.num_trained / w.shards
     others = [policy for policy in w.policies if policy not in ("trained", "reference")]
     advice = "use more ranks, or --train_with cpu_offload"
     if not is_lora(blueprint):
         advice += ", or train a LoRA (--lora_rank)"
     if w.base_weights:
-        advice = "use a larger GPU, or shards of full weights on several (--shard_ranks)"
+        smaller = "" if w.base_weights == "nf4" else "use --base_weights nf4, or "
+        advice = smaller + "use a larger GPU, or shards of full weights on several (--shard_ranks)"
     held = {
         f"frozen weights, {w.base_weights or w.dtype}": frozen,
         "trained weights, float32": trained,
@@ -340,12 +344,16 @@ def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     if not is_lora(blueprint):  # each rank writes its shards as they are, and rank 0 gathers adapter/
         saved = blueprint.dtype.itemsize * blueprint.num_weights
     files = blueprint.dtype.itemsize * blueprint.num_weights + blueprint.buffer_bytes
-    waiting = blueprint.text_encoder_bytes + blueprint.vae_bytes
-    text_encoders = blueprint.text_encoder_bytes
+    saved_by_int8 = 0
+    if w.base_weights:
+        saved_by_int8 = blueprint.num_encoder_linear * (blueprint.dtype.itemsize - 1)
+    text_encoders = blueprint.text_encoder_bytes - saved_by_int8
+    waiting = text_encoders + blueprint.vae_bytes
     parts = [Part("CUDA", CUDA_PROCESS, PHASES, "device", fewer)]
     parts.append(Part("text encoders, in use", text_encoders, encoded, "device", "pass --prompt_cache FOLDER"))
     parts.append(Part("VAE, in use", blueprint.vae_bytes, decoded, "device", "pass --rollout vllm"))
     parts.append(Part("text encoders and VAE, waiting", waiting, PHASES, "host", fewer))
+    parts.append(Part("text encoders, until they are in int8", saved_by_int8, ("start",), "host", fewer))
     parts.append(Part("process", TRAINER_PROCESS, PHASES, "host", fewer))
     parts.append(Part("the transformer's files, mapped", files, ("start",), "node", larger))
     parts.append(Part("a checkpoint and adapter/, being saved", saved, ("save",), "node", larger))
