@@ -1,10 +1,11 @@
 """Open a report of tools.report in a headless Chromium, move its sliders, and take screenshots.
 
-    python benchmarks/report_in_browser.py BROWSER runs/mine [runs/other ...] --output shots
+    python benchmarks/report_in_browser.py BROWSER runs/mine [runs/other ...] --output shots --picture docs/report.png
 
 BROWSER is the command of a Chromium or Chrome. At the widths of a desktop and of a phone: nothing is wider than the
 window, every picture loads, and every slider shows the evaluation that it is moved to. Prints a line for each
-width, and ends with 1 where one of these does not hold. The screenshots are for the eye.
+width, and ends with 1 where one of these does not hold. The screenshots are for the eye. The picture is the README's:
+the top of the page beside its samples.
 """
 
 import argparse
@@ -15,10 +16,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.report import page
+
+from PIL import Image
 
 WIDTHS = {"desktop": 1280, "phone": 390}  # CSS pixels
 # what the page itself sees, once it has loaded
@@ -97,7 +101,7 @@ class Browser:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.ask("Emulation.setDeviceMetricsOverride", of_page=True, **size)
 
-    def evaluate(self, expression: str) -> dict:
+    def evaluate(self, expression: str) -> Any:
         """What a JavaScript expression is in the page."""
         done = self.ask("Runtime.evaluate", of_page=True, expression=expression, returnByValue=True)
         return done["result"]["value"]
@@ -113,11 +117,21 @@ class Browser:
         return product
 
 
+def picture(shot: Path, top_of_right: int) -> Image.Image:
+    """The first 900 pixels of a desktop's screenshot beside the 900 from `top_of_right` on, at half size."""
+    page = Image.open(shot).convert("RGB")
+    both = Image.new("RGB", (2000, 900), "white")
+    for left, top in ((0, 0), (1000, top_of_right)):
+        both.paste(page.crop((140, top, 1140, top + 900)), (left, 0))
+    return both.resize((1000, 450), Image.Resampling.LANCZOS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("browser", help="command of a Chromium")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--output", type=Path, default=Path("shots"), help="folder of the screenshots")
+    parser.add_argument("--picture", type=Path, help="file to write a picture of the desktop's page to")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     holds = True
@@ -138,6 +152,9 @@ def main() -> None:
             )
             browser.resize(width, seen["height"])
             (args.output / f"report_{name}.png").write_bytes(browser.screenshot())
+            if args.picture and name == "desktop":
+                top = browser.evaluate("document.querySelectorAll('h2')[2].getBoundingClientRect().top + scrollY")
+                picture(args.output / "report_desktop.png", int(top)).quantize(256).save(args.picture, optimize=True)
     print(browser.close())
     sys.exit(not holds)
 

@@ -368,7 +368,8 @@ def multistep_ode_step(
     h_previous = half_log_snr(sigma) - half_log_snr(sigma_previous)
     r = h_previous / h
     slope = (x0 - x0_previous) / (2 * r)
-    weight = (1 - sigma_next) * -math.expm1(-h)
+    growth = -math.expm1(-h)
+    weight = (1 - sigma_next) * growth
     prev_sample = sigma_next / sigma * x + weight * (x0 + slope)
     return euler._replace(prev_sample=prev_sample, prev_sample_mean=prev_sample), (x0, sigma)
 

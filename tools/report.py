@@ -297,11 +297,11 @@ def page(folders: Sequence[Path]) -> str:
         parts.append(table(["option", *labels], [[name, *values] for name, values in differing]))
     parts.append("<h2>How they were started</h2>")
     started = []
-    for label, record in records.items():
-        versions = ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
-        cells = [record.get(name) or "" for name in ("command", "git_hash", "device")]
-        started.append([label, *cells, versions])
-    parts.append(table(["run", "command", "commit", "device", "versions"], started))
+    for title, name in (("command", "command"), ("commit", "git_hash"), ("device", "device")):
+        started.append([title, *(record.get(name) or "" for record in records.values())])
+    for library in sorted({name for record in records.values() for name in record.get("versions", {})}):
+        started.append([library, *(record.get("versions", {}).get(library, "") for record in records.values())])
+    parts.append(table(["", *labels], started))
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     title = html.escape(", ".join(labels))
     body = "\n".join(parts)
