@@ -12,7 +12,7 @@ from common.distributed import gather_objects_on_rank_0
 from common.rollout import Images
 
 import torch.distributed as dist
-from PIL import Image, ImageDraw, ImageSequence
+from PIL import Image, ImageDraw, ImageFont, ImageSequence
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -160,6 +160,8 @@ def save_grid(
 
     A line that is too long shows its end. Small images are enlarged `scale` times; None: to about 200 pixels.
     """
+    from matplotlib import get_data_path  # slow
+
     width, height = images[0].size
     if scale is None:
         scale = max(1, 200 // width)
@@ -171,6 +173,7 @@ def save_grid(
     num_rows = -(-len(images) // columns)  # rounded up
     sheet = Image.new("RGB", (columns * cell_width, num_rows * cell_height), "white")
     draw = ImageDraw.Draw(sheet)
+    draw.font = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf", 9)  # PIL's own has ASCII only
     for i, (image, caption) in enumerate(zip(images, lines, strict=True)):
         row, column = divmod(i, columns)
         left = column * cell_width

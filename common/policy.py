@@ -73,11 +73,6 @@ def _add_adapters(
 
     transformer = model.transformer
     is_new = lora_tensors is None
-    of_the_family = set(lora_config.target_modules or ()) == set(model.lora_target_modules)
-    if not is_new or not of_the_family or lora_config.exclude_modules:
-        from common.models.adapter_files import check_modules  # only modules that somebody named can be missing
-
-        check_modules(transformer, lora_config, "--lora_target_modules" if is_new else "--lora_path")
     if is_new:
         names = [name for name in names if name != "reference"]
     warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters, on purpose

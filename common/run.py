@@ -74,7 +74,8 @@ class Inputs(NamedTuple):
             from common.rewards.trial import try_rewards  # only a user's own are tried
 
             try_rewards(self, options)
-        asked = ("eval_image_size", "eval_guidance_scale", "negative_prompt", "base_weights", "eval_by")
+        asked: tuple = ("eval_image_size", "eval_guidance_scale", "negative_prompt", "base_weights", "eval_by")
+        asked += ("lora_target_modules", "lora_exclude_modules")
         records = (*self.train_set.metadata, *self.eval_set.metadata)
         if any(map(options.get, asked)) or any("negative_prompt" in record for record in records):
             from common.models.choices import check_choices

@@ -27,16 +27,20 @@ OTHER_KINDS = {  # a part of a tensor's name -> what it is
 }
 
 
-@functools.cache
-def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
-    """{module: (outputs, inputs)} of the linear layers of a model's transformer, from its configs alone."""
+def meta_transformer(model: str) -> torch.nn.Module:
+    """A model's transformer without memory, from its configs alone."""
     import diffusers  # slow
 
     index = diffusers.DiffusionPipeline.load_config(model)
     transformer_class = getattr(diffusers, index["transformer"][1])
     with torch.device("meta"):
-        transformer = transformer_class.from_config(transformer_class.load_config(model, subfolder="transformer"))
-    layers = {name: m for name, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)}
+        return transformer_class.from_config(transformer_class.load_config(model, subfolder="transformer"))
+
+
+@functools.cache
+def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
+    """{module: (outputs, inputs)} of the linear layers of a model's transformer, from its configs alone."""
+    layers = {name: m for name, m in meta_transformer(model).named_modules() if isinstance(m, torch.nn.Linear)}
     return {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
 
 

@@ -12,13 +12,18 @@ if TYPE_CHECKING:
 
 
 def check_choices(inputs: "Inputs", options: dict[str, Any]) -> None:
-    """ValueError, in one line: an option, or a record's negative_prompt, that cannot have its effect in this run."""
+    """ValueError or RunError, in one line: an option, or a record's field, that cannot have its effect in this run."""
     if options.get("base_weights") and importlib.util.find_spec("torchao") is None:
         raise ValueError("--base_weights: needs torchao, which is not installed: pip install torchao==0.18.0")
     check_base_weights(options)
     if options.get("eval_by"):
         check_field(inputs.eval_set, options["eval_by"])
     check_negative_prompts(inputs, options)
+    if inputs.lora and (options.get("lora_target_modules") or options.get("lora_exclude_modules")):
+        from common.models.adapter_files import check_modules
+        from common.models.adapter_names import meta_transformer
+
+        check_modules(meta_transformer(options["model"]), inputs.lora.config, "--lora_target_modules")
     if options.get("eval_image_size") or options.get("eval_guidance_scale"):
         check_evaluation(inputs.family, options)
 

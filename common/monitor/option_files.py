@@ -20,6 +20,7 @@ OTHER_NAMES = {
     "lr": "learning_rate",
     "max_train_steps": "num_steps",
     "max_steps": "num_steps",
+    "train_batch_size": "micro_batch_size",
     "resolution": "image_size",
     "rank": "lora_rank",
     "pretrained_model_name_or_path": "model",
@@ -39,6 +40,8 @@ def suggest(argv: list[str], fields: dict[str, Field]) -> None:
     """ValueError: an option has another trainer's name, and we have one that means it."""
     for word in argv:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if word == "--plan":
+            raise ValueError("--plan: no such option; `python -m tools.plan --help` plans a run")
         if word.startswith("--") and name not in fields and OTHER_NAMES.get(name) in fields:
             raise ValueError(f"{word}: no such option; here it is --{OTHER_NAMES[name]}")
 

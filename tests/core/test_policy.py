@@ -15,6 +15,7 @@ from common.data import GroupSampler, PromptSet
 from common.errors import RunError
 from common.models.family import family_class
 from common.models.lora import make_lora, save_policy
+from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import SharedArgs
 from common.policy import acting, add_policies, follow, load_policy_tensors, tensors_on_rank_0, use_policy
 from common.run import Inputs, Run
@@ -236,11 +237,13 @@ def test_exactly_those_modules_get_a_lora(target, exclude, count):
     ],
 )
 def test_a_module_that_cannot_get_a_lora_is_named(options, message):
-    model = embedded_model()
     targets, excluded = options
     args = SharedArgs(lora_rank=4, lora_target_modules=targets, lora_exclude_modules=excluded)
+    no_prompts = PromptSet([], [])
+    lora = make_lora(args, StableDiffusion3)
+    inputs = Inputs(StableDiffusion3, {}, {}, no_prompts, no_prompts, lora=lora, checkpoint=None)
     with pytest.raises(RunError, match=f"^{message}$"):
-        add_policies(model, make_lora(args, type(model)), ["default"], seed=1)
+        inputs.settle(vars(args))  # before a model loads
 
 
 # ---- KL --------------------------------------------------------------------------------------------------------------

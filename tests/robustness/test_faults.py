@@ -280,7 +280,6 @@ BAD = {  # one or two of each stage of a start; tests/core/test_options.py has a
     "--lora_path no/such": "--lora_path no/such: not a LoRA that can be read: there is no such file or folder",
     "--lora_path .": "--lora_path .: not a LoRA that can be read: there is no pytorch_lora_weights.safetensors in it",
     "--lora_path other": "--lora_path other: transformer.blocks.7.to_q.lora_A.weight: the transformer of ",
-    # the model, once it has loaded
     "--lora_target_modules to_q nowhere": "--lora_target_modules nowhere: SD3Transformer2DModel has no such module",
     "--lora_exclude_modules nowhere": "--lora_exclude_modules nowhere: SD3Transformer2DModel has no such module",
     "--lora_target_modules to_q --lora_exclude_modules to_q": "--lora_exclude_modules to_q: no module is left to get a "
