@@ -69,7 +69,7 @@ def translate(tensors: Mapping[str, torch.Tensor], model: str | Path) -> dict[st
     if unknown:
         found, unknown = rename(by_diffusers(tensors, str(model)) or tensors, str(model))
     if unknown:
-        told = "is it another model's LoRA, or one in names that diffusers does not convert?"
+        told = "is it another model's LoRA? If diffusers does not convert its names, save it with diffusers' own"
         raise ValueError(f"{unknown[0]}: the transformer of {model} has no such module; {told}")
     check_shapes(found, str(model))
     return found

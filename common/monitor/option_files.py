@@ -37,13 +37,21 @@ OF_ONE_START = ("resume", "eval_only", "args", "reward_settings")  # in a run's 
 
 
 def suggest(argv: list[str], fields: dict[str, Field]) -> None:
-    """ValueError: an option has another trainer's name, and we have one that means it."""
+    """ValueError: an option has another trainer's name, and we have one that means it; or it has no value."""
     for word in argv:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         if word == "--plan":
             raise ValueError("--plan: no such option; `python -m tools.plan --help` plans a run")
         if word.startswith("--") and name not in fields and OTHER_NAMES.get(name) in fields:
             raise ValueError(f"{word}: no such option; here it is --{OTHER_NAMES[name]}")
+    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+        name = word.removeprefix("--").replace("-", "_")
+        takes_none = name in fields and "..." in str(fields[name].type)  # a list of any length
+        if word.startswith("--") and following.startswith("--") and name in fields and not takes_none:
+            default = fields[name].default
+            example = not default if isinstance(default, bool) else default
+            values = " ".join(map(str, example)) if isinstance(example, tuple) else example
+            raise ValueError(f"{word}: needs a value" + (f", such as {values}" if values not in (None, "") else ""))
 
 
 def words_of_file(argv: list[str], fields: dict[str, Field]) -> list[str]:
@@ -87,6 +95,7 @@ def words_of_file(argv: list[str], fields: dict[str, Field]) -> list[str]:
         values = value if isinstance(value, list) else [value]
         if default is MISSING or value != (list(default) if isinstance(default, tuple) else default):
             words += [f"--{name}", *map(str, values)]
+    say(f"--args {path}: {len(given)} options; those that are given here win")
     return words
 
 

@@ -73,6 +73,24 @@ def test_a_value_of_a_file_is_held_to_its_bound(here):
 
 
 # ---- other trainers' names -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--track"], "^--track: needs a value, such as True$"),
+        (["--track", "--seed", "3"], "^--track: needs a value, such as True$"),
+        (["--image_size", "--seed", "3"], "^--image_size: needs a value, such as 32 96$"),
+        (["--prompt_cache"], "^--prompt_cache: needs a value$"),
+    ],
+)
+def test_an_option_without_a_value_is_told_one(here, words, fault):
+    with pytest.raises(ValueError, match=fault):
+        parse(*words)
+
+
+def test_a_list_may_be_empty(here):
+    assert parse("--stop_if", "--seed", 3).stop_if == ()
+
+
 def test_names_of_other_trainers_are_told_ours():
     names = {"--lr": "learning_rate", "--max-train-steps": "num_steps", "--resolution": "image_size"}
     for theirs, ours in names.items():
