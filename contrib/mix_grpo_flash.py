@@ -368,8 +368,7 @@ def multistep_ode_step(
     h_previous = half_log_snr(sigma) - half_log_snr(sigma_previous)
     r = h_previous / h
     slope = (x0 - x0_previous) / (2 * r)
-    growth = -math.expm1(-h)
-    weight = (1 - sigma_next) * growth
+    weight = (sigma_next - 1) * math.expm1(-h)
     prev_sample = sigma_next / sigma * x + weight * (x0 + slope)
     return euler._replace(prev_sample=prev_sample, prev_sample_mean=prev_sample), (x0, sigma)
 
