@@ -3,7 +3,7 @@
 # learns to draw the digits that its prompt asks for. Never run: we had no GPU.
 #
 #     hf auth login                          # after accepting the model's licence on its page
-#     benchmarks/first_training.sh           # what you add wins: --rollout local, --num_steps 20, --resume latest
+#     benchmarks/first_training.sh           # what you add wins, except --name: --rollout local, --resume latest
 #
 # 100 steps of 16 prompts x 16 images. At the 0.49 s an image on an H100 that benchmarks/scaling.py computes, a step
 # takes two minutes and the whole 3.5 hours, without the five evaluations. It prints the hours that it took. The curve
@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 began=$SECONDS
-bash recipes/sd35_medium_1x40gb.sh --name first_training --reward ocr_scene_contains --micro_batch_size 8 \
-    --num_steps 100 --eval_every 25 --max_prompts 64 "$@"
+bash recipes/sd35_medium_1x40gb.sh --reward ocr_scene_contains --micro_batch_size 8 \
+    --num_steps 100 --eval_every 25 --max_prompts 64 "$@" --name first_training
 awk -v seconds=$((SECONDS - began)) 'BEGIN { printf "%.2f hours\n", seconds / 3600 }'
 ${REPORT:-python -m tools.report} runs/first_training

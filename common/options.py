@@ -87,7 +87,7 @@ class SharedArgs:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of frozen weights and forward passes; trained weights, Adam, sampling and the VAE are always fp32"""
     base_weights: Literal["int8", "fp8", "nf4"] | None = None
-    """a LoRA's frozen weights at a byte each, nf4 at half; text encoders in int8; by torchao; needs --rollout local"""
+    """base of a LoRA in int8 or fp8 (a byte a weight) or nf4 (half), text encoders in int8; takes --rollout local"""
     train_with: tuple[Literal["activation_checkpointing", "cpu_offload", "compile"], ...] = ()
     """activation_checkpointing recomputes activations in the backward pass; cpu_offload keeps weights and Adam on the
     CPU; compile compiles every block"""
@@ -113,7 +113,7 @@ class SharedArgs:
     lora_alpha: PositiveInt = 32
     """the LoRA is added to the weights with the factor lora_alpha / lora_rank"""
     lora_path: str | None = None
-    """PEFT or diffusers LoRA to start from, with its own rank, alpha and modules; if a reference is needed, it is it"""
+    """PEFT or diffusers LoRA to start from, with its own rank, alpha and modules; also the reference, where one is"""
     lora_target_modules: tuple[str, ...] = ()
     """modules that get a LoRA, by the end of their names; if none are given, the attention projections"""
     lora_exclude_modules: tuple[str, ...] = ()

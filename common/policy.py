@@ -36,9 +36,6 @@ def add_policies(model: "Family", lora: "LoRA | None", names: Sequence[str], see
     lora: make_lora's value; None: full weights. seed: of the global generators, and so of a new LoRA's weights, which
     every rank draws alike. A new LoRA needs no `reference`, which is the base model. A LoRA is fp32. Full weights that
     are trained or averaged become fp32 in `shard` of the scripts, block by block; a reference keeps its dtype.
-
-    Raises:
-        RunError: the transformer lacks a module of the LoRA.
     """
     set_seed(seed)
     model.is_lora = lora is not None

@@ -253,7 +253,7 @@ def draw_noise(
         if len(generator) != shape[0]:
             raise ValueError(f"{len(generator)} generators for a batch of {shape[0]}")
         drawn = torch.cat([draw_noise((1, *shape[1:]), g, g.device, dtype) for g in generator])
-        if torch.device(device).type == "cuda":  # the GPU computes on while pinned memory is drawn and copied
+        if drawn.device.type == "cpu" and torch.device(device).type == "cuda":  # the host does not wait for the copy
             return drawn.pin_memory().to(device, non_blocking=True)
         return drawn.to(device)
     drawn_on = device if generator is None else generator.device

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from common.data import read_prompts
 from common.errors import refusing
 from common.models.base_weights import check_base_weights
+from common.models.choices import check_lora_modules
 from common.models.cpu import repair_torchvision
 from common.models.devices import DEVICES
 from common.models.family import find_family
@@ -124,6 +125,7 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
         raise ValueError(f"--rollout vllm: {family.__name__} has no engine: pass --rollout local")
     check_base_weights(options)
     lora = make_lora(args, family)
+    check_lora_modules(lora, options)
     with refusing(f"--model {args.model}", Exception):  # whatever a library raises over a stranger's configs
         blueprint = Blueprint(family, args.model, lora, getattr(torch, w.dtype))
     print_uncounted([*args.reward, *args.eval_reward])

@@ -144,7 +144,12 @@ def run(args: argparse.Namespace) -> Path:
     short = [source.name for source in args.sources]
     names = short if len({*short, "before"}) > len(short) else [str(source) for source in args.sources]
     policies = {name: read_policy(source, options["model"]) for name, source in zip(names, args.sources, strict=True)}
-    model = load_model(family, options["model"], getattr(torch, options["dtype"]), args.device)
+    base_weights = options.get("base_weights")
+    model = load_model(family, options["model"], getattr(torch, options["dtype"]), args.device, base_weights)
+    if base_weights:
+        from common.models.base_weights import quantise  # needs torchao
+
+        quantise(model, base_weights)
     model.transformer.to(args.device)
     count_long_prompts(model.pipe, prompts.prompts, length)
     pictures = {}

@@ -257,7 +257,7 @@ class VLLMEngine:
             try:
                 for name in names:
                     tensor = tensors[name].to(self.dtype)
-                    if tensor.is_cuda:  # a GPU makes them sooner than a CPU, and then they prove this copy as well
+                    if tensor.is_cuda:  # a GPU makes fingerprints sooner; made before the copy, they prove it too
                         pushed[name] = messages.fingerprint(tensor)
                     bucket[name] = memory.put(tensor)
                 call = self._ask("push_weights", bucket, memory=memory)

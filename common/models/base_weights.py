@@ -39,7 +39,7 @@ def check_base_weights(options: dict) -> None:
 
 def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
     """{name: layer} of the layers that are quantised: the linear ones of a transformer's or text encoder's blocks."""
-    kinds = set(model._no_split_modules)  # type: ignore[arg-type]  # names of classes, in diffusers and transformers
+    kinds = set(model._no_split_modules or ())  # type: ignore[arg-type]  # names of classes, where it has them
     found = {}
     for block, module in model.named_modules():
         if type(module).__name__ not in kinds:

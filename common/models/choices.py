@@ -8,6 +8,7 @@ from common.rewards.eval_by import check_field
 
 if TYPE_CHECKING:
     from common.models.family import Family
+    from common.models.lora import LoRA
     from common.run import Inputs
 
 
@@ -19,13 +20,18 @@ def check_choices(inputs: "Inputs", options: dict[str, Any]) -> None:
     if options.get("eval_by"):
         check_field(inputs.eval_set, options["eval_by"])
     check_negative_prompts(inputs, options)
-    if inputs.lora and (options.get("lora_target_modules") or options.get("lora_exclude_modules")):
+    check_lora_modules(inputs.lora, options)
+    if options.get("eval_image_size") or options.get("eval_guidance_scale"):
+        check_evaluation(inputs.family, options)
+
+
+def check_lora_modules(lora: "LoRA | None", options: dict[str, Any]) -> None:
+    """RunError: --lora_target_modules or --lora_exclude_modules name what the model's transformer lacks."""
+    if lora and (options.get("lora_target_modules") or options.get("lora_exclude_modules")):
         from common.models.adapter_files import check_modules
         from common.models.adapter_names import meta_transformer
 
-        check_modules(meta_transformer(options["model"]), inputs.lora.config, "--lora_target_modules")
-    if options.get("eval_image_size") or options.get("eval_guidance_scale"):
-        check_evaluation(inputs.family, options)
+        check_modules(meta_transformer(options["model"]), lora.config, "--lora_target_modules")
 
 
 def check_negative_prompts(inputs: "Inputs", options: dict[str, Any]) -> None:

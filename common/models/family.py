@@ -218,12 +218,16 @@ def family_class(model: str | Path) -> type[Family]:
 
 
 def load_model(
-    family: type[Family], model: str | Path, dtype: torch.dtype, device: torch.device | str, weights: str | None = None
+    family: type[Family],
+    model: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    base_weights: str | None = None,
 ) -> Family:
     """Load a pipeline, frozen and in eval mode, and give it to its family.
 
     Everything stays on the CPU. Later fully_shard moves the transformer to `device`, block by block, and `on_device`
-    moves the rest. The VAE stays fp32: its rounding would show. weights: --base_weights, with which encoders are int8.
+    moves the rest. The VAE stays fp32: its rounding would show. With base_weights the text encoders are int8.
     """
     from common.models.layout import load_pipeline
 
@@ -246,7 +250,7 @@ def load_model(
     torch._dynamo.config.recompile_limit = 64
     loaded = family(pipe)
     loaded.device = torch.device(device)
-    if weights:
+    if base_weights:
         from common.models.base_weights import quantise_encoders  # needs torchao
 
         quantise_encoders(loaded)

@@ -36,9 +36,9 @@ def count_long_prompts(pipe: "diffusers.DiffusionPipeline", prompts: list[str], 
         limit = tokenizer.model_max_length if encoder == "CLIP" else max_sequence_length
         num_cut = sum(len(tokens) > limit for tokens in tokenizer(distinct).input_ids)
         if num_cut:
-            cut[f"{num_cut:,} for {encoder} ({limit} tokens)"] = None  # two encoders may have one tokenizer
+            cut[f"{num_cut:,} by {encoder} (after {limit} tokens)"] = None  # two encoders may have one tokenizer
     if cut:
-        say(f"too long, and cut off: of {len(distinct):,} prompts {', '.join(cut)}")
+        say(f"prompts that are cut off, of {len(distinct):,}: {', '.join(cut)}")
 
 
 def is_no_truncation(record: logging.LogRecord) -> bool:

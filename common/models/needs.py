@@ -344,16 +344,16 @@ def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     if not is_lora(blueprint):  # each rank writes its shards as they are, and rank 0 gathers adapter/
         saved = blueprint.dtype.itemsize * blueprint.num_weights
     files = blueprint.dtype.itemsize * blueprint.num_weights + blueprint.buffer_bytes
-    saved_by_int8 = 0
+    freed_by_int8 = 0
     if w.base_weights:
-        saved_by_int8 = blueprint.num_encoder_linear * (blueprint.dtype.itemsize - 1)
-    text_encoders = blueprint.text_encoder_bytes - saved_by_int8
+        freed_by_int8 = blueprint.num_encoder_linear * (blueprint.dtype.itemsize - 1)
+    text_encoders = blueprint.text_encoder_bytes - freed_by_int8
     waiting = text_encoders + blueprint.vae_bytes
     parts = [Part("CUDA", CUDA_PROCESS, PHASES, "device", fewer)]
     parts.append(Part("text encoders, in use", text_encoders, encoded, "device", "pass --prompt_cache FOLDER"))
     parts.append(Part("VAE, in use", blueprint.vae_bytes, decoded, "device", "pass --rollout vllm"))
     parts.append(Part("text encoders and VAE, waiting", waiting, PHASES, "host", fewer))
-    parts.append(Part("text encoders, until they are in int8", saved_by_int8, ("start",), "host", fewer))
+    parts.append(Part("text encoders, until they are in int8", freed_by_int8, ("start",), "host", fewer))
     parts.append(Part("process", TRAINER_PROCESS, PHASES, "host", fewer))
     parts.append(Part("the transformer's files, mapped", files, ("start",), "node", larger))
     parts.append(Part("a checkpoint and adapter/, being saved", saved, ("save",), "node", larger))

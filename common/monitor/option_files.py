@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import MISSING, Field
 from pathlib import Path
@@ -82,9 +83,10 @@ def words_of_file(argv: list[str], fields: dict[str, Field]) -> list[str]:
         if not isinstance(given, dict):
             raise ValueError("expected names and values")
         if isinstance(given.get("args"), dict):
-            script = Path(str(given.get("command")).partition(" ")[0]).name
-            if script != Path(sys.argv[0]).name:
-                say(f"--args {path}: it is of {script}; some options of one name have other units, such as clip_range")
+            script = re.search(r"[^/\s'\"]+\.py\b", given.get("command") or "")
+            if script and script[0] != Path(sys.argv[0]).name != "plan.py":
+                told = "options such as clip_range may have other units there"
+                say(f"--args {path}: a run of {script[0]} wrote it; {told}")
             given = {name: value for name, value in given["args"].items() if name not in OF_ONE_START}
         unknown = [name for name in given if name not in fields]
         if unknown:
@@ -95,7 +97,7 @@ def words_of_file(argv: list[str], fields: dict[str, Field]) -> list[str]:
         values = value if isinstance(value, list) else [value]
         if default is MISSING or value != (list(default) if isinstance(default, tuple) else default):
             words += [f"--{name}", *map(str, values)]
-    say(f"--args {path}: {len(given)} options; those that are given here win")
+    say(f"--args {path}: {len(given)} options; those on the command line win")
     return words
 
 

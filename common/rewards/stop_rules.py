@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from common.errors import brief
 from common.plots import VAL_TOTAL
+from common.rewards.scoring import TOTAL
 
 
 class StopRule(NamedTuple):
@@ -34,7 +35,7 @@ def read_stop_rules(texts: Sequence[str]) -> list[StopRule]:
     """
     rules = []
     for text in texts:
-        match = re.fullmatch(r"\s*(val/[^\s<>]+)\s*([<>])\s*([-+.\d][^\s<>]*)\s*", text)
+        match = re.fullmatch(r"\s*(val/[^<>]+?)\s*([<>])\s*([-+.\d][^\s<>]*)\s*", text)
         must = "must be like 'val/ocr/mean<0.5': a metric of val/, < or >, a number; in quotes"
         fault = brief(f"--stop_if {text}: {must}")
         if not match:
@@ -63,9 +64,10 @@ def check_stop_rules(texts: Sequence[str], rewards: Sequence[str], num_images: i
     more += [name.removesuffix("mean") + "stderr" for name in known if name.endswith("/mean")]
     own = tuple(f"val/{name.rpartition(':')[2]}/" for name in rewards if ":" in name)
     kinds = ("mean", "best") if num_images > 1 else ("mean",)
-    ends = tuple(f"/{name}/{kind}@{num_images}" for name in (*names, "weighted_total") for kind in kinds)
+    ends = tuple(f"/{name}/{kind}@{num_images}" for name in (*names, TOTAL) for kind in kinds)
     for rule in read_stop_rules(texts):
-        is_of_field = eval_by is not None and rule.metric.endswith(ends)
+        of_a_value = rule.metric.removeprefix("val/")  # VALUE/REWARD/mean@n
+        is_of_field = eval_by is not None and of_a_value.endswith(ends) and not of_a_value.startswith("/")
         if rule.metric not in known + more and not is_of_field and not rule.metric.startswith(own):
             raise ValueError(brief(f"--stop_if {rule}: no evaluation logs {rule.metric}; there are {', '.join(known)}"))
 

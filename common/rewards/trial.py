@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from common.errors import RunError
+from common.process import say
 from common.rewards.scoring import offload_rewards, score_images
 
 from PIL import Image
@@ -45,12 +46,14 @@ def try_rewards(inputs: "Inputs", options: dict[str, Any]) -> None:
     own = {name.rpartition(":")[2] for name in (*options["reward"], *options["eval_reward"]) if ":" in name}
     rewards = {name: function for name, function in inputs.eval_rewards.items() if name in own}
     height, width = options["image_size"]
-    grey = Image.new("RGB", (width, height), "grey")
-    image: Any = grey if options["num_frames"] == 1 else [grey] * options["num_frames"]
+    # several greys: where all images are equal, a reward that divides by their deviation would have none
+    greys = [Image.new("RGB", (width, height), (128 + 20 * i,) * 3) for i in range(WHOLE_BATCH)]
+    images: Any = greys if options["num_frames"] == 1 else [[grey] * options["num_frames"] for grey in greys]
+    say(f"trying {', '.join(rewards)} on grey images")
     for name, function in rewards.items():
         count = WHOLE_BATCH if getattr(function, "whole_batch", False) else 1
         try:
-            score_images({name: function}, [image] * count, inputs.eval_set.select([0] * count), "mask")
+            score_images({name: function}, images[:count], inputs.eval_set.select([0] * count), "mask")
         except RunError as error:
             what = "a grey image" if count == 1 else f"{count} grey images"
             raise RunError(f"tried on {what} before the run: {error}") from error.__cause__

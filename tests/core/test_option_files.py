@@ -25,17 +25,20 @@ def here(tmp_path, monkeypatch):
 def test_a_runs_options_are_read_back_and_what_is_given_wins(here, monkeypatch, capfd):
     """All of them, as a run records them; but not that it was resumed, and not the rewards' settings."""
     first = parse("--name", "mine", "--image_size", 64, 96, "--reward", "ocr", "jpeg_compressibility", "--kl_coef", 0.5)
-    record = {"command": "flow_grpo.py", "args": vars(first) | {"resume": "latest", "reward_settings": {}}}
+    record = {
+        "command": "'/my runs/flow_grpo.py' --name mine",
+        "args": vars(first) | {"resume": "latest", "reward_settings": {}},
+    }
     (here / "args.json").write_text(json.dumps(record))
     monkeypatch.setattr(sys, "argv", ["/somewhere/flow_grpo.py"])
     again = parse("--args", "args.json")
-    assert "it is of" not in capfd.readouterr().err
+    assert "wrote it" not in capfd.readouterr().err
     assert vars(again) == vars(first) | {"args": "args.json"}
     given = parse("--args", "args.json", "--name", "other", "--kl_coef", 0, "--reward", "ocr")
     assert vars(given) == vars(first) | {"args": "args.json", "name": "other", "kl_coef": 0.0, "reward": ("ocr",)}
     monkeypatch.setattr(sys, "argv", ["grpo_guard.py"])
     parse("--args", "args.json")
-    assert "--args args.json: it is of flow_grpo.py" in capfd.readouterr().err
+    assert "--args args.json: a run of flow_grpo.py wrote it; " in capfd.readouterr().err
 
 
 def test_the_file_may_stand_behind_an_equals_sign(here):

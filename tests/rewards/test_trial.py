@@ -7,6 +7,7 @@ from common.errors import RunError
 from common.rewards.trial import try_rewards
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.fast
 OPTIONS = {"image_size": (8, 24), "num_frames": 1, "reward": ("mine.py:mine", "ocr"), "eval_reward": ()}
@@ -39,8 +40,20 @@ def test_a_reward_that_compares_images_gets_several():
     tried(mine)
 
 
-def test_an_image_that_cannot_be_scored_is_no_fault_of_the_reward():
+def test_several_images_differ():
+    """As a reward that divides by their deviation needs it."""
+
+    def mine(images, prompts, metadata):
+        levels = torch.tensor([float(image.getpixel((0, 0))[0]) for image in images])
+        return (levels - levels.mean()) / levels.std()
+
+    mine.whole_batch = True
+    tried(mine)
+
+
+def test_an_image_that_cannot_be_scored_is_no_fault_of_the_reward(capfd):
     tried(lambda images, prompts, metadata: [ValueError("no face")])
+    assert capfd.readouterr().err.startswith("trying mine on grey images\nreward mine failed on 1 of 1 images")
 
 
 FAULTS = [
