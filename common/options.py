@@ -332,7 +332,7 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
         raise SystemExit(0)
     known = {field.name: field for field in fields(args_class)}
     typed = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    followed = zip(argv, [*argv[1:], "--"], strict=True)
+    followed = zip(argv, [*argv[1:], "--"], strict=False)  # argv may be empty
     is_bare = any(word[:2] == following[:2] == "--" and "=" not in word for word, following in followed)
     if is_bare or "args" in typed or typed - set(known):
         from common.monitor.option_files import words_of_file  # only these command lines need it

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from common.data import read_prompts
-from common.errors import refusing
+from common.errors import RunError, refusing
 from common.models.base_weights import check_base_weights
 from common.models.choices import check_lora_modules
 from common.models.cpu import repair_torchvision
@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     repair_torchvision()  # before the model's family imports diffusers
     try:
         plan(asked.device, asked.script, options, asked.ranks, asked.ranks_per_node or asked.ranks)
-    except ValueError as error:
+    except (ValueError, RunError) as error:
         sys.exit(f"tools.plan: error: {error}")
 
 

@@ -45,7 +45,7 @@ def suggest(argv: list[str], fields: dict[str, Field]) -> None:
             raise ValueError("--plan: no such option; `python -m tools.plan --help` plans a run")
         if word.startswith("--") and name not in fields and OTHER_NAMES.get(name) in fields:
             raise ValueError(f"{word}: no such option; here it is --{OTHER_NAMES[name]}")
-    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+    for word, following in zip(argv, [*argv[1:], "--"], strict=False):
         name = word.removeprefix("--").replace("-", "_")
         takes_none = name in fields and "..." in str(fields[name].type)  # a list of any length
         if word.startswith("--") and following.startswith("--") and name in fields and not takes_none:

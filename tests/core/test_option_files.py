@@ -90,6 +90,10 @@ def test_an_option_without_a_value_is_told_one(here, words, fault):
         parse(*words)
 
 
+def test_a_command_line_may_be_empty(here):
+    assert parse() == flow_grpo.Args()
+
+
 def test_a_list_may_be_empty(here):
     assert parse("--stop_if", "--seed", 3).stop_if == ()
 

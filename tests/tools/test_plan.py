@@ -422,6 +422,8 @@ def test_what_cannot_be_planned_ends_with_a_line(fork, tmp_path, monkeypatch):
     assert fork("--ranks", 3).startswith("--num_prompts x --group_size = 256 cannot be cut")  # by its check
     assert fork(script="no_such.py") == "no_such.py: no such script"
     assert fork("--reward", "unknown").startswith("--reward unknown: unknown")
+    line = fork("--rollout", "local", "--lora_target_modules", "to_q", "nowhere", device="cpu")
+    assert line == "--lora_target_modules nowhere: SD3Transformer2DModel has no such module"
     assert fork("--micro_batch_size", 0, device="cpu").startswith("--micro_batch_size 0: takes what fits on a GPU")
     (tmp_path / "fork.py").write_text("Args = 1\n")
     assert fork().startswith("fork.py: has no check")
