@@ -182,7 +182,6 @@ def test_speed_metrics_by_hand(tmp_path, monkeypatch, capfd):
         theirs = {name: seconds * factors.get(name, 0.5) for name, seconds in timing.items()}
         return [ours, (theirs, {name: peak / 3 for name, peak in peaks.items()})]
 
-    monkeypatch.setattr("common.monitor.ranks.gather_objects", gather)
     monkeypatch.setattr("common.run.gather_objects", gather)
     limits = []
     monkeypatch.setattr("common.run.limit_collectives", limits.append)
@@ -279,7 +278,6 @@ def test_the_other_ranks_write_nothing(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr("common.monitor.ranks.gather_objects", lambda ours: [ours, ours])
     monkeypatch.setattr("common.run.gather_objects", lambda ours: [ours, ours])
     monkeypatch.setattr("common.run.limit_collectives", lambda minutes: None)
     create_run_folder(tmp_path / "run", OPTIONS, __file__)
