@@ -8,16 +8,19 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import grpo_guard
+from common.data import PromptSet
 from common.rewards.user_code import load_function
 from common.rollout import RolloutRequest
 from common.sde import draw_noise, image_seed, sde_step
-from contrib import awm, dance_grpo, dgpo, flow_dppo, mix_grpo_flash, online_dpo
+from contrib import awm, crd, dance_grpo, dgpo, diffusion_opd, flow_dppo, mix_grpo_flash, online_dpo, tempflow_grpo
 from dpo_offline import dpo_loss
 from tests import density, house
 from tests.conftest import (
+    EMBEDDED,
     ROOT,
     TINY,
     brightness_reward,
@@ -30,47 +33,72 @@ from tools.diff import changed_lines, parent_of, sections
 
 import pytest
 import torch
+from diffusers import SD3Transformer2DModel
+from safetensors.torch import save_file
 
 # Lines added or removed against the parent under ruff format, the header docstring apart: only ever lowered, but for a
 # fix, with its reason in the commit.
 CHANGED = {
     "contrib/awm.py": 55,
+    "contrib/crd.py": 117,
     "contrib/dance_grpo.py": 20,
     "contrib/dgpo.py": 76,
+    "contrib/diffusion_opd.py": 156,
     "contrib/flow_dppo.py": 45,
-    "contrib/mix_grpo_flash.py": 76,
+    "contrib/mix_grpo_flash.py": 77,
     "contrib/online_dpo.py": 81,
+    "contrib/tempflow_grpo.py": 48,
 }
 PARENTS = {
     "contrib/awm.py": "diffusion_nft.py",
+    "contrib/crd.py": "diffusion_nft.py",
     "contrib/dance_grpo.py": "flow_grpo.py",
     "contrib/dgpo.py": "diffusion_nft.py",
+    "contrib/diffusion_opd.py": "flow_grpo.py",
     "contrib/flow_dppo.py": "grpo_guard.py",
     "contrib/mix_grpo_flash.py": "mix_grpo.py",
     "contrib/online_dpo.py": "contrib/dgpo.py",
+    "contrib/tempflow_grpo.py": "flow_grpo.py",
 }
 # Functions and classes of the parent that the algorithm changes; any other of the same name is equal to the byte.
 DIFFERENT = {
     "contrib/awm.py": {"accumulate_gradients", "main"},
+    "contrib/crd.py": {
+        "check",
+        "prepare",
+        "draw_training_noise",
+        "load_policy",
+        "old_policy_decay",
+        "follow_trained",
+        "velocities_of",
+        "accumulate_gradients",
+        "evaluate",
+        "main",
+    },
     "contrib/dance_grpo.py": {"main"},
     "contrib/dgpo.py": {"check", "draw_training_noise", "accumulate_gradients", "update", "main"},
+    "contrib/diffusion_opd.py": {"check", "prepare", "load_policy", "Batch", "accumulate_gradients", "update", "main"},
     "contrib/flow_dppo.py": {"policy_loss", "accumulate_gradients", "main"},
     "contrib/mix_grpo_flash.py": {"sample_locally", "main"},
     "contrib/online_dpo.py": {"check", "compute_advantages", "accumulate_gradients", "main"},
+    "contrib/tempflow_grpo.py": {"check", "accumulate_gradients", "main"},
 }
 # Options of another default, bound or meaning; `name` differs in all.
 DIFFERENT_OPTIONS = {
     "contrib/awm.py": set(),
+    "contrib/crd.py": {"kl_coef", "decay_schedule", "update_interval"},
     "contrib/dance_grpo.py": {"sde_type"},
     "contrib/dgpo.py": {"kl_coef"},
+    "contrib/diffusion_opd.py": {"clip_range", "kl_type"},
     "contrib/flow_dppo.py": {"clip_range"},
     "contrib/mix_grpo_flash.py": set(),
     "contrib/online_dpo.py": {"group_size"},
+    "contrib/tempflow_grpo.py": {"sde_window_range"},
 }
 SCRIPTS = list(CHANGED)
 # Bounds of tests/density.py that a script of contrib/ breaks. mix_grpo_flash.py is mix_grpo.py and a solver, which
-# leaves its parent alone and has to stand in one file with it.
-BROKEN_BOUNDS = {"contrib/mix_grpo_flash.py": {"lines", "tokens"}}
+# leaves its parent alone and has to stand in one file with it. diffusion_opd.py is flow_grpo.py and reads teachers.
+BROKEN_BOUNDS = {"contrib/mix_grpo_flash.py": {"lines", "tokens"}, "contrib/diffusion_opd.py": {"lines"}}
 
 
 # ---- what they share with their parents ------------------------------------------------------------------------------
@@ -228,6 +256,80 @@ def test_dgpo_clips_on_the_side_of_the_advantage(r, trained):
     assert (v.grad.flatten() != 0).tolist() == trained and metrics["actor/pg_clipfrac"] == 0.5
 
 
+def crd_options(**changes):
+    r = torch.tensor([0.6, 0.4], dtype=torch.float64)
+    weights = torch.ones(2, dtype=torch.float64)
+    options = {"sigma": SIGMA, "r": r, "group_size": 2, "crd_beta": 2.0, "adv_clip_max": 5.0}
+    return {**options, "kl_coef": 0.0, "sample_weights": weights, **changes}
+
+
+@pytest.mark.fast
+def test_crd_loss_by_hand():
+    """Errors over w, of one element: |v - 2| is 1/2, 1, of `old` 1, 1/4, so R is 1/2, -3/4; 2 R - r .4, -1.9."""
+    arguments = [column(1.5, 3.0), column(1.0, 2.25), column(1.0, 2.5), X_T, X0]
+    loss, metrics = crd.crd_loss(*arguments, **crd_options(kl_coef=0.1))
+    policy_loss = 5 / 2 * ((0.4 + 1.9) / 2) ** 2  # both differ by that from their mean
+    kl = (0.6 * 0.1 + 0.4 * 1e-4) * 0.25, (0.4 * 0.1 + 0.6 * 1e-4) * 0.25  # |v - v_ref| is 1/2 twice
+    assert loss.item() == pytest.approx(policy_loss + sum(kl) / 2)
+    assert metrics["actor/policy_loss"].item() == pytest.approx(policy_loss)
+    assert metrics["actor/implicit_reward"].item() == pytest.approx(-1 / 8)
+    assert metrics["actor/kl_loss"].item() == pytest.approx(0.25)
+    assert metrics["actor/loss"].item() == loss.item()
+    # of a group with one whole image nothing but its KL is left
+    weights = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    loss, _ = crd.crd_loss(*arguments, **crd_options(kl_coef=0.1, sample_weights=weights))
+    assert loss.item() == pytest.approx(kl[0] / 2)
+
+
+@pytest.mark.fast
+def test_crd_has_the_gradient_of_a_loop_over_groups():
+    """Against a loop that keeps the gradient from the mean, as Flow-Factory does; one of six images has failed."""
+    torch.manual_seed(0)
+    v, v_old, x_t, x0 = torch.randn(4, 6, 5, dtype=torch.float64)
+    sigma = torch.rand(6, dtype=torch.float64) + 0.1
+    r = torch.rand(6, dtype=torch.float64)
+    v.requires_grad_()
+    weights = torch.tensor([1.0, 1, 1, 1, 0, 1], dtype=torch.float64)
+    options = crd_options(sigma=sigma, r=r, group_size=3, crd_beta=0.7, sample_weights=weights)
+    loss, _ = crd.crd_loss(v, v_old, None, x_t, x0, **options)
+    loss.backward()
+    expected = torch.zeros((), dtype=torch.float64)
+    for group in ([0, 1, 2], [3, 5]):
+        rewards = []
+        for i in group:
+            target = (x_t[i] - x0[i]) / sigma[i]
+            before = torch.nn.functional.mse_loss(v_old[i], target) / torch.nn.functional.l1_loss(v_old[i], target)
+            scale = torch.nn.functional.l1_loss(v[i].detach(), target)
+            rewards.append(before - torch.nn.functional.mse_loss(v[i], target) / scale)
+        centre = sum(reward.detach() for reward in rewards) / len(group)
+        r_mean = sum(r[i] for i in group) / len(group)
+        for i, reward in zip(group, rewards, strict=True):
+            expected = expected + (0.7 * (reward - centre) - (r[i] - r_mean)) ** 2 * 5 / 0.7 / 6
+    assert loss.item() == pytest.approx(expected.item())
+    (gradient,) = torch.autograd.grad(expected, v)
+    torch.testing.assert_close(v.grad, gradient)
+
+
+@pytest.mark.fast
+def test_crd_draws_a_timestep_for_a_prompt_and_noise_for_an_image():
+    args = SimpleNamespace(seed=1, timestep_fraction=0.5, num_inference_steps=10, group_size=2)
+    request = SimpleNamespace(timesteps=torch.arange(10).float(), latent_shape=(2, 3))
+    batch = SimpleNamespace(request=request, x0=torch.empty(0), image_index=torch.arange(4))
+    timesteps, noise = crd.draw_training_noise(args, batch, 4, 0)
+    assert torch.equal(timesteps[0], timesteps[1]) and torch.equal(timesteps[2], timesteps[3])
+    assert not torch.equal(timesteps[1], timesteps[2]) and not torch.equal(noise[0], noise[1])
+
+
+@pytest.mark.fast
+def test_crd_has_two_followers():
+    """Flow-Factory's recipe: `old` from .25 by .005 to .999, `sampling` copied up to 75, then by .0075."""
+    args = crd.Args()
+    decays = [crd.old_policy_decay(args.decay_schedule, args.old_decay, k) for k in (0, 10, 1000)]
+    assert decays == pytest.approx([0.25, 0.3, 0.999])
+    decays = [crd.old_policy_decay(args.sampling_schedule, args.old_decay, k) for k in (0, 75, 95, 1000)]
+    assert decays == pytest.approx([0, 0, 0.15, 0.999])
+
+
 @pytest.mark.fast
 def test_online_dpo_has_the_loss_of_offline_dpo():
     """Of three pairs, best first or last: dpo_offline.dpo_loss over dpo_beta."""
@@ -290,12 +392,16 @@ def test_nothing_is_learned_where_all_images_score_the_same():
         v = start.clone().requires_grad_()
         loss_function(v, start, start, X_T, X0, **options, **more)[0].backward()
         assert (v.grad == 0).all()
+    v = start.clone().requires_grad_()
+    crd.crd_loss(v, start, start, X_T, X0, **crd_options(r=r, kl_coef=1.0))[0].backward()
+    assert (v.grad == 0).all()
 
 
 @pytest.mark.fast
 def test_groups_that_are_cut_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    for script, size, fault in ((dgpo, 4, "whole groups of 8"), (online_dpo, 1, "whole pairs")):
+    cuts = ((dgpo, 4, "whole groups of 8"), (crd, 4, "whole groups of 8"), (online_dpo, 1, "whole pairs"))
+    for script, size, fault in cuts:
         with pytest.raises(ValueError, match=f"--micro_batch_size {size}: must hold {fault}"):
             script.check(script.Args(micro_batch_size=size))
         script.check(script.Args(micro_batch_size=8))
@@ -501,6 +607,19 @@ class Affine:
         return [None] * len(latents)
 
 
+class Shifting(Affine):
+    """The model of above with a weight that shifts its velocity, in the shape accumulate_gradients takes."""
+
+    is_lora = True
+
+    def __init__(self):
+        self.shift = torch.zeros((), requires_grad=True)
+        self.transformer = SimpleNamespace(set_requires_gradient_sync=lambda wanted: None)
+
+    def predict_velocity(self, x, timestep, *conditioning):
+        return super().predict_velocity(x, timestep, *conditioning) + self.shift
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("start", [0, 1, 3])
 def test_flash_samples_as_its_schedule_says_behind_a_shared_prefix(start, monkeypatch):
@@ -546,6 +665,153 @@ def test_dance_starts_all_images_of_a_prompt_from_one_noise():
     assert dance_grpo.Args().sde_type == "dance"
 
 
+# ---- DiffusionOPD ----------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_distillation_loss_by_hand():
+    """Two samples, two teachers: KLs 1, 2 and 3, 4; the first learns from the first alone, the second from both."""
+    kls = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([[1.0, 0.0], [0.25, 0.75]], dtype=torch.float64)
+    loss, metrics = diffusion_opd.distillation_loss(kls, weights, ["ocr", "colour"])
+    assert loss.item() == pytest.approx((1 + 0.75 + 3) / 2)
+    assert metrics["actor/kl_ocr"] == 2 and metrics["actor/kl_colour"] == 3 and metrics["actor/loss"] == loss
+    loss.backward()
+    assert kls.grad.tolist() == [[0.5, 0], [0.125, 0.375]]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("trained_step", [0, 1, 2])
+def test_the_students_loss_is_torchs_kl_to_its_teachers(trained_step):
+    """At the student's own latents, by torch.distributions, per element; value and gradient."""
+    args = diffusion_opd.Args(micro_batch_size=6, teachers=("a=x", "b=y"))
+    model = Shifting()
+    request = request_of(4, (trained_step,))
+    with torch.no_grad():
+        trajectories = diffusion_opd.sample_locally(model, request.select(torch.arange(6)))
+    student = trajectories.prev_sample_means  # (6, 1, ...)
+    means = [student + 0.1, student - 0.3]
+    old = diffusion_opd.OldPolicy(trajectories.log_probs, student, torch.ones(6, 1))
+    weights = torch.tensor([[1.0, 0], [0, 1], [0.5, 0.5]]).repeat(2, 1)
+    batch = diffusion_opd.Batch(request, trajectories, old, weights)
+    passes = diffusion_opd.accumulate_gradients(args, model, batch, torch.arange(6), means)
+    std = trajectories.transition_stds[0, 0].item()
+    s = 1 - trained_step / 4
+    slope = -0.25 * (1 + (std / 0.5) ** 2 * (1 - s) / (2 * s))  # of the mean by v
+    shift = torch.zeros((), requires_grad=True)
+    policy = torch.distributions.Normal(student[:, 0] + slope * shift, std)
+    kls = [torch.distributions.kl_divergence(policy, torch.distributions.Normal(m[:, 0], std)) for m in means]
+    loss = sum((weights[:, k] * kl.flatten(1).mean(1)).mean() for k, kl in enumerate(kls))
+    loss.backward()
+    assert passes[0]["actor/loss"].item() == pytest.approx(loss.item(), rel=1e-4)
+    torch.testing.assert_close(model.shift.grad, shift.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.fast
+def test_a_prompt_names_its_teacher_or_learns_from_all():
+    records = [{"teacher": "b"}, {}]
+    prompts = PromptSet(["x", "y"], records)
+    args = diffusion_opd.Args(teachers=("a=x", "b=y"))
+    assert diffusion_opd.weigh_teachers(args, prompts).tolist() == [[0, 1], [0.5, 0.5]]
+    args = diffusion_opd.Args(teachers=("a=x", "b=y"), teacher_weights=(3.0, 1.0))
+    assert diffusion_opd.weigh_teachers(args, prompts).tolist() == [[0, 1], [3, 1]]
+    records[1]["teacher"] = "c"
+    with pytest.raises(ValueError, match="--train_prompts .*: prompt 2: teacher 'c' is not in --teachers"):
+        diffusion_opd.weigh_teachers(args, prompts)
+
+
+@pytest.mark.fast
+def test_teachers_that_do_not_fit_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    args = diffusion_opd.Args(rollout="local")
+    with pytest.raises(ValueError, match="--teachers: at least one NAME=PATH"):
+        diffusion_opd.check(args)
+    with pytest.raises(ValueError, match="--teacher_weights: 1 for 2 of --teachers"):
+        diffusion_opd.check(replace(args, teachers=("a=x", "b=y"), teacher_weights=(1.0,)))
+    for given in ("a", "=x", "a=", "a b=x"):
+        with pytest.raises(ValueError, match=f"--teachers {given}: must be NAME=PATH"):
+            diffusion_opd.read_teachers(replace(args, teachers=(given,)))
+    with pytest.raises(ValueError, match="--teachers a: .*there is no such file or folder"):
+        diffusion_opd.read_teachers(replace(args, teachers=(f"a={tmp_path}/none",)))
+    options = teachers_of(tmp_path, rank=2)
+    with pytest.raises(ValueError, match="--teachers ocr: of rank 2, where the student has the rank 16"):
+        diffusion_opd.prepare(replace(args, teachers=tuple(options[1:])))
+
+
+# ---- TempFlow-GRPO ---------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_tempflow_starts_the_images_of_a_seed_from_one_noise():
+    """Six images of one prompt in seeds of two; alike on a rank that makes the last four."""
+    args = SimpleNamespace(seed=3)
+    numbers = torch.arange(6) // 2
+    latents = tempflow_grpo.share_initial_noise(args, Affine(), request_of(4, (1,)), 5, numbers).initial_latents
+    assert torch.equal(latents[0], latents[1]) and torch.equal(latents[4], latents[5])
+    assert not torch.equal(latents[1], latents[2])
+    expected = torch.randn(1, 1, 2, 2, generator=torch.Generator().manual_seed(image_seed(3, "5 branch", 2)))
+    assert torch.equal(latents[4:5], expected)
+    rest = tempflow_grpo.share_initial_noise(args, Affine(), request_of(4, (1,), 4), 5, numbers[2:])
+    assert torch.equal(rest.initial_latents, latents[2:])
+
+
+@pytest.mark.fast
+def test_tempflows_images_part_at_the_branching_step():
+    """Those of a seed are equal up to sampling step 1, the branching one, and different from there on."""
+    args = SimpleNamespace(seed=3)
+    request = tempflow_grpo.share_initial_noise(args, Affine(), request_of(4, (1,)), 5, torch.arange(6) // 2)
+    latents = tempflow_grpo.sample_locally(Affine(), request.select(torch.arange(6))).latents  # (6, 5, ...)
+    assert torch.equal(latents[0, :2], latents[1, :2]) and not torch.equal(latents[0, :2], latents[2, :2])
+    assert not torch.equal(latents[0, 2], latents[1, 2])
+
+
+@pytest.mark.fast
+def test_tempflow_compares_within_a_prompt_or_a_seed():
+    """Of one prompt, two seeds of two images, 0 1 and 4 7: the deviation is that of all four, or none."""
+    scores = torch.tensor([[0.0], [1.0], [4.0], [7.0]], dtype=torch.float64)
+    options = {"group_size": 4, "branches_per_seed": 2, "scale_rewards": "none", "adv_clip_max": 9.0}
+    args = tempflow_grpo.Args(**options)
+    assert tempflow_grpo.compare_images(args, scores, ["a"]).tolist() == [-3, -2, 1, 4]
+    args = tempflow_grpo.Args(**options, advantage_group="seed")
+    assert tempflow_grpo.compare_images(args, scores, ["a"]).tolist() == [-0.5, 0.5, -1.5, 1.5]
+    args = tempflow_grpo.Args(**{**options, "scale_rewards": "batch"}, advantage_group="seed")
+    std = scores.std(correction=0).item() + 1e-4
+    assert tempflow_grpo.compare_images(args, scores, ["a"]).tolist() == pytest.approx(
+        [x / std for x in (-0.5, 0.5, -1.5, 1.5)]
+    )
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("branching_step", [0, 1, 2])
+def test_tempflow_weighs_the_loss_by_the_noise_of_the_step(branching_step):
+    """Against -A times torch's own log-density, whose gradient at the old policy is the loss's, times 2.25 std."""
+    args = tempflow_grpo.Args(micro_batch_size=3, weight_scale=2.25)
+    model = Shifting()
+    request = request_of(4, (branching_step,))
+    with torch.no_grad():
+        trajectories = tempflow_grpo.sample_locally(model, request.select(torch.arange(6)))
+    advantages = torch.tensor([1.0, -1, 2, 0.5, -2, -0.5])
+    old = tempflow_grpo.OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, torch.ones(6, 1))
+    batch = tempflow_grpo.Batch(request, trajectories, old, advantages)
+    passes = tempflow_grpo.accumulate_gradients(args, model, batch, torch.arange(6), None)
+    # by hand: sigmas 1, .75, .5, .25; 1 - s at least .25; q = .7 sqrt(s / (1 - s)), std = q sqrt(.25)
+    s = 1 - branching_step / 4
+    std = 0.7 * math.sqrt(s / max(1 - s, 0.25)) * 0.5
+    assert passes[0]["actor/noise_weight"].item() == pytest.approx(2.25 * std)
+    slope = -0.25 * (1 + (std / 0.5) ** 2 * (1 - s) / (2 * s))  # of the mean by v
+    shift = torch.zeros((), requires_grad=True)
+    mean = trajectories.prev_sample_means[:, 0] + slope * shift
+    density = torch.distributions.Normal(mean, std).log_prob(trajectories.latents[:, branching_step + 1])
+    loss = -(2.25 * std * advantages * density.flatten(1).mean(1)).mean()
+    loss.backward()
+    torch.testing.assert_close(model.shift.grad, shift.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.fast
+def test_tempflow_refuses_seeds_that_do_not_fit(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match="--branches_per_seed 3: must divide --group_size 8"):
+        tempflow_grpo.check(tempflow_grpo.Args(branches_per_seed=3))
+    with pytest.raises(ValueError, match="--advantage_group seed: needs --branches_per_seed of at least 2"):
+        tempflow_grpo.check(tempflow_grpo.Args(branches_per_seed=1, advantage_group="seed"))
+
+
 # ---- as users run them -----------------------------------------------------------------------------------------------
 def torchrun(folder, script, *options, nproc=1):
     """Run a script of contrib/ in `folder` as a user does at the root: torchrun --standalone -m contrib.SCRIPT."""
@@ -563,11 +829,39 @@ def torchrun(folder, script, *options, nproc=1):
     assert done.returncode == 0, done.stdout[-6000:]
 
 
+def teachers_of(tmp_path, rank=16):
+    """Options of two teachers: LoRAs of random weights for the embedded model, as save_weights writes them."""
+    options = ["--teachers"]
+    for number, name in enumerate(("ocr", "colour")):
+        file = write_teacher(tmp_path / name, number, rank)
+        options.append(f"{name}={file}")
+    return options
+
+
+def write_teacher(folder, seed, rank, width=0):
+    """A LoRA of the first block's attention in the format of diffusers. width: added to the inputs of lora_A."""
+    transformer = SD3Transformer2DModel.from_config(
+        SD3Transformer2DModel.load_config(EMBEDDED, subfolder="transformer")
+    )
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for module in ("transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.to_v"):
+        linear = transformer.get_submodule(module)
+        a = torch.randn(rank, linear.in_features + width, generator=generator)
+        b = torch.randn(linear.out_features, rank, generator=generator)
+        tensors[f"transformer.{module}.lora_A.weight"] = a * 0.1
+        tensors[f"transformer.{module}.lora_B.weight"] = b * 0.1
+    folder.mkdir()
+    save_file(tensors, folder / "pytorch_lora_weights.safetensors")
+    return folder
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_runs_on_one_rank_and_two(tmp_path, script):
     """With the same images and the same first update, as the groups that a loss takes are whole on every rank."""
     options = [*TINY, "--num_steps", 2, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
     options += ["--rollout", "local", "--micro_batch_size", 2 if script == "contrib/online_dpo.py" else 4]
+    options += teachers_of(tmp_path) if script == "contrib/diffusion_opd.py" else []
     runs = []
     for nproc in (1, 2):
         torchrun(tmp_path, script, "--name", f"ranks{nproc}", *options, nproc=nproc)
@@ -587,6 +881,16 @@ def test_flash_samples_the_same_images_in_the_engine(tmp_path):
     options += ["--sde_window_range", 1, 4, "--flash_ratio", 0.5]
     for rollout in ("local", "vllm"):
         torchrun(tmp_path, "contrib/mix_grpo_flash.py", "--name", rollout, "--rollout", rollout, *options)
+    local, vllm = (read_metrics(tmp_path / "runs" / name)[1] for name in ("local", "vllm"))
+    assert local["critic/rewards/mean"] == pytest.approx(vllm["critic/rewards/mean"], abs=1e-6)
+    assert vllm["rollout_corr/logprob_abs_diff_max"] <= 2e-6
+
+
+def test_tempflow_samples_the_same_images_in_the_engine(tmp_path):
+    options = [*TINY, "--num_steps", 1, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
+    options += ["--sde_window_range", 1, 2]
+    for rollout in ("local", "vllm"):
+        torchrun(tmp_path, "contrib/tempflow_grpo.py", "--name", rollout, "--rollout", rollout, *options)
     local, vllm = (read_metrics(tmp_path / "runs" / name)[1] for name in ("local", "vllm"))
     assert local["critic/rewards/mean"] == pytest.approx(vllm["critic/rewards/mean"], abs=1e-6)
     assert vllm["rollout_corr/logprob_abs_diff_max"] <= 2e-6

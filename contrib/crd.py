@@ -1,0 +1,698 @@
+"""CRD, Centered Reward Distillation (arXiv 2603.14128v1): implicit rewards match true ones, the whole algorithm.
+
+The policy that maximises a reward near an old policy has log(p / p_old) equal to that reward, but for a constant of the
+prompt. Subtracting a prompt's mean from both removes the constant, and what is left can be fitted by least squares.
+We describe it as DiffusionNFT (2509.16117v2), from which it differs by the loss and its policies: everything that is
+not named below is in diffusion_nft.py, with its equations. Read `main`, at the end, first:
+
+  1. The images of a prompt are noised at one timestep, each with its own noise: `draw_training_noise`.
+  2. Implicit reward of an image: e(v_old) - e(v), where e(v) = mean((v - v_target)^2) / mean |v - v_target| stands for
+     minus its log-prob, and v_target = noise - x0: `crd_loss`.
+  3. Both rewards lose their mean over the prompt's images. The loss is the mean of
+     (crd_beta (implicit reward - its mean) - (r - its mean))^2, times adv_clip_max / crd_beta: `crd_loss`.
+  4. A KL to the model before training, which --kl_guidance_scale guides, is stronger for better images: `crd_loss`.
+  5. The policy that samples is not `old` but one of its own, `sampling`. Each follows the trained policy by its own
+     schedule: `old_policy_decay`, `follow_trained`.
+
+    torchrun --standalone -m contrib.crd                       # the embedded model on a CPU, vLLM-Omni rollouts
+    torchrun --standalone -m contrib.crd --rollout local       # the training transformer samples: no vLLM needed
+
+The formulas are those of Flow-Factory's src/flow_factory/trainers/crd.py at a0b2bc5 (Apache 2.0; read, not copied). We
+could not compare them with the paper's equations. Where it departs from that code:
+  - Means are over a prompt's images, as the paper's abstract says; that code's are over a batch of all ranks.
+  - A prompt's timesteps are its own; those of that code are shared by a batch.
+  - Only equal weights in the means and the squared loss; it also has softmax weights and a cross-entropy.
+  - The KL's strength grows from at least 1e-4 to kl_coef, also where kl_coef is below 1e-4.
+
+Parent: diffusion_nft.py
+"""
+
+# ==== 1 ARGS ==========================================================================================================
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+from common.checkpoints import open_run
+from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
+from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
+from common.models.family import Family, find_family, load_model
+from common.models.lora import make_lora
+from common.options import Bound, EngineArgs, PositiveFloat, PositiveInt, parse_args
+from common.policy import acting, add_policies, choose_kernels, follow, load_training_state, sampling, training_state
+from common.rewards.scoring import Scorer, fill_failed, load_rewards, reward_metrics
+from common.rollout import RolloutRequest, Trajectories
+from common.run import Inputs, Run, one_line
+from common.sde import image_seed, sde_step
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import AdamW
+
+if TYPE_CHECKING:
+    from common.engine.client import VLLMEngine
+
+
+@dataclass
+class Args(EngineArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
+    # ---- run
+    name: str = "crd"
+    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
+
+    # ---- rollout
+    num_prompts: PositiveInt = 32
+    """prompts per rollout, over all ranks"""
+    group_size: Annotated[int, Bound(at_least=2)] = 8
+    """images per prompt, at least 2: the reward of each is compared with the group's mean"""
+    num_inference_steps: PositiveInt = 3
+    """sampling steps of a training image (Flow-GRPO: 10, and 40 in evaluation)"""
+
+    # ---- algorithm
+    crd_beta: PositiveFloat = 1.0
+    """factor of the implicit reward where it is matched with r (CRD's code: 1); a larger one keeps closer to `old`"""
+    kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
+    """factor of mean((v - v_ref)^2) for an image of r = 1; it falls to 1e-4 for r = 0 (CRD's code: 0.1)"""
+    kl_guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
+    """guidance of the reference in that KL, as the model takes it (CRD's code: 4.5 for SD3.5); 1 turns it off"""
+    adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = "continuous"
+    """the advantage in r = A / (2 adv_clip_max) + 1/2: clamped; its positive or its negative part; 1 where it is
+    positive and 0 elsewhere; or its sign"""
+    timestep_fraction: Annotated[float, Bound(above=0, at_most=1)] = 1.0
+    """share of the sampling schedule's timesteps that every image is trained at"""
+    decay_schedule: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999", "linear_from_0_25", "fixed"] = (
+        "linear_from_0_25"
+    )
+    """d of old = d old + (1 - d) trained after k optimizer steps: 0; min(0.001 k, 0.5); 0 up to k = 75, then
+    min(0.0075 (k - 75), 0.999); min(0.25 + 0.005 k, 0.999); or old_decay"""
+    sampling_schedule: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999", "linear_from_0_25", "fixed"] = (
+        "delayed_linear_to_0_999"
+    )
+    """the same for `sampling`, the policy that samples"""
+    old_decay: Annotated[float, Bound(at_least=0, below=1)] = 0.5
+    """d of the schedule `fixed`, from 0 (copy) to below 1"""
+    update_interval: PositiveInt = 1
+    """rollouts between two updates of `old` and `sampling`"""
+    adv_clip_max: PositiveFloat = 5.0
+    """advantages are clamped to +- this"""
+    scale_rewards: Literal["batch", "group", "none"] = "batch"
+    """divide advantages by the deviation of the rollout's rewards (batch), of the group's, or not at all (Dr.GRPO)"""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: the sum of each
+    reward's own advantages, divided by its deviation over the rollout (GDPO if --scale_rewards is group)"""
+
+    # ---- optimization
+    num_steps: Annotated[int, Bound(at_least=0)] = 30
+    """training steps of the run, each a rollout and its updates"""
+    updates_per_rollout: PositiveInt = 4
+    """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    epochs_per_rollout: PositiveInt = 1
+    """how often each of those mini-batches is trained on"""
+    micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
+    """images per pass on a rank, and per local sampling batch; at most a mini-batch's share; 0: what fits on a GPU"""
+    learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
+    """learning rate of AdamW (Flow-GRPO: 3e-4)"""
+
+
+# ==== 2 SETUP =========================================================================================================
+def check(args: Args) -> Args:
+    """Refuse options that cannot work together. Returns them, micro_batch_size lowered to what a mini-batch has."""
+    num_images = args.num_prompts * args.group_size
+    micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
+    if micro_batch_size % args.group_size:
+        raise ValueError(f"--micro_batch_size {micro_batch_size}: must hold whole groups of {args.group_size}")
+    sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
+    if sums_advantages and args.scale_rewards == "none":
+        raise ValueError("--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch")
+    return replace(args, micro_batch_size=micro_batch_size)
+
+
+def prepare(args: Args) -> Inputs:
+    """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)
+    eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
+    train_set = read_prompts(args.train_prompts, rewards)
+    eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
+    checkpoint = open_run(args.run_folder, args.resume, args.eval_only)
+    # diffusers and peft, which take seconds to import, come last
+    size = (*args.image_size, args.num_frames)
+    family = find_family(args.model, *size, args.kl_guidance_scale, args.max_sequence_length)
+    if args.rollout == "vllm":
+        from common.engine.launch import check_engine
+
+        options: dict = {"tensor_parallel": args.engine_tensor_parallel}
+        check_engine(family, args.model, args.engine_devices, **options)
+    lora = make_lora(args, family, checkpoint)
+    return Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
+
+
+def start_run(args: Args, inputs: Inputs) -> Run:
+    """The run's folder, log, clock and stop signals."""
+    return Run(
+        args.run_folder,
+        asdict(args),
+        rewards=inputs.eval_rewards,
+        script=__file__,
+        checkpoint=inputs.checkpoint,
+        num_images=args.num_prompts * args.group_size,
+        num_steps=args.num_steps,
+        track=args.track,
+        stop_if=args.stop_if,
+        max_minutes=args.max_minutes,
+        keep_checkpoints=args.keep_checkpoints,
+    )
+
+
+# ==== 3 DATA ==========================================================================================================
+def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
+    """Run the text encoders on U distinct prompts; sampling and training are without guidance."""
+    length = args.max_sequence_length
+    return {
+        "conditioning": model.encode(prompts, length, args.image_size),
+        "negative_conditioning": None,
+    }
+
+
+def make_request(args: Args, model: Family, encoded: dict, prompt_index: Tensor, seeds: list[int]) -> RolloutRequest:
+    """Ask for B ODE images of encoded prompts: prompt_index (B,) says which prompt, seeds (B) which noise."""
+    height, width = args.image_size
+    timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width, args.num_frames)
+    return RolloutRequest(
+        **encoded,
+        prompt_index=prompt_index,
+        seeds=seeds,
+        timesteps=timesteps,  # (T,)
+        sigmas=sigmas,  # (T + 1,)
+        latent_shape=latent_shape,  # (C, h, w); (C, f, h, w) for a video
+        height=height,
+        width=width,
+    )
+
+
+def guide_reference(args: Args, model: Family, request: RolloutRequest, prompts: PromptSet) -> RolloutRequest:
+    """The request with the negative prompts of its U prompts, for the KL's reference; nothing else is guided."""
+    negatives = prompts.negative_prompts(args.negative_prompt)
+    negative = model.encode_negative(negatives, args.kl_guidance_scale, args.max_sequence_length)
+    return replace(request, negative_conditioning=negative)
+
+
+def draw_training_noise(args: Args, batch: "Batch", step: int, epoch: int) -> tuple[Tensor, Tensor]:
+    """For each of B images K timesteps of the sampling schedule, (B, K), its prompt's, and fresh noise, (B, K, ...).
+
+    Seeded by (seed, step, epoch, global image index or prompt), apart from the rollout's noise: the same on any number
+    of ranks.
+    """
+    request = batch.request
+    # truncated, as in the paper's code: 0.99 of 10 timesteps are 9
+    num_timesteps = max(1, int(args.timestep_fraction * args.num_inference_steps))  # K
+    purpose = f"{step} update" if epoch == 0 else f"{step} update {epoch}"
+    timesteps = []
+    noise = []
+    for index in batch.image_index.tolist():
+        generator = torch.Generator().manual_seed(image_seed(args.seed, purpose, index))
+        of_prompt = torch.Generator().manual_seed(image_seed(args.seed, f"{purpose} prompt", index // args.group_size))
+        chosen = torch.randperm(len(request.timesteps), generator=of_prompt)[:num_timesteps]
+        timesteps.append(request.timesteps[chosen])
+        noise.append(torch.randn(num_timesteps, *request.latent_shape, generator=generator))
+    return torch.stack(timesteps).to(batch.x0.device), torch.stack(noise)
+
+
+# ==== 4 MODEL =========================================================================================================
+def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
+    """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
+    num_drawn = args.num_steps * args.num_prompts
+    prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
+    model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
+    policies = ["default", "old", "sampling"]  # the first is peft's name for the trained one
+    if args.ema_decay > 0:
+        policies.append("ema")
+    if args.kl_coef > 0:
+        policies.append("reference")
+    add_policies(model, inputs.lora, policies, args.seed)
+    shard(args, model, device)
+    return model, [p for p in model.transformer.parameters() if p.requires_grad]
+
+
+def shard(args: Args, model: Family, device: torch.device) -> None:
+    """FSDP2: every block of the transformer, then the rest of it."""
+    dtype = getattr(torch, args.dtype)
+    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    on_cpu = "cpu_offload" in args.train_with
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
+    options: dict = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
+    options["ignored_params"] = model.unsharded  # empty without --base_weights
+    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats and keeps the order of all ranks
+    for transformer in dict.fromkeys(model.policies.values()):
+        if "activation_checkpointing" in args.train_with:
+            transformer.enable_gradient_checkpointing()
+        blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
+        for module in [*blocks, transformer]:
+            if "compile" in args.train_with and module is not transformer:
+                # without this, the graphs with and without gradient round bf16 at different places, and the first ratio
+                # is 1 +- 6e-4 instead of 1
+                module.compile(options={"emulate_precision_casts": True})
+            if not model.is_lora and transformer is not model.policies.get("reference"):
+                module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
+            fully_shard(module, **options)
+
+
+def old_policy_decay(decay_schedule: str, old_decay: float, k: int) -> float:
+    """d of old <- d old + (1 - d) trained, after k optimizer steps (figure 8, with k instead of iterations)."""
+    if decay_schedule == "copy":
+        return 0.0
+    if decay_schedule == "linear_to_0_5":
+        return min(0.001 * k, 0.5)
+    if decay_schedule == "delayed_linear_to_0_999":
+        return min(max(0.0, 0.0075 * (k - 75)), 0.999)
+    if decay_schedule == "linear_from_0_25":
+        return min(0.25 + 0.005 * k, 0.999)
+    return old_decay
+
+
+def follow_trained(args: Args, model: Family, optimizer: AdamW) -> float:
+    """Let `old` and `sampling` follow the trained policy, each by its schedule. Returns the decay d of `old`."""
+    state = optimizer.state.get(optimizer.param_groups[0]["params"][0], {})
+    k = int(state.get("step", 0))  # optimizer steps taken so far
+    decay = old_policy_decay(args.decay_schedule, args.old_decay, k)
+    follow(model, "old", decay)
+    follow(model, "sampling", old_policy_decay(args.sampling_schedule, args.old_decay, k))
+    return decay
+
+
+# ==== 5 ENGINE ========================================================================================================
+def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine | None":
+    """This rank's vLLM-Omni engine, loading in the background while the trainer loads; None with --rollout local."""
+    if args.rollout == "local":
+        return None
+    from common.engine.client import VLLMEngine
+    from common.engine.launch import engine_gpus
+
+    log_file = folder / f"engine_rank{dist.get_rank()}.log"
+    gpus = engine_gpus(args.engine_devices, args.engine_tensor_parallel, device)
+    options: dict = {"timeout_s": args.engine_timeout_s, "engine_with": args.engine_with, "gpus": gpus}
+    options["attention"] = args.attention
+    return VLLMEngine(args.model, args.dtype, args.rollout_batch_size, log_file, **options)
+
+
+# ==== 6 ROLLOUT =======================================================================================================
+@torch.no_grad()
+def sample_locally(model: Family, request: RolloutRequest) -> Trajectories:
+    """Sample the request's B images with the training transformer and the acting policy, by the ODE."""
+    generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
+    first_latents = request.first_latents(generators, model.device)  # (B, C, h, w)
+    outputs = []
+    x = first_latents
+    for i in range(len(request.timesteps)):
+        v = model.predict_velocity(x, request.timesteps[i], request.conditioning)
+        sigma, sigma_next = request.sigmas[i : i + 2].tolist()
+        outputs.append(sde_step(x, v, sigma, sigma_next, noise_level=0.0))
+        x = outputs[-1].prev_sample
+    return Trajectories.from_steps(first_latents, outputs, model.decode(x))
+
+
+def rollout(
+    args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, scorer: Scorer | None = None
+) -> Trajectories:
+    """Trajectories of ODE steps, whose latents (B, 1, ...) are the final ones; the scorer gets finished images."""
+    if engine:
+        finished = scorer.add if scorer else None
+        return engine.generate(request, finished=finished).to(model.device)
+    # micro_batch_size images at once
+    parts = []
+    gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
+    with sampling(model, gathers):
+        for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
+            parts.append(sample_locally(model, request.select(rows)))
+            if scorer:
+                scorer.add(rows.tolist(), parts[-1].images)
+    return Trajectories.cat(parts)
+
+
+class Batch(NamedTuple):
+    """A rollout as the update takes it: B images of this rank."""
+
+    request: RolloutRequest
+    x0: Tensor  # (B, ...), final latents of the rollout
+    r: Tensor  # (B,), optimality
+    sample_weights: Tensor  # (B,), 0 for images that a reward failed on, otherwise 1
+    image_index: Tensor  # (B,), the images' numbers over all ranks
+
+
+# ==== 7 ADVANTAGE =====================================================================================================
+def compute_advantages(
+    rewards: Tensor, group_size: int, adv_clip_max: float = 5.0, scale_rewards: str = "batch"
+) -> Tensor:
+    """A = (r - mean of the group) / (S + 1e-4), clamped to +- adv_clip_max (Flow-GRPO, eq. 4), in fp64.
+
+    rewards: (P * group_size,), group by group. S is the population standard deviation of the "group" (the paper) or of
+    all rewards ("batch", its code); "none" does not divide. Returns (P * group_size,).
+    """
+    groups = rewards.double().view(-1, group_size)  # (P, G)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale_rewards == "batch":
+        advantages = advantages / (groups.std(correction=0) + 1e-4)
+    elif scale_rewards == "group":
+        advantages = advantages / (groups.std(1, correction=0, keepdim=True) + 1e-4)
+    # equal rewards give exactly 0, not their mean's round-off: with nothing to learn there must be no optimizer step
+    all_equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    return advantages.masked_fill(all_equal, 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
+
+
+def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
+    """Advantages (N,) of R rewards by their scores (N, R): those of the weighted sum or, with normalize_then_sum, the
+    weighted sum of each reward's own, divided by its deviation over the rollout. With --scale_rewards group the latter
+    is GDPO (arXiv 2601.05242)."""
+    scale_rewards = args.scale_rewards
+    if args.multi_objective_aggregation == "normalize_then_sum" and scores.shape[1] > 1:
+        own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in scores.T]
+        scores = torch.stack(own_advantages, 1)
+        scale_rewards = "batch"  # their sum has group mean 0 already: what is left is to divide it, and to clamp
+    totals = (scores * scores.new_tensor(args.reward_weights)).sum(1)  # (N,); @ would round equal rows differently
+    return compute_advantages(totals, args.group_size, adv_clip_max, scale_rewards)
+
+
+# ==== 8 LOG PROB ======================================================================================================
+# None: the forward process needs no density of a trajectory. How optimal an image is takes its place.
+def optimality(advantages: Tensor, adv_mode: str, adv_clip_max: float) -> Tensor:
+    """r = clip(A / (2 m) + 1/2, 0, 1), m = adv_clip_max (section 3.3, Optimality Reward), of advantages A (N,)."""
+    m = adv_clip_max
+    if adv_mode == "continuous":
+        shaped_advantages = advantages.clamp(-m, m)
+    elif adv_mode == "positive_only":
+        shaped_advantages = advantages.clamp(0, m)
+    elif adv_mode == "negative_only":
+        shaped_advantages = advantages.clamp(-m, 0)
+    elif adv_mode == "one_only":
+        shaped_advantages = (advantages > 0).to(advantages)
+    else:  # binary
+        shaped_advantages = advantages.sign()
+    return (shaped_advantages / (2 * m) + 0.5).clamp(0, 1)
+
+
+# ==== 9 LOSS ==========================================================================================================
+def crd_loss(
+    v: Tensor,
+    v_old: Tensor,
+    v_ref: Tensor | None,
+    x_t: Tensor,
+    x0: Tensor,
+    *,
+    sigma: Tensor,
+    r: Tensor,
+    group_size: int,
+    crd_beta: float,
+    adv_clip_max: float,
+    kl_coef: float,
+    sample_weights: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """adv_clip_max / crd_beta mean(center(crd_beta R - r)^2) + mean(k(r) mean((v - v_ref)^2)).
+
+    R = e(v_old) - e(v), e(v) = mean((v - (noise - x0))^2) / w per sample, with w = mean |v - (noise - x0)|, at least
+    1e-5, in fp64 and without gradient. center subtracts a group's mean. k(r) = f + r (kl_coef - f), f = min(1e-4,
+    kl_coef). Velocities, x_t and x0 (B, ...); sigma, r and sample_weights, of both terms and of the means, (B,), group
+    by group; v_ref None without KL. Returns the loss, to be minimised, and its metrics, scalars without gradient.
+    """
+    target = (x_t - x0) / sigma.view(-1, *[1] * (x0.dim() - 1))  # noise - x0
+
+    def weighted_error(velocity: Tensor) -> Tensor:  # (B,)
+        difference = velocity - target
+        weight = difference.detach().double().abs().flatten(1).mean(1).clamp(min=1e-5)
+        return (difference**2).flatten(1).mean(1) / weight
+
+    implicit_reward = weighted_error(v_old) - weighted_error(v)  # exactly 0 at v_old
+    # the code keeps the gradient from the mean; that changes nothing, as a group's differences add up to 0
+    differences = (crd_beta * implicit_reward - r).view(-1, group_size)  # (groups, G)
+    weights = sample_weights.view(-1, group_size)
+    means = (weights * differences).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)
+    loss = adv_clip_max / crd_beta * (weights * (differences - means) ** 2).mean()
+    metrics = {"policy_loss": loss, "implicit_reward": implicit_reward.mean(), "kl_loss": loss.new_zeros(())}
+    if v_ref is not None:
+        kl = ((v - v_ref) ** 2).flatten(1).mean(1)  # (B,)
+        floor = min(1e-4, kl_coef)
+        loss = loss + (sample_weights * (floor + r * (kl_coef - floor)) * kl).mean()
+        metrics["kl_loss"] = (sample_weights * kl).mean()
+    metrics["loss"] = loss
+    metrics["old_deviation"] = ((v - v_old) ** 2).mean()
+    return loss, {f"actor/{name}": value.detach().double() for name, value in metrics.items()}
+
+
+def noise_images(x0: Tensor, t: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The forward process at timesteps t (b,) in (0, 1000]: sigma (b,) = t / 1000, and x_t (b, ...) of x0 and noise."""
+    sigma = (t / 1000).to(x0.device)
+    s = sigma.view(-1, *[1] * (x0.dim() - 1))
+    x_t = (1 - s) * x0 + s * noise.to(x0.device)
+    return sigma, x_t
+
+
+@torch.no_grad()
+def velocities_of(args: Args, model: Family, policy: str, batch: Batch, *, timesteps: Tensor, noise: Tensor) -> Tensor:
+    """Velocities (B, K, ...) of a policy that stays as it is meanwhile, in the update's micro-batches."""
+    parts = []
+    with acting(model, policy):
+        for rows in torch.arange(len(batch.x0)).split(args.micro_batch_size):
+            request = batch.request.select(rows)
+            guidance: tuple = ()
+            if policy == "reference":
+                guidance = (request.negative_conditioning, args.kl_guidance_scale)
+            eps = noise[rows].to(batch.x0.device)  # (b, K, ...)
+            rows = rows.to(batch.x0.device)  # once: a GPU waits for every index that comes from the CPU
+            columns = []
+            for k in range(timesteps.shape[1]):
+                t = timesteps[rows, k]  # (b,)
+                _, x_t = noise_images(batch.x0[rows], t, eps[:, k])
+                columns.append(model.predict_velocity(x_t, t, request.conditioning, *guidance))
+            parts.append(torch.stack(columns, 1))
+    return torch.cat(parts)
+
+
+def accumulate_gradients(
+    args: Args,
+    model: Family,
+    batch: Batch,
+    mini_batch: Tensor,
+    *,
+    timesteps: Tensor,
+    noise: Tensor,
+    v_old: Tensor,
+    v_ref: Tensor | None,
+) -> list[dict[str, Tensor]]:
+    """Add up the gradient of a mini-batch's loss: the mean over its images and their K timesteps (eq. 5).
+
+    mini_batch: rows of the batch; timesteps (B, K), noise (B, K, ...); v_old and v_ref (B, K, ...): velocities_of `old`
+    and of the reference (None without KL). A pass, forward and backward, is one timestep of one micro-batch.
+    Micro-batches are of one size, and FSDP averages over ranks. Returns the metrics of every pass.
+    """
+    num_timesteps = timesteps.shape[1]  # K
+    micro_batches = mini_batch.split(args.micro_batch_size)
+    num_passes = len(micro_batches) * num_timesteps
+    # FSDP sums gradients over the ranks in every backward pass; we need the sum only in the last one, so we switch it
+    # off until then. Not for full weights: their unsummed fp32 gradients are as large as the model and would not fit
+    model.transformer.set_requires_gradient_sync(not model.is_lora)
+    coefficients = {"crd_beta": args.crd_beta, "adv_clip_max": args.adv_clip_max, "kl_coef": args.kl_coef}
+    passes: list[dict[str, Tensor]] = []
+    for rows in micro_batches:
+        conditioning = batch.request.select(rows).conditioning
+        eps = noise[rows].to(batch.x0.device)  # (b, K, ...)
+        rows = rows.to(batch.x0.device)
+        for k in range(num_timesteps):
+            if len(passes) == num_passes - 1:
+                model.transformer.set_requires_gradient_sync(True)
+            t = timesteps[rows, k]  # (b,)
+            x0 = batch.x0[rows]
+            sigma, x_t = noise_images(x0, t, eps[:, k])
+            v = model.predict_velocity(x_t, t, conditioning)
+            loss, metrics = crd_loss(
+                v,
+                v_old[rows, k],
+                None if v_ref is None else v_ref[rows, k],
+                x_t,
+                x0,
+                sigma=sigma,
+                r=batch.r[rows],
+                sample_weights=batch.sample_weights[rows],
+                group_size=args.group_size,
+                **coefficients,
+            )
+            (loss / num_passes).backward()
+            passes.append(metrics)
+    return passes
+
+
+def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
+    """Clip the gradient, take one AdamW step, let the average follow. Returns the norm before, the same on all ranks.
+
+    The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
+    """
+    group = optimizer.param_groups[0]
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
+    if 0 < grad_norm < math.inf:
+        state = optimizer.state[group["params"][0]]
+        k = int(state.get("step", 0)) + 1  # the k-th optimizer step, by Adam's own count, which a checkpoint restores
+        group["lr"] = args.learning_rate * args.lr_factor(k)
+        optimizer.step()
+        if args.ema_decay > 0:
+            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # at first it follows faster
+    optimizer.zero_grad()
+    return grad_norm
+
+
+def update(args: Args, model: Family, optimizer: AdamW, batch: Batch, step: int) -> dict[str, float]:
+    """epochs_per_rollout x updates_per_rollout optimizer steps on a rank's B images. Returns metrics over all ranks."""
+    # consecutive, not shuffled: GroupSampler has dealt the images so that any number of ranks updates on the same ones
+    mini_batches = torch.arange(len(batch.x0)).chunk(args.updates_per_rollout)
+    grad_norms = []
+    finite_passes = []  # of the optimizer steps whose gradient is finite
+    metrics: dict[str, float] = {}
+    for epoch in range(args.epochs_per_rollout):
+        # drawn again in every epoch, as in the paper's code
+        timesteps, noise = draw_training_noise(args, batch, step, epoch)
+        drawn = {"timesteps": timesteps, "noise": noise}
+        v_old = velocities_of(args, model, "old", batch, **drawn)
+        v_ref = velocities_of(args, model, "reference", batch, **drawn) if args.kl_coef else None
+        for mini_batch in mini_batches:
+            passes = accumulate_gradients(args, model, batch, mini_batch, **drawn, v_old=v_old, v_ref=v_ref)
+            grad_norm = optimizer_step(args, model, optimizer)
+            if math.isfinite(grad_norm):  # it is over all ranks: they skip together
+                grad_norms.append(grad_norm)
+                finite_passes += passes
+    num_updates = args.epochs_per_rollout * len(mini_batches)
+    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)
+    metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
+    if grad_norms:
+        metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
+        metrics |= mean_over_ranks(finite_passes)
+    return metrics
+
+
+# ==== 10 EVAL =========================================================================================================
+def evaluate(
+    args: Args, run: Run, model: Family, engine: "VLLMEngine | None", inputs: Inputs
+) -> tuple[dict, list | None]:
+    """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks.
+
+    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
+    """
+    with run.timed("testing"):
+        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
+        eval_args = args.for_evaluation
+        encoded = encode_prompts(eval_args, model, prompts)
+        image_index = torch.arange(len(places))
+        request = make_request(eval_args, model, encoded, image_index, seeds)
+        with acting(model, args.evaluated_policy, engine, "sampling"):  # in the engine as well
+            scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
+            rollout(args, model, engine, request, scorer)
+        scores = scorer.scores()  # (B, R)
+        scored: dict = {"seeds": seeds, "scores": scores, "reward_weights": args.reward_weights}
+        metrics, grid = run.save_samples(places, scorer, **scored, images_per_prompt=args.eval_images_per_prompt)
+    if not args.eval_only:
+        run.save_if_best(model, args.evaluated_policy, metrics)
+    return metrics, grid
+
+
+# ==== 11 CHECKPOINT ===================================================================================================
+def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    state = training_state(model, optimizer, run.checkpoint_path)
+    state["sampler"] = sampler.state_dict()
+    run.save_checkpoint(state, model, args.evaluated_policy)
+
+
+def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Restore what `save` wrote, on any number of ranks."""
+    state = run.load_checkpoint()
+    load_training_state(model, optimizer, state)
+    sampler.load_state_dict(state["sampler"])
+    adam = optimizer.param_groups[0]
+    adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
+    adam["eps"] = args.adam_eps
+
+
+# ==== 12 MAIN =========================================================================================================
+def main(args: Args, inputs: Inputs) -> None:
+    device = setup_distributed(args.shard_ranks, args.cpu_threads)
+    args = replace(args, **inputs.settle(vars(args)))
+    run = start_run(args, inputs)
+    engine = start_engine(args, run.folder, device)  # it loads while the policy does
+    model, parameters = load_policy(args, inputs, device)
+    optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    choose_kernels(optimizer, model, args.attention)  # native: the same numbers, sooner
+    sizes = {"seed": args.seed, "num_mini_batches": args.updates_per_rollout}
+    sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
+    run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
+    if engine:  # prove, before hours are spent, that pushed weights change the engine's images
+        encoded = encode_prompts(args, model, inputs.eval_set.select([0]))
+        engine.verify_policy(model, make_request(args, model, encoded, torch.tensor([0]), seeds=[0]))
+
+    # RUN LOGIC, the same in all five: resume, or evaluate the model before training
+    if run.checkpoint:
+        load(args, run, model, optimizer, sampler)
+        if engine:  # it holds the policy from before the checkpoint
+            engine.push_policy(model, "sampling")
+    if args.eval_only or (args.eval_at_start and not run.checkpoint):
+        run.write(*evaluate(args, run, model, engine, inputs))
+    last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
+
+    for step in range(run.step + 1, last_step + 1):
+        run.begin_step(step)
+
+        # sample G images for each prompt with `old`, which the engine holds already (Algorithm 1, line 3)
+        with run.timed("gen"):
+            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,), (B,) of the U, (B,) of the step's N images
+            prompts = inputs.train_set.select(prompt_rows)
+            encoded = encode_prompts(args, model, prompts)
+            seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
+            request = make_request(args, model, encoded, prompt_index, seeds)
+            scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
+            with acting(model, "sampling"):
+                trajectories = rollout(args, model, engine, request, scorer)
+
+        # score them, each rank its own; most were scored while others were sampled
+        with run.timed("reward"):
+            scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
+
+        # compare the images of a prompt with each other, over all ranks (Flow-GRPO, eq. 4)
+        with run.timed("adv"):
+            filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # scores and True if none failed
+            advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)
+            r = optimality(advantages, args.adv_mode, args.adv_clip_max)  # (N,)
+            metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
+            metrics |= run.watch_rollout(scorer, sampler, seeds, scores, advantages)  # saves images if asked to
+            metrics["critic/optimality/mean"] = r[is_compared].mean()
+
+        # match the implicit rewards of a prompt's images with their rewards, on the forward process
+        with run.timed("update_actor"):
+            local_r = r[image_index].to(device, torch.float32)  # (B,)
+            sample_weights = is_compared[image_index].to(device, torch.float32)  # (B,)
+            request = guide_reference(args, model, request, prompts)
+            batch = Batch(request, trajectories.latents[:, -1], local_r, sample_weights, image_index)
+            metrics |= update(args, model, optimizer, batch, step)
+
+        # `old` and `sampling` follow; the latter samples the next rollout
+        with run.timed("update_weights"):
+            if step % args.update_interval == 0:
+                metrics["old_policy/decay"] = follow_trained(args, model, optimizer)
+            if engine:
+                engine.push_policy(model, "sampling")
+
+        # RUN LOGIC, the same in all five: evaluate, log, save, stop
+        metrics["training/epoch"] = sampler.epoch
+        is_due = step % args.eval_every == 0 or step == args.num_steps
+        val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
+        run.write(metrics | val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        stopping = run.should_stop()
+        if is_due or stopping or (args.save_every and step % args.save_every == 0):
+            save(args, run, model, optimizer, sampler)
+        if stopping:
+            break
+
+    run.close(engine)
+
+
+if __name__ == "__main__":
+    with one_line():  # an expected error ends the script in one line, without a traceback
+        args = check(parse_args(Args, __doc__))
+        main(args, prepare(args))

@@ -1,0 +1,700 @@
+"""TempFlow-GRPO (arXiv 2508.04324): Flow-GRPO that credits one sampling step, the whole algorithm in one file.
+
+Flow-GRPO gives one reward to all sampling steps, and trains all with the same force. Here images that share their noise
+part at one random sampling step, so their rewards differ by that step alone; and the loss grows with the step's noise.
+We describe it as Flow-GRPO (2505.05470v5), from which it differs by three things: everything that is not named below is
+in flow_grpo.py, with its equations. Read `main`, at the end, first:
+
+  1. A prompt's images are dealt to seeds. The images of a seed start from one noise and take the same ODE steps up
+     to the branching step; one SDE step parts them, and ODE steps finish them: `trained_steps`, `share_initial_noise`.
+  2. An image is compared with its prompt's images, or with its seed's (--advantage_group): `compare_images`.
+  3. A step's loss is multiplied by weight_scale std, std being its injected noise: `accumulate_gradients`.
+
+    torchrun --standalone -m contrib.tempflow_grpo                       # the embedded model, vLLM-Omni rollouts
+    torchrun --standalone -m contrib.tempflow_grpo --rollout local       # the training transformer samples
+
+The formulas are those of UniRL's unirl/algorithms/tempflowgrpo.py at 5e3dfd8 (Tencent's licence; read, not copied). Of
+the paper we read the abstract alone. Where it departs from UniRL:
+  - One branching step per rollout, drawn at random, as with its branch_steps_per_rollout 1. UniRL's default branches
+    every prompt at every step in one rollout, which costs as many more images.
+  - The KL to the reference is allowed, and is not weighted; UniRL refuses it.
+
+Parent: flow_grpo.py
+"""
+
+# ==== 1 ARGS ==========================================================================================================
+import math
+import random
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+from common.checkpoints import open_run
+from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
+from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
+from common.models.family import Family, find_family, load_model
+from common.models.lora import make_lora
+from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs, parse_args
+from common.policy import acting, add_policies, choose_kernels, follow, load_training_state, sampling, training_state
+from common.rewards.scoring import Scorer, fill_failed, load_rewards, reward_metrics
+from common.rollout import RolloutRequest, Trajectories
+from common.run import Inputs, Run, one_line
+from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import AdamW
+
+if TYPE_CHECKING:
+    from common.engine.client import VLLMEngine
+
+
+@dataclass
+class Args(RatioArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
+    # ---- run
+    name: str = "tempflow_grpo"
+    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
+
+    # ---- rollout
+    num_prompts: PositiveInt = 32
+    """prompts per rollout, over all ranks"""
+    group_size: Annotated[int, Bound(at_least=2)] = 8
+    """images per prompt, at least 2: the reward of each is compared with the group's mean"""
+    num_inference_steps: Annotated[int, Bound(at_least=2)] = 3
+    """sampling steps of a training image (Flow-GRPO: 10, and 40 in evaluation)"""
+    guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
+    """guidance in rollout, training and evaluation alike, as the model takes it (docs/models.md); 1 turns it off"""
+    sde_type: str = "sde"
+    """formula of the SDE steps: sde, dance, cps, cps_gauss (docs/flow_grpo.md), or your own path/to/file.py:function"""
+    noise_level: PositiveFloat = 0.7
+    """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
+    sde_window_size: Annotated[int, Bound(at_least=0)] = 1
+    """how many consecutive sampling steps are SDE steps: random and trained (others: ODE steps); 0: all but the last"""
+    sde_window_range: tuple[int, int] = (0, 2)
+    """the window is drawn, once per rollout, within sampling steps lo to hi - 1; hi is at most
+    num_inference_steps - 1"""
+    branches_per_seed: PositiveInt = 4
+    """images of a prompt that start from one noise and part at the branching step; divides group_size (UniRL: 6)"""
+
+    # ---- algorithm
+    advantage_group: Literal["prompt", "seed"] = "prompt"
+    """compare an image with all images of its prompt, or only with those that share its initial noise"""
+    weight_scale: PositiveFloat = 2.25
+    """factor of the loss's weight, weight_scale times the std of the branching step's noise (UniRL: 2.25)"""
+    clip_range: PositiveFloat = 1e-3
+    """the ratio is clipped to 1 +- this, which is small as log-probs are means over the latent (SD3.5 at 512: 1e-4)"""
+    kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
+    """factor of the KL to the reference, the model before training (Flow-GRPO: 0.04 for OCR, 0.01 for PickScore)"""
+    kl_type: Literal["code", "paper"] = "code"
+    """code: for step kind sde, the KL times the step's |dt|, as published coefficients assume; paper: the KL itself"""
+    adv_clip_max: PositiveFloat = 5.0
+    """advantages are clamped to +- this"""
+    scale_rewards: Literal["batch", "group", "none"] = "batch"
+    """divide advantages by the deviation of the rollout's rewards (batch), of the group's, or not at all (Dr.GRPO)"""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: the sum of each
+    reward's own advantages, divided by its deviation over the rollout (GDPO if --scale_rewards is group)"""
+
+    # ---- optimization
+    num_steps: Annotated[int, Bound(at_least=0)] = 30
+    """training steps of the run, each a rollout and its updates"""
+    updates_per_rollout: PositiveInt = 4
+    """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    epochs_per_rollout: PositiveInt = 1
+    """how often each of those mini-batches is trained on"""
+    micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
+    """images per pass on a rank, and per local sampling batch; at most a mini-batch's share; 0: what fits on a GPU"""
+    learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
+    """learning rate of AdamW (Flow-GRPO: 3e-4)"""
+
+
+# ==== 2 SETUP =========================================================================================================
+def check(args: Args) -> Args:
+    """Refuse options that cannot work together. Returns them, micro_batch_size lowered to what a mini-batch has."""
+    num_images = args.num_prompts * args.group_size
+    micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
+    window: dict = {"window_range": args.sde_window_range, "window_size": args.sde_window_size}
+    check_sde_steps(args.sde_type, args.noise_level, args.num_inference_steps, **window)
+    if args.group_size % args.branches_per_seed:
+        raise ValueError(f"--branches_per_seed {args.branches_per_seed}: must divide --group_size {args.group_size}")
+    if args.advantage_group == "seed" and args.branches_per_seed == 1:
+        raise ValueError("--advantage_group seed: needs --branches_per_seed of at least 2, to compare images")
+    sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
+    if sums_advantages and args.scale_rewards == "none":
+        raise ValueError("--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch")
+    return replace(args, micro_batch_size=micro_batch_size)
+
+
+def prepare(args: Args) -> Inputs:
+    """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)
+    eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
+    train_set = read_prompts(args.train_prompts, rewards)
+    eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
+    checkpoint = open_run(args.run_folder, args.resume, args.eval_only)
+    # diffusers and peft, which take seconds to import, come last
+    size = (*args.image_size, args.num_frames)
+    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
+    if args.rollout == "vllm":
+        from common.engine.launch import check_engine
+
+        options: dict = {"tensor_parallel": args.engine_tensor_parallel, "rollout_correction": args.rollout_correction}
+        check_engine(family, args.model, args.engine_devices, **options)
+    lora = make_lora(args, family, checkpoint)
+    return Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
+
+
+def start_run(args: Args, inputs: Inputs) -> Run:
+    """The run's folder, log, clock and stop signals."""
+    return Run(
+        args.run_folder,
+        asdict(args),
+        rewards=inputs.eval_rewards,
+        script=__file__,
+        checkpoint=inputs.checkpoint,
+        num_images=args.num_prompts * args.group_size,
+        num_steps=args.num_steps,
+        track=args.track,
+        stop_if=args.stop_if,
+        max_minutes=args.max_minutes,
+        keep_checkpoints=args.keep_checkpoints,
+    )
+
+
+# ==== 3 DATA ==========================================================================================================
+def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
+    """Run the text encoders on U distinct prompts, and on their negative prompts where guidance needs them."""
+    negatives = prompts.negative_prompts(args.negative_prompt)
+    length = args.max_sequence_length
+    return {
+        "conditioning": model.encode(prompts, length, args.image_size),
+        "negative_conditioning": model.encode_negative(negatives, args.guidance_scale, length),
+    }
+
+
+def make_request(
+    args: Args, model: Family, encoded: dict, prompt_index: Tensor, seeds: list[int], sde_steps: tuple[int, ...] = ()
+) -> RolloutRequest:
+    """Ask for B images of encoded prompts: prompt_index (B,) says which prompt, seeds (B) which noise."""
+    height, width = args.image_size
+    timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width, args.num_frames)
+    return RolloutRequest(
+        **encoded,
+        prompt_index=prompt_index,
+        seeds=seeds,
+        timesteps=timesteps.to(model.device),  # (T,)
+        sigmas=sigmas,  # (T + 1,)
+        latent_shape=latent_shape,  # (C, h, w); (C, f, h, w) for a video
+        height=height,
+        width=width,
+        sde_steps=sde_steps,
+        sde_type=args.sde_type,
+        noise_level=args.noise_level,
+        guidance_scale=args.guidance_scale,
+    )
+
+
+def trained_steps(args: Args, step: int) -> tuple[int, ...]:
+    """The SDE steps of this rollout, which are the trained ones: a random window, or all but the last sampling step.
+
+    The window is drawn once per rollout, the same for every image and rank.
+    """
+    if args.sde_window_size == 0:
+        return tuple(range(args.num_inference_steps - 1))
+    low, high = args.sde_window_range
+    start = random.Random(args.seed + step).randint(low, high - args.sde_window_size)
+    return tuple(range(start, start + args.sde_window_size))
+
+
+# ==== 4 MODEL =========================================================================================================
+def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
+    """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
+    num_drawn = args.num_steps * args.num_prompts
+    prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
+    model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
+    policies = ["default"]  # peft's name for the trained one
+    if args.ema_decay > 0:
+        policies.append("ema")
+    if args.kl_coef > 0:
+        policies.append("reference")
+    add_policies(model, inputs.lora, policies, args.seed)
+    shard(args, model, device)
+    return model, [p for p in model.transformer.parameters() if p.requires_grad]
+
+
+def shard(args: Args, model: Family, device: torch.device) -> None:
+    """FSDP2: every block of the transformer, then the rest of it."""
+    dtype = getattr(torch, args.dtype)
+    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    on_cpu = "cpu_offload" in args.train_with
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
+    options: dict = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
+    options["ignored_params"] = model.unsharded  # empty without --base_weights
+    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats and keeps the order of all ranks
+    for transformer in dict.fromkeys(model.policies.values()):
+        if "activation_checkpointing" in args.train_with:
+            transformer.enable_gradient_checkpointing()
+        blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
+        for module in [*blocks, transformer]:
+            if "compile" in args.train_with and module is not transformer:
+                # without this, the graphs with and without gradient round bf16 at different places, and the first ratio
+                # is 1 +- 6e-4 instead of 1
+                module.compile(options={"emulate_precision_casts": True})
+            if not model.is_lora and transformer is not model.policies.get("reference"):
+                module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
+            fully_shard(module, **options)
+
+
+# ==== 5 ENGINE ========================================================================================================
+def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine | None":
+    """This rank's vLLM-Omni engine, loading in the background while the trainer loads; None with --rollout local."""
+    if args.rollout == "local":
+        return None
+    from common.engine.client import VLLMEngine
+    from common.engine.launch import engine_gpus
+
+    log_file = folder / f"engine_rank{dist.get_rank()}.log"
+    gpus = engine_gpus(args.engine_devices, args.engine_tensor_parallel, device)
+    options: dict = {"timeout_s": args.engine_timeout_s, "engine_with": args.engine_with, "gpus": gpus}
+    options["attention"] = args.attention
+    return VLLMEngine(args.model, args.dtype, args.rollout_batch_size, log_file, **options)
+
+
+# ==== 6 ROLLOUT =======================================================================================================
+@torch.no_grad()
+def sample_locally(model: Family, request: RolloutRequest) -> Trajectories:
+    """Sample the request's B images with the training transformer, by the SDE and ODE steps that it asks for."""
+    generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
+    first_latents = request.first_latents(generators, model.device)  # (B, C, h, w)
+    outputs = []
+    x = first_latents
+    for i in range(len(request.timesteps)):
+        outputs.append(policy_step(model, request, x, i, generator=generators))
+        x = outputs[-1].prev_sample
+    return Trajectories.from_steps(first_latents, outputs, model.decode(x))
+
+
+def rollout(
+    args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, scorer: Scorer | None = None
+) -> Trajectories:
+    """The trajectories of the request's images, on the training device; the scorer gets images as they are finished."""
+    if engine:
+        # engine and trainer are compared by their means, which are as large as the latents: without a correction a
+        # micro-batch of them is enough
+        reads_all = args.rollout_correction != "none" or args.old_log_prob == "rollout"
+        num_means = len(request.seeds) if reads_all else args.micro_batch_size
+        finished = scorer.add if scorer else None
+        return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
+    # the update's own micro-batches, so that its first log-probs equal these to the bit and the ratio is exactly 1
+    parts = []
+    gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
+    with sampling(model, gathers):
+        for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
+            parts.append(sample_locally(model, request.select(rows)))
+            if scorer:
+                scorer.add(rows.tolist(), parts[-1].images)
+    return Trajectories.cat(parts)
+
+
+def share_initial_noise(
+    args: Args, model: Family, request: RolloutRequest, step: int, numbers: Tensor
+) -> RolloutRequest:
+    """The request with one initial noise for all images of a seed: their sampling steps part at the branching step.
+
+    numbers (B,): each image's seed among the step's N / branches_per_seed, which gives the noise on any rank.
+    """
+    seeds = [image_seed(args.seed, f"{step} branch", number) for number in numbers.tolist()]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    latents = request.first_latents(generators, model.device)  # (B, C, h, w)
+    return replace(request, initial_latents=latents)
+
+
+class OldPolicy(NamedTuple):
+    """The policy that sampled, as the update needs it: where the ratio starts. B images, W trained steps."""
+
+    log_probs: Tensor  # (B, W)
+    means: Tensor  # (B, W, ...), for a loss that compares means, as grpo_guard.py's does
+    sample_weights: Tensor  # (B, W), of the rollout correction; 1 without one
+
+
+class Batch(NamedTuple):
+    """A rollout as the update takes it: B images of this rank."""
+
+    request: RolloutRequest
+    trajectories: Trajectories  # latents (B, T + 1, ...)
+    old: OldPolicy
+    advantages: Tensor  # (B,)
+
+
+# ==== 7 ADVANTAGE =====================================================================================================
+def compute_advantages(
+    rewards: Tensor, group_size: int, adv_clip_max: float = 5.0, scale_rewards: str = "batch"
+) -> Tensor:
+    """A = (r - mean of the group) / (S + 1e-4), clamped to +- adv_clip_max (Flow-GRPO, eq. 4), in fp64.
+
+    rewards: (P * group_size,), group by group. S is the population standard deviation of the "group" (the paper) or of
+    all rewards ("batch", its code); "none" does not divide. Returns (P * group_size,).
+    """
+    groups = rewards.double().view(-1, group_size)  # (P, G)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale_rewards == "batch":
+        advantages = advantages / (groups.std(correction=0) + 1e-4)
+    elif scale_rewards == "group":
+        advantages = advantages / (groups.std(1, correction=0, keepdim=True) + 1e-4)
+    # equal rewards give exactly 0, not their mean's round-off: with nothing to learn there must be no optimizer step
+    all_equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    return advantages.masked_fill(all_equal, 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
+
+
+def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
+    """Advantages (N,) of R rewards by their scores (N, R): those of the weighted sum or, with normalize_then_sum, the
+    weighted sum of each reward's own, divided by its deviation over the rollout. With --scale_rewards group the latter
+    is GDPO (arXiv 2601.05242)."""
+    scale_rewards = args.scale_rewards
+    if args.multi_objective_aggregation == "normalize_then_sum" and scores.shape[1] > 1:
+        own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in scores.T]
+        scores = torch.stack(own_advantages, 1)
+        scale_rewards = "batch"  # their sum has group mean 0 already: what is left is to divide it, and to clamp
+    totals = (scores * scores.new_tensor(args.reward_weights)).sum(1)  # (N,); @ would round equal rows differently
+    return compute_advantages(totals, args.group_size, adv_clip_max, scale_rewards)
+
+
+def compare_images(args: Args, scores: Tensor, names: list[str]) -> Tensor:
+    """Advantages (N,) by the scores (N, R), within a prompt or, with --advantage_group seed, within its seeds."""
+    if args.advantage_group == "seed":
+        args = replace(args, group_size=args.branches_per_seed)
+    filled, is_compared = fill_failed(scores, names, args.group_size)  # scores and True if none failed
+    return combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)
+
+
+# ==== 8 LOG PROB ======================================================================================================
+def policy_step(
+    model: Family,
+    request: RolloutRequest,
+    x: Tensor,
+    i: int,
+    *,
+    generator: list[torch.Generator] | None = None,
+    prev_sample: Tensor | None = None,
+) -> SDEStepOutput:
+    """Sampling step i of the policy from x (B, ...): where it goes, with the density of going there (Flow-GRPO, eq. 9).
+
+    An SDE step (kind `sde`), with q = noise_level sqrt(s / (1 - s)), 1 - s at least 1 - sigmas[1], eps ~ N(0, 1):
+        x' = x + [v + q^2 / (2 s) (x + (1 - s) v)] dt + q sqrt(-dt) eps,    dt = sigma_next - sigma < 0.
+    It is a Gaussian policy: log_prob (B,) is the *mean* over elements of log N(x'; mean, std). Other steps are the
+    ODE's Euler step x + v dt. `generator` draws x'; or x' is given as `prev_sample` (B, ...), diffusers' name for it.
+    """
+    v = model.predict_velocity(
+        x, request.timesteps[i], request.conditioning, request.negative_conditioning, request.guidance_scale
+    )
+    sigma, sigma_next = request.sigmas[i : i + 2].tolist()
+    noise_level = request.noise_level if i in request.sde_steps else 0.0
+    kind: dict = {"sde_type": request.sde_type, "sigma_max": request.sigma_max}
+    return sde_step(x, v, sigma, sigma_next, noise_level, **kind, generator=generator, prev_sample=prev_sample)
+
+
+@torch.no_grad()
+def recompute_log_probs(args: Args, model: Family, request: RolloutRequest, trajectories: Trajectories) -> Trajectories:
+    """The same trajectories with the acting policy's log_probs and means, in the update's micro-batches."""
+    log_probs = []
+    means = []
+    for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
+        sub_request = request.select(rows)
+        x = trajectories.latents[rows]  # (b, T + 1, ...)
+        outs = [policy_step(model, sub_request, x[:, i], i, prev_sample=x[:, i + 1]) for i in request.sde_steps]
+        log_probs.append(torch.stack([out.log_prob for out in outs], 1))
+        means.append(torch.stack([out.prev_sample_mean for out in outs], 1))
+    return replace(trajectories, log_probs=torch.cat(log_probs), prev_sample_means=torch.cat(means))
+
+
+def recompute_old_log_probs(
+    args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, trajectories: Trajectories
+) -> tuple[OldPolicy, dict]:
+    """The old policy, and metrics of the mismatch between engine and trainer, which ends the run beyond round-off.
+
+    A local rollout is the trainer's own; the trainer computes the log-probs of an engine's rollout again.
+    """
+    ones = torch.ones_like(trajectories.log_probs)  # (B, W)
+    sampled = OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, ones)
+    if engine is None:
+        return sampled, {}
+    from common.engine.mismatch import check_mismatch, rollout_weights
+
+    limits: dict = {"dtype": args.dtype, "velocity_limit": args.max_velocity_mismatch}
+    if args.old_log_prob == "rollout":
+        images = torch.arange(args.micro_batch_size)  # enough to see whether engine and trainer are one policy
+        request = request.select(images)
+        trajectories = trajectories.select(images)
+        recomputed = recompute_log_probs(args, model, request, trajectories)
+        limits["log_prob_limit"] = args.clip_range / 2  # the ratio would start this far off
+        return sampled, check_mismatch(request, trajectories, recomputed, **limits)
+    recomputed = recompute_log_probs(args, model, request, trajectories)
+    metrics = check_mismatch(request, trajectories, recomputed, **limits)
+    sample_weights, weight_metrics = rollout_weights(
+        args.rollout_correction, request, trajectories, recomputed, args.clip_range
+    )
+    return OldPolicy(recomputed.log_probs, recomputed.prev_sample_means, sample_weights), metrics | weight_metrics
+
+
+# ==== 9 LOSS ==========================================================================================================
+def policy_loss(
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_range: float, sample_weights: Tensor | float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean over samples of max(-A ratio, -A clip(ratio, 1 +- clip_range)): minus eq. 5 at one sampling step, no KL.
+
+    ratio = exp(log_prob - old_log_prob). All (B,); a sample's loss is multiplied by its weight.
+    Returns the loss, to be minimised, and its metrics, scalars without gradient.
+    """
+    log_ratio = log_prob - old_log_prob  # (B,)
+    ratio = log_ratio.exp()
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    # the maximum is the pessimistic one: the clip takes away the gain beyond it, and nothing else
+    loss = (sample_weights * torch.maximum(unclipped_loss, clipped_loss)).mean()
+
+    is_higher = ratio > 1 + clip_range
+    is_lower = ratio < 1 - clip_range
+    higher = (is_higher & (advantages > 0)).double().mean()
+    lower = (is_lower & (advantages < 0)).double().mean()
+    metrics = {"loss": loss, "ratio_mean": ratio.mean(), "ratio_std": ratio.std(correction=0)}
+    metrics |= {"pg_clipfrac": higher + lower, "pg_clipfrac_higher": higher, "pg_clipfrac_lower": lower}
+    metrics["ppo_kl"] = -log_ratio.mean()
+    return loss, {f"actor/{name}": value.detach().double() for name, value in metrics.items()}
+
+
+def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, dt: float) -> Tensor:
+    """KL (B,) of an SDE step to the reference's of equal std, per element: mean((mean - ref_mean)^2) / (2 variance).
+
+    --kl_type paper (the line after eq. 9): the variance is std^2. --kl_type code, which published coefficients assume:
+    it is q^2 = std^2 / -dt for the kind `sde`. ref_mean (B, ...): the reference's, of the same samples. dt: negative.
+    """
+    variance = out.transition_std**2  # (B,)
+    if args.kl_type == "code" and args.sde_type == "sde":
+        variance = variance / -dt
+    return ((out.prev_sample_mean - ref_mean) ** 2).flatten(1).mean(1) / (2 * variance)
+
+
+def accumulate_gradients(
+    args: Args, model: Family, batch: Batch, mini_batch: Tensor, ref_means: Tensor | None
+) -> list[dict[str, Tensor]]:
+    """Add up the gradient of a mini-batch's loss: the mean over its images and the W trained steps (Flow-GRPO, eq. 5).
+
+    mini_batch: rows of the batch. A pass, forward and backward, is one sampling step of one micro-batch. Micro-batches
+    are of one size, and FSDP averages over ranks. ref_means: the reference's (B, W, ...), for the KL.
+    Returns the metrics of every pass.
+    """
+    latents = batch.trajectories.latents  # (B, T + 1, ...)
+    sde_steps = batch.request.sde_steps
+    dts = batch.request.sigmas.diff().tolist()  # T, negative
+    micro_batches = mini_batch.split(args.micro_batch_size)
+    num_passes = len(micro_batches) * len(sde_steps)
+    # FSDP sums gradients over the ranks in every backward pass; we need the sum only in the last one, so we switch it
+    # off until then. Not for full weights: their unsummed fp32 gradients are as large as the model and would not fit
+    model.transformer.set_requires_gradient_sync(not model.is_lora)
+    passes: list[dict[str, Tensor]] = []
+    for rows in micro_batches:
+        sub_request = batch.request.select(rows)
+        rows = rows.to(latents.device)  # once: a GPU waits for every index that comes from the CPU
+        for w, i in enumerate(sde_steps):  # w: column of the W trained steps; i: sampling step
+            x = latents[rows, i]
+            x_next = latents[rows, i + 1]
+            if len(passes) == num_passes - 1:
+                model.transformer.set_requires_gradient_sync(True)
+            out = policy_step(model, sub_request, x, i, prev_sample=x_next)
+            old_log_prob = batch.old.log_probs[rows, w]
+            correction = batch.old.sample_weights[rows, w]
+            # a step that explores more is trained more
+            noise_weight = args.weight_scale * out.transition_std  # (b,)
+            loss, metrics = policy_loss(
+                out.log_prob, old_log_prob, batch.advantages[rows], args.clip_range, noise_weight * correction
+            )
+            metrics["actor/noise_weight"] = noise_weight.mean().double()
+            if ref_means is not None:
+                kl = kl_divergence(args, out, ref_means[rows, w], dts[i]).mean()
+                loss = loss + args.kl_coef * kl  # eq. 3 subtracts it from the objective, which is maximised
+                metrics["actor/kl_loss"] = kl.detach().double()
+            (loss / num_passes).backward()
+            passes.append(metrics)
+    return passes
+
+
+def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
+    """Clip the gradient, take one AdamW step, let the average follow. Returns the norm before, the same on all ranks.
+
+    The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
+    """
+    group = optimizer.param_groups[0]
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
+    if 0 < grad_norm < math.inf:
+        state = optimizer.state[group["params"][0]]
+        k = int(state.get("step", 0)) + 1  # the k-th optimizer step, by Adam's own count, which a checkpoint restores
+        group["lr"] = args.learning_rate * args.lr_factor(k)
+        optimizer.step()
+        if args.ema_decay > 0:
+            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # at first it follows faster
+    optimizer.zero_grad()
+    return grad_norm
+
+
+def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[str, float]:
+    """epochs_per_rollout x updates_per_rollout optimizer steps on a rank's B images. Returns metrics over all ranks."""
+    ref_means = None
+    if args.kl_coef:  # the reference's means, once per rollout, as they do not change
+        with acting(model, "reference"):
+            ref_means = recompute_log_probs(args, model, batch.request, batch.trajectories).prev_sample_means
+    # consecutive, not shuffled: GroupSampler has dealt the images so that any number of ranks updates on the same ones
+    mini_batches = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
+    grad_norms = []
+    finite_passes = []  # of the optimizer steps whose gradient is finite
+    metrics: dict[str, float] = {}
+    for _ in range(args.epochs_per_rollout):
+        for mini_batch in mini_batches:
+            passes = accumulate_gradients(args, model, batch, mini_batch, ref_means)
+            if not metrics:  # the first mini-batch is on-policy: without an engine its ratio is 1 to the bit
+                means = mean_over_ranks(passes)
+                metrics["actor/on_policy_ratio_mean"] = means["actor/ratio_mean"]
+                metrics["actor/on_policy_ratio_std"] = means["actor/ratio_std"]
+            grad_norm = optimizer_step(args, model, optimizer)
+            if math.isfinite(grad_norm):  # it is over all ranks: they skip together
+                grad_norms.append(grad_norm)
+                finite_passes += passes
+    num_updates = args.epochs_per_rollout * len(mini_batches)
+    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)
+    metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
+    if grad_norms:
+        metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
+        metrics |= mean_over_ranks(finite_passes)
+    return metrics
+
+
+# ==== 10 EVAL =========================================================================================================
+def evaluate(
+    args: Args, run: Run, model: Family, engine: "VLLMEngine | None", inputs: Inputs
+) -> tuple[dict, list | None]:
+    """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks.
+
+    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
+    """
+    with run.timed("testing"):
+        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
+        eval_args = args.for_evaluation
+        encoded = encode_prompts(eval_args, model, prompts)
+        image_index = torch.arange(len(places))
+        request = make_request(eval_args, model, encoded, image_index, seeds)
+        with acting(model, args.evaluated_policy, engine):  # in the engine as well
+            scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
+            rollout(args, model, engine, request, scorer)
+        scores = scorer.scores()  # (B, R)
+        scored: dict = {"seeds": seeds, "scores": scores, "reward_weights": args.reward_weights}
+        metrics, grid = run.save_samples(places, scorer, **scored, images_per_prompt=args.eval_images_per_prompt)
+    if not args.eval_only:
+        run.save_if_best(model, args.evaluated_policy, metrics)
+    return metrics, grid
+
+
+# ==== 11 CHECKPOINT ===================================================================================================
+def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    state = training_state(model, optimizer, run.checkpoint_path)
+    state["sampler"] = sampler.state_dict()
+    run.save_checkpoint(state, model, args.evaluated_policy)
+
+
+def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Restore what `save` wrote, on any number of ranks."""
+    state = run.load_checkpoint()
+    load_training_state(model, optimizer, state)
+    sampler.load_state_dict(state["sampler"])
+    adam = optimizer.param_groups[0]
+    adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
+    adam["eps"] = args.adam_eps
+
+
+# ==== 12 MAIN =========================================================================================================
+def main(args: Args, inputs: Inputs) -> None:
+    device = setup_distributed(args.shard_ranks, args.cpu_threads)
+    args = replace(args, **inputs.settle(vars(args)))
+    run = start_run(args, inputs)
+    engine = start_engine(args, run.folder, device)  # it loads while the policy does
+    model, parameters = load_policy(args, inputs, device)
+    optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    choose_kernels(optimizer, model, args.attention)  # native: the same numbers, sooner
+    sizes = {"seed": args.seed, "num_mini_batches": args.updates_per_rollout}
+    sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
+    run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
+    if engine:  # prove, before hours are spent, that pushed weights change the engine's images
+        encoded = encode_prompts(args, model, inputs.eval_set.select([0]))
+        engine.verify_policy(model, make_request(args, model, encoded, torch.tensor([0]), seeds=[0]))
+
+    # RUN LOGIC, the same in all five: resume, or evaluate the model before training
+    if run.checkpoint:
+        load(args, run, model, optimizer, sampler)
+        if engine:  # it holds the policy from before the checkpoint
+            engine.push_policy(model)
+    if args.eval_only or (args.eval_at_start and not run.checkpoint):
+        run.write(*evaluate(args, run, model, engine, inputs))
+    last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
+
+    for step in range(run.step + 1, last_step + 1):
+        run.begin_step(step)
+
+        # sample G images for each prompt with the current policy (Flow-GRPO, eq. 9)
+        with run.timed("gen"):
+            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,), (B,) of the U, (B,) of the step's N images
+            prompts = inputs.train_set.select(prompt_rows)
+            encoded = encode_prompts(args, model, prompts)
+            seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
+            sde_steps = trained_steps(args, step)
+            request = make_request(args, model, encoded, prompt_index, seeds, sde_steps=sde_steps)
+            request = share_initial_noise(args, model, request, step, image_index // args.branches_per_seed)
+            scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
+            trajectories = rollout(args, model, engine, request, scorer)
+
+        # score them, each rank its own; most were scored while others were sampled
+        with run.timed("reward"):
+            scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
+
+        # compare the images of a prompt, or of a seed, with each other, over all ranks (Flow-GRPO, eq. 4)
+        with run.timed("adv"):
+            advantages = compare_images(args, scores, list(inputs.rewards))  # (N,)
+            metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
+            metrics |= run.watch_rollout(scorer, sampler, seeds, scores, advantages)  # saves images if asked to
+
+        # the density of the samples, under the policy that sampled them
+        with run.timed("old_log_prob"):
+            old, mismatch_metrics = recompute_old_log_probs(args, model, engine, request, trajectories)
+
+        # make the sampling steps that led to better images likelier (Flow-GRPO, eq. 5)
+        with run.timed("update_actor"):
+            local_advantages = advantages[image_index].to(device, torch.float32)  # (B,)
+            batch = Batch(request, trajectories, old, local_advantages)
+            metrics |= mismatch_metrics | update(args, model, optimizer, batch)
+
+        # the next rollout samples with the new weights
+        with run.timed("update_weights"):
+            if engine:
+                engine.push_policy(model)
+
+        # RUN LOGIC, the same in all five: evaluate, log, save, stop
+        metrics["training/epoch"] = sampler.epoch
+        is_due = step % args.eval_every == 0 or step == args.num_steps
+        val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
+        run.write(metrics | val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        stopping = run.should_stop()
+        if is_due or stopping or (args.save_every and step % args.save_every == 0):
+            save(args, run, model, optimizer, sampler)
+        if stopping:
+            break
+
+    run.close(engine)
+
+
+if __name__ == "__main__":
+    with one_line():  # an expected error ends the script in one line, without a traceback
+        args = check(parse_args(Args, __doc__))
+        main(args, prepare(args))
