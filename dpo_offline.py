@@ -147,9 +147,10 @@ def start_run(args: Args, inputs: Inputs) -> Run:
 def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
     """Run the text encoders on U distinct prompts, and on their negative prompts where guidance needs them."""
     negatives = prompts.negative_prompts(args.negative_prompt)
+    length = args.max_sequence_length
     return {
-        "conditioning": model.encode_prompts(prompts.prompts, args.max_sequence_length),
-        "negative_conditioning": model.encode_negative(negatives, args.guidance_scale, args.max_sequence_length),
+        "conditioning": model.encode(prompts, length, args.image_size),
+        "negative_conditioning": model.encode_negative(negatives, args.guidance_scale, length),
     }
 
 
@@ -451,9 +452,10 @@ def main(args: Args, inputs: Inputs) -> None:
     run = start_run(args, inputs)
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_kernels(optimizer, model)  # the same numbers as by default, sooner
+    choose_kernels(optimizer, model, args.attention)  # native: the same numbers, sooner
     pairs = None if args.eval_only else find_pairs(args, run, model, inputs)
-    sampler = GroupSampler(len(pairs or []), args.num_pairs, group_size=1, seed=args.seed)
+    num_pairs = len(pairs) if pairs else 0
+    sampler = GroupSampler(num_pairs, args.num_pairs, group_size=1, seed=args.seed)
     _, _, latent_shape = model.schedule(1, *args.image_size)
 
     # RUN LOGIC, the same in all five: resume, or evaluate the model before training

@@ -17,11 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from common.data import read_prompts
 from common.models.family import family_class
 from tests.conftest import ROOT, SCRIPTS, brightness_reward, read_metrics, torchrun, without_times
 from tests.tiny_models import FAMILIES, make_checkpoint
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 ADAPTER = "adapter/pytorch_lora_weights.safetensors"
@@ -30,7 +32,8 @@ OPTIONS = ["--eval_every", 1, "--max_prompts", 2, "--max_sequence_length", 160, 
 ONLINE = ["--num_prompts", 4, "--group_size", 4, "--updates_per_rollout", 1, "--micro_batch_size", 4]
 OFFLINE = ["--num_pair_prompts", 4, "--group_size", 4, "--num_pairs", 2, "--micro_batch_size", 1]  # dpo_offline.py's
 OF_FAMILY = {"wan": ["--num_frames", 5], "wan_ti2v": ["--num_frames", 5]}
-REFUSED = {("wan", "dpo_offline.py"), ("wan_ti2v", "dpo_offline.py")}  # pairs are of images, not of videos
+# pairs are of images, not of videos, and have no condition images
+REFUSED = {(family, "dpo_offline.py") for family in ("wan", "wan_ti2v", "flux_kontext")}
 WAYS = ["local", "2 ranks", "vllm"]
 LIMITS = {"log_prob": 1e-6, "reward": 1e-3, "metrics": 3e-3, "adapter": 5e-2}
 
@@ -82,11 +85,26 @@ def metrics_difference(run, expected):
     return worst
 
 
+def edits(folder):
+    """Options with a file of prompts, each with a picture."""
+    path = folder / "edits.jsonl"
+    prompts = read_prompts(ROOT / "assets" / "train_prompts.txt").prompts[:8]
+    lines = []
+    for i, prompt in enumerate(prompts):
+        picture = Image.linear_gradient("L").rotate(40 * i).resize((96, 32)).convert("RGB")
+        picture.save(folder / f"{i}.png")
+        lines.append(json.dumps({"prompt": prompt, "image": f"{i}.png"}) + "\n")
+    path.write_text("".join(lines))
+    return ["--train_prompts", path, "--eval_prompts", path]
+
+
 def measure(family, script, way, folder):
     """Run a cell in the folder of its family. Returns what was measured, for LIMITS, and whether it held."""
     stem = script.removesuffix(".py")
     options = ["--model", folder / "model", *OPTIONS, "--reward", brightness_reward(folder)]
     options += [*(OFFLINE if script == "dpo_offline.py" else ONLINE), *OF_FAMILY.get(family, [])]
+    if family_class(folder / "model").num_sources:
+        options += edits(folder)
     if script != "diffusion_nft.py":
         options += ["--guidance_scale", 3]
     local = [] if script == "dpo_offline.py" else ["--rollout", "local"]

@@ -138,11 +138,11 @@ class Check:
         model = self.folder / "random"
         subprocess.run([sys.executable, ROOT / "benchmarks/random_model.py", "cpu-255M", model], check=True)
         least = {}
-        for sleeps in ("False", "True"):
+        for name, engine_with in (("awake", []), ("asleep", ["--engine_with", "sleep"])):
             with least_memory_used() as used:
-                self.run(f"sleep_{sleeps}", "--rollout", "vllm", "--model", str(model), "--engine_sleep", sleeps)
-            least[sleeps] = used[0]
-        given_back = (least["False"] - least["True"]) / 1e9
+                self.run(name, "--rollout", "vllm", "--model", str(model), *engine_with)
+            least[name] = used[0]
+        given_back = (least["awake"] - least["asleep"]) / 1e9
         return given_back > 0.3, f"{given_back:.2f} GB of an engine with 0.5 GB of weights"
 
     def needs_engine(self) -> None:
@@ -235,7 +235,7 @@ def main() -> None:
         check.fact(text, check.first_ratio_is_1, f"bf16_{how}", *half, "--train_with", how)
     for dtype in ("float32", "bfloat16"):
         check.fact(f"engine and trainer agree in {dtype}", check.engine_is_the_trainer, dtype)
-    check.fact("--engine_sleep gives memory back", check.sleep_gives_memory_back)
+    check.fact("--engine_with sleep gives memory back", check.sleep_gives_memory_back)
 
     lines = ["# benchmarks/first_gpu.py", "", *(f"- {line}" for line in versions(asked.fake)), ""]
     lines += ["| fact | verdict | figure |", "|---|---|---|"]

@@ -14,6 +14,7 @@ published configs, without substitution. A row per command is appended to the re
 """
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -36,7 +37,8 @@ NUM_STEPS = 3
 IMAGES_PER_RANK = 2
 VIDEO = (96, 160, 9)  # height, width and frames
 INPUTS = ["--train_prompts", "train.txt", "--eval_prompts", "test.txt"]  # which recipes and presets leave to the reader
-EIGHT_PIXELS = ("stable_diffusion_3", "flux", "z_image")  # whose tiny VAEs have 4 x 4 to a latent else
+OF_EDITS = ["--train_prompts", "edits.jsonl", "--eval_prompts", "edits.jsonl"]
+EIGHT_PIXELS = ("stable_diffusion_3", "flux", "flux_kontext", "z_image")  # whose tiny VAEs have 4 x 4 to a latent else
 OURS = re.compile(r'(LAUNCH="[^"]*" +)?(bash recipes/|torchrun --standalone |python -m tools\.).*')
 HEADER = """# The commands of README.md, docs/ and recipes/, on a CPU
 
@@ -113,7 +115,8 @@ def commands_of_recipes():
     for name, command in recipe_commands().items():
         # a reward that tells a random model's images apart
         reward = "my_rewards.py:motion" if "--num_frames" in command.options else "jpeg_incompressibility"
-        options = ["--reward", reward, *INPUTS, *command.options]  # the recipe's own reward, if any, wins
+        inputs = OF_EDITS if "kontext" in name else INPUTS
+        options = ["--reward", reward, *inputs, *command.options]  # the recipe's own reward, if any, wins
         if command.script == "dpo_offline.py":
             options += ["--reward", reward]  # OCR reads nothing in a random model's images: no pairs
         commands[name] = Command(command.script, options, command.ranks)
@@ -134,6 +137,8 @@ def write_inputs(folder):
         python_block(ROOT / "docs" / "quickstart_gpu.md", "# my_rewards.py") + of_videos
     )
     (folder / "my_steps.py").write_text(python_block(ROOT / "docs" / "fork.md", "# my_steps.py"))
+    edit = {"prompt": "make the sign red", "image": str(ROOT / "docs" / "curve.png")}
+    (folder / "edits.jsonl").write_text((json.dumps(edit) + "\n") * 8)
     pairs = folder / "my_pairs.jsonl"
     images = [ROOT / "docs" / name for name in ("before_after.png", "curve.png")]
     pair = f'{{"prompt": "a sign", "chosen": "{images[0]}", "rejected": "{images[1]}"}}\n'

@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or not there: saving, and finding the one to resume from.
+"""Checkpoints that are complete or not there, and what a run may write to; common/monitor/resuming.py finds them again.
 
 At the end: files that a kill leaves complete, and the lock that keeps a second process out of a run's folder.
 """
@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common.distributed import on_rank_0
-from common.errors import NothingBegun, RunError, brief, reason, refusing
+from common.errors import NothingBegun, RunError, brief, reason
 from common.process import say
 
 import torch
@@ -25,8 +25,6 @@ from safetensors import SafetensorError
 
 # files and folders that only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "rollouts", "pairs.jsonl", "pairs")
-# what every script saves, and resumes from
-STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
 IS_FOLDER = 0x10  # the bit of a zip record's attributes that marks a folder
 
 
@@ -139,34 +137,7 @@ def check_archive(path: Path | str) -> None:
         _checked.add(version)
 
 
-# ---- resuming from one -----------------------------------------------------------------------------------------------
-def find_checkpoint(path: Path | str) -> Path | None:
-    """The newest good checkpoint of a run folder, or None where there is no checkpoint; or `path` itself, a good file.
-
-    A bad one is named in a line of stderr, and the one before it is taken.
-
-    Raises:
-        ValueError: `path` is a bad file, or a run folder whose checkpoints are all bad.
-    """
-    path = Path(path)
-    with refusing(path):
-        is_file = path.suffix == ".pt" or path.is_file()
-        newest_first = [path] if is_file else saved_checkpoints(path)[::-1]
-    problems = []
-    for candidate in newest_first:
-        try:
-            load_checkpoint(candidate)
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        for problem in problems:
-            say(f"{problem}: using {candidate.name}")
-        return candidate
-    if problems:
-        raise ValueError(brief("no checkpoint to resume from: " + "; ".join(problems)))
-    return None
-
-
+# ---- a run's folder --------------------------------------------------------------------------------------------------
 def open_run(run: Path | str, resume: str | None, eval_only: bool = False) -> Path | None:
     """The checkpoint that --resume means, or None: `latest` is the newest of this run, if any; else a file or a run.
 
@@ -176,32 +147,20 @@ def open_run(run: Path | str, resume: str | None, eval_only: bool = False) -> Pa
     if resume == "latest" and eval_only:
         raise ValueError("--eval_only writes under a new --name: let --resume name the run or checkpoint to evaluate")
     if resume == "latest":
-        return of_this_script(find_checkpoint(run))
+        from common.monitor.resuming import checkpoint_of  # only --resume needs it
+
+        return checkpoint_of(run)
     found = [name for name in RESULTS if (Path(run) / name).exists()]
     if found:
         advice = "choose another --name" + ("" if eval_only else ", or continue it with --resume latest")
         raise ValueError(f"{run} already holds a run: {advice} (found {found[0]})")
     if not resume:
         return None
-    checkpoint = find_checkpoint(resume)
+    from common.monitor.resuming import checkpoint_of
+
+    checkpoint = checkpoint_of(resume)
     if checkpoint is None:
         raise ValueError(f"--resume {resume}: no checkpoint there")
-    return of_this_script(checkpoint)
-
-
-def of_this_script(checkpoint: Path | None) -> Path | None:
-    """The checkpoint, or None as it is given; raises ValueError where no script, or another one, has written it."""
-    if checkpoint is None:
-        return None
-    script = Path(sys.argv[0]).stem
-    written_by, state = read_checkpoint(checkpoint)
-    if written_by != script:
-        raise ValueError(brief(f"--resume: {checkpoint} was written by {written_by}.py, not by {script}.py"))
-    wrong = [name for name, kind in STATE.items() if not isinstance(state.get(name), kind)]
-    if wrong:
-        raise ValueError(brief(f"--resume: {checkpoint} is no run's: `{wrong[0]}` is missing or of another type"))
-    if state["step"] < 0 or "default" not in state["policies"] or not state["rng"]:
-        raise ValueError(brief(f"--resume: {checkpoint} is no run's: a step, a policy or random states are missing"))
     return checkpoint
 
 

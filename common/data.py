@@ -1,5 +1,6 @@
 """Prompts from files, whose faults are named by file and line or row before a model loads; and the images of a step."""
 
+import copy
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from common.sde import image_seed
 
 import torch
 import torch.distributed as dist
+from PIL.Image import Image
 
 
 @dataclass
@@ -29,6 +31,18 @@ class PromptSet:
         rows = [int(row) for row in rows]
         return PromptSet([self.prompts[row] for row in rows], [self.metadata[row] for row in rows])
 
+    def sources(self) -> list[list[Image]]:
+        """The condition images of each prompt, decoded; [] where a record has none."""
+        return [[source.decode() for source in record.get("image", ())] for record in self.metadata]
+
+    def for_rewards(self) -> list[dict]:
+        """A copy of the metadata, for rewards to read and change, with the pictures of an edit decoded."""
+        copies = [copy.deepcopy(record) for record in self.metadata]  # one each, though prompts repeat
+        for record in copies:
+            for name in {"image", "mask"} & record.keys() if "image" in record else ():
+                record[name] = [picture.decode() for picture in record[name]]
+        return copies
+
     def first_drawn(self, count: int, seed: int) -> "PromptSet":
         """The prompts that a GroupSampler of that seed draws first, `count` of them, or each once if it draws more."""
         return self.select(epoch_order(len(self), seed, epoch=0)[:count])
@@ -41,6 +55,7 @@ class PromptSet:
 def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, max_prompts: int = 0) -> PromptSet:
     """Read prompts from a .txt file (one a line), a .jsonl file ({"prompt": ..., anything else is metadata}) or a
     .parquet file with a column `prompt`, of strings or of chats as VeRL-Omni writes them; other columns are metadata.
+    "image" names the pictures that an editing model gets, and "mask" where they change (models/source_images.py).
 
     Blank lines are skipped; with max_prompts only the first so many prompts are taken. Each prompt is shown to the
     rewards ({name: function}) that have a `check`, its metadata to those that have a `check_metadata`.
@@ -58,6 +73,10 @@ def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, m
     for where, record in read_records(Path(path)):
         prompt = record.pop("prompt")
         with refusing(where):
+            if "image" in record:
+                from common.models.source_images import find_pictures  # only edits have them
+
+                record |= find_pictures(record, Path(path), where)
             for check in checks:
                 check(prompt)
             for check in metadata_checks:

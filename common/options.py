@@ -72,10 +72,9 @@ class SharedArgs:
     """how many of the newest checkpoints to keep"""
     max_minutes: NonNegativeFloat = 0.0
     """finish the step, save and exit after this time, as after SIGTERM or SIGINT; 0: no limit"""
-    profile_steps: Annotated[tuple[int, ...], Bound(at_least=0)] = ()
-    """training steps to write a torch profiler trace of: trace_STEP.json, two passes of the update"""
-    profile_rank: NonNegativeInt = 0
-    """the rank whose trace that is"""
+    profile_steps: tuple[str, ...] = ()
+    """training steps to write a torch profiler trace of: trace_STEP.json, two passes of the update, of rank 0 or, where
+    it is written as STEP:RANK, of that rank"""
     eval_only: bool = False
     """evaluate and exit, under a new --name. With --resume: that checkpoint, with its options; otherwise the model"""
 
@@ -86,6 +85,9 @@ class SharedArgs:
     """threads of a rank's work on the CPU; 0: its share of the cores, or OMP_NUM_THREADS if that is above 1"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of frozen weights and forward passes; trained weights, Adam, sampling and the VAE are always fp32"""
+    attention: Literal["native", "cudnn", "flash"] = "native"
+    """attention kernel of the transformer, here and in the engine: native (torch chooses), cudnn (in torch, bfloat16 on
+    a GPU) or flash (the package flash-attn); Stable Diffusion 3 has native alone"""
     base_weights: Literal["int8", "fp8", "nf4"] | None = None
     """base of a LoRA in int8 or fp8 (a byte a weight) or nf4 (half), text encoders in int8; takes --rollout local"""
     train_with: tuple[Literal["activation_checkpointing", "cpu_offload", "compile"], ...] = ()
@@ -227,9 +229,9 @@ class EngineArgs(SharedArgs):
     """images that the vLLM-Omni engine samples at once, at most; local uses micro_batch_size"""
     engine_timeout_s: PositiveFloat = 600
     """seconds to wait for a chunk of images, or another answer of the engine, before the run ends with an error"""
-    engine_sleep: bool = False
-    """move the engine's weights out of GPU memory after each rollout, which takes seconds and makes room for the
-    update"""
+    engine_with: tuple[Literal["sleep", "compile"], ...] = ()
+    """sleep moves the engine's weights out of GPU memory after each rollout, which takes seconds and makes room for the
+    update; compile compiles its blocks, which takes a minute or more at the first rollout"""
     engine_devices: Annotated[tuple[int, ...], Bound(at_least=0)] = ()
     """GPUs for the engines alone, after the ranks' own: as many neighbouring indices as --engine_tensor_parallel for
     each rank of a node. If none are given, each engine shares its rank's GPU"""
@@ -270,9 +272,14 @@ def check_options(args: SharedArgs) -> None:
         from common.monitor.tracking import check_tracker  # only runs with --track need it
 
         check_tracker(args.track)
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if args.profile_rank >= num_ranks:
-        raise ValueError(f"--profile_rank {args.profile_rank}: must be below {num_ranks}, the number of ranks")
+    if args.profile_steps:
+        from common.monitor.profiling import traced_steps  # only runs with --profile_steps need it
+
+        traced_steps(args.profile_steps, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    if args.attention != "native":
+        from common.models.attention import check_attention  # torch's own needs none of it
+
+        check_attention(args.attention, args.model, args.dtype)
     ranks_of_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if args.shard_ranks and ranks_of_a_node % args.shard_ranks:
         raise ValueError(f"--shard_ranks {args.shard_ranks}: does not divide the {ranks_of_a_node} ranks of a node")
@@ -341,9 +348,9 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
     args = _parse(args_class, argv, {})
     say(f"{args.run_folder}: checking options and files")
     if args.resume:
-        from common.monitor.option_files import defaults_of_checkpoint  # nor does a new run
+        from common.monitor.option_files import as_resumed, defaults_of_checkpoint  # nor does a new run
 
-        args = _parse(args_class, argv, defaults_of_checkpoint(args))
+        args = as_resumed(_parse(args_class, argv, defaults_of_checkpoint(args)))
     check_options(args)
     return args
 

@@ -209,6 +209,10 @@ def save_samples(
             path = folder / f"{place:05d}.png"
             files[path] = image
             picture = as_one_picture(image) if place < shown else None
+            if "image" in record:
+                from common.models.source_images import show_sources  # an editing model's
+
+                record, picture = show_sources(record, picture)
             samples[place] = (record, picture)
     with writing(folder), ThreadPoolExecutor(4) as threads:
         folder.mkdir(parents=True, exist_ok=True)
@@ -230,7 +234,7 @@ def save_samples(
 
 def _caption(record: dict) -> str:
     """The prompt and the scores, several on a line of their own; below them what the rewards said beside the scores."""
-    scores = {name: score for name, score in record.items() if name not in ("prompt", "seed", "details")}
+    scores = {name: score for name, score in record.items() if name not in ("prompt", "seed", "image", "details")}
     told = [f"{name} failed" if score is None else f"{name} {score:.2f}" for name, score in scores.items()]
     prompt = " ".join(record["prompt"].split())
     separator = "\n" if len(told) > 1 else "  "

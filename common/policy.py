@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.distributed import gather_objects, on_rank_0, rng_states, set_seed
-from common.errors import NothingBegun, RunError
+from common.errors import RunError
 from common.models.family import on_device
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from common.engine.client import VLLMEngine
@@ -225,11 +225,16 @@ def tensors_on_rank_0(
     return kept, lora_config
 
 
-def choose_kernels(optimizer: torch.optim.AdamW, model: "Family") -> None:
-    """One kernel for all tensors of a LoRA (foreach), and on a GPU for full weights one that needs no room (fused).
+def choose_kernels(optimizer: torch.optim.AdamW, model: "Family", attention: str = "native") -> None:
+    """AdamW's kernel, and that of the transformer's attention (--attention).
 
-    By default AdamW takes FSDP's tensors one after the other. foreach gives the same numbers to the bit.
+    AdamW gets one kernel for all tensors of a LoRA (foreach), and on a GPU for full weights one that needs no room
+    (fused). By default it takes FSDP's tensors one after the other. foreach gives the same numbers to the bit.
     """
+    if attention != "native":
+        from common.models.attention import use_attention  # torch's own needs none of it
+
+        use_attention(model, attention)
     for group in optimizer.param_groups:
         group["foreach"] = model.is_lora
         group["fused"] = not model.is_lora and model.device.type == "cuda"
@@ -266,8 +271,10 @@ def load_training_state(model: "Family", optimizer: torch.optim.AdamW, state: di
     state: as Run.load_checkpoint returns it, with the checkpoint's "path".
 
     Raises:
-        NothingBegun: naming a tensor that differs, as check_same_tensors.
+        NothingBegun: naming a tensor that only one of the two has, or that has another shape.
     """
+    from common.monitor.resuming import load_policy_tensors, restore_rng_states
+
     policies = state["policies"]
     for name in model.policies:
         if name != "reference" and "shards" not in state:
@@ -281,36 +288,4 @@ def load_training_state(model: "Family", optimizer: torch.optim.AdamW, state: di
         unsharded = StateDictOptions(full_state_dict=True, strict=False)
         set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=unsharded)
         choose_kernels(optimizer, model)  # not those of the saved run
-    from common.monitor.resuming import restore_rng_states
-
     restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
-
-
-def check_same_tensors(name: str, own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
-    """Raises NothingBegun, naming a tensor of policy `name` that only one side has, or that has another shape."""
-    differing = own.keys() ^ saved.keys()  # in one of them only
-    differing |= {key for key in own.keys() & saved.keys() if own[key].shape != saved[key].shape}
-    if differing:
-        raise NothingBegun(
-            f"the checkpoint's policy {name} is not this run's: {min(differing)} is in one of them only, or of "
-            "another shape; were --lora_rank, --lora_target_modules or --model changed?"
-        )
-
-
-@torch.no_grad()
-def load_policy_tensors(model: "Family", name: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy whole tensors into policy `name`; every rank is given all of them, and keeps its shards.
-
-    Raises:
-        NothingBegun: as check_same_tensors.
-    """
-    targets = local_tensors(model, name)
-    check_same_tensors(name, targets, tensors)
-    for key, target in targets.items():
-        value = tensors[key].to(target.dtype)
-        if isinstance(target, DTensor):
-            mesh = target.device_mesh
-            value = value.to(mesh.device_type)
-            # src_data_rank None: every rank cuts its shard from its own copy, and none is sent
-            value = distribute_tensor(value, mesh, target.placements, src_data_rank=None)
-        target.copy_(value)

@@ -13,9 +13,8 @@ import shutil
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,10 +30,10 @@ from common.checkpoints import (
 )
 from common.data import GroupSampler, PromptSet
 from common.distributed import end_distributed, gather_objects, limit_collectives, on_rank_0
-from common.errors import UNREADABLE, NothingBegun, RunError, brief
+from common.errors import RunError
 from common.models.lora import save_policy
 from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid, save_samples
-from common.process import catch_stop_signals, caught_signals, stop_requested
+from common.process import catch_stop_signals, stop_requested
 from common.rewards.scoring import Reward, Scorer, detail_metrics, eval_metrics, reward_settings, sample_records
 from common.rewards.watch import rollout_diversity, watch_metrics
 
@@ -77,7 +76,8 @@ class Inputs(NamedTuple):
         asked: tuple = ("eval_image_size", "eval_guidance_scale", "negative_prompt", "base_weights", "eval_by")
         asked += ("lora_target_modules", "lora_exclude_modules")
         records = (*self.train_set.metadata, *self.eval_set.metadata)
-        if any(map(options.get, asked)) or any("negative_prompt" in record for record in records):
+        has_fields = any({"negative_prompt", "image"} & record.keys() for record in records)
+        if any(map(options.get, asked)) or has_fields or self.family.num_sources:
             from common.models.choices import check_choices
 
             check_choices(self, options)
@@ -90,6 +90,7 @@ class Inputs(NamedTuple):
 
 
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
+FORMAT = 2  # of args.json and of checkpoints; 0.1.0 said none (common/monitor/resuming.py)
 LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 PATIENT_PHASES = ("reward", "testing", "save_checkpoint")  # in which one rank may take long, and the others wait
 SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar
@@ -210,10 +211,11 @@ class Run:
             self.say(f"training: steps {step} to {self._num_steps}, {self._num_images} images each")
             self.bar = tqdm(initial=step - 1, total=self._num_steps, disable=not self._writes)
         self._trace.close()  # writes the previous step's trace
-        if step in self.config.get("profile_steps", ()):
+        if self.config.get("profile_steps"):
             from common.monitor.profiling import profiled_step  # only these runs need it
 
-            self._trace.enter_context(profiled_step(self.folder, step, self.config["profile_rank"]))
+            trace = profiled_step(self.folder, step, self.config["profile_steps"])
+            self._trace.enter_context(trace)
         self.step = step
         self._step_began = self._begun_at = time.perf_counter()
 
@@ -386,7 +388,7 @@ class Run:
 
         Full weights are as large as their checkpoint: their adapter/ is written when the run ends.
         """
-        state = {"step": self.step, "best": self.best_score, "args": self.config, **state}
+        state |= {"step": self.step, "best": self.best_score, "args": self.config, "format": FORMAT}
         with self.timed("save_checkpoint"):  # after `write`: a resumed run cuts the log back to the checkpoint
             save_checkpoint(self.folder, self.step, state, self._keep_checkpoints)
             if model.is_lora or self._is_stopping or self.step == self._num_steps:
@@ -397,7 +399,7 @@ class Run:
 
         The best score stays unknown where another run wrote the checkpoint or other rewards score it.
         """
-        from common.monitor.resuming import say_resumed
+        from common.monitor.resuming import options_today, say_resumed
 
         assert self.checkpoint
         state = load_checkpoint(self.checkpoint)
@@ -407,7 +409,7 @@ class Run:
             is_file = Path(self.config["resume"]).suffix == ".pt"
             self.checkpoint, state = first_intact(self.checkpoint, state, may_be_earlier=not is_file)
         state["path"] = self.checkpoint
-        is_comparable = say_resumed(self.checkpoint, state["args"], self.config)
+        is_comparable = say_resumed(self.checkpoint, options_today(state), self.config)
         self.step = state["step"]
         self._resumed_from = self.step
         self.best_score = state["best"] if is_comparable else -math.inf
@@ -468,7 +470,7 @@ def create_run_folder(folder: Path, config: dict, script: Path | str, checkpoint
         # by a shell, which leaves the hash out where there is no git, instead of raising
         git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(script).parent, capture_output=True, text=True)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
-        machine = {"device": device, "versions": {name: version(name) for name in LIBRARIES}}
+        machine = {"device": device, "format": FORMAT, "versions": {name: version(name) for name in LIBRARIES}}
         record = {"command": shlex.join(sys.argv), "git_hash": git.stdout.strip() or None, **machine, "args": config}
         (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
         shutil.copy(script, folder / f"source{suffix}.py")
@@ -481,10 +483,7 @@ def max_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # Linux counts in kB
 
 
-# ---- the last line of a run that failed ------------------------------------------------------------------------------
-# what gloo and NCCL say of a rank that has ended
-RANK_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
-ANOTHER_RANK_LOST = "another rank was lost; if it left no line above, it was killed, most often for memory (see dmesg)"
+# ---- a whole script --------------------------------------------------------------------------------------------------
 _begun: list[Run] = []  # the run of this process, once it has begun
 
 
@@ -492,10 +491,9 @@ _begun: list[Run] = []  # the run of this process, once it has begun
 def one_line() -> Iterator[None]:
     """The whole of a script: expected errors end it with one line and no traceback; a good end leaves torchrun's world.
 
-    Expected are a RunError and, until the run has begun, a ValueError: bad options or files. Every other exception is a
-    bug and keeps its traceback. A collective that fails because another rank is gone also ends in one line; the lost
-    rank's own line is the one to read. The line names the checkpoint to resume from, and the file that holds the
-    traceback of a user's function.
+    Expected are a RunError and, until the run has begun, a ValueError: bad options or files. A collective that fails
+    because another rank is gone also ends in one line; the lost rank's own line is the one to read. Every other
+    exception is a bug and keeps its traceback.
     """
     _begun.clear()
     if torch.version.cuda is None:  # beside a CPU build of torch, diffusers cannot import torchvision as it is
@@ -504,42 +502,11 @@ def one_line() -> Iterator[None]:
         repair_torchvision()
     try:
         yield
-    except (ValueError, RunError) as error:
-        if isinstance(error, ValueError) and _begun:
-            raise
-        # bad options are the same on every rank, and printed once; a reward may fail to load on this rank alone
-        is_everywhere = isinstance(error, ValueError) and isinstance(error.__cause__ or error, UNREADABLE)
-        silent = is_everywhere and os.environ.get("LOCAL_RANK", "0") != "0"
-        raise SystemExit(1 if silent else _last_line(str(error), error)) from None
-    except RuntimeError as error:
-        if "Timed out waiting" in str(error):  # gloo's words
-            from common.monitor.ranks import missing_ranks
+    except (ValueError, RuntimeError) as error:  # a RunError is a RuntimeError, as what torch raises
+        from common.monitor.failing import exit_value
 
-            missing = missing_ranks()
-            raise SystemExit(_last_line(missing, error) if missing else 1) from None
-        if not any(sign in str(error) for sign in RANK_IS_GONE):
+        value = exit_value(error, _begun[0] if _begun else None)
+        if value is None:
             raise
-        has_stopped = bool(caught_signals) and (not _begun or _begun[0].bar is None)  # while prompts were encoded, say
-        raise SystemExit(0 if has_stopped else _last_line(ANOTHER_RANK_LOST, error)) from None
+        raise SystemExit(value) from None
     end_distributed()
-
-
-def _last_line(message: str, error: Exception) -> str:
-    """The message and, where a run had begun, what its folder holds of use now."""
-    line = f"{Path(sys.argv[0]).name}: error: {brief(message)}"
-    if not _begun or isinstance(error, NothingBegun):
-        return line
-    if _begun[0].bar is not None:
-        _begun[0].bar.close()  # the last line is one of its own
-    folder = _begun[0].folder
-    if not folder.is_dir():
-        return line
-    if error.__cause__:  # what a user's reward raised, for example
-        path = folder / f"traceback_rank{os.environ.get('RANK', '0')}.txt"
-        with suppress(OSError):  # a full disk, which may be the error itself
-            path.write_text("".join(traceback.format_exception(error)))
-            line += f"; traceback: {brief(str(path))}"
-    saved = saved_checkpoints(folder)
-    if saved:
-        line += f"; to resume from {saved[-1].name}, give the same command with --resume latest"
-    return line

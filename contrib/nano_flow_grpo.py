@@ -147,7 +147,7 @@ class Rollout(NamedTuple):
 
     images: list[Image]
     prompts: Conditioning
-    transitions: list[Transition]  # of the noisy steps
+    transitions: list[Transition]  # of the SDE steps
 
 
 def draw_noise(pipe: Pipeline, options: Options, generators: list[torch.Generator]) -> Tensor:
@@ -214,7 +214,7 @@ def update(
     rollout: Rollout,
     advantages: Tensor,
 ) -> None:
-    """One optimizer step: the mean of the loss over the rollout's images and noisy steps (eq. 5)."""
+    """One optimizer step: the mean of the loss over the rollout's images and SDE steps (eq. 5)."""
     for i, x, x_next, old_log_prob in rollout.transitions:
         # how likely is the same action now? x and x_next are data, the mean has the gradient
         mean, std = policy(pipe, rollout.prompts, x, i, options.noise_level)

@@ -144,8 +144,9 @@ def start_run(args: Args, inputs: Inputs) -> Run:
 # ==== 3 DATA ==========================================================================================================
 def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
     """Run the text encoders on U distinct prompts; sampling and training are without guidance."""
+    length = args.max_sequence_length
     return {
-        "conditioning": model.encode_prompts(prompts.prompts, args.max_sequence_length),
+        "conditioning": model.encode(prompts, length, args.image_size),
         "negative_conditioning": None,
     }
 
@@ -256,7 +257,8 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
 
     log_file = folder / f"engine_rank{dist.get_rank()}.log"
     gpus = engine_gpus(args.engine_devices, args.engine_tensor_parallel, device)
-    options: dict = {"timeout_s": args.engine_timeout_s, "sleeps": args.engine_sleep, "gpus": gpus}
+    options: dict = {"timeout_s": args.engine_timeout_s, "engine_with": args.engine_with, "gpus": gpus}
+    options["attention"] = args.attention
     return VLLMEngine(args.model, args.dtype, args.rollout_batch_size, log_file, **options)
 
 
@@ -570,7 +572,7 @@ def main(args: Args, inputs: Inputs) -> None:
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_kernels(optimizer, model)  # the same numbers as by default, sooner
+    choose_kernels(optimizer, model, args.attention)  # native: the same numbers, sooner
     sizes = {"seed": args.seed, "num_mini_batches": args.updates_per_rollout}
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
     run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")

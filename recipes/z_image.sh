@@ -3,8 +3,9 @@
 #     bash recipes/z_image.sh flow_grpo.py --name mine --train_prompts train.txt --eval_prompts test.txt
 # What you add wins over what stands here. Eight ranks unless LAUNCH says otherwise. Never run by us on a GPU.
 # Shared: size, the LoRA's rank, evaluation steps and Adam's epsilon of Flow-Factory's examples (examples/grpo and nft,
-# lora/z_image). Guidance 4 acts like 5 in other models. Ours: a LoRA of the attention alone (there of feed-forward
-# layers as well), 256 tokens of a prompt, micro-batch, and evaluations at the size of training (there 1024 x 1024).
+# lora/z_image). Their guidance of 4 is 5 here, which counts from 1. Ours: a LoRA of the attention alone (there of
+# feed-forward layers as well), 256 tokens of a prompt, micro-batch, and evaluations at the size of training (there
+# 1024 x 1024).
 # The trainer samples, since the engine has no hooks for Z-Image.
 script=${1:?"which script, flow_grpo.py for example"}
 settings=(
@@ -19,7 +20,7 @@ case $script in
         settings+=(
             --rollout local
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group --ema_decay 0.987
-            --num_inference_steps 10 --guidance_scale 4 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
+            --num_inference_steps 10 --guidance_scale 5 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
             --num_prompts 48 --group_size 16 --updates_per_rollout 2
         )
         ;;
@@ -28,7 +29,7 @@ case $script in
         settings+=(
             --rollout local
             --learning_rate 3e-4 --clip_range 2e-6 --scale_rewards group
-            --num_inference_steps 10 --guidance_scale 4 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
+            --num_inference_steps 10 --guidance_scale 5 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
             --num_prompts 48 --group_size 16 --updates_per_rollout 2
         )
         ;;
@@ -38,7 +39,7 @@ case $script in
         settings+=(
             --rollout local
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group
-            --num_inference_steps 10 --guidance_scale 4 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
+            --num_inference_steps 10 --guidance_scale 5 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
             --num_prompts 48 --group_size 16 --updates_per_rollout 2
         )
         ;;
@@ -46,7 +47,7 @@ case $script in
         # Ours, except the learning rate and beta of VeRL-Omni's script for SD3.5-medium.
         settings+=(
             --learning_rate 2e-4 --dpo_beta 100
-            --num_inference_steps 40 --guidance_scale 4
+            --num_inference_steps 40 --guidance_scale 5
         )
         ;;
     diffusion_nft.py)

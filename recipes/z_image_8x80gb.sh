@@ -4,14 +4,14 @@
 # Add your own --name, --train_prompts, --eval_prompts and --reward; what you add wins over what stands here.
 # Of Flow-Factory's example (examples/grpo/lora/z_image): size, the LoRA's rank, steps, guidance, noise, one trained
 # step of the second to the fourth, 48 x 16 images, two optimizer steps a rollout, advantages, learning rate, Adam's
-# epsilon, clip range, average (0.9 every eighth optimizer step). Guidance 4 acts like 5 in other models. Ours: a LoRA
-# of the attention alone, 256 tokens, and memory settings.
+# epsilon, clip range, average (0.9 every eighth optimizer step). Its guidance of 4 is 5 here, which counts from 1.
+# Ours: a LoRA of the attention alone, 256 tokens, and memory settings.
 # Memory, before you start: LAUNCH="python -m tools.plan h100-80 --ranks 8" bash recipes/z_image_8x80gb.sh
 ${LAUNCH:-torchrun --standalone --nproc_per_node 8} flow_grpo.py \
     --model Tongyi-MAI/Z-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --train_with activation_checkpointing \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \
-    --num_inference_steps 10 --guidance_scale 4 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4 \
+    --num_inference_steps 10 --guidance_scale 5 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4 \
     --eval_num_inference_steps 40 \
     --num_prompts 48 --group_size 16 --scale_rewards group --updates_per_rollout 2 --micro_batch_size 4 \
     "$@"

@@ -43,6 +43,7 @@ PUBLISHED = {
         8.1,
     ),
     "black-forest-labs/FLUX.1-dev": ("flux", "FluxTransformer2DModel", {"guidance_embeds": True}, 11.9),
+    "black-forest-labs/FLUX.1-Kontext-dev": ("flux_kontext", "FluxTransformer2DModel", {"guidance_embeds": True}, 11.9),
     "black-forest-labs/FLUX.2-klein-base-4B": (
         "flux2_klein",
         "Flux2Transformer2DModel",
@@ -69,6 +70,8 @@ PUBLISHED = {
         {"num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
         5.0,
     ),
+    # 12.9 by its card. Whoever converted it says that diffusers' class lacks two weights of the final layer
+    "krea/Krea-2-Raw": ("krea2", "Krea2Transformer2DModel", {}, 12.8),
     "Tongyi-MAI/Z-Image": ("z_image", "ZImageTransformer2DModel", {}, 6.2),
 }
 
@@ -83,12 +86,14 @@ KL_VAE = {  # the VAE of Stable Diffusion 3, FLUX.1 and Z-Image
     "scaling_factor": 1.5,
     "shift_factor": 0.06,
 }
-VAES = {  # family: config; diffusers' defaults are those of FLUX.2, Qwen-Image and Wan 2.1
+VAES = {  # family: config; diffusers' defaults are those of FLUX.2, Qwen-Image, Krea 2 and Wan 2.1
     "stable_diffusion_3": KL_VAE,
     "flux": KL_VAE,
+    "flux_kontext": KL_VAE,
     "z_image": KL_VAE,
     "flux2_klein": {},
     "qwen_image": {},
+    "krea2": {},
     "wan": {},
 }
 CLIP_L = {"projection_dim": 768, "hidden_act": "quick_gelu"}  # otherwise transformers' defaults
@@ -121,6 +126,17 @@ QWEN2_5_VL_7B = {
     },
     "vision_config": {"hidden_size": 1280, "intermediate_size": 3420, "depth": 32, "out_hidden_size": 3584},
 }
+QWEN3_VL_4B = {
+    "text_config": QWEN3_4B,
+    "vision_config": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "depth": 24,
+        "out_hidden_size": 2560,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+    "tie_word_embeddings": True,
+}
 # family: (pipeline, VAE, {text encoder: (class, config, parameters in billions)})
 PIPELINES = {
     "stable_diffusion_3": (
@@ -137,6 +153,11 @@ PIPELINES = {
         "AutoencoderKL",
         {"text_encoder": ("CLIPTextModel", CLIP_L, 0.1), "text_encoder_2": ("T5EncoderModel", T5_XXL, 4.8)},
     ),
+    "flux_kontext": (
+        "FluxKontextPipeline",
+        "AutoencoderKL",
+        {"text_encoder": ("CLIPTextModel", CLIP_L, 0.1), "text_encoder_2": ("T5EncoderModel", T5_XXL, 4.8)},
+    ),
     "flux2_klein": (
         "Flux2KleinPipeline",
         "AutoencoderKLFlux2",
@@ -146,6 +167,11 @@ PIPELINES = {
         "QwenImagePipeline",
         "AutoencoderKLQwenImage",
         {"text_encoder": ("Qwen2_5_VLForConditionalGeneration", QWEN2_5_VL_7B, 8.3)},
+    ),
+    "krea2": (
+        "Krea2Pipeline",
+        "AutoencoderKLQwenImage",
+        {"text_encoder": ("Qwen3VLModel", QWEN3_VL_4B, 4.4)},
     ),
     "wan": (
         "WanPipeline",
@@ -197,6 +223,7 @@ GEOMETRY = {
     # hub id: (latents of 512 x 512 pixels, (tokens, width) of the image stream in the first block, conditioning of one
     # prompt at the sequence length of docs/models.md). Text encoders: T5 (256 tokens), two CLIPs (77 tokens; widths 768
     # and 1280) for SD3.5; three layers of Qwen3-4B for FLUX.2-klein, one for Z-Image; Qwen2.5-VL-7B for Qwen-Image;
+    # twelve layers of Qwen3-VL-4B for Krea 2, whose blocks have text and image tokens in one stream;
     # UMT5 for Wan
     "stabilityai/stable-diffusion-3.5-medium": (IMAGE, (1024, 1536), SD3_TEXT),
     "stabilityai/stable-diffusion-3.5-large": (IMAGE, (1024, 2432), SD3_TEXT),
@@ -205,8 +232,18 @@ GEOMETRY = {
         (1024, 3072),
         {"prompt_embeds": (256, 4096), "pooled_prompt_embeds": (768,)},
     ),
+    "black-forest-labs/FLUX.1-Kontext-dev": (
+        IMAGE,
+        (2048, 3072),  # those of the source behind those of the image
+        {"prompt_embeds": (256, 4096), "pooled_prompt_embeds": (768,), "source_latents": IMAGE},
+    ),
     "black-forest-labs/FLUX.2-klein-base-4B": ((128, 32, 32), (1024, 3072), {"prompt_embeds": (512, 3 * 2560)}),
     "Qwen/Qwen-Image": (IMAGE, (1024, 3072), {"prompt_embeds": (256, 3584), "prompt_embeds_mask": (256,)}),
+    "krea/Krea-2-Raw": (
+        IMAGE,
+        (512 + 1024, 6144),
+        {"prompt_embeds": (512, 12, 2560), "prompt_embeds_mask": (512,)},
+    ),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (VIDEO, (9 * 1024, 1536), {"prompt_embeds": (512, 4096)}),
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": (VIDEO, (9 * 1024, 5120), {"prompt_embeds": (512, 4096)}),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": ((48, 9, 32, 32), (9 * 256, 3072), {"prompt_embeds": (512, 4096)}),

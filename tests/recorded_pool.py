@@ -1,4 +1,6 @@
-"""What vLLM-Omni's engine lays in the pool that --engine_sleep empties, seen on a CPU: recorded_pool.py MODEL OUTPUT.
+"""What vLLM-Omni's engine lays in the pool that --engine_with sleep empties, seen on a CPU.
+
+    recorded_pool.py MODEL OUTPUT
 
 It starts the engine's own classes, with a recording context in place of the pool, samples two images, and writes
 
@@ -80,7 +82,7 @@ def request_for(model: str) -> RolloutRequest:
 
 def main(model: str, output: str) -> None:
     CpuDiffusionWorker._maybe_get_memory_pool_context = recorded  # type: ignore[assignment,method-assign]
-    options = {"model": model, "dtype": "float32", "max_num_seqs": 2, "enable_sleep_mode": True}
+    options = {"model": model, "dtype": "float32", "max_num_seqs": 2, "enable_sleep_mode": True, "enforce_eager": True}
     engine = omni.load_engine(options, num_workers=1)
     omni.generate(engine, request_for(model), lora=False, means=True, is_last=True)
     (pool,) = pools  # it is entered once

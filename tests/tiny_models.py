@@ -17,8 +17,11 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    Krea2Pipeline,
+    Krea2Transformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -44,6 +47,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLModel,
     T5EncoderModel,
     UMT5Config,
     UMT5EncoderModel,
@@ -137,6 +142,12 @@ def flux(vae_factor=4):
     )
 
 
+def flux_kontext(vae_factor=4):
+    """FLUX.1 Kontext: a FLUX.1 dev whose pipeline takes a picture."""
+    components = flux(vae_factor).components
+    return FluxKontextPipeline(**{name: part for name, part in components.items() if part is not None})
+
+
 def qwen_tokenizer():
     """A byte-level BPE tokenizer like Qwen's, with merges learned from the pipeline's own prompt template."""
     template = Path(inspect.getfile(QwenImagePipeline)).read_text().split('prompt_template_encode = "')[1].split('"')[0]
@@ -149,6 +160,19 @@ def qwen_tokenizer():
     vocabulary = json.loads(tokenizer.to_str())["model"]
     merges = [tuple(pair) for pair in vocabulary["merges"]]
     return Qwen2Tokenizer(vocab=vocabulary["vocab"], merges=merges, additional_special_tokens=special)
+
+
+def qwen_image_autoencoder():
+    """An AutoencoderKLQwenImage with 4 x 4 pixels per latent."""
+    return AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.5, 0.7, 1.1, 2.0],
+    )
 
 
 def qwen_image():
@@ -167,15 +191,6 @@ def qwen_image():
     }
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
-    vae = AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True],
-        latents_mean=[0.1, -0.2, 0.3, 0.0],
-        latents_std=[1.5, 0.7, 1.1, 2.0],
-    )
     transformer = QwenImageTransformer2DModel(
         in_channels=16,
         out_channels=4,
@@ -187,7 +202,7 @@ def qwen_image():
     )
     return QwenImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift_terminal=0.02, use_dynamic_shifting=True),
-        vae=vae,
+        vae=qwen_image_autoencoder(),
         text_encoder=Qwen2_5_VLForConditionalGeneration(config),
         tokenizer=tokens,
         transformer=transformer,
@@ -267,6 +282,53 @@ def z_image(vae_factor=4):
         text_encoder=Qwen3Model(qwen3_config(tokens, num_layers=3)),
         tokenizer=tokens,
         transformer=transformer,
+    )
+
+
+def krea2():
+    """Krea 2: two blocks, a text block over layers and one over tokens; it reads three states of a Qwen3-VL.
+
+    As published, two heads of queries share one of keys, and the schedule's shift grows up to 6400 tokens.
+    """
+    tokens = qwen_tokenizer()
+    text = {
+        "vocab_size": len(tokens),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+        "pad_token_id": tokens.pad_token_id,
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    transformer = Krea2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        timestep_embed_dim=32,
+        text_hidden_dim=32,
+        num_text_layers=3,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=2,
+        text_intermediate_size=64,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
+        axes_dims_rope=(4, 6, 6),
+    )
+    return Krea2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_image_seq_len=6400),
+        vae=qwen_image_autoencoder(),
+        text_encoder=Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision)),
+        tokenizer=tokens,
+        transformer=transformer,
+        text_encoder_select_layers=(1, 2, 3),
     )
 
 
@@ -354,8 +416,10 @@ def stable_diffusion_3(vae_factor=4):
 FAMILIES = {
     "stable_diffusion_3": stable_diffusion_3,
     "flux": flux,
+    "flux_kontext": flux_kontext,
     "flux2_klein": flux2_klein,
     "qwen_image": qwen_image,
+    "krea2": krea2,
     "z_image": z_image,
     "wan": wan,
     "wan_ti2v": wan_ti2v,

@@ -35,8 +35,13 @@ WAN = {
     r"blocks\.(\d+)\.ffn\.net\.2": r"blocks.\1.ffn.2",
 }
 
-# What ComfyUI calls the modules that it does not find by diffusers' names. tests/comfyui_names.py has all its names
-COMFYUI = {
+# What ComfyUI calls the modules that it does not find by diffusers' names. tests/comfyui_names.py has all its names. A
+# family that is not here was not looked up
+COMFYUI: dict[str, dict[str, str]] = {
+    "StableDiffusion3": {},
+    "Flux": {},
+    "QwenImage": {},
+    "ZImage": {},
     "Wan": WAN
     | {
         r"condition_embedder\.(text|time)_embedder\.linear_1": r"\1_embedding.0",
@@ -123,7 +128,7 @@ def names_for(loader: str, module: str, family: str) -> str:
     """The name of a module for diffusers, comfyui or kohya, before the part that says which tensor it is.
 
     Raises:
-        ValueError: for kohya, where it does not train the module, or we do not have its names for the family.
+        ValueError: we do not have the loader's names for the family, or kohya's scripts do not train the module.
     """
     if loader == "kohya":
         if family not in KOHYA:
@@ -132,7 +137,9 @@ def names_for(loader: str, module: str, family: str) -> str:
         if name is None:
             raise ValueError(f"{module}: kohya's scripts have no such module of {family}")
         return "lora_unet_" + name.replace(".", "_")
-    own = renamed(module, COMFYUI.get(family, {})) if loader == "comfyui" else None
+    if loader == "comfyui" and family not in COMFYUI:
+        raise ValueError(f"--to comfyui has no names for {family}, only for {', '.join(COMFYUI)}")
+    own = renamed(module, COMFYUI[family]) if loader == "comfyui" else None
     return f"transformer.{module}" if own is None else f"diffusion_model.{own}"
 
 
@@ -229,7 +236,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if Path(args.out).exists():
             raise ValueError(f"{args.out} exists already")
-        family = family_class(args.model).__name__
+        family = family_class(args.model).__name__.removesuffix("Kontext")  # whose transformer is FLUX.1's
         matrices = read_matrices(args.file, args.model)
         scaled = {module: (a, b * args.scale) for module, (a, b) in matrices.items()}
         if args.command == "convert":

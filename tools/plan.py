@@ -144,15 +144,15 @@ def disk_line(blueprint: Blueprint, w: Workload, options: dict[str, Any], num_ev
     trained = 4 * blueprint.num_trained * (3 + averages)  # fp32: the weights, Adam's two moments, and other policies'
     adapter = 4 * blueprint.num_trained if is_lora(blueprint) else blueprint.dtype.itemsize * blueprint.num_weights
     kept = options["keep_checkpoints"]
-    parts = [f"checkpoints {kept} x {trained / GB:.2f} GB", f"adapter/ and best_adapter/ {2 * adapter / GB:.2f} GB"]
+    parts = [f"checkpoints {kept} x {size(trained)}", f"adapter/ and best_adapter/ {size(2 * adapter)}"]
     if w.prompt_cache is not None:
-        each = blueprint.conditioning_bytes(w.max_sequence_length)
+        each = blueprint.conditioning_bytes(w.max_sequence_length, w.image_size)
         if options.get("pairs"):
-            parts.append(f"{w.prompt_cache} at most {each / 1e6:.2f} MB for each prompt of the pairs")
+            parts.append(f"{w.prompt_cache} at most {size(each)} for each prompt of the pairs")
         else:
             limit = options.get("num_pair_prompts", options["num_steps"] * w.num_prompts)
             drawn = min(len(read_prompts(options["train_prompts"])), limit) + num_eval_prompts + 1  # and the empty one
-            parts.append(f"{w.prompt_cache} at most {drawn * each / GB:.2f} GB for {drawn:,} prompts")
+            parts.append(f"{w.prompt_cache} at most {size(drawn * each)} for {drawn:,} prompts")
     return f"disk: {', '.join(parts)}"
 
 
@@ -177,13 +177,13 @@ def report(blueprint: Blueprint, w: Workload, device: str) -> None:
     held = memories(blueprint, w, costs, device)
     for memory in held:
         print("\n".join(memory_table(memory)))
-    otherwise = w.micro_batch_images * costs.training_otherwise.peak_bytes / GB
+    otherwise = w.micro_batch_images * costs.training_otherwise.peak_bytes
     word = "without" if "activation_checkpointing" in w.train_with else "with"
-    print(f"activations {word} activation checkpointing: {otherwise:.2f} GB")
+    print(f"activations {word} activation checkpointing: {size(otherwise)}")
     print("\n".join(work_table(w, costs, device)))
     if w.has_engine:
         pushed, answered = pipe_bytes(blueprint, w)
-        print(f"between a rank and its engine, a step: {pushed / 1e6:.0f} MB pushed, {answered / 1e6:.0f} MB answered")
+        print(f"between a rank and its engine, a step: {size(pushed)} pushed, {size(answered)} answered")
     for memory in held:
         print(check_fits(memory, device))
 
@@ -206,25 +206,31 @@ def memories(blueprint: Blueprint, w: Workload, costs: Costs, device: str) -> li
 
     found = []
     if of_device:
-        found.append(Memory(f"GB of each of {w.ranks} GPUs, {device}", "a GPU", of_device, limit_gb))
+        found.append(Memory(f"each of {w.ranks} GPUs, {device}", "a GPU", of_device, limit_gb))
     if of_engine:
         num_gpus = w.ranks * w.engine_tensor_parallel
-        found.append(Memory(f"GB of each of {num_gpus} GPUs of the engines", "an engine's GPU", of_engine, limit_gb))
-    node = Memory(f"GB of a node's memory, {w.ranks_here} ranks", "this machine", of_node, of_this_machine, free=0)
+        found.append(Memory(f"each of {num_gpus} GPUs of the engines", "an engine's GPU", of_engine, limit_gb))
+    node = Memory(f"a node's memory, {w.ranks_here} ranks", "this machine", of_node, of_this_machine, free=0)
     found.append(node._replace(may_be_elsewhere=device != "cpu"))
     return found
 
 
 def memory_table(memory: Memory) -> list[str]:
-    """Lines of a table of Parts in GB, a column per phase, with their sums last."""
-    lines = [f"{memory.title:46}" + "".join(f"{phase:>9}" for phase in PHASES)]
+    """Lines of a table of Parts, a column per phase, with their sums last: in MB if all of it is below 10 GB."""
+    unit, num_bytes, decimals = ("MB", 1e6, 1) if memory.peak_gb < 10 else ("GB", GB, 2)
+    lines = [f"{f'{unit} of {memory.title}':46}" + "".join(f"{phase:>9}" for phase in PHASES)]
     for part in memory.parts:
-        cells = [f"{part.num_bytes / GB:9.2f}" if phase in part.phases else f"{'':9}" for phase in PHASES]
+        cell = f"{part.num_bytes / num_bytes:9.{decimals}f}"
         if part.num_bytes and part.phases:
-            lines.append(f"  {part.name:44}" + "".join(cells))
+            lines.append(f"  {part.name:44}" + "".join(cell if phase in part.phases else " " * 9 for phase in PHASES))
     sums = phase_sums(memory.parts)
-    lines.append(f"  {'all':44}" + "".join(f"{sums[phase] / GB:9.2f}" for phase in PHASES))
+    lines.append(f"  {'all':44}" + "".join(f"{sums[phase] / num_bytes:9.{decimals}f}" for phase in PHASES))
     return lines
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as a reader of the plan wants them: 7.25 GB, and below a tenth of a GB 0.3 MB."""
+    return f"{num_bytes / GB:.2f} GB" if num_bytes >= 0.1 * GB else f"{num_bytes / 1e6:.1f} MB"
 
 
 def check_fits(memory: Memory, device: str) -> str:
@@ -257,16 +263,17 @@ def work_table(w: Workload, costs: Costs, device: str) -> list[str]:
     vae_rate = DEVICES[device].tf32
     title = f"a step of a rank, {w.images_of_a_rank} images"
     assumed = f"at {UTILISATION:.0%} of {rate} TFLOP/s, the VAE of {vae_rate}" if rate else ""
-    lines = [f"{title:46}{'PFLOP':>9}{'seconds' if rate else '':>9}  {assumed}"]
     phases = work(w, costs)
     evaluation = phases.pop("evaluation")
     whole = Work(sum(each.transformer for each in phases.values()), sum(each.vae for each in phases.values()))
+    unit, flops = ("PFLOP", 1e15) if sum(whole) >= 1e15 else ("TFLOP", 1e12)
+    lines = [f"{title:46}{unit:>9}{'seconds' if rate else '':>9}  {assumed}"]
     rows = [*phases.items(), ("all", whole), (f"not in a step: an evaluation of {w.num_eval_images}", evaluation)]
     for name, done in rows:
         seconds = ""
         if rate and vae_rate:
             seconds = f"{done.seconds(rate * 1e12 * UTILISATION, vae_rate * 1e12 * UTILISATION):9.1f}"
-        lines.append(f"  {name:44}{sum(done) / 1e15:9.3f}{seconds}")
+        lines.append(f"  {name:44}{sum(done) / flops:9.3f}{seconds}")
     return lines
 
 

@@ -20,6 +20,7 @@ from common.models.adapter_files import read_lora
 from common.models.cpu import repair_torchvision
 from common.models.family import Family, Images, find_family, load_model, on_device
 from common.models.long_prompts import count_long_prompts
+from common.monitor.resuming import options_today
 from common.plots import as_one_picture, save_grid, save_png
 from common.sde import draw_noise, image_seed
 
@@ -36,7 +37,7 @@ def read_options(run: Path) -> dict[str, Any]:
     file = run / "args.json"
     if not file.is_file():
         raise ValueError(f"{run}: no run (it has no args.json): name a run first, adapters behind it")
-    return json.loads(file.read_text(encoding="utf-8"))["args"]
+    return options_today(json.loads(file.read_text(encoding="utf-8")))
 
 
 def read_policy(source: Path, model: str) -> tuple[dict[str, torch.Tensor], Any]:
@@ -90,8 +91,8 @@ def sample(model: Family, prompts: PromptSet, seeds: Sequence[int], options: dic
     timesteps, sigmas, shape = model.schedule(steps, height, width, options["num_frames"])
     images: list = []
     negatives = prompts.negative_prompts(options.get("negative_prompt", ""))
-    for prompt, negative_prompt, seed in zip(prompts.prompts, negatives, seeds, strict=True):
-        conditioning = model.encode_prompts([prompt], length)
+    for row, (negative_prompt, seed) in enumerate(zip(negatives, seeds, strict=True)):
+        conditioning = model.encode(prompts.select([row]), length, (height, width))
         negative = model.encode_negative([negative_prompt], guidance_scale, length)
         x = draw_noise((1, *shape), [torch.Generator().manual_seed(seed)], model.device)
         for i, timestep in enumerate(timesteps):

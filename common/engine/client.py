@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from common.engine import messages
 from common.engine.launch import engine_environment
 from common.errors import RunError
+from common.models.attention import ENGINE_NAMES
 from common.models.family import Family, Images
 from common.policy import policy_tensors
 from common.process import caught_signals, say
@@ -60,7 +61,8 @@ class VLLMEngine:
         timeout_s: float,
         gpus: Sequence[int | None] = (None,),
         num_threads: int | None = None,
-        sleeps: bool = False,
+        engine_with: Collection[str] = (),
+        attention: str = "native",
     ) -> None:
         """Start to load and return at once. The first call waits until the engine has loaded.
 
@@ -73,12 +75,13 @@ class VLLMEngine:
             gpus: per worker that the transformer is split over, its CUDA index, or None on a CPU. A single worker is
                 the child itself.
             num_threads: threads of each worker on a CPU. None: the workers share as many as this process has.
-            sleeps: whether the weights leave the GPU after `generate` and `push`, until the next call.
+            engine_with: "sleep": the weights leave the GPU after `generate` and `push`, until the next call; "compile".
+            attention: the kernel of the transformer's attention, as --attention names it.
         """
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.max_num_seqs = max_num_seqs
         self.timeout_s = timeout_s
-        self.sleeps = sleeps
+        self.sleeps = "sleep" in engine_with
         self.log_file = Path(log_file)
         self.pushed: str | None = None  # LORA or FULL_WEIGHTS, once one was pushed
         self.startup_s: float | None = None
@@ -87,8 +90,8 @@ class VLLMEngine:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         say(f"starting the rollout engine; its log: {self.log_file}")
         num_threads = num_threads or max(1, torch.get_num_threads() // len(gpus))
-        if sleeps and gpus[0] is None:
-            say("--engine_sleep: on a CPU the engine has no GPU memory to give back")
+        if self.sleeps and gpus[0] is None:
+            say("--engine_with sleep: on a CPU the engine has no GPU memory to give back")
         self.connection, child = Pipe()
         # -P: import nothing from the directory in which the run was started
         command = [sys.executable, "-P", "-m", "common.engine.server", str(child.fileno()), str(os.getpid())]
@@ -96,7 +99,7 @@ class VLLMEngine:
             self.log_begins = log.tell()  # earlier engines have written up to here
             self.process = subprocess.Popen(
                 command,
-                env=engine_environment(model, gpus, num_threads),
+                env=engine_environment(model, gpus, num_threads, "compile" in engine_with),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -105,7 +108,9 @@ class VLLMEngine:
                 start_new_session=True,
             )
         child.close()
-        options = {"model": str(model), "dtype": dtype, "max_num_seqs": max_num_seqs, "enable_sleep_mode": sleeps}
+        options: dict = {"model": str(model), "dtype": dtype, "max_num_seqs": max_num_seqs}
+        options |= {"enable_sleep_mode": self.sleeps, "enforce_eager": "compile" not in engine_with}
+        options["diffusion_attention_config"] = {"default": {"backend": ENGINE_NAMES[attention]}}
         self._bounded("start", messages.send, self.connection, (options, len(gpus)))
 
     def wait_ready(self) -> float:
@@ -250,25 +255,28 @@ class VLLMEngine:
     def _push_weights(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Push full weights, bucket by bucket. Returns the number of tensors bound."""
         bound = 0
-        for names, num_bytes in self._buckets(tensors):
-            memory = messages.Memory(num_bytes)
-            bucket = {}
-            pushed = {}
-            try:
+        buckets = list(self._buckets(tensors))
+        # one memory for all buckets: the first write to a page takes five times as long as the next
+        memory = messages.Memory(max(num_bytes for _, num_bytes in buckets))
+        try:
+            for names, _ in buckets:
+                memory.end = 0
+                bucket = {}
+                pushed = {}
                 for name in names:
                     tensor = tensors[name].to(self.dtype)
                     if tensor.is_cuda:  # a GPU makes fingerprints sooner; made before the copy, they prove it too
                         pushed[name] = messages.fingerprint(tensor)
                     bucket[name] = memory.put(tensor)
                 call = self._ask("push_weights", bucket, memory=memory)
-            finally:
-                memory.close()
-            # the CPU's while the engine loads them
-            pushed |= {name: messages.fingerprint(tensor) for name, tensor in bucket.items() if name not in pushed}
-            bound_here, held = self._answer(call, "push_weights")
-            if bound_here == len(names):
-                self._check_held(pushed, held)
-            bound += bound_here
+                # the CPU's while the engine loads them
+                pushed |= {name: messages.fingerprint(tensor) for name, tensor in bucket.items() if name not in pushed}
+                bound_here, held = self._answer(call, "push_weights")  # it has copied the bucket
+                if bound_here == len(names):
+                    self._check_held(pushed, held)
+                bound += bound_here
+        finally:
+            memory.close()
         return bound
 
     def _buckets(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[list[str], int]]:

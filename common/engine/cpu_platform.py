@@ -4,6 +4,8 @@ vLLM-Omni finds it through the entry point in `plugin/`, a folder that `launch.p
 process. Nothing is installed, and no other process sees it.
 """
 
+import os
+
 import psutil
 import torch
 import vllm.model_executor.layers.utils as linear_utils
@@ -53,7 +55,7 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def supports_torch_inductor(cls) -> bool:
-        return False
+        return os.environ.get("TORCHDYNAMO_DISABLE") != "1"
 
     @classmethod
     def supports_cpu_offload(cls) -> bool:

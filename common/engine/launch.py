@@ -58,7 +58,7 @@ def check_engine(
         )
     check_plain(model)
     if tensor_parallel > 1:
-        check_heads(model, tensor_parallel)
+        check_heads(family, model, tensor_parallel)
 
 
 def check_plain(model: str | Path) -> None:
@@ -102,13 +102,15 @@ def check_devices(engine_devices: Sequence[int], tensor_parallel: int = 1) -> No
             )
 
 
-def check_heads(model: str, tensor_parallel: int) -> None:
-    """Raises ValueError unless the transformer's attention heads can be dealt out equally to the engine's workers."""
+def check_heads(family: type[Family], model: str, tensor_parallel: int) -> None:
+    """Raises ValueError unless vLLM-Omni splits the transformer, and its attention heads are dealt out equally."""
     from diffusers import AutoModel  # slow
 
+    option = f"--engine_tensor_parallel {tensor_parallel}"
+    if not family.is_split_by_engine:
+        raise ValueError(f"{option}: vLLM-Omni does not split {family.__name__}, so each worker would have all of it")
     num_heads = AutoModel.load_config(model, subfolder="transformer")["num_attention_heads"]
     if num_heads % tensor_parallel:
-        option = f"--engine_tensor_parallel {tensor_parallel}"
         raise ValueError(f"{option}: does not divide the model's {num_heads} heads")
 
 
@@ -124,10 +126,12 @@ def engine_gpus(engine_devices: Sequence[int], tensor_parallel: int, device: tor
     return (device.index,) * tensor_parallel
 
 
-def engine_environment(model: str | Path, gpus: Sequence[int | None], num_threads: int) -> dict[str, str]:
+def engine_environment(
+    model: str | Path, gpus: Sequence[int | None], num_threads: int, compiles: bool = False
+) -> dict[str, str]:
     """The environment variables of an engine's process: those of this process that it needs, and its own settings.
 
-    gpus: as from engine_gpus. num_threads: of each of its processes, on a CPU.
+    gpus: as from engine_gpus. num_threads: of each of its processes, on a CPU. compiles: whether torch.compile works.
     """
     env = {}
     for name, value in os.environ.items():
@@ -144,7 +148,7 @@ def engine_environment(model: str | Path, gpus: Sequence[int | None], num_thread
             env.pop(name, None)
     if gpus[0] is None:
         env["GLOO_SOCKET_IFNAME"] = "lo"  # all its workers are on this machine
-        env["TORCHDYNAMO_DISABLE"] = "1"
+        env["TORCHDYNAMO_DISABLE"] = "0" if compiles else "1"
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # one malloc arena: memory that was freed in one arena is not reused in another, and the engine would grow
         env["MALLOC_ARENA_MAX"] = "1"

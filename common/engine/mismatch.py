@@ -71,18 +71,18 @@ def _fault(factor: Factor, earlier: list[Factor], name: str, number: str) -> str
 
 # ---- correct for the mismatch: weights of the loss -------------------------------------------------------------------
 def rollout_weights(
-    text: str, request: RolloutRequest, trajectories: Trajectories, rescored: Trajectories, clip_range: float
+    text: str, request: RolloutRequest, trajectories: Trajectories, recomputed: Trajectories, clip_range: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Weights (B, W) in fp32 by --rollout_correction `text`, and their metrics. "none" gives ones and no metrics.
 
-    trajectories: what the engine sampled for `request`; rescored: the same as the trainer scores it.
+    trajectories: what the engine sampled for `request`; recomputed: the same as the trainer scores it.
     """
     factors = parse_correction(text)
     if not factors:
-        return torch.ones_like(rescored.log_probs), {}
+        return torch.ones_like(recomputed.log_probs), {}
     prev_samples = trajectories.latents[:, [i + 1 for i in request.sde_steps]]  # (B, W, ...)
     engine_means = trajectories.prev_sample_means
-    lr = log_ratios(prev_samples, rescored.prev_sample_means, engine_means, trajectories.transition_stds)
+    lr = log_ratios(prev_samples, recomputed.prev_sample_means, engine_means, trajectories.transition_stds)
     weights, metrics = correction_weights(lr, factors, clip_range)
     return weights.float(), metrics
 
@@ -166,7 +166,7 @@ def default_mismatch_limit(dtype: str, guidance_scale: float) -> float:
 def check_mismatch(
     request: RolloutRequest,
     trajectories: Trajectories,
-    rescored: Trajectories,
+    recomputed: Trajectories,
     *,
     dtype: str,
     velocity_limit: float | None = None,
@@ -176,7 +176,7 @@ def check_mismatch(
 
     Args:
         trajectories: what the engine sampled for `request`.
-        rescored: the same as the trainer scores it; all images, or the first.
+        recomputed: the same as the trainer scores it; all images, or the first.
         dtype: "float32" or "bfloat16", the dtype of the forward passes.
         velocity_limit: largest of velocity_differences, --max_velocity_mismatch; None: default_mismatch_limit.
         log_prob_limit: largest |trainer - engine| log-prob.
@@ -184,14 +184,14 @@ def check_mismatch(
     Raises:
         RunError: in one line, the sampling step with the largest difference, and where to look.
     """
-    num_images = min(len(rescored.prev_sample_means), len(trajectories.prev_sample_means))  # M
+    num_images = min(len(recomputed.prev_sample_means), len(trajectories.prev_sample_means))  # M
     images = torch.arange(num_images)
     request = request.select(images)
     trajectories = trajectories.select(images)
-    rescored = rescored.select(images)
+    recomputed = recomputed.select(images)
     noise = gather(noise_differences(request, trajectories)).flatten(0, 1)  # (all M, W)
-    velocity = gather(velocity_differences(request, trajectories, rescored.prev_sample_means)).flatten(0, 1)
-    log_prob = gather((rescored.log_probs - trajectories.log_probs).abs()).flatten(0, 1)
+    velocity = gather(velocity_differences(request, trajectories, recomputed.prev_sample_means)).flatten(0, 1)
+    log_prob = gather((recomputed.log_probs - trajectories.log_probs).abs()).flatten(0, 1)
     noise_fault = "samples are {} off mean + std x the noise of their seeds, more than {}: does it keep fp32 latents?"
     velocity_fault = (
         "velocity is {} off the trainer's, more than --max_velocity_mismatch {}: they do not run the same policy. "

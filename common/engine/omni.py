@@ -35,9 +35,7 @@ def load_engine(options: dict[str, Any], num_workers: int) -> Omni:
     # vLLM-Omni imports its classes by name; the executor "uni" keeps the pipeline in this process
     return Omni(
         **options,
-        enforce_eager=True,
         distributed_executor_backend="uni" if num_workers == 1 else "common.engine.pipelines.RolloutExecutor",
-        diffusion_attention_config={"default": {"backend": "TORCH_SDPA"}},
         custom_pipeline_args={"pipeline_class": "common.engine.pipelines.RolloutPipeline"},
         stage_overrides={"0": stage},
         worker_extension_cls="common.engine.pipelines.RolloutWorkerExtension",

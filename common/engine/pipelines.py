@@ -57,8 +57,9 @@ class NoTextEncoder(torch.nn.Module):
 def load_no_text_encoders() -> None:
     """Make transformers give a NoTextEncoder, in this process, for a text encoder that is loaded from a pipeline.
 
-    To drop them afterwards would be too late. With --engine_sleep vLLM-Omni makes its pipeline in a memory pool, which
-    keeps the memory of what is dropped later: each sleep would copy it to the host, and each call back to the GPU.
+    To drop them afterwards would be too late. With --engine_with sleep vLLM-Omni makes its pipeline in a memory pool,
+    which keeps the memory of what is dropped later: each sleep would copy it to the host, and each call back to the
+    GPU.
     """
     native = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]  # the function of a class method
 

@@ -23,7 +23,8 @@ Calls = queue.SimpleQueue[tuple[int, str, tuple, dict] | None]  # number, operat
 def prepare() -> None:
     """Two repairs for machines without a GPU. vLLM imports torchvision, so they come before vLLM."""
     repair_torchvision()
-    use_onednn()
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # torch.compile has products of its own
+        use_onednn()
 
 
 def serve(connection: Connection) -> None:

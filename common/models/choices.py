@@ -4,6 +4,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from common.models.base_weights import check_base_weights
+from common.models.source_images import check_sources, say_squeezed
 from common.rewards.eval_by import check_field
 
 if TYPE_CHECKING:
@@ -19,10 +20,26 @@ def check_choices(inputs: "Inputs", options: dict[str, Any]) -> None:
     check_base_weights(options)
     if options.get("eval_by"):
         check_field(inputs.eval_set, options["eval_by"])
+    check_pictures(inputs, options)
     check_negative_prompts(inputs, options)
     check_lora_modules(inputs.lora, options)
     if options.get("eval_image_size") or options.get("eval_guidance_scale"):
         check_evaluation(inputs.family, options)
+
+
+def check_pictures(inputs: "Inputs", options: dict[str, Any]) -> None:
+    """ValueError: records have pictures, or lack them, against the model. Reports those that will be squeezed."""
+    prompt_sets = (
+        ("--train_prompts", inputs.train_set),
+        ("--eval_prompts", inputs.eval_set),
+    )
+    has_pairs = "pairs" in options
+    check_sources(inputs.family, prompt_sets, options.get("prompt_cache"), edits=not has_pairs)
+    if inputs.family.num_sources:
+        size = options["image_size"]
+        say_squeezed("--train_prompts", inputs.train_set, size)
+        eval_size = options.get("eval_image_size") or size
+        say_squeezed("--eval_prompts", inputs.eval_set, eval_size)
 
 
 def check_lora_modules(lora: "LoRA | None", options: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ inherits from `Family`, which says what each method takes and gives.
 import importlib
 import itertools
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,8 @@ import PIL.Image
 import torch
 
 if TYPE_CHECKING:  # importing these takes seconds
+    from common.data import PromptSet
+
     import diffusers
 
 Config = Mapping[str, Any]  # a config.json of diffusers
@@ -44,19 +45,20 @@ class Family(ABC):
     whose transformer takes packed tokens packs and unpacks them in its own file.
     """
 
-    # Ends of the names of the attention projections; a LoRA adapts these modules unless --lora_target_modules names
-    # others. Each family sets it.
+    # Ends of the names of the modules that a LoRA adapts without --lora_target_modules. Each family sets it.
     lora_target_modules: tuple[str, ...]
     longest_prompt = 512  # tokens, at most
     has_negative_prompt = True  # whether guidance moves away from one
+    has_attention_kernels = True  # whether diffusers lets its transformer take another than torch's (--attention)
+    is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_tensor_parallel)
+    old_guidance_offset = 0.0  # what a scale above 1 lacks in a record of 0.1.0 (common/monitor/resuming.py)
 
     # Exported by diffusers, with a `transformer` and a `save_lora_weights`.
     pipe: "diffusers.DiffusionPipeline"
     # Its `_no_split_modules` name FSDP's units, the blocks first. With full weights every policy has a transformer, and
     # this is the acting policy's: methods use self.transformer, never self.pipe.transformer.
     transformer: "diffusers.ModelMixin"
-    # Where the model computes. load_model sets it and leaves all weights on the CPU: FSDP moves the transformer, and
-    # `on_device` moves the rest.
+    # Where the model computes. Weights wait on the CPU: FSDP moves the transformer, and `on_device` moves the rest.
     device: torch.device
 
     # `add_policies` (common/policy.py) sets these two.
@@ -66,6 +68,11 @@ class Family(ABC):
     # Images (B of them, as a list), height, width -> latents (B, ...), the reverse of `decode`. Offline DPO needs it
     # and refuses a family without it, such as a family of videos. Define it as a method.
     encode_images: Callable[[list[PIL.Image.Image], int, int], torch.Tensor] | None = None
+    # A model that edits takes num_sources condition images of each of B prompts. Define both as methods, the second one
+    # static: height, width -> their conditioning; (C, h, w) of an image's latents -> {name: shape} of one prompt's.
+    num_sources = 0
+    encode_sources: Callable[[list[list[PIL.Image.Image]], int, int], Conditioning] | None = None
+    source_shapes: Callable[[tuple[int, ...]], Shapes] | None = None
     # () -> vLLM-Omni's pipeline class of this family with our hooks (common/engine/pipelines.py). Define it as a static
     # method that imports vLLM-Omni inside. A family without it samples with --rollout local only. The pipeline takes
     # the conditioning as prompt fields of the same names; those of the negative prompt begin with negative_.
@@ -109,6 +116,13 @@ class Family(ABC):
 
         A prompt's conditioning depends on no other prompt; all prompts give the same length.
         """
+
+    def encode(self, prompts: "PromptSet", max_sequence_length: int, image_size: tuple[int, int]) -> Conditioning:
+        """Conditioning of B prompts and, for a model that edits, of their condition images, brought to image_size."""
+        conditioning = self.encode_prompts(prompts.prompts, max_sequence_length)
+        if self.encode_sources:
+            conditioning |= self.encode_sources(prompts.sources(), *image_size)
+        return conditioning
 
     def encode_negative(
         self, prompts: list[str], guidance_scale: float, max_sequence_length: int
@@ -205,11 +219,9 @@ def family_class(model: str | Path) -> type[Family]:
     files = sorted(Path(__file__).parent.glob("*.py"))
     found = [file.stem for file in files if file.stem.replace("_", "") == wanted]
     if not found:
-        known = [file.stem for file in files if re.search(r"\nclass \w+\(Family\):", file.read_text("utf-8"))]
         from common.models.hub import explain_pipeline
 
-        advice = explain_pipeline(pipeline, known)
-        raise ValueError(f"--model {model}: {pipeline} is not supported; supported: {', '.join(known)}{advice}")
+        raise ValueError(f"--model {model}: {pipeline} is not supported; {explain_pipeline(pipeline, files)}")
     module = importlib.import_module(f"common.models.{found[0]}")
     name = pipeline.removesuffix("Pipeline")
     if not hasattr(module, name):

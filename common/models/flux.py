@@ -75,15 +75,14 @@ class Flux(Family):
     ) -> torch.Tensor:
         """v (B, ...) in fp32. dev gets the guidance scale as an input, for which it was distilled."""
         prompt_embeds = conditioning["prompt_embeds"]
-        batch, channels, h, w = latents.shape
+        batch, _, h, w = latents.shape
         device = latents.device
         dtype = prompt_embeds.dtype
         guidance = None
         if self.transformer.config.guidance_embeds:
             guidance = latents.new_full((batch,), guidance_scale)
-        tokens = self.pipe._pack_latents(latents, batch, channels, h, w)
+        tokens, positions = self.pack(latents, conditioning)
         timestep = timestep.to(device).expand(batch)
-        image_ids = self.pipe._prepare_latent_image_ids(batch, h // 2, w // 2, device=device, dtype=dtype)
         velocity = self.transformer(
             hidden_states=tokens.to(dtype),
             timestep=timestep / 1000,
@@ -91,10 +90,18 @@ class Flux(Family):
             pooled_projections=conditioning["pooled_prompt_embeds"],
             encoder_hidden_states=prompt_embeds,
             txt_ids=torch.zeros(prompt_embeds.shape[1], 3, device=device, dtype=dtype),
-            img_ids=image_ids,
+            img_ids=positions.to(dtype),
             return_dict=False,
         )[0]
+        velocity = velocity[:, : (h // 2) * (w // 2)]  # a family that edits has tokens of a picture behind them
         return self.pipe._unpack_latents(velocity.float(), 2 * h, 2 * w, vae_scale_factor=2)
+
+    def pack(self, latents: torch.Tensor, conditioning: Conditioning) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens (B, n, 4 C) of latents (B, C, h, w), and their positions (n, 3), fp32."""
+        batch, channels, h, w = latents.shape
+        tokens = self.pipe._pack_latents(latents, batch, channels, h, w)
+        positions = self.pipe._prepare_latent_image_ids(batch, h // 2, w // 2, latents.device, torch.float32)
+        return tokens, positions
 
     def decode(self, latents: torch.Tensor) -> list[Image]:
         """Latents (B, ...) -> B PIL images, as the pipeline decodes them."""

@@ -8,7 +8,7 @@ from common.errors import refusing
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import GatedRepoError
 
-OTHER_TASKS = re.compile("Img2Img|Inpaint|ControlNet|Control|Fill|Edit|Kontext|PAG")
+OTHER_TASKS = re.compile("Img2Img|Inpaint|ControlNet|Control|Fill|Edit|PAG")
 OTHER_KINDS = re.compile(r"stable-diffusion-(xl|v1|2)|sdxl|sd-v1|sd15")
 
 
@@ -42,9 +42,12 @@ def download_index(model: str) -> Path:
         raise ValueError(f"--model {model}: it is gated; {how} (docs/quickstart_gpu.md)") from error
 
 
-def explain_pipeline(pipeline: str, known: list[str]) -> str:
-    """What to do about a pipeline class that has no family; known: the families' files. "" if nothing can be."""
+def explain_pipeline(pipeline: str, files: list[Path]) -> str:
+    """Which families there are, and what may be done about a pipeline class without one. files: of common/models/."""
+    # FLUX.1 Kontext's is a FLUX.1
+    known = [file.stem for file in files if re.search(r"\nclass \w+\((Family|Flux)\):", file.read_text("utf-8"))]
+    told = f"supported: {', '.join(known)}"
     plain = OTHER_TASKS.sub("", pipeline)
-    if plain != pipeline and plain.lower().removesuffix("pipeline") in [file.replace("_", "") for file in known]:
-        return f'; if its weights are those of {plain}, change "_class_name" in its model_index.json to that'
-    return ""
+    if plain != pipeline and plain.lower().removesuffix("pipeline") in [stem.replace("_", "") for stem in known]:
+        told += f'; if its weights are those of {plain}, change "_class_name" in its model_index.json to that'
+    return told

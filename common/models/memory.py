@@ -160,14 +160,17 @@ class Blueprint:
         height, width = image_size
         return self.model.schedule(2, height, width, num_frames)[2]
 
-    def conditioning_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
-        """{name: shape} of the conditioning of one prompt of `length` tokens."""
-        return self.model.conditioning_shapes(self.pipe.transformer.config, length)
+    def conditioning_shapes(self, length: int, image_size: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of the conditioning of one prompt of `length` tokens, with its condition images if any."""
+        shapes = self.model.conditioning_shapes(self.pipe.transformer.config, length)
+        if self.model.source_shapes:
+            shapes = {**shapes, **self.model.source_shapes(self.latent_shape(image_size, 1))}
+        return dict(shapes)
 
-    def conditioning(self, length: int) -> Conditioning:
+    def conditioning(self, length: int, image_size: tuple[int, int]) -> Conditioning:
         """The conditioning of one prompt of `length` tokens: zeros in the model's dtype, with nothing masked."""
         conditioning: Conditioning = {}
-        for name, shape in self.conditioning_shapes(length).items():
+        for name, shape in self.conditioning_shapes(length, image_size).items():
             if shape == ():
                 with unset_fake_temporarily():
                     conditioning[name] = torch.tensor([length]).as_subclass(Counts)
@@ -177,9 +180,9 @@ class Blueprint:
                 conditioning[name] = torch.zeros(1, *shape, dtype=self.dtype)
         return conditioning
 
-    def conditioning_bytes(self, length: int) -> int:
+    def conditioning_bytes(self, length: int, image_size: tuple[int, int]) -> int:
         """Bytes of one prompt's conditioning."""
-        shapes = self.conditioning_shapes(length)
+        shapes = self.conditioning_shapes(length, image_size)
         return sum(torch.Size(shape).numel() for shape in shapes.values()) * self.dtype.itemsize
 
     def velocity(
@@ -202,8 +205,8 @@ class Blueprint:
         timesteps, _, shape = model.schedule(2, *image_size, num_frames)
         tensors = [*model.transformer.parameters(), *model.transformer.buffers()]
         with self.mode, Meter(tensors) as meter, torch.set_grad_enabled(train):
-            conditioning = self.conditioning(length)
-            negative = self.conditioning(length) if guidance_scale > 1 else None
+            conditioning = self.conditioning(length, image_size)
+            negative = self.conditioning(length, image_size) if guidance_scale > 1 else None
             latents = torch.zeros(1, *shape)
             velocity = model.predict_velocity(latents, timesteps[0], conditioning, negative, guidance_scale)
             if train:

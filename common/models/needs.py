@@ -61,7 +61,7 @@ class Workload:
     guidance_scale: float = 1.0
     rollout: str = "local"
     rollout_batch_size: int = 1
-    engine_sleep: bool = False
+    engine_with: tuple[str, ...] = ()
     engine_devices: tuple[int, ...] = ()
     engine_tensor_parallel: int = 1
     old_log_prob: str = "rollout"
@@ -290,7 +290,7 @@ def trajectory_bytes(blueprint: Blueprint, w: Workload) -> int:
     """A rank's share of a rollout: latents, the means of two policies at the trained steps, and embeddings."""
     tensors = w.sampled_steps + 1 + 2 * w.trained_steps
     num_prompts = min(w.num_prompts, w.images_of_a_rank)
-    embeddings = num_prompts * blueprint.conditioning_bytes(w.max_sequence_length)
+    embeddings = num_prompts * blueprint.conditioning_bytes(w.max_sequence_length, w.image_size)
     return tensors * latent_bytes(blueprint, w) * w.images_of_a_rank + embeddings
 
 
@@ -301,7 +301,7 @@ def engine_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     are.
     """
     place = "engine" if w.engine_devices else "device"
-    advice = "pass --engine_sleep True, or --rollout local, for which the ranks share the weights"
+    advice = "pass --engine_with sleep, or --rollout local, for which the ranks share the weights"
     if w.engine_devices:
         advice = "raise --engine_tensor_parallel, with more --engine_devices"
     workers = w.engine_tensor_parallel
@@ -313,7 +313,7 @@ def engine_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     weights = engine_weight_bytes(blueprint, workers)
     # an engine that sleeps is awake when it loads, when it samples, and for a push at the end of the update; otherwise
     # its weights wait in the node's memory
-    awake = ("start", "rollout") if w.engine_sleep else PHASES
+    awake = ("start", "rollout") if "sleep" in w.engine_with else PHASES
     asleep = tuple(phase for phase in PHASES if phase not in awake)
     to_sample = "lower --rollout_batch_size" if n > 1 else advice
     processes = ENGINE_PROCESS * (1 if workers == 1 else 1 + workers)  # its own, and its workers' if it is split

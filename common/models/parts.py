@@ -1,10 +1,12 @@
-"""What some families need beside common/models/family.py: those that are distilled, or whose schedule is shifted."""
+"""What some families need beside common/models/family.py: distilled ones, shifted schedules, Qwen-Image's VAE."""
 
 from typing import TYPE_CHECKING
 
 from common.models.family import sigma_schedule
+from common.models.vae import decode_in_slices, encode_in_slices
 
 import torch
+from PIL.Image import Image
 
 if TYPE_CHECKING:
     import diffusers
@@ -25,3 +27,27 @@ def shifted_schedule(
     c = scheduler.config
     mu = calculate_shift(num_tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
     return sigma_schedule(scheduler, mu=mu, sigmas=sigmas)
+
+
+# ---- AutoencoderKLQwenImage, to which an image is a video of one frame -----------------------------------------------
+def latent_statistics(vae: "diffusers.AutoencoderKLQwenImage") -> torch.Tensor:
+    """Mean and standard deviation of the VAE's latents, stacked: (2, C, 1, 1, 1)."""
+    statistics = torch.tensor([vae.config.latents_mean, vae.config.latents_std], device=vae.device)
+    return statistics.view(2, -1, 1, 1, 1)
+
+
+@torch.no_grad()
+def decode_frames(pipe: "diffusers.DiffusionPipeline", latents: torch.Tensor) -> torch.Tensor:
+    """Latents (B, C, h, w) -> pixels (B, 3, H, W), as the pipeline decodes them."""
+    mean, std = latent_statistics(pipe.vae)
+    latents = latents.to(pipe.vae.device, pipe.vae.dtype)[:, :, None] * std + mean  # (B, C, 1 frame, h, w)
+    return decode_in_slices(pipe.vae, latents, scale=pipe.vae_scale_factor**2)[:, :, 0]
+
+
+@torch.no_grad()
+def encode_frames(pipe: "diffusers.DiffusionPipeline", images: list[Image], height: int, width: int) -> torch.Tensor:
+    """B PIL images -> latents (B, C, h, w), the mode of the VAE's posterior. Images of another size are resized."""
+    pixels = pipe.image_processor.preprocess(images, height, width)
+    pixels = pixels.to(pipe.vae.device, pipe.vae.dtype)[:, :, None]  # (B, 3, 1 frame, height, width)
+    mean, std = latent_statistics(pipe.vae)
+    return ((encode_in_slices(pipe.vae, pixels) - mean) / std)[:, :, 0]

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from common.models.family import Conditioning, Config, Family, Schedule, Shapes, both_branches, check_image, on_device
-from common.models.parts import shifted_schedule
-from common.models.vae import decode_in_slices, encode_in_slices
+from common.models.parts import decode_frames, encode_frames, latent_statistics, shifted_schedule
 
 import numpy as np
 import torch
@@ -102,36 +101,19 @@ class QwenImage(Family):
         )[0]
         return velocity.float()
 
-    def _latent_statistics(self) -> torch.Tensor:
-        """Mean and standard deviation of the VAE's latents, stacked: (2, C, 1, 1, 1)."""
-        config = self.pipe.vae.config
-        statistics = torch.tensor([config.latents_mean, config.latents_std], device=self.pipe.vae.device)
-        return statistics.view(2, -1, 1, 1, 1)
-
-    @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> list[Image]:
         """Latents (B, ...) -> B PIL images, as the pipeline decodes them."""
-        vae = self.pipe.vae
         with on_device(self, "vae"):
-            mean, std = self._latent_statistics()
-            latents = latents.to(vae.device, vae.dtype)[:, :, None] * std + mean  # (B, C, 1 frame, h, w)
-            pixels = decode_in_slices(vae, latents, scale=self.pipe.vae_scale_factor**2)
-        return self.to_images(pixels[:, :, 0])
+            return self.to_images(decode_frames(self.pipe, latents))
 
-    @torch.no_grad()
     def encode_images(self, images: list[Image], height: int, width: int) -> torch.Tensor:
         """B PIL images -> latents (B, ...), the mode of the VAE's posterior. Images of another size are resized."""
-        vae = self.pipe.vae
-        pixels = self.pipe.image_processor.preprocess(images, height, width)
         with on_device(self, "vae"):
-            mean, std = self._latent_statistics()
-            pixels = pixels.to(vae.device, vae.dtype)[:, :, None]  # (B, 3, 1 frame, height, width)
-            latents = encode_in_slices(vae, pixels)
-        return ((latents - mean) / std)[:, :, 0]
+            return encode_frames(self.pipe, images, height, width)
 
     def frozen_tensors(self) -> list[torch.Tensor]:
         """All tensors of the VAE and the text encoders, and the VAE's scale and shift."""
-        tensors = [self._latent_statistics()]
+        tensors = [latent_statistics(self.pipe.vae)]
         for module in (self.pipe.vae, self.pipe.text_encoder):
             tensors += module.state_dict().values()
         return tensors

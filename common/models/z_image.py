@@ -1,7 +1,6 @@
 """Z-Image (diffusers `ZImagePipeline`): base is guided by a second pass, Turbo takes no guidance (--guidance_scale 1).
 
-A guidance scale is not the same as in the other families. A scale g above 1 acts like their g + 1: 4 acts like 5, and
-1.01 acts like 2.01. A scale of 1 or below is no guidance, as there.
+The pipeline counts guidance from 0, and we count it from 1 as in every family: our 5 is the pipeline's 4.
 """
 
 from pathlib import Path
@@ -21,6 +20,7 @@ class ZImage(Family):
     """The transformer takes lists of images and of prompts, and 1 - t / 1000 as its timestep. It returns -v."""
 
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
+    old_guidance_offset = 1.0  # 0.1.0 counted like the pipeline, except that its 1 was no guidance as well
     # vLLM-Omni's pipeline calls the scheduler itself, image by image, where we have no hook
     engine_pipeline = None
 
@@ -73,15 +73,14 @@ class ZImage(Family):
         negative_conditioning: Conditioning | None = None,
         guidance_scale: float = 1.0,
     ) -> torch.Tensor:
-        """v (B, ...) in fp32. Guidance g above 1 gives v_pos + g (v_pos - v_neg), with gradient through both.
+        """v (B, ...) in fp32. Guidance g above 1 gives v_neg + g (v_pos - v_neg), with gradient through both.
 
-        This is the pipeline's own formula; the other families have v_neg + g (v_pos - v_neg). The pipeline's 0, which
-        is no guidance, is 1 here as in the other families.
+        The pipeline has v_pos + s (v_pos - v_neg), which is the same for s = g - 1.
         """
         if guidance_scale <= 1:
             return self._forward(latents, timestep, conditioning)
         velocity, negative = both_branches(self._forward, latents, timestep, conditioning, negative_conditioning)
-        return velocity + guidance_scale * (velocity - negative)
+        return negative + guidance_scale * (velocity - negative)
 
     def _forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         prompt_embeds = conditioning["prompt_embeds"]

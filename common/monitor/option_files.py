@@ -4,17 +4,24 @@ import json
 import os
 import re
 import sys
-from dataclasses import MISSING, Field
+from dataclasses import MISSING, Field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.checkpoints import find_checkpoint, load_checkpoint, saved_checkpoints
+from common.checkpoints import load_checkpoint, saved_checkpoints
 from common.errors import refusing
-from common.monitor.resuming import EXPECTED_TO_DIFFER, saved_options
+from common.monitor.resuming import (
+    EXPECTED_TO_DIFFER,
+    SCALES,
+    find_checkpoint,
+    options_today,
+    resumed_guidance,
+    saved_options,
+)
 from common.process import say
 
 if TYPE_CHECKING:
-    from common.options import SharedArgs
+    from common.options import ArgsClass, SharedArgs
 
 # what other trainers call our options
 OTHER_NAMES = {
@@ -87,7 +94,7 @@ def words_of_file(argv: list[str], fields: dict[str, Field]) -> list[str]:
             if script and script[0] != Path(sys.argv[0]).name != "plan.py":
                 told = "options such as clip_range may have other units there"
                 say(f"--args {path}: a run of {script[0]} wrote it; {told}")
-            given = {name: value for name, value in given["args"].items() if name not in OF_ONE_START}
+            given = {name: value for name, value in options_today(given).items() if name not in OF_ONE_START}
         unknown = [name for name in given if name not in fields]
         if unknown:
             raise ValueError(f"no such option: {', '.join(unknown)}; take it out of the file")
@@ -122,3 +129,16 @@ def defaults_of_checkpoint(args: "SharedArgs") -> dict[str, Any]:
             left_out += OF_ITS_RANKS
         return {name: value for name, value in saved.items() if name not in left_out}
     return {}
+
+
+def as_resumed(args: "ArgsClass") -> "ArgsClass":
+    """The options of a run that resumes, with the guidance scales that its checkpoint had where those were 0.1.0's.
+
+    Raises:
+        ValueError: there is no good checkpoint.
+    """
+    scales = [vars(args).get(name) or 1.0 for name in SCALES]
+    if max(scales) <= 1:  # guidance was off, which meant the same
+        return args
+    checkpoint = find_checkpoint(args.run_folder if args.resume == "latest" else str(args.resume))
+    return replace(args, **resumed_guidance(checkpoint, vars(args))) if checkpoint else args

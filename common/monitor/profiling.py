@@ -1,7 +1,8 @@
 """How well a run uses its GPUs: the share of their peak that each phase reaches, and traces of the update."""
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,12 +64,31 @@ def utilisation(config: dict[str, Any], timing: dict[str, float]) -> dict[str, f
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------
+def traced_steps(profile_steps: Sequence[str], num_ranks: int) -> dict[int, int]:
+    """{step: rank} of --profile_steps, each a STEP, which is traced on rank 0, or a STEP:RANK.
+
+    Raises:
+        ValueError: it is neither, or there is no such rank.
+    """
+    found = {}
+    for written in profile_steps:
+        step, _, rank = written.partition(":")
+        if not re.fullmatch("[0-9]+(:[0-9]+)?", written) or int(rank or 0) >= num_ranks:
+            wanted = f"must be STEP or STEP:RANK, with a rank below {num_ranks}"
+            raise ValueError(f"--profile_steps {written}: {wanted}, the number of ranks")
+        found[int(step)] = int(rank or 0)
+    return found
+
+
 @contextmanager
-def profiled_step(folder: Path, step: int, traced_rank: int) -> Iterator[None]:
-    """Write folder/trace_STEP.json, for chrome://tracing, on that rank: of the block's first TRACED_PASSES passes with
-    gradient through an FSDP model, forward, backward, and what lies between. A whole step of a real model would be
-    gigabytes."""
-    if traced_rank != (dist.get_rank() if dist.is_initialized() else 0):
+def profiled_step(folder: Path, step: int, profile_steps: Sequence[str]) -> Iterator[None]:
+    """Write folder/trace_STEP.json, for chrome://tracing, if `profile_steps` asks for this step of this rank.
+
+    It holds the block's first TRACED_PASSES passes with gradient through an FSDP model: forward, backward, and what
+    lies between. A whole step of a real model would be gigabytes.
+    """
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if traced_steps(profile_steps, num_ranks).get(step) != rank:
         yield
         return
     profiler = profile()

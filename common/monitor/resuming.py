@@ -1,26 +1,33 @@
-"""What a resumed run does with what an earlier one left: its options, log, best score and random states."""
+"""What a resumed run does with what an earlier one left: checkpoint, options, log, best score and random states."""
 
 import json
 import random
+import sys
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from common.checkpoints import (
     atomic_file,
     checkpoint_step,
-    find_checkpoint,
     load_checkpoint,
-    of_this_script,
+    read_checkpoint,
     remove_checkpoint,
     saved_checkpoints,
 )
 from common.distributed import on_rank_0
-from common.errors import UNREADABLE, RunError, brief
+from common.errors import UNREADABLE, NothingBegun, RunError, brief, refusing
+from common.models.family import Family, family_class
+from common.policy import local_tensors
 from common.process import say
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+# what every script saves, and resumes from
+STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
+SCALES = ("guidance_scale", "eval_guidance_scale")
 # options that may differ between a checkpoint and the run that resumes from it without a word
 EXPECTED_TO_DIFFER = (
     *("name", "output_dir", "args", "resume", "eval_only"),
@@ -34,18 +41,104 @@ OF_THE_SCORE = (
 )
 
 
+# ---- the checkpoint --------------------------------------------------------------------------------------------------
+def find_checkpoint(path: Path | str) -> Path | None:
+    """The newest good checkpoint of a run folder, or None where there is no checkpoint; or `path` itself, a good file.
+
+    A bad one is named in a line of stderr, and the one before it is taken.
+
+    Raises:
+        ValueError: `path` is a bad file, or a run folder whose checkpoints are all bad.
+    """
+    path = Path(path)
+    with refusing(path):
+        is_file = path.suffix == ".pt" or path.is_file()
+        newest_first = [path] if is_file else saved_checkpoints(path)[::-1]
+    problems = []
+    for candidate in newest_first:
+        try:
+            load_checkpoint(candidate)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        for problem in problems:
+            say(f"{problem}: using {candidate.name}")
+        return candidate
+    if problems:
+        raise ValueError(brief("no checkpoint to resume from: " + "; ".join(problems)))
+    return None
+
+
+def checkpoint_of(path: Path | str) -> Path | None:
+    """find_checkpoint's, which this script has written.
+
+    Raises:
+        ValueError: as find_checkpoint; or another script, or none, wrote it.
+    """
+    checkpoint = find_checkpoint(path)
+    if checkpoint is None:
+        return None
+    script = Path(sys.argv[0]).stem
+    written_by, state = read_checkpoint(checkpoint)
+    if written_by != script:
+        raise ValueError(brief(f"--resume: {checkpoint} was written by {written_by}.py, not by {script}.py"))
+    wrong = [name for name, kind in STATE.items() if not isinstance(state.get(name), kind)]
+    if wrong:
+        raise ValueError(brief(f"--resume: {checkpoint} is no run's: `{wrong[0]}` is missing or of another type"))
+    if state["step"] < 0 or "default" not in state["policies"] or not state["rng"]:
+        raise ValueError(brief(f"--resume: {checkpoint} is no run's: a step, a policy or random states are missing"))
+    return checkpoint
+
+
 def saved_options(resume: str) -> dict:
     """{name: value} of the options of the run that wrote the checkpoint of --resume, a file or a run folder.
+
+    As they would be given today (`options_today`).
 
     Raises:
         ValueError: there is no good checkpoint, or it is of another script.
     """
-    checkpoint = of_this_script(find_checkpoint(resume))
+    checkpoint = checkpoint_of(resume)
     if checkpoint is None:
         raise ValueError(brief(f"--resume {resume}: no checkpoint there"))
-    return load_checkpoint(checkpoint)["args"]
+    return options_today(load_checkpoint(checkpoint))
 
 
+# ---- guidance scales of 0.1.0, where Z-Image's g acted like g + 1 of today -------------------------------------------
+def options_today(record: dict[str, Any]) -> dict[str, Any]:
+    """{name: value} of a record's options, with guidance scales that mean today what they meant to the run.
+
+    Raises:
+        ValueError: the record is of 0.1.0, and its model is not there any more.
+    """
+    options = dict(record["args"])
+    if "format" in record or "model" not in options:
+        return options
+    for name in SCALES:
+        scale = options.get(name)
+        if scale and scale > 1:
+            options[name] = scale + family_class(options["model"]).old_guidance_offset
+    return options
+
+
+def resumed_guidance(checkpoint: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """{name: scale} of the given guidance scales that must change for the run to resume as it was.
+
+    A scale that equals the checkpoint's is from the command of that time. Any other scale is new, and is kept.
+    """
+    record = load_checkpoint(checkpoint)
+    today = options_today(record)
+    changed = {}
+    for name in SCALES:
+        before = record["args"].get(name)
+        if before != today.get(name) and options.get(name) == before:
+            changed[name] = today[name]
+            advice = f"this run takes {today[name]:g}, pass that from now on"
+            say(f"{checkpoint} is of 0.1.0, where --{name} {before:g} acted like {today[name]:g}: {advice}")
+    return changed
+
+
+# ---- what the earlier run left ---------------------------------------------------------------------------------------
 def rewind(run: Path | str, step: int) -> None:
     """Cut a run's folder back to the moment when it had just saved `step`: later checkpoints and metrics go. On rank 0.
 
@@ -129,3 +222,34 @@ def restore_rng_states(states: dict) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+# ---- the policies ----------------------------------------------------------------------------------------------------
+def check_same_tensors(name: str, own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+    """Raises NothingBegun, naming a tensor of policy `name` that only one side has, or that has another shape."""
+    differing = own.keys() ^ saved.keys()  # in one of them only
+    differing |= {key for key in own.keys() & saved.keys() if own[key].shape != saved[key].shape}
+    if differing:
+        raise NothingBegun(
+            f"the checkpoint's policy {name} is not this run's: {min(differing)} is in one of them only, or of "
+            "another shape; were --lora_rank, --lora_target_modules or --model changed?"
+        )
+
+
+@torch.no_grad()
+def load_policy_tensors(model: Family, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Copy whole tensors into policy `name`; every rank is given all of them, and keeps its shards.
+
+    Raises:
+        NothingBegun: as check_same_tensors.
+    """
+    targets = local_tensors(model, name)
+    check_same_tensors(name, targets, tensors)
+    for key, target in targets.items():
+        value = tensors[key].to(target.dtype)
+        if isinstance(target, DTensor):
+            mesh = target.device_mesh
+            value = value.to(mesh.device_type)
+            # src_data_rank None: every rank cuts its shard from its own copy, and none is sent
+            value = distribute_tensor(value, mesh, target.placements, src_data_rank=None)
+        target.copy_(value)

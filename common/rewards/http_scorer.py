@@ -23,6 +23,7 @@ A request is POSTed to URL/score:
     history           one turn: the prompt, and the image as a PNG in base64
     required_rewards  HTTP_SCORER_REWARD without METRIC
     metadata          the other fields of the prompt's record, which JSON must be able to hold
+    sources_b64       of an edit alone: its record's pictures "image", as PNGs in base64; a "mask" is not sent
 
 The answer has one entry for each request, in the same order:
 
@@ -77,7 +78,10 @@ def ask_for(settings: Settings, batch: list[tuple[Image, str, dict]]) -> list[fl
     requests = []
     for image, prompt, data in batch:
         turn = {"text": prompt, "image_b64": png_base64(image)}
-        requests.append({"history": [turn], "required_rewards": [settings.reward], "metadata": data})
+        request = {"history": [turn], "required_rewards": [settings.reward], "metadata": sent_fields(data)}
+        if "image" in data:
+            request["sources_b64"] = [png_base64(source) for source in data["image"]]
+        requests.append(request)
     answer = ask(settings.server, "/score", {"requests": requests})
     url = f"{settings.server.url}/score"
     columns = []
@@ -130,9 +134,15 @@ def load() -> None:
         raise ValueError(f"HTTP_SCORER_REWARD={settings.reward}: not at the server, which has {', '.join(names)}")
 
 
+def sent_fields(metadata: dict) -> dict:
+    """A record's metadata but for the pictures of an edit, "image" and "mask"."""
+    pictures = ("image", "mask") if "image" in metadata else ()
+    return {column: value for column, value in metadata.items() if column not in pictures}
+
+
 def check_metadata(metadata: dict) -> None:
     """Raise ValueError, which names the column, for a value that JSON cannot hold: bytes, a date, a Decimal."""
-    for column, value in metadata.items():
+    for column, value in sent_fields(metadata).items():
         try:
             json.dumps(value)
         except TypeError as error:

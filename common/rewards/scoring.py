@@ -46,7 +46,7 @@ import torch
 NO_REWARDS = {"__init__", "eval_by", "json_http", "made_pairs", "pair_files", "pairs", "scoring", "stop_rules"}
 NO_REWARDS |= {"trial", "user_code", "watch"}
 TOTAL = "weighted_total"  # logged for an evaluation beside each reward
-RECORDED = {"file", "prompt", "seed", "details", "advantage"}  # in samples.jsonl, beside the rewards
+RECORDED = {"file", "prompt", "seed", "image", "details", "advantage"}  # in samples.jsonl, beside the rewards
 LOGGED = ("mean", "stderr", "failed")  # of each reward, which no detail may be called
 Reward = Callable[[Images, list[str], list[dict]], Sequence[float | dict | Exception]]
 Details = dict[str, dict[str, float | str]]  # of an image: what a reward said beside its score, by reward
@@ -225,7 +225,7 @@ def score_images(
         try:
             # copies, so that no reward sees what another one did to them
             copies = copy.deepcopy(images)
-            returned = function(copies, list(prompt_set.prompts), copy.deepcopy(prompt_set.metadata))
+            returned = function(copies, list(prompt_set.prompts), prompt_set.for_rewards())
         except (Exception, SystemExit) as error:  # sys.exit(0) would otherwise end the run as a success
             from common.rewards.user_code import describe, own_folder
 
@@ -368,13 +368,14 @@ def sample_records(
 ) -> list[dict]:
     """The records of B images, {"prompt": ..., "seed": ..., "<reward>": score ..., "details": {"<reward>": ...}}.
 
-    A score is None where the reward failed; details are there where a reward gave some.
+    A score is None where the reward failed; details, and "image" of an edit, are there where there are some.
     """
     names = list(names)
     records = []
-    for prompt, seed, row in zip(prompts.prompts, seeds, scores.tolist(), strict=True):
+    for prompt, metadata, seed, row in zip(prompts.prompts, prompts.metadata, seeds, scores.tolist(), strict=True):
         by_name = {name: None if math.isnan(score) else score for name, score in zip(names, row, strict=True)}
-        records.append({"prompt": prompt, "seed": seed, **by_name})
+        sources = {"image": metadata["image"]} if "image" in metadata else {}
+        records.append({"prompt": prompt, "seed": seed, **sources, **by_name})
     for record, detail in zip(records, details, strict=False):  # () where none are known
         if detail:
             record["details"] = detail

@@ -9,7 +9,8 @@ environment variables, the same for all ranks; defaults stand at the end of the 
 
     VLM_JUDGE_URL          address of the API, with its /v1
     VLM_JUDGE_MODEL        name of the model there
-    VLM_JUDGE_PROMPT       file with the question, where {prompt} stands for the image's prompt; vlm_judge.txt, here
+    VLM_JUDGE_PROMPT       file with the question, where {prompt} stands for the image's prompt; vlm_judge.txt, here, or
+                           vlm_judge_edit.txt of an edit, whose source is shown before it
     VLM_JUDGE_RANGE        least and highest score that the question allows; 0,10
     VLM_JUDGE_MAX_TOKENS   length of the longest answer; 512
     VLM_JUDGE_CONCURRENCY  a rank's questions under way at once; 16
@@ -44,14 +45,17 @@ from common.rewards.json_http import (
 from PIL.Image import Image
 
 QUESTION = Path(__file__).with_name("vlm_judge.txt")
+QUESTION_OF_EDITS = Path(__file__).with_name("vlm_judge_edit.txt")
 NUMBER = r"[+-]?\d+(?:\.\d+)?"
 SCORE = re.compile(rf"\s*({NUMBER})\s*(?:/\s*({NUMBER})\s*)?\.?\s*")  # 7 or 7/10, perhaps a full stop
+PART = re.compile(rf"^\s*(instruction|preservation):\s*({NUMBER})\s*\.?\s*$", re.MULTILINE)  # of a score, on a line
 
 
 class Settings(NamedTuple):
     server: Server
     model: str
     question: str  # contains {prompt}
+    question_of_edits: str
     least: float
     highest: float
     max_tokens: int
@@ -62,19 +66,32 @@ def vlm_judge(images: list[Image], prompts: list[str], metadata: list[dict]) -> 
 
     The judge is asked at temperature 0. An image fails if its answer has no score or is cut short, or if the server
     refuses this request. A server that is gone, or that does not speak the protocol, ends the run.
+
+    Where a record has "image", the judge sees these pictures before their edit. Lines "Instruction: N" and
+    "Preservation: N" of an answer become details beside the score, in [0, 1] as well.
     """
     settings = read_settings()
-    pairs = list(zip(images, prompts, strict=True))
-    return in_threads(lambda pair: judge(settings, *pair), pairs, settings.server.concurrency)
+    shown = [
+        (image, prompt, record.get("image", []))
+        for image, prompt, record in zip(images, prompts, metadata, strict=True)
+    ]
+    return in_threads(lambda one: judge(settings, *one), shown, settings.server.concurrency)
 
 
-def judge(settings: Settings, image: Image, prompt: str) -> dict | Exception:
-    """The score of one image and the judge's `answer`; or the ValueError or RefusedRequest that says why not."""
-    image_part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_base64(image)}"}}
-    question = {"type": "text", "text": settings.question.replace("{prompt}", prompt)}
+def judge(settings: Settings, image: Image, prompt: str, sources: list[Image]) -> dict | Exception:
+    """The score of one image and the judge's `answer`; or the ValueError or RefusedRequest that says why not.
+
+    sources: what it is an edit of; [] where it is none.
+    """
+    content: list[dict] = []
+    for picture in (*sources, image):
+        url = f"data:image/png;base64,{png_base64(picture)}"
+        content.append({"type": "image_url", "image_url": {"url": url}})
+    question = settings.question_of_edits if sources else settings.question
+    content.append({"type": "text", "text": question.replace("{prompt}", prompt)})
     payload = {
         "model": settings.model,
-        "messages": [{"role": "user", "content": [image_part, question]}],
+        "messages": [{"role": "user", "content": content}],
         "temperature": 0,
         "max_tokens": settings.max_tokens,
     }
@@ -91,7 +108,8 @@ def judge(settings: Settings, image: Image, prompt: str) -> dict | Exception:
     try:
         if is_cut:  # the last number may be half of a number
             raise ValueError(f"an answer cut at VLM_JUDGE_MAX_TOKENS {settings.max_tokens}: {str(text)[-200:]!r}")
-        return {"score": read_score(text or "", settings.least, settings.highest), "answer": text}
+        score = read_score(text or "", settings.least, settings.highest)
+        return {"score": score, **read_parts(text, settings.least, settings.highest), "answer": text}
     except ValueError as error:
         return error
 
@@ -115,14 +133,33 @@ def read_score(text: str, least: float, highest: float) -> float:
     return (score - least) / (highest - least)
 
 
+def read_parts(text: str, least: float, highest: float) -> dict[str, float]:
+    """{"instruction": ..., "preservation": ...}: the numbers of such lines of an answer, as far as it has them.
+
+    Mapped as the score is.
+
+    Raises:
+        ValueError: one is outside of the range.
+    """
+    parts = {}
+    for name, number in PART.findall(text.replace("*", "").lower()):
+        value = float(number)
+        if not least <= value <= highest:
+            raise ValueError(f"an answer whose {name} is not in {least:g} to {highest:g}: {text[-200:]!r}")
+        parts[name] = (value - least) / (highest - least)
+    return parts
+
+
 @functools.cache
 def read_settings() -> Settings:
     """The Settings in the environment; raises ValueError, which names the variable that is missing or wrong."""
-    path = Path(os.environ.get("VLM_JUDGE_PROMPT", "").strip() or QUESTION)
-    with refusing(f"VLM_JUDGE_PROMPT={path}"):
-        question = path.read_text(encoding="utf-8")
-        if "{prompt}" not in question:
-            raise ValueError("the question must contain {prompt}, for which we put the image's prompt")
+    given = os.environ.get("VLM_JUDGE_PROMPT", "").strip()
+    questions = []
+    for path in (Path(given), Path(given)) if given else (QUESTION, QUESTION_OF_EDITS):
+        with refusing(f"VLM_JUDGE_PROMPT={path}"):
+            questions.append(path.read_text(encoding="utf-8"))
+            if "{prompt}" not in questions[-1]:
+                raise ValueError("the question must contain {prompt}, for which we put the image's prompt")
     score_range = os.environ.get("VLM_JUDGE_RANGE", "").strip() or "0,10"
     try:
         least, highest = (float(number) for number in score_range.split(","))
@@ -133,7 +170,8 @@ def read_settings() -> Settings:
     return Settings(
         server=read_server("VLM_JUDGE", "http://127.0.0.1:8000/v1", concurrency=16),
         model=text_setting("VLM_JUDGE_MODEL", "Qwen/Qwen2.5-VL-7B-Instruct"),
-        question=question,
+        question=questions[0],
+        question_of_edits=questions[1],
         least=least,
         highest=highest,
         max_tokens=number_setting("VLM_JUDGE_MAX_TOKENS", 512, 1),

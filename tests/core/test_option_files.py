@@ -116,6 +116,7 @@ def test_a_resumed_run_has_the_checkpoints_options_unless_they_are_given(here, m
     ranks = [1]
     options = "common.monitor.option_files"
     monkeypatch.setattr(f"{options}.find_checkpoint", lambda folder: folder)
+    monkeypatch.setattr("common.monitor.resuming.load_checkpoint", lambda path: {"args": saved, "format": 2})
     monkeypatch.setattr(f"{options}.load_checkpoint", lambda path: {"rng": [{}] * ranks[0]})
     assert parse("--name", "mine", "--resume", "latest").num_steps == flow_grpo.Args.num_steps  # nothing is saved yet
     (here / "runs" / "mine" / "checkpoints" / "step_000005.pt").touch()

@@ -44,7 +44,7 @@ OUTSIDE_AND_INSIDE = {  # of each bound that an option can have
     "a finite number": ([], [-1]),
 }
 OPTIONS_BY_BOUND = {
-    "at least 0": """max_minutes profile_steps profile_rank shard_ranks cpu_threads save_every lora_rank
+    "at least 0": """max_minutes shard_ranks cpu_threads save_every lora_rank
         lr_warmup_steps save_rollouts weight_decay max_prompts engine_devices sde_window_size kl_coef num_steps
         learning_rate micro_batch_size""",
     "at least 1": """keep_checkpoints image_size num_frames max_sequence_length lora_alpha eval_every
@@ -246,14 +246,14 @@ class Started(Exception):
 
 def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
     args = flow_grpo.Args(
-        rollout_batch_size=5, engine_timeout_s=7, engine_sleep=True, dtype="bfloat16", model="a/model"
+        rollout_batch_size=5, engine_timeout_s=7, engine_with=("sleep",), dtype="bfloat16", model="a/model"
     )
     cpu = torch.device("cpu")
     with monkeypatch.context() as patch:
         patch.setattr(client, "VLLMEngine", lambda *positional, **named: (positional, named))
         engine, named = flow_grpo.start_engine(args, tmp_path, cpu)
     assert engine == ("a/model", "bfloat16", 5, tmp_path / "engine_rank0.log")
-    assert named == {"timeout_s": 7, "gpus": (None,), "sleeps": True}
+    assert named == {"timeout_s": 7, "gpus": (None,), "engine_with": ("sleep",), "attention": "native"}
 
     def start(*environment):
         raise Started(*environment)
@@ -261,7 +261,7 @@ def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "engine_environment", start)
     with pytest.raises(Started) as started:
         flow_grpo.start_engine(args, tmp_path, cpu)
-    assert started.value.args == ("a/model", (None,), torch.get_num_threads())
+    assert started.value.args == ("a/model", (None,), torch.get_num_threads(), False)
 
 
 @pytest.mark.parametrize("script", ["flow_grpo", "grpo_guard", "mix_grpo"])

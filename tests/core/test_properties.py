@@ -21,11 +21,11 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
-from common.checkpoints import find_checkpoint, load_checkpoint, open_run, save_checkpoint
+from common.checkpoints import load_checkpoint, open_run, save_checkpoint
 from common.data import read_prompts
 from common.errors import RunError
 from common.models.adapter_files import read_lora
-from common.monitor.resuming import rewind
+from common.monitor.resuming import find_checkpoint, rewind
 from common.options import parse_args
 from common.rewards.pair_files import read_pairs
 from common.rewards.scoring import load_rewards

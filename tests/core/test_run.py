@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from common.distributed import gather, gather_objects, gather_objects_on_rank_0
 from common.errors import NothingBegun, RunError
 from common.models import needs
 from common.models.adapter_files import read_lora
+from common.models.family import Family
+from common.monitor.profiling import profiled_step, traced_steps
 from common.monitor.ranks import over_ranks
 from common.rewards.scoring import Scorer, load_rewards
 from common.run import Inputs, Run, create_run_folder
@@ -35,7 +38,7 @@ BUILT_IN = {"reward": ("ocr",), "eval_reward": ()}
 # ---- what a GPU has room for -----------------------------------------------------------------------------------------
 @pytest.mark.fast
 def test_without_a_gpu_options_stay_and_a_micro_batch_of_0_is_refused():
-    inputs = Inputs(None, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=None)
+    inputs = Inputs(Family, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=None)
     assert inputs.settle(BUILT_IN | {"shard_ranks": 0, "micro_batch_size": 4}) == {}
     with pytest.raises(RunError, match=r"^--micro_batch_size 0: takes what fits on a GPU, and this machine has none"):
         inputs.settle(BUILT_IN | {"shard_ranks": 0, "micro_batch_size": 0})
@@ -59,7 +62,7 @@ def test_a_resumed_run_names_the_micro_batch_that_was_chosen_for_it(tmp_path, mo
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "args.json").write_text(json.dumps({"args": {"micro_batch_size": 16}}))
     checkpoint = tmp_path / "checkpoints" / "step_000001.pt"
-    inputs = Inputs(None, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=checkpoint)
+    inputs = Inputs(Family, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=checkpoint)
     options = {"model": "m", "dtype": "float32", "shard_ranks": 0}
     assert inputs.settle(BUILT_IN | options | {"micro_batch_size": 0})["micro_batch_size"] == 16
     assert inputs.settle(BUILT_IN | options | {"micro_batch_size": 8})["micro_batch_size"] == 8
@@ -281,7 +284,7 @@ def test_the_other_ranks_write_nothing(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("common.run.gather_objects", lambda ours: [ours, ours])
     monkeypatch.setattr("common.run.limit_collectives", lambda minutes: None)
     create_run_folder(tmp_path / "run", OPTIONS, __file__)
-    profiled = {"profile_steps": (1,), "profile_rank": 0}
+    profiled = {"profile_steps": ("1",)}
     run = Run(tmp_path, profiled, track=True, num_images=4, num_steps=2)
     run.say("of rank 0")
     for step in (1, 2):
@@ -294,12 +297,30 @@ def test_the_other_ranks_write_nothing(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_trace_is_of_the_rank_that_was_named():
+    assert traced_steps(["4", "6:2", "11:0"], num_ranks=3) == {4: 0, 6: 2, 11: 0}
+    for wrong in ("6:3", "6:", ":1", "six", "-1", "1.0", ""):
+        line = f"--profile_steps {wrong}: must be STEP or STEP:RANK, with a rank below 3, the number of ranks"
+        with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+            traced_steps([wrong], num_ranks=3)
+
+
+def test_a_rank_that_is_not_named_leaves_no_trace(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.monitor.profiling.FSDPModule", torch.nn.Linear)
+    for rank in (0, 1):
+        ranks = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda rank=rank: rank, get_world_size=lambda: 2)
+        monkeypatch.setattr("common.monitor.profiling.dist", ranks)
+        with profiled_step(tmp_path, 4, ["4:1"]):
+            torch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()
+        assert [path.name for path in tmp_path.iterdir()] == ["trace_0004.json"][:rank]
+
+
 @pytest.mark.parametrize("num_passes", [1, 2, 3])
 def test_profile_steps_are_traced_alone_and_two_passes_of_each(tmp_path, monkeypatch, num_passes):
     """A pass without gradient, one of another module, and what follows the second pass are not traced."""
     monkeypatch.setattr("common.monitor.profiling.FSDPModule", torch.nn.Linear)
     model = torch.nn.Linear(2, 2)
-    run = Run(tmp_path, {"profile_steps": (4, 6), "profile_rank": 0}, num_steps=7)
+    run = Run(tmp_path, {"profile_steps": ("4", "6")}, num_steps=7)
     for step in range(3, 7):
         run.begin_step(step)
         with torch.no_grad():

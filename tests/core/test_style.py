@@ -56,6 +56,7 @@ OURS = {
         "family",
         "flux",
         "flux2_klein",
+        "krea2",
         "lora",
         "memory",
         "prompt_cache",

@@ -576,21 +576,28 @@ class OneAtATime(Mapping):
 
 
 def test_full_weights_are_gathered_one_at_a_time_and_go_in_buckets(full_engine, monkeypatch):
+    """All buckets lie in the same memory, one after another."""
     tensors = OneAtATime(with_noise(embedded_model()))
     monkeypatch.setattr(client, "BUCKET_BYTES", 1e6)
-    sizes = []
-    memory = messages.Memory
+    memories, buckets = [], []
+    memory, ask = messages.Memory, full_engine._ask
 
     def recorded(num_bytes):
-        sizes.append(num_bytes)
+        memories.append(num_bytes)
         return memory(num_bytes)
 
+    def asking(operation, bucket, memory=None):
+        buckets.append(sum(-(-tensor.nbytes // 64) * 64 for tensor in bucket.values()))
+        return ask(operation, bucket, memory=memory)
+
     monkeypatch.setattr(messages, "Memory", recorded)
+    monkeypatch.setattr(full_engine, "_ask", asking)
     full_engine.push(tensors, None)
     assert tensors.gathered == list(tensors)  # each once, in order
     largest = max(4 * tensors.numel(name) for name in tensors)
-    assert len(sizes) > 5 and max(sizes) <= max(1e6, largest + 64)
-    assert sum(sizes) == sum(-(-4 * tensors.numel(name) // 64) * 64 for name in tensors)
+    assert len(buckets) > 5 and max(buckets) <= max(1e6, largest + 64)
+    assert memories == [max(buckets)]
+    assert sum(buckets) == sum(-(-4 * tensors.numel(name) // 64) * 64 for name in tensors)
 
 
 def test_a_weight_that_is_stale_in_one_element_is_an_error(full_engine, monkeypatch):
@@ -632,8 +639,8 @@ def test_bf16_engine_takes_the_trainers_weights(tmp_path):
 def test_an_engine_that_sleeps_is_woken_before_it_is_asked(tmp_path, capfd, monkeypatch):
     """Its weights leave the GPU after each rollout and push, so that the trainer's text encoders find room there. A
     CPU's worker refuses to sample asleep, as a GPU's would."""
-    engine = start(tmp_path, sleeps=True)
-    told = "--engine_sleep: on a CPU the engine has no GPU memory to give back"
+    engine = start(tmp_path, engine_with=["sleep"])
+    told = "--engine_with sleep: on a CPU the engine has no GPU memory to give back"
     assert capfd.readouterr().err.count(told) == 1
     model, args, config = policy_without_fsdp()
     request = request_for(model, args, (0,), range(5))
@@ -667,6 +674,18 @@ def test_the_engine_computes_attention_by_torchs_sdpa(engine):
     engine.wait_ready()
     resolved = [line for line in engine.log_file.read_text().splitlines() if "Resolved diffusion attention" in line]
     assert resolved and all("backend 'SDPA'" in line and "attention_config.default" in line for line in resolved)
+
+
+def test_an_engine_of_compiled_blocks_samples_the_trainers_policy(tmp_path):
+    """Before a push and after it: the LoRA's layers come into blocks that were compiled without them."""
+    engine = start(tmp_path, timeout_s=600.0, engine_with=["compile"])
+    model, args, config = policy_without_fsdp()
+    base, _, _ = policy_without_fsdp(trained=False)
+    assert_parity(engine, base, args, request_for(base, args), lora=False)
+    engine.push(tensors_on_rank_0(model)[0], config)
+    assert_parity(engine, model, args, request_for(model, args), lora=True)
+    assert "Regional compilation applied" in engine.log_file.read_text()
+    engine.close()
 
 
 def test_a_failing_call_brings_its_traceback_and_the_engine_lives_on(engine):

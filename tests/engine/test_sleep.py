@@ -1,4 +1,4 @@
-"""--engine_sleep: what is in the pool that sleep empties, and when the engine sleeps."""
+"""--engine_with sleep: what is in the pool that sleep empties, and when the engine sleeps."""
 
 import json
 import subprocess
@@ -17,8 +17,8 @@ import torch
 
 @pytest.mark.parametrize("name", ["stable_diffusion_3", "flux"])  # text encoders of transformers, and vLLM-Omni's own
 def test_the_pool_that_sleeps_holds_the_transformer_and_the_vae_alone(name, tmp_path):
-    """The two facts of vLLM-Omni on which --engine_sleep rests: what it allocates inside of the pool's context, and
-    that nothing of that is freed later, when the pool would keep it and every sleep would move it."""
+    """--engine_with sleep rests on two facts of vLLM-Omni: what it allocates inside of the pool's context, and that
+    nothing of it is freed later, when the pool would keep it and every sleep would move it."""
     model = str(make_checkpoint(name, tmp_path))
     output = tmp_path / "pool.json"
     done = subprocess.run(

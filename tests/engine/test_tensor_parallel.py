@@ -9,6 +9,7 @@ from common.engine import launch, messages
 from common.engine.client import EngineError, VLLMEngine
 from common.models.cpu import is_amd
 from common.models.family import family_class, load_model
+from common.models.krea2 import Krea2
 from common.policy import add_policies, tensors_on_rank_0
 from tests.conftest import EMBEDDED, TINY, few_eval_prompts, policy_without_fsdp, prompt_set, run_here
 from tests.tiny_models import make_checkpoint
@@ -250,6 +251,13 @@ def test_heads_that_cannot_be_dealt_out_are_refused(tmp_path):
         launch.check_engine(family, str(EMBEDDED), (), 3)
     line = run_here(tmp_path, "flow_grpo.py", "--engine_tensor_parallel", 3)
     assert line == "flow_grpo.py: error: --engine_tensor_parallel 3: does not divide the model's 4 heads"
+
+
+@pytest.mark.fast
+def test_a_family_that_vllm_omni_does_not_split_is_refused():
+    line = "--engine_tensor_parallel 2: vLLM-Omni does not split Krea2, so each worker would have all of it"
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        launch.check_engine(Krea2, "a/model", (), 2)
 
 
 @pytest.mark.fast

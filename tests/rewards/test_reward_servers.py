@@ -17,9 +17,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import flow_grpo
 from common.data import PromptSet, read_prompts
 from common.errors import RunError
+from common.models.source_images import SourceImage
 from common.rewards import json_http
 from common.rewards.scoring import Scorer, load_rewards, score_images
-from common.rewards.vlm_judge import QUESTION, read_score
+from common.rewards.vlm_judge import QUESTION, QUESTION_OF_EDITS, read_parts, read_score
 from tests.conftest import ROOT, TINY, few_eval_prompts, read_metrics, run_here, without_times
 
 import numpy as np
@@ -167,6 +168,52 @@ def test_the_judge_is_shown_image_and_prompt(serve, tmp_path):
         assert headers["Authorization"] == "Bearer secret"
 
 
+def edits():
+    """Two prompts whose records have a picture, red, which `shown` would call the first."""
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16), "red").save(file, "PNG")
+    record = {"image": [SourceImage("red.png", file.getvalue())], "tag": "a"}
+    return PromptSet(["make it green", "make it blue"], [record, record])
+
+
+@fast
+def test_the_judge_sees_the_source_before_its_edit(serve):
+    def answer(path, body):
+        return good_answer("vlm_judge", path, body) if body is None else (200, completion(TWO_PARTS))
+
+    server, rewards = serve("vlm_judge", answer)
+    prompts = edits()
+    details = [{}, {}]
+    assert score_images(rewards, IMAGES[2:4], prompts, details=details).tolist() == [[0.4], [0.4]]
+    assert details[0]["vlm_judge"] == {"instruction": 0.9, "preservation": 0.4, "answer": TWO_PARTS}
+    _, body, _ = min(server.requests[-2:], key=lambda request: number(shown("vlm_judge", request[1])[1]))
+    source, edit = shown("vlm_judge", body)
+    assert source.getpixel((0, 0)) == (255, 0, 0) and number(edit) == 2
+    question = body["messages"][0]["content"][-1]["text"]
+    assert question == QUESTION_OF_EDITS.read_text().replace("{prompt}", "make it green")
+
+
+TWO_PARTS = "The sign is green, and so is the wall.\n**Instruction:** 9\nPreservation: 4.\nScore: 4"
+
+
+@fast
+def test_a_part_of_a_score_outside_of_the_range_is_no_score():
+    assert read_parts("Score: 4", 0, 10) == {}
+    assert read_parts(TWO_PARTS, -1, 9) == {"instruction": 1, "preservation": 0.5}
+    with pytest.raises(ValueError, match="^an answer whose preservation is not in 0 to 10: "):
+        read_parts("Preservation: 11\nScore: 4", 0, 10)
+
+
+@fast
+def test_the_scorer_is_sent_the_sources(serve):
+    server, rewards = serve("http_scorer")
+    score_images(rewards, IMAGES[:2], edits())
+    first, _ = server.requests[-1][1]["requests"]
+    (source,) = first["sources_b64"]
+    assert Image.open(io.BytesIO(base64.b64decode(source))).getpixel((0, 0)) == (255, 0, 0)
+    assert first["metadata"] == {"tag": "a"}
+
+
 @fast
 def test_the_scorer_is_sent_the_fields_of_its_protocol(serve):
     server, rewards = serve("http_scorer", BATCH_SIZE=3, CONCURRENCY=1)
@@ -180,6 +227,17 @@ def test_the_scorer_is_sent_the_fields_of_its_protocol(serve):
         assert [turn["text"] for turn in request["history"]] == [f"prompt {i}"]
     assert [number(image) for body in bodies for image in shown("http_scorer", body)] == [0, 1, 2, 3]
     assert "Authorization" not in server.requests[0][2]
+
+
+@fast
+def test_the_scorer_is_not_sent_the_pictures_that_a_model_edits(serve, tmp_path):
+    server, rewards = serve("http_scorer")
+    IMAGES[0].resize((16, 16)).save(tmp_path / "source.png")
+    path = tmp_path / "edits.jsonl"
+    path.write_text('{"prompt": "make it red", "image": "source.png", "mask": "source.png", "n": 7}\n')
+    score_images(rewards, IMAGES[:1], read_prompts(path, rewards))
+    ((_, body, _),) = server.requests
+    assert body["requests"][0]["metadata"] == {"n": 7}
 
 
 @fast

@@ -7,11 +7,11 @@ import pickle
 import sys
 import textwrap
 
-from common.checkpoints import find_checkpoint, open_run
+from common.checkpoints import open_run
 from common.data import PromptSet, read_prompts
 from common.errors import LONGEST, RunError, brief
 from common.models.adapter_files import read_lora
-from common.monitor.resuming import rewind
+from common.monitor.resuming import find_checkpoint, rewind
 from common.rewards.pair_files import read_pairs
 from common.rewards.pairs import is_encoded, open_image
 from common.rewards.scoring import load_rewards, score_images

@@ -187,6 +187,15 @@ def test_flux1s_single_blocks_of_the_published_width_come_back_from_kohyas_names
     assert len(wanted) == 5
 
 
+def test_a_family_without_comfyuis_names_is_refused(tmp_path):
+    model = str(make_checkpoint("krea2", tmp_path / "krea2"))
+    pairs = matrices(model, list(linear_shapes(model))[:1])
+    with pytest.raises(ValueError, match="^--to comfyui has no names for Krea2, only for StableDiffusion3, Flux, "):
+        lora.convert(pairs, "comfyui", "Krea2", linear_shapes(model))
+    with pytest.raises(ValueError, match="^--to kohya has no names for Krea2, only for StableDiffusion3, Flux, "):
+        lora.convert(pairs, "kohya", "Krea2", linear_shapes(model))
+
+
 def test_a_family_without_kohyas_names_is_refused(tmp_path):
     model = str(make_checkpoint("flux2_klein", tmp_path / "klein"))
     pairs = matrices(model, ["transformer_blocks.0.attn.to_q"])

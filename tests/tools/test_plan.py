@@ -68,7 +68,7 @@ def test_parameters_of_published_parts(published):
         billions = sum(count for _, _, count in text_encoders.values())
         assert blueprint.text_encoder_bytes / 2e9 == pytest.approx(billions, abs=0.1), family
         assert blueprint.num_weights / 1e9 == pytest.approx(PUBLISHED[names[family]][3], abs=0.05), family
-        tokens = blueprint.conditioning_shapes(256)["prompt_embeds"][0]
+        tokens = blueprint.conditioning_shapes(256, (512, 512))["prompt_embeds"][0]
         assert tokens == (333 if family == "stable_diffusion_3" else 256)
 
 
@@ -92,7 +92,8 @@ def test_activations_are_those_of_real_tensors():
 
     def velocity():
         timesteps, _, shape = model.schedule(2, 32, 96)
-        conditioning = {name: torch.zeros(1, *shape) for name, shape in blueprint.conditioning_shapes(16).items()}
+        shapes = blueprint.conditioning_shapes(16, (32, 96))
+        conditioning = {name: torch.zeros(1, *shape) for name, shape in shapes.items()}
         return model.predict_velocity(torch.zeros(1, *shape), timesteps[0], conditioning)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -277,6 +278,18 @@ def test_the_line_of_what_does_not_fit_names_its_largest_part():
 
 
 @pytest.mark.fast
+def test_small_plans_are_printed_in_small_units():
+    weights = needs.Part("weights", 9.2e6, ("update",), "device", "")
+    whole = plan.Memory("a table", "a GPU", [weights, weights._replace(num_bytes=1e9)], 80)
+    table = plan.memory_table(whole)
+    assert table[0].startswith("MB of a table ") and table[1].split() == ["weights", "9.2"]
+    assert table[-1].split() == ["all", "0.0", "0.0", "0.0", "1009.2", "0.0"]
+    large = plan.memory_table(whole._replace(parts=[weights._replace(num_bytes=12.344e9)]))
+    assert large[0].startswith("GB of a table ") and large[1].split() == ["weights", "12.34"]
+    assert [plan.size(num_bytes) for num_bytes in (4.4e5, 9.9e7, 1e8)] == ["0.4 MB", "99.0 MB", "0.10 GB"]
+
+
+@pytest.mark.fast
 def test_the_sum_of_a_nodes_memory_is_held_against_this_machine(monkeypatch):
     """On a CPU it is the limit, to the last byte. A plan for GPUs may be made elsewhere, so there it is said."""
     monkeypatch.setattr(plan.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 64_000_000}[name])
@@ -387,9 +400,9 @@ def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capsys):
     assert lines[1] == "not counted: whatever mine.py:mine loads"
     assert lines[2] == "a copy of the transformer for each rank; micro-batches of 16"
     # a LoRA of rank 16 on 62 matrices, its moments; nothing is cached
-    assert re.fullmatch(r"disk: checkpoints 2 x 0\.0\d GB, adapter/ and best_adapter/ 0\.0\d GB", lines[3])
-    assert lines[4].startswith("GB of each of 4 GPUs, h100-80") and lines[-1].startswith("peak ")
-    for words in ("  activations of 16 images ", "GB of a node's memory, 2 ranks"):
+    assert re.fullmatch(r"disk: checkpoints 2 x \d\.\d MB, adapter/ and best_adapter/ \d\.\d MB", lines[3])
+    assert lines[4].startswith("MB of each of 4 GPUs, h100-80") and lines[-1].startswith("peak ")
+    for words in ("  activations of 16 images ", "MB of a node's memory, 2 ranks"):
         assert any(line.startswith(words) for line in lines), words
     assert not any("engine" in line for line in lines)
     assert fork("--rollout", "local", "--ranks", 4, "--ranks_per_node", 2, "--shard_ranks", 2) is None
@@ -404,11 +417,11 @@ def test_the_disk_of_a_full_model_and_of_a_cache_by_hand():
     blueprint = blueprint_of(EMBEDDED, 0, torch.bfloat16)
     w = replace(SMALL, policies=("trained", "average"), prompt_cache="kept", num_prompts=4, max_sequence_length=16)
     options = {"keep_checkpoints": 3, "num_steps": 2, "train_prompts": ROOT / "assets" / "train_prompts.txt"}
-    checkpoint = 4 * blueprint.num_weights * 4 / 1e9
-    adapter = 2 * blueprint.num_weights / 1e9
-    cached = 12 * blueprint.conditioning_bytes(16) / 1e9
-    expected = f"disk: checkpoints 3 x {checkpoint:.2f} GB, adapter/ and best_adapter/ {2 * adapter:.2f} GB, "
-    assert plan.disk_line(blueprint, w, options, 3) == expected + f"kept at most {cached:.2f} GB for 12 prompts"
+    checkpoint = 4 * blueprint.num_weights * 4 / 1e6
+    adapter = 2 * blueprint.num_weights / 1e6
+    cached = 12 * blueprint.conditioning_bytes(16, (32, 96)) / 1e6
+    expected = f"disk: checkpoints 3 x {checkpoint:.1f} MB, adapter/ and best_adapter/ {2 * adapter:.1f} MB, "
+    assert plan.disk_line(blueprint, w, options, 3) == expected + f"kept at most {cached:.1f} MB for 12 prompts"
     line = plan.disk_line(blueprint, w, options | {"pairs": "mine.jsonl"}, 3)
     assert line.endswith("MB for each prompt of the pairs")
 

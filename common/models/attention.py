@@ -1,0 +1,47 @@
+"""--attention: which kernel computes the transformer's attention, in the trainer and in the engine alike.
+
+Two kernels round differently. A trainer and an engine with one kernel each would begin every update with a ratio that
+is not 1, so one option sets both.
+"""
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from common.models.family import Family
+
+DIFFUSERS_NAMES = {"native": "native", "cudnn": "_native_cudnn", "flash": "flash"}
+ENGINE_NAMES = {"native": "TORCH_SDPA", "cudnn": "CUDNN_ATTN", "flash": "FLASH_ATTN"}  # vLLM-Omni's
+
+
+def check_attention(attention: str, model: str, dtype: str) -> None:
+    """Refuse a kernel that this machine or the model cannot take, before anything is loaded.
+
+    attention, model and dtype are the options of these names.
+
+    Raises:
+        ValueError: in one line that names the option and what it needs.
+    """
+    from common.models.family import family_class  # diffusers, which takes seconds to import
+
+    given = f"--attention {attention}"
+    if not torch.cuda.is_available():
+        raise ValueError(f"{given}: needs a GPU; a CPU has native alone")
+    if dtype != "bfloat16":
+        raise ValueError(f"{given}: needs --dtype bfloat16")
+    if attention == "flash" and importlib.util.find_spec("flash_attn") is None:
+        raise ValueError(f"{given}: needs the package flash-attn (pip install flash-attn)")
+    family = family_class(model)
+    if not family.has_attention_kernels:
+        raise ValueError(f"{given}: diffusers' {family.__name__} has native alone")
+
+
+def use_attention(model: "Family", attention: str) -> None:
+    """Let the transformers of all policies compute attention by that kernel. Call it before the first pass."""
+    from diffusers.utils import logging
+
+    logging.get_logger("diffusers.models.modeling_utils").setLevel(logging.ERROR)  # it warns of an experiment
+    for transformer in model.policies.values():
+        transformer.set_attention_backend(DIFFUSERS_NAMES[attention])

@@ -1,0 +1,221 @@
+"""Krea 2 (diffusers `Krea2Pipeline`): base is guided by a second pass, distilled (Turbo) takes no guidance.
+
+The pipeline counts guidance from 0, and we count it from 1 as in every family: our 5.5 is the pipeline's 4.5.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from common.models.family import (
+    Conditioning,
+    Config,
+    Family,
+    Schedule,
+    Shapes,
+    both_branches,
+    check_image,
+    on_device,
+    sigma_schedule,
+)
+from common.models.parts import check_no_guidance, decode_frames, encode_frames, latent_statistics, shifted_schedule
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKLQwenImage, Krea2Pipeline
+from PIL.Image import Image
+
+DISTILLED_MU = 1.15  # the shift of a distilled model's schedule at every size, a number of the pipeline's __call__
+
+
+class Krea2(Family):
+    """The transformer takes tokens (B, h w / 4, 4 C), each of 2 x 2 latents; they are packed in predict_velocity.
+
+    A prompt has the states of several layers of the text encoder, which the transformer joins in blocks of its own.
+    """
+
+    lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
+    is_split_by_engine = False  # vLLM-Omni's transformer has layers that every worker would hold whole
+
+    @staticmethod
+    def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
+        """Refuse sides that are no multiple of a token's, videos, and guidance for a distilled model."""
+        vae = AutoencoderKLQwenImage.load_config(model, subfolder="vae")
+        pipeline = Krea2Pipeline.load_config(model)
+        unit = pipeline.get("patch_size", 2) * 2 ** len(vae["temperal_downsample"])  # pixels of a token's side
+        check_image(height, width, num_frames, unit)
+        if pipeline.get("is_distilled"):
+            check_no_guidance(guidance_scale)
+
+    @staticmethod
+    def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
+        """{name: shape} of one prompt's conditioning, from the transformer's config."""
+        layers = transformer["num_text_layers"]
+        return {
+            "prompt_embeds": (max_sequence_length, layers, transformer["text_hidden_dim"]),
+            "prompt_embeds_mask": (max_sequence_length,),
+        }
+
+    @torch.no_grad()
+    def encode_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+        """B prompts -> {"prompt_embeds": (B, L, layers, C), "prompt_embeds_mask": (B, L), 1 at a token}.
+
+        L is max_sequence_length for every prompt. The template's last five tokens stand at its end, behind the zeros.
+        """
+        prompt_embeds = []
+        masks = []
+        with on_device(self, "text_encoder"):
+            # thousands of prompts at once would not fit on a GPU
+            for i in range(0, len(prompts), 32):
+                embeds, mask = self.pipe.encode_prompt(
+                    prompts[i : i + 32], device=self.device, max_sequence_length=max_sequence_length
+                )
+                prompt_embeds.append(embeds)
+                masks.append(mask.long())
+        return {"prompt_embeds": torch.cat(prompt_embeds), "prompt_embeds_mask": torch.cat(masks)}
+
+    def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
+        """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
+        patch = self.pipe.patch_size
+        h = height // self.pipe.vae_scale_factor
+        w = width // self.pipe.vae_scale_factor
+        unshifted = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps).tolist()
+        if self.pipe.config.is_distilled:
+            timesteps, sigmas = sigma_schedule(self.pipe.scheduler, mu=DISTILLED_MU, sigmas=unshifted)
+        else:
+            num_tokens = (h // patch) * (w // patch)
+            timesteps, sigmas = shifted_schedule(self.pipe.scheduler, unshifted, num_tokens=num_tokens)
+        return timesteps, sigmas, (self.transformer.config.in_channels // patch**2, h, w)
+
+    def predict_velocity(
+        self,
+        latents: torch.Tensor,
+        timestep: torch.Tensor,
+        conditioning: Conditioning,
+        negative_conditioning: Conditioning | None = None,
+        guidance_scale: float = 1.0,
+    ) -> torch.Tensor:
+        """v (B, ...) in fp32. Guidance g above 1 gives v_neg + g (v_pos - v_neg), with gradient through both.
+
+        The pipeline has v_pos + s (v_pos - v_neg), which is the same for s = g - 1.
+        """
+        if guidance_scale <= 1:
+            return self._forward(latents, timestep, conditioning)
+        velocity, negative = both_branches(self._forward, latents, timestep, conditioning, negative_conditioning)
+        return negative + guidance_scale * (velocity - negative)
+
+    def _forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        prompt_embeds = conditioning["prompt_embeds"]
+        batch, channels, h, w = latents.shape
+        patch = self.pipe.patch_size
+        scale = self.pipe.vae_scale_factor
+        tokens = self.pipe._pack_latents(latents, batch, channels, h, w)
+        timestep = timestep.to(latents.device).expand(batch)
+        positions = self.pipe.prepare_position_ids(prompt_embeds.shape[1], h // patch, w // patch, latents.device)
+        velocity = self.transformer(
+            hidden_states=tokens.to(prompt_embeds.dtype),
+            encoder_hidden_states=prompt_embeds,
+            timestep=timestep / 1000,
+            position_ids=positions,
+            encoder_attention_mask=conditioning["prompt_embeds_mask"].bool(),
+            return_dict=False,
+        )[0]
+        return self.pipe._unpack_latents(velocity.float(), scale * h, scale * w)[:, :, 0]
+
+    def decode(self, latents: torch.Tensor) -> list[Image]:
+        """Latents (B, ...) -> B PIL images, as the pipeline decodes them."""
+        with on_device(self, "vae"):
+            return self.to_images(decode_frames(self.pipe, latents))
+
+    def encode_images(self, images: list[Image], height: int, width: int) -> torch.Tensor:
+        """B PIL images -> latents (B, ...), the mode of the VAE's posterior. Images of another size are resized."""
+        with on_device(self, "vae"):
+            return encode_frames(self.pipe, images, height, width)
+
+    def frozen_tensors(self) -> list[torch.Tensor]:
+        """All tensors of the VAE and the text encoder, and the VAE's scale and shift."""
+        tensors = [latent_statistics(self.pipe.vae)]
+        for module in (self.pipe.vae, self.pipe.text_encoder):
+            tensors += module.state_dict().values()
+        return tensors
+
+    @staticmethod
+    def engine_pipeline() -> type:
+        """vLLM-Omni's Krea 2 with our hooks. For the engine's process only: it imports vLLM."""
+        from common.engine.pipelines import SDERolloutMixin
+
+        class Krea2Rollout(SDERolloutMixin, output_per_image()):  # type: ignore[misc]  # a class made at run time
+            """Requests bring prompt embeddings, not prompts. The VAE is fp32, like the trainer's."""
+
+            timestep_unit = 1000  # the transformer's input is t / 1000
+
+            def __init__(self, **kwargs: Any) -> None:
+                super().__init__(**kwargs)
+                self.vae.float()
+                self.transformer.stacked_params_mapping = []  # q, k and v are layers of their own
+
+            @property
+            def do_classifier_free_guidance(self) -> bool:
+                return self._guidance_scale > 1  # ours, which counts from 1
+
+            def pack(self, latents: torch.Tensor) -> torch.Tensor:
+                return self._pack_latents(latents, *latents.shape)
+
+            def unpack(self, latents: torch.Tensor) -> torch.Tensor:
+                assert self._run is not None  # tokens come from a batch under way
+                _, h, w = self._run.latent_shape
+                scale = self.vae_scale_factor
+                return self._unpack_latents(latents, scale * h, scale * w)[:, :, 0]
+
+            def _extract_prompts(self, prompts: list) -> tuple[list[str], list[str]]:
+                """For each prompt the fields that hold its embeddings, which encode_prompt reads."""
+                return ["prompt_embeds"] * len(prompts), ["negative_prompt_embeds"] * len(prompts)
+
+            def encode_prompt(self, prompt: list[str], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+                assert self._run is not None
+                name = prompt[0]
+                embeds = torch.stack([fields[name] for fields in self._run.prompts])
+                mask = torch.stack([fields[f"{name}_mask"] for fields in self._run.prompts])
+                return embeds.to(self.device), mask.to(self.device).bool()
+
+            def predict_noise(self, **kwargs: Any) -> torch.Tensor:
+                return self.transformer(**kwargs).float()  # a tensor, where other transformers return a tuple
+
+            def diffuse(self, latents: torch.Tensor, timesteps: torch.Tensor, **given: Any) -> torch.Tensor:
+                """The native loop by our hooks. It calls the transformer and the scheduler itself."""
+                guided = self.do_classifier_free_guidance
+                for t in timesteps:
+                    inputs = inputs_of("", latents, given)
+                    negative = inputs_of("negative_", latents, given) if guided else None
+                    scale = given["guidance_scale"]
+                    v = self.predict_noise_maybe_with_cfg(guided, scale, inputs, negative, cfg_normalize=False)
+                    latents = self.scheduler_step_maybe_with_cfg(v, t, latents, guided)
+                return latents
+
+        return Krea2Rollout
+
+
+def inputs_of(prefix: str, latents: torch.Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """What the transformer takes for a branch of guidance, except for the timestep. given: `diffuse`'s arguments."""
+    return {
+        "hidden_states": latents,
+        "encoder_hidden_states": given[f"{prefix}prompt_embeds"],
+        "encoder_attention_mask": given[f"{prefix}prompt_embeds_mask"],
+        "position_ids": given["position_ids"],
+    }
+
+
+def output_per_image() -> type:
+    """vLLM-Omni's pipeline, which takes a batch of one request, for batches of several: with an output for each."""
+    from vllm_omni.diffusion.data import DiffusionOutput
+    from vllm_omni.diffusion.models.krea2.pipeline_krea2 import Krea2Pipeline as NativePipeline
+    from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
+
+    class OutputPerImage(NativePipeline):
+        def forward(self, req: DiffusionRequestBatch, *args: Any, **kwargs: Any) -> list[DiffusionOutput]:
+            params = req.sampling_params_list[0]  # equal for all
+            as_one = SimpleNamespace(prompts=req.prompts, sampling_params=params)
+            images = super().forward(as_one, *args, **kwargs).output
+            return [DiffusionOutput(output=image[None]) for image in images]
+
+    return OutputPerImage

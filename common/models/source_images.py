@@ -1,0 +1,155 @@
+"""Condition images: the pictures that a prompt's record names, for a model that edits them."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import RunError, brief, reason
+from common.process import say
+
+import numpy as np
+from PIL import Image, ImageOps
+
+if TYPE_CHECKING:
+    from common.data import PromptSet
+    from common.models.family import Family
+
+SIDES = (16, 8192)  # pixels; a larger picture would take seconds and hundreds of MB to decode
+SAME_SHAPE = 0.05  # relative: the most by which two aspect ratios differ that pass as one
+ORIENTATION = 274  # the tag of EXIF
+QUARTER_TURNS = (5, 6, 7, 8)  # its values for pictures that lie on their side
+
+
+class SourceImage:
+    """A picture of a record. Its header has been read; it is decoded where it is used, and not kept."""
+
+    def __init__(self, where: str, content: Path | bytes, field: str = "image") -> None:
+        """where: how messages and samples.jsonl name it. content: its file, or the bytes of a parquet row.
+
+        Raises:
+            ValueError: it is missing, no picture, animated, or has a side out of SIDES.
+        """
+        self.where = where
+        self.content = content
+        try:
+            with self._file() as image:
+                self.size = _upright_size(image)
+                frames = getattr(image, "n_frames", 1)
+                is_photo = image.format == "MPO"  # cameras' JPEG, with a preview or depth map behind the picture
+        except Exception as error:  # Pillow raises nearly anything over a damaged header
+            raise ValueError(f'"{field}": {where}: {reason(error)}') from error
+        if frames > 1 and not is_photo:
+            raise ValueError(f'"{field}": {where}: has {frames} frames')
+        if min(self.size) < SIDES[0] or max(self.size) > SIDES[1]:
+            size = " x ".join(map(str, self.size))
+            raise ValueError(f'"{field}": {where}: {size} pixels; sides have {SIDES[0]} to {SIDES[1]}')
+
+    def __str__(self) -> str:
+        return self.where
+
+    def _file(self) -> Image.Image:
+        return Image.open(self.content if isinstance(self.content, Path) else io.BytesIO(self.content))
+
+    def decode(self) -> Image.Image:
+        """The picture as RGB with 8 bits, turned upright as its EXIF says.
+
+        Raises:
+            RunError: it is damaged behind its header.
+        """
+        try:
+            with self._file() as image:
+                upright = ImageOps.exif_transpose(image)
+                if upright.mode.startswith("I"):  # 16 bits, which convert would clip
+                    upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+                return upright.convert("RGB")
+        except Exception as error:
+            raise RunError(brief(f"{self.where}: cannot be decoded ({reason(error)})")) from error
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    """(width, height) once the picture is turned as its EXIF says, which is read from the header."""
+    # without EXIF in its header, getexif would decode a whole PNG to look behind the pixels
+    has_exif = image.format != "PNG" or "exif" in image.info
+    orientation = image.getexif().get(ORIENTATION, 1) if has_exif else 1
+    width, height = image.size
+    return (height, width) if orientation in QUARTER_TURNS else (width, height)
+
+
+def find_pictures(record: dict, prompts: Path, where: str) -> dict[str, list[SourceImage]]:
+    """The fields "image" and "mask" of a record, as far as it has them, by `find_images`."""
+    return {name: find_images(name, record[name], prompts, where) for name in ("image", "mask") if name in record}
+
+
+def find_images(field: str, value: str | bytes | dict | list, prompts: Path, where: str) -> list[SourceImage]:
+    """The pictures of a record's field, "image" or "mask": a path relative to the prompt file, or bytes as `datasets`
+    writes them to parquet, {"bytes": ..., "path": ...}; or a list of these.
+
+    where: "file:line" or "file, row N" of the record.
+
+    Raises:
+        ValueError: a path or bytes are missing, or as SourceImage.
+    """
+    found = []
+    for i, one in enumerate(value if isinstance(value, list) else [value]):
+        content = one.get("bytes") or one.get("path") if isinstance(one, dict) else one
+        if isinstance(content, str) and content:
+            found.append(SourceImage(content, prompts.parent / content, field))
+        elif isinstance(content, bytes):
+            found.append(SourceImage(f"{where}, {field} {i}", content, field))
+        else:
+            raise ValueError(f'"{field}": must be a path, or bytes in a parquet file, or a list of these')
+    if not found:
+        raise ValueError(f'"{field}": must not be empty')
+    return found
+
+
+def show_sources(record: dict, picture: Image.Image | None) -> tuple[dict, Image.Image | None]:
+    """A sample's record with the names of its condition images; and its picture, if any, with them to its left."""
+    named = record | {"image": [str(source) for source in record["image"]]}
+    if picture is None:
+        return named, None
+    width, height = picture.size
+    beside = Image.new("RGB", (width * (len(record["image"]) + 1), height))
+    for column, source in enumerate(record["image"]):
+        beside.paste(source.decode().resize(picture.size), (column * width, 0))
+    beside.paste(picture, (beside.width - width, 0))
+    return named, beside
+
+
+def check_sources(
+    family: "type[Family]", prompt_sets: Sequence[tuple[str, "PromptSet"]], prompt_cache: str | None, edits: bool
+) -> None:
+    """Hold the records' pictures against the model: none where it takes none, and the number that it takes.
+
+    prompt_sets: with the options that named them. edits: whether the script trains models that edit.
+
+    Raises:
+        ValueError: in one line that names the option and the prompt.
+    """
+    for option, prompts in prompt_sets:
+        for prompt, record in zip(prompts.prompts, prompts.metadata, strict=True):
+            count = len(record.get("image", ()))
+            if count == family.num_sources:
+                continue
+            wanted = f"{family.__name__} takes {family.num_sources or 'none'}"
+            raise ValueError(brief(f'{option}: the record of {prompt!r} has {count or "no"} "image"; {wanted}'))
+    if family.num_sources and prompt_cache is not None:
+        raise ValueError("--prompt_cache: keeps embeddings of texts, and this model has pictures as well")
+    if family.num_sources and not edits:
+        raise ValueError(f"--model: {family.__name__} edits pictures, which this script's pairs do not have")
+
+
+def say_squeezed(option: str, prompts: "PromptSet", image_size: tuple[int, int]) -> None:
+    """Report the pictures whose aspect ratio differs from that of (height, width), to which they will be brought."""
+    height, width = image_size
+    sources = [source for record in prompts.metadata for source in record.get("image", ())]
+    squeezed = []
+    for source in sources:
+        stretch = (source.size[0] / source.size[1]) / (width / height)
+        if max(stretch, 1 / stretch) > 1 + SAME_SHAPE:
+            squeezed.append(source)
+    if squeezed:
+        first = f"{squeezed[0]} has {squeezed[0].size[0]} x {squeezed[0].size[1]}"
+        counts = f"{len(squeezed)} of {len(sources)} pictures"
+        say(f"{option}: {counts} are squeezed to {width} x {height} pixels, another shape ({first}); crop them before")

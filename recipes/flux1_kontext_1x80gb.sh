@@ -1,0 +1,17 @@
+#!/bin/bash
+# FLUX.1 Kontext by Flow-GRPO on one 80 GB GPU (H100); the trainer samples. Never run by us on a GPU.
+# Add your own --name, --train_prompts, --eval_prompts and --reward; what you add wins over what stands here. Each
+# record names the picture that is edited (docs/models.md).
+# Of Flow-Factory's example (examples/grpo/lora/flux1_kontext): size of image and picture, the LoRA's rank, steps,
+# guidance, noise, one trained step of the second to the fourth, group, two optimizer steps a rollout, advantages,
+# learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: 16 prompts (there 48), a
+# LoRA of the attention alone, 256 tokens, 28 steps in evaluation (there 20), and memory settings.
+# Memory, before you start: LAUNCH="python -m tools.plan h100-80" bash recipes/flux1_kontext_1x80gb.sh
+${LAUNCH:-torchrun --standalone} flow_grpo.py \
+    --model black-forest-labs/FLUX.1-Kontext-dev --dtype bfloat16 --image_size 384 384 --max_sequence_length 256 \
+    --rollout local --train_with activation_checkpointing \
+    --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \
+    --num_inference_steps 10 --guidance_scale 2.5 --noise_level 0.9 --sde_window_size 1 --sde_window_range 1 4 \
+    --eval_num_inference_steps 28 \
+    --num_prompts 16 --group_size 16 --scale_rewards group --updates_per_rollout 2 --micro_batch_size 8 \
+    "$@"

@@ -1,0 +1,86 @@
+"""--attention: which kernel the trainer's transformers and the engine compute attention with."""
+
+import importlib.util
+from types import SimpleNamespace
+
+from common.models import attention
+from common.models.attention import check_attention, use_attention
+from common.models.family import family_class, load_model
+from tests.conftest import EMBEDDED, TINY, run_here
+from tests.engine.test_engine import start
+from tests.tiny_models import FAMILIES, make_checkpoint
+
+import pytest
+import torch
+from diffusers.models import attention_dispatch
+from diffusers.models.attention_dispatch import AttentionBackendName
+from PIL import Image
+
+WITH_KERNELS = [name for name in FAMILIES if name != "stable_diffusion_3"]
+
+
+@pytest.fixture
+def has_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def test_a_machine_that_cannot_take_the_kernel_is_named(tmp_path):
+    line = run_here(tmp_path, "flow_grpo.py", *TINY, "--attention", "cudnn")
+    assert line == "flow_grpo.py: error: --attention cudnn: needs a GPU; a CPU has native alone"
+
+
+def test_options_that_do_not_fit_the_kernel_are_named(has_gpu, monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="^--attention cudnn: needs --dtype bfloat16$"):
+        check_attention("cudnn", EMBEDDED, "float32")
+    with pytest.raises(ValueError, match="^--attention cudnn: diffusers' StableDiffusion3 has native alone$"):
+        check_attention("cudnn", EMBEDDED, "bfloat16")
+    flux = str(make_checkpoint("flux", tmp_path))
+    check_attention("cudnn", flux, "bfloat16")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="^--attention flash: needs the package flash-attn "):
+        check_attention("flash", flux, "bfloat16")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
+    check_attention("flash", flux, "bfloat16")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_kernel_is_taken_by_every_family_that_says_so(name, tmp_path, monkeypatch):
+    """torch's plain products stand for a GPU's kernel here: they run on a CPU, and calls of them can be counted."""
+    monkeypatch.setitem(attention.DIFFUSERS_NAMES, "cudnn", "_native_math")
+    monkeypatch.setattr(
+        attention_dispatch._AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE
+    )  # use_attention sets it for the process
+    backends = attention_dispatch._AttentionBackendRegistry._backends
+    plain = backends[AttentionBackendName._NATIVE_MATH]
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setitem(backends, AttentionBackendName._NATIVE_MATH, counted)
+    folder = str(make_checkpoint(name, tmp_path))
+    family = family_class(folder)
+    model = load_model(family, folder, torch.float32, "cpu")
+    model.policies = {"default": model.transformer}
+    frames = 5 if model.encode_images is None else 1
+    timesteps, _, shape = model.schedule(2, 32, 64, frames)
+    latents = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        encoded = model.encode_prompts(["a sign"], 160)
+        if model.encode_sources:
+            encoded |= model.encode_sources([[Image.new("RGB", (64, 32), "red")]], 32, 64)
+        native = model.predict_velocity(latents, timesteps[0], encoded)
+        assert not calls
+        use_attention(model, "cudnn")
+        other = model.predict_velocity(latents, timesteps[0], encoded)
+    torch.testing.assert_close(other, native, rtol=1e-4, atol=1e-5)
+    assert bool(calls) == family.has_attention_kernels == (name in WITH_KERNELS)
+
+
+def test_the_engine_gets_the_same_kernel(tmp_path):
+    """On a CPU it has torch's alone, and says which one it was asked for."""
+    engine = start(tmp_path, attention="cudnn")
+    with pytest.raises(RuntimeError, match="attention backend CUDNN_ATTN: there is only TORCH_SDPA on a CPU"):
+        engine.wait_ready()
+    engine.close()

@@ -1,0 +1,294 @@
+"""Condition images: read by their headers, decoded where they are used, and held against the model."""
+
+import io
+import json
+import re
+
+import flow_grpo
+from common.data import PromptSet, read_prompts
+from common.errors import RunError
+from common.models.flux_kontext import FluxKontext
+from common.models.source_images import SourceImage, check_sources, find_images, say_squeezed, show_sources
+from common.models.stable_diffusion_3 import StableDiffusion3
+from common.rewards.scoring import sample_records, score_images
+from tests.conftest import ROOT, TINY, read_metrics, run_here, torchrun
+from tests.tiny_models import make_checkpoint
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+ORIENTATION = 274  # the tag of EXIF; 6: turn it a quarter clockwise
+
+
+def png(image, **options):
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return file.getvalue()
+
+
+def gradient(width=32, height=20):
+    """Red grows to the right, green downwards."""
+    pixels = np.zeros((height, width, 3), dtype=np.uint8)
+    pixels[..., 0] = np.linspace(0, 255, width)
+    pixels[..., 1] = np.linspace(0, 255, height)[:, None]
+    return Image.fromarray(pixels)
+
+
+def prompt_file(folder, *records):
+    path = folder / "edits.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_paths_are_relative_to_the_prompt_file(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    gradient().save(tmp_path / "pictures/a.png")
+    gradient(16, 16).save(tmp_path / "b.png")
+    one = {"prompt": "make it red", "image": "pictures/a.png", "box": [0, 1]}
+    two = {"prompt": "join them", "image": ["pictures/a.png", str(tmp_path / "b.png")]}
+    prompts = read_prompts(prompt_file(tmp_path, one, two))
+    assert [[str(source) for source in record["image"]] for record in prompts.metadata] == [
+        ["pictures/a.png"],
+        ["pictures/a.png", f"{tmp_path}/b.png"],
+    ]
+    sizes = [[image.size for image in images] for images in prompts.sources()]
+    assert sizes == [[(32, 20)], [(32, 20), (16, 16)]]
+    assert prompts.metadata[0]["box"] == [0, 1]
+
+
+@pytest.mark.fast
+def test_bytes_come_from_parquet_as_datasets_writes_them(tmp_path):
+    row = {"bytes": png(gradient()), "path": "a.png"}
+    table = pyarrow.table({"prompt": ["one", "two"], "image": [[row], [row, row]]})
+    pyarrow.parquet.write_table(table, tmp_path / "edits.parquet")
+    prompts = read_prompts(tmp_path / "edits.parquet")
+    assert [len(images) for images in prompts.sources()] == [1, 2]
+    assert np.array_equal(np.asarray(prompts.sources()[1][1]), np.asarray(gradient()))
+    assert str(prompts.metadata[1]["image"][1]) == f"{tmp_path}/edits.parquet, row 1, image 1"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file or directory"),
+        (b"no picture", "cannot identify image file"),
+        (png(gradient())[:20], "Truncated File Read|cannot identify image file"),
+        (png(gradient(1, 1)), "1 x 1 pixels; sides have 16 to 8192"),
+        (png(gradient(8193, 16)), "8193 x 16 pixels"),
+        (png(gradient(), save_all=True, append_images=[gradient().rotate(9)]), "has 2 frames"),
+    ],
+)
+def test_a_picture_that_cannot_be_used_is_refused_by_its_header(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "a.png").write_bytes(content)
+    path = prompt_file(tmp_path, {"prompt": "first"}, {"prompt": "make it red", "image": "a.png"})
+    with pytest.raises(ValueError, match=rf'^{path}:2: "image": a.png: ') as error:
+        read_prompts(path)
+    assert re.search(message, str(error.value)) and "\n" not in str(error.value)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("value", [7, [], "", {"path": None}, [None]])
+def test_a_field_that_names_no_picture_is_refused(tmp_path, value):
+    path = prompt_file(tmp_path, {"prompt": "make it red", "image": value})
+    with pytest.raises(ValueError, match=f'^{path}:1: "image": must '):
+        read_prompts(path)
+
+
+@pytest.mark.fast
+def test_a_picture_is_decoded_upright_and_with_8_bits(tmp_path):
+    turned = Image.Exif()
+    turned[ORIENTATION] = 6
+    deep = Image.fromarray((np.arange(32 * 20).reshape(20, 32) * 100).astype(np.uint16))
+    files = {
+        "turned.png": png(gradient(), exif=turned),
+        "deep.png": png(deep),
+        "alpha.png": png(gradient().convert("RGBA")),
+        "palette.png": png(gradient().quantize(256)),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    gradient().convert("CMYK").save(tmp_path / "cmyk.jpg")
+    found = find_images("image", [*files, "cmyk.jpg"], tmp_path / "edits.jsonl", "edits.jsonl:1")
+    decoded = [source.decode() for source in found]
+    assert [image.mode for image in decoded] == ["RGB"] * 5
+    assert np.array_equal(np.asarray(decoded[0]), np.asarray(gradient().transpose(Image.Transpose.ROTATE_270)))
+    assert np.array_equal(np.asarray(decoded[1])[..., 0], np.asarray(deep) // 256)
+    assert np.array_equal(np.asarray(decoded[2]), np.asarray(gradient()))
+    for close in decoded[3:]:
+        assert np.abs(np.asarray(close, dtype=int) - np.asarray(gradient())).mean() < 12
+
+
+@pytest.mark.fast
+def test_a_photo_with_a_preview_behind_it_is_no_animation():
+    """Cameras write such JPEGs, which Pillow calls MPO: the first frame is the picture."""
+    file = io.BytesIO()
+    gradient().save(file, "MPO", save_all=True, append_images=[gradient(16, 16).rotate(90)], quality=95)
+    decoded = SourceImage("photo.jpg", file.getvalue()).decode()
+    assert np.abs(np.asarray(decoded, dtype=int) - np.asarray(gradient())).mean() < 4
+
+
+@pytest.mark.fast
+def test_pictures_of_another_shape_are_reported(capfd, monkeypatch):
+    turned = Image.Exif()
+    turned[ORIENTATION] = 6
+    lying = SourceImage("lying.jpg", png(gradient(32, 20), exif=turned))  # 20 x 32 once it is upright
+    wide = SourceImage("wide.png", png(gradient(32, 20)))
+    near = SourceImage("near.png", png(gradient(20, 31)))  # 3 % less high: no one sees it
+    assert (lying.size, wide.size) == ((20, 32), (32, 20)) and lying.decode().size == lying.size
+    prompts = PromptSet(["a", "b", "c"], [{"image": [lying]}, {"image": [wide]}, {"image": [near]}])
+    monkeypatch.setattr(Image.Image, "load", None)  # the sizes are those of headers
+    say_squeezed("--train_prompts", prompts, (64, 40))
+    line = "--train_prompts: 1 of 3 pictures are squeezed to 40 x 64 pixels, another shape (wide.png has 32 x 20)"
+    assert capfd.readouterr().err == f"{line}; crop them before\n"
+    say_squeezed("--train_prompts", prompts.select([0, 2]), (64, 40))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.fast
+def test_a_picture_that_is_damaged_behind_its_header_ends_the_run_by_its_name(tmp_path):
+    (tmp_path / "a.png").write_bytes(png(gradient(64, 64))[:-60])
+    (source,) = find_images("image", "a.png", tmp_path / "edits.jsonl", "edits.jsonl:1")
+    with pytest.raises(RunError, match=r"^a.png: cannot be decoded \(.+\)$"):
+        source.decode()
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+def edits(*counts):
+    source = SourceImage("a.png", png(gradient()))
+    return PromptSet([f"edit {i}" for i in range(len(counts))], [{"image": [source] * n} if n else {} for n in counts])
+
+
+@pytest.mark.fast
+def test_a_model_gets_as_many_pictures_as_it_takes():
+    check_sources(FluxKontext, [("--train_prompts", edits(1, 1))], None, edits=True)
+    check_sources(StableDiffusion3, [("--train_prompts", edits(0, 0))], "cache", edits=False)
+    of = "--eval_prompts: the record of 'edit"
+    for family, prompts, line in (
+        (StableDiffusion3, edits(0, 1), f'{of} 1\' has 1 "image"; StableDiffusion3 takes none'),
+        (FluxKontext, edits(1, 0), f'{of} 1\' has no "image"; FluxKontext takes 1'),
+        (FluxKontext, edits(2), f'{of} 0\' has 2 "image"; FluxKontext takes 1'),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+            check_sources(family, [("--eval_prompts", prompts)], None, edits=True)
+    with pytest.raises(ValueError, match="^--prompt_cache: keeps embeddings of texts"):
+        check_sources(FluxKontext, [("--train_prompts", edits(1))], "cache", edits=True)
+    with pytest.raises(ValueError, match="^--model: FluxKontext edits pictures, which this script's pairs do not have"):
+        check_sources(FluxKontext, [("--train_prompts", edits(1))], None, edits=False)
+
+
+@pytest.mark.fast
+def test_rewards_get_the_pictures_and_samples_name_them():
+    prompts = edits(1, 1)
+    seen = []
+
+    def darker(images, prompts, metadata):
+        seen.append([record["image"][0].getpixel((31, 0)) for record in metadata])
+        metadata[0]["image"].clear()  # its own copy
+        return [0.0] * len(images)
+
+    score_images({"darker": darker}, [gradient()] * 2, prompts)
+    scores = score_images({"darker": darker}, [gradient()] * 2, prompts)
+    assert seen == [[(255, 0, 0)] * 2] * 2
+    records = sample_records(prompts, [3, 4], scores, ["darker"])
+    record, picture = show_sources(records[1], gradient().rotate(180))
+    assert record == {"prompt": "edit 1", "seed": 4, "image": ["a.png"], "darker": 0.0}
+    assert picture.size == (64, 20) and picture.getpixel((31, 0)) == (255, 0, 0)  # the source stands to the left
+    assert picture.getpixel((32, 19)) == (255, 0, 0)
+    assert show_sources(records[1], None) == (record, None)
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+LIKE_THE_SOURCE = """
+import numpy
+
+
+def like_the_source(images, prompts, metadata):
+    scores = []
+    for image, record in zip(images, metadata, strict=True):
+        source = numpy.asarray(record["image"][0].resize(image.size), dtype=float)
+        scores.append(-numpy.abs(numpy.asarray(image) - source).mean() / 255)
+    return scores
+"""
+
+
+@pytest.fixture(scope="module")
+def kontext(tmp_path_factory):
+    return make_checkpoint("flux_kontext", tmp_path_factory.mktemp("kontext"))
+
+
+def options_of(folder, model):
+    (folder / "like.py").write_text(LIKE_THE_SOURCE)
+    records = []
+    for i in range(6):
+        gradient(20 + 3 * i, 30).rotate(9 * i).save(folder / f"{i}.png")
+        records.append({"prompt": f"edit {i}", "image": f"{i}.png"})
+    path = prompt_file(folder, *records)
+    options = ["--model", model, "--rollout", "local", *TINY[:6], "--num_inference_steps", 3, "--eval_every", 1]
+    options += ["--train_prompts", path, "--eval_prompts", path, "--max_sequence_length", 32, "--learning_rate", 1e-2]
+    return [*options, "--reward", f"{folder}/like.py:like_the_source"]
+
+
+@pytest.mark.parametrize("script", ["flow_grpo.py", "diffusion_nft.py"])
+def test_an_editing_model_trains_and_resumes(script, kontext, tmp_path):
+    options = options_of(tmp_path, kontext)
+    assert run_here(tmp_path, script, *options, "--name", "whole", "--num_steps", 2) is None
+    assert run_here(tmp_path, script, *options, "--name", "cut", "--num_steps", 1) is None
+    assert run_here(tmp_path, script, *options, "--name", "cut", "--num_steps", 2, "--resume", "latest") is None
+    runs = tmp_path / "runs"
+    whole, cut = (runs / name / "adapter/pytorch_lora_weights.safetensors" for name in ("whole", "cut"))
+    assert whole.read_bytes() == cut.read_bytes()
+    assert any(tensor.any() for name, tensor in load_file(whole).items() if "lora_B" in name)
+    (first, *_) = (runs / "whole/samples/0002/samples.jsonl").read_text().splitlines()
+    assert json.loads(first)["image"] == ["0.png"]
+    with Image.open(runs / "whole/grid_0002.png") as grid:
+        assert grid.width == 8 * (192 * max(1, 200 // 192) + 4)  # pairs of source and result, 2 x 96 pixels wide
+
+
+def test_two_ranks_edit_as_one_does(kontext, tmp_path):
+    options = [*options_of(tmp_path, kontext), "--num_steps", 1, "--micro_batch_size", 4, "--guidance_scale", 2.5]
+    torchrun(tmp_path, "flow_grpo.py", *options, "--name", "one")
+    torchrun(tmp_path, "flow_grpo.py", *options, "--name", "two", nproc=2)
+    one, two = (read_metrics(tmp_path / "runs" / name)[1] for name in ("one", "two"))
+    for name in ("critic/rewards/mean", "actor/grad_norm", "val/like_the_source/mean"):
+        assert two[name] == pytest.approx(one[name], rel=1e-3)
+
+
+def test_an_evaluation_of_another_size_brings_the_pictures_to_it(kontext, tmp_path, capfd):
+    options = [*options_of(tmp_path, kontext), "--num_steps", 1, "--eval_image_size", 64, 64]
+    assert run_here(tmp_path, "flow_grpo.py", *options) is None
+    assert Image.open(tmp_path / "runs/flow_grpo/samples/0001/00000.png").size == (64, 64)
+    told = capfd.readouterr().err
+    assert "--train_prompts: 6 of 6 pictures are squeezed to 96 x 32 pixels" in told
+    assert "--eval_prompts: 5 of 6 pictures are squeezed to 64 x 64 pixels" in told  # all but 29 x 30
+
+
+def test_a_run_without_pictures_is_refused_before_the_model_loads(kontext, tmp_path):
+    prompts = ["--train_prompts", ROOT / "assets/train_prompts.txt"]
+    line = run_here(tmp_path, "flow_grpo.py", *options_of(tmp_path, kontext), *prompts)
+    assert line.startswith("flow_grpo.py: error: --train_prompts: the record of ")
+    assert line.endswith(' has no "image"; FluxKontext takes 1')
+    assert not (tmp_path / "runs/flow_grpo").exists()
+
+
+def test_the_picture_changes_the_image(kontext):
+    from common.models.family import family_class, load_model
+
+    model = load_model(family_class(kontext), str(kontext), torch.float32, "cpu")
+    args = flow_grpo.Args(rollout="local", image_size=(32, 48), max_sequence_length=32)
+    latents = []
+    for picture in (gradient(), gradient().rotate(180)):
+        prompts = PromptSet(["edit"], [{"image": [SourceImage("a.png", png(picture))]}])
+        with torch.no_grad():
+            encoded = flow_grpo.encode_prompts(args, model, prompts)
+            request = flow_grpo.make_request(args, model, encoded, torch.tensor([0]), [3])
+        latents.append(flow_grpo.rollout(args, model, None, request).latents)
+    assert (latents[0] - latents[1]).abs().max() > 1e-3
