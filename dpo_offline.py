@@ -24,7 +24,7 @@ s is the sigmoid of a standard normal, instead of a uniform timestep.
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from common.checkpoints import open_run
 from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
@@ -37,7 +37,7 @@ from common.models.family import Family, find_family, load_model, on_device
 from common.models.lora import make_lora
 from common.options import Bound, PositiveFloat, PositiveInt, SharedArgs, parse_args
 from common.policy import acting, add_policies, choose_kernels, follow, load_training_state, sampling, training_state
-from common.rewards.pairs import Pairs, encode_pairs, load_pairs
+from common.rewards.pairs import encode_pairs, load_pairs
 from common.rewards.scoring import Scorer, load_rewards, offload_rewards
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Inputs, Run, one_line
@@ -49,6 +49,9 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import AdamW
 
+if TYPE_CHECKING:
+    from common.rewards.pair_files import Pairs
+
 
 @dataclass
 class Args(SharedArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
@@ -59,8 +62,8 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     # ---- data
     pairs: str | None = None
     """.jsonl of {"prompt", "chosen", "rejected"} (image files relative to it; "chosen_score" and "rejected_score" are
-    checked if given), a .parquet with TRL's or pick-a-pic's columns, or a folder with a pairs.jsonl or .parquet files.
-    None: pairs are made from train_prompts, which are not used otherwise"""
+    checked if given), a .parquet with TRL's or pick-a-pic's columns, or a folder with a pairs.jsonl or .parquet files;
+    "image" is the picture of an edit. None: pairs are made from train_prompts, which are not used otherwise"""
     cache: str = "cache"
     """folder of encoded pairs, kept between runs and seen by all ranks; a changed model or image is encoded again"""
     num_pair_prompts: PositiveInt = 512
@@ -171,7 +174,7 @@ def make_request(args: Args, model: Family, encoded: dict, prompt_index: Tensor,
     )
 
 
-def find_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> Pairs:
+def find_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> "Pairs":
     """The pairs: given, made by this run before it was interrupted, or made now."""
     if inputs.pairs:
         return inputs.pairs
@@ -183,7 +186,7 @@ def find_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> Pairs:
         return read_made_pairs(run.folder)
 
 
-def encode_drawn(args: Args, run: Run, model: Family, pairs: Pairs, rows: set[int]) -> dict[int, Path]:
+def encode_drawn(args: Args, run: Run, model: Family, pairs: "Pairs", rows: set[int]) -> dict[int, Path]:
     """Encode the pairs that the run will draw, and no others. Returns their files, by row."""
     with run.timed("encode_pairs"), on_device(model, "text_encoder"), on_device(model, "vae"):
         files = encode_pairs(
@@ -220,7 +223,7 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
         scores = scorer.scores(offload=False)  # (G, R), NaN where one failed
         weights = scores.new_tensor(args.reward_weights)
         totals = (scores * weights).sum(1)  # (G,), NaN for failed images
-        save_pair(run.folder, row, prompts.prompts[0], images, totals)
+        save_pair(run.folder, row, prompts, images, totals)
     offload_rewards(inputs.rewards)  # networks of rewards leave the GPU to the training, if asked
     run.say(write_pairs(run.folder, num_prompts))
 

@@ -18,6 +18,7 @@ import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from common.models.cpu import repair_torchvision
 
@@ -53,6 +54,7 @@ COLOURS = {
     "purple": (122, 66, 158),
     "pink": (242, 170, 196),
 }
+LIGHT = 118  # luminance above which a ground is light, and its ink dark
 WORDS = ("a", "sign", "that", "says", *COLOURS)
 MAX_TOKENS = 16  # bos + "a red sign that says" (5) + quote + 6 digits + quote + eos = 15
 
@@ -111,37 +113,56 @@ def luminance(rgb):
     return 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2]
 
 
-def render(text, colour, rng, fonts):
-    """One sign as uint8 (HEIGHT, WIDTH, 3): the prompt gives text and ground; font, size, ink and place are random."""
+class Style(NamedTuple):
+    """What a sign's colour leaves open: how light it is exactly, and what is written how and where."""
+
+    ground: tuple[int, int, int]
+    ink: tuple[int, int, int]
+    font: str
+    size: int
+    place: tuple[float, float]  # of the text between left and right, top and bottom
+
+
+def random_style(colour, rng):
     ground = tuple(min(255, max(0, c + rng.randint(-10, 10))) for c in COLOURS[colour])
-    darkest, lightest = (0, 70) if luminance(ground) > 118 else (205, 255)
+    darkest, lightest = (0, 70) if luminance(ground) > LIGHT else (205, 255)
     ink = tuple(rng.randint(darkest, lightest) for _ in range(3))
-    name, size = rng.choice(FONTS), rng.randint(17, 26)
-    while size > 16 and fonts[name, size].getlength(text) > WIDTH - 6:
+    return Style(ground, ink, rng.choice(FONTS), rng.randint(17, 26), (rng.uniform(0.3, 0.7), rng.uniform(0.3, 0.7)))
+
+
+def draw(text, style, fonts):
+    """One sign, a picture of HEIGHT x WIDTH. A text that is too long for its size gets a smaller one."""
+    size = style.size
+    while size > 16 and fonts[style.font, size].getlength(text) > WIDTH - 6:
         size -= 1
-    font = fonts[name, size]
+    font = fonts[style.font, size]
     left, top, right, bottom = font.getbbox(text)
-    image = Image.new("RGB", (WIDTH, HEIGHT), ground)
+    image = Image.new("RGB", (WIDTH, HEIGHT), style.ground)
     slack_x, slack_y = WIDTH - 4 - (right - left), HEIGHT - 4 - (bottom - top)
-    x = 2 - left + slack_x * rng.uniform(0.3, 0.7)
-    y = 2 - top + slack_y * rng.uniform(0.3, 0.7)
-    ImageDraw.Draw(image).text((x, y), text, fill=ink, font=font)
-    return np.asarray(image)
+    x = 2 - left + slack_x * style.place[0]
+    y = 2 - top + slack_y * style.place[1]
+    ImageDraw.Draw(image).text((x, y), text, fill=style.ink, font=font)
+    return image
 
 
 def render_batch(texts, colours, rng, fonts):
     """Signs as float32 (B, 3, HEIGHT, WIDTH) in [-1, 1]."""
-    signs = np.stack([render(text, colour, rng, fonts) for text, colour in zip(texts, colours, strict=True)])
-    return torch.from_numpy(signs).permute(0, 3, 1, 2).float() / 127.5 - 1
+    signs = [draw(text, random_style(colour, rng), fonts) for text, colour in zip(texts, colours, strict=True)]
+    return to_pixels(signs)
+
+
+def to_pixels(pictures):
+    """B pictures as float32 (B, 3, HEIGHT, WIDTH) in [-1, 1]."""
+    return torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures])).permute(0, 3, 1, 2) / 127.5 - 1
 
 
 # ---- components ------------------------------------------------------------------------------------------------------
-def make_clip_tokenizer():
+def make_clip_tokenizer(words):
     """CLIP's byte-pair tokenizer with one token for each word of the prompts and one for each character."""
     vocab = {chr(c): i for i, c in enumerate(range(33, 127))}
     vocab.update({f"{chr(c)}</w>": len(vocab) + i for i, c in enumerate(range(33, 127))})
     merges = []
-    for word in WORDS:
+    for word in words:
         pieces = [*word[:-1], f"{word[-1]}</w>"]
         while len(pieces) > 1:
             if (pieces[0], pieces[1]) not in merges:
@@ -153,17 +174,16 @@ def make_clip_tokenizer():
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_TOKENS, pad_token="<|endoftext|>")
 
 
-def make_t5_tokenizer():
+def make_t5_tokenizer(words):
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -2.0), ("▁", -2.0)]
-    pieces += [(chr(c), -3.0) for c in range(33, 127)] + [(f"▁{word}", -1.0) for word in WORDS]
+    pieces += [(chr(c), -3.0) for c in range(33, 127)] + [(f"▁{word}", -1.0) for word in words]
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=MAX_TOKENS)
 
 
-def make_pipeline():
-    clip_tokenizer, t5_tokenizer = make_clip_tokenizer(), make_t5_tokenizer()
-    eos = clip_tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    clip_config = CLIPTextConfig(
-        vocab_size=len(clip_tokenizer),
+def make_clip_encoder(tokenizer, model_class):
+    eos = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -175,9 +195,24 @@ def make_pipeline():
         eos_token_id=eos,
         pad_token_id=eos,
     )
-    t5_config = T5Config(
-        vocab_size=len(t5_tokenizer), d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4, dropout_rate=0.0
+    return model_class(config)
+
+
+def separate(embeddings):
+    """At transformers' std of 0.02, which character stands where would long go unseen."""
+    torch.nn.init.normal_(embeddings.token_embedding.weight, std=1.0)
+    torch.nn.init.normal_(embeddings.position_embedding.weight, std=0.5)
+
+
+def make_t5_encoder(tokenizer):
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4, dropout_rate=0.0
     )
+    return T5EncoderModel(config)
+
+
+def make_pipeline():
+    clip_tokenizer, t5_tokenizer = make_clip_tokenizer(WORDS), make_t5_tokenizer(WORDS)
     transformer = SD3Transformer2DModel(
         sample_size=24,
         patch_size=2,
@@ -208,10 +243,9 @@ def make_pipeline():
         scaling_factor=1.0,
         shift_factor=0.0,
     )
-    encoders = [CLIPTextModelWithProjection(clip_config), CLIPTextModelWithProjection(clip_config)]
-    for encoder in encoders:  # at transformers' std of 0.02, which character stands where would long go unseen
-        torch.nn.init.normal_(encoder.text_model.embeddings.token_embedding.weight, std=1.0)
-        torch.nn.init.normal_(encoder.text_model.embeddings.position_embedding.weight, std=0.5)
+    encoders = [make_clip_encoder(clip_tokenizer, CLIPTextModelWithProjection) for _ in range(2)]
+    for encoder in encoders:
+        separate(encoder.text_model.embeddings)
     return StableDiffusion3Pipeline(
         transformer=transformer,
         vae=vae,
@@ -220,7 +254,7 @@ def make_pipeline():
         tokenizer=clip_tokenizer,
         text_encoder_2=encoders[1],
         tokenizer_2=clip_tokenizer,
-        text_encoder_3=T5EncoderModel(t5_config),
+        text_encoder_3=make_t5_encoder(t5_tokenizer),
         tokenizer_3=t5_tokenizer,
     )
 
@@ -276,37 +310,27 @@ def make_pool(pipe, size, lengths, rng, fonts):
     return torch.cat(latents), *tokenize(pipe, prompts)
 
 
-def train_transformer(args, pipe, pools):
-    """Flow matching on the pools (short strings first); the averaged weights are saved as it goes."""
-    encoders = [pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3]
-    modules = torch.nn.ModuleList([pipe.transformer, *encoders]).train()
+def train_flow(args, modules, draw, predict, save):
+    """Flow matching: the velocity noise - x0. Weights averaged over steps are saved as it goes.
+
+    draw: (step, generator) -> latents x0 (B, C, h, w) and a batch's condition. predict: (latents, sigma (B, 1, 1, 1),
+    condition) -> velocity. save: is given the averaged modules.
+    """
     params = [p for p in modules.parameters() if p.requires_grad]
     ema = copy.deepcopy(modules).requires_grad_(False)
     optimizer = torch.optim.AdamW(params, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    empty = tokenize(pipe, [""])
     generator = torch.Generator().manual_seed(args.seed)
     start, running = time.time(), 0.0
     for step in range(args.steps):
         falling = max(0.0, 1 - (args.steps - step) / args.decay_steps)  # 0, then up to 1 over decay_steps
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * min(1, (step + 1) / 200) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * falling)))
-        latents, clip_ids, t5_ids = pools[step >= args.easy_steps]
-        rows = torch.randint(len(latents), (args.batch_size,), generator=generator)
-        x0, clip_batch, t5_batch = latents[rows].float(), clip_ids[rows].clone(), t5_ids[rows].clone()
-        dropped = torch.rand(args.batch_size, generator=generator) < 0.08  # the empty prompt, for guidance
-        clip_batch[dropped], t5_batch[dropped] = empty
+        x0, condition = draw(step, generator)
         u = torch.sigmoid(torch.randn(args.batch_size, generator=generator))
         sigma = (3 * u / (1 + 2 * u)).view(-1, 1, 1, 1)  # the sampler's shift of 3
         noise = torch.randn(x0.shape, generator=generator)
         with torch.autocast("cpu", torch.bfloat16):
-            prompt_embeds, pooled = encode_tokens(pipe, clip_batch, t5_batch)
-            velocity = pipe.transformer(
-                hidden_states=(1 - sigma) * x0 + sigma * noise,
-                timestep=sigma.flatten() * 1000,
-                encoder_hidden_states=prompt_embeds,
-                pooled_projections=pooled,
-                return_dict=False,
-            )[0]
+            velocity = predict((1 - sigma) * x0 + sigma * noise, sigma, condition)
         loss = F.mse_loss(velocity.float(), noise - x0)
         optimizer.zero_grad()
         loss.backward()
@@ -321,7 +345,34 @@ def train_transformer(args, pipe, pools):
             print(f"step {step + 1}: loss {running / 100:.4f}  {time.time() - start:.0f} s", flush=True)
             running = 0.0
         if step % 500 == 499 or step + 1 == args.steps:
-            save(args, pipe, ema)
+            save(ema)
+
+
+def train_transformer(args, pipe, pools):
+    """Transformer and text encoders, on the pools (short strings first)."""
+    encoders = [pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3]
+    empty = tokenize(pipe, [""])
+
+    def draw(step, generator):
+        latents, clip_ids, t5_ids = pools[step >= args.easy_steps]
+        rows = torch.randint(len(latents), (args.batch_size,), generator=generator)
+        clip_batch, t5_batch = clip_ids[rows].clone(), t5_ids[rows].clone()
+        dropped = torch.rand(args.batch_size, generator=generator) < 0.08  # the empty prompt, for guidance
+        clip_batch[dropped], t5_batch[dropped] = empty
+        return latents[rows].float(), (clip_batch, t5_batch)
+
+    def predict(latents, sigma, ids):
+        prompt_embeds, pooled = encode_tokens(pipe, *ids)
+        return pipe.transformer(
+            hidden_states=latents,
+            timestep=sigma.flatten() * 1000,
+            encoder_hidden_states=prompt_embeds,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0]
+
+    modules = torch.nn.ModuleList([pipe.transformer, *encoders]).train()
+    train_flow(args, modules, draw, predict, lambda averaged: save(args, pipe, averaged))
 
 
 def save(args, pipe, ema):

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # The embedded model learns: the recorded runs of docs/flow_grpo.md and docs/lab/, three seeds each.
 #
-#     benchmarks/learning_curves.sh                       # all parts: engines factors siblings
+#     benchmarks/learning_curves.sh                       # all parts: engines factors siblings contrib
 #     CPUS=0 benchmarks/learning_curves.sh siblings       # one part on one core, beside another with CPUS=1
 #     python benchmarks/summarize.py docs/lab/records/flow_grpo-local-*          # rewards, and seconds to reach them
 #     python -m tools.plot_runs docs/lab/records/*-local-seed1 --output curves.png
 #
 # engines: flow_grpo.py with vLLM-Omni, with the trainer's own sampling, and on two ranks (without CPUS). factors: one
-# factor at a time from its defaults. siblings: the other four scripts at their defaults. Log and options of each run go
+# factor at a time from its defaults. siblings: the other four scripts at their defaults. contrib: three scripts of
+# contrib/, and the teachers that one of them needs. Log and options of each run go
 # to docs/lab/records/NAME.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,7 +17,8 @@ RECORDS=docs/lab/records
 run() {  # run NAME RANKS SCRIPT OPTIONS...
     local name=$1 ranks=$2 script=$3
     shift 3
-    taskset -c "${CPUS:-0,1}" torchrun --standalone --nproc_per_node "$ranks" "$script" --name "$name" "$@"
+    # $script is a file, or -m and a module of contrib/
+    taskset -c "${CPUS:-0,1}" torchrun --standalone --nproc_per_node "$ranks" $script --name "$name" "$@"
     mkdir -p "$RECORDS/$name"
     cp "runs/$name/metrics.jsonl" "$RECORDS/$name/"
     sed "s#$PWD/##g" "runs/$name/args.json" > "$RECORDS/$name/args.json"
@@ -63,6 +65,22 @@ siblings() {
     done
 }
 
+contrib() {
+    local colour=assets/sign_colour.py:sign_colour
+    for seed in 1 2 3; do
+        run "crd-local-seed$seed" 1 "-m contrib.crd" --seed "$seed" --rollout local --eval_reward "$colour"
+        run "tempflow_grpo-local-seed$seed" 1 "-m contrib.tempflow_grpo" --seed "$seed" --rollout local \
+            --eval_reward "$colour"
+    done
+    # two teachers, of a seed that no student has, and a student of both
+    run teacher-ocr 1 flow_grpo.py --seed 4 --rollout local --eval_reward "$colour"
+    run teacher-colour 1 flow_grpo.py --seed 4 --rollout local --reward "$colour" --eval_reward ocr
+    for seed in 1 2 3; do
+        run "diffusion_opd-local-seed$seed" 1 "-m contrib.diffusion_opd" --seed "$seed" --rollout local \
+            --teachers ocr=runs/teacher-ocr/adapter colour=runs/teacher-colour/adapter --reward ocr "$colour"
+    done
+}
+
 PARTS=("$@")
-if [ $# -eq 0 ]; then PARTS=(engines factors siblings); fi
+if [ $# -eq 0 ]; then PARTS=(engines factors siblings contrib); fi
 for part in "${PARTS[@]}"; do "$part"; done

@@ -146,9 +146,9 @@ def open_run(run: Path | str, resume: str | None, eval_only: bool = False) -> Pa
     """
     if resume == "latest" and eval_only:
         raise ValueError("--eval_only writes under a new --name: let --resume name the run or checkpoint to evaluate")
-    if resume == "latest":
+    if resume:
         from common.monitor.resuming import checkpoint_of  # only --resume needs it
-
+    if resume == "latest":
         return checkpoint_of(run)
     found = [name for name in RESULTS if (Path(run) / name).exists()]
     if found:
@@ -156,8 +156,6 @@ def open_run(run: Path | str, resume: str | None, eval_only: bool = False) -> Pa
         raise ValueError(f"{run} already holds a run: {advice} (found {found[0]})")
     if not resume:
         return None
-    from common.monitor.resuming import checkpoint_of
-
     checkpoint = checkpoint_of(resume)
     if checkpoint is None:
         raise ValueError(f"--resume {resume}: no checkpoint there")

@@ -37,10 +37,15 @@ class PromptSet:
 
     def for_rewards(self) -> list[dict]:
         """A copy of the metadata, for rewards to read and change, with the pictures of an edit decoded."""
-        copies = [copy.deepcopy(record) for record in self.metadata]  # one each, though prompts repeat
-        for record in copies:
+        copies = []
+        decoded: dict[object, Image] = {}  # the images of a prompt share its pictures
+        for record in self.metadata:
+            copies.append(copy.deepcopy(record))
             for name in {"image", "mask"} & record.keys() if "image" in record else ():
-                record[name] = [picture.decode() for picture in record[name]]
+                for picture in record[name]:
+                    if picture not in decoded:
+                        decoded[picture] = picture.decode()
+                copies[-1][name] = [decoded[picture].copy() for picture in record[name]]
         return copies
 
     def first_drawn(self, count: int, seed: int) -> "PromptSet":
@@ -73,6 +78,9 @@ def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, m
     for where, record in read_records(Path(path)):
         prompt = record.pop("prompt")
         with refusing(where):
+            for name in ("image", "mask"):
+                if name in record and record[name] is None:  # a row of a .parquet has every column
+                    del record[name]
             if "image" in record:
                 from common.models.source_images import find_pictures  # only edits have them
 

@@ -73,8 +73,8 @@ class SharedArgs:
     max_minutes: NonNegativeFloat = 0.0
     """finish the step, save and exit after this time, as after SIGTERM or SIGINT; 0: no limit"""
     profile_steps: tuple[str, ...] = ()
-    """training steps to write a torch profiler trace of: trace_STEP.json, two passes of the update, of rank 0 or, where
-    it is written as STEP:RANK, of that rank"""
+    """training steps to trace with torch's profiler: STEP for rank 0, or STEP:RANK; trace_STEP.json holds two passes of
+    the update"""
     eval_only: bool = False
     """evaluate and exit, under a new --name. With --resume: that checkpoint, with its options; otherwise the model"""
 
@@ -87,7 +87,7 @@ class SharedArgs:
     """dtype of frozen weights and forward passes; trained weights, Adam, sampling and the VAE are always fp32"""
     attention: Literal["native", "cudnn", "flash"] = "native"
     """attention kernel of the transformer, here and in the engine: native (torch chooses), cudnn (in torch, bfloat16 on
-    a GPU) or flash (the package flash-attn); Stable Diffusion 3 has native alone"""
+    a GPU) or flash (the package flash-attn); not every model takes all three (docs/engine.md)"""
     base_weights: Literal["int8", "fp8", "nf4"] | None = None
     """base of a LoRA in int8 or fp8 (a byte a weight) or nf4 (half), text encoders in int8; takes --rollout local"""
     train_with: tuple[Literal["activation_checkpointing", "cpu_offload", "compile"], ...] = ()
@@ -124,7 +124,7 @@ class SharedArgs:
     # ---- data
     train_prompts: str = str(ASSETS / "train_prompts.txt")
     """prompts to train on: .txt, one per line; .jsonl, {"prompt": ...} with any metadata for the rewards; or .parquet,
-    as VeRL-Omni writes it (docs/flow_grpo.md)"""
+    as VeRL-Omni writes it (docs/flow_grpo.md); edits also have an "image" (docs/models.md)"""
     eval_prompts: str = str(ASSETS / "eval_prompts.txt")
     """held-out prompts, sampled at every evaluation: a file like train_prompts"""
     negative_prompt: str = ""
@@ -133,8 +133,9 @@ class SharedArgs:
     # ---- reward
     reward: tuple[str, ...] = ("ocr",)
     """ocr, ocr_contains (a sign's one line), ocr_scene, ocr_scene_contains (text anywhere), jpeg_compressibility,
-    jpeg_incompressibility, or your own path/to/file.py:function; pickscore, hpsv2, geneval, clip_score, aesthetic,
-    vlm_judge and http_scorer find their models and servers by environment variables (docs/rewards.md)"""
+    jpeg_incompressibility, preservation (of edits), or your own path/to/file.py:function; pickscore, hpsv2, geneval,
+    clip_score, aesthetic, vlm_judge and http_scorer find models and servers by environment variables (docs/rewards.md)
+    """
     reward_weights: tuple[float, ...] = (1.0,)
     """weight of each reward in their sum, the total"""
     reward_failure: Literal["stop", "mask"] = "stop"

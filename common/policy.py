@@ -244,7 +244,7 @@ def choose_kernels(optimizer: torch.optim.AdamW, model: "Family", attention: str
 def training_state(model: "Family", optimizer: torch.optim.Optimizer, path: Path) -> dict:
     """All that training changes in this process, for any number of ranks to resume from. A collective.
 
-    {"policies": tensors of every policy except the reference, "optimizer": Adam's moments, "rng": every rank's random
+    {"policies": tensors of every policy that is not frozen, "optimizer": Adam's moments, "rng": every rank's random
     states}. A LoRA's tensors are on rank 0's CPU, and not there on other ranks. Full weights are written beside the
     checkpoint's `path`, by each rank its own (common/models/shards.py).
     """
@@ -256,7 +256,7 @@ def training_state(model: "Family", optimizer: torch.optim.Optimizer, path: Path
     policies = {}
     # before the optimizer's state: this shards again what a forward pass without a backward left whole
     for name in model.policies:
-        if name != "reference":
+        if name not in model.frozen:
             policies[name], _ = tensors_on_rank_0(model, name)
     moments = {}  # none before the first optimizer step
     if optimizer.state:
@@ -277,7 +277,7 @@ def load_training_state(model: "Family", optimizer: torch.optim.AdamW, state: di
 
     policies = state["policies"]
     for name in model.policies:
-        if name != "reference" and "shards" not in state:
+        if name not in model.frozen and "shards" not in state:
             load_policy_tensors(model, name, policies.get(name, policies["default"]))
     if "shards" in state:
         from common.models.shards import load_shards

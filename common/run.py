@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from common.models.family import Family
     from common.models.lora import LoRA
     from common.monitor.tracking import Tracker
-    from common.rewards.pairs import Pairs
+    from common.rewards.pair_files import Pairs
 
 
 class Inputs(NamedTuple):
@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
 
     family: "type[Family]"
     rewards: dict[str, Reward]  # the trained ones, by name
-    eval_rewards: dict[str, Reward]  # the trained ones and, behind them, those of --eval_reward
+    eval_rewards: dict[str, Reward]  # trained ones, --eval_reward's and, for edits, preservation
     train_set: PromptSet
     eval_set: PromptSet
     lora: "LoRA | None"  # None: full weights
@@ -69,10 +69,6 @@ class Inputs(NamedTuple):
 
     def settle(self, options: dict) -> dict:
         """Try users' rewards. Returns `options` decided now: 0 by GPUs' room, a LoRA's by its file. A collective."""
-        if any(":" in name for name in (*options["reward"], *options["eval_reward"])):
-            from common.rewards.trial import try_rewards  # only a user's own are tried
-
-            try_rewards(self, options)
         asked: tuple = ("eval_image_size", "eval_guidance_scale", "negative_prompt", "base_weights", "eval_by")
         asked += ("lora_target_modules", "lora_exclude_modules")
         records = (*self.train_set.metadata, *self.eval_set.metadata)
@@ -81,6 +77,10 @@ class Inputs(NamedTuple):
             from common.models.choices import check_choices
 
             check_choices(self, options)
+        if any(":" in name for name in (*options["reward"], *options["eval_reward"])):
+            from common.rewards.trial import try_rewards  # only a user's own are tried
+
+            try_rewards(self, options)
         decided = {"lora_rank": self.lora.config.r, "lora_alpha": self.lora.config.lora_alpha} if self.lora else {}
         if options["micro_batch_size"] and not torch.cuda.is_available():
             return decided

@@ -1,7 +1,7 @@
 """CRD, Centered Reward Distillation (arXiv 2603.14128v1): implicit rewards match true ones, the whole algorithm.
 
-The policy that maximises a reward near an old policy has log(p / p_old) equal to that reward, but for a constant of the
-prompt. Subtracting a prompt's mean from both removes the constant, and what is left can be fitted by least squares.
+The policy that maximises a reward near an old policy has log(p / p_old) equal to that reward, except for a constant of
+the prompt. Subtracting a prompt's mean from both removes the constant, and what is left can be fitted by least squares.
 We describe it as DiffusionNFT (2509.16117v2), from which it differs by the loss and its policies: everything that is
 not named below is in diffusion_nft.py, with its equations. Read `main`, at the end, first:
 
@@ -86,10 +86,10 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     )
     """d of old = d old + (1 - d) trained after k optimizer steps: 0; min(0.001 k, 0.5); 0 up to k = 75, then
     min(0.0075 (k - 75), 0.999); min(0.25 + 0.005 k, 0.999); or old_decay"""
-    sampling_schedule: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999", "linear_from_0_25", "fixed"] = (
-        "delayed_linear_to_0_999"
-    )
-    """the same for `sampling`, the policy that samples"""
+    sampling_decay_schedule: Literal[
+        "copy", "linear_to_0_5", "delayed_linear_to_0_999", "linear_from_0_25", "fixed"
+    ] = "delayed_linear_to_0_999"
+    """the same d for `sampling`, the policy that samples"""
     old_decay: Annotated[float, Bound(at_least=0, below=1)] = 0.5
     """d of the schedule `fixed`, from 0 (copy) to below 1"""
     update_interval: PositiveInt = 1
@@ -120,8 +120,10 @@ def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them, micro_batch_size lowered to what a mini-batch has."""
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
-    if micro_batch_size % args.group_size:
-        raise ValueError(f"--micro_batch_size {micro_batch_size}: must hold whole groups of {args.group_size}")
+    if micro_batch_size % args.group_size or not micro_batch_size:
+        raise ValueError(f"--micro_batch_size {args.micro_batch_size}: passes hold whole groups of {args.group_size}")
+    if args.kl_guidance_scale > 1 and not args.kl_coef:
+        raise ValueError("--kl_guidance_scale: needs a --kl_coef above 0")
     sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
     if sums_advantages and args.scale_rewards == "none":
         raise ValueError("--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch")
@@ -278,7 +280,7 @@ def follow_trained(args: Args, model: Family, optimizer: AdamW) -> float:
     k = int(state.get("step", 0))  # optimizer steps taken so far
     decay = old_policy_decay(args.decay_schedule, args.old_decay, k)
     follow(model, "old", decay)
-    follow(model, "sampling", old_policy_decay(args.sampling_schedule, args.old_decay, k))
+    follow(model, "sampling", old_policy_decay(args.sampling_decay_schedule, args.old_decay, k))
     return decay
 
 

@@ -111,8 +111,8 @@ def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them, micro_batch_size lowered to what a mini-batch has."""
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
-    if micro_batch_size % args.group_size:
-        raise ValueError(f"--micro_batch_size {micro_batch_size}: must hold whole groups of {args.group_size}")
+    if micro_batch_size % args.group_size or not micro_batch_size:
+        raise ValueError(f"--micro_batch_size {args.micro_batch_size}: passes hold whole groups of {args.group_size}")
     sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
     if sums_advantages and args.scale_rewards == "none":
         raise ValueError("--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch")

@@ -88,7 +88,7 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     # ---- algorithm
     teachers: tuple[str, ...] = ()
     """the teachers, NAME=PATH each: LoRAs as --lora_path takes them, of the student's rank; at least one"""
-    teacher_weights: tuple[float, ...] = ()
+    teacher_weights: Annotated[tuple[float, ...], Bound(at_least=0)] = ()
     """weights of the teachers for a prompt whose record names none; 1 / their number each where none is given"""
     clip_range: PositiveFloat = 1e-3
     """bound of the mismatch between engine and trainer, as in flow_grpo.py; there is no clip"""
@@ -126,6 +126,8 @@ def check(args: Args) -> Args:
         raise ValueError("--teachers: at least one NAME=PATH is needed")
     if args.teacher_weights and len(args.teacher_weights) != len(args.teachers):
         raise ValueError(f"--teacher_weights: {len(args.teacher_weights)} for {len(args.teachers)} of --teachers")
+    if args.teacher_weights and sum(args.teacher_weights) == 0:
+        raise ValueError("--teacher_weights: at least one must be above 0")
     sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
     if sums_advantages and args.scale_rewards == "none":
         raise ValueError("--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch")
@@ -155,6 +157,11 @@ def prepare(args: Args) -> Inputs:
             raise ValueError(f"--teachers {name}: of rank {config.r}, where the student {student}")
     weigh_teachers(args, train_set)  # refuses a record that names no teacher
     return Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
+
+
+def teacher_names(args: Args) -> list[str]:
+    """The K names of --teachers, in order."""
+    return [given.partition("=")[0] for given in args.teachers]
 
 
 def read_teachers(args: Args) -> dict[str, tuple]:
@@ -204,14 +211,14 @@ def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
 
 def weigh_teachers(args: Args, prompts: PromptSet) -> Tensor:
     """(U, K): the weights of the K teachers for each of U prompts, 1 for the one that its record names."""
-    names = [given.partition("=")[0] for given in args.teachers]
+    names = teacher_names(args)
     shared = list(args.teacher_weights) or [1 / len(names)] * len(names)
     rows = []
-    for i, record in enumerate(prompts.metadata):
+    for prompt, record in zip(prompts.prompts, prompts.metadata, strict=True):
         named = record.get("teacher")
         if named is not None and named not in names:
-            where = f"--train_prompts {args.train_prompts}: prompt {i + 1}"
-            raise ValueError(f"{where}: teacher {named!r} is not in --teachers")
+            where = f"--train_prompts {args.train_prompts}: the record of {prompt!r}"
+            raise ValueError(f"{where} names the teacher {named!r}, who is not in --teachers")
         rows.append(shared if named is None else [float(name == named) for name in names])
     return torch.tensor(rows)
 
@@ -275,11 +282,9 @@ def add_teachers(model: Family, teachers: dict[str, tuple]) -> None:
     for name, (tensors, config) in teachers.items():
         policy = f"teacher_{name}"
         transformer.add_adapter(config, adapter_name=policy)
-        try:
-            set_peft_model_state_dict(transformer, tensors, adapter_name=policy)
-        except RuntimeError as error:  # of another shape
-            raise ValueError(f"--teachers {name}: {str(error).splitlines()[-1].strip()}") from error
+        set_peft_model_state_dict(transformer, tensors, adapter_name=policy)
         model.policies[policy] = transformer
+        model.frozen |= {policy}
     for key, parameter in transformer.named_parameters():
         if ".teacher_" in key:
             parameter.data = parameter.data.float()
@@ -495,8 +500,8 @@ def distillation_loss(kls: Tensor, weights: Tensor, names: list[str]) -> tuple[T
 def teacher_means(args: Args, model: Family, batch: Batch) -> list[Tensor]:
     """The K teachers' means (B, W, ...) of the student's own trained steps."""
     means = []
-    for given in args.teachers:
-        with acting(model, f"teacher_{given.partition('=')[0]}"):
+    for name in teacher_names(args):
+        with acting(model, f"teacher_{name}"):
             replayed = recompute_log_probs(args, model, batch.request, batch.trajectories)
         means.append(replayed.prev_sample_means)
     return means
@@ -531,7 +536,7 @@ def accumulate_gradients(
     # FSDP sums gradients over the ranks in every backward pass; we need the sum only in the last one, so we switch it
     # off until then. Not for full weights: their unsummed fp32 gradients are as large as the model and would not fit
     model.transformer.set_requires_gradient_sync(not model.is_lora)
-    names = [given.partition("=")[0] for given in args.teachers]
+    names = teacher_names(args)
     passes: list[dict[str, Tensor]] = []
     for rows in micro_batches:
         sub_request = batch.request.select(rows)

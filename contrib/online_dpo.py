@@ -100,8 +100,8 @@ def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them, micro_batch_size lowered to what a mini-batch has."""
     num_images = args.num_prompts * 2
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size, "--num_prompts x 2")
-    if micro_batch_size % 2:
-        raise ValueError(f"--micro_batch_size {micro_batch_size}: must hold whole pairs")
+    if micro_batch_size % 2 or not micro_batch_size:
+        raise ValueError(f"--micro_batch_size {args.micro_batch_size}: passes hold whole pairs")
     return replace(args, micro_batch_size=micro_batch_size)
 
 

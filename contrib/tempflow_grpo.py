@@ -1,7 +1,7 @@
 """TempFlow-GRPO (arXiv 2508.04324): Flow-GRPO that credits one sampling step, the whole algorithm in one file.
 
-Flow-GRPO gives one reward to all sampling steps, and trains all with the same force. Here images that share their noise
-part at one random sampling step, so their rewards differ by that step alone; and the loss grows with the step's noise.
+Flow-GRPO gives one reward to all sampling steps, and trains all with the same force. Here images that start from one
+noise separate at one random sampling step: their rewards differ by that step alone. The loss grows with its noise.
 We describe it as Flow-GRPO (2505.05470v5), from which it differs by three things: everything that is not named below is
 in flow_grpo.py, with its equations. Read `main`, at the end, first:
 

@@ -168,7 +168,7 @@ def run_here(folder: Path, script: str, *options: object) -> str | int | None:
     Drawing the curves takes a third of so short a run, so that an empty curves.png stands in for them; runs under
     torchrun draw them. Returns the line that the run ended with, or None.
     """
-    module = importlib.import_module(script.removesuffix(".py"))
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     block = ast.parse((ROOT / script).read_text()).body[-1]
     assert ast.unparse(block.test) == "__name__ == '__main__'"
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

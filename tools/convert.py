@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.checkpoints import atomic_file
 from common.errors import RunError, refusing
-from common.parquet import Blob, read_chats
+from common.parquet import read_chats
 from common.rewards.pair_files import ParquetPairs
 
 from PIL import Image
@@ -53,20 +53,22 @@ def convert_pairs(source: Path, target: Path) -> int:
     pairs = ParquetPairs(files)
     (target / "images").mkdir(parents=True)
     lines = []
-    for number, (prompt, chosen, rejected) in enumerate(pairs):
-        record = {"prompt": prompt}
-        for kind, blob in (("chosen", chosen), ("rejected", rejected)):
-            record[kind] = f"images/{number:06d}_{kind}.{suffix_of(blob)}"
-            (target / record[kind]).write_bytes(blob.content)  # not decoded: a JPEG would lose by being saved again
+    for number, pair in enumerate(pairs):
+        record = {"prompt": pair.prompt}
+        sources = [("image", source) for source in pair.sources]  # one, or none
+        for kind, image in (("chosen", pair.chosen), ("rejected", pair.rejected), *sources):
+            content = image.read_bytes()
+            record[kind] = f"images/{number:06d}_{kind}.{suffix_of(content)}"
+            (target / record[kind]).write_bytes(content)  # not decoded: a JPEG would lose by being saved again
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     with atomic_file(target / "pairs.jsonl") as temporary:  # last: a folder with it is whole
         temporary.write_text("".join(lines), encoding="utf-8")
     return len(lines)
 
 
-def suffix_of(blob: Blob) -> str:
+def suffix_of(content: bytes) -> str:
     """png, jpg, webp ..., by the first bytes of an image."""
-    with Image.open(io.BytesIO(blob.content)) as image:
+    with Image.open(io.BytesIO(content)) as image:
         name = (image.format or "image").lower()
     return "jpg" if name == "jpeg" else name
 

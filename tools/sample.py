@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from common.data import PromptSet, read_prompts
+from common.errors import RunError
 from common.models.adapter_files import read_lora
 from common.models.cpu import repair_torchvision
 from common.models.family import Family, Images, find_family, load_model, on_device
 from common.models.long_prompts import count_long_prompts
+from common.models.source_images import check_sources
 from common.monitor.resuming import options_today
 from common.plots import as_one_picture, save_grid, save_png
 from common.sde import draw_noise, image_seed
@@ -120,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     repair_torchvision()  # before diffusers is imported
     try:
         folder = run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, RunError, OSError) as error:
         sys.exit(f"tools.sample: error: {error}")
     print(f"{folder}/side_by_side.png")
 
@@ -142,6 +144,7 @@ def run(args: argparse.Namespace) -> Path:
     guided = {"guidance_scale": options["guidance_scale"]}
     length = options["max_sequence_length"]
     family = find_family(options["model"], height, width, options["num_frames"], **guided, max_sequence_length=length)
+    check_sources(family, [("--prompts", lines)])
     short = [source.name for source in args.sources]
     names = short if len({*short, "before"}) > len(short) else [str(source) for source in args.sources]
     policies = {name: read_policy(source, options["model"]) for name, source in zip(names, args.sources, strict=True)}
@@ -153,7 +156,9 @@ def run(args: argparse.Namespace) -> Path:
         quantise(model, base_weights)
     model.transformer.to(args.device)
     count_long_prompts(model.pipe, prompts.prompts, length)
-    pictures = {}
+    pictures: dict[str, list] = {}
+    if family.num_sources:
+        pictures["source"] = [of_record[0].resize((width, height)) for of_record in prompts.sources()]
     with on_device(model, "text_encoder"), on_device(model, "vae"):
         pictures["before"] = sample(model, prompts, seeds, options)
         for name, policy in policies.items():

@@ -34,8 +34,8 @@ def check_attention(attention: str, model: str, dtype: str) -> None:
     if attention == "flash" and importlib.util.find_spec("flash_attn") is None:
         raise ValueError(f"{given}: needs the package flash-attn (pip install flash-attn)")
     family = family_class(model)
-    if not family.has_attention_kernels:
-        raise ValueError(f"{given}: diffusers' {family.__name__} has native alone")
+    if attention not in family.attention_kernels:
+        raise ValueError(f"{given}: {family.__name__} takes {' or '.join(family.attention_kernels)}")
 
 
 def use_attention(model: "Family", attention: str) -> None:

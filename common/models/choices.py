@@ -4,7 +4,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from common.models.base_weights import check_base_weights
-from common.models.source_images import check_sources, say_squeezed
+from common.models.source_images import check_sources, say_stretched
 from common.rewards.eval_by import check_field
 
 if TYPE_CHECKING:
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def check_choices(inputs: "Inputs", options: dict[str, Any]) -> None:
-    """ValueError or RunError, in one line: an option, or a record's field, that cannot have its effect in this run."""
+    """ValueError or RunError, in one line: an option, or a record's field, that cannot have its effect in this run.
+
+    Evaluations of a model that edits get the reward `preservation`.
+    """
     if options.get("base_weights") and importlib.util.find_spec("torchao") is None:
         raise ValueError("--base_weights: needs torchao, which is not installed: pip install torchao==0.18.0")
     check_base_weights(options)
@@ -25,21 +28,32 @@ def check_choices(inputs: "Inputs", options: dict[str, Any]) -> None:
     check_lora_modules(inputs.lora, options)
     if options.get("eval_image_size") or options.get("eval_guidance_scale"):
         check_evaluation(inputs.family, options)
+    if inputs.family.num_sources:
+        watch_preservation(inputs)
 
 
 def check_pictures(inputs: "Inputs", options: dict[str, Any]) -> None:
-    """ValueError: records have pictures, or lack them, against the model. Reports those that will be squeezed."""
+    """ValueError: a record has another number of pictures than the model takes. Reports pictures of another shape."""
     prompt_sets = (
         ("--train_prompts", inputs.train_set),
         ("--eval_prompts", inputs.eval_set),
     )
-    has_pairs = "pairs" in options
-    check_sources(inputs.family, prompt_sets, options.get("prompt_cache"), edits=not has_pairs)
+    check_sources(inputs.family, prompt_sets, inputs.pairs, options.get("prompt_cache"))
     if inputs.family.num_sources:
         size = options["image_size"]
-        say_squeezed("--train_prompts", inputs.train_set, size)
+        say_stretched("--train_prompts", inputs.train_set, size)
         eval_size = options.get("eval_image_size") or size
-        say_squeezed("--eval_prompts", inputs.eval_set, eval_size)
+        say_stretched("--eval_prompts", inputs.eval_set, eval_size)
+
+
+def watch_preservation(inputs: "Inputs") -> None:
+    """Let evaluations of a model that edits score `preservation` too, unless an option names it: a reward of what was
+    asked for does not see what else has changed. ValueError: a record's mask leaves nothing to compare."""
+    from common.rewards.preservation import check_metadata, preservation
+
+    for record in inputs.eval_set.metadata:
+        check_metadata(record)
+    inputs.eval_rewards.setdefault("preservation", preservation)
 
 
 def check_lora_modules(lora: "LoRA | None", options: dict[str, Any]) -> None:
@@ -60,8 +74,8 @@ def check_negative_prompts(inputs: "Inputs", options: dict[str, Any]) -> None:
                 given = f"{option}: the negative_prompt of {prompt!r}"
     if given and not inputs.family.has_negative_prompt:
         raise ValueError(f"{given}: {inputs.family.__name__}'s guidance takes none")
-    has_guidance = options.get("guidance_scale", 1) > 1 or (options.get("eval_guidance_scale") or 1) > 1
-    if given and not has_guidance:
+    scales = [options.get(name) or 1 for name in ("guidance_scale", "eval_guidance_scale", "kl_guidance_scale")]
+    if given and max(scales) <= 1:
         raise ValueError(f"{given}: needs guidance, a --guidance_scale above 1 in a script that has it")
 
 

@@ -49,9 +49,9 @@ class Family(ABC):
     lora_target_modules: tuple[str, ...]
     longest_prompt = 512  # tokens, at most
     has_negative_prompt = True  # whether guidance moves away from one
-    has_attention_kernels = True  # whether diffusers lets its transformer take another than torch's (--attention)
+    attention_kernels: tuple[str, ...] = ("native", "cudnn", "flash")  # that its transformer can take (--attention)
     is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_tensor_parallel)
-    old_guidance_offset = 0.0  # what a scale above 1 lacks in a record of 0.1.0 (common/monitor/resuming.py)
+    old_guidance_offset = 0.0  # added to a scale above 1 of a record of 0.1.0 (common/monitor/resuming.py)
 
     # Exported by diffusers, with a `transformer` and a `save_lora_weights`.
     pipe: "diffusers.DiffusionPipeline"
@@ -64,6 +64,7 @@ class Family(ABC):
     # `add_policies` (common/policy.py) sets these two.
     is_lora: bool  # whether a LoRA is trained, or full weights
     policies: "dict[str, diffusers.ModelMixin]"  # the transformer of each policy; with a LoRA, one for all policies
+    frozen = frozenset({"reference"})  # policies that no checkpoint holds, as training never changes them
 
     # Images (B of them, as a list), height, width -> latents (B, ...), the reverse of `decode`. Offline DPO needs it
     # and refuses a family without it, such as a family of videos. Define it as a method.

@@ -44,7 +44,7 @@ def download_index(model: str) -> Path:
 
 def explain_pipeline(pipeline: str, files: list[Path]) -> str:
     """Which families there are, and what may be done about a pipeline class without one. files: of common/models/."""
-    # FLUX.1 Kontext's is a FLUX.1
+    # FluxKontext inherits from Flux
     known = [file.stem for file in files if re.search(r"\nclass \w+\((Family|Flux)\):", file.read_text("utf-8"))]
     told = f"supported: {', '.join(known)}"
     plain = OTHER_TASKS.sub("", pipeline)

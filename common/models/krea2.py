@@ -34,6 +34,7 @@ class Krea2(Family):
     A prompt has the states of several layers of the text encoder, which the transformer joins in blocks of its own.
     """
 
+    attention_kernels = ("native", "cudnn")  # flash takes no mask, and prompts are padded
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
     is_split_by_engine = False  # vLLM-Omni's transformer has layers that every worker would hold whole
 

@@ -17,6 +17,7 @@ class QwenImage(Family):
     longest_prompt = 1024
     """The transformer takes tokens (B, h w / 4, 4 C), each of 2 x 2 latents; they are packed in predict_velocity."""
 
+    attention_kernels = ("native", "cudnn")  # flash takes no mask, and prompts are padded
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     @staticmethod

@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 if TYPE_CHECKING:
     from common.data import PromptSet
     from common.models.family import Family
+    from common.rewards.pair_files import Pairs
 
 SIDES = (16, 8192)  # pixels; a larger picture would take seconds and hundreds of MB to decode
 SAME_SHAPE = 0.05  # relative: the most by which two aspect ratios differ that pass as one
@@ -32,27 +33,37 @@ class SourceImage:
         """
         self.where = where
         self.content = content
+        found_at = f'"{field}": {self.place}'
         try:
             with self._file() as image:
                 self.size = _upright_size(image)
                 frames = getattr(image, "n_frames", 1)
                 is_photo = image.format == "MPO"  # cameras' JPEG, with a preview or depth map behind the picture
         except Exception as error:  # Pillow raises nearly anything over a damaged header
-            raise ValueError(f'"{field}": {where}: {reason(error)}') from error
+            raise ValueError(f"{found_at}: {reason(error)}") from error
         if frames > 1 and not is_photo:
-            raise ValueError(f'"{field}": {where}: has {frames} frames')
+            raise ValueError(f"{found_at}: has {frames} frames")
         if min(self.size) < SIDES[0] or max(self.size) > SIDES[1]:
             size = " x ".join(map(str, self.size))
-            raise ValueError(f'"{field}": {where}: {size} pixels; sides have {SIDES[0]} to {SIDES[1]}')
+            raise ValueError(f"{found_at}: {size} pixels; sides have {SIDES[0]} to {SIDES[1]}")
 
     def __str__(self) -> str:
         return self.where
 
+    @property
+    def place(self) -> Path | str:
+        """Its file, or the row that has its bytes."""
+        return self.content if isinstance(self.content, Path) else self.where
+
     def _file(self) -> Image.Image:
         return Image.open(self.content if isinstance(self.content, Path) else io.BytesIO(self.content))
 
+    def read_bytes(self) -> bytes:
+        """Its file's content."""
+        return self.content.read_bytes() if isinstance(self.content, Path) else self.content
+
     def decode(self) -> Image.Image:
-        """The picture as RGB with 8 bits, turned upright as its EXIF says.
+        """The picture as RGB with 8 bits, turned upright as its EXIF says, on white where it is transparent.
 
         Raises:
             RunError: it is damaged behind its header.
@@ -62,9 +73,13 @@ class SourceImage:
                 upright = ImageOps.exif_transpose(image)
                 if upright.mode.startswith("I"):  # 16 bits, which convert would clip
                     upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-                return upright.convert("RGB")
+                if not upright.has_transparency_data:
+                    return upright.convert("RGB")
+                layer = upright.convert("RGBA")
+                on_white = Image.new("RGBA", layer.size, "white")
+                return Image.alpha_composite(on_white, layer).convert("RGB")
         except Exception as error:
-            raise RunError(brief(f"{self.where}: cannot be decoded ({reason(error)})")) from error
+            raise RunError(brief(f"{self.place}: cannot be decoded ({reason(error)})")) from error
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
@@ -118,38 +133,45 @@ def show_sources(record: dict, picture: Image.Image | None) -> tuple[dict, Image
 
 
 def check_sources(
-    family: "type[Family]", prompt_sets: Sequence[tuple[str, "PromptSet"]], prompt_cache: str | None, edits: bool
+    family: "type[Family]",
+    prompt_sets: Sequence[tuple[str, "PromptSet"]],
+    pairs: "Pairs | None" = None,
+    prompt_cache: str | None = None,
 ) -> None:
-    """Hold the records' pictures against the model: none where it takes none, and the number that it takes.
+    """Compare the number of pictures of each record with the number that the model takes.
 
-    prompt_sets: with the options that named them. edits: whether the script trains models that edit.
+    prompt_sets: with the options that named them. pairs: those of --pairs.
 
     Raises:
         ValueError: in one line that names the option and the prompt.
     """
-    for option, prompts in prompt_sets:
-        for prompt, record in zip(prompts.prompts, prompts.metadata, strict=True):
-            count = len(record.get("image", ()))
-            if count == family.num_sources:
-                continue
-            wanted = f"{family.__name__} takes {family.num_sources or 'none'}"
-            raise ValueError(brief(f'{option}: the record of {prompt!r} has {count or "no"} "image"; {wanted}'))
     if family.num_sources and prompt_cache is not None:
         raise ValueError("--prompt_cache: keeps embeddings of texts, and this model has pictures as well")
-    if family.num_sources and not edits:
-        raise ValueError(f"--model: {family.__name__} edits pictures, which this script's pairs do not have")
+    counts = [
+        (option, prompts.prompts, [len(record.get("image", ())) for record in prompts.metadata])
+        for option, prompts in prompt_sets
+    ]
+    if pairs is not None:
+        counts.append(("--pairs", pairs.prompts, pairs.num_sources))
+    for option, prompts, of_records in counts:
+        for number, (prompt, count) in enumerate(zip(prompts, of_records, strict=True), start=1):
+            if count != family.num_sources:
+                found = f'{option}: record {number}, {prompt!r}, has {count or "no"} "image"'
+                raise ValueError(brief(f"{found}; {family.__name__} takes {family.num_sources or 'none'}"))
 
 
-def say_squeezed(option: str, prompts: "PromptSet", image_size: tuple[int, int]) -> None:
+def say_stretched(option: str, prompts: "PromptSet", image_size: tuple[int, int]) -> None:
     """Report the pictures whose aspect ratio differs from that of (height, width), to which they will be brought."""
     height, width = image_size
     sources = [source for record in prompts.metadata for source in record.get("image", ())]
-    squeezed = []
+    stretched = []
     for source in sources:
         stretch = (source.size[0] / source.size[1]) / (width / height)
         if max(stretch, 1 / stretch) > 1 + SAME_SHAPE:
-            squeezed.append(source)
-    if squeezed:
-        first = f"{squeezed[0]} has {squeezed[0].size[0]} x {squeezed[0].size[1]}"
-        counts = f"{len(squeezed)} of {len(sources)} pictures"
-        say(f"{option}: {counts} are squeezed to {width} x {height} pixels, another shape ({first}); crop them before")
+            stretched.append(source)
+    if stretched:
+        first = f"{stretched[0]} is {stretched[0].size[0]} wide and {stretched[0].size[1]} high"
+        counts = f"{len(stretched)} of {len(sources)} pictures"
+        shape = f"the image, {width} wide and {height} high"
+        advice = f"they are stretched to it ({first}): crop them first, or change the size"
+        say(f"{option}: {counts} have another shape than {shape}; {advice}")

@@ -68,7 +68,7 @@ def traced_steps(profile_steps: Sequence[str], num_ranks: int) -> dict[int, int]
     """{step: rank} of --profile_steps, each a STEP, which is traced on rank 0, or a STEP:RANK.
 
     Raises:
-        ValueError: it is neither, or there is no such rank.
+        ValueError: it is neither, there is no such rank, or a step is there twice.
     """
     found = {}
     for written in profile_steps:
@@ -76,6 +76,8 @@ def traced_steps(profile_steps: Sequence[str], num_ranks: int) -> dict[int, int]
         if not re.fullmatch("[0-9]+(:[0-9]+)?", written) or int(rank or 0) >= num_ranks:
             wanted = f"must be STEP or STEP:RANK, with a rank below {num_ranks}"
             raise ValueError(f"--profile_steps {written}: {wanted}, the number of ranks")
+        if int(step) in found:
+            raise ValueError(f"--profile_steps {written}: step {int(step)} is there twice; one rank traces a step")
         found[int(step)] = int(rank or 0)
     return found
 

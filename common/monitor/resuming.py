@@ -70,7 +70,7 @@ def find_checkpoint(path: Path | str) -> Path | None:
 
 
 def checkpoint_of(path: Path | str) -> Path | None:
-    """find_checkpoint's, which this script has written.
+    """The checkpoint that find_checkpoint finds. It must be of this script.
 
     Raises:
         ValueError: as find_checkpoint; or another script, or none, wrote it.
@@ -106,13 +106,20 @@ def saved_options(resume: str) -> dict:
 
 # ---- guidance scales of 0.1.0, where Z-Image's g acted like g + 1 of today -------------------------------------------
 def options_today(record: dict[str, Any]) -> dict[str, Any]:
-    """{name: value} of a record's options, with guidance scales that mean today what they meant to the run.
+    """{name: value} of a record's options, as they would be given today: guidance scales that mean what they meant to
+    the run, traced steps as texts, and the engine's sleep under its name of today.
 
     Raises:
         ValueError: the record is of 0.1.0, and its model is not there any more.
     """
     options = dict(record["args"])
-    if "format" in record or "model" not in options:
+    if "format" in record:
+        return options
+    if options.get("profile_steps"):
+        options["profile_steps"] = [str(step) for step in options["profile_steps"]]
+    if options.pop("engine_sleep", False):
+        options["engine_with"] = ["sleep"]
+    if "model" not in options:
         return options
     for name in SCALES:
         scale = options.get(name)

@@ -23,7 +23,7 @@ A request is POSTed to URL/score:
     history           one turn: the prompt, and the image as a PNG in base64
     required_rewards  HTTP_SCORER_REWARD without METRIC
     metadata          the other fields of the prompt's record, which JSON must be able to hold
-    sources_b64       of an edit alone: its record's pictures "image", as PNGs in base64; a "mask" is not sent
+    sources_b64       only for an edit: its record's pictures "image", as PNGs in base64; a "mask" is not sent
 
 The answer has one entry for each request, in the same order:
 
@@ -135,7 +135,7 @@ def load() -> None:
 
 
 def sent_fields(metadata: dict) -> dict:
-    """A record's metadata but for the pictures of an edit, "image" and "mask"."""
+    """A record's metadata without the pictures of an edit, "image" and "mask"."""
     pictures = ("image", "mask") if "image" in metadata else ()
     return {column: value for column, value in metadata.items() if column not in pictures}
 

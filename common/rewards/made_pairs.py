@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoints import atomic_file, writing
-from common.data import share_of_rank
+from common.data import PromptSet, share_of_rank
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError
 from common.monitor.phases import with_bar
 from common.plots import save_png
 from common.process import say
-from common.rewards.pair_files import read_pairs
-from common.rewards.pairs import Pairs
+from common.rewards.pair_files import Pairs, read_pairs
 from common.rollout import Images
 
 import torch
@@ -63,16 +62,23 @@ def record_file(folder: Path, row: int) -> Path:
     return folder / "pairs" / f"{row:05d}.json"
 
 
-def save_pair(folder: Path, row: int, prompt: str, images: Images, totals: torch.Tensor) -> None:
+def save_pair(folder: Path, row: int, prompts: PromptSet, images: Images, totals: torch.Tensor) -> None:
     """Write the best and the worst of a prompt's images by totals (G,), NaN where a reward failed, to folder/pairs, and
-    last the prompt's record. Its pair is None where no image scores higher than another."""
+    last the prompt's record. Its pair is None where no image scores higher than another.
+
+    prompts: the one prompt, once or more; its condition images are written too.
+    """
     places = best_and_worst(totals)
     pair: dict = {}
     with writing(folder / "pairs"):
         for kind, i in zip(("chosen", "rejected"), places or (), strict=False):
             file = f"pairs/{row:05d}_{kind}.png"
             save_png(folder / file, images[i])
-            pair |= {"prompt": prompt, kind: file, f"{kind}_score": totals[i].item()}
+            pair |= {"prompt": prompts.prompts[0], kind: file, f"{kind}_score": totals[i].item()}
+        for i, source in enumerate(prompts.select([0]).sources()[0] if pair else ()):
+            file = f"pairs/{row:05d}_image{i}.png"
+            save_png(folder / file, source)
+            pair.setdefault("image", []).append(file)
         with atomic_file(record_file(folder, row), shared=True) as temporary:
             temporary.write_text(json.dumps({"pair": pair or None, "failed": int(totals.isnan().sum())}))
 

@@ -1,4 +1,4 @@
-"""Preference pairs from files: a .jsonl and image files, or parquet files with pick-a-pic's columns.
+"""Preference pairs, and files of them: a .jsonl and image files, or parquet files with pick-a-pic's columns.
 
 Before a model loads, a fault is named by file and line or row as far as it shows without decoding an image.
 """
@@ -8,21 +8,62 @@ import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from common.data import read_records
 from common.errors import refusing
 from common.parquet import Blob, column_names, read_rows
 from common.process import say
-from common.rewards.pairs import Pairs, refusing_alone
+from common.rewards.pairs import refusing_alone
 
 from PIL import Image
+
+if TYPE_CHECKING:
+    from common.models.source_images import SourceImage
+
+
+class PairImage(Protocol):
+    """An image of a pair, not decoded; its text names file and line or row."""
+
+    def read_bytes(self) -> bytes:
+        """Its content."""
+        ...
+
+
+class Pair(NamedTuple):
+    """Two images of a prompt and, for a model that edits, of the same condition images."""
+
+    prompt: str
+    chosen: PairImage
+    rejected: PairImage
+    sources: Sequence["SourceImage"] = ()
+
+
+class Pairs(Protocol):
+    """Preference pairs, their images still in files."""
+
+    @property
+    def prompts(self) -> list[str]:
+        """Of each pair."""
+        ...
+
+    @property
+    def num_sources(self) -> list[int]:
+        """Of each pair, how many condition images it has."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def select(self, rows: Collection[int]) -> Iterator[tuple[int, Pair]]:
+        """Yield (row, pair) of some of the pairs, in order; a RunError names a file that was damaged since."""
+        ...
 
 
 def read_pairs(path: Path | str) -> Pairs:
     """Read preference pairs: a .jsonl of {"prompt", "chosen", "rejected"}, the latter two image files relative to it,
     or a folder with such a pairs.jsonl ("chosen_score" and "rejected_score" may be given); or a .parquet file with
-    pick-a-pic's columns or TRL's (prompt, chosen, rejected), or a folder of such.
+    pick-a-pic's columns or TRL's (prompt, chosen, rejected), or a folder of such. A field or column "image" has the
+    pictures that were edited.
 
     Of the images only the beginning is looked at, and two of one size in bytes are compared: each rank does it for its
     share of the pairs, as torchrun numbers ranks. The rest shows when a pair that is drawn is encoded.
@@ -42,18 +83,28 @@ def read_pairs(path: Path | str) -> Pairs:
     if files[0].suffix == ".parquet":
         return ParquetPairs(files)
     pairs = FilePairs()
-    places = []  # "FILE:LINE" of each pair
+    files_of_pairs = []
     for where, record in read_records(path):
         with refusing(where):
             chosen, rejected = [_image_of(record, kind, where, path.parent) for kind in ("chosen", "rejected")]
             _check_scores(record.get("chosen_score"), record.get("rejected_score"))
-        pairs.append((record["prompt"], chosen, rejected))
-        places.append(where)
+            sources = _find_sources(record.get("image"), path, where)
+        pairs.append(Pair(record["prompt"], chosen, rejected, sources))
+        files_of_pairs.append((where, chosen, rejected))
     for row in launched_share(len(pairs)):
-        _, chosen, rejected = pairs[row]
-        with refusing_alone(), refusing(places[row]):
+        where, chosen, rejected = files_of_pairs[row]
+        with refusing_alone(), refusing(where):
             _check_files(chosen, rejected)
     return pairs
+
+
+def _find_sources(value: str | bytes | dict | list | None, file: Path, where: str) -> "list[SourceImage]":
+    """The pictures that a pair's field or column "image" names; none without one."""
+    if value is None:
+        return []
+    from common.models.source_images import find_images  # only edits have them
+
+    return find_images("image", value, file, where)
 
 
 def launched_share(total: int) -> range:
@@ -76,15 +127,20 @@ class ImageFile(NamedTuple):
         return self.path.read_bytes()
 
 
-class FilePairs(list[tuple[str, ImageFile, ImageFile]]):
+class FilePairs(list[Pair]):
     """The pairs of a .jsonl file, their images not read."""
 
     @property
     def prompts(self) -> list[str]:
         """Of each pair."""
-        return [prompt for prompt, _, _ in self]
+        return [pair.prompt for pair in self]
 
-    def select(self, rows: Collection[int]) -> Iterator[tuple[int, tuple[str, ImageFile, ImageFile]]]:
+    @property
+    def num_sources(self) -> list[int]:
+        """Of each pair, how many condition images it has."""
+        return [len(pair.sources) for pair in self]
+
+    def select(self, rows: Collection[int]) -> Iterator[tuple[int, Pair]]:
         """Yield (row, pair) of some of the pairs, in order."""
         for row in sorted(rows):
             yield row, self[row]
@@ -121,6 +177,7 @@ def _check_scores(chosen: float | None, rejected: float | None) -> None:
 # ---- parquet ---------------------------------------------------------------------------------------------------------
 PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")  # columns of its rows that are read
 TEXTS = ("caption", "label_0", "label_1")  # those that are small
+SOURCE = ("image",)  # of pairs of edits, beside either's columns: the picture that was edited
 TRL = ("prompt", "chosen", "rejected")  # TRL's columns of preferences; an image as bytes, or as datasets store it
 
 
@@ -129,20 +186,23 @@ def pair_rows(
 ) -> Iterator[tuple[str, int, dict]]:
     """Yield ("FILE, row N", row group, row) of a file of pick-a-pic's or TRL's columns, under pick-a-pic's names.
 
-    has_images: whether images are read as well. A row has the file's own names of its two images in "columns".
+    has_images: whether images are read as well, also those of a column "image". A row has the file's own names of its
+    two images in "columns".
     """
-    if set(TRL) <= set(column_names(file)):
-        for where, group, row in read_rows(file, TRL, TRL if has_images else TRL[:1], groups):
+    found = column_names(file)
+    source = SOURCE if has_images and SOURCE[0] in found else ()
+    if set(TRL) <= set(found):
+        for where, group, row in read_rows(file, TRL, (*TRL, *source) if has_images else TRL[:1], groups):
             images = [stored["bytes"] if isinstance(stored, dict) else stored for stored in map(row.get, TRL[1:])]
             named = {"caption": row["prompt"], "jpg_0": images[0], "jpg_1": images[1], "label_0": 1, "label_1": 0}
-            yield where, group, named | {"columns": TRL[1:]}
+            yield where, group, row | named | {"columns": TRL[1:]}
         return
-    for where, group, row in read_rows(file, PICK_A_PIC, PICK_A_PIC if has_images else TEXTS, groups):
+    for where, group, row in read_rows(file, PICK_A_PIC, (*PICK_A_PIC, *source) if has_images else TEXTS, groups):
         yield where, group, row | {"columns": ("jpg_0", "jpg_1")}
 
 
 class ParquetPairs:
-    """The pairs of parquet files, (prompt, chosen, rejected) each, the latter two as Blob.
+    """The pairs of parquet files, their images as Blob.
 
     Images are read from the files when they are asked for, as they may be larger than memory. Ties are left out, and
     counted on the screen.
@@ -155,8 +215,10 @@ class ParquetPairs:
             ValueError, RunError: as read_pairs.
         """
         self.prompts: list[str] = []
+        self.num_sources: list[int] = []
         self._places: list[tuple[Path, int, str]] = []  # of each pair: its file, row group and "FILE, row N"
         for file in files:
+            num_sources = int(SOURCE[0] in column_names(file))
             num_rows = 0
             num_ties = 0
             for where, group, row in pair_rows(file, has_images=False):
@@ -167,6 +229,7 @@ class ParquetPairs:
                     num_ties += 1
                     continue
                 self.prompts.append(row["caption"])
+                self.num_sources.append(num_sources)
                 self._places.append((file, group, where))
             if num_ties:
                 say(f"{file}: {num_ties} of its {num_rows} pairs are ties, which are left out")
@@ -179,15 +242,16 @@ class ParquetPairs:
                 for where, _, row in pair_rows(file, has_images=True, groups={group}):
                     with refusing(where):
                         _check_images(row)
+                        _sources_of(where, row)
 
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def __iter__(self) -> Iterator[tuple[str, Blob, Blob]]:
+    def __iter__(self) -> Iterator[Pair]:
         for _, pair in self.select(range(len(self))):
             yield pair
 
-    def select(self, rows: Collection[int]) -> Iterator[tuple[int, tuple[str, Blob, Blob]]]:
+    def select(self, rows: Collection[int]) -> Iterator[tuple[int, Pair]]:
         """Yield (row, pair) of some of the pairs, in order; only the row groups that hold them are read.
 
         Raises:
@@ -233,10 +297,20 @@ def _check_images(row: dict) -> None:
         raise ValueError(f"{first} and {second} are the same image")
 
 
-def _order_by_label(where: str, row: dict) -> tuple[str, Blob, Blob]:
+def _sources_of(where: str, row: dict) -> "list[SourceImage]":
+    """The pictures of a row's column "image"; ValueError for none or several, as num_sources is the column's."""
+    if SOURCE[0] not in row:
+        return []
+    sources = _find_sources(row[SOURCE[0]], Path(where), where)
+    if len(sources) != 1:
+        raise ValueError('"image": each pair of a .parquet must have one picture')
+    return sources
+
+
+def _order_by_label(where: str, row: dict) -> Pair:
     first, second = row["columns"]
     images = [Blob(f"{where}, {first}", row["jpg_0"]), Blob(f"{where}, {second}", row["jpg_1"])]
     if row["label_0"] == 0:
         images.reverse()
     chosen, rejected = images
-    return row["caption"], chosen, rejected
+    return Pair(row["caption"], chosen, rejected, _sources_of(where, row))

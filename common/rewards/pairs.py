@@ -1,11 +1,11 @@
-"""Preference pairs of offline DPO, and their latents on disk. Where pairs come from: pair_files.py, made_pairs.py."""
+"""The latents on disk of offline DPO's preference pairs. Where pairs come from: pair_files.py, made_pairs.py."""
 
 import hashlib
 import io
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from common.checkpoints import atomic_file
 from common.distributed import gather_objects
@@ -17,31 +17,8 @@ import torch
 import torch.distributed as dist
 from PIL import Image, ImageOps
 
-
-class PairImage(Protocol):
-    """An image of a pair, not decoded; its text names file and line or row."""
-
-    def read_bytes(self) -> bytes:
-        """Its content."""
-        ...
-
-
-Pair = tuple[str, PairImage, PairImage]  # prompt, chosen image, rejected image
-
-
-class Pairs(Protocol):
-    """Preference pairs, their images still in files."""
-
-    @property
-    def prompts(self) -> list[str]:
-        """Of each pair."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def select(self, rows: Collection[int]) -> Iterator[tuple[int, Pair]]:
-        """Yield (row, pair) of some of the pairs, in order; a RunError names a file that was damaged since."""
-        ...
+if TYPE_CHECKING:
+    from common.rewards.pair_files import Pair, PairImage, Pairs
 
 
 @contextmanager
@@ -53,7 +30,7 @@ def refusing_alone() -> Iterator[None]:
         raise RunError(str(error)) from None
 
 
-def open_image(source: Path | PairImage) -> Image.Image:
+def open_image(source: "Path | PairImage") -> Image.Image:
     """The image of a file or a pair, RGB, 8 bits a channel, upright as its EXIF orientation says.
 
     Raises:
@@ -71,7 +48,7 @@ def open_image(source: Path | PairImage) -> Image.Image:
 # ---- their latents on disk -------------------------------------------------------------------------------------------
 def encode_pairs(
     model: Family,
-    pairs: Pairs,
+    pairs: "Pairs",
     rows: Collection[int],
     *,
     folder: str | Path,
@@ -80,7 +57,7 @@ def encode_pairs(
 ) -> dict[int, Path]:
     """Encode those pairs, of `rows`, that `folder` lacks: the latents of both images and the prompt's conditioning.
 
-    A pair's key covers the prompt, both files' bytes, the size, and the bits of VAE and text encoders. Returns the
+    A pair's key covers the prompt, its files' bytes, the size, and the bits of VAE and text encoders. Returns the
     files by row. A collective: a rank reads the images of its share alone.
 
     Raises:
@@ -93,10 +70,9 @@ def encode_pairs(
     own: dict[int, Path] = {}
     shared = sorted(rows)[dist.get_rank() :: dist.get_world_size()]
     for row, pair in with_bar(pairs.select(shared), "reading pairs", len(shared)):
-        prompt, chosen, rejected = pair
         key = frozen_key.copy()
-        key.update(repr((prompt, *image_size, max_sequence_length)).encode())
-        for image in (chosen, rejected):
+        key.update(repr((pair.prompt, *image_size, max_sequence_length)).encode())
+        for image in (pair.chosen, pair.rejected, *pair.sources):
             with refusing_alone(), refusing(f"not a readable image: {image}"):
                 key.update(image.read_bytes())
         own[row] = Path(folder) / f"{key.hexdigest()[:32]}.pt"
@@ -111,16 +87,17 @@ def encode_pairs(
     return files
 
 
-def encode_pair(model: Family, pair: Pair, file: Path, image_size: tuple[int, int], max_sequence_length: int) -> None:
+def encode_pair(model: Family, pair: "Pair", file: Path, image_size: tuple[int, int], max_sequence_length: int) -> None:
     """Write a pair's latents (2, C, h, w) and conditioning to `file`; raises encode_pairs' RunError."""
-    prompt, chosen, rejected = pair
     assert model.encode_images  # the script refuses other families
     with refusing_alone():
-        images = [open_image(chosen), open_image(rejected)]
+        images = [open_image(pair.chosen), open_image(pair.rejected)]
         if images[0].size == images[1].size and images[0].tobytes() == images[1].tobytes():
-            raise ValueError(f"{chosen}: chosen and rejected are the same image")
+            raise ValueError(f"{pair.chosen}: chosen and rejected are the same image")
     encoded = {"latents": model.encode_images(images, *image_size)}
-    encoded |= model.encode_prompts([prompt], max_sequence_length)
+    encoded |= model.encode_prompts([pair.prompt], max_sequence_length)
+    if model.encode_sources:
+        encoded |= model.encode_sources([[source.decode() for source in pair.sources]], *image_size)
     with atomic_file(file, shared=True) as temporary, open(temporary, "wb") as opened:
         torch.save({name: tensor.cpu() for name, tensor in encoded.items()}, opened)
 

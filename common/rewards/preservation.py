@@ -13,7 +13,7 @@ from PIL.Image import Image, Resampling
 BLUR = 1 / 16  # the blur's radius without a mask, as a share of the image's shorter side
 
 
-def preservation(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
+def preservation(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float | Exception]:
     """1 minus the root mean square difference of an edit from its source: 1 if they are equal, 0 from black to white.
 
     metadata: dicts with "image", whose first picture is the source, brought to the edit's size. With "mask", a picture
@@ -24,13 +24,15 @@ def preservation(images: list[Image], prompts: list[str], metadata: list[dict]) 
     return [_score(image, record) for image, record in zip(images, metadata, strict=True)]
 
 
-def _score(image: Image, record: dict) -> float:
+def _score(image: Image, record: dict) -> float | Exception:
     source = record["image"][0].resize(image.size, Resampling.LANCZOS)
     edit = image.convert("RGB")
     kept = np.ones((image.height, image.width), dtype=bool)
     if "mask" in record:
         mask = record["mask"][0].convert("L").resize(image.size, Resampling.NEAREST)
         kept = np.asarray(mask) < 128
+        if not kept.any():
+            return ValueError('"mask": it is white everywhere once it has the size of the edit')
     else:
         blur = ImageFilter.GaussianBlur(BLUR * min(image.size))
         source, edit = source.filter(blur), edit.filter(blur)

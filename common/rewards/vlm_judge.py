@@ -9,8 +9,8 @@ environment variables, the same for all ranks; defaults stand at the end of the 
 
     VLM_JUDGE_URL          address of the API, with its /v1
     VLM_JUDGE_MODEL        name of the model there
-    VLM_JUDGE_PROMPT       file with the question, where {prompt} stands for the image's prompt; vlm_judge.txt, here, or
-                           vlm_judge_edit.txt of an edit, whose source is shown before it
+    VLM_JUDGE_PROMPT       file with the question, where {prompt} stands for the image's prompt; vlm_judge.txt here, or
+                           vlm_judge_edit.txt for an edit, whose source is shown before it
     VLM_JUDGE_RANGE        least and highest score that the question allows; 0,10
     VLM_JUDGE_MAX_TOKENS   length of the longest answer; 512
     VLM_JUDGE_CONCURRENCY  a rank's questions under way at once; 16
@@ -48,7 +48,7 @@ QUESTION = Path(__file__).with_name("vlm_judge.txt")
 QUESTION_OF_EDITS = Path(__file__).with_name("vlm_judge_edit.txt")
 NUMBER = r"[+-]?\d+(?:\.\d+)?"
 SCORE = re.compile(rf"\s*({NUMBER})\s*(?:/\s*({NUMBER})\s*)?\.?\s*")  # 7 or 7/10, perhaps a full stop
-PART = re.compile(rf"^\s*(instruction|preservation):\s*({NUMBER})\s*\.?\s*$", re.MULTILINE)  # of a score, on a line
+PART = re.compile(rf"^\s*(instruction|preservation):\s*({NUMBER})(?:\s*/\s*({NUMBER}))?\s*\.?\s*$", re.MULTILINE)
 
 
 class Settings(NamedTuple):
@@ -109,7 +109,8 @@ def judge(settings: Settings, image: Image, prompt: str, sources: list[Image]) -
         if is_cut:  # the last number may be half of a number
             raise ValueError(f"an answer cut at VLM_JUDGE_MAX_TOKENS {settings.max_tokens}: {str(text)[-200:]!r}")
         score = read_score(text or "", settings.least, settings.highest)
-        return {"score": score, **read_parts(text, settings.least, settings.highest), "answer": text}
+        parts = read_parts(text, settings.least, settings.highest) if sources else {}
+        return {"score": score, **parts, "answer": text}
     except ValueError as error:
         return error
 
@@ -136,17 +137,13 @@ def read_score(text: str, least: float, highest: float) -> float:
 def read_parts(text: str, least: float, highest: float) -> dict[str, float]:
     """{"instruction": ..., "preservation": ...}: the numbers of such lines of an answer, as far as it has them.
 
-    Mapped as the score is.
-
-    Raises:
-        ValueError: one is outside of the range.
+    Mapped as the score is. A number outside of the range is left out, as the score does not depend on it.
     """
     parts = {}
-    for name, number in PART.findall(text.replace("*", "").lower()):
+    for name, number, most in PART.findall(text.replace("*", "").lower()):
         value = float(number)
-        if not least <= value <= highest:
-            raise ValueError(f"an answer whose {name} is not in {least:g} to {highest:g}: {text[-200:]!r}")
-        parts[name] = (value - least) / (highest - least)
+        if least <= value <= highest and float(most or highest) == highest:
+            parts[name] = (value - least) / (highest - least)
     return parts
 
 

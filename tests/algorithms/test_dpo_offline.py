@@ -5,6 +5,7 @@ import json
 import math
 from types import SimpleNamespace
 
+from common.data import PromptSet
 from common.errors import RunError
 from common.rewards import made_pairs, pair_files
 from common.rewards import pairs as pairs_on_disk
@@ -100,7 +101,7 @@ def test_pairs_are_read_from_a_file_and_a_folder(folder):
     path = folder(GOOD, {"chosen": "b.png", "rejected": "a.png", "prompt": "q"})
     pairs = read_pairs(path)
     assert pairs == read_pairs(str(path / "pairs.jsonl"))
-    found = [(prompt, chosen.path, rejected.path) for prompt, chosen, rejected in pairs]
+    found = [(prompt, chosen.path, rejected.path) for prompt, chosen, rejected, _ in pairs]
     assert found == [("p", path / "a.png", path / "b.png"), ("q", path / "b.png", path / "a.png")]
     assert pairs.prompts == ["p", "q"]
     assert list(pairs.select({1})) == [(1, pairs[1])]
@@ -230,14 +231,14 @@ def test_pairs_of_pick_a_pic(tmp_path, capfd):
     assert capfd.readouterr().err == f"{path}: 2 of its 4 pairs are ties, which are left out\n"
     assert len(pairs) == 2
     for _ in range(2):  # in every pass
-        (first, chosen, rejected), (second, better, worse) = pairs
+        (first, chosen, rejected, _), (second, better, worse, _) = pairs
         assert (first, second) == ("a mug", "a cup")
         assert chosen.read_bytes() == worse.read_bytes() == jpg("red")
         assert rejected.read_bytes() == better.read_bytes() == jpg("blue")
         assert str(better) == f"{path}, row 2, jpg_1"
     assert [row for row, _ in pairs.select([1])] == [1] and next(pairs.select([1]))[1][0] == "a cup"
     both = read_pairs(tmp_path)
-    assert len(both) == 72 and [prompt for prompt, _, _ in both][:3] == ["a mug", "a cup", "0"]
+    assert len(both) == 72 and [pair.prompt for pair in both][:3] == ["a mug", "a cup", "0"]
     (tmp_path / "pairs.jsonl").write_text("{")  # a folder of ours
     with pytest.raises(ValueError, match=r"pairs\.jsonl:1: not JSON"):
         read_pairs(tmp_path)
@@ -392,7 +393,7 @@ OPTIONS = dict.fromkeys(made_pairs.DECIDING, 1)
 def compare(folder, rows, scores):
     for row in rows:
         images = [Image.new("RGB", (8, 8), (row, i, 0)) for i in range(len(scores))]
-        made_pairs.save_pair(folder, row, f"prompt {row}", images, torch.tensor(scores))
+        made_pairs.save_pair(folder, row, PromptSet([f"prompt {row}"], [{}]), images, torch.tensor(scores))
 
 
 def test_pairs_that_were_made_are_not_made_again(one_rank, tmp_path, capfd):

@@ -39,6 +39,14 @@ def test_a_record_of_z_image_without_a_format_has_1_more(tmp_path):
     assert options_today({"args": {"model": z_image}}) == {"model": z_image}  # diffusion_nft.py has no guidance
 
 
+def test_options_of_another_form_are_read():
+    """Steps to trace were numbers, and the engine's sleep an option of its own."""
+    old = {"profile_steps": [3, 5], "engine_sleep": True}
+    assert options_today({"args": old}) == {"profile_steps": ["3", "5"], "engine_with": ["sleep"]}
+    assert options_today({"args": {"engine_sleep": False}}) == {}
+    assert old == {"profile_steps": [3, 5], "engine_sleep": True}
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "z_image"])
 def test_a_record_of_another_family_stays(tmp_path, family):
     folder = str(make_checkpoint(family, tmp_path / family))

@@ -202,7 +202,7 @@ def attempt_pairs(example):
     def check(found):
         lines = lines_of(data)
         assert len(found) == len(lines)
-        for (prompt, chosen, rejected), (_, line) in zip(found, lines, strict=True):
+        for (prompt, chosen, rejected, _), (_, line) in zip(found, lines, strict=True):
             record = json.loads(line)
             assert prompt == record["prompt"] and prompt.strip() and prompt.encode()
             assert chosen.path == folder / record["chosen"] and rejected.path == folder / record["rejected"]
@@ -258,7 +258,7 @@ def attempt_parquet(example):
             return
         pairs = list(found)
         assert 0 < len(found) == len(pairs)
-        assert all(prompt.strip() and chosen.content != rejected.content for prompt, chosen, rejected in pairs)
+        assert all(prompt.strip() and chosen.content != rejected.content for prompt, chosen, rejected, _ in pairs)
 
     with scratch() as folder, contextlib.redirect_stderr(io.StringIO()):  # which reports ties
         path = folder / "file.parquet"

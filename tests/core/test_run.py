@@ -303,6 +303,8 @@ def test_a_trace_is_of_the_rank_that_was_named():
         line = f"--profile_steps {wrong}: must be STEP or STEP:RANK, with a rank below 3, the number of ranks"
         with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
             traced_steps([wrong], num_ranks=3)
+    with pytest.raises(ValueError, match="^--profile_steps 6:1: step 6 is there twice; one rank traces a step$"):
+        traced_steps(["6", "4", "6:1"], num_ranks=3)
 
 
 def test_a_rank_that_is_not_named_leaves_no_trace(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def test_a_machine_that_cannot_take_the_kernel_is_named(tmp_path):
 def test_options_that_do_not_fit_the_kernel_are_named(has_gpu, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="^--attention cudnn: needs --dtype bfloat16$"):
         check_attention("cudnn", EMBEDDED, "float32")
-    with pytest.raises(ValueError, match="^--attention cudnn: diffusers' StableDiffusion3 has native alone$"):
+    with pytest.raises(ValueError, match="^--attention cudnn: StableDiffusion3 takes native$"):
         check_attention("cudnn", EMBEDDED, "bfloat16")
     flux = str(make_checkpoint("flux", tmp_path))
     check_attention("cudnn", flux, "bfloat16")
@@ -41,6 +41,45 @@ def test_options_that_do_not_fit_the_kernel_are_named(has_gpu, monkeypatch, tmp_
         check_attention("flash", flux, "bfloat16")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
     check_attention("flash", flux, "bfloat16")
+    with pytest.raises(ValueError, match="^--attention flash: QwenImage takes native or cudnn$"):
+        check_attention("flash", str(make_checkpoint("qwen_image", tmp_path / "masked")), "bfloat16")
+
+
+def velocity_of(folder, prompts):
+    """A function () -> velocity of the tiny model of a family, one image of each prompt; and the model."""
+    family = family_class(folder)
+    model = load_model(family, folder, torch.float32, "cpu")
+    model.policies = {"default": model.transformer}
+    frames = 5 if model.encode_images is None else 1
+    timesteps, _, shape = model.schedule(2, 32, 64, frames)
+    latents = torch.randn(len(prompts), *shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        encoded = model.encode_prompts(prompts, 160)
+        if model.encode_sources:
+            encoded |= model.encode_sources([[Image.new("RGB", (64, 32), "red")] for _ in prompts], 32, 64)
+
+    @torch.no_grad()
+    def velocity():
+        return model.predict_velocity(latents, timesteps[0], encoded)
+
+    return velocity, model
+
+
+@pytest.mark.parametrize("name", WITH_KERNELS)
+def test_flash_is_offered_where_no_mask_is_passed(name, tmp_path, monkeypatch):
+    """diffusers' flash refuses a mask. Two prompts of different lengths show whether the transformer passes one."""
+    masks = []
+    backends = attention_dispatch._AttentionBackendRegistry._backends
+    native = backends[AttentionBackendName.NATIVE]
+
+    def noted(*args, attn_mask=None, **kwargs):
+        masks.append(attn_mask is not None)
+        return native(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setitem(backends, AttentionBackendName.NATIVE, noted)
+    velocity, model = velocity_of(str(make_checkpoint(name, tmp_path)), ["a sign", "a sign that is much longer " * 9])
+    velocity()
+    assert masks and any(masks) == ("flash" not in model.attention_kernels)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -59,23 +98,13 @@ def test_the_kernel_is_taken_by_every_family_that_says_so(name, tmp_path, monkey
         return plain(*args, **kwargs)
 
     monkeypatch.setitem(backends, AttentionBackendName._NATIVE_MATH, counted)
-    folder = str(make_checkpoint(name, tmp_path))
-    family = family_class(folder)
-    model = load_model(family, folder, torch.float32, "cpu")
-    model.policies = {"default": model.transformer}
-    frames = 5 if model.encode_images is None else 1
-    timesteps, _, shape = model.schedule(2, 32, 64, frames)
-    latents = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        encoded = model.encode_prompts(["a sign"], 160)
-        if model.encode_sources:
-            encoded |= model.encode_sources([[Image.new("RGB", (64, 32), "red")]], 32, 64)
-        native = model.predict_velocity(latents, timesteps[0], encoded)
-        assert not calls
-        use_attention(model, "cudnn")
-        other = model.predict_velocity(latents, timesteps[0], encoded)
+    velocity, model = velocity_of(str(make_checkpoint(name, tmp_path)), ["a sign"])
+    native = velocity()
+    assert not calls
+    use_attention(model, "cudnn")
+    other = velocity()
     torch.testing.assert_close(other, native, rtol=1e-4, atol=1e-5)
-    assert bool(calls) == family.has_attention_kernels == (name in WITH_KERNELS)
+    assert bool(calls) == ("cudnn" in model.attention_kernels) == (name in WITH_KERNELS)
 
 
 def test_the_engine_gets_the_same_kernel(tmp_path):

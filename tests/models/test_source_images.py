@@ -8,11 +8,13 @@ import flow_grpo
 from common.data import PromptSet, read_prompts
 from common.errors import RunError
 from common.models.flux_kontext import FluxKontext
-from common.models.source_images import SourceImage, check_sources, find_images, say_squeezed, show_sources
+from common.models.source_images import SourceImage, check_sources, find_images, say_stretched, show_sources
 from common.models.stable_diffusion_3 import StableDiffusion3
+from common.rewards.pair_files import FilePairs, Pair, read_pairs
 from common.rewards.scoring import sample_records, score_images
 from tests.conftest import ROOT, TINY, read_metrics, run_here, torchrun
 from tests.tiny_models import make_checkpoint
+from tools.convert import convert_pairs
 
 import numpy as np
 import pyarrow
@@ -75,6 +77,15 @@ def test_bytes_come_from_parquet_as_datasets_writes_them(tmp_path):
 
 
 @pytest.mark.fast
+def test_a_row_of_a_parquet_may_lack_a_picture(tmp_path):
+    """It has every column, with null where another row alone has a picture or a mask."""
+    table = pyarrow.table({"prompt": ["one", "two"], "image": [png(gradient()), None], "mask": [None, None]})
+    pyarrow.parquet.write_table(table, tmp_path / "edits.parquet")
+    one, two = read_prompts(tmp_path / "edits.parquet").metadata
+    assert one.keys() == {"image"} and two == {}
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -90,7 +101,7 @@ def test_a_picture_that_cannot_be_used_is_refused_by_its_header(tmp_path, conten
     if content is not None:
         (tmp_path / "a.png").write_bytes(content)
     path = prompt_file(tmp_path, {"prompt": "first"}, {"prompt": "make it red", "image": "a.png"})
-    with pytest.raises(ValueError, match=rf'^{path}:2: "image": a.png: ') as error:
+    with pytest.raises(ValueError, match=rf'^{path}:2: "image": {tmp_path}/a.png: ') as error:
         read_prompts(path)
     assert re.search(message, str(error.value)) and "\n" not in str(error.value)
 
@@ -123,6 +134,10 @@ def test_a_picture_is_decoded_upright_and_with_8_bits(tmp_path):
     assert np.array_equal(np.asarray(decoded[0]), np.asarray(gradient().transpose(Image.Transpose.ROTATE_270)))
     assert np.array_equal(np.asarray(decoded[1])[..., 0], np.asarray(deep) // 256)
     assert np.array_equal(np.asarray(decoded[2]), np.asarray(gradient()))
+    half = gradient().convert("RGBA")
+    half.putalpha(51)
+    expected = 255 * 0.8 + 0.2 * np.asarray(gradient(), dtype=float)  # on white
+    assert np.abs(np.asarray(SourceImage("half.png", png(half)).decode(), dtype=float) - expected).max() <= 1
     for close in decoded[3:]:
         assert np.abs(np.asarray(close, dtype=int) - np.asarray(gradient())).mean() < 12
 
@@ -146,10 +161,11 @@ def test_pictures_of_another_shape_are_reported(capfd, monkeypatch):
     assert (lying.size, wide.size) == ((20, 32), (32, 20)) and lying.decode().size == lying.size
     prompts = PromptSet(["a", "b", "c"], [{"image": [lying]}, {"image": [wide]}, {"image": [near]}])
     monkeypatch.setattr(Image.Image, "load", None)  # the sizes are those of headers
-    say_squeezed("--train_prompts", prompts, (64, 40))
-    line = "--train_prompts: 1 of 3 pictures are squeezed to 40 x 64 pixels, another shape (wide.png has 32 x 20)"
-    assert capfd.readouterr().err == f"{line}; crop them before\n"
-    say_squeezed("--train_prompts", prompts.select([0, 2]), (64, 40))
+    say_stretched("--train_prompts", prompts, (64, 40))
+    line = "--train_prompts: 1 of 3 pictures have another shape than the image, 40 wide and 64 high; they are stretched"
+    first = "wide.png is 32 wide and 20 high"
+    assert capfd.readouterr().err == f"{line} to it ({first}): crop them first, or change the size\n"
+    say_stretched("--train_prompts", prompts.select([0, 2]), (64, 40))
     assert capfd.readouterr().err == ""
 
 
@@ -157,8 +173,57 @@ def test_pictures_of_another_shape_are_reported(capfd, monkeypatch):
 def test_a_picture_that_is_damaged_behind_its_header_ends_the_run_by_its_name(tmp_path):
     (tmp_path / "a.png").write_bytes(png(gradient(64, 64))[:-60])
     (source,) = find_images("image", "a.png", tmp_path / "edits.jsonl", "edits.jsonl:1")
-    with pytest.raises(RunError, match=r"^a.png: cannot be decoded \(.+\)$"):
+    with pytest.raises(RunError, match=rf"^{tmp_path}/a.png: cannot be decoded \(.+\)$"):
         source.decode()
+
+
+# ---- pairs of edits --------------------------------------------------------------------------------------------------
+def pair_files(folder):
+    """The same two pairs, whose sources differ, as a .jsonl, as TRL's columns and as pick-a-pic's."""
+    pictures = [png(gradient(32, 32).rotate(angle)) for angle in (0, 90, 180)]
+    for name, content in zip("abc", pictures, strict=True):
+        (folder / f"{name}.png").write_bytes(content)
+    a, b, c = pictures
+    lines = [
+        {"prompt": "turn it", "image": "a.png", "chosen": "b.png", "rejected": "c.png"},
+        {"prompt": "turn it", "image": ["c.png"], "chosen": "b.png", "rejected": "c.png"},
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    stored = [{"bytes": a, "path": None}, {"bytes": c, "path": None}]
+    trl = pyarrow.table({"prompt": ["turn it"] * 2, "image": stored, "chosen": [b, b], "rejected": [c, c]})
+    pyarrow.parquet.write_table(trl, folder / "trl.parquet")
+    picks = {"caption": ["turn it"] * 2, "jpg_0": [c, b], "jpg_1": [b, c], "label_0": [0, 1], "label_1": [1, 0]}
+    pyarrow.parquet.write_table(pyarrow.table({**picks, "image": [a, c]}), folder / "picks.parquet")
+    return [folder / name for name in ("pairs.jsonl", "trl.parquet", "picks.parquet")]
+
+
+@pytest.mark.fast
+def test_pairs_of_edits_are_read_from_every_kind_of_file(tmp_path):
+    paths = pair_files(tmp_path)
+    found = []
+    for path in paths:
+        pairs = read_pairs(path)
+        assert pairs.num_sources == [1, 1]
+        images = [(pair.chosen, pair.rejected, *pair.sources) for _, pair in pairs.select([0, 1])]
+        found.append([[image.read_bytes() for image in of_pair] for of_pair in images])
+    a, b, c = ((tmp_path / f"{name}.png").read_bytes() for name in "abc")
+    assert found == [[[b, c, a], [b, c, c]]] * 3
+    convert_pairs(paths[1], tmp_path / "files")
+    (_, pair), _ = read_pairs(tmp_path / "files").select([0, 1])
+    assert [source.read_bytes() for source in pair.sources] == [a]
+
+
+@pytest.mark.fast
+def test_a_pair_whose_source_cannot_be_used_is_named(tmp_path):
+    path, trl, _ = pair_files(tmp_path)
+    path.write_text(path.read_text().replace('["c.png"]', '"d.png"'))
+    with pytest.raises(ValueError, match=rf'^{path}:2: "image": {tmp_path}/d.png: No such file'):
+        read_pairs(path)
+    rows = pyarrow.parquet.read_table(trl).to_pylist()
+    rows[1]["image"] = None
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), trl)
+    with pytest.raises(RunError, match=rf'^{trl}, row 1: "image": each pair of a .parquet must have one picture$'):
+        read_pairs(trl)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -169,20 +234,32 @@ def edits(*counts):
 
 @pytest.mark.fast
 def test_a_model_gets_as_many_pictures_as_it_takes():
-    check_sources(FluxKontext, [("--train_prompts", edits(1, 1))], None, edits=True)
-    check_sources(StableDiffusion3, [("--train_prompts", edits(0, 0))], "cache", edits=False)
-    of = "--eval_prompts: the record of 'edit"
+    pairs = FilePairs([Pair("edit 0", None, None, edits(1).metadata[0]["image"]), Pair("edit 1", None, None)])
+    check_sources(FluxKontext, [("--train_prompts", edits(1, 1))], FilePairs(pairs[:1]))
+    check_sources(StableDiffusion3, [("--train_prompts", edits(0, 0))], prompt_cache="cache")
+    of = "--eval_prompts: record"
     for family, prompts, line in (
-        (StableDiffusion3, edits(0, 1), f'{of} 1\' has 1 "image"; StableDiffusion3 takes none'),
-        (FluxKontext, edits(1, 0), f'{of} 1\' has no "image"; FluxKontext takes 1'),
-        (FluxKontext, edits(2), f'{of} 0\' has 2 "image"; FluxKontext takes 1'),
+        (StableDiffusion3, edits(0, 1), f"{of} 2, 'edit 1', has 1 \"image\"; StableDiffusion3 takes none"),
+        (FluxKontext, edits(1, 0), f"{of} 2, 'edit 1', has no \"image\"; FluxKontext takes 1"),
+        (FluxKontext, edits(2), f"{of} 1, 'edit 0', has 2 \"image\"; FluxKontext takes 1"),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
-            check_sources(family, [("--eval_prompts", prompts)], None, edits=True)
+            check_sources(family, [("--eval_prompts", prompts)])
     with pytest.raises(ValueError, match="^--prompt_cache: keeps embeddings of texts"):
-        check_sources(FluxKontext, [("--train_prompts", edits(1))], "cache", edits=True)
-    with pytest.raises(ValueError, match="^--model: FluxKontext edits pictures, which this script's pairs do not have"):
-        check_sources(FluxKontext, [("--train_prompts", edits(1))], None, edits=False)
+        check_sources(FluxKontext, [("--train_prompts", edits(1))], prompt_cache="cache")
+    with pytest.raises(ValueError, match="^--pairs: record 2, 'edit 1', has no \"image\"; FluxKontext takes 1$"):
+        check_sources(FluxKontext, [], pairs)
+
+
+@pytest.mark.fast
+def test_the_images_of_a_prompt_share_a_decoded_picture_and_get_copies(monkeypatch):
+    decoded = []
+    decode = SourceImage.decode
+    monkeypatch.setattr(SourceImage, "decode", lambda source: decoded.append(source) or decode(source))
+    one, two, three = edits(1).select([0, 0, 0]).for_rewards()
+    assert len(decoded) == 1
+    one["image"][0].putpixel((0, 0), (1, 2, 3))
+    assert two["image"][0].getpixel((0, 0)) == three["image"][0].getpixel((0, 0)) != (1, 2, 3)
 
 
 @pytest.mark.fast
@@ -233,7 +310,7 @@ def options_of(folder, model):
         records.append({"prompt": f"edit {i}", "image": f"{i}.png"})
     path = prompt_file(folder, *records)
     options = ["--model", model, "--rollout", "local", *TINY[:6], "--num_inference_steps", 3, "--eval_every", 1]
-    options += ["--train_prompts", path, "--eval_prompts", path, "--max_sequence_length", 32, "--learning_rate", 1e-2]
+    options += ["--max_sequence_length", 32, "--learning_rate", 1e-2, "--train_prompts", path, "--eval_prompts", path]
     return [*options, "--reward", f"{folder}/like.py:like_the_source"]
 
 
@@ -253,6 +330,32 @@ def test_an_editing_model_trains_and_resumes(script, kontext, tmp_path):
         assert grid.width == 8 * (192 * max(1, 200 // 192) + 4)  # pairs of source and result, 2 x 96 pixels wide
 
 
+def test_pairs_of_edits_train_a_model(kontext, tmp_path):
+    """The source counts: the same images with another source are another pair, and are encoded apart."""
+    path, *_ = pair_files(tmp_path)
+    options = ["--model", kontext, "--max_sequence_length", 32, "--cache", tmp_path / "cache"]
+    evaluated = prompt_file(tmp_path, {"prompt": "turn it", "image": "a.png"})
+    options += ["--num_inference_steps", 2, "--eval_every", 2, "--eval_prompts", evaluated]
+    options += ["--reward", "preservation", "--num_steps", 2, "--num_pairs", 2, "--micro_batch_size", 2]
+    assert run_here(tmp_path, "dpo_offline.py", *options, "--pairs", path) is None
+    encoded = [torch.load(file, weights_only=True) for file in (tmp_path / "cache").iterdir()]
+    assert len(encoded) == 2 and torch.equal(encoded[0]["latents"], encoded[1]["latents"])
+    assert not torch.equal(encoded[0]["source_latents"], encoded[1]["source_latents"])
+    margins = [row["actor/margin"] for row in read_metrics(tmp_path / "runs/dpo_offline")[1:]]
+    assert margins[0] == 0 and margins[1] > 0
+
+
+def test_a_model_makes_pairs_of_edits(kontext, tmp_path):
+    options = ["--model", kontext, "--max_sequence_length", 32, "--cache", tmp_path / "cache", "--eval_every", 2]
+    options += options_of(tmp_path, kontext)[-6:]  # its prompts, learning rate and reward
+    options += ["--num_inference_steps", 2, "--num_pair_prompts", 3, "--group_size", 2]
+    options += ["--num_steps", 1, "--num_pairs", 2, "--micro_batch_size", 2]
+    assert run_here(tmp_path, "dpo_offline.py", *options) is None
+    pairs = read_pairs(tmp_path / "runs/dpo_offline")
+    assert pairs.num_sources == [1, 1, 1]
+    assert np.array_equal(np.asarray(pairs[1].sources[0].decode()), np.asarray(Image.open(tmp_path / "1.png")))
+
+
 def test_two_ranks_edit_as_one_does(kontext, tmp_path):
     options = [*options_of(tmp_path, kontext), "--num_steps", 1, "--micro_batch_size", 4, "--guidance_scale", 2.5]
     torchrun(tmp_path, "flow_grpo.py", *options, "--name", "one")
@@ -267,15 +370,17 @@ def test_an_evaluation_of_another_size_brings_the_pictures_to_it(kontext, tmp_pa
     assert run_here(tmp_path, "flow_grpo.py", *options) is None
     assert Image.open(tmp_path / "runs/flow_grpo/samples/0001/00000.png").size == (64, 64)
     told = capfd.readouterr().err
-    assert "--train_prompts: 6 of 6 pictures are squeezed to 96 x 32 pixels" in told
-    assert "--eval_prompts: 5 of 6 pictures are squeezed to 64 x 64 pixels" in told  # all but 29 x 30
+    assert "--train_prompts: 6 of 6 pictures have another shape than the image, 96 wide and 32 high" in told
+    assert (
+        "--eval_prompts: 5 of 6 pictures have another shape than the image, 64 wide and 64 high" in told
+    )  # all but 29 x 30
 
 
 def test_a_run_without_pictures_is_refused_before_the_model_loads(kontext, tmp_path):
     prompts = ["--train_prompts", ROOT / "assets/train_prompts.txt"]
     line = run_here(tmp_path, "flow_grpo.py", *options_of(tmp_path, kontext), *prompts)
-    assert line.startswith("flow_grpo.py: error: --train_prompts: the record of ")
-    assert line.endswith(' has no "image"; FluxKontext takes 1')
+    assert line.startswith("flow_grpo.py: error: --train_prompts: record 1, ")
+    assert line.endswith(', has no "image"; FluxKontext takes 1')
     assert not (tmp_path / "runs/flow_grpo").exists()
 
 

@@ -54,6 +54,15 @@ def test_without_a_mask_blurred_pictures_are_compared():
     assert unblurred + 0.03 < score < 1
 
 
+def test_a_mask_whose_dark_spot_vanishes_fails_the_image():
+    """The spot of one pixel lies between those that a smaller size keeps."""
+    mask = plain(255)
+    mask.putpixel((0, 0), (0, 0, 0))
+    small = plain(0, (8, 4))
+    (score,) = preservation([small], [""], [{"image": [plain(0)], "mask": [mask]}])
+    assert isinstance(score, ValueError) and str(score).startswith('"mask": it is white everywhere once')
+
+
 def test_a_source_of_another_size_is_brought_to_the_edits():
     assert preservation([plain(51)], [""], [{"image": [plain(51, (90, 70))]}]) == pytest.approx([1])
 
@@ -72,7 +81,7 @@ def test_records_are_checked_and_pictures_are_read(tmp_path):
     refused = {
         json.dumps({"prompt": "make it red"}): 'the reward preservation needs "image"',
         json.dumps(record | {"mask": "white.png"}): '"mask": it is white everywhere',
-        json.dumps(record | {"mask": "none.png"}): '"mask": none.png: No such file',
+        json.dumps(record | {"mask": "none.png"}): '"mask": .*/none.png: No such file',
     }
     for line, message in refused.items():
         path.write_text(line + "\n")

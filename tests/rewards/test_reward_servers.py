@@ -197,11 +197,11 @@ TWO_PARTS = "The sign is green, and so is the wall.\n**Instruction:** 9\nPreserv
 
 
 @fast
-def test_a_part_of_a_score_outside_of_the_range_is_no_score():
+def test_a_part_of_a_score_outside_of_the_range_is_left_out():
     assert read_parts("Score: 4", 0, 10) == {}
     assert read_parts(TWO_PARTS, -1, 9) == {"instruction": 1, "preservation": 0.5}
-    with pytest.raises(ValueError, match="^an answer whose preservation is not in 0 to 10: "):
-        read_parts("Preservation: 11\nScore: 4", 0, 10)
+    assert read_parts("Instruction: 7/10\nPreservation: 11\nScore: 4", 0, 10) == {"instruction": 0.7}
+    assert read_parts("Instruction: 7/8\nScore: 4", 0, 10) == {}  # of another range
 
 
 @fast

@@ -70,7 +70,7 @@ def test_pairs_are_the_same_from_either(tmp_path, monkeypatch, capsys):
         "rejected": "images/000001_rejected.jpg",
     }
     for folder in (target, tmp_path / "picks"):
-        pairs = [(prompt, one.read_bytes(), other.read_bytes()) for prompt, one, other in read_pairs(folder)]
+        pairs = [(prompt, one.read_bytes(), other.read_bytes()) for prompt, one, other, _ in read_pairs(folder)]
         assert pairs == [("0", red, blue), ("2", blue, red)]
 
 
