@@ -12,8 +12,8 @@ There are two kinds of prompts. In both, the number in quotes is to be read afte
     change the red sign to "0815"     the sign is red already; its mask is white over the band of the text
     make the sign "4711" red          the number stands there already; its mask is black where the digits' ink is
 
-Signs, tokenizers, text encoders and training loop are those of make_embedded.py, and the VAE is its model's, unchanged.
-Only the transformer and the text encoders are trained: on pairs of signs, short numbers first.
+Signs, tokenizers, text encoders and training loop are those of make_embedded.py. The VAE is its model's, unchanged, and
+the T5 begins as its model's. Transformer and text encoders are trained on pairs of signs, short numbers first.
 """
 
 import json
@@ -22,6 +22,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from assets import make_embedded
 from assets.make_embedded import (
     COLOURS,
     FONTS,
@@ -48,10 +49,10 @@ import torch
 import tyro
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, FluxTransformer2DModel
 from PIL import Image
-from transformers import CLIPTextModel
+from transformers import CLIPTextModel, T5EncoderModel
 
 ROOT = Path(__file__).parent
-WORDS = ("change", "the", "sign", "to", "make", *COLOURS)
+WORDS = (*make_embedded.WORDS, "change", "the", "to", "make")
 NUMBER_SHARE = 0.75  # of training pairs whose number changes; the colour of the others does
 LOG_SHIFT = 1.0986  # ln 3, for any number of tokens: the sampler's shift is 3, as the other embedded model's
 
@@ -185,9 +186,21 @@ def make_pipeline():
         ),
         text_encoder=clip_encoder,
         tokenizer=clip_tokenizer,
-        text_encoder_2=make_t5_encoder(t5_tokenizer),
+        text_encoder_2=extend_t5_encoder(t5_tokenizer),
         tokenizer_2=t5_tokenizer,
     )
+
+
+def extend_t5_encoder(tokenizer):
+    """The other embedded model's T5, which knows digits and their order, with rows for the words that are new here.
+
+    FLUX gives text no positions: with a new T5, which digit comes first would long go unseen.
+    """
+    trained = T5EncoderModel.from_pretrained(ROOT / "embedded" / "text_encoder_3").state_dict()
+    encoder = make_t5_encoder(tokenizer)
+    for name, tensor in encoder.state_dict().items():
+        tensor[: len(trained[name])] = trained[name]  # all of it, except for the embeddings
+    return encoder
 
 
 def tokenize(pipe, prompts):

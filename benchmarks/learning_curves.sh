@@ -77,7 +77,7 @@ contrib() {
     run teacher-colour 1 flow_grpo.py --seed 4 --rollout local --reward "$colour" --eval_reward ocr
     for seed in 1 2 3; do
         run "diffusion_opd-local-seed$seed" 1 "-m contrib.diffusion_opd" --seed "$seed" --rollout local \
-            --teachers ocr=runs/teacher-ocr/adapter colour=runs/teacher-colour/adapter --reward ocr "$colour"
+            --teachers ocr=runs/teacher-ocr/adapter colour=runs/teacher-colour/adapter --reward ocr "$colour" --reward_weights 1 1
     done
 }
 

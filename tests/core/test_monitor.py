@@ -18,10 +18,9 @@ import pytest
 import torch
 from PIL import Image
 
-pytestmark = pytest.mark.fast
-
 
 # ---- the share of the peak -------------------------------------------------------------------------------------------
+@pytest.mark.fast
 def test_gpus_are_known_by_cudas_names():
     assert find_device("NVIDIA H100 80GB HBM3") == DEVICES["h100-80"]
     assert find_device("NVIDIA GeForce RTX 4090") == DEVICES["rtx4090"]
@@ -29,6 +28,7 @@ def test_gpus_are_known_by_cudas_names():
     assert find_device("NVIDIA H100 PCIe") is None and find_device("Tesla T4") is None
 
 
+@pytest.mark.fast
 def test_utilisation_by_hand(monkeypatch):
     """2 s at the peak in 8 s; a phase that a step does not have is not logged. It is counted once."""
     counts = [{"update_actor": 2.0, "old_log_prob": 1.0}]
@@ -67,6 +67,7 @@ def test_flops_are_those_of_a_ranks_passes(monkeypatch, module):
 
 
 # ---- trackers --------------------------------------------------------------------------------------------------------
+@pytest.mark.fast
 def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for track, package in ((True, "wandb"), ("wandb", "wandb"), ("tensorboard", "tensorboard")):
@@ -86,6 +87,7 @@ class Writer:
         return lambda *args, **kwargs: self.calls.append((name, *args, *kwargs.values()))
 
 
+@pytest.mark.fast
 def test_tensorboard_gets_scalars_and_first_frames(tmp_path, monkeypatch):
     module = ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = Writer
@@ -106,6 +108,7 @@ def test_tensorboard_gets_scalars_and_first_frames(tmp_path, monkeypatch):
     assert Writer.last.calls[-1] == ("close",)
 
 
+@pytest.mark.fast
 def test_wandb_files_go_where_its_variable_says(tmp_path, monkeypatch):
     calls = []
     wandb = SimpleNamespace(init=lambda **options: calls.append(options))

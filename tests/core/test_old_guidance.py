@@ -12,8 +12,6 @@ from tools import sample
 import pytest
 import torch
 
-pytestmark = pytest.mark.fast
-
 
 def model_folder(tmp_path, pipeline):
     folder = tmp_path / pipeline
@@ -31,6 +29,7 @@ def scales(options):
     return options["guidance_scale"], options["eval_guidance_scale"]
 
 
+@pytest.mark.fast
 def test_a_record_of_z_image_without_a_format_has_1_more(tmp_path):
     z_image = model_folder(tmp_path, "ZImagePipeline")
     assert scales(options_today(record(z_image, 4.0))) == (5.0, None)
@@ -39,6 +38,7 @@ def test_a_record_of_z_image_without_a_format_has_1_more(tmp_path):
     assert options_today({"args": {"model": z_image}}) == {"model": z_image}  # diffusion_nft.py has no guidance
 
 
+@pytest.mark.fast
 def test_options_of_another_form_are_read():
     """Steps to trace were numbers, and the engine's sleep an option of its own."""
     old = {"profile_steps": [3, 5], "engine_sleep": True}
@@ -47,12 +47,14 @@ def test_options_of_another_form_are_read():
     assert old == {"profile_steps": [3, 5], "engine_sleep": True}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "z_image"])
 def test_a_record_of_another_family_stays(tmp_path, family):
     folder = str(make_checkpoint(family, tmp_path / family))
     assert scales(options_today(record(folder, 4.0, 3.5))) == (4.0, 3.5)
 
 
+@pytest.mark.fast
 def test_a_resumed_run_takes_1_more_where_its_command_is_the_old_one(tmp_path, capfd):
     z_image = model_folder(tmp_path, "ZImagePipeline")
     old, new = tmp_path / "old.pt", tmp_path / "new.pt"
@@ -67,6 +69,7 @@ def test_a_resumed_run_takes_1_more_where_its_command_is_the_old_one(tmp_path, c
     assert resumed_guidance(new, same) == {}
 
 
+@pytest.mark.fast
 def test_tools_sample_reads_an_old_run(tmp_path):
     run = tmp_path / "run"
     run.mkdir()

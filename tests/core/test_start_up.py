@@ -15,8 +15,6 @@ import pytest
 SCRIPTS = ["flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "dpo_offline.py", "diffusion_nft.py"]
 SLOW = {"diffusers", "transformers", "peft", "matplotlib", "wandb", "rapidocr", "onnxruntime", "vllm", "torch._dynamo"}
 SLOW |= {"pyarrow", "common.engine"}  # for a parquet alone, and for --rollout vllm alone
-pytestmark = pytest.mark.fast
-
 REFUSED = {
     "--learning_rate -1": "--learning_rate -1.0: must be at least 0",
     "--train_prompts nowhere.txt": "nowhere.txt: no such file",
@@ -68,6 +66,7 @@ def take_steps(run, steps):
         run.write({"critic/rewards/zero_std_ratio": 0.5 if step == steps[0] else 1.0})
 
 
+@pytest.mark.fast
 def test_training_is_announced_and_its_end_as_well(tmp_path, capsys):
     run = Run(tmp_path, num_images=256, num_steps=13)
     take_steps(run, range(11, 13))
@@ -93,6 +92,7 @@ def test_training_is_announced_and_its_end_as_well(tmp_path, capsys):
         assert shown.err == ""
 
 
+@pytest.mark.fast
 def test_rollouts_of_equal_rewards_are_reported_once(tmp_path, capsys):
     take_steps(Run(tmp_path, num_steps=3), range(1, 4))
     warning = "step 2: every image scores as the others of its prompt do: nothing is learned from them\n"
@@ -100,6 +100,7 @@ def test_rollouts_of_equal_rewards_are_reported_once(tmp_path, capsys):
     assert shown.count(warning) == 1 and shown.count("nothing is learned") == 1
 
 
+@pytest.mark.fast
 def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
     saved = {"reward": ("ocr",), "reward_weights": (1.0,), "eval_prompts": "a.txt", "resume": "latest"}
     assert say_resumed("c.pt", saved, saved)
@@ -110,6 +111,7 @@ def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
     assert capfd.readouterr().err.endswith(f"loaded c.pt; {told}")
 
 
+@pytest.mark.fast
 def test_a_checkpoint_from_before_an_option_has_the_score_of_its_default(capfd):
     saved = {"reward": ("ocr",), "resume": "latest"}
     now = saved | {"negative_prompt": "", "eval_image_size": None, "eval_guidance_scale": None, "base_weights": None}
@@ -118,6 +120,7 @@ def test_a_checkpoint_from_before_an_option_has_the_score_of_its_default(capfd):
     assert not say_resumed("c.pt", saved, now | {"negative_prompt": "blurry"})
 
 
+@pytest.mark.fast
 def test_more_steps_are_told_where_they_change_the_learning_rate(capfd):
     saved = {"resume": "latest", "num_steps": 100, "lr_schedule": "constant"}
     say_resumed("c.pt", saved, saved | {"num_steps": 200})
@@ -127,6 +130,7 @@ def test_more_steps_are_told_where_they_change_the_learning_rate(capfd):
     assert capfd.readouterr().err == "loaded c.pt; num_steps: 100 -> 200\n"
 
 
+@pytest.mark.fast
 def test_another_judge_is_another_score_and_another_address_or_watched_reward_is_not(capfd):
     saved = {"reward": ("vlm_judge",), "eval_reward": ("pickscore",), "resume": "latest"}
     judge = {"VLM_JUDGE_URL": "http://one", "VLM_JUDGE_MODEL": "one"}
@@ -153,6 +157,7 @@ def parse(*options):
     return parse_args(flow_grpo.Args, "", list(options))
 
 
+@pytest.mark.fast
 def test_evaluation_only_takes_the_options_of_the_checkpoint(tmp_path, monkeypatch):
     """All but those of the start itself; what is given on the command line comes first."""
     monkeypatch.chdir(tmp_path)

@@ -15,8 +15,6 @@ from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, on_
 import pytest
 import torch
 
-pytestmark = pytest.mark.fast
-
 PROMPTS = ['a red sign that says "4711"', 'a sign that says "12"', ""]
 LENGTH = 16
 
@@ -35,6 +33,7 @@ def assert_equal(one, other):
         assert torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype
 
 
+@pytest.mark.fast
 def test_every_prompt_is_encoded_once_and_alone_and_then_read(one_rank, tmp_path, monkeypatch):
     model = embedded_model(torch.bfloat16)
     alone = [model.encode_prompts([prompt], LENGTH) for prompt in PROMPTS]
@@ -55,6 +54,7 @@ def test_every_prompt_is_encoded_once_and_alone_and_then_read(one_rank, tmp_path
     assert calls == []
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "change", ["length", "a bit of an encoder", "dtype", "tokenizer's length", "a token more", "nothing"]
 )
@@ -82,6 +82,7 @@ def test_what_embeddings_depend_on_is_in_the_key(one_rank, tmp_path, monkeypatch
 FLIPPED = ["a bit of an embedding", "a bit of the length of a row", "a letter of the shape", "a letter of the type"]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("fault", [*FLIPPED, "cut", "empty", "not ours"])
 def test_a_prompt_whose_file_is_damaged_is_encoded_again_when_it_is_read(one_rank, tmp_path, monkeypatch, capfd, fault):
     """And not at the start, which would read the whole folder."""
@@ -132,6 +133,7 @@ def three(one, model):
     return {name: torch.cat([one[name], other[name], one[name]]) for name in one}
 
 
+@pytest.mark.fast
 def test_a_file_holds_no_padding(tmp_path):
     """60 of 512 tokens, embeddings that end in zeros, masks, and numbers: to the bit, in a tenth of the bytes."""
     generator = torch.Generator().manual_seed(1)
@@ -154,6 +156,7 @@ def test_a_file_holds_no_padding(tmp_path):
     assert file.stat().st_size < padded.nbytes / 4
 
 
+@pytest.mark.fast
 def test_files_are_spread_over_sub_folders_and_nothing_waits_for_the_disk(one_rank, tmp_path, monkeypatch):
     """50,000 files in one folder are slow. A file that a power cut has damaged is found when it is read."""
     monkeypatch.setattr("os.fsync", lambda descriptor: pytest.fail("waited"))
@@ -164,6 +167,7 @@ def test_files_are_spread_over_sub_folders_and_nothing_waits_for_the_disk(one_ra
     assert all(file.parent.parent == folder and file.name[:2] == file.parent.name for file in files)
 
 
+@pytest.mark.fast
 def test_files_of_the_format_before_are_not_read(one_rank, tmp_path, monkeypatch):
     model = embedded_model()
     cache_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
@@ -174,6 +178,7 @@ def test_files_of_the_format_before_are_not_read(one_rank, tmp_path, monkeypatch
     assert len(calls) == 2
 
 
+@pytest.mark.fast
 def test_a_disk_without_room_is_named_before_the_prompts_are_encoded(one_rank, tmp_path, monkeypatch):
     """Four prompts are missing. The first one's file tells that there is room for two more, and three are needed."""
     model = embedded_model()
@@ -192,6 +197,7 @@ def test_a_disk_without_room_is_named_before_the_prompts_are_encoded(one_rank, t
     assert calls == [["a longer one"]]
 
 
+@pytest.mark.fast
 def test_ranks_share_the_prompts_and_the_check_of_the_disk(tmp_path, monkeypatch):
     """Each prompt is encoded by one rank; where the ranks together lack room, all of them say so."""
     encoded = []
@@ -242,6 +248,7 @@ def test_only_what_the_run_will_draw_is_encoded(tmp_path):
     assert len(list((tmp_path / "short").glob("*/*"))) == 2 + 2 + 1
 
 
+@pytest.mark.fast
 def test_a_prompt_that_is_not_in_the_cache_is_encoded_and_reported(one_rank, tmp_path, monkeypatch, capfd):
     model = embedded_model()
     cache_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
@@ -257,6 +264,7 @@ def test_a_prompt_that_is_not_in_the_cache_is_encoded_and_reported(one_rank, tmp
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.fast
 def test_a_stop_while_prompts_are_encoded_keeps_those_that_are(one_rank, tmp_path, monkeypatch, own_handlers, capfd):
     """SIGTERM comes while the second of four prompts is encoded. The next start encodes the other two."""
     encoded = []
@@ -282,6 +290,7 @@ def test_a_stop_while_prompts_are_encoded_keeps_those_that_are(one_rank, tmp_pat
     assert encoded == ["dddd", "ccc", "bb", "a"]
 
 
+@pytest.mark.fast
 def test_two_runs_write_one_cache(tmp_path, monkeypatch):
     """Neither removes the other's file: their temporary files have different names."""
     conditioning = {"prompt_embeds": torch.ones(1, 2)}

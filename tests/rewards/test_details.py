@@ -148,7 +148,6 @@ def test_a_prompt_without_the_field_is_named_before_anything_loads():
 
 
 # ---- in a run --------------------------------------------------------------------------------------------------------
-@pytest.mark.fast
 def test_a_run_writes_its_rollouts_and_what_the_reward_read(tmp_path):
     few_eval_prompts(tmp_path, 2)
     prompts = [{"prompt": f'a red sign that says "{text}"', "kind": kind} for text, kind in (("11", "a"), ("25", "b"))]

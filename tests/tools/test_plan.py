@@ -390,7 +390,6 @@ def fork(tmp_path, monkeypatch):
     return call
 
 
-@pytest.mark.fast
 def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capsys):
     (tmp_path / "mine.py").write_text("raise SystemExit")  # which would end it if it were imported
     rewards = ["--eval_reward", "clip_score", "mine.py:mine"]
@@ -426,7 +425,6 @@ def test_the_disk_of_a_full_model_and_of_a_cache_by_hand():
     assert line.endswith("MB for each prompt of the pairs")
 
 
-@pytest.mark.fast
 def test_what_cannot_be_planned_ends_with_a_line(fork, tmp_path, monkeypatch):
     monkeypatch.setitem(plan.DEVICES, "rtx4090", Device(0.5, 165, 82.6, 82.6))
     line = fork("--rollout", "local", device="rtx4090")
