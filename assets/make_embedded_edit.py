@@ -12,6 +12,8 @@ There are two kinds of prompts. In both, the number in quotes is to be read afte
     change the red sign to "0815"     the sign is red already; its mask is white over the band of the text
     make the sign "4711" red          the number stands there already; its mask is black where the digits' ink is
 
+The model is not committed yet: after 1,500 steps it repaints signs well, and does not write the number that is asked.
+
 Signs, tokenizers, text encoders and training loop are those of make_embedded.py. The VAE is its model's, unchanged, and
 the T5 begins as its model's. Transformer and text encoders are trained on pairs of signs, short numbers first.
 """
@@ -80,8 +82,9 @@ class Args:
 
 
 # ---- edits -----------------------------------------------------------------------------------------------------------
-def new_number(old, lengths, rng):
-    return next(text for text in iter(lambda: random_text(rng, lengths), None) if text != old)
+def new_number(old, rng):
+    """Another number of as many digits, so that each digit keeps its place: DejaVu's digits are all of one width."""
+    return next(text for text in iter(lambda: random_text(rng, (len(old),)), None) if text != old)
 
 
 def new_colour(old, rng):
@@ -103,7 +106,7 @@ def random_pair(lengths, rng, fonts):
     colour = rng.choice(list(COLOURS))
     text, style = random_text(rng, lengths), random_style(colour, rng)
     if rng.random() < NUMBER_SHARE:
-        target = new_number(text, lengths, rng)
+        target = new_number(text, rng)
         return draw(text, style, fonts), number_prompt(colour, target), draw(target, style, fonts)
     target = new_colour(colour, rng)
     repainted = style._replace(ground=COLOURS[target])
@@ -130,10 +133,10 @@ def ink_of(text, style, fonts):
 
 
 def write_task(args, fonts):
-    """Records with pictures and masks. Numbers have 4 or 5 digits, and none is in both files."""
+    """Records with pictures and masks. Numbers have five digits, and none is in both files."""
     rng = random.Random(f"{args.seed} task")
     counts = [signs * (1 + prompts) for signs, prompts in zip(args.num_signs, args.prompts_per_sign, strict=True)]
-    drawn = sorted({random_text(rng, (4, 5)) for _ in range(2 * sum(counts))})
+    drawn = sorted({random_text(rng, (5,)) for _ in range(2 * sum(counts))})
     numbers = iter(rng.sample(drawn, sum(counts)))
     folder = args.out.parent / "edit_signs"
     shutil.rmtree(folder, ignore_errors=True)
