@@ -96,7 +96,8 @@ def draw_panels(panels: dict[str, list[Curve]], path: Path | str) -> None:
         panel = figure.add_subplot(num_rows, 2, number)
         for label, name, rows, colour in curves:
             _draw_curve(panel, label, name, [row for row in rows if name in row], colour)
-        panel.set(title=title, xlabel="step")
+        panel.set_title(title)
+        panel.set_xlabel("step", loc="right")  # the legend hides the middle where it is long
         panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)  # below: it hides no curve

@@ -3,10 +3,12 @@
     python -m tools.plot_runs runs/a runs/b
     python -m tools.plot_runs runs/* --metrics val/ocr/mean actor/grad_norm --output compared.png
 
-By default the metrics are those that a run's own curves.png shows. A run that lacks a metric has no curve in its panel.
+Runs whose names differ by an ending -seedN share a colour. By default the metrics are those that a run's own curves.png
+shows. A run that lacks a metric has no curve in its panel.
 """
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,11 +27,16 @@ def overlay(runs: dict[str, list[dict]], metrics: Sequence[str] | None, path: st
         every_row = [row for rows in runs.values() for row in rows]
         metrics = [name for wanted in PANELS.values() for name in drawn_metrics(every_row, wanted)]
     panels: dict[str, list[tuple[str, str, list[dict], str]]] = {}
+    of_seeds = [re.sub(r"-?seed\d+$", "", label) for label in runs]  # seeds share a colour, and an entry of the legend
+    colours = {group: f"C{number}" for number, group in enumerate(dict.fromkeys(of_seeds))}
     for name in metrics:
         panels[name] = []
-        for number, (label, rows) in enumerate(runs.items()):
+        for group, (label, rows) in zip(of_seeds, runs.items(), strict=True):
             if any(name in row for row in rows):
-                panels[name].append((label, name, rows, f"C{number}"))
+                count = of_seeds.count(group)
+                shown = label if count == 1 else f"{group}, {count} seeds"
+                is_drawn = any(shown == curve[0] for curve in panels[name])
+                panels[name].append((f"_{label}" if is_drawn else shown, name, rows, colours[group]))
         if not panels[name]:
             raise ValueError(f"no run has the metric {name}")
     draw_panels(panels, path)

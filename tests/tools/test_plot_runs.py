@@ -26,6 +26,17 @@ def test_a_run_has_a_curve_in_each_panel_that_it_has_the_metric_of(tmp_path, mon
         plot_runs.overlay(runs, ["actor/loss"], tmp_path / "runs.png")
 
 
+def test_seeds_share_a_colour_and_an_entry_of_the_legend(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self))
+    names = ("crd-seed1", "teacher", "crd-seed2")
+    runs = {name: [{"training/global_step": i, "actor/loss": 1.0} for i in range(2)] for name in names}
+    plot_runs.overlay(runs, ["actor/loss"], tmp_path / "runs.png")
+    (panel,) = figures[0].axes
+    assert panel.get_legend_handles_labels()[1] == ["crd, 2 seeds", "teacher"]
+    assert [line.get_color() for line in panel.get_lines()] == ["C0", "C1", "C0"]
+
+
 def test_runs_of_one_name_are_labelled_by_their_paths():
     assert plot_runs.labels_of(["x/a", "y/b"]) == ["a", "b"]
     assert plot_runs.labels_of(["x/a", "y/a"]) == ["x/a", "y/a"]
