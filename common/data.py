@@ -78,13 +78,10 @@ def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, m
     for where, record in read_records(Path(path)):
         prompt = record.pop("prompt")
         with refusing(where):
-            for name in ("image", "mask"):
-                if name in record and record[name] is None:  # a row of a .parquet has every column
-                    del record[name]
-            if "image" in record:
+            if {"image", "images", "media", "media_refs"} & record.keys():
                 from common.models.source_images import find_pictures  # only edits have them
 
-                record |= find_pictures(record, Path(path), where)
+                record = find_pictures(record, Path(path), where)
             for check in checks:
                 check(prompt)
             for check in metadata_checks:

@@ -94,6 +94,8 @@ def read_chats(path: Path) -> list[tuple[str, dict]]:
             chat = _read_chat("prompt", row["prompt"])
             if not chat["user"].strip():
                 raise ValueError("prompt: must not be blank")
+            if "images" in row:  # verl marks their places in the text; a pipeline here has no such marks
+                chat["user"] = chat["user"].replace("<image>", "").strip()
             negative = row.pop("negative_prompt", None)
             text = _read_chat("negative_prompt", negative)["user"].strip() if negative is not None else ""
             if text:

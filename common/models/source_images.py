@@ -20,6 +20,7 @@ SIDES = (16, 8192)  # pixels; a larger picture would take seconds and hundreds o
 SAME_SHAPE = 0.05  # relative: the most by which two aspect ratios differ that pass as one
 ORIENTATION = 274  # the tag of EXIF
 QUARTER_TURNS = (5, 6, 7, 8)  # its values for pictures that lie on their side
+OTHER_NAMES = ("images", "media", "media_refs")  # of a record's field "image", elsewhere
 
 
 class SourceImage:
@@ -91,9 +92,32 @@ def _upright_size(image: Image.Image) -> tuple[int, int]:
     return (height, width) if orientation in QUARTER_TURNS else (width, height)
 
 
-def find_pictures(record: dict, prompts: Path, where: str) -> dict[str, list[SourceImage]]:
-    """The fields "image" and "mask" of a record, as far as it has them, by `find_images`."""
-    return {name: find_images(name, record[name], prompts, where) for name in ("image", "mask") if name in record}
+def find_pictures(record: dict, prompts: Path, where: str) -> dict:
+    """A record whose fields "image" and "mask", as far as it has them, are lists of SourceImage (`find_images`).
+
+    Other systems' names of "image" are read too: a column `images` (verl), and `media` or `media_refs`, lists of
+    {"modality": "image", "role": ..., "uri": path} (UniRL). A null, or an empty list under such a name, is none.
+
+    Raises:
+        ValueError: as find_images; two of the names, media that are no images, or a mask alone.
+    """
+    given = {name: record[name] for name in ("image", *OTHER_NAMES, "mask") if record.get(name) is not None}
+    for name in OTHER_NAMES:
+        values = given.pop(name, None)
+        if values is None or len(values) == 0:
+            continue
+        if "image" in given:
+            raise ValueError(f'"{name}": the record names pictures by two fields')
+        if name != "images":
+            wrong = [one.get("modality") for one in values if one.get("modality") != "image"]
+            if wrong:
+                raise ValueError(f'"{name}": has the modality {wrong[0]!r}, where images are taken')
+            values = [one.get("uri") for one in values]
+        given["image"] = values
+    if "mask" in given and "image" not in given:
+        raise ValueError('"mask": needs "image", the picture that it belongs to')
+    pictures = {name: find_images(name, value, prompts, where) for name, value in given.items()}
+    return {name: value for name, value in record.items() if name not in ("image", *OTHER_NAMES, "mask")} | pictures
 
 
 def find_images(field: str, value: str | bytes | dict | list, prompts: Path, where: str) -> list[SourceImage]:

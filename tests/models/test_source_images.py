@@ -86,6 +86,28 @@ def test_a_row_of_a_parquet_may_lack_a_picture(tmp_path):
 
 
 @pytest.mark.fast
+def test_the_columns_of_other_systems_are_read(tmp_path):
+    gradient().save(tmp_path / "a.png")
+    media = [{"modality": "image", "role": "condition", "uri": "a.png"}]
+    records = [{"prompt": "x", name: media, "metadata": 1} for name in ("media", "media_refs")]
+    for record in read_prompts(prompt_file(tmp_path, *records, {"prompt": "x", "media": []})).metadata[:2]:
+        assert [source.where for source in record["image"]] == ["a.png"] and record.keys() == {"metadata", "image"}
+    rows = [{"prompt": [{"role": "user", "content": "<image>make it red"}], "images": [{"bytes": png(gradient())}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "edits.parquet")
+    prompts = read_prompts(tmp_path / "edits.parquet")
+    assert prompts.prompts == ["make it red"] and prompts.metadata[0].keys() == {"image"}
+    media[0]["modality"] = "video"
+    for record, message in (
+        ({"media": media}, "\"media\": has the modality 'video', where images are taken"),
+        ({"image": "a.png", "images": ["a.png"]}, '"images": the record names pictures by two fields'),
+        ({"media_refs": [{"modality": "image"}]}, '"image": must be a path'),
+        ({"image": None, "mask": "a.png"}, '"mask": needs "image"'),
+    ):
+        with pytest.raises(ValueError, match=f"edits.jsonl:1: {message}"):
+            read_prompts(prompt_file(tmp_path, {"prompt": "x", **record}))
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("content", "message"),
     [
