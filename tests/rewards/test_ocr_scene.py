@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
-pytestmark = pytest.mark.fast
-
 # {name: (width, height, [(x, y, size, text)], the text that is read)}: lines of several sizes, at several places
 PICTURES = {
     "one word in a corner": (512, 512, [(330, 440, 40, "BAKERY")], "BAKERY"),
@@ -71,11 +69,13 @@ def test_drawn_text_is_read(name, read):
     assert "".join(read[name].split()) == PICTURES[name][3]
 
 
+@pytest.mark.fast
 def test_light_text_upon_dark_ground_is_read():
     image = draw("lines, the largest last", "white", ("black", "darkred"))
     assert "".join(read_scene([image])[0].split()) == "freshbreadDAILY"
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("target", "plain", "contains"),
     [
@@ -95,6 +95,7 @@ def test_scores_by_hand(target, plain, contains, pictures):
         assert scored["read"].lower().replace(" ", "") == "freshbreaddaily"
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("size", [(512, 512), (96, 32), (1024, 200)])
 def test_a_picture_without_text_scores_0_because_nothing_is_read(size, caplog, capfd):
     image = Image.new("RGB", size, "grey")
@@ -105,6 +106,7 @@ def test_a_picture_without_text_scores_0_because_nothing_is_read(size, caplog, c
     assert caplog.text == "" and capfd.readouterr() == ("", "")
 
 
+@pytest.mark.fast
 def test_no_image_or_no_quoted_text_gives_no_score():
     for images in (["no image"], [None], [Image.new("RGB", (0, 0))]):
         with pytest.raises(Exception, match=r"."):
@@ -132,6 +134,7 @@ def test_several_threads_read_as_one_does(pictures, read, monkeypatch):
     assert module.read_scene([pictures[name] for name in PICTURES]) == [read[name] for name in PICTURES]
 
 
+@pytest.mark.fast
 def test_prompts_are_checked_before_a_run():
     for reward in load_rewards(["ocr_scene", "ocr_scene_contains"], [1, 1]).values():
         reward.check('a sign "1"')

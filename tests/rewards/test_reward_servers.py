@@ -300,7 +300,6 @@ def test_the_committed_question_asks_for_what_is_read():
 
 
 # ---- servers that fail -----------------------------------------------------------------------------------------------
-@fast
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slow_server_is_waited_for_and_one_that_is_too_slow_ends_the_run(serve, kind):
     go_on = threading.Event()
