@@ -12,7 +12,8 @@ There are two kinds of prompts. In both, the number in quotes is to be read afte
     change the red sign to "0815"     the sign is red already; its mask is white over the band of the text
     make the sign "4711" red          the number stands there already; its mask is black where the digits' ink is
 
-The model is not committed yet: after 1,500 steps it repaints signs well, and does not write the number that is asked.
+The model is not committed yet. After 1,500 of its 3,000 steps, 25 minutes of one core, it repaints signs well and
+begins to write the numbers that are asked: the held-out `ocr` is 0.37.
 
 Signs, tokenizers, text encoders and training loop are those of make_embedded.py. The VAE is its model's, unchanged, and
 the T5 begins as its model's. Transformer and text encoders are trained on pairs of signs, short numbers first.
