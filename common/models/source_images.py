@@ -96,28 +96,40 @@ def find_pictures(record: dict, prompts: Path, where: str) -> dict:
     """A record whose fields "image" and "mask", as far as it has them, are lists of SourceImage (`find_images`).
 
     Other systems' names of "image" are read too: a column `images` (verl), and `media` or `media_refs`, lists of
-    {"modality": "image", "role": ..., "uri": path} (UniRL). A null, or an empty list under such a name, is none.
+    {"modality": "image", "role": ..., "uri": path} (UniRL). A field of another form is metadata, as without pictures. A
+    null, or an empty list under such a name, is none.
 
     Raises:
-        ValueError: as find_images; two of the names, media that are no images, or a mask alone.
+        ValueError: as find_images; two of the names, media that are no images, or a mask without a picture.
     """
-    given = {name: record[name] for name in ("image", *OTHER_NAMES, "mask") if record.get(name) is not None}
-    for name in OTHER_NAMES:
-        values = given.pop(name, None)
-        if values is None or len(values) == 0:
-            continue
-        if "image" in given:
+    named = {name: record[name] for name in OTHER_NAMES if _names_pictures(name, record.get(name))}
+    nulls = [name for name in ("image", "mask", *OTHER_NAMES) if name in record and record[name] is None]
+    nulls += [name for name in OTHER_NAMES if record.get(name) == []]
+    rest = {name: value for name, value in record.items() if name not in named and name not in nulls}
+    for name, values in named.items():
+        if "image" in rest:
             raise ValueError(f'"{name}": the record names pictures by two fields')
         if name != "images":
-            wrong = [one.get("modality") for one in values if one.get("modality") != "image"]
+            wrong = [one["modality"] for one in values if one["modality"] != "image"]
             if wrong:
                 raise ValueError(f'"{name}": has the modality {wrong[0]!r}, where images are taken')
             values = [one.get("uri") for one in values]
-        given["image"] = values
-    if "mask" in given and "image" not in given:
-        raise ValueError('"mask": needs "image", the picture that it belongs to')
-    pictures = {name: find_images(name, value, prompts, where) for name, value in given.items()}
-    return {name: value for name, value in record.items() if name not in ("image", *OTHER_NAMES, "mask")} | pictures
+        rest["image"] = values
+    if "image" not in rest:
+        if "image" in nulls and "mask" in rest:
+            raise ValueError('"mask": needs "image", the picture that it belongs to')
+        return rest
+    given = {name: rest[name] for name in ("image", "mask") if name in rest}
+    return rest | {name: find_images(name, value, prompts, where) for name, value in given.items()}
+
+
+def _names_pictures(name: str, value: str | bytes | dict | list | None) -> bool:
+    """Whether a field of that name has the form in which the other system names pictures; it may be anyone's field."""
+    if not isinstance(value, list) or not value:
+        return False
+    if name == "images":
+        return all(isinstance(one, str | bytes) or (isinstance(one, dict) and "bytes" in one) for one in value)
+    return all(isinstance(one, dict) and "modality" in one for one in value)
 
 
 def find_images(field: str, value: str | bytes | dict | list, prompts: Path, where: str) -> list[SourceImage]:

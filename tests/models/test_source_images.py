@@ -96,6 +96,8 @@ def test_the_columns_of_other_systems_are_read(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "edits.parquet")
     prompts = read_prompts(tmp_path / "edits.parquet")
     assert prompts.prompts == ["make it red"] and prompts.metadata[0].keys() == {"image"}
+    other = {"media": "oil on canvas", "images": 7, "media_refs": {"a": 1}}  # anyone's metadata
+    assert read_prompts(prompt_file(tmp_path, {"prompt": "x", **other})).metadata == [other]
     media[0]["modality"] = "video"
     for record, message in (
         ({"media": media}, "\"media\": has the modality 'video', where images are taken"),
