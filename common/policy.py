@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.distributed import gather_objects, on_rank_0, rng_states, set_seed
-from common.errors import RunError
+from common.errors import NothingBegun, RunError
 from common.models.family import on_device
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 if TYPE_CHECKING:
     from common.engine.client import VLLMEngine
@@ -273,7 +273,7 @@ def load_training_state(model: "Family", optimizer: torch.optim.AdamW, state: di
     Raises:
         NothingBegun: naming a tensor that only one of the two has, or that has another shape.
     """
-    from common.monitor.resuming import load_policy_tensors, restore_rng_states
+    from common.monitor.resuming import restore_rng_states
 
     policies = state["policies"]
     for name in model.policies:
@@ -289,3 +289,33 @@ def load_training_state(model: "Family", optimizer: torch.optim.AdamW, state: di
         set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=unsharded)
         choose_kernels(optimizer, model)  # not those of the saved run
     restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
+
+
+def check_same_tensors(name: str, own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+    """Raises NothingBegun, naming a tensor of policy `name` that only one side has, or that has another shape."""
+    differing = own.keys() ^ saved.keys()  # in one of them only
+    differing |= {key for key in own.keys() & saved.keys() if own[key].shape != saved[key].shape}
+    if differing:
+        raise NothingBegun(
+            f"the checkpoint's policy {name} is not this run's: {min(differing)} is in one of them only, or of "
+            "another shape; were --lora_rank, --lora_target_modules or --model changed?"
+        )
+
+
+@torch.no_grad()
+def load_policy_tensors(model: "Family", name: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Copy whole tensors into policy `name`; every rank is given all of them, and keeps its shards.
+
+    Raises:
+        NothingBegun: as check_same_tensors.
+    """
+    targets = local_tensors(model, name)
+    check_same_tensors(name, targets, tensors)
+    for key, target in targets.items():
+        value = tensors[key].to(target.dtype)
+        if isinstance(target, DTensor):
+            mesh = target.device_mesh
+            value = value.to(mesh.device_type)
+            # src_data_rank None: every rank cuts its shard from its own copy, and none is sent
+            value = distribute_tensor(value, mesh, target.placements, src_data_rank=None)
+        target.copy_(value)

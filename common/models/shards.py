@@ -22,8 +22,7 @@ from common.checkpoints import (
 )
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError, reason
-from common.monitor.resuming import check_same_tensors
-from common.policy import follow, local_tensors
+from common.policy import check_same_tensors, follow, local_tensors
 from common.process import say
 
 import torch

@@ -16,14 +16,12 @@ from common.checkpoints import (
     saved_checkpoints,
 )
 from common.distributed import on_rank_0
-from common.errors import UNREADABLE, NothingBegun, RunError, brief, refusing
-from common.models.family import Family, family_class
-from common.policy import local_tensors
+from common.errors import UNREADABLE, RunError, brief, refusing
+from common.models.family import family_class
 from common.process import say
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 # what every script saves, and resumes from
 STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
@@ -229,34 +227,3 @@ def restore_rng_states(states: dict) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-# ---- the policies ----------------------------------------------------------------------------------------------------
-def check_same_tensors(name: str, own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
-    """Raises NothingBegun, naming a tensor of policy `name` that only one side has, or that has another shape."""
-    differing = own.keys() ^ saved.keys()  # in one of them only
-    differing |= {key for key in own.keys() & saved.keys() if own[key].shape != saved[key].shape}
-    if differing:
-        raise NothingBegun(
-            f"the checkpoint's policy {name} is not this run's: {min(differing)} is in one of them only, or of "
-            "another shape; were --lora_rank, --lora_target_modules or --model changed?"
-        )
-
-
-@torch.no_grad()
-def load_policy_tensors(model: Family, name: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy whole tensors into policy `name`; every rank is given all of them, and keeps its shards.
-
-    Raises:
-        NothingBegun: as check_same_tensors.
-    """
-    targets = local_tensors(model, name)
-    check_same_tensors(name, targets, tensors)
-    for key, target in targets.items():
-        value = tensors[key].to(target.dtype)
-        if isinstance(target, DTensor):
-            mesh = target.device_mesh
-            value = value.to(mesh.device_type)
-            # src_data_rank None: every rank cuts its shard from its own copy, and none is sent
-            value = distribute_tensor(value, mesh, target.placements, src_data_rank=None)
-        target.copy_(value)

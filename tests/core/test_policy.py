@@ -16,9 +16,8 @@ from common.errors import RunError
 from common.models.family import family_class
 from common.models.lora import make_lora, save_policy
 from common.models.stable_diffusion_3 import StableDiffusion3
-from common.monitor.resuming import load_policy_tensors
 from common.options import SharedArgs
-from common.policy import acting, add_policies, follow, tensors_on_rank_0, use_policy
+from common.policy import acting, add_policies, follow, load_policy_tensors, tensors_on_rank_0, use_policy
 from common.run import Inputs, Run
 from common.sde import sde_step
 from tests.conftest import (
