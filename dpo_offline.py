@@ -149,7 +149,7 @@ def start_run(args: Args, inputs: Inputs) -> Run:
 # ==== 3 DATA ==========================================================================================================
 def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
     """Run the text encoders on U distinct prompts, and on their negative prompts where guidance needs them."""
-    negatives = prompts.negative_prompts(args.negative_prompt)
+    negatives = prompts.negatives(args.negative_prompt)
     length = args.max_sequence_length
     return {
         "conditioning": model.encode(prompts, length, args.image_size),
@@ -248,9 +248,9 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
         num_drawn = args.num_steps * args.num_pairs
         of_pairs = PromptSet(inputs.pairs.prompts, [{}] * len(inputs.pairs))
         drawn = of_pairs.first_drawn(num_drawn, args.seed)
-    prompts = drawn.prompts + drawn.negative_prompts(args.negative_prompt)
+    prompts = drawn.prompts + drawn.negatives(args.negative_prompt).prompts
     prompts += inputs.eval_set.prompts
-    prompts += inputs.eval_set.negative_prompts(args.negative_prompt)
+    prompts += inputs.eval_set.negatives(args.negative_prompt).prompts
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "reference"]  # the former is peft's name for the trained one

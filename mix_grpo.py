@@ -154,7 +154,7 @@ def start_run(args: Args, inputs: Inputs) -> Run:
 # ==== 3 DATA ==========================================================================================================
 def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
     """Run the text encoders on U distinct prompts, and on their negative prompts where guidance needs them."""
-    negatives = prompts.negative_prompts(args.negative_prompt)
+    negatives = prompts.negatives(args.negative_prompt)
     length = args.max_sequence_length
     return {
         "conditioning": model.encode(prompts, length, args.image_size),

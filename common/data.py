@@ -52,9 +52,12 @@ class PromptSet:
         """The prompts that a GroupSampler of that seed draws first, `count` of them, or each once if it draws more."""
         return self.select(epoch_order(len(self), seed, epoch=0)[:count])
 
-    def negative_prompts(self, default: str) -> list[str]:
-        """What guidance moves the image of each prompt away from: a record's "negative_prompt", or else the default."""
-        return [record.get("negative_prompt", default) for record in self.metadata]
+    def negatives(self, default: str) -> "PromptSet":
+        """What guidance moves the image of each prompt away from: a record's "negative_prompt", otherwise the default.
+
+        The metadata stay, as some models that edit show the pictures to the negative prompt as well.
+        """
+        return PromptSet([record.get("negative_prompt", default) for record in self.metadata], self.metadata)
 
 
 def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, max_prompts: int = 0) -> PromptSet:

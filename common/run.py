@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
         """The prompts that a run of `count` draws can ask for: the drawn ones once each, the held-out ones, and what
         guidance moves away from."""
         both = (self.train_set.first_drawn(count, seed), self.eval_set)
-        return [text for part in both for text in (*part.prompts, *part.negative_prompts(negative_prompt))]
+        return [text for part in both for text in (*part.prompts, *part.negatives(negative_prompt).prompts)]
 
     def settle(self, options: dict) -> dict:
         """Try users' rewards. Returns `options` decided now: 0 by GPUs' room, a LoRA's by its file. A collective."""
@@ -73,7 +73,7 @@ class Inputs(NamedTuple):
         asked += ("lora_target_modules", "lora_exclude_modules")
         records = (*self.train_set.metadata, *self.eval_set.metadata)
         has_fields = any({"negative_prompt", "image"} & record.keys() for record in records)
-        if any(map(options.get, asked)) or has_fields or self.family.num_sources:
+        if any(map(options.get, asked)) or has_fields or max(self.family.num_sources):
             from common.models.choices import check_choices
 
             check_choices(self, options)

@@ -194,7 +194,7 @@ def make_request(args: Args, model: Family, encoded: dict, prompt_index: Tensor,
 
 def guide_reference(args: Args, model: Family, request: RolloutRequest, prompts: PromptSet) -> RolloutRequest:
     """The request with the negative prompts of its U prompts, for the KL's reference; nothing else is guided."""
-    negatives = prompts.negative_prompts(args.negative_prompt)
+    negatives = prompts.negatives(args.negative_prompt)
     negative = model.encode_negative(negatives, args.kl_guidance_scale, args.max_sequence_length)
     return replace(request, negative_conditioning=negative)
 

@@ -92,10 +92,10 @@ def sample(model: Family, prompts: PromptSet, seeds: Sequence[int], options: dic
     guidance_scale = options["guidance_scale"]
     timesteps, sigmas, shape = model.schedule(steps, height, width, options["num_frames"])
     images: list = []
-    negatives = prompts.negative_prompts(options.get("negative_prompt", ""))
-    for row, (negative_prompt, seed) in enumerate(zip(negatives, seeds, strict=True)):
+    negatives = prompts.negatives(options.get("negative_prompt", ""))
+    for row, seed in enumerate(seeds):
         conditioning = model.encode(prompts.select([row]), length, (height, width))
-        negative = model.encode_negative([negative_prompt], guidance_scale, length)
+        negative = model.encode_negative(negatives.select([row]), guidance_scale, length)
         x = draw_noise((1, *shape), [torch.Generator().manual_seed(seed)], model.device)
         for i, timestep in enumerate(timesteps):
             v = model.predict_velocity(x, timestep, conditioning, negative, guidance_scale)
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> Path:
     model.transformer.to(args.device)
     count_long_prompts(model.pipe, prompts.prompts, length)
     pictures: dict[str, list] = {}
-    if family.num_sources:
+    if "image" in lines.metadata[0]:
         pictures["source"] = [of_record[0].resize((width, height)) for of_record in prompts.sources()]
     with on_device(model, "text_encoder"), on_device(model, "vae"):
         pictures["before"] = sample(model, prompts, seeds, options)

@@ -28,7 +28,7 @@ def check_choices(inputs: "Inputs", options: dict[str, Any]) -> None:
     check_lora_modules(inputs.lora, options)
     if options.get("eval_image_size") or options.get("eval_guidance_scale"):
         check_evaluation(inputs.family, options)
-    if inputs.family.num_sources:
+    if "image" in inputs.eval_set.metadata[0]:
         watch_preservation(inputs)
 
 
@@ -39,7 +39,7 @@ def check_pictures(inputs: "Inputs", options: dict[str, Any]) -> None:
         ("--eval_prompts", inputs.eval_set),
     )
     check_sources(inputs.family, prompt_sets, inputs.pairs, options.get("prompt_cache"))
-    if inputs.family.num_sources:
+    if max(inputs.family.num_sources):
         size = options["image_size"]
         say_stretched("--train_prompts", inputs.train_set, size)
         eval_size = options.get("eval_image_size") or size
@@ -69,7 +69,7 @@ def check_negative_prompts(inputs: "Inputs", options: dict[str, Any]) -> None:
     """ValueError: a negative prompt, of the option or of a record, where guidance takes none or is off."""
     given = "--negative_prompt" if options.get("negative_prompt") else None
     for option, prompts in (("--train_prompts", inputs.train_set), ("--eval_prompts", inputs.eval_set)):
-        for prompt, negative_prompt in zip(prompts.prompts, prompts.negative_prompts(""), strict=True):
+        for prompt, negative_prompt in zip(prompts.prompts, prompts.negatives("").prompts, strict=True):
             if negative_prompt and not given:
                 given = f"{option}: the negative_prompt of {prompt!r}"
     if given and not inputs.family.has_negative_prompt:

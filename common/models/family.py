@@ -69,11 +69,13 @@ class Family(ABC):
     # Images (B of them, as a list), height, width -> latents (B, ...), the reverse of `decode`. Offline DPO needs it
     # and refuses a family without it, such as a family of videos. Define it as a method.
     encode_images: Callable[[list[PIL.Image.Image], int, int], torch.Tensor] | None = None
-    # A model that edits takes num_sources condition images of each of B prompts. Define both as methods, the second one
-    # static: height, width -> their conditioning; (C, h, w) of an image's latents -> {name: shape} of one prompt's.
-    num_sources = 0
+    # The least and the most condition images of a prompt, for a model that edits; all records of a run have equally
+    # many. Define both as methods, the second one static: S images of each of B prompts, height, width -> their
+    # conditioning, under names that begin with source_; (C, h, w) of an image's latents, S -> {name: shape} of one
+    # prompt's. Both branches of guidance see the same sources.
+    num_sources = (0, 0)
     encode_sources: Callable[[list[list[PIL.Image.Image]], int, int], Conditioning] | None = None
-    source_shapes: Callable[[tuple[int, ...]], Shapes] | None = None
+    source_shapes: Callable[[tuple[int, ...], int], Shapes] | None = None
     # () -> vLLM-Omni's pipeline class of this family with our hooks (common/engine/pipelines.py). Define it as a static
     # method that imports vLLM-Omni inside. A family without it samples with --rollout local only. The pipeline takes
     # the conditioning as prompt fields of the same names; those of the negative prompt begin with negative_.
@@ -121,18 +123,19 @@ class Family(ABC):
     def encode(self, prompts: "PromptSet", max_sequence_length: int, image_size: tuple[int, int]) -> Conditioning:
         """Conditioning of B prompts and, for a model that edits, of their condition images, brought to image_size."""
         conditioning = self.encode_prompts(prompts.prompts, max_sequence_length)
-        if self.encode_sources:
+        if self.encode_sources and "image" in prompts.metadata[0]:
             conditioning |= self.encode_sources(prompts.sources(), *image_size)
         return conditioning
 
     def encode_negative(
-        self, prompts: list[str], guidance_scale: float, max_sequence_length: int
+        self, negatives: "PromptSet", guidance_scale: float, max_sequence_length: int
     ) -> Conditioning | None:
         """Conditioning of U negative prompts (U, ...), or their one row (1, ...) where all are equal; None if guidance
         of that scale needs no second pass.
 
         The one row is encoded once: the text encoders would come to the device again for each rollout.
         """
+        prompts = negatives.prompts
         if guidance_scale <= 1:
             return None
         if len(set(prompts)) > 1:
@@ -303,15 +306,16 @@ def both_branches(
     """The prompts' velocity and the negative prompt's at the same latents, (B, ...) each, from one call of `forward`.
 
     One batch of 2B rows keeps a GPU busier than two batches of B, and FSDP gathers the weights once. The prompts' rows
-    come first; then come the negative prompts', of which one row serves all B. forward: (latents, timestep,
-    conditioning) -> v.
+    come first; then come the negative prompts', of which one row serves all B. Both see the same condition images.
+    forward: (latents, timestep, conditioning) -> v.
     """
     if negative_conditioning is None:
         raise ValueError("guidance above 1 needs the negative prompt's conditioning")
     batch = len(latents)
     both = {}
     for name, tensor in conditioning.items():  # (B, ...)
-        negative = negative_conditioning[name]  # (B, ...) or (1, ...)
+        # (B, ...) or (1, ...)
+        negative = tensor if name.startswith("source_") else negative_conditioning[name]
         if negative.shape[1:] != tensor.shape[1:]:
             raise ValueError(f"{name}: {tuple(tensor.shape)} of the prompts, {tuple(negative.shape)} of the negative")
         both[name] = torch.cat([tensor, negative.expand_as(tensor)])

@@ -1,7 +1,7 @@
 """FLUX.1 (diffusers `FluxPipeline`): dev takes the guidance scale as an input, schnell takes no guidance."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.models.family import Conditioning, Config, Family, Schedule, Shapes, check_image, on_device
 from common.models.parts import check_no_guidance, shifted_schedule
@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from PIL.Image import Image
+
+if TYPE_CHECKING:
+    from common.data import PromptSet
 
 
 class Flux(Family):
@@ -54,7 +57,7 @@ class Flux(Family):
                 pooled.append(pooled_embeds)
         return {"prompt_embeds": torch.cat(prompt_embeds), "pooled_prompt_embeds": torch.cat(pooled)}
 
-    def encode_negative(self, prompts: list[str], guidance_scale: float, max_sequence_length: int) -> None:
+    def encode_negative(self, negatives: "PromptSet", guidance_scale: float, max_sequence_length: int) -> None:
         """None: guidance is an input of the transformer and needs no second pass."""
 
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:

@@ -16,10 +16,10 @@ class FluxKontext(Flux):
     brings it to the nearest of 17 sizes of about a million pixels, unless it is called with _auto_resize=False.
     """
 
-    num_sources = 1
+    num_sources = (1, 1)
 
     @staticmethod
-    def source_shapes(latent_shape: tuple[int, ...]) -> Shapes:
+    def source_shapes(latent_shape: tuple[int, ...], count: int) -> Shapes:
         """{name: shape} of what encode_sources gives of one picture, which is as large as the image."""
         return {"source_latents": latent_shape}
 

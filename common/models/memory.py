@@ -164,7 +164,8 @@ class Blueprint:
         """{name: shape} of the conditioning of one prompt of `length` tokens, with its condition images if any."""
         shapes = self.model.conditioning_shapes(self.pipe.transformer.config, length)
         if self.model.source_shapes:
-            shapes = {**shapes, **self.model.source_shapes(self.latent_shape(image_size, 1))}
+            count = max(1, self.model.num_sources[0])
+            shapes = {**shapes, **self.model.source_shapes(self.latent_shape(image_size, 1), count)}
         return dict(shapes)
 
     def conditioning(self, length: int, image_size: tuple[int, int]) -> Conditioning:

@@ -181,7 +181,8 @@ def check_sources(
     Raises:
         ValueError: in one line that names the option and the prompt.
     """
-    if family.num_sources and prompt_cache is not None:
+    least, most = family.num_sources
+    if most and prompt_cache is not None:
         raise ValueError("--prompt_cache: keeps embeddings of texts, and this model has pictures as well")
     counts = [
         (option, prompts.prompts, [len(record.get("image", ())) for record in prompts.metadata])
@@ -189,11 +190,15 @@ def check_sources(
     ]
     if pairs is not None:
         counts.append(("--pairs", pairs.prompts, pairs.num_sources))
+    taken = str(most or "none") if least == most else f"{least} to {most}"
+    first = next((of_records[0] for _, _, of_records in counts if of_records), 0)
     for option, prompts, of_records in counts:
         for number, (prompt, count) in enumerate(zip(prompts, of_records, strict=True), start=1):
-            if count != family.num_sources:
-                found = f'{option}: record {number}, {prompt!r}, has {count or "no"} "image"'
-                raise ValueError(brief(f"{found}; {family.__name__} takes {family.num_sources or 'none'}"))
+            found = f'{option}: record {number}, {prompt!r}, has {count or "no"} "image"'
+            if not least <= count <= most:
+                raise ValueError(brief(f"{found}; {family.__name__} takes {taken}"))
+            if count != first:
+                raise ValueError(brief(f"{found}; the first record has {first or 'none'}, and all must have as many"))
 
 
 def say_stretched(option: str, prompts: "PromptSet", image_size: tuple[int, int]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.checkpoints import atomic_file
+from common.data import PromptSet
 from common.distributed import gather_objects
 from common.errors import RunError, refusing
 from common.models.family import Family, hash_bits
@@ -95,9 +96,8 @@ def encode_pair(model: Family, pair: "Pair", file: Path, image_size: tuple[int, 
         if images[0].size == images[1].size and images[0].tobytes() == images[1].tobytes():
             raise ValueError(f"{pair.chosen}: chosen and rejected are the same image")
     encoded = {"latents": model.encode_images(images, *image_size)}
-    encoded |= model.encode_prompts([pair.prompt], max_sequence_length)
-    if model.encode_sources:
-        encoded |= model.encode_sources([[source.decode() for source in pair.sources]], *image_size)
+    prompt = PromptSet([pair.prompt], [{"image": pair.sources} if pair.sources else {}])
+    encoded |= model.encode(prompt, max_sequence_length, image_size)
     with atomic_file(file, shared=True) as temporary, open(temporary, "wb") as opened:
         torch.save({name: tensor.cpu() for name, tensor in encoded.items()}, opened)
 

@@ -162,10 +162,10 @@ def test_read_verl_omni_rows(tmp_path, capfd):
 def test_a_negative_prompt_that_is_not_blank_is_read(tmp_path):
     rows = [verl_row(0), verl_row(1, negative_prompt=chat(" blurry ", "Describe the image:"))]
     prompts = read_prompts(write_rows(tmp_path / "train.parquet", rows))
-    assert prompts.negative_prompts("dark") == ["dark", "blurry"]
+    assert prompts.negatives("dark").prompts == ["dark", "blurry"]
     assert "negative_prompt" not in prompts.metadata[0]
     lines = write(tmp_path, "a.jsonl", '{"prompt": "a", "negative_prompt": ""}\n{"prompt": "b"}\n')
-    assert read_prompts(lines).negative_prompts("dark") == ["", "dark"]  # an empty one is one
+    assert read_prompts(lines).negatives("dark").prompts == ["", "dark"]  # an empty one is one
     with pytest.raises(ValueError, match=r'a.jsonl:2: "negative_prompt": must be a string'):
         read_prompts(write(tmp_path, "a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "negative_prompt": 3}\n'))
 

@@ -97,7 +97,7 @@ PICTURES = {prompt: picture(seed) for seed, prompt in enumerate(PROMPTS)}
 
 def prompts_for(model, prompts=PROMPTS):
     """The prompts, each with its picture where the model edits."""
-    if not model.num_sources:
+    if not max(model.num_sources):
         return prompt_set(prompts)
     records = []
     for prompt in prompts:
@@ -216,7 +216,7 @@ def test_the_schedule_at_other_sizes(model, monkeypatch, height, width, num_infe
         raise Caught
 
     monkeypatch.setattr(model.transformer, "forward", first_forward)
-    area = {"max_area": height * width} if model.num_sources else {}
+    area = {"max_area": height * width} if max(model.num_sources) else {}
     with pytest.raises(Caught):
         model.pipe(prompt=PROMPTS[0], height=height, width=width, num_inference_steps=num_inference_steps, **area)
     expected = model.pipe.scheduler.timesteps.clone(), model.pipe.scheduler.sigmas.clone()
@@ -715,7 +715,7 @@ def test_a_published_step_at_512(name, checkpoint, monkeypatch):
     if makes_videos(model):
         model.pipe.vae_scale_factor_spatial = 16 if "2.2" in name else VAE_FACTOR
         model.pipe.vae_scale_factor_temporal = 4
-    takes_two_passes = model.encode_negative([""], GUIDANCE, LENGTH) is not None
+    takes_two_passes = model.encode_negative(prompt_set([""]), GUIDANCE, LENGTH) is not None
     with torch.device("meta"):
         add_policies(model, make_lora(SharedArgs(lora_rank=32, lora_alpha=64), type(model)), ["default"], seed=0)
     # as on a GPU, a tensor on another device, here the timestep, is an error unless it is moved

@@ -12,7 +12,7 @@ from common.models.stable_diffusion_3 import StableDiffusion3
 from common.models.vae import decode_in_slices, encode_in_slices, pil_images
 from common.options import SharedArgs
 from common.policy import add_policies
-from tests.conftest import EMBEDDED, embedded_model
+from tests.conftest import EMBEDDED, embedded_model, prompt_set
 
 import diffusers
 import pytest
@@ -282,15 +282,19 @@ def test_the_negative_prompt_is_encoded_once_and_not_without_guidance(monkeypatc
     monkeypatch.setattr(
         model, "encode_prompts", lambda prompts, length: asked.append((prompts, length)) or encode(prompts, length)
     )
-    assert model.encode_negative(["", ""], 1.0, 16) is None
-    first, second = model.encode_negative(["", ""], 2.0, 16), model.encode_negative([""], 4.0, 16)
+    assert model.encode_negative(prompt_set(["", ""]), 1.0, 16) is None
+    first, second = (
+        model.encode_negative(prompt_set(["", ""]), 2.0, 16),
+        model.encode_negative(prompt_set([""]), 4.0, 16),
+    )
     assert asked == [([""], 16)]
     for name, tensor in encode([""], 16).items():
         assert torch.equal(first[name], tensor) and torch.equal(second[name], tensor)
-    model.encode_negative([""], 2.0, 8)  # of another length it is another
+    model.encode_negative(prompt_set([""]), 2.0, 8)  # of another length it is another
     assert len(asked) == 2
-    model.encode_negative(["blurred"] * 3, 2.0, 16), model.encode_negative(["blurred"], 2.0, 16)
+    model.encode_negative(prompt_set(["blurred"] * 3), 2.0, 16)
+    model.encode_negative(prompt_set(["blurred"]), 2.0, 16)
     assert asked[2:] == [(["blurred"], 16)]
-    several = model.encode_negative(["blurred", "", "blurred"], 2.0, 16)  # a row for each prompt
+    several = model.encode_negative(prompt_set(["blurred", "", "blurred"]), 2.0, 16)  # a row for each prompt
     for name, tensor in encode(["blurred", "", "blurred"], 16).items():
         assert torch.equal(several[name], tensor)

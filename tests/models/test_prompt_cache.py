@@ -10,7 +10,7 @@ from common.errors import RunError
 from common.models import prompt_cache
 from common.models.prompt_cache import cache_prompts
 from common.process import catch_stop_signals
-from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, on_ranks, run_here
+from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, on_ranks, prompt_set, run_here
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_every_prompt_is_encoded_once_and_alone_and_then_read(one_rank, tmp_path
     together = model.encode_prompts([PROMPTS[1], PROMPTS[0], PROMPTS[1]], LENGTH)
     assert len(calls) == 3
     assert_equal(together, {name: torch.cat([alone[i][name] for i in (1, 0, 1)]) for name in together})
-    assert_equal(model.encode_negative([""], 4.5, LENGTH), alone[2])
+    assert_equal(model.encode_negative(prompt_set([""]), 4.5, LENGTH), alone[2])
 
     another = embedded_model(torch.bfloat16)  # the next run
     calls = counting(another, monkeypatch)
