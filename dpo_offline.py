@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from common.checkpoints import open_run
 from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
 from common.distributed import (
     mean_over_ranks,
@@ -40,7 +39,7 @@ from common.policy import acting, add_policies, choose_kernels, follow, load_tra
 from common.rewards.pairs import encode_pairs, load_pairs
 from common.rewards.scoring import Scorer, load_rewards, offload_rewards
 from common.rollout import RolloutRequest, Trajectories
-from common.run import Inputs, Run, one_line
+from common.run import Inputs, Run, one_line, open_run
 from common.sde import draw_noise, image_seed, sde_step
 
 import torch

@@ -23,8 +23,6 @@ from common.process import say
 import torch
 from safetensors import SafetensorError
 
-# files and folders that only a run leaves in its folder
-RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "rollouts", "pairs.jsonl", "pairs")
 IS_FOLDER = 0x10  # the bit of a zip record's attributes that marks a folder
 
 
@@ -138,30 +136,6 @@ def check_archive(path: Path | str) -> None:
 
 
 # ---- a run's folder --------------------------------------------------------------------------------------------------
-def open_run(run: Path | str, resume: str | None, eval_only: bool = False) -> Path | None:
-    """The checkpoint that --resume means, or None: `latest` is the newest of this run, if any; else a file or a run.
-
-    Raises:
-        ValueError: the folder `run` holds a run that would be overwritten, or there is no good checkpoint.
-    """
-    if resume == "latest" and eval_only:
-        raise ValueError("--eval_only writes under a new --name: let --resume name the run or checkpoint to evaluate")
-    if resume:
-        from common.monitor.resuming import checkpoint_of  # only --resume needs it
-    if resume == "latest":
-        return checkpoint_of(run)
-    found = [name for name in RESULTS if (Path(run) / name).exists()]
-    if found:
-        advice = "choose another --name" + ("" if eval_only else ", or continue it with --resume latest")
-        raise ValueError(f"{run} already holds a run: {advice} (found {found[0]})")
-    if not resume:
-        return None
-    checkpoint = checkpoint_of(resume)
-    if checkpoint is None:
-        raise ValueError(f"--resume {resume}: no checkpoint there")
-    return checkpoint
-
-
 def check_unchanged(run: Path, checkpoint: Path | None) -> None:
     """Raises NothingBegun where another process has saved in `run` since `checkpoint` was chosen to resume from.
 

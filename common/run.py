@@ -90,6 +90,8 @@ class Inputs(NamedTuple):
 
 
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
+# files and folders that only a run leaves in its folder
+RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "rollouts", "pairs.jsonl", "pairs")
 FORMAT = 2  # of args.json and of checkpoints; 0.1.0 said none (common/monitor/resuming.py)
 LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 PATIENT_PHASES = ("reward", "testing", "save_checkpoint")  # in which one rank may take long, and the others wait
@@ -449,6 +451,31 @@ class Run:
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
+def open_run(run: Path | str, resume: str | None, eval_only: bool = False) -> Path | None:
+    """The checkpoint that --resume means, or None: `latest` is the newest of this run, if any; else a file or a run.
+
+    Raises:
+        ValueError: the folder `run` holds a run that would be overwritten, or there is no good checkpoint.
+    """
+    if resume == "latest" and eval_only:
+        advice = "let --resume name the run or checkpoint to evaluate"
+        raise ValueError(f"--eval_only writes under a new --name: {advice}")
+    if resume:
+        from common.monitor.resuming import checkpoint_of  # only --resume needs it
+    if resume == "latest":
+        return checkpoint_of(run)
+    found = [name for name in RESULTS if (Path(run) / name).exists()]
+    if found:
+        advice = "choose another --name" + ("" if eval_only else ", or continue it with --resume latest")
+        raise ValueError(f"{run} already holds a run: {advice} (found {found[0]})")
+    if not resume:
+        return None
+    checkpoint = checkpoint_of(resume)
+    if checkpoint is None:
+        raise ValueError(f"--resume {resume}: no checkpoint there")
+    return checkpoint
+
+
 def create_run_folder(folder: Path, config: dict, script: Path | str, checkpoint: Path | None = None) -> None:
     """Make `folder`, with args.json (the options, the command, the git hash, the machine) and a copy of the script.
 

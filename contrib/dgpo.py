@@ -29,7 +29,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from common.checkpoints import open_run
 from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
 from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
 from common.models.family import Family, find_family, load_model
@@ -38,7 +37,7 @@ from common.options import Bound, EngineArgs, PositiveFloat, PositiveInt, parse_
 from common.policy import acting, add_policies, choose_kernels, follow, load_training_state, sampling, training_state
 from common.rewards.scoring import Scorer, fill_failed, load_rewards, reward_metrics
 from common.rollout import RolloutRequest, Trajectories
-from common.run import Inputs, Run, one_line
+from common.run import Inputs, Run, one_line, open_run
 from common.sde import image_seed, sde_step
 
 import torch

@@ -46,7 +46,7 @@ MANY_FILES = ("models", "rewards")  # rooms with a file for each model or reward
 # aim; signatures with types and docstrings that say units, raises and shapes took what the moves had saved. Raised
 # once, from 24 and 4,350, to count DEFAULT_ROOMS. One file and 142 lines of dpo_offline.py's are its pairs. To be
 # lowered only
-BOUNDS = {"names": 45, "reach": 45, "files": 25, "lines": 4598, "main": 80}
+BOUNDS = {"names": 45, "reach": 45, "files": 25, "lines": 4592, "main": 80}
 FILES_OF_A_ROOM = 12
 PUBLIC_METHODS = 12
 ANY_OR_OBJECT = 15

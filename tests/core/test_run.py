@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import flow_grpo
 from common import process
-from common.checkpoints import atomic_file, open_run, save_checkpoint, saved_checkpoints
+from common.checkpoints import atomic_file, save_checkpoint, saved_checkpoints
 from common.data import PromptSet
 from common.distributed import gather, gather_objects, gather_objects_on_rank_0
 from common.errors import NothingBegun, RunError
@@ -24,7 +24,7 @@ from common.models.family import Family
 from common.monitor.profiling import profiled_step, traced_steps
 from common.monitor.ranks import over_ranks
 from common.rewards.scoring import Scorer, load_rewards
-from common.run import Inputs, Run, create_run_folder
+from common.run import Inputs, Run, create_run_folder, open_run
 from tests.conftest import ROOT, read_metrics
 
 import pytest

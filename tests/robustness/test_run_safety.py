@@ -9,12 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import flow_grpo
-from common.checkpoints import check_unchanged, lock_run, open_run, save_checkpoint, saved_checkpoints
+from common.checkpoints import check_unchanged, lock_run, save_checkpoint, saved_checkpoints
 from common.data import PromptSet
 from common.errors import NothingBegun, RunError
 from common.options import check_options
 from common.rewards.scoring import score_images
-from common.run import Run, _begun, create_run_folder, one_line
+from common.run import Run, _begun, create_run_folder, one_line, open_run
 from tests.conftest import ROOT, TINY, few_eval_prompts, good_state
 
 import psutil

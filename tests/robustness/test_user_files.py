@@ -7,7 +7,6 @@ import pickle
 import sys
 import textwrap
 
-from common.checkpoints import open_run
 from common.data import PromptSet, read_prompts
 from common.errors import LONGEST, RunError, brief
 from common.models.adapter_files import read_lora
@@ -15,6 +14,7 @@ from common.monitor.resuming import find_checkpoint, rewind
 from common.rewards.pair_files import read_pairs
 from common.rewards.pairs import is_encoded, open_image
 from common.rewards.scoring import load_rewards, score_images
+from common.run import open_run
 from tests.conftest import good_adapter, good_state, torch_bytes
 
 import numpy as np
