@@ -12,7 +12,7 @@ Read `main`, at the end, first. With x_s = (1 - s) x0 + s noise and v = noise - 
   4. Around v_old stand an implicit positive and a negative policy, v+- = v_old +- beta (v - v_old) (lines 10, 11);
      flow matching draws v+ to images by r and v- by 1 - r (theorem 3.2, eq. 5; Adaptive Loss Weighting): `nft_loss`.
   5. The loss is a mean over images and their timesteps: `accumulate_gradients`, `update`.
-  6. `old` follows (Soft Update of Sampling Policy; line 14): `old_policy_decay`, `follow` in `main`.
+  6. `old` follows (Soft Update of Sampling Policy; line 14): `old_policy_decay`, `follow_trained`.
 
     torchrun --standalone diffusion_nft.py                       # the embedded model on a CPU, vLLM-Omni rollouts
     torchrun --standalone diffusion_nft.py --rollout local       # the training transformer samples: no vLLM needed
@@ -21,7 +21,8 @@ Read `main`, at the end, first. With x_s = (1 - s) x0 + s noise and v = noise - 
 Where it departs from the paper:
   - Timesteps are drawn per image from the sampler's own schedule, a fresh permutation in every epoch.
   - The decay of `old` counts optimizer steps, as in the paper's code, where the paper counts iterations.
-  - The factors adv_clip_max and 1 / beta of the loss, and the KL, are its code's; the error is of x0, s times eq. 5's.
+  - The factors adv_clip_max and 1 / beta of the loss, and the KL, are those of the paper's code.
+  - The error is that of x0, which is s times the error of v in eq. 5.
 """
 
 # ==== 1 ARGS ==========================================================================================================
@@ -71,8 +72,8 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
     """factor of mean((v - v_ref)^2), the distance to the model before training (paper: 1e-4)"""
     adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = "continuous"
-    """the advantage in r = A / (2 adv_clip_max) + 1/2: clamped; its positive or its negative part; 1 where it is
-    positive and 0 elsewhere; or its sign"""
+    """A' in r = A' / (2 adv_clip_max) + 1/2, from the clamped advantage A. continuous: A; positive_only: max(A, 0);
+    negative_only: min(A, 0); one_only: 1 if A > 0, otherwise 0; binary: the sign of A"""
     timestep_fraction: Annotated[float, Bound(above=0, at_most=1)] = 1.0
     """share of the sampling schedule's timesteps that every image is trained at"""
     decay_schedule: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999", "fixed"] = "linear_to_0_5"
@@ -198,7 +199,7 @@ def draw_training_noise(args: Args, batch: "Batch", step: int, epoch: int) -> tu
 # ==== 4 MODEL =========================================================================================================
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
-    num_drawn = args.num_steps * args.num_prompts
+    num_drawn = args.num_steps * args.num_prompts  # for --prompt_cache
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
@@ -228,8 +229,8 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
         blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
         for module in [*blocks, transformer]:
             if "compile" in args.train_with and module is not transformer:
-                # without this, the graphs with and without gradient round bf16 at different places, and the first ratio
-                # is 1 +- 6e-4 instead of 1
+                # without this, the graphs with and without gradient round bf16 at different places: Flow-GRPO's first
+                # ratio is 1 +- 6e-4 instead of 1
                 module.compile(options={"emulate_precision_casts": True})
             if not model.is_lora and transformer is not model.policies.get("reference"):
                 module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
@@ -283,7 +284,7 @@ def sample_locally(model: Family, request: RolloutRequest) -> Trajectories:
         v = model.predict_velocity(x, request.timesteps[i], request.conditioning)
         sigma, sigma_next = request.sigmas[i : i + 2].tolist()
         outputs.append(sde_step(x, v, sigma, sigma_next, noise_level=0.0))
-        x = outputs[-1].prev_sample
+        x = outputs[-1].prev_sample  # the next x, by diffusers' name
     return Trajectories.from_steps(first_latents, outputs, model.decode(x))
 
 
@@ -297,7 +298,7 @@ def rollout(
     # micro_batch_size images at once
     parts = []
     gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
-    with sampling(model, gathers):
+    with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
             if scorer:
@@ -319,7 +320,7 @@ class Batch(NamedTuple):
 def compute_advantages(
     rewards: Tensor, group_size: int, adv_clip_max: float = 5.0, scale_rewards: str = "batch"
 ) -> Tensor:
-    """A = (r - mean of the group) / (S + 1e-4), clamped to +- adv_clip_max (Flow-GRPO, eq. 4), in fp64.
+    """A = (reward - mean of the group) / (S + 1e-4), clamped to +- adv_clip_max (Flow-GRPO, eq. 4), in fp64.
 
     rewards: (P * group_size,), group by group. S is the population standard deviation of the "group" (the paper) or of
     all rewards ("batch", its code); "none" does not divide. Returns (P * group_size,).
@@ -336,9 +337,9 @@ def compute_advantages(
 
 
 def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
-    """Advantages (N,) of R rewards by their scores (N, R): those of the weighted sum or, with normalize_then_sum, the
-    weighted sum of each reward's own, divided by its deviation over the rollout. With --scale_rewards group the latter
-    is GDPO (arXiv 2601.05242)."""
+    """Advantages (N,) of the scores (N, R) of R rewards. sum_then_normalize takes those of the weighted sum of scores.
+    normalize_then_sum adds each reward's own, unclamped, by weight, and divides this sum by its deviation over the
+    rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242)."""
     scale_rewards = args.scale_rewards
     if args.multi_objective_aggregation == "normalize_then_sum" and scores.shape[1] > 1:
         own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in scores.T]
@@ -452,8 +453,8 @@ def accumulate_gradients(
     num_timesteps = timesteps.shape[1]  # K
     micro_batches = mini_batch.split(args.micro_batch_size)
     num_passes = len(micro_batches) * num_timesteps
-    # FSDP sums gradients over the ranks in every backward pass; we need the sum only in the last one, so we switch it
-    # off until then. Not for full weights: their unsummed fp32 gradients are as large as the model and would not fit
+    # FSDP averages gradients over the ranks in every backward pass; the last pass alone is enough, so we switch it off
+    # until then. Not for full weights: their unsharded fp32 gradients are as large as the model and would not fit
     model.transformer.set_requires_gradient_sync(not model.is_lora)
     passes: list[dict[str, Tensor]] = []
     for rows in micro_batches:
@@ -486,7 +487,7 @@ def accumulate_gradients(
 
 
 def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
-    """Clip the gradient, take one AdamW step, let the average follow. Returns the norm before, the same on all ranks.
+    """Clip the gradient, take one AdamW step, update the EMA. Returns the norm before clipping, equal on all ranks.
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
@@ -524,7 +525,7 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch, step: int)
                 grad_norms.append(grad_norm)
                 finite_passes += passes
     num_updates = args.epochs_per_rollout * len(mini_batches)
-    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)
+    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # not finite
     metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
     if grad_norms:
         metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
@@ -544,8 +545,8 @@ def evaluate(
         places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
         eval_args = args.for_evaluation
         encoded = encode_prompts(eval_args, model, prompts)
-        image_index = torch.arange(len(places))
-        request = make_request(eval_args, model, encoded, image_index, seeds)
+        prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
+        request = make_request(eval_args, model, encoded, prompt_index, seeds)
         with acting(model, args.evaluated_policy, engine, "old"):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(args, model, engine, request, scorer)
@@ -578,20 +579,20 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks, args.cpu_threads)
-    args = replace(args, **inputs.settle(vars(args)))
+    args = replace(args, **inputs.settle(vars(args)))  # what follows from a GPU or a LoRA's file
     run = start_run(args, inputs)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_kernels(optimizer, model, args.attention)  # native: the same numbers, sooner
+    choose_kernels(optimizer, model, args.attention)  # AdamW's, --attention's
     sizes = {"seed": args.seed, "num_mini_batches": args.updates_per_rollout}
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
     run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
-    if engine:  # prove, before hours are spent, that pushed weights change the engine's images
+    if engine:  # push the policy for the first time, and prove that a push changes the engine's images
         encoded = encode_prompts(args, model, inputs.eval_set.select([0]))
         engine.verify_policy(model, make_request(args, model, encoded, torch.tensor([0]), seeds=[0]))
 
-    # RUN LOGIC, the same in all five: resume, or evaluate the model before training
+    # RUN LOGIC, the same in all scripts: resume, or evaluate the model before training
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
         if engine:  # it holds the policy from before the checkpoint
@@ -605,7 +606,7 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # sample G images for each prompt with `old`, which the engine holds already (Algorithm 1, line 3)
         with run.timed("gen"):
-            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,), (B,) of the U, (B,) of the step's N images
+            prompt_rows, prompt_index, image_index = sampler.draw()  # U rows; B numbers of the U, B of the N images
             prompts = inputs.train_set.select(prompt_rows)
             encoded = encode_prompts(args, model, prompts)
             seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
@@ -618,9 +619,9 @@ def main(args: Args, inputs: Inputs) -> None:
         with run.timed("reward"):
             scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
 
-        # compare the images of a prompt with each other, over all ranks (Flow-GRPO, eq. 4)
+        # compare the images of a prompt with each other (Flow-GRPO, eq. 4); an image that a reward failed on gets 0
         with run.timed("adv"):
-            filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # scores and True if none failed
+            filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)
             r = optimality(advantages, args.adv_mode, args.adv_clip_max)  # (N,)
             metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
@@ -641,7 +642,7 @@ def main(args: Args, inputs: Inputs) -> None:
             if engine:
                 engine.push_policy(model, "old")
 
-        # RUN LOGIC, the same in all five: evaluate, log, save, stop
+        # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
         metrics["training/epoch"] = sampler.epoch
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)

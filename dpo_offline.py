@@ -147,7 +147,7 @@ def start_run(args: Args, inputs: Inputs) -> Run:
 
 # ==== 3 DATA ==========================================================================================================
 def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
-    """Run the text encoders on U distinct prompts, and on their negative prompts where guidance needs them."""
+    """Run the text encoders, or read --prompt_cache, for U prompts and, where guidance needs them, their negatives."""
     negatives = prompts.negatives(args.negative_prompt)
     length = args.max_sequence_length
     return {
@@ -276,8 +276,8 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
         blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
         for module in [*blocks, transformer]:
             if "compile" in args.train_with and module is not transformer:
-                # without this, the graphs with and without gradient round bf16 at different places, and the first ratio
-                # is 1 +- 6e-4 instead of 1
+                # without this, the graphs with and without gradient round bf16 at different places: Flow-GRPO's first
+                # ratio is 1 +- 6e-4 instead of 1
                 module.compile(options={"emulate_precision_casts": True})
             if not model.is_lora and transformer is not model.policies.get("reference"):
                 module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
@@ -294,7 +294,7 @@ def sample(args: Args, model: Family, request: RolloutRequest) -> Trajectories:
     """Sample the request's B images with the training transformer, by the ODE, micro_batch_size at once."""
     parts = []
     gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
-    with sampling(model, gathers):
+    with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             part = request.select(rows)
             generators = [torch.Generator().manual_seed(seed) for seed in part.seeds]
@@ -307,7 +307,7 @@ def sample(args: Args, model: Family, request: RolloutRequest) -> Trajectories:
                 )
                 sigma, sigma_next = part.sigmas[i : i + 2].tolist()
                 outputs.append(sde_step(x, v, sigma, sigma_next, noise_level=0.0))
-                x = outputs[-1].prev_sample
+                x = outputs[-1].prev_sample  # the next x, by diffusers' name
             parts.append(Trajectories.from_steps(first_latents, outputs, model.decode(x)))
     return Trajectories.cat(parts)
 
@@ -335,7 +335,7 @@ def flow_matching_errors(
 
 # ==== 9 LOSS ==========================================================================================================
 def dpo_loss(errors: Tensor, ref_errors: Tensor, dpo_beta: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """-log sigmoid(-dpo_beta / 2 ((e_w - e_w_ref) - (e_l - e_l_ref))), mean over pairs (eq. 14).
+    """-log sigmoid(-dpo_beta / 2 ((e_w - e_w_ref) - (e_l - e_l_ref))), mean over pairs (eq. 14); w chosen, l rejected.
 
     errors, ref_errors: (2, B), chosen first. Returns the loss, to be minimised, and its metrics, without gradient.
     """
@@ -354,7 +354,7 @@ def dpo_loss(errors: Tensor, ref_errors: Tensor, dpo_beta: float) -> tuple[Tenso
 
 
 def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
-    """Clip the gradient, take one AdamW step, let the average follow. Returns the norm before, the same on all ranks.
+    """Clip the gradient, take one AdamW step, update the EMA. Returns the norm before clipping, equal on all ranks.
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
@@ -377,8 +377,8 @@ def update(
 ) -> dict[str, float]:
     """One optimizer step on this rank's B pairs, cached in `files`. Returns metrics over all ranks."""
     micro_batches = torch.arange(len(files)).split(args.micro_batch_size)
-    # FSDP sums gradients over the ranks in every backward pass; we need the sum only in the last one, so we switch it
-    # off until then. Not for full weights: their unsummed fp32 gradients are as large as the model and would not fit
+    # FSDP averages gradients over the ranks in every backward pass; the last pass alone is enough, so we switch it off
+    # until then. Not for full weights: their unsharded fp32 gradients are as large as the model and would not fit
     model.transformer.set_requires_gradient_sync(not model.is_lora)
     passes: list[dict[str, Tensor]] = []
     for rows in micro_batches:
@@ -416,8 +416,8 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
         places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
         eval_args = args.for_evaluation
         encoded = encode_prompts(eval_args, model, prompts)
-        image_index = torch.arange(len(places))
-        request = make_request(eval_args, model, encoded, image_index, seeds)
+        prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
+        request = make_request(eval_args, model, encoded, prompt_index, seeds)
         scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
         with acting(model, args.evaluated_policy):
             scorer.add(range(len(places)), sample(args, model, request).images)
@@ -450,17 +450,17 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks, args.cpu_threads)
-    args = replace(args, **inputs.settle(vars(args)))
+    args = replace(args, **inputs.settle(vars(args)))  # what follows from a GPU or a LoRA's file
     run = start_run(args, inputs)
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_kernels(optimizer, model, args.attention)  # native: the same numbers, sooner
+    choose_kernels(optimizer, model, args.attention)  # AdamW's, --attention's
     pairs = None if args.eval_only else find_pairs(args, run, model, inputs)
-    num_pairs = len(pairs) if pairs else 0
-    sampler = GroupSampler(num_pairs, args.num_pairs, group_size=1, seed=args.seed)
+    num_found = len(pairs) if pairs else 0
+    sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.seed)  # of pairs
     _, _, latent_shape = model.schedule(1, *args.image_size)
 
-    # RUN LOGIC, the same in all five: resume, or evaluate the model before training
+    # RUN LOGIC, the same in all scripts: resume, or evaluate the model before training
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
     files = {}
@@ -480,7 +480,7 @@ def main(args: Args, inputs: Inputs) -> None:
             files_of_step = [files[row] for row in pair_rows.tolist()]
             metrics = update(args, model, optimizer, files_of_step, sigmas=sigmas, noise=noise)
 
-        # RUN LOGIC, the same in all five: evaluate, log, save, stop
+        # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
         metrics["training/epoch"] = sampler.epoch
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, inputs) if is_due else ({}, None)

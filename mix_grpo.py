@@ -9,8 +9,9 @@ window slides from the noisy steps to the clean ones. Read `main`, at the end, f
   4. Advantages are taken for each reward, and added (Algorithm 1, line 17), with weights: `combine_advantages`.
   5. The clipped objective is a mean over the window's SDE steps (eq. 9, 10): `policy_loss`, `accumulate_gradients`.
 
-Where it departs from the paper: past its end the window returns (in the paper it stays, in its code it shrinks to
-nothing); rewards have weights; deviations are the rollout's, and several rewards' sum is divided by its own as well.
+Where it departs from the paper: past its end the window returns to the start. In the paper it stays at the end; in the
+paper's code it becomes shorter there. Deviations are the rollout's. The sum of several rewards' advantages is weighted,
+and divided by the sum's own deviation as well.
 """
 
 # ==== 1 ARGS ==========================================================================================================
@@ -61,7 +62,7 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     noise_level: PositiveFloat = 0.7
     """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
     sde_window_size: PositiveInt = 1
-    """how many consecutive sampling steps are SDE steps: random, and trained; the others are ODE steps"""
+    """how many consecutive sampling steps are SDE steps: noisy, and trained; the others are ODE steps"""
     sde_window_range: tuple[int, int] = (0, 2)
     """the window moves within sampling steps lo to hi - 1; hi is at most num_inference_steps - 1"""
     shared_initial_noise: bool = True
@@ -79,7 +80,7 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
     """factor of the KL to the reference, the model before training (Flow-GRPO: 0.04 for OCR, 0.01 for PickScore)"""
     kl_type: Literal["code", "paper"] = "code"
-    """code: for step kind sde, the KL times the step's |dt|, as published coefficients assume; paper: the KL itself"""
+    """code: with --sde_type sde the KL times the step's |dt|, as published coefficients assume; paper: the KL itself"""
     adv_clip_max: PositiveFloat = 5.0
     """advantages are clamped to +- this"""
     scale_rewards: Literal["batch", "group", "none"] = "batch"
@@ -152,7 +153,7 @@ def start_run(args: Args, inputs: Inputs) -> Run:
 
 # ==== 3 DATA ==========================================================================================================
 def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
-    """Run the text encoders on U distinct prompts, and on their negative prompts where guidance needs them."""
+    """Run the text encoders, or read --prompt_cache, for U prompts and, where guidance needs them, their negatives."""
     negatives = prompts.negatives(args.negative_prompt)
     length = args.max_sequence_length
     return {
@@ -208,14 +209,14 @@ def rollouts_at(args: Args, start: int) -> int:
         least = max(1, tau // 4)
         return max(1, int(tau * (1 - p) + least * p))
     if args.window_mode == "exp_decay":
-        return math.ceil(tau * math.exp(-0.1 * max(0, start - 13)))  # 13 is the code's
+        return math.ceil(tau * math.exp(-0.1 * max(0, start - 13)))  # 13 is from the paper's code
     return tau
 
 
 # ==== 4 MODEL =========================================================================================================
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
-    num_drawn = args.num_steps * args.num_prompts
+    num_drawn = args.num_steps * args.num_prompts  # for --prompt_cache
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
@@ -245,8 +246,8 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
         blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
         for module in [*blocks, transformer]:
             if "compile" in args.train_with and module is not transformer:
-                # without this, the graphs with and without gradient round bf16 at different places, and the first ratio
-                # is 1 +- 6e-4 instead of 1
+                # without this, the graphs with and without gradient round bf16 at different places: Flow-GRPO's first
+                # ratio is 1 +- 6e-4 instead of 1
                 module.compile(options={"emulate_precision_casts": True})
             if not model.is_lora and transformer is not model.policies.get("reference"):
                 module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
@@ -278,7 +279,7 @@ def sample_locally(model: Family, request: RolloutRequest) -> Trajectories:
     x = first_latents
     for i in range(len(request.timesteps)):
         outputs.append(policy_step(model, request, x, i, generator=generators))
-        x = outputs[-1].prev_sample
+        x = outputs[-1].prev_sample  # the next x, by diffusers' name
     return Trajectories.from_steps(first_latents, outputs, model.decode(x))
 
 
@@ -287,16 +288,16 @@ def rollout(
 ) -> Trajectories:
     """The trajectories of the request's images, on the training device; the scorer gets images as they are finished."""
     if engine:
-        # engine and trainer are compared by their means, which are as large as the latents: without a correction a
-        # micro-batch of them is enough
+        # the Gaussians' means are as large as the latents, so the engine sends only those that are read: a
+        # micro-batch's for check_mismatch, all of them for a correction or where the old policy is the engine's
         reads_all = args.rollout_correction != "none" or args.old_log_prob == "rollout"
         num_means = len(request.seeds) if reads_all else args.micro_batch_size
         finished = scorer.add if scorer else None
         return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
-    # the update's own micro-batches, so that its first log-probs equal these to the bit and the ratio is exactly 1
     parts = []
     gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
-    with sampling(model, gathers):
+    with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
+        # the update's own micro-batches, so that its first log-probs equal these to the bit and the ratio is exactly 1
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
             if scorer:
@@ -309,11 +310,11 @@ def share_prefix(
 ) -> RolloutRequest:
     """Take the ODE steps before the window, once per prompt and rank, from noise that the prompt's images share.
 
-    numbers (B,): each image's prompt among the step's P, which seeds the noise. Returns the request for other steps.
+    numbers (B,): each image's prompt among the step's P, which seeds the noise. Returns the request for the steps left.
     """
     start = request.sde_steps[0]
     rows, place = request.prompt_index.unique(return_inverse=True)  # this rank's U prompts; (B,) among them
-    rows = rows[torch.arange(max(gather_objects(len(rows)))) % len(rows)]  # as many on every rank: all sample together
+    rows = rows[torch.arange(max(gather_objects(len(rows)))) % len(rows)]  # repeated: all ranks take as many passes
     seeds = [image_seed(args.seed, f"{step} prompt", prompt) for prompt in numbers.unique()[rows].tolist()]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     latents = request.first_latents(generators, model.device)  # (U, C, h, w)
@@ -324,11 +325,11 @@ def share_prefix(
 
 
 class OldPolicy(NamedTuple):
-    """The policy that sampled, as the update needs it: where the ratio starts. B images, W trained steps."""
+    """The policy that sampled, as the update needs it: the ratio's denominator. B images, W trained steps."""
 
     log_probs: Tensor  # (B, W)
     means: Tensor  # (B, W, ...), for a loss that compares means, as grpo_guard.py's does
-    sample_weights: Tensor  # (B, W), of the rollout correction; 1 without one
+    sample_weights: Tensor  # (B, W), factors of the loss against the engine's mismatch (--rollout_correction), or 1
 
 
 class Batch(NamedTuple):
@@ -344,7 +345,7 @@ class Batch(NamedTuple):
 def compute_advantages(
     rewards: Tensor, group_size: int, adv_clip_max: float = 5.0, scale_rewards: str = "batch"
 ) -> Tensor:
-    """A = (r - mean of the group) / (S + 1e-4), clamped to +- adv_clip_max (Flow-GRPO, eq. 4), in fp64.
+    """A = (reward - mean of the group) / (S + 1e-4), clamped to +- adv_clip_max (Flow-GRPO, eq. 4), in fp64.
 
     rewards: (P * group_size,), group by group. S is the population standard deviation of the "group" (the paper) or of
     all rewards ("batch", its code); "none" does not divide. Returns (P * group_size,).
@@ -361,9 +362,9 @@ def compute_advantages(
 
 
 def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
-    """Advantages (N,) of R rewards by their scores (N, R): those of the weighted sum or, with normalize_then_sum, the
-    weighted sum of each reward's own, divided by its deviation over the rollout. With --scale_rewards group the latter
-    is GDPO (arXiv 2601.05242)."""
+    """Advantages (N,) of the scores (N, R) of R rewards. sum_then_normalize takes those of the weighted sum of scores.
+    normalize_then_sum adds each reward's own, unclamped, by weight, and divides this sum by its deviation over the
+    rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242)."""
     scale_rewards = args.scale_rewards
     if args.multi_objective_aggregation == "normalize_then_sum" and scores.shape[1] > 1:
         own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in scores.T]
@@ -385,7 +386,7 @@ def policy_step(
 ) -> SDEStepOutput:
     """Sampling step i of the policy from x (B, ...): where it goes, with the density of going there (Flow-GRPO, eq. 9).
 
-    An SDE step (kind `sde`), with q = noise_level sqrt(s / (1 - s)), 1 - s at least 1 - sigmas[1], eps ~ N(0, 1):
+    An SDE step of --sde_type sde, with q = noise_level sqrt(s / (1 - min(s, sigma_max))), s = sigma, eps ~ N(0, 1):
         x' = x + [v + q^2 / (2 s) (x + (1 - s) v)] dt + q sqrt(-dt) eps,    dt = sigma_next - sigma < 0.
     It is a Gaussian policy: log_prob (B,) is the *mean* over elements of log N(x'; mean, std). Other steps are the
     ODE's Euler step x + v dt. `generator` draws x'; or x' is given as `prev_sample` (B, ...), diffusers' name for it.
@@ -395,13 +396,13 @@ def policy_step(
     )
     sigma, sigma_next = request.sigmas[i : i + 2].tolist()
     noise_level = request.noise_level if i in request.sde_steps else 0.0
-    kind: dict = {"sde_type": request.sde_type, "sigma_max": request.sigma_max}
+    kind: dict = {"sde_type": request.sde_type, "sigma_max": request.sigma_max}  # the schedule's second sigma
     return sde_step(x, v, sigma, sigma_next, noise_level, **kind, generator=generator, prev_sample=prev_sample)
 
 
 @torch.no_grad()
 def recompute_log_probs(args: Args, model: Family, request: RolloutRequest, trajectories: Trajectories) -> Trajectories:
-    """The same trajectories with the acting policy's log_probs and means, in the update's micro-batches."""
+    """The same trajectories with log_probs and means of the policy that `acting` chose, or of the trained one."""
     log_probs = []
     means = []
     for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
@@ -416,9 +417,9 @@ def recompute_log_probs(args: Args, model: Family, request: RolloutRequest, traj
 def recompute_old_log_probs(
     args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, trajectories: Trajectories
 ) -> tuple[OldPolicy, dict]:
-    """The old policy, and metrics of the mismatch between engine and trainer, which ends the run beyond round-off.
+    """The old policy, and metrics of the mismatch between engine and trainer. More than round-off ends the run.
 
-    A local rollout is the trainer's own; the trainer computes the log-probs of an engine's rollout again.
+    Old log-probs are the rollout's with --rollout local or --old_log_prob rollout; otherwise the trainer computes them.
     """
     ones = torch.ones_like(trajectories.log_probs)  # (B, W)
     sampled = OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, ones)
@@ -432,7 +433,7 @@ def recompute_old_log_probs(
         request = request.select(images)
         trajectories = trajectories.select(images)
         recomputed = recompute_log_probs(args, model, request, trajectories)
-        limits["log_prob_limit"] = args.clip_range / 2  # the ratio would start this far off
+        limits["log_prob_limit"] = args.clip_range / 2  # a ratio of log-probs would start this far off
         return sampled, check_mismatch(request, trajectories, recomputed, **limits)
     recomputed = recompute_log_probs(args, model, request, trajectories)
     metrics = check_mismatch(request, trajectories, recomputed, **limits)
@@ -469,7 +470,7 @@ def policy_loss(
 
 
 def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, dt: float) -> Tensor:
-    """KL (B,) of an SDE step to the reference's of equal std, per element: mean((mean - ref_mean)^2) / (2 variance).
+    """KL (B,) of a step's Gaussian to the reference's, of equal std: mean((mean - ref_mean)^2) / (2 variance).
 
     --kl_type paper (the line after eq. 9): the variance is std^2. --kl_type code, which published coefficients assume:
     it is q^2 = std^2 / -dt for the kind `sde`. ref_mean (B, ...): the reference's, of the same samples. dt: negative.
@@ -494,8 +495,8 @@ def accumulate_gradients(
     dts = batch.request.sigmas.diff().tolist()  # T, negative
     micro_batches = mini_batch.split(args.micro_batch_size)
     num_passes = len(micro_batches) * len(sde_steps)
-    # FSDP sums gradients over the ranks in every backward pass; we need the sum only in the last one, so we switch it
-    # off until then. Not for full weights: their unsummed fp32 gradients are as large as the model and would not fit
+    # FSDP averages gradients over the ranks in every backward pass; the last pass alone is enough, so we switch it off
+    # until then. Not for full weights: their unsharded fp32 gradients are as large as the model and would not fit
     model.transformer.set_requires_gradient_sync(not model.is_lora)
     passes: list[dict[str, Tensor]] = []
     for rows in micro_batches:
@@ -520,7 +521,7 @@ def accumulate_gradients(
 
 
 def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
-    """Clip the gradient, take one AdamW step, let the average follow. Returns the norm before, the same on all ranks.
+    """Clip the gradient, take one AdamW step, update the EMA. Returns the norm before clipping, equal on all ranks.
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
@@ -561,7 +562,7 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[st
                 grad_norms.append(grad_norm)
                 finite_passes += passes
     num_updates = args.epochs_per_rollout * len(mini_batches)
-    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)
+    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # not finite
     metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
     if grad_norms:
         metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
@@ -581,8 +582,8 @@ def evaluate(
         places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
         eval_args = args.for_evaluation
         encoded = encode_prompts(eval_args, model, prompts)
-        image_index = torch.arange(len(places))
-        request = make_request(eval_args, model, encoded, image_index, seeds)
+        prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
+        request = make_request(eval_args, model, encoded, prompt_index, seeds)
         with acting(model, args.evaluated_policy, engine):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(args, model, engine, request, scorer)
@@ -615,20 +616,20 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks, args.cpu_threads)
-    args = replace(args, **inputs.settle(vars(args)))
+    args = replace(args, **inputs.settle(vars(args)))  # what follows from a GPU or a LoRA's file
     run = start_run(args, inputs)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_kernels(optimizer, model, args.attention)  # native: the same numbers, sooner
+    choose_kernels(optimizer, model, args.attention)  # AdamW's, --attention's
     sizes = {"seed": args.seed, "num_mini_batches": args.updates_per_rollout}
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
     run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
-    if engine:  # prove, before hours are spent, that pushed weights change the engine's images
+    if engine:  # push the policy for the first time, and prove that a push changes the engine's images
         encoded = encode_prompts(args, model, inputs.eval_set.select([0]))
         engine.verify_policy(model, make_request(args, model, encoded, torch.tensor([0]), seeds=[0]))
 
-    # RUN LOGIC, the same in all five: resume, or evaluate the model before training
+    # RUN LOGIC, the same in all scripts: resume, or evaluate the model before training
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
         if engine:  # it holds the policy from before the checkpoint
@@ -642,7 +643,7 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # sample G images for each prompt with the current policy (Flow-GRPO, eq. 9)
         with run.timed("gen"):
-            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,), (B,) of the U, (B,) of the step's N images
+            prompt_rows, prompt_index, image_index = sampler.draw()  # U rows; B numbers of the U, B of the N images
             prompts = inputs.train_set.select(prompt_rows)
             encoded = encode_prompts(args, model, prompts)
             seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
@@ -657,9 +658,9 @@ def main(args: Args, inputs: Inputs) -> None:
         with run.timed("reward"):
             scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
 
-        # compare the images of a prompt with each other, over all ranks (Flow-GRPO, eq. 4)
+        # compare the images of a prompt with each other (Flow-GRPO, eq. 4); an image that a reward failed on gets 0
         with run.timed("adv"):
-            filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # scores and True if none failed
+            filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)
             metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
             metrics |= run.watch_rollout(scorer, sampler, seeds, scores, advantages)  # saves images if asked to
@@ -679,7 +680,7 @@ def main(args: Args, inputs: Inputs) -> None:
             if engine:
                 engine.push_policy(model)
 
-        # RUN LOGIC, the same in all five: evaluate, log, save, stop
+        # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
         metrics["training/epoch"] = sampler.epoch
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)

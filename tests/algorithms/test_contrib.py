@@ -47,7 +47,7 @@ CHANGED = {
     "contrib/dance_grpo.py": 20,
     "contrib/dgpo.py": 76,
     "contrib/diffusion_opd.py": 161,
-    "contrib/flow_dppo.py": 45,
+    "contrib/flow_dppo.py": 46,
     "contrib/mix_grpo_flash.py": 77,
     "contrib/online_dpo.py": 81,
     "contrib/tempflow_grpo.py": 48,
