@@ -1,7 +1,7 @@
 """DiffusionNFT (arXiv 2509.16117v2): online RL on the forward process, the whole algorithm in one file.
 
 The model draws images, a reward scores them, and flow matching on the noised images is pulled towards the better ones
-and pushed from the worse ones. No sampling step needs a density, so any solver may sample.
+and pushed away from the worse ones. No sampling step needs a density, so any solver may sample.
 Three policies share one model: `default` is trained, `old` samples and follows it, `reference` (for a KL) stays.
 Read `main`, at the end, first. With x_s = (1 - s) x0 + s noise and v = noise - x0:
 
@@ -77,8 +77,8 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     timestep_fraction: Annotated[float, Bound(above=0, at_most=1)] = 1.0
     """share of the sampling schedule's timesteps that every image is trained at"""
     decay_schedule: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999", "fixed"] = "linear_to_0_5"
-    """d of old = d old + (1 - d) trained after k optimizer steps: 0; min(0.001 k, 0.5); 0 up to k = 75, then
-    min(0.0075 (k - 75), 0.999); or old_decay"""
+    """the d of old = d old + (1 - d) trained after k optimizer steps. copy: 0; linear_to_0_5: min(0.001 k, 0.5);
+    delayed_linear_to_0_999: 0 up to k = 75, then min(0.0075 (k - 75), 0.999); fixed: old_decay"""
     old_decay: Annotated[float, Bound(at_least=0, below=1)] = 0.5
     """d of the schedule `fixed`, from 0 (copy) to below 1"""
     update_interval: PositiveInt = 1

@@ -78,7 +78,7 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
 
     # ---- algorithm
     dpo_beta: PositiveFloat = 100.0
-    """factor of the errors' differences in the logit; a larger one keeps closer to the reference (paper: from 2000)"""
+    """factor of the errors' differences in the logit; a larger one keeps nearer to the reference (paper: from 2000)"""
 
     # ---- optimization
     num_steps: Annotated[int, Bound(at_least=0)] = 40

@@ -10,7 +10,7 @@ Models, rewards, files and the vLLM-Omni engine's process are in common/. Read `
      sampling step x -> x' from a Gaussian, whose density we know: `policy_step`. Its formula is `sde` in common/sde.py.
   3. An image's advantage compares its reward with its prompt's group (eq. 4): `compute_advantages`.
   4. The ratio of a sampling step's new density to its old one enters a clipped objective (eq. 5): `policy_loss`.
-  5. Maximise the objective's mean over images and trained steps (eq. 5), less kl_coef times the KL to the reference
+  5. Maximise the objective's mean over images and trained steps (eq. 5), minus kl_coef times the KL to the reference
      (eq. 3, and the line after eq. 9): `accumulate_gradients`, `kl_divergence`, `update`.
   6. The engine that samples gets the new weights: `engine.push_policy`.
 
@@ -23,7 +23,7 @@ image takes T sampling steps, W of them trained. There are R rewards. docs/gloss
     torchrun --standalone --nproc_per_node 2 flow_grpo.py    # the same images, shared by two ranks
 
 Where it departs from the paper:
-  - By default only the first sampling step is stochastic and trained (--sde_window_size 0: all but the last).
+  - By default only the first sampling step is stochastic and trained (--sde_window_size 0: all except the last).
   - The deviation in eq. 4 is the rollout's, as in the paper's code (--scale_rewards group: the paper's). Groups are
     keyed by an integer, never by the prompt's text, and advantages are clamped.
   - log_prob is a mean over the D latent elements, as in the paper's code, so the ratio is the densities' ratio to the
@@ -81,14 +81,14 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     noise_level: PositiveFloat = 0.7
     """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
     sde_window_size: Annotated[int, Bound(at_least=0)] = 1
-    """how many consecutive sampling steps are SDE steps: noisy and trained (others: ODE steps); 0: all but the last"""
+    """number of consecutive sampling steps that are SDE steps, noisy and trained; 0: all steps except the last"""
     sde_window_range: tuple[int, int] = (0, 1)
     """the window is drawn, once per rollout, within sampling steps lo to hi - 1; hi is at most
     num_inference_steps - 1"""
 
     # ---- algorithm
     clip_range: PositiveFloat = 1e-3
-    """the ratio is clipped to 1 +- this, which is small as log-probs are means over the latent (SD3.5 at 512: 1e-4)"""
+    """the ratio is clipped to 1 +- this; small, because log-probs are means over the latent (SD3.5 at 512: 1e-4)"""
     kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
     """factor of the KL to the reference, the model before training (Flow-GRPO: 0.04 for OCR, 0.01 for PickScore)"""
     kl_type: Literal["code", "paper"] = "code"

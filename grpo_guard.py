@@ -1,13 +1,13 @@
 """GRPO-Guard (arXiv 2510.22319v2): Flow-GRPO with a ratio that stays centred on 1, the whole algorithm in one file.
 
 Flow-GRPO's ratio lies below 1 in the mean and has another scale at every sampling step, so that its clip hardly ever
-acts where the advantage is positive. GRPO-Guard takes both away and lets every sampling step pull alike.
+acts where the advantage is positive. GRPO-Guard removes both effects and gives all sampling steps equal gradients.
 Everything that is not named here is as in flow_grpo.py. Read `main`, at the end, first.
 A sampling step's mean differs between two policies by d = mean - old mean. Its noise was eps = (x' - old mean) / std:
 
-  1. Flow-GRPO's log-ratio is mean(eps d) / std - mean(d^2) / (2 std^2): shifted below 0, of the scale 1 / std (eq. 7).
-  2. RatioNorm takes both away: the regulated log-ratio is mean(eps d), at every step (eq. 8): `regulated_log_ratio`.
-  3. Gradient reweighting divides a step's loss by its |dt|, so that all pull alike (eq. 9 to 11): `policy_loss`.
+  1. Flow-GRPO's log-ratio is mean(eps d) / std - mean(d^2) / (2 std^2): it lies below 0 and scales as 1 / std (eq. 7).
+  2. RatioNorm removes both. The regulated log-ratio is mean(eps d) at every step (eq. 8): `regulated_log_ratio`.
+  3. Gradient reweighting divides a step's loss by its |dt|, so all get equal gradients (eq. 9 to 11): `policy_loss`.
   4. The clipped objective of that ratio is maximised (eq. 12): `policy_loss`, `accumulate_gradients`.
 
     torchrun --standalone grpo_guard.py                          # the embedded model on a CPU, vLLM-Omni rollouts
@@ -66,7 +66,7 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     noise_level: PositiveFloat = 0.7
     """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
     sde_window_size: Annotated[int, Bound(at_least=0)] = 1
-    """how many consecutive sampling steps are SDE steps: noisy and trained (others: ODE steps); 0: all but the last"""
+    """number of consecutive sampling steps that are SDE steps, noisy and trained; 0: all steps except the last"""
     sde_window_range: tuple[int, int] = (0, 1)
     """the window is drawn, once per rollout, within sampling steps lo to hi - 1; hi is at most
     num_inference_steps - 1"""

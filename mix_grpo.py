@@ -5,13 +5,12 @@ window slides from the noisy steps to the clean ones. Read `main`, at the end, f
 
   1. SDE steps in the window, ODE steps elsewhere (mixed sampling, eq. 4 to 7): `policy_step`.
   2. The window moves (eq. 11; Algorithm 1, lines 23 to 25; section 4.3): `trained_steps`, `rollouts_at`.
-  3. The images of a prompt start from one noise (Algorithm 1, line 6) and are one until the window: `share_prefix`.
-  4. Advantages are taken for each reward, and added (Algorithm 1, line 17), with weights: `combine_advantages`.
+  3. The images of a prompt start from one noise (Algorithm 1, line 6) and are equal up to the window: `share_prefix`.
+  4. Each reward gets its own advantages; they are added (Algorithm 1, line 17), with weights: `combine_advantages`.
   5. The clipped objective is a mean over the window's SDE steps (eq. 9, 10): `policy_loss`, `accumulate_gradients`.
 
-Where it departs from the paper: past its end the window returns to the start. In the paper it stays at the end; in the
-paper's code it becomes shorter there. Deviations are the rollout's. The sum of several rewards' advantages is weighted,
-and divided by the sum's own deviation as well.
+Where it departs from the paper: after its last position the window returns to the first (in the paper it stays, in its
+code it shrinks to nothing). Rewards have weights. Deviations are the rollout's; several rewards' sum has its own.
 """
 
 # ==== 1 ARGS ==========================================================================================================
@@ -62,7 +61,7 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     noise_level: PositiveFloat = 0.7
     """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
     sde_window_size: PositiveInt = 1
-    """how many consecutive sampling steps are SDE steps: noisy, and trained; the others are ODE steps"""
+    """number of consecutive sampling steps that are SDE steps, noisy and trained; the others are ODE steps"""
     sde_window_range: tuple[int, int] = (0, 2)
     """the window moves within sampling steps lo to hi - 1; hi is at most num_inference_steps - 1"""
     shared_initial_noise: bool = True
@@ -74,9 +73,9 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     iters_per_group: PositiveInt = 25
     """rollouts at one position of the window (paper: 25)"""
     roll_back: bool = True
-    """past the end the window returns to lo; False: it stays there"""
+    """after the last position the window returns to lo; False: it stays at the last position"""
     clip_range: PositiveFloat = 1e-3
-    """the ratio is clipped to 1 +- this, which is small as log-probs are means over the latent (SD3.5 at 512: 1e-4)"""
+    """the ratio is clipped to 1 +- this; small, because log-probs are means over the latent (SD3.5 at 512: 1e-4)"""
     kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
     """factor of the KL to the reference, the model before training (Flow-GRPO: 0.04 for OCR, 0.01 for PickScore)"""
     kl_type: Literal["code", "paper"] = "code"

@@ -58,25 +58,27 @@ class SharedArgs:
     name: str = ""
     """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
     output_dir: str = "runs"
-    """folder of the runs' folders"""
+    """folder that holds the run folders"""
     seed: Annotated[int, Bound(at_least=0, at_most=2**32 - 1)] = 1
     """seed of the data order, the noise and the LoRA's initial weights"""
     track: bool | Literal["wandb", "tensorboard"] = False
-    """also log metrics and validation images to wandb (True means it too; into WANDB_DIR if set) or to TensorBoard"""
+    """also log metrics and validation images to wandb (True means wandb; files go to WANDB_DIR, if set) or to
+    TensorBoard"""
     args: str | None = None
-    """take options from this file, an args.json of this script or YAML of names and values; those that are given win"""
+    """take options from this file, an args.json of this script or YAML of names and values; options on the command line
+    win over it"""
     resume: str | None = None
-    """`latest` resumes this run from its newest checkpoint, with its options unless others are given, or starts it
-    where there is none; a checkpoint file or a run folder starts a new run from it"""
+    """`latest` resumes this run from its newest checkpoint, with its options except those that you pass, or starts the
+    run if there is none; a checkpoint file or a run folder starts a new run from that checkpoint"""
     keep_checkpoints: PositiveInt = 2
     """how many of the newest checkpoints to keep"""
     max_minutes: NonNegativeFloat = 0.0
-    """finish the step, save and exit after this time, as after SIGTERM or SIGINT; 0: no limit"""
+    """finish the step, save and exit after this many minutes, as after SIGTERM or SIGINT; 0: no limit"""
     profile_steps: tuple[str, ...] = ()
     """training steps to trace with torch's profiler: STEP for rank 0, or STEP:RANK; trace_STEP.json holds two passes of
     the update"""
     eval_only: bool = False
-    """evaluate and exit, under a new --name. With --resume: that checkpoint, with its options; otherwise the model"""
+    """evaluate and exit, under a new --name: the checkpoint of --resume, with its options, or otherwise the model"""
 
     # ---- model
     model: str = str(ASSETS / "embedded")
@@ -89,13 +91,14 @@ class SharedArgs:
     """attention kernel of the transformer, here and in the engine: native (torch chooses), cudnn (in torch, bfloat16 on
     a GPU) or flash (the package flash-attn); not every model takes all three (docs/engine.md)"""
     base_weights: Literal["int8", "fp8", "nf4"] | None = None
-    """base of a LoRA in int8 or fp8 (a byte a weight) or nf4 (half), text encoders in int8; takes --rollout local"""
+    """keep a LoRA's base in int8 or fp8 (a byte per weight) or nf4 (half a byte), and text encoders in int8; needs
+    --rollout local"""
     train_with: tuple[Literal["activation_checkpointing", "cpu_offload", "compile"], ...] = ()
     """activation_checkpointing recomputes activations in the backward pass; cpu_offload keeps weights and Adam on the
     CPU; compile compiles every block"""
     shard_ranks: NonNegativeInt = 0
     """ranks that share one copy of the transformer, a shard each; 1: every rank has a copy, which needs more memory and
-    gathers no weights. 0: on GPUs 1 where a LoRA's base fits that way, otherwise all ranks of a node"""
+    gathers no weights. 0: on GPUs 1 if a LoRA's base fits that way, otherwise all ranks of a node"""
     gather_for_sampling: bool = True
     """with --rollout local, gather the whole transformer on every rank once per rollout (DPO: once per prompt) to
     sample with it. False saves memory by gathering a block at a time in every pass, as cpu_offload always does"""
@@ -115,7 +118,8 @@ class SharedArgs:
     lora_alpha: PositiveInt = 32
     """the LoRA is added to the weights with the factor lora_alpha / lora_rank"""
     lora_path: str | None = None
-    """PEFT or diffusers LoRA to start from, with its own rank, alpha and modules; also the reference, where one is"""
+    """PEFT or diffusers LoRA to start from, with its own rank, alpha and modules; it is also the reference, if there is
+    one"""
     lora_target_modules: tuple[str, ...] = ()
     """modules that get a LoRA, by the end of their names; if none are given, the attention projections"""
     lora_exclude_modules: tuple[str, ...] = ()
@@ -128,7 +132,7 @@ class SharedArgs:
     eval_prompts: str = str(ASSETS / "eval_prompts.txt")
     """held-out prompts, sampled at every evaluation: a file like train_prompts"""
     negative_prompt: str = ""
-    """what guidance moves images away from; a prompt's record may have a "negative_prompt" of its own"""
+    """the text that guidance moves images away from; a prompt's record may have a "negative_prompt" of its own"""
 
     # ---- reward
     reward: tuple[str, ...] = ("ocr",)
@@ -146,22 +150,24 @@ class SharedArgs:
     lr_warmup_steps: NonNegativeInt = 0
     """optimizer steps over which the learning rate rises to learning_rate"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """the learning rate after the warm-up: constant, or down to nearly 0 at num_steps (more of them raise it again)"""
+    """the learning rate after the warm-up: constant, or falling to nearly 0 at num_steps (if you resume with more
+    steps, it rises again)"""
     weight_decay: NonNegativeFloat = 1e-4
     """weight decay of AdamW"""
     adam_eps: PositiveFloat = 1e-15
-    """AdamW's epsilon (published codes: 1e-8): gradients of RMS g, say 5e-9, step by learning_rate * g / (g + it)"""
+    """AdamW's epsilon (published codes: 1e-8); a gradient of RMS g, say 5e-9, moves weights by
+    learning_rate * g / (g + adam_eps)"""
     max_grad_norm: PositiveFloat = 1.0
-    """gradient norm above which the gradient is scaled down to it"""
+    """the largest norm of a gradient; a larger gradient is scaled down to it"""
     ema_decay: Annotated[float, Bound(at_least=0, below=1)] = 0.0
     """evaluate, and save for diffusers, an average of the weights with decay min(this, (1 + k) / (10 + k)) after k
     optimizer steps; 0: no average"""
 
     # ---- evaluation
     eval_every: PositiveInt = 5
-    """training steps between evaluations with a checkpoint; the last step has both as well, and step 0 an evaluation"""
+    """training steps between evaluations, each with a checkpoint; the last step has both, step 0 only an evaluation"""
     save_every: NonNegativeInt = 0
-    """training steps between checkpoints beside those of the evaluations; 0: none"""
+    """training steps between further checkpoints, beside those of the evaluations; 0: no further ones"""
     eval_at_start: bool = True
     """evaluate the model before training; without it nothing measures how far images drift"""
     eval_num_inference_steps: PositiveInt = 3
@@ -169,7 +175,7 @@ class SharedArgs:
     eval_image_size: Annotated[tuple[int, int], Bound(at_least=1)] | None = None
     """height and width of evaluation images; None: image_size"""
     eval_guidance_scale: Annotated[float, Bound(at_least=1)] | None = None
-    """guidance of evaluation images, in scripts that have guidance_scale; None: that"""
+    """guidance of evaluation images, in scripts that have guidance_scale; None: guidance_scale"""
     max_prompts: NonNegativeInt = 0
     """use only this many held-out prompts, the first ones; 0: all"""
     eval_images_per_prompt: PositiveInt = 1
@@ -225,9 +231,9 @@ class EngineArgs(SharedArgs):
     rollout: Literal["vllm", "local"] = "vllm"
     """vllm: a vLLM-Omni engine per rank samples, in a process of its own; local: the training transformer samples"""
     save_rollouts: NonNegativeInt = 0
-    """training steps between rollouts whose images are saved with their rewards and advantages; 0: none are"""
+    """training steps between rollouts whose images are saved with their rewards and advantages; 0: no rollouts"""
     rollout_batch_size: PositiveInt = 32
-    """images that the vLLM-Omni engine samples at once, at most; local uses micro_batch_size"""
+    """at most how many images the vLLM-Omni engine samples at once; --rollout local uses micro_batch_size"""
     engine_timeout_s: PositiveFloat = 600
     """seconds to wait for a chunk of images, or another answer of the engine, before the run ends with an error"""
     engine_with: tuple[Literal["sleep", "compile"], ...] = ()
@@ -246,13 +252,14 @@ class RatioArgs(EngineArgs):
 
     # ---- rollout
     old_log_prob: Literal["rollout", "recompute"] = "recompute"
-    """log-probs that the ratio starts from: the engine's (rollout) or the trainer's (recompute), equal if local"""
+    """log-probs that the ratio starts from: the engine's (rollout) or the trainer's (recompute); equal if local"""
     rollout_correction: str = "none"
     """sample weights that make up for the engine's mismatch: none, or KIND:THRESHOLD, several joined by commas. The
     kinds are tis, icepop, reject_k1, reject_k2 and reject_k3, each also with _trajectory at its end. A threshold is in
     units of clip_range, or of its square for k2 and k3 (docs/engine.md)"""
     max_velocity_mismatch: PositiveFloat | None = None
-    """end the run if the engine's velocity differs from the trainer's by a larger share; None: by dtype and guidance"""
+    """end the run if the engine's velocity differs from the trainer's by a larger share than this; None: a limit by
+    dtype and guidance"""
 
 
 ArgsClass = TypeVar("ArgsClass", bound=SharedArgs)

@@ -70,7 +70,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
 
     # ---- algorithm
     crd_beta: PositiveFloat = 1.0
-    """factor of the implicit reward where it is matched with r (CRD's code: 1); a larger one keeps closer to `old`"""
+    """factor of the implicit reward where it is matched with r (CRD's code: 1); a larger one keeps nearer to `old`"""
     kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
     """factor of mean((v - v_ref)^2) for an image of r = 1; it falls to 1e-4 for r = 0 (CRD's code: 0.1)"""
     kl_guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
@@ -83,8 +83,9 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     decay_schedule: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999", "linear_from_0_25", "fixed"] = (
         "linear_from_0_25"
     )
-    """d of old = d old + (1 - d) trained after k optimizer steps: 0; min(0.001 k, 0.5); 0 up to k = 75, then
-    min(0.0075 (k - 75), 0.999); min(0.25 + 0.005 k, 0.999); or old_decay"""
+    """the d of old = d old + (1 - d) trained after k optimizer steps. copy: 0; linear_to_0_5: min(0.001 k, 0.5);
+    linear_from_0_25: min(0.25 + 0.005 k, 0.999);
+    delayed_linear_to_0_999: 0 up to k = 75, then min(0.0075 (k - 75), 0.999); fixed: old_decay"""
     sampling_decay_schedule: Literal[
         "copy", "linear_to_0_5", "delayed_linear_to_0_999", "linear_from_0_25", "fixed"
     ] = "delayed_linear_to_0_999"

@@ -65,14 +65,14 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     noise_level: PositiveFloat = 0.7
     """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
     sde_window_size: Annotated[int, Bound(at_least=0)] = 1
-    """how many consecutive sampling steps are SDE steps: noisy and trained (others: ODE steps); 0: all but the last"""
+    """number of consecutive sampling steps that are SDE steps, noisy and trained; 0: all steps except the last"""
     sde_window_range: tuple[int, int] = (0, 1)
     """the window is drawn, once per rollout, within sampling steps lo to hi - 1; hi is at most
     num_inference_steps - 1"""
 
     # ---- algorithm
     clip_range: PositiveFloat = 1e-3
-    """the ratio is clipped to 1 +- this, which is small as log-probs are means over the latent (SD3.5 at 512: 1e-4)"""
+    """the ratio is clipped to 1 +- this; small, because log-probs are means over the latent (SD3.5 at 512: 1e-4)"""
     kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
     """factor of the KL to the reference, the model before training (Flow-GRPO: 0.04 for OCR, 0.01 for PickScore)"""
     kl_type: Literal["code", "paper"] = "code"

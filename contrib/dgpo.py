@@ -67,7 +67,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
 
     # ---- algorithm
     dpo_beta: PositiveFloat = 100.0
-    """factor of the errors' differences in the logit; a larger one keeps closer to the reference (code: 10 to 5000)"""
+    """factor of the errors' differences in the logit; a larger one keeps nearer to the reference (code: 10 to 5000)"""
     clip_range: PositiveFloat = 1e-2
     """an image whose exp(old error - error) is further than this from 1, as its advantage wants, is not trained on"""
     kl_coef: PositiveFloat = 1e-3
@@ -78,8 +78,8 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     timestep_fraction: Annotated[float, Bound(above=0, at_most=1)] = 1.0
     """share of the sampling schedule's timesteps that every image is trained at"""
     decay_schedule: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999", "fixed"] = "linear_to_0_5"
-    """d of old = d old + (1 - d) trained after k optimizer steps: 0; min(0.001 k, 0.5); 0 up to k = 75, then
-    min(0.0075 (k - 75), 0.999); or old_decay"""
+    """the d of old = d old + (1 - d) trained after k optimizer steps. copy: 0; linear_to_0_5: min(0.001 k, 0.5);
+    delayed_linear_to_0_999: 0 up to k = 75, then min(0.0075 (k - 75), 0.999); fixed: old_decay"""
     old_decay: Annotated[float, Bound(at_least=0, below=1)] = 0.5
     """d of the schedule `fixed`, from 0 (copy) to below 1"""
     update_interval: PositiveInt = 1

@@ -9,7 +9,7 @@ flow_grpo.py, with its equations. Read `main`, at the end, first:
   2. Frozen teachers give the means of these steps from the same latents: `teacher_means`.
   3. The loss is the KL of the student's step to a teacher's of the same std, mean((mean - teacher mean)^2) / (2 std^2),
      averaged over images and trained steps: `kl_divergence`, `distillation_loss`.
-  4. An image learns from the teacher in the field `teacher` of its prompt's record, or else from all, by their weights:
+  4. An image learns from the teacher in the field `teacher` of its prompt's record, or otherwise from all, by weight:
      `weigh_teachers`.
 
     torchrun --standalone -m contrib.diffusion_opd --teachers ocr=runs/ocr/adapter colour=runs/colour/adapter
@@ -79,7 +79,7 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     noise_level: PositiveFloat = 0.7
     """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
     sde_window_size: Annotated[int, Bound(at_least=0)] = 1
-    """how many consecutive sampling steps are SDE steps: noisy and trained (others: ODE steps); 0: all but the last"""
+    """number of consecutive sampling steps that are SDE steps, noisy and trained; 0: all steps except the last"""
     sde_window_range: tuple[int, int] = (0, 1)
     """the window is drawn, once per rollout, within sampling steps lo to hi - 1; hi is at most
     num_inference_steps - 1"""

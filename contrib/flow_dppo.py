@@ -70,7 +70,7 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     noise_level: PositiveFloat = 0.7
     """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
     sde_window_size: Annotated[int, Bound(at_least=0)] = 1
-    """how many consecutive sampling steps are SDE steps: noisy and trained (others: ODE steps); 0: all but the last"""
+    """number of consecutive sampling steps that are SDE steps, noisy and trained; 0: all steps except the last"""
     sde_window_range: tuple[int, int] = (0, 1)
     """the window is drawn, once per rollout, within sampling steps lo to hi - 1; hi is at most
     num_inference_steps - 1"""

@@ -65,13 +65,13 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     noise_level: PositiveFloat = 0.7
     """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
     sde_window_size: PositiveInt = 1
-    """how many consecutive sampling steps are SDE steps: noisy, and trained; the others are ODE steps"""
+    """number of consecutive sampling steps that are SDE steps, noisy and trained; the others are ODE steps"""
     sde_window_range: tuple[int, int] = (0, 2)
     """the window moves within sampling steps lo to hi - 1; hi is at most num_inference_steps - 1"""
     shared_initial_noise: bool = True
     """the images of a prompt start from the same noise, and share the sampling steps before the window"""
     flash_ratio: Annotated[float, Bound(above=0, at_most=1)] = 0.5
-    """share of the sampling steps behind the window that is taken, by DPM-Solver++ 2M; 1: all of them, by Euler"""
+    """share of the sampling steps after the window that is taken, by DPM-Solver++ 2M; 1: all of them, by Euler"""
 
     # ---- algorithm
     window_mode: Literal["progressive", "random", "decay", "exp_decay"] = "progressive"
@@ -79,9 +79,9 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     iters_per_group: PositiveInt = 25
     """rollouts at one position of the window (paper: 25)"""
     roll_back: bool = True
-    """past the end the window returns to lo; False: it stays there"""
+    """after the last position the window returns to lo; False: it stays at the last position"""
     clip_range: PositiveFloat = 1e-3
-    """the ratio is clipped to 1 +- this, which is small as log-probs are means over the latent (SD3.5 at 512: 1e-4)"""
+    """the ratio is clipped to 1 +- this; small, because log-probs are means over the latent (SD3.5 at 512: 1e-4)"""
     kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
     """factor of the KL to the reference, the model before training (Flow-GRPO: 0.04 for OCR, 0.01 for PickScore)"""
     kl_type: Literal["code", "paper"] = "code"

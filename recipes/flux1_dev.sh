@@ -1,10 +1,11 @@
 #!/bin/bash
 # FLUX.1-dev. Add your own --reward.
 #     bash recipes/flux1_dev.sh flow_grpo.py --name mine --train_prompts train.txt --eval_prompts test.txt
-# What you add wins over what stands here. Eight ranks unless LAUNCH says otherwise. Never run by us on a GPU.
-# Shared: size, the LoRA's rank, evaluation steps, micro-batch and Adam's epsilon of Flow-GRPO's code (config/grpo.py,
-# pickscore_flux). Ours: a LoRA of the attention alone (there of feed-forward layers as well), and 256 tokens of a
-# prompt (there 128).
+# Options that you add override those in this file. It starts eight ranks unless LAUNCH says otherwise.
+# Never run by us on a GPU.
+# Shared: size, the LoRA's rank, evaluation steps, micro-batch and Adam's epsilon, from Flow-GRPO's code
+# (config/grpo.py, pickscore_flux). Ours: a LoRA of the attention alone (there also of the feed-forward layers), and 256
+# tokens per prompt (there 128).
 # Not for diffusion_nft.py: the model takes guidance as an input, and that script would train it at 1.
 script=${1:?"which script, flow_grpo.py for example"}
 settings=(
@@ -14,8 +15,8 @@ settings=(
 )
 case $script in
     flow_grpo.py)
-        # Flow-GRPO's code, pickscore_flux. It averages the weights by 0.9 every eighth optimizer step, which is 0.987 a
-        # step.
+        # Flow-GRPO's code, pickscore_flux. It averages the weights by 0.9 every eighth optimizer step, which is 0.987
+        # per step.
         settings+=(
             --learning_rate 3e-4 --clip_range 1e-4 --ema_decay 0.987
             --num_inference_steps 6 --guidance_scale 3.5 --noise_level 0.9 --sde_window_size 0
@@ -32,9 +33,9 @@ case $script in
         )
         ;;
     mix_grpo.py)
-        # Flow-Factory's example for GRPO: one trained step of the second to the fourth, 48 x 16 images, clip range
-        # (which MixGRPO's script for FLUX has as well). Its average is by 0.9 every eighth optimizer step. Ours: the
-        # window moves as MixGRPO's does (there it jumps), and the images of a prompt start from one noise.
+        # Flow-Factory's example for GRPO: one trained step, drawn from the second to the fourth, 48 x 16 images, clip
+        # range (which MixGRPO's script for FLUX has as well). Its average is by 0.9 every eighth optimizer step. Ours:
+        # the window moves as MixGRPO's does (there it jumps), and the images of a prompt start from one noise.
         settings+=(
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group --ema_decay 0.987
             --num_inference_steps 10 --guidance_scale 3.5 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4

@@ -1,12 +1,12 @@
 #!/bin/bash
 # FLUX.1-dev by Flow-GRPO on one 24 GB GPU (RTX 4090); the trainer samples. Never run by us on a GPU.
 # The frozen base is in int8: this needs torchao (pip install torchao==0.18.0), and 36 GB of host memory to start.
-# Add your own --name, --train_prompts, --eval_prompts and --reward; what you add wins over what stands here.
-# Of Flow-GRPO's code (config/grpo.py, pickscore_flux): size, the LoRA's rank, steps, guidance, noise, two optimizer
-# steps a rollout, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: a window
-# of two trained steps, 16 x 16 images (there 48 x 24), a LoRA of the attention alone, 256 tokens (there 128), and
-# memory settings, with the base in int8.
-# Memory, before you start: LAUNCH="python -m tools.plan rtx4090" bash recipes/flux1_dev_1x24gb.sh
+# Add your own --name, --train_prompts, --eval_prompts and --reward; options that you add override those in this file.
+# From Flow-GRPO's code (config/grpo.py, pickscore_flux): size, the LoRA's rank, steps, guidance, noise, two optimizer
+# steps per rollout, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: a
+# window of two trained steps, 16 x 16 images (there 48 x 24), a LoRA of the attention alone, 256 tokens (there 128),
+# and memory settings, with the base in int8.
+# To see its memory before you start: LAUNCH="python -m tools.plan rtx4090" bash recipes/flux1_dev_1x24gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model black-forest-labs/FLUX.1-dev --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --base_weights int8 --train_with activation_checkpointing --prompt_cache embeddings \

@@ -1,11 +1,11 @@
 #!/bin/bash
 # FLUX.1-dev by Flow-GRPO on four 24 GB GPUs (RTX 4090); the trainer samples. Never run by us on a GPU.
-# Add your own --name, --train_prompts, --eval_prompts and --reward; what you add wins over what stands here.
-# Of Flow-GRPO's code (config/grpo.py, pickscore_flux): size, the LoRA's rank, steps, guidance, noise, two optimizer
-# steps a rollout, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: a window
-# of two trained steps, 16 x 16 images (there 48 x 24), a LoRA of the attention alone, 256 tokens (there 128), and
-# memory settings: it gathers a block at a time, since the transformer does not fit on one GPU.
-# Memory, before you start: LAUNCH="python -m tools.plan rtx4090 --ranks 4" bash recipes/flux1_dev_4x24gb.sh
+# Add your own --name, --train_prompts, --eval_prompts and --reward; options that you add override those in this file.
+# From Flow-GRPO's code (config/grpo.py, pickscore_flux): size, the LoRA's rank, steps, guidance, noise, two optimizer
+# steps per rollout, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: a
+# window of two trained steps, 16 x 16 images (there 48 x 24), a LoRA of the attention alone, 256 tokens (there 128),
+# and memory settings: it gathers a block at a time, because the transformer does not fit on one GPU.
+# To see its memory before you start: LAUNCH="python -m tools.plan rtx4090 --ranks 4" bash recipes/flux1_dev_4x24gb.sh
 ${LAUNCH:-torchrun --standalone --nproc_per_node 4} flow_grpo.py \
     --model black-forest-labs/FLUX.1-dev --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --train_with activation_checkpointing --gather_for_sampling False --prompt_cache embeddings \

@@ -1,10 +1,11 @@
 #!/bin/bash
 # FLUX.1 Kontext. Each record names the picture that is edited. Add your own --reward.
 #     bash recipes/flux1_kontext.sh flow_grpo.py --name mine --train_prompts train.jsonl --eval_prompts test.jsonl
-# What you add wins over what stands here. Eight ranks unless LAUNCH says otherwise. Never run by us on a GPU.
-# Shared: size of image and picture, the LoRA's rank, guidance, micro-batch and Adam's epsilon of Flow-Factory's example
-# (examples/grpo/lora/flux1_kontext). Ours: a LoRA of the attention alone (there of feed-forward layers as well), 256
-# tokens of a prompt, and evaluations of 28 steps at the size of training (there 20, at 512 x 512).
+# Options that you add override those in this file. It starts eight ranks unless LAUNCH says otherwise.
+# Never run by us on a GPU.
+# Shared: size of image and picture, the LoRA's rank, guidance, micro-batch and Adam's epsilon, from Flow-Factory's
+# example (examples/grpo/lora/flux1_kontext). Ours: a LoRA of the attention alone (there also of the feed-forward
+# layers), 256 tokens per prompt, and evaluations of 28 steps at the size of training (there 20, at 512 x 512).
 # Not for diffusion_nft.py: the model takes guidance as an input, and that script would train it at 1.
 script=${1:?"which script, flow_grpo.py for example"}
 settings=(
@@ -14,8 +15,8 @@ settings=(
 )
 case $script in
     flow_grpo.py)
-        # The example: one trained step of the second to the fourth, 48 x 16 images, two optimizer steps a rollout, the
-        # average by 0.9 every eighth optimizer step, which is 0.987 a step.
+        # The example: one trained step, drawn from the second to the fourth, 48 x 16 images, two optimizer steps per
+        # rollout, the average by 0.9 every eighth optimizer step, which is 0.987 per step.
         settings+=(
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group --ema_decay 0.987
             --noise_level 0.9 --sde_window_size 1 --sde_window_range 1 4

@@ -1,12 +1,12 @@
 #!/bin/bash
 # FLUX.1 Kontext by Flow-GRPO on one 80 GB GPU (H100); the trainer samples. Never run by us on a GPU.
-# Add your own --name, --train_prompts, --eval_prompts and --reward; what you add wins over what stands here. Each
-# record names the picture that is edited (docs/models.md).
-# Of Flow-Factory's example (examples/grpo/lora/flux1_kontext): size of image and picture, the LoRA's rank, steps,
-# guidance, noise, one trained step of the second to the fourth, group, two optimizer steps a rollout, advantages,
-# learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: 16 prompts (there 48), a
-# LoRA of the attention alone, 256 tokens, 28 steps in evaluation (there 20), and memory settings.
-# Memory, before you start: LAUNCH="python -m tools.plan h100-80" bash recipes/flux1_kontext_1x80gb.sh
+# Add your own --name, --train_prompts, --eval_prompts and --reward; options that you add override those in this file.
+# Each record names the picture that is edited (docs/models.md).
+# From Flow-Factory's example (examples/grpo/lora/flux1_kontext): size of image and picture, the LoRA's rank, steps,
+# guidance, noise, one trained step, drawn from the second to the fourth, group, two optimizer steps per rollout,
+# advantages, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: 16 prompts
+# (there 48), a LoRA of the attention alone, 256 tokens, 28 steps in evaluation (there 20), and memory settings.
+# To see its memory before you start: LAUNCH="python -m tools.plan h100-80" bash recipes/flux1_kontext_1x80gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model black-forest-labs/FLUX.1-Kontext-dev --dtype bfloat16 --image_size 384 384 --max_sequence_length 256 \
     --rollout local --train_with activation_checkpointing \

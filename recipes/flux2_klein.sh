@@ -1,11 +1,12 @@
 #!/bin/bash
 # FLUX.2-klein base 4B. Add your own --reward.
 #     bash recipes/flux2_klein.sh flow_grpo.py --name mine --train_prompts train.txt --eval_prompts test.txt
-# What you add wins over what stands here. Eight ranks unless LAUNCH says otherwise. Never run by us on a GPU.
-# Shared: size, tokens, the LoRA's rank, evaluation steps and Adam's epsilon of Flow-Factory's examples for klein base
-# (examples/grpo and nft, lora/flux2_klein_base; that for GRPO is set to the 9B model). Ours: a LoRA of the attention
-# alone (there of feed-forward layers as well), micro-batch, and evaluations at the size of training (there 1024 x
-# 1024).
+# Options that you add override those in this file. It starts eight ranks unless LAUNCH says otherwise.
+# Never run by us on a GPU.
+# Shared: size, tokens, the LoRA's rank, evaluation steps and Adam's epsilon, from Flow-Factory's examples for klein
+# base (examples/grpo and nft, lora/flux2_klein_base; the GRPO example is set to the 9B model). Ours: a LoRA of the
+# attention alone (there also of the feed-forward layers), micro-batch, and evaluations at the size of training (there
+# 1024 x 1024).
 script=${1:?"which script, flow_grpo.py for example"}
 settings=(
     --model black-forest-labs/FLUX.2-klein-base-4B --dtype bfloat16 --image_size 384 384 --max_sequence_length 512
@@ -14,8 +15,8 @@ settings=(
 )
 case $script in
     flow_grpo.py)
-        # Flow-Factory's example for GRPO. It averages the weights by 0.9 every eighth optimizer step, which is 0.987 a
-        # step.
+        # Flow-Factory's example for GRPO. It averages the weights by 0.9 every eighth optimizer step, which is 0.987
+        # per step.
         settings+=(
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group --ema_decay 0.987
             --num_inference_steps 8 --guidance_scale 4 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
@@ -23,7 +24,7 @@ case $script in
         )
         ;;
     grpo_guard.py)
-        # The same with GRPO-Guard's clip range for text in pictures. Ours: both together, without average.
+        # The same with GRPO-Guard's clip range for text in pictures. Ours: the combination, without average.
         settings+=(
             --learning_rate 3e-4 --clip_range 2e-6 --scale_rewards group
             --num_inference_steps 8 --guidance_scale 4 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
@@ -31,8 +32,8 @@ case $script in
         )
         ;;
     mix_grpo.py)
-        # The same with a window that moves. Ours: both together, without average; the images of a prompt start from one
-        # noise.
+        # The same with a window that moves. Ours: the combination, without average; the images of a prompt start from
+        # one noise.
         settings+=(
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group
             --num_inference_steps 8 --guidance_scale 4 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4

@@ -1,11 +1,11 @@
 #!/bin/bash
 # FLUX.2-klein base 4B by Flow-GRPO on one 24 GB GPU (RTX 4090); the trainer samples. Never run by us on a GPU.
-# Add your own --name, --train_prompts, --eval_prompts and --reward; what you add wins over what stands here.
-# Of Flow-Factory's example (examples/grpo/lora/flux2_klein_base, set to the 9B model): size, the LoRA's rank, steps,
-# guidance, noise, one trained step of the second to the fourth, group, two optimizer steps a rollout, advantages,
-# learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: 16 prompts (there 48), a
-# LoRA of the attention alone, and memory settings.
-# Memory, before you start: LAUNCH="python -m tools.plan rtx4090" bash recipes/flux2_klein_1x24gb.sh
+# Add your own --name, --train_prompts, --eval_prompts and --reward; options that you add override those in this file.
+# From Flow-Factory's example (examples/grpo/lora/flux2_klein_base, set to the 9B model): size, the LoRA's rank, steps,
+# guidance, noise, one trained step, drawn from the second to the fourth, group, two optimizer steps per rollout,
+# advantages, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: 16 prompts
+# (there 48), a LoRA of the attention alone, and memory settings.
+# To see its memory before you start: LAUNCH="python -m tools.plan rtx4090" bash recipes/flux2_klein_1x24gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model black-forest-labs/FLUX.2-klein-base-4B --dtype bfloat16 --image_size 384 384 --max_sequence_length 512 \
     --rollout local --train_with activation_checkpointing --prompt_cache embeddings \

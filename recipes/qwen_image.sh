@@ -1,10 +1,11 @@
 #!/bin/bash
 # Qwen-Image, text in pictures: each prompt has the text to draw in double quotes.
 #     bash recipes/qwen_image.sh flow_grpo.py --name mine --train_prompts train.txt --eval_prompts test.txt
-# What you add wins over what stands here. Eight ranks unless LAUNCH says otherwise. Never run by us on a GPU.
-# Shared: size, the LoRA's rank, evaluation steps and Adam's epsilon of VeRL-Omni's scripts and of Flow-GRPO's code
-# (config/grpo.py, pickscore_qwenimage, which has the micro-batch). Ours: a LoRA of the attention alone (VeRL-Omni's: of
-# the MLPs as well).
+# Options that you add override those in this file. It starts eight ranks unless LAUNCH says otherwise.
+# Never run by us on a GPU.
+# Shared: size, the LoRA's rank, evaluation steps and Adam's epsilon, from VeRL-Omni's scripts and Flow-GRPO's code
+# (config/grpo.py, pickscore_qwenimage, which has the micro-batch). Ours: a LoRA of the attention alone (VeRL-Omni's is
+# also of the MLPs).
 script=${1:?"which script, flow_grpo.py for example"}
 settings=(
     --model Qwen/Qwen-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256
@@ -47,7 +48,7 @@ case $script in
         )
         ;;
     diffusion_nft.py)
-        # VeRL-Omni's script for DiffusionNFT, which evaluates with 40 steps; `old` follows once a rollout, as there.
+        # VeRL-Omni's script for DiffusionNFT, which evaluates with 40 steps; `old` follows once per rollout, as there.
         settings+=(
             --learning_rate 3e-4 --nft_beta 0.1 --kl_coef 1e-4
             --decay_schedule delayed_linear_to_0_999

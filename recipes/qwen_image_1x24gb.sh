@@ -1,11 +1,11 @@
 #!/bin/bash
 # Qwen-Image by Flow-GRPO on one 24 GB GPU (RTX 4090); the trainer samples. Never run by us on a GPU.
 # The frozen base is in four bits: this needs torchao (pip install torchao==0.18.0) and 59 GB of host memory to start.
-# Add your own --name, --train_prompts, --eval_prompts and --reward; what you add wins over what stands here.
-# Of VeRL-Omni's script for text in pictures: size, the LoRA's rank, steps, guidance, noise, window, group, two
-# optimizer steps a rollout, learning rate, Adam's epsilon, clip range (Flow-GRPO's pickscore_qwenimage: 1e-4). Ours: 16
-# prompts (there 32), a LoRA of the attention alone, and memory settings, with the base in nf4.
-# Memory, before you start: LAUNCH="python -m tools.plan rtx4090" bash recipes/qwen_image_1x24gb.sh
+# Add your own --name, --train_prompts, --eval_prompts and --reward; options that you add override those in this file.
+# From VeRL-Omni's script for text in pictures: size, the LoRA's rank, steps, guidance, noise, window, group, two
+# optimizer steps per rollout, learning rate, Adam's epsilon, clip range (Flow-GRPO's pickscore_qwenimage: 1e-4). Ours:
+# 16 prompts (there 32), a LoRA of the attention alone, and memory settings, with the base in nf4.
+# To see its memory before you start: LAUNCH="python -m tools.plan rtx4090" bash recipes/qwen_image_1x24gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model Qwen/Qwen-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --base_weights nf4 --train_with activation_checkpointing --prompt_cache embeddings \

@@ -1,10 +1,11 @@
 #!/bin/bash
 # Stable Diffusion 3.5 medium, text in pictures: each prompt has the text to draw in double quotes.
 #     bash recipes/sd35_medium.sh flow_grpo.py --name mine --train_prompts train.txt --eval_prompts test.txt
-# What you add wins over what stands here. Eight ranks unless LAUNCH says otherwise. Never run by us on a GPU.
-# Shared: size, LoRA, evaluation steps, micro-batch and Adam's epsilon of Flow-GRPO's code (config/grpo.py,
+# Options that you add override those in this file. It starts eight ranks unless LAUNCH says otherwise.
+# Never run by us on a GPU.
+# Shared: size, LoRA, evaluation steps, micro-batch and Adam's epsilon, from Flow-GRPO's code (config/grpo.py,
 # general_ocr_sd3).
-# Ours: bf16 (there fp16) and 256 tokens of a prompt (there 128).
+# Ours: bf16 (there fp16) and 256 tokens per prompt (there 128).
 # Without guidance (its geneval_sd3_fast_nocfg), add: --guidance_scale 1 --sde_type cps --noise_level 0.8
 # --sde_window_size 3 --sde_window_range 0 5 --clip_range 1e-5 --kl_coef 0
 script=${1:?"which script, flow_grpo.py for example"}
@@ -17,7 +18,7 @@ settings=(
 case $script in
     flow_grpo.py)
         # Flow-GRPO's code, general_ocr_sd3. It averages the weights by 0.9 every eighth optimizer step, which is 0.987
-        # a step.
+        # per step.
         settings+=(
             --learning_rate 3e-4 --clip_range 1e-4 --kl_coef 0.04 --ema_decay 0.987
             --num_inference_steps 10 --guidance_scale 4.5 --noise_level 0.7 --sde_window_size 0

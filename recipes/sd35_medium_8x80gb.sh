@@ -1,10 +1,11 @@
 #!/bin/bash
 # Stable Diffusion 3.5 medium by Flow-GRPO on eight 80 GB GPUs (H100), vLLM-Omni engines. Never run by us on a GPU.
-# Add your own --name, --train_prompts, --eval_prompts and --reward; what you add wins over what stands here.
-# Of Flow-GRPO's code (config/grpo.py, general_ocr_sd3): size, LoRA, steps, guidance, noise, training on all steps but
-# the last, 48 x 24 images, two optimizer steps a rollout, learning rate, Adam's epsilon, clip range, KL, average (0.9
-# every eighth optimizer step), micro-batch. Ours: bf16 (there fp16), 256 tokens (there 128), the engine's batch.
-# Memory, before you start: LAUNCH="python -m tools.plan h100-80 --ranks 8" bash recipes/sd35_medium_8x80gb.sh
+# Add your own --name, --train_prompts, --eval_prompts and --reward; options that you add override those in this file.
+# From Flow-GRPO's code (config/grpo.py, general_ocr_sd3): size, LoRA, steps, guidance, noise, training on all steps
+# except the last, 48 x 24 images, two optimizer steps per rollout, learning rate, Adam's epsilon, clip range, KL,
+# average (0.9 every eighth optimizer step), micro-batch. Ours: bf16 (there fp16), 256 tokens (there 128), the engine's
+# batch.
+# To see its memory before you start: LAUNCH="python -m tools.plan h100-80 --ranks 8" bash recipes/sd35_medium_8x80gb.sh
 ${LAUNCH:-torchrun --standalone --nproc_per_node 8} flow_grpo.py \
     --model stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout_batch_size 16 \

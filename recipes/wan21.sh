@@ -1,10 +1,11 @@
 #!/bin/bash
 # Wan 2.1 1.3B, text to video. Add your own --reward: a function of videos, which are lists of PIL images.
 #     bash recipes/wan21.sh flow_grpo.py --name mine --train_prompts train.txt --eval_prompts test.txt
-# What you add wins over what stands here. Eight ranks unless LAUNCH says otherwise. Never run by us on a GPU.
-# Shared: size, frames, tokens, LoRA, steps, group, learning rate and Adam's epsilon of Flow-GRPO's code
-# (config/grpo.py, general_ocr_wan2_1); 32 prompts are its 16 videos a GPU on eight. Ours: step kind and noise level, as
-# its SDE has another noise. Not for dpo_offline.py, whose pairs are images.
+# Options that you add override those in this file. It starts eight ranks unless LAUNCH says otherwise.
+# Never run by us on a GPU.
+# Shared: size, frames, tokens, LoRA, steps, group, learning rate and Adam's epsilon, from Flow-GRPO's code
+# (config/grpo.py, general_ocr_wan2_1); 32 prompts are its 16 videos per GPU on eight. Ours: step kind and noise level,
+# because its SDE has another noise. Not for dpo_offline.py, whose pairs are images.
 script=${1:?"which script, flow_grpo.py for example"}
 settings=(
     --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --dtype bfloat16 --image_size 240 416 --num_frames 33
@@ -15,15 +16,15 @@ settings=(
 )
 case $script in
     flow_grpo.py)
-        # Flow-GRPO's code: all steps but the last are trained. It averages the weights by 0.9 every eighth optimizer
-        # step, which is 0.987 a step.
+        # Flow-GRPO's code: all steps except the last are trained. It averages the weights by 0.9 every eighth optimizer
+        # step, which is 0.987 per step.
         settings+=(
             --clip_range 1e-3 --kl_coef 0.004 --scale_rewards group --ema_decay 0.987 --updates_per_rollout 2
             --guidance_scale 4.5 --sde_type dance --noise_level 0.3 --sde_window_size 0
         )
         ;;
     grpo_guard.py)
-        # The same with GRPO-Guard's clip range for text in pictures. Ours: both together, without average.
+        # The same with GRPO-Guard's clip range for text in pictures. Ours: the combination, without average.
         settings+=(
             --clip_range 2e-6 --kl_coef 0.004 --scale_rewards group --updates_per_rollout 2
             --guidance_scale 4.5 --sde_type dance --noise_level 0.3 --sde_window_size 0
@@ -37,7 +38,7 @@ case $script in
         )
         ;;
     diffusion_nft.py)
-        # Ours, except beta, the schedule and one optimizer step a rollout of Flow-Factory's example
+        # Ours, except beta, the schedule and one optimizer step per rollout of Flow-Factory's example
         # (examples/nft/lora/wan21).
         settings+=(
             --nft_beta 0.1 --decay_schedule linear_to_0_5 --scale_rewards group --updates_per_rollout 1

@@ -1,11 +1,11 @@
 #!/bin/bash
 # Wan 2.1 1.3B, text to video, by Flow-GRPO on one 24 GB GPU (RTX 4090); the trainer samples. Never run by us on a GPU.
-# Add your own --name, --train_prompts, --eval_prompts and --reward; what you add wins over what stands here.
-# Of Flow-GRPO's code (config/grpo.py, general_ocr_wan2_1): size, frames, tokens, LoRA, steps, guidance, group, two
-# optimizer steps a rollout, advantages, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer
-# step). Ours: step kind and noise, a window of four trained steps, 16 prompts (there 4 a GPU), no KL, and memory
-# settings. my_rewards.py:motion is your own file.
-# Memory, before you start: LAUNCH="python -m tools.plan rtx4090" bash recipes/wan21_1x24gb.sh
+# Add your own --name, --train_prompts, --eval_prompts and --reward; options that you add override those in this file.
+# From Flow-GRPO's code (config/grpo.py, general_ocr_wan2_1): size, frames, tokens, LoRA, steps, guidance, group, two
+# optimizer steps per rollout, advantages, learning rate, Adam's epsilon, clip range, average (0.9 every eighth
+# optimizer step). Ours: step kind and noise, a window of four trained steps, 16 prompts (there 4 per GPU), no KL, and
+# memory settings. my_rewards.py:motion is your own file.
+# To see its memory before you start: LAUNCH="python -m tools.plan rtx4090" bash recipes/wan21_1x24gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --dtype bfloat16 --image_size 240 416 --num_frames 33 \
     --max_sequence_length 512 \

@@ -1,13 +1,13 @@
 #!/bin/bash
 # Wan 2.1 1.3B, text to video of 480 x 832 pixels and 81 frames, by Flow-GRPO on one 80 GB GPU (H100); the trainer
 # samples. Never run by us on a GPU.
-# Add your own --name, --train_prompts, --eval_prompts and --reward; what you add wins over what stands here.
-# Of Flow-GRPO's code (config/grpo.py, general_ocr_wan2_1, for 240 x 416 pixels and 33 frames): tokens, LoRA, steps,
-# guidance, 4 x 4 videos a GPU, two optimizer steps a rollout, advantages, learning rate, Adam's epsilon, clip range,
-# average (0.9 every eighth optimizer step). Ours: size, frames, step kind and noise, a window of two trained steps,
-# evaluations of 16 videos, no KL, and memory settings. my_rewards.py:motion is your own file.
+# Add your own --name, --train_prompts, --eval_prompts and --reward; options that you add override those in this file.
+# From Flow-GRPO's code (config/grpo.py, general_ocr_wan2_1, for 240 x 416 pixels and 33 frames): tokens, LoRA, steps,
+# guidance, 4 x 4 videos per GPU, two optimizer steps per rollout, advantages, learning rate, Adam's epsilon, clip
+# range, average (0.9 every eighth optimizer step). Ours: size, frames, step kind and noise, a window of two trained
+# steps, evaluations of 16 videos, no KL, and memory settings. my_rewards.py:motion is your own file.
 # On eight GPUs: LAUNCH="torchrun --standalone --nproc_per_node 8", and add --num_prompts 32.
-# Memory, before you start: LAUNCH="python -m tools.plan h100-80" bash recipes/wan21_1x80gb.sh
+# To see its memory before you start: LAUNCH="python -m tools.plan h100-80" bash recipes/wan21_1x80gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --dtype bfloat16 --image_size 480 832 --num_frames 81 \
     --max_sequence_length 512 \

@@ -1,12 +1,13 @@
 #!/bin/bash
 # Z-Image. Add your own --reward.
 #     bash recipes/z_image.sh flow_grpo.py --name mine --train_prompts train.txt --eval_prompts test.txt
-# What you add wins over what stands here. Eight ranks unless LAUNCH says otherwise. Never run by us on a GPU.
-# Shared: size, the LoRA's rank, evaluation steps and Adam's epsilon of Flow-Factory's examples (examples/grpo and nft,
-# lora/z_image). Their guidance of 4 is 5 here, which counts from 1. Ours: a LoRA of the attention alone (there of
-# feed-forward layers as well), 256 tokens of a prompt, micro-batch, and evaluations at the size of training (there
-# 1024 x 1024).
-# The trainer samples, since the engine has no hooks for Z-Image.
+# Options that you add override those in this file. It starts eight ranks unless LAUNCH says otherwise.
+# Never run by us on a GPU.
+# Shared: size, the LoRA's rank, evaluation steps and Adam's epsilon, from Flow-Factory's examples (examples/grpo and
+# nft, lora/z_image). Their guidance of 4 is 5 here, because ours counts from 1. Ours: a LoRA of the attention alone
+# (there also of the feed-forward layers), 256 tokens per prompt, micro-batch, and evaluations at the size of training
+# (there 1024 x 1024).
+# The trainer samples, because the engine has no hooks for Z-Image.
 script=${1:?"which script, flow_grpo.py for example"}
 settings=(
     --model Tongyi-MAI/Z-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256
@@ -15,8 +16,8 @@ settings=(
 )
 case $script in
     flow_grpo.py)
-        # Flow-Factory's example for GRPO. It averages the weights by 0.9 every eighth optimizer step, which is 0.987 a
-        # step.
+        # Flow-Factory's example for GRPO. It averages the weights by 0.9 every eighth optimizer step, which is 0.987
+        # per step.
         settings+=(
             --rollout local
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group --ema_decay 0.987
@@ -25,7 +26,7 @@ case $script in
         )
         ;;
     grpo_guard.py)
-        # The same with GRPO-Guard's clip range for text in pictures. Ours: both together, without average.
+        # The same with GRPO-Guard's clip range for text in pictures. Ours: the combination, without average.
         settings+=(
             --rollout local
             --learning_rate 3e-4 --clip_range 2e-6 --scale_rewards group
@@ -34,8 +35,8 @@ case $script in
         )
         ;;
     mix_grpo.py)
-        # The same with a window that moves. Ours: both together, without average; the images of a prompt start from one
-        # noise.
+        # The same with a window that moves. Ours: the combination, without average; the images of a prompt start from
+        # one noise.
         settings+=(
             --rollout local
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group
