@@ -103,7 +103,7 @@ def measure(family, script, way, folder):
     stem = script.removesuffix(".py")
     options = ["--model", folder / "model", *OPTIONS, "--reward", brightness_reward(folder)]
     options += [*(OFFLINE if script == "dpo_offline.py" else ONLINE), *OF_FAMILY.get(family, [])]
-    if max(family_class(folder / "model").num_sources):
+    if family_class(folder / "model").num_sources[0]:
         options += edits(folder)
     if script != "diffusion_nft.py":
         options += ["--guidance_scale", 3]

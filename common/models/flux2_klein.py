@@ -1,4 +1,7 @@
-"""FLUX.2-klein (diffusers `Flux2KleinPipeline`): base is guided by a second pass, distilled takes no guidance."""
+"""FLUX.2-klein (diffusers `Flux2KleinPipeline`): base is guided by a second pass, distilled takes no guidance.
+
+A record's pictures are references: the transformer sees their tokens behind those of the image that it makes.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,9 +30,28 @@ from PIL.Image import Image
 PLACEHOLDER = "a prompt"  # vLLM-Omni's pipeline wants a text even if it gets embeddings
 
 
-class Flux2Klein(Family):
-    """A latent is 2 x 2 latents of the VAE, normalised, and one token: the transformer takes (B, h w, C)."""
+def add_sources(
+    tokens: torch.Tensor, positions: torch.Tensor, sources: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (B, n, C) and positions (B, n, 4) of images, with those of S sources each, (B, S, C, h, w), behind them.
 
+    The first number of a position tells pictures apart: 0 is the image, 10 the first source, 20 the second one.
+    """
+    of_each = sources.to(tokens).unbind(1)  # S of (B, C, h, w)
+    at = Flux2KleinPipeline._prepare_image_ids([source[:1] for source in of_each])  # (1, S h w, 4), for all images
+    packed = [Flux2KleinPipeline._pack_latents(source) for source in of_each]
+    tokens = torch.cat([tokens, *packed], 1)
+    return tokens, torch.cat([positions, at.expand(len(positions), -1, -1).to(positions)], 1)
+
+
+class Flux2Klein(Family):
+    """A latent is 2 x 2 latents of the VAE, normalised, and one token: the transformer takes (B, h w, C).
+
+    References are brought to --image_size, so that each image of a batch has as many tokens. The stock pipeline keeps
+    a picture's own size up to about a million pixels.
+    """
+
+    num_sources = (0, 4)  # by Black Forest Labs' documentation; the pipeline itself counts none
     lora_target_modules = (
         "to_q",
         "to_k",
@@ -69,6 +91,16 @@ class Flux2Klein(Family):
                 prompt_embeds.append(embeds)
         return {"prompt_embeds": torch.cat(prompt_embeds)}
 
+    @staticmethod
+    def source_shapes(latent_shape: tuple[int, ...], count: int) -> Shapes:
+        """{name: shape} of what encode_sources gives of a record with `count` pictures, each as large as the image."""
+        return {"source_latents": (count, *latent_shape)}
+
+    def encode_sources(self, sources: list[list[Image]], height: int, width: int) -> Conditioning:
+        """The S pictures of each of B records -> {"source_latents": (B, S, C, h, w)}, fp32 as the VAE is."""
+        latents = self.encode_images([image for of_record in sources for image in of_record], height, width)
+        return {"source_latents": latents.unflatten(0, (len(sources), -1))}
+
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
         """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
         unit = 2 * self.pipe.vae_scale_factor
@@ -97,6 +129,9 @@ class Flux2Klein(Family):
         batch = len(latents)
         prompt_embeds = conditioning["prompt_embeds"]
         tokens = self.pipe._pack_latents(latents)
+        positions = self.pipe._prepare_latent_ids(latents).to(latents.device)
+        if "source_latents" in conditioning:
+            tokens, positions = add_sources(tokens, positions, conditioning["source_latents"])
         timestep = timestep.to(latents.device).expand(batch)
         velocity = self.transformer(
             hidden_states=tokens.to(prompt_embeds.dtype),
@@ -104,9 +139,10 @@ class Flux2Klein(Family):
             guidance=None,
             encoder_hidden_states=prompt_embeds,
             txt_ids=self.pipe._prepare_text_ids(prompt_embeds).to(latents.device),
-            img_ids=self.pipe._prepare_latent_ids(latents).to(latents.device),
+            img_ids=positions,
             return_dict=False,
         )[0]
+        velocity = velocity[:, : latents[0, 0].numel()]  # behind them come the references'
         return velocity.float().transpose(1, 2).reshape(latents.shape)  # tokens are in the latents' order
 
     def _latent_statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,6 +214,15 @@ class Flux2Klein(Family):
                     name = "prompt_embeds" if prompt == PLACEHOLDER else "negative_prompt_embeds"
                     kwargs["prompt_embeds"] = self._run.prompts[0][name][None].to(self.device)
                 return super().encode_prompt(prompt, **kwargs)
+
+            def predict_noise(self, **kwargs: Any) -> torch.Tensor:
+                if self._run is None or "source_latents" not in self._run.prompts[0]:
+                    return super().predict_noise(**kwargs)
+                of_image = kwargs["hidden_states"]
+                sources = self._run.prompts[0]["source_latents"][None]
+                tokens, positions = add_sources(of_image, kwargs["img_ids"], sources)
+                kwargs |= {"hidden_states": tokens, "img_ids": positions}
+                return super().predict_noise(**kwargs)[:, : of_image.shape[1]]
 
             def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
                 # the text encoder has been dropped by now, and the native method lists its parameters

@@ -113,10 +113,13 @@ class Blueprint:
         source: str,
         lora: LoRA | None,
         dtype: torch.dtype,
+        num_sources: int | None = None,
     ) -> None:
-        """source: a folder or hub id; lora: what make_lora returns; dtype: of the forward pass."""
+        """source: a folder or hub id; lora: what make_lora returns; dtype: of the forward pass; num_sources: condition
+        images of a prompt, by default the least that the family takes."""
         self.source = source
         self.dtype = dtype
+        self.num_sources = family.num_sources[0] if num_sources is None else num_sources
         self.pipe, text_encoders = build_pipeline(source)
         transformer = self.pipe.transformer
         self.text_encoder_bytes = sum(count(encoder) for encoder in text_encoders) * dtype.itemsize
@@ -163,9 +166,8 @@ class Blueprint:
     def conditioning_shapes(self, length: int, image_size: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """{name: shape} of the conditioning of one prompt of `length` tokens, with its condition images if any."""
         shapes = self.model.conditioning_shapes(self.pipe.transformer.config, length)
-        if self.model.source_shapes:
-            count = max(1, self.model.num_sources[0])
-            shapes = {**shapes, **self.model.source_shapes(self.latent_shape(image_size, 1), count)}
+        if self.num_sources and self.model.source_shapes:
+            shapes = {**shapes, **self.model.source_shapes(self.latent_shape(image_size, 1), self.num_sources)}
         return dict(shapes)
 
     def conditioning(self, length: int, image_size: tuple[int, int]) -> Conditioning:

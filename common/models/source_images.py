@@ -182,8 +182,6 @@ def check_sources(
         ValueError: in one line that names the option and the prompt.
     """
     least, most = family.num_sources
-    if most and prompt_cache is not None:
-        raise ValueError("--prompt_cache: keeps embeddings of texts, and this model has pictures as well")
     counts = [
         (option, prompts.prompts, [len(record.get("image", ())) for record in prompts.metadata])
         for option, prompts in prompt_sets
@@ -192,6 +190,8 @@ def check_sources(
         counts.append(("--pairs", pairs.prompts, pairs.num_sources))
     taken = str(most or "none") if least == most else f"{least} to {most}"
     first = next((of_records[0] for _, _, of_records in counts if of_records), 0)
+    if first and prompt_cache is not None:
+        raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
     for option, prompts, of_records in counts:
         for number, (prompt, count) in enumerate(zip(prompts, of_records, strict=True), start=1):
             found = f'{option}: record {number}, {prompt!r}, has {count or "no"} "image"'

@@ -50,15 +50,17 @@ NUM_FRAMES = 5  # in a video
 GUIDANCE = 3.0
 COUNT_FROM_0 = ["Krea2Pipeline", "ZImagePipeline"]  # their 2 is our 3, and their 0 is our 1, no guidance
 WITHOUT_HOOKS = ["z_image"]  # these sample with --rollout local only
+WITH_REFERENCES = ["flux2_klein:1", "flux2_klein:2"]  # family:pictures, where the records decide
 WITH_ENGINE = [name for name in FAMILIES if name not in WITHOUT_HOOKS]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The folder of a family's tiny checkpoint, made once."""
+    """The folder of a family's tiny checkpoint, made once. A number of pictures behind the name says nothing here."""
     folders = {}
 
-    def make(family):
+    def make(name):
+        family = name.partition(":")[0]
         if family not in folders:
             folders[family] = make_checkpoint(family, tmp_path_factory.mktemp(family))
         return folders[family]
@@ -77,43 +79,60 @@ def load(folder, dtype=torch.float32):
     return model
 
 
+def load_as(name, checkpoint):
+    """The model of a family, or of family:pictures, whose prompts have so many."""
+    model = load(checkpoint(name))
+    model.num_pictures = int(name.partition(":")[2] or model.num_sources[0])
+    return model
+
+
 def makes_videos(model):
     return model.encode_images is None
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, checkpoint):
-    return load(checkpoint(request.param))
+    return load_as(request.param, checkpoint)
 
 
-def picture(seed):
+with_references = pytest.mark.parametrize("model", [*FAMILIES, *WITH_REFERENCES], indirect=True)
+
+
+def picture(seed, height=HEIGHT, width=WIDTH):
     """A condition image: smooth colours, of the size that a request asks for."""
     noise = np.random.default_rng(seed).integers(0, 256, (4, 8, 3), dtype=np.uint8)
-    return Image.fromarray(noise).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
+    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
 
 
-PICTURES = {prompt: picture(seed) for seed, prompt in enumerate(PROMPTS)}
+PICTURES = {prompt: [picture(seed), picture(seed + 2)] for seed, prompt in enumerate(PROMPTS)}
+
+
+def as_source(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return SourceImage("a.png", file.getvalue())
 
 
 def prompts_for(model, prompts=PROMPTS):
-    """The prompts, each with its picture where the model edits."""
-    if not max(model.num_sources):
+    """The prompts, each with its pictures where the model gets some."""
+    count = getattr(model, "num_pictures", model.num_sources[0])
+    if not count:
         return prompt_set(prompts)
     records = []
     for prompt in prompts:
-        file = io.BytesIO()
-        PICTURES[prompt].save(file, "PNG")
-        records.append({"image": [SourceImage(prompt, file.getvalue())]})
+        records.append({"image": [as_source(one) for one in PICTURES[prompt][:count]]})
     return PromptSet(list(prompts), records)
 
 
-def request_for(model, sde_steps=(), num_inference_steps=4, guidance_scale=GUIDANCE):
-    options = {"image_size": (HEIGHT, WIDTH), "max_sequence_length": LENGTH, "guidance_scale": guidance_scale}
+def request_for(
+    model, sde_steps=(), num_inference_steps=4, guidance_scale=GUIDANCE, size=(HEIGHT, WIDTH), prompts=None
+):
+    options = {"image_size": size, "max_sequence_length": LENGTH, "guidance_scale": guidance_scale}
     if makes_videos(model):
         options["num_frames"] = NUM_FRAMES
     args = flow_grpo.Args(rollout="local", num_inference_steps=num_inference_steps, **options)
     with torch.no_grad():
-        encoded = flow_grpo.encode_prompts(args, model, prompts_for(model))
+        encoded = flow_grpo.encode_prompts(args, model, prompts or prompts_for(model))
         request = flow_grpo.make_request(args, model, encoded, torch.tensor([0, 1, 0]), SEEDS, sde_steps=sde_steps)
     return args, request
 
@@ -130,12 +149,15 @@ def packed(model, latents):
     return model.pipe._pack_latents(latents, *(latents.shape if takes_shape else ()))
 
 
-def stock_call(pipe, latents, prompts, num_inference_steps, guidance=None):
+def stock_call(pipe, latents, prompts, num_inference_steps, guidance=None, size=(HEIGHT, WIDTH), references=()):
     """The images or videos of the pipeline's own call, and its scheduler's latents and velocity at each step."""
     options = inspect.signature(pipe.__call__).parameters
     frames = {"num_frames": NUM_FRAMES} if "num_frames" in options else {}
     if "_auto_resize" in options:
-        frames = {"image": [PICTURES[prompt] for prompt in prompts], "_auto_resize": False, "max_area": HEIGHT * WIDTH}
+        sources = [PICTURES[prompt][0] for prompt in prompts]
+        frames = {"image": sources, "_auto_resize": False, "max_area": HEIGHT * WIDTH}
+    if references:
+        frames = {"image": references}
     if guidance is None:
         guidance = {"guidance_scale": GUIDANCE - (type(pipe).__name__ in COUNT_FROM_0)}
         if "true_cfg_scale" in options and not getattr(pipe.transformer.config, "guidance_embeds", False):
@@ -152,8 +174,8 @@ def stock_call(pipe, latents, prompts, num_inference_steps, guidance=None):
     pipe.scheduler.step = recording
     made = pipe(
         prompt=list(prompts),
-        height=HEIGHT,
-        width=WIDTH,
+        height=size[0],
+        width=size[1],
         num_inference_steps=num_inference_steps,
         latents=latents,
         max_sequence_length=LENGTH,
@@ -179,15 +201,9 @@ def assert_same_images(ours, theirs):
     assert np.asarray(theirs[0]).std() > 1  # a picture, not a plane
 
 
-# ---- against diffusers -----------------------------------------------------------------------------------------------
-def test_schedule_velocity_and_image_are_the_stock_pipelines(model):
-    args, request = request_for(model)
+def assert_same_steps(model, request, steps):
+    """Our ODE steps of three images have the latents and velocities of stock_call's steps."""
     x = first_latents(request)
-    prompts = [PROMPTS[row] for row in request.prompt_index]
-    images, steps = stock_call(model.pipe, stock_latents(model, x), prompts, 4)
-    sigmas, timesteps = model.pipe.scheduler.sigmas, model.pipe.scheduler.timesteps
-    torch.testing.assert_close(request.sigmas, sigmas, rtol=0, atol=1e-7)
-    torch.testing.assert_close(request.timesteps, timesteps, rtol=0, atol=1e-4)
     of_images = request.select(torch.arange(3))
     for i, (latents, velocity) in enumerate(steps):
         torch.testing.assert_close(packed(model, x), latents, rtol=0, atol=2e-5)
@@ -197,10 +213,36 @@ def test_schedule_velocity_and_image_are_the_stock_pipelines(model):
         # the round-off of a step goes into the next, and guidance enlarges it
         torch.testing.assert_close(packed(model, predicted), velocity, rtol=0, atol=1e-5 * velocity.abs().max())
         x = x + predicted * (request.sigmas[i + 1] - request.sigmas[i])
+
+
+# ---- against diffusers -----------------------------------------------------------------------------------------------
+def test_schedule_velocity_and_image_are_the_stock_pipelines(model):
+    args, request = request_for(model)
+    prompts = [PROMPTS[row] for row in request.prompt_index]
+    images, steps = stock_call(model.pipe, stock_latents(model, first_latents(request)), prompts, 4)
+    sigmas, timesteps = model.pipe.scheduler.sigmas, model.pipe.scheduler.timesteps
+    torch.testing.assert_close(request.sigmas, sigmas, rtol=0, atol=1e-7)
+    torch.testing.assert_close(request.timesteps, timesteps, rtol=0, atol=1e-4)
+    assert_same_steps(model, request, steps)
     ours = flow_grpo.rollout(args, model, None, request).images
     assert_same_images(ours, images)
     if makes_videos(model):
         assert [len(video) for video in ours] == [NUM_FRAMES] * 3
+
+
+@pytest.mark.parametrize("num_pictures", [1, 2])
+@pytest.mark.parametrize("size", [(64, 64), (64, 96)])  # the stock pipeline refuses sides below 64 pixels
+def test_references_give_the_stock_pipelines_velocity_and_image(size, num_pictures, checkpoint):
+    """FLUX.2-klein with guidance. Its pipeline shows the same pictures to all prompts of a call."""
+    model = load(checkpoint("flux2_klein"))
+    pictures = [picture(seed, *size) for seed in range(num_pictures)]
+    record = {"image": [as_source(one) for one in pictures]}
+    args, request = request_for(model, size=size, prompts=PromptSet(PROMPTS, [record, record]))
+    assert request.conditioning["source_latents"].shape == (2, num_pictures, *request.latent_shape)
+    prompts = [PROMPTS[row] for row in request.prompt_index]
+    images, steps = stock_call(model.pipe, first_latents(request), prompts, 4, size=size, references=pictures)
+    assert_same_steps(model, request, steps)
+    assert_same_images(flow_grpo.rollout(args, model, None, request).images, images)
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (64, 32), (256, 512), (1024, 1024)])
@@ -216,7 +258,7 @@ def test_the_schedule_at_other_sizes(model, monkeypatch, height, width, num_infe
         raise Caught
 
     monkeypatch.setattr(model.transformer, "forward", first_forward)
-    area = {"max_area": height * width} if max(model.num_sources) else {}
+    area = {"max_area": height * width} if model.num_sources[0] else {}
     with pytest.raises(Caught):
         model.pipe(prompt=PROMPTS[0], height=height, width=width, num_inference_steps=num_inference_steps, **area)
     expected = model.pipe.scheduler.timesteps.clone(), model.pipe.scheduler.sigmas.clone()
@@ -227,6 +269,7 @@ def test_the_schedule_at_other_sizes(model, monkeypatch, height, width, num_infe
     torch.testing.assert_close(sigmas, expected[1].float(), rtol=0, atol=1e-7)
 
 
+@with_references
 def test_prompts_do_not_see_each_other(model):
     """A prompt gives the same velocity alone and beside a longer prompt."""
     _, request = request_for(model)
@@ -242,6 +285,7 @@ def test_prompts_do_not_see_each_other(model):
     assert (together[0] - together[1]).abs().max() > 1e-3
 
 
+@with_references
 def test_both_branches_of_guidance_are_one_batch(model, monkeypatch):
     """Velocity and gradient equal those of two passes, but there is one call, with the negative rows last."""
     module = sys.modules[type(model).__module__]
@@ -257,6 +301,7 @@ def test_both_branches_of_guidance_are_one_batch(model, monkeypatch):
 
     def of_two_passes(forward, latents, timestep, conditioning, negative_conditioning):
         negative = {name: torch.cat([row] * len(latents)) for name, row in negative_conditioning.items()}
+        negative |= {name: tensor for name, tensor in conditioning.items() if name.startswith("source_")}
         return forward(latents, timestep, conditioning), forward(latents, timestep, negative)
 
     velocities = []
@@ -454,11 +499,11 @@ def assert_parity(engine, model, policy, lora):
     return theirs.latents
 
 
-@pytest.mark.parametrize("family", WITH_ENGINE)
+@pytest.mark.parametrize("family", [*WITH_ENGINE, *WITH_REFERENCES])
 def test_the_engine_samples_as_the_trainer_does(family, checkpoint, tmp_path):
     """With the base model, a LoRA and a second LoRA, with guidance, and with prompts of two lengths in a batch."""
     engine = start(checkpoint(family), tmp_path / "engine.log")
-    model = load(checkpoint(family))
+    model = load_as(family, checkpoint)
     give_lora(model)
     base = assert_parity(engine, model, "reference", lora=False)
     pushed = []
@@ -488,16 +533,16 @@ def test_the_engine_samples_in_bf16(family, checkpoint, tmp_path, one_rank):
     engine.close()
 
 
-@pytest.mark.parametrize("family", [name for name in WITH_ENGINE if name != "wan_ti2v"])  # its transformer is wan's
+@pytest.mark.parametrize("family", [name for name in [*WITH_ENGINE, *WITH_REFERENCES] if name != "wan_ti2v"])
 def test_the_engine_takes_full_weights(family, checkpoint, tmp_path):
-    """And it reads no weights of text encoders, not even at its start."""
+    """And it reads no weights of text encoders, not even at its start. The transformer of wan_ti2v is wan's."""
     without = shutil.ignore_patterns("*.safetensors")
     folder = tmp_path / "model"
     shutil.copytree(
         checkpoint(family), folder, ignore=lambda path, names: without(path, names) if "text_enc" in path else ()
     )
     engine = start(folder, tmp_path / "engine.log")
-    model = load(checkpoint(family))
+    model = load_as(family, checkpoint)
     add_policies(model, None, ["default"], seed=0)
     args, request = request_for(model)
     encoded = flow_grpo.encode_prompts(args, model, prompts_for(model, PROMPTS[:1]))

@@ -7,6 +7,7 @@ import re
 import flow_grpo
 from common.data import PromptSet, read_prompts
 from common.errors import RunError
+from common.models.flux2_klein import Flux2Klein
 from common.models.flux_kontext import FluxKontext
 from common.models.source_images import SourceImage, check_sources, find_images, say_stretched, show_sources
 from common.models.stable_diffusion_3 import StableDiffusion3
@@ -260,12 +261,19 @@ def edits(*counts):
 def test_a_model_gets_as_many_pictures_as_it_takes():
     pairs = FilePairs([Pair("edit 0", None, None, edits(1).metadata[0]["image"]), Pair("edit 1", None, None)])
     check_sources(FluxKontext, [("--train_prompts", edits(1, 1))], FilePairs(pairs[:1]))
-    check_sources(StableDiffusion3, [("--train_prompts", edits(0, 0))], prompt_cache="cache")
+    for family in (StableDiffusion3, Flux2Klein):  # text alone
+        check_sources(family, [("--train_prompts", edits(0, 0))], prompt_cache="cache")
+    for count in (1, 4):
+        check_sources(Flux2Klein, [("--train_prompts", edits(count, count)), ("--eval_prompts", edits(count))])
+    as_many = "and all must have as many"
     of = "--eval_prompts: record"
     for family, prompts, line in (
         (StableDiffusion3, edits(0, 1), f"{of} 2, 'edit 1', has 1 \"image\"; StableDiffusion3 takes none"),
         (FluxKontext, edits(1, 0), f"{of} 2, 'edit 1', has no \"image\"; FluxKontext takes 1"),
         (FluxKontext, edits(2), f"{of} 1, 'edit 0', has 2 \"image\"; FluxKontext takes 1"),
+        (Flux2Klein, edits(5), f"{of} 1, 'edit 0', has 5 \"image\"; Flux2Klein takes 0 to 4"),
+        (Flux2Klein, edits(1, 2), f"{of} 2, 'edit 1', has 2 \"image\"; the first record has 1, {as_many}"),
+        (Flux2Klein, edits(0, 1), f"{of} 2, 'edit 1', has 1 \"image\"; the first record has none, {as_many}"),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
             check_sources(family, [("--eval_prompts", prompts)])
@@ -326,12 +334,24 @@ def kontext(tmp_path_factory):
     return make_checkpoint("flux_kontext", tmp_path_factory.mktemp("kontext"))
 
 
-def options_of(folder, model):
+@pytest.fixture(scope="module")
+def klein(tmp_path_factory):
+    return make_checkpoint("flux2_klein", tmp_path_factory.mktemp("klein"))
+
+
+@pytest.fixture(params=["kontext", "klein"])
+def editor(request):
+    """A model and the number of pictures that it gets."""
+    return request.getfixturevalue(request.param), {"kontext": 1, "klein": 2}[request.param]
+
+
+def options_of(folder, model, num_pictures=1):
     (folder / "like.py").write_text(LIKE_THE_SOURCE)
     records = []
     for i in range(6):
         gradient(20 + 3 * i, 30).rotate(9 * i).save(folder / f"{i}.png")
-        records.append({"prompt": f"edit {i}", "image": f"{i}.png"})
+        pictures = [f"{(i + k) % 6}.png" for k in range(num_pictures)]
+        records.append({"prompt": f"edit {i}", "image": pictures})
     path = prompt_file(folder, *records)
     options = ["--model", model, "--rollout", "local", *TINY[:6], "--num_inference_steps", 3, "--eval_every", 1]
     options += ["--max_sequence_length", 32, "--learning_rate", 1e-2, "--train_prompts", path, "--eval_prompts", path]
@@ -339,8 +359,9 @@ def options_of(folder, model):
 
 
 @pytest.mark.parametrize("script", ["flow_grpo.py", "diffusion_nft.py"])
-def test_an_editing_model_trains_and_resumes(script, kontext, tmp_path):
-    options = options_of(tmp_path, kontext)
+def test_an_editing_model_trains_and_resumes(script, editor, tmp_path):
+    model, num_pictures = editor
+    options = options_of(tmp_path, model, num_pictures)
     assert run_here(tmp_path, script, *options, "--name", "whole", "--num_steps", 2) is None
     assert run_here(tmp_path, script, *options, "--name", "cut", "--num_steps", 1) is None
     assert run_here(tmp_path, script, *options, "--name", "cut", "--num_steps", 2, "--resume", "latest") is None
@@ -349,15 +370,16 @@ def test_an_editing_model_trains_and_resumes(script, kontext, tmp_path):
     assert whole.read_bytes() == cut.read_bytes()
     assert any(tensor.any() for name, tensor in load_file(whole).items() if "lora_B" in name)
     (first, *_) = (runs / "whole/samples/0002/samples.jsonl").read_text().splitlines()
-    assert json.loads(first)["image"] == ["0.png"]
+    assert json.loads(first)["image"] == ["0.png", "1.png"][:num_pictures]
     with Image.open(runs / "whole/grid_0002.png") as grid:
-        assert grid.width == 8 * (192 * max(1, 200 // 192) + 4)  # pairs of source and result, 2 x 96 pixels wide
+        width = 96 * (num_pictures + 1)  # the sources, each brought to the result's 96 pixels, and the result
+        assert grid.width == 8 * (width * max(1, 200 // width) + 4)
 
 
-def test_pairs_of_edits_train_a_model(kontext, tmp_path):
+def test_pairs_of_edits_train_a_model(editor, tmp_path):
     """The source counts: the same images with another source are another pair, and are encoded apart."""
     path, *_ = pair_files(tmp_path)
-    options = ["--model", kontext, "--max_sequence_length", 32, "--cache", tmp_path / "cache"]
+    options = ["--model", editor[0], "--max_sequence_length", 32, "--cache", tmp_path / "cache"]
     evaluated = prompt_file(tmp_path, {"prompt": "turn it", "image": "a.png"})
     options += ["--num_inference_steps", 2, "--eval_every", 2, "--eval_prompts", evaluated]
     options += ["--reward", "preservation", "--num_steps", 2, "--num_pairs", 2, "--micro_batch_size", 2]
@@ -369,19 +391,21 @@ def test_pairs_of_edits_train_a_model(kontext, tmp_path):
     assert margins[0] == 0 and margins[1] > 0
 
 
-def test_a_model_makes_pairs_of_edits(kontext, tmp_path):
-    options = ["--model", kontext, "--max_sequence_length", 32, "--cache", tmp_path / "cache", "--eval_every", 2]
-    options += options_of(tmp_path, kontext)[-6:]  # its prompts, learning rate and reward
+def test_a_model_makes_pairs_of_edits(editor, tmp_path):
+    model, num_pictures = editor
+    options = ["--model", model, "--max_sequence_length", 32, "--cache", tmp_path / "cache", "--eval_every", 2]
+    options += options_of(tmp_path, model, num_pictures)[-6:]  # its prompts, learning rate and reward
     options += ["--num_inference_steps", 2, "--num_pair_prompts", 3, "--group_size", 2]
     options += ["--num_steps", 1, "--num_pairs", 2, "--micro_batch_size", 2]
     assert run_here(tmp_path, "dpo_offline.py", *options) is None
     pairs = read_pairs(tmp_path / "runs/dpo_offline")
-    assert pairs.num_sources == [1, 1, 1]
-    assert np.array_equal(np.asarray(pairs[1].sources[0].decode()), np.asarray(Image.open(tmp_path / "1.png")))
+    assert pairs.num_sources == [num_pictures] * 3
+    for source, name in zip(pairs[1].sources, ["1.png", "2.png"], strict=False):
+        assert np.array_equal(np.asarray(source.decode()), np.asarray(Image.open(tmp_path / name)))
 
 
-def test_two_ranks_edit_as_one_does(kontext, tmp_path):
-    options = [*options_of(tmp_path, kontext), "--num_steps", 1, "--micro_batch_size", 4, "--guidance_scale", 2.5]
+def test_two_ranks_edit_as_one_does(editor, tmp_path):
+    options = [*options_of(tmp_path, *editor), "--num_steps", 1, "--micro_batch_size", 4, "--guidance_scale", 2.5]
     torchrun(tmp_path, "flow_grpo.py", *options, "--name", "one")
     torchrun(tmp_path, "flow_grpo.py", *options, "--name", "two", nproc=2)
     one, two = (read_metrics(tmp_path / "runs" / name)[1] for name in ("one", "two"))
@@ -408,16 +432,29 @@ def test_a_run_without_pictures_is_refused_before_the_model_loads(kontext, tmp_p
     assert not (tmp_path / "runs/flow_grpo").exists()
 
 
-def test_the_picture_changes_the_image(kontext):
+def test_records_with_different_numbers_of_pictures_are_refused_before_the_model_loads(klein, tmp_path):
+    options = options_of(tmp_path, klein)
+    path = prompt_file(tmp_path, {"prompt": "one", "image": "0.png"}, {"prompt": "two", "image": ["0.png", "1.png"]})
+    line = run_here(tmp_path, "flow_grpo.py", *options)
+    problem = "record 2, 'two', has 2 \"image\"; the first record has 1, and all must have as many"
+    assert line == f"flow_grpo.py: error: --train_prompts: {problem}" and str(path) in map(str, options)
+    assert not (tmp_path / "runs/flow_grpo").exists()
+
+
+def test_each_picture_and_their_order_change_the_image(editor):
     from common.models.family import family_class, load_model
 
-    model = load_model(family_class(kontext), str(kontext), torch.float32, "cpu")
+    folder, num_pictures = editor
+    model = load_model(family_class(folder), str(folder), torch.float32, "cpu")
     args = flow_grpo.Args(rollout="local", image_size=(32, 48), max_sequence_length=32)
+    one, other = gradient(), gradient().rotate(180)
     latents = []
-    for picture in (gradient(), gradient().rotate(180)):
-        prompts = PromptSet(["edit"], [{"image": [SourceImage("a.png", png(picture))]}])
+    for pictures in ((one, one), (one, other), (other, one)):
+        sources = [SourceImage("a.png", png(picture)) for picture in pictures[-num_pictures:]]
+        prompts = PromptSet(["edit"], [{"image": sources}])
         with torch.no_grad():
             encoded = flow_grpo.encode_prompts(args, model, prompts)
             request = flow_grpo.make_request(args, model, encoded, torch.tensor([0]), [3])
         latents.append(flow_grpo.rollout(args, model, None, request).latents)
     assert (latents[0] - latents[1]).abs().max() > 1e-3
+    assert (latents[1] - latents[2]).abs().max() > 1e-4  # an order shows in positions alone

@@ -2,9 +2,12 @@
 
 import functools
 import importlib
+import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
+from common.data import PromptSet
 from common.models import needs
 from common.models.devices import Device
 from common.models.family import family_class
@@ -14,10 +17,12 @@ from common.options import SharedArgs
 from common.policy import add_policies
 from tests.conftest import EMBEDDED, ROOT, SCRIPTS, embedded_model, policy_without_fsdp
 from tests.published_models import PIPELINES, PUBLISHED, presets, write_configs
+from tests.tiny_models import make_checkpoint
 from tools import plan
 
 import pytest
 import torch
+from PIL import Image
 
 SMALL = needs.Workload(8, 3, 2, ("trained",), 4, 4, 1.0, image_size=(32, 96), max_sequence_length=16)
 COST = Cost(flops=10, peak_bytes=100)
@@ -70,6 +75,20 @@ def test_parameters_of_published_parts(published):
         assert blueprint.num_weights / 1e9 == pytest.approx(PUBLISHED[names[family]][3], abs=0.05), family
         tokens = blueprint.conditioning_shapes(256, (512, 512))["prompt_embeds"][0]
         assert tokens == (333 if family == "stable_diffusion_3" else 256)
+
+
+def test_the_tokens_of_references_are_counted(published):
+    """Three references as large as the image have, with it, as many tokens as an image of twice its sides."""
+    source = published("black-forest-labs/FLUX.2-klein-base-4B")
+    text = blueprint_of(source, 16)
+    family = family_class(source)
+    three = Blueprint(family, str(source), make_lora(SharedArgs(lora_rank=16), family), torch.bfloat16, num_sources=3)
+    small, large = (256, 256), (512, 512)
+    assert three.velocity(small, 1, 512, 4.0).flops == text.velocity(large, 1, 512, 4.0).flops
+    training = three.velocity(small, 1, 512, 4.0, train=True)
+    assert training.peak_bytes == pytest.approx(text.velocity(large, 1, 512, 4.0, train=True).peak_bytes, rel=0.01)
+    latents = 128 * 16 * 16
+    assert three.conditioning_bytes(512, small) == text.conditioning_bytes(512, small) + 3 * 2 * latents
 
 
 # ---- against real tensors --------------------------------------------------------------------------------------------
@@ -408,6 +427,42 @@ def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "a copy of the transformer for 2 ranks; micro-batches of 16"
     assert any(line.startswith("  weights gathered to sample") for line in lines)
+
+
+def test_the_first_record_says_how_many_pictures_a_plan_counts(fork, tmp_path, monkeypatch):
+    """FLUX.2-klein takes none or more. With --pairs the held-out prompts say it, as all files have equally many."""
+    model = make_checkpoint("flux2_klein", tmp_path / "klein")
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    counted = []
+    monkeypatch.setattr(plan, "report", lambda blueprint, *_: counted.append(blueprint.num_sources))
+    for count in (0, 2):
+        record = {"prompt": "a sign"} | ({"image": ["a.png"] * count} if count else {})
+        (tmp_path / f"{count}.jsonl").write_text(json.dumps(record) + "\n")
+    options = ["--model", model, "--max_sequence_length", 32]
+    assert fork(*options, "--train_prompts", "0.jsonl", device="cpu") is None
+    assert fork(*options, "--train_prompts", "2.jsonl", device="cpu") is None
+    of_pairs = ["--pairs", "no_such.jsonl", "--eval_prompts", "2.jsonl"]
+    assert fork(*options, *of_pairs, script=str(ROOT / "dpo_offline.py"), device="cpu") is None
+    assert counted == [0, 2, 2]
+    (tmp_path / "a.png").unlink()
+    line = fork(*options, "--train_prompts", "2.jsonl", device="cpu")
+    assert line.startswith('2.jsonl:1: "image": a.png: ')
+
+
+@pytest.mark.fast
+def test_a_run_on_gpus_counts_the_pictures_of_its_records(one_rank, monkeypatch):
+    counted = []
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8e10))
+    monkeypatch.setattr(needs, "Blueprint", lambda *given: counted.append(given[-1]))
+    monkeypatch.setattr(needs, "choose_options", lambda *given, **more: {"shard_ranks": 0, "micro_batch_size": 4})
+    options = {"model": "klein", "dtype": "bfloat16", "shard_ranks": 0, "micro_batch_size": 0}
+    for record in ({"image": ["a.png", "b.png"]}, {}):
+        inputs = SimpleNamespace(family=None, lora=None, checkpoint=None, eval_set=PromptSet(["a sign"], [record]))
+        assert needs.fit_to_gpus(inputs, options)["micro_batch_size"] == 4
+    assert counted == [2, 0]
 
 
 @pytest.mark.fast
