@@ -127,7 +127,8 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     lora = make_lora(args, family)
     check_lora_modules(lora, options)
     with refusing(f"--model {args.model}", Exception):  # whatever a library raises over a stranger's configs
-        blueprint = Blueprint(family, args.model, lora, getattr(torch, w.dtype))
+        num_sources = len(eval_set.metadata[0].get("image", ()))  # all records have as many
+        blueprint = Blueprint(family, args.model, lora, getattr(torch, w.dtype), num_sources)
     print_uncounted([*args.reward, *args.eval_reward])
     if gpu_gb is not None:  # as a run on these GPUs chooses them
         world = {"ranks": ranks, "ranks_here": ranks_per_node}

@@ -113,9 +113,14 @@ class Blueprint:
         source: str,
         lora: LoRA | None,
         dtype: torch.dtype,
+        num_sources: int = 1,
     ) -> None:
-        """source: a folder or hub id; lora: what make_lora returns; dtype: of the forward pass."""
+        """source: a folder or hub id; lora: what make_lora returns; dtype: of the forward pass.
+
+        num_sources: condition images of a record, for a model that edits; at least one is counted.
+        """
         self.source = source
+        self.num_sources = max(1, num_sources)
         self.dtype = dtype
         self.pipe, text_encoders = build_pipeline(source)
         transformer = self.pipe.transformer
@@ -162,10 +167,10 @@ class Blueprint:
 
     def conditioning_shapes(self, length: int, image_size: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """{name: shape} of the conditioning of one prompt of `length` tokens, with its condition images if any."""
+        length += self.num_sources * self.model.source_tokens
         shapes = self.model.conditioning_shapes(self.pipe.transformer.config, length)
         if self.model.source_shapes:
-            count = max(1, self.model.num_sources[0])
-            shapes = {**shapes, **self.model.source_shapes(self.latent_shape(image_size, 1), count)}
+            shapes = {**shapes, **self.model.source_shapes(self.latent_shape(image_size, 1), self.num_sources)}
         return dict(shapes)
 
     def conditioning(self, length: int, image_size: tuple[int, int]) -> Conditioning:

@@ -442,7 +442,9 @@ def fit_to_gpus(inputs: "Inputs", options: dict[str, Any]) -> dict[str, int]:
     ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
     may_copy = inputs.lora and ranks_here > 1 and not options["shard_ranks"]
     if on_rank_0() and (may_copy or not options["micro_batch_size"]):
-        blueprint = Blueprint(inputs.family, options["model"], inputs.lora, getattr(torch, options["dtype"]))
+        num_sources = len(inputs.eval_set.metadata[0].get("image", ()))  # all records have as many
+        dtype = getattr(torch, options["dtype"])
+        blueprint = Blueprint(inputs.family, options["model"], inputs.lora, dtype, num_sources)
         world = {"ranks": int(os.environ["WORLD_SIZE"]), "ranks_here": ranks_here}
         gpu_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         saved = inputs.checkpoint and inputs.checkpoint.parents[1] / "args.json"

@@ -1,15 +1,21 @@
 """Condition images: read by their headers, decoded where they are used, and held against the model."""
 
 import io
+import itertools
 import json
 import re
 
 import flow_grpo
 from common.data import PromptSet, read_prompts
 from common.errors import RunError
+from common.models.family import family_class, load_model
 from common.models.flux_kontext import FluxKontext
+from common.models.lora import make_lora
+from common.models.memory import Blueprint
+from common.models.qwen_image_edit_plus import QwenImageEditPlus
 from common.models.source_images import SourceImage, check_sources, find_images, say_stretched, show_sources
 from common.models.stable_diffusion_3 import StableDiffusion3
+from common.options import SharedArgs
 from common.rewards.pair_files import FilePairs, Pair, read_pairs
 from common.rewards.scoring import sample_records, score_images
 from tests.conftest import ROOT, TINY, read_metrics, run_here, torchrun
@@ -261,11 +267,13 @@ def test_a_model_gets_as_many_pictures_as_it_takes():
     pairs = FilePairs([Pair("edit 0", None, None, edits(1).metadata[0]["image"]), Pair("edit 1", None, None)])
     check_sources(FluxKontext, [("--train_prompts", edits(1, 1))], FilePairs(pairs[:1]))
     check_sources(StableDiffusion3, [("--train_prompts", edits(0, 0))], prompt_cache="cache")
+    check_sources(QwenImageEditPlus, [("--train_prompts", edits(4, 4))])
     of = "--eval_prompts: record"
     for family, prompts, line in (
         (StableDiffusion3, edits(0, 1), f"{of} 2, 'edit 1', has 1 \"image\"; StableDiffusion3 takes none"),
         (FluxKontext, edits(1, 0), f"{of} 2, 'edit 1', has no \"image\"; FluxKontext takes 1"),
         (FluxKontext, edits(2), f"{of} 1, 'edit 0', has 2 \"image\"; FluxKontext takes 1"),
+        (QwenImageEditPlus, edits(5), f"{of} 1, 'edit 0', has 5 \"image\"; QwenImageEditPlus takes 1 to 4"),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
             check_sources(family, [("--eval_prompts", prompts)])
@@ -326,12 +334,24 @@ def kontext(tmp_path_factory):
     return make_checkpoint("flux_kontext", tmp_path_factory.mktemp("kontext"))
 
 
+@pytest.fixture(scope="module", params=["flux_kontext", "qwen_image_edit_plus"])
+def editor(request, tmp_path_factory):
+    """The checkpoint of a model that edits: one that takes a picture, and one that takes several."""
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def takes_several(model):
+    return max(family_class(model).num_sources) > 1
+
+
 def options_of(folder, model):
+    """Each record has one picture, or two if the model takes several."""
     (folder / "like.py").write_text(LIKE_THE_SOURCE)
     records = []
     for i in range(6):
         gradient(20 + 3 * i, 30).rotate(9 * i).save(folder / f"{i}.png")
-        records.append({"prompt": f"edit {i}", "image": f"{i}.png"})
+        pictures = [f"{i}.png", f"{(i + 1) % 6}.png"]
+        records.append({"prompt": f"edit {i}", "image": pictures if takes_several(model) else pictures[0]})
     path = prompt_file(folder, *records)
     options = ["--model", model, "--rollout", "local", *TINY[:6], "--num_inference_steps", 3, "--eval_every", 1]
     options += ["--max_sequence_length", 32, "--learning_rate", 1e-2, "--train_prompts", path, "--eval_prompts", path]
@@ -339,8 +359,10 @@ def options_of(folder, model):
 
 
 @pytest.mark.parametrize("script", ["flow_grpo.py", "diffusion_nft.py"])
-def test_an_editing_model_trains_and_resumes(script, kontext, tmp_path):
-    options = options_of(tmp_path, kontext)
+def test_an_editing_model_trains_and_resumes(script, editor, tmp_path):
+    options = options_of(tmp_path, editor)
+    if script == "flow_grpo.py":
+        options += ["--guidance_scale", 2.5]
     assert run_here(tmp_path, script, *options, "--name", "whole", "--num_steps", 2) is None
     assert run_here(tmp_path, script, *options, "--name", "cut", "--num_steps", 1) is None
     assert run_here(tmp_path, script, *options, "--name", "cut", "--num_steps", 2, "--resume", "latest") is None
@@ -349,15 +371,17 @@ def test_an_editing_model_trains_and_resumes(script, kontext, tmp_path):
     assert whole.read_bytes() == cut.read_bytes()
     assert any(tensor.any() for name, tensor in load_file(whole).items() if "lora_B" in name)
     (first, *_) = (runs / "whole/samples/0002/samples.jsonl").read_text().splitlines()
-    assert json.loads(first)["image"] == ["0.png"]
+    pictures = ["0.png", "1.png"] if takes_several(editor) else ["0.png"]
+    assert json.loads(first)["image"] == pictures
+    width = 96 * (len(pictures) + 1)  # sources and result
     with Image.open(runs / "whole/grid_0002.png") as grid:
-        assert grid.width == 8 * (192 * max(1, 200 // 192) + 4)  # pairs of source and result, 2 x 96 pixels wide
+        assert grid.width == 8 * (width * max(1, 200 // width) + 4)
 
 
-def test_pairs_of_edits_train_a_model(kontext, tmp_path):
+def test_pairs_of_edits_train_a_model(editor, tmp_path):
     """The source counts: the same images with another source are another pair, and are encoded apart."""
     path, *_ = pair_files(tmp_path)
-    options = ["--model", kontext, "--max_sequence_length", 32, "--cache", tmp_path / "cache"]
+    options = ["--model", editor, "--max_sequence_length", 32, "--cache", tmp_path / "cache"]
     evaluated = prompt_file(tmp_path, {"prompt": "turn it", "image": "a.png"})
     options += ["--num_inference_steps", 2, "--eval_every", 2, "--eval_prompts", evaluated]
     options += ["--reward", "preservation", "--num_steps", 2, "--num_pairs", 2, "--micro_batch_size", 2]
@@ -369,19 +393,21 @@ def test_pairs_of_edits_train_a_model(kontext, tmp_path):
     assert margins[0] == 0 and margins[1] > 0
 
 
-def test_a_model_makes_pairs_of_edits(kontext, tmp_path):
-    options = ["--model", kontext, "--max_sequence_length", 32, "--cache", tmp_path / "cache", "--eval_every", 2]
-    options += options_of(tmp_path, kontext)[-6:]  # its prompts, learning rate and reward
+def test_a_model_makes_pairs_of_edits(editor, tmp_path):
+    options = ["--model", editor, "--max_sequence_length", 32, "--cache", tmp_path / "cache", "--eval_every", 2]
+    options += options_of(tmp_path, editor)[-6:]  # its prompts, learning rate and reward
     options += ["--num_inference_steps", 2, "--num_pair_prompts", 3, "--group_size", 2]
     options += ["--num_steps", 1, "--num_pairs", 2, "--micro_batch_size", 2]
     assert run_here(tmp_path, "dpo_offline.py", *options) is None
     pairs = read_pairs(tmp_path / "runs/dpo_offline")
-    assert pairs.num_sources == [1, 1, 1]
-    assert np.array_equal(np.asarray(pairs[1].sources[0].decode()), np.asarray(Image.open(tmp_path / "1.png")))
+    names = ["1.png", "2.png"] if takes_several(editor) else ["1.png"]
+    assert pairs.num_sources == [len(names)] * 3
+    for source, name in zip(pairs[1].sources, names, strict=True):
+        assert np.array_equal(np.asarray(source.decode()), np.asarray(Image.open(tmp_path / name)))
 
 
-def test_two_ranks_edit_as_one_does(kontext, tmp_path):
-    options = [*options_of(tmp_path, kontext), "--num_steps", 1, "--micro_batch_size", 4, "--guidance_scale", 2.5]
+def test_two_ranks_edit_as_one_does(editor, tmp_path):
+    options = [*options_of(tmp_path, editor), "--num_steps", 1, "--micro_batch_size", 4, "--guidance_scale", 2.5]
     torchrun(tmp_path, "flow_grpo.py", *options, "--name", "one")
     torchrun(tmp_path, "flow_grpo.py", *options, "--name", "two", nproc=2)
     one, two = (read_metrics(tmp_path / "runs" / name)[1] for name in ("one", "two"))
@@ -408,16 +434,33 @@ def test_a_run_without_pictures_is_refused_before_the_model_loads(kontext, tmp_p
     assert not (tmp_path / "runs/flow_grpo").exists()
 
 
-def test_the_picture_changes_the_image(kontext):
-    from common.models.family import family_class, load_model
+def test_the_plan_counts_the_pictures_of_a_record(editor):
+    """The conditioning that it counts has the shapes that are encoded."""
+    family = family_class(editor)
+    lora = make_lora(SharedArgs(lora_rank=4, lora_alpha=8), family)
+    model = load_model(family, str(editor), torch.float32, "cpu")
+    flops = []
+    for count in (1, 2) if takes_several(editor) else (1,):
+        blueprint = Blueprint(family, str(editor), lora, torch.float32, count)
+        encoded = model.encode(edits(count), 100, (32, 48))
+        assert {name: tensor.shape[1:] for name, tensor in encoded.items()} == blueprint.conditioning_shapes(
+            100, (32, 48)
+        )
+        flops.append(blueprint.velocity((32, 48), 1, 100, 1.0).flops)
+    assert flops == sorted(set(flops))
 
-    model = load_model(family_class(kontext), str(kontext), torch.float32, "cpu")
+
+def test_each_picture_changes_the_image(editor):
+    model = load_model(family_class(editor), str(editor), torch.float32, "cpu")
     args = flow_grpo.Args(rollout="local", image_size=(32, 48), max_sequence_length=32)
     latents = []
-    for picture in (gradient(), gradient().rotate(180)):
-        prompts = PromptSet(["edit"], [{"image": [SourceImage("a.png", png(picture))]}])
+    one, other = gradient(), gradient().rotate(180)
+    for pictures in ([one, one], [one, other], [other, one]) if takes_several(editor) else ([one], [other]):
+        sources = [SourceImage("a.png", png(picture)) for picture in pictures]
+        prompts = PromptSet(["edit"], [{"image": sources}])
         with torch.no_grad():
             encoded = flow_grpo.encode_prompts(args, model, prompts)
             request = flow_grpo.make_request(args, model, encoded, torch.tensor([0]), [3])
         latents.append(flow_grpo.rollout(args, model, None, request).latents)
-    assert (latents[0] - latents[1]).abs().max() > 1e-3
+    for image, another in itertools.combinations(latents, 2):
+        assert (image - another).abs().max() > 1e-3
