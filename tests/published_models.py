@@ -57,6 +57,13 @@ PUBLISHED = {
         3.9,
     ),
     "Qwen/Qwen-Image": ("qwen_image", "QwenImageTransformer2DModel", {}, 20.4),
+    "Qwen/Qwen-Image-Edit-2509": ("qwen_image_edit_plus", "QwenImageTransformer2DModel", {}, 20.4),
+    "Qwen/Qwen-Image-Edit-2511": (
+        "qwen_image_edit_plus",
+        "QwenImageTransformer2DModel",
+        {"zero_cond_t": True},
+        20.4,
+    ),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (
         "wan",
         "WanTransformer3DModel",
@@ -93,6 +100,7 @@ VAES = {  # family: config; diffusers' defaults are those of FLUX.2, Qwen-Image,
     "z_image": KL_VAE,
     "flux2_klein": {},
     "qwen_image": {},
+    "qwen_image_edit_plus": {},
     "krea2": {},
     "wan": {},
 }
@@ -168,6 +176,11 @@ PIPELINES = {
         "AutoencoderKLQwenImage",
         {"text_encoder": ("Qwen2_5_VLForConditionalGeneration", QWEN2_5_VL_7B, 8.3)},
     ),
+    "qwen_image_edit_plus": (
+        "QwenImageEditPlusPipeline",
+        "AutoencoderKLQwenImage",
+        {"text_encoder": ("Qwen2_5_VLForConditionalGeneration", QWEN2_5_VL_7B, 8.3)},
+    ),
     "krea2": (
         "Krea2Pipeline",
         "AutoencoderKLQwenImage",
@@ -219,6 +232,7 @@ VAE_FACTOR = 8  # pixels on a latent's side; 16 for Wan 2.2's VAE
 IMAGE = (16, 64, 64)  # latents of 512 x 512 pixels; 2 x 2 latents make a token
 VIDEO = (16, 9, 64, 64)  # latents of 33 such frames
 SD3_TEXT = {"prompt_embeds": (333, 4096), "pooled_prompt_embeds": (2048,)}
+QWEN_EDIT = {"prompt_embeds": (512, 3584), "prompt_embeds_mask": (512,), "source_latents": (1, *IMAGE)}
 GEOMETRY = {
     # hub id: (latents of 512 x 512 pixels, (tokens, width) of the image stream in the first block, conditioning of one
     # prompt at the sequence length of docs/models.md). Text encoders: T5 (256 tokens), two CLIPs (77 tokens; widths 768
@@ -239,6 +253,12 @@ GEOMETRY = {
     ),
     "black-forest-labs/FLUX.2-klein-base-4B": ((128, 32, 32), (1024, 3072), {"prompt_embeds": (512, 3 * 2560)}),
     "Qwen/Qwen-Image": (IMAGE, (1024, 3072), {"prompt_embeds": (256, 3584), "prompt_embeds_mask": (256,)}),
+    "Qwen/Qwen-Image-Edit-2509": (IMAGE, (2048, 3072), QWEN_EDIT),
+    "Qwen/Qwen-Image-Edit-2511": (
+        IMAGE,
+        (3072, 3072),  # with two pictures
+        {"prompt_embeds": (768, 3584), "prompt_embeds_mask": (768,), "source_latents": (2, *IMAGE)},
+    ),
     "krea/Krea-2-Raw": (
         IMAGE,
         (512 + 1024, 6144),

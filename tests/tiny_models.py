@@ -22,6 +22,7 @@ from diffusers import (
     FluxTransformer2DModel,
     Krea2Pipeline,
     Krea2Transformer2DModel,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -44,6 +45,9 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
@@ -148,10 +152,10 @@ def flux_kontext(vae_factor=4):
     return FluxKontextPipeline(**{name: part for name, part in components.items() if part is not None})
 
 
-def qwen_tokenizer():
+def qwen_tokenizer(pipeline=QwenImagePipeline, more_special=()):
     """A byte-level BPE tokenizer like Qwen's, with merges learned from the pipeline's own prompt template."""
-    template = Path(inspect.getfile(QwenImagePipeline)).read_text().split('prompt_template_encode = "')[1].split('"')[0]
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    template = Path(inspect.getfile(pipeline)).read_text().split('prompt_template_encode = "')[1].split('"')[0]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *more_special]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -205,6 +209,35 @@ def qwen_image():
         vae=qwen_image_autoencoder(),
         text_encoder=Qwen2_5_VLForConditionalGeneration(config),
         tokenizer=tokens,
+        transformer=transformer,
+    )
+
+
+def qwen_image_edit_plus():
+    """Qwen-Image-Edit-Plus: a Qwen-Image whose encoder has a vision tower, with attention in windows and in full.
+
+    As in Qwen-Image-Edit-2511, the tokens of pictures are modulated as at the timestep 0.
+    """
+    pictures = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokens = qwen_tokenizer(QwenImageEditPlusPipeline, pictures)
+    pipe = qwen_image()
+    start, end, image, video = tokens.convert_tokens_to_ids(pictures)
+    config = pipe.text_encoder.config
+    config.text_config.vocab_size = len(tokens)
+    config.text_config.pad_token_id = tokens.pad_token_id
+    config.vision_config.depth = 2
+    config.vision_config.fullatt_block_indexes = [1]
+    config.image_token_id = image
+    config.video_token_id = video
+    config.vision_start_token_id = start
+    config.vision_end_token_id = end
+    transformer = QwenImageTransformer2DModel.from_config(pipe.transformer.config, zero_cond_t=True)
+    return QwenImageEditPlusPipeline(
+        scheduler=pipe.scheduler,
+        vae=pipe.vae,
+        text_encoder=Qwen2_5_VLForConditionalGeneration(config),
+        tokenizer=tokens,
+        processor=Qwen2VLProcessor(Qwen2VLImageProcessor(), tokens, Qwen2VLVideoProcessor()),
         transformer=transformer,
     )
 
@@ -419,6 +452,7 @@ FAMILIES = {
     "flux_kontext": flux_kontext,
     "flux2_klein": flux2_klein,
     "qwen_image": qwen_image,
+    "qwen_image_edit_plus": qwen_image_edit_plus,
     "krea2": krea2,
     "z_image": z_image,
     "wan": wan,

@@ -153,7 +153,7 @@ def count_sources(family: type[Family], options: dict[str, Any]) -> int:
     path = Path(options["eval_prompts"] if options.get("pairs") else options["train_prompts"])
     where, record = read_records(path)[0]
     with refusing(where):
-        return len(find_pictures(record, path, where).get("image", ()))
+        return max(least, len(find_pictures(record, path, where).get("image", ())))
 
 
 def disk_line(blueprint: Blueprint, w: Workload, options: dict[str, Any], num_eval_prompts: int) -> str:

@@ -69,11 +69,11 @@ class Family(ABC):
     # Images (B of them, as a list), height, width -> latents (B, ...), the reverse of `decode`. Offline DPO needs it
     # and refuses a family without it, such as a family of videos. Define it as a method.
     encode_images: Callable[[list[PIL.Image.Image], int, int], torch.Tensor] | None = None
-    # The least and the most condition images of a prompt, for a model that edits; all records of a run have equally
+    # For a model that edits: the least and the most condition images of a prompt; all records of a run have equally
     # many. Define both as methods, the second one static: S images of each of B prompts, height, width -> their
-    # conditioning, under names that begin with source_; (C, h, w) of an image's latents, S -> {name: shape} of one
-    # prompt's. Both branches of guidance see the same sources.
+    # conditioning, named source_..., for both branches; (C, h, w) of latents, S -> {name: shape} of one prompt's.
     num_sources = (0, 0)
+    source_tokens = 0  # of each, beside max_sequence_length, in a text encoder that sees them
     encode_sources: Callable[[list[list[PIL.Image.Image]], int, int], Conditioning] | None = None
     source_shapes: Callable[[tuple[int, ...], int], Shapes] | None = None
     # () -> vLLM-Omni's pipeline class of this family with our hooks (common/engine/pipelines.py). Define it as a static

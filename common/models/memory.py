@@ -165,6 +165,7 @@ class Blueprint:
 
     def conditioning_shapes(self, length: int, image_size: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """{name: shape} of the conditioning of one prompt of `length` tokens, with its condition images if any."""
+        length += self.num_sources * self.model.source_tokens
         shapes = self.model.conditioning_shapes(self.pipe.transformer.config, length)
         if self.num_sources and self.model.source_shapes:
             shapes = {**shapes, **self.model.source_shapes(self.latent_shape(image_size, 1), self.num_sources)}

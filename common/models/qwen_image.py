@@ -14,9 +14,9 @@ from PIL.Image import Image
 
 
 class QwenImage(Family):
-    longest_prompt = 1024
     """The transformer takes tokens (B, h w / 4, 4 C), each of 2 x 2 latents; they are packed in predict_velocity."""
 
+    longest_prompt = 1024
     attention_kernels = ("native", "cudnn")  # flash takes no mask, and prompts are padded
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
@@ -89,18 +89,24 @@ class QwenImage(Family):
     def _forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         """The tokens' v, (B, h w / 4, 4 C)."""
         prompt_embeds = conditioning["prompt_embeds"]
-        batch, channels, h, w = latents.shape
-        tokens = self.pipe._pack_latents(latents, batch, channels, h, w)
+        batch, _, h, w = latents.shape
+        tokens, shapes = self.pack(latents, conditioning)
         timestep = timestep.to(latents.device).expand(batch)
         velocity = self.transformer(
             hidden_states=tokens.to(prompt_embeds.dtype),
             timestep=timestep / 1000,
             encoder_hidden_states=prompt_embeds,
             encoder_hidden_states_mask=conditioning["prompt_embeds_mask"],
-            img_shapes=[[(1, h // 2, w // 2)]] * batch,
+            img_shapes=[shapes] * batch,
             return_dict=False,
         )[0]
+        velocity = velocity[:, : (h // 2) * (w // 2)]  # a family that edits has tokens of pictures behind them
         return velocity.float()
+
+    def pack(self, latents: torch.Tensor, conditioning: Conditioning) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+        """The tokens (B, n, 4 C) of latents (B, C, h, w), and their (frames, rows, columns), picture by picture."""
+        batch, channels, h, w = latents.shape
+        return self.pipe._pack_latents(latents, batch, channels, h, w), [(1, h // 2, w // 2)]
 
     def decode(self, latents: torch.Tensor) -> list[Image]:
         """Latents (B, ...) -> B PIL images, as the pipeline decodes them."""

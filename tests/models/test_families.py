@@ -1,5 +1,6 @@
 """Each family against diffusers' own pipeline and against vLLM-Omni, on tiny random checkpoints and published sizes."""
 
+import contextlib
 import copy
 import inspect
 import io
@@ -7,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+from unittest import mock
 
 import flow_grpo
 from common.data import PromptSet
@@ -16,6 +18,7 @@ from common.engine.mismatch import check_mismatch
 from common.models.adapter_files import read_lora
 from common.models.family import both_branches, family_class, load_model
 from common.models.lora import make_lora, save_weights
+from common.models.qwen_image_edit_plus import QwenImageEditPlus, size_to_see
 from common.models.source_images import SourceImage
 from common.options import SharedArgs
 from common.policy import acting, add_policies, tensors_on_rank_0
@@ -38,9 +41,11 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_plus
 from PIL import Image
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 PROMPTS = ['a red sign that says "123"', "a sign"]
 SEEDS = [3, 4, 5]  # for images of the first, the second and again the first prompt
@@ -72,6 +77,8 @@ def load(folder, dtype=torch.float32):
     model = load_model(family_class(folder), str(folder), dtype, "cpu")
     model.pipe.set_progress_bar_config(disable=True)
     model.published_scheduler = model.pipe.scheduler
+    least, most = model.num_sources
+    model.num_pictures = most if least else 0  # at most, for each of our prompts
     # our ODE steps are Euler's, and this scheduler is of higher order
     if not isinstance(model.pipe.scheduler, diffusers.FlowMatchEulerDiscreteScheduler):
         shift = model.pipe.scheduler.config.flow_shift
@@ -82,7 +89,8 @@ def load(folder, dtype=torch.float32):
 def load_as(name, checkpoint):
     """The model of a family, or of family:pictures, whose prompts have so many."""
     model = load(checkpoint(name))
-    model.num_pictures = int(name.partition(":")[2] or model.num_sources[0])
+    if ":" in name:
+        model.num_pictures = int(name.partition(":")[2])
     return model
 
 
@@ -98,30 +106,34 @@ def model(request, checkpoint):
 with_references = pytest.mark.parametrize("model", [*FAMILIES, *WITH_REFERENCES], indirect=True)
 
 
-def picture(seed, height=HEIGHT, width=WIDTH):
-    """A condition image: smooth colours, of the size that a request asks for."""
+def picture(seed, width=WIDTH, height=HEIGHT):
+    """A condition image: smooth colours, by default of the size that a request asks for."""
     noise = np.random.default_rng(seed).integers(0, 256, (4, 8, 3), dtype=np.uint8)
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
 
 
-PICTURES = {prompt: [picture(seed), picture(seed + 2)] for seed, prompt in enumerate(PROMPTS)}
-
-
-def as_source(image):
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return SourceImage("a.png", file.getvalue())
+# their second pictures have other shapes, which give the prompts of Qwen-Image-Edit-Plus different numbers of tokens
+PICTURES = {PROMPTS[0]: [picture(0), picture(2, 48, 80)], PROMPTS[1]: [picture(1), picture(3, 300, 90)]}
 
 
 def prompts_for(model, prompts=PROMPTS):
     """The prompts, each with its pictures where the model gets some."""
-    count = getattr(model, "num_pictures", model.num_sources[0])
-    if not count:
+    if not model.num_pictures:
         return prompt_set(prompts)
+    return with_pictures({prompt: PICTURES[prompt][: model.num_pictures] for prompt in prompts})
+
+
+def with_pictures(pictures):
+    """The prompts of {prompt: its pictures}, whose records have these."""
     records = []
-    for prompt in prompts:
-        records.append({"image": [as_source(one) for one in PICTURES[prompt][:count]]})
-    return PromptSet(list(prompts), records)
+    for prompt, of_prompt in pictures.items():
+        sources = []
+        for one in of_prompt:
+            file = io.BytesIO()
+            one.save(file, "PNG")
+            sources.append(SourceImage(prompt, file.getvalue()))
+        records.append({"image": sources})
+    return PromptSet(list(pictures), records)
 
 
 def request_for(
@@ -149,15 +161,36 @@ def packed(model, latents):
     return model.pipe._pack_latents(latents, *(latents.shape if takes_shape else ()))
 
 
+@contextlib.contextmanager
+def pictures_at(height, width):
+    """Let the stock Qwen-Image-Edit-Plus bring pictures to this size for its VAE, not to about a million pixels."""
+    stock = edit_plus.calculate_dimensions
+
+    def dimensions(area, ratio):
+        return (width, height) if area == edit_plus.VAE_IMAGE_SIZE else stock(area, ratio)
+
+    with mock.patch.object(edit_plus, "calculate_dimensions", dimensions):
+        yield
+
+
 def stock_call(pipe, latents, prompts, num_inference_steps, guidance=None, size=(HEIGHT, WIDTH), references=()):
     """The images or videos of the pipeline's own call, and its scheduler's latents and velocity at each step."""
     options = inspect.signature(pipe.__call__).parameters
     frames = {"num_frames": NUM_FRAMES} if "num_frames" in options else {}
     if "_auto_resize" in options:
-        sources = [PICTURES[prompt][0] for prompt in prompts]
-        frames = {"image": sources, "_auto_resize": False, "max_area": HEIGHT * WIDTH}
+        first = [PICTURES[prompt][0] for prompt in prompts]
+        frames = {"image": first, "_auto_resize": False, "max_area": HEIGHT * WIDTH}
     if references:
         frames = {"image": references}
+    if isinstance(pipe, diffusers.QwenImageEditPlusPipeline):
+        if len(prompts) > 1:  # it takes one at a time
+            calls = []
+            for i in range(len(prompts)):
+                calls.append(stock_call(pipe, latents[i : i + 1], prompts[i : i + 1], num_inference_steps, guidance))
+            images = [image for (image,), _ in calls]
+            of_steps = zip(*(steps for _, steps in calls), strict=True)
+            return images, [tuple(map(torch.cat, zip(*of_step, strict=True))) for of_step in of_steps]
+        frames = {"image": PICTURES[prompts[0]]}
     if guidance is None:
         guidance = {"guidance_scale": GUIDANCE - (type(pipe).__name__ in COUNT_FROM_0)}
         if "true_cfg_scale" in options and not getattr(pipe.transformer.config, "guidance_embeds", False):
@@ -172,18 +205,19 @@ def stock_call(pipe, latents, prompts, num_inference_steps, guidance=None, size=
         return real(velocity, t, latents, *args, **kwargs)
 
     pipe.scheduler.step = recording
-    made = pipe(
-        prompt=list(prompts),
-        height=size[0],
-        width=size[1],
-        num_inference_steps=num_inference_steps,
-        latents=latents,
-        max_sequence_length=LENGTH,
-        output_type="pil",
-        return_dict=False,
-        **frames,
-        **guidance,
-    )
+    with pictures_at(*size):
+        made = pipe(
+            prompt=list(prompts),
+            height=size[0],
+            width=size[1],
+            num_inference_steps=num_inference_steps,
+            latents=latents,
+            max_sequence_length=LENGTH,
+            output_type="pil",
+            return_dict=False,
+            **frames,
+            **guidance,
+        )
     del pipe.scheduler.step
     return made[0], steps
 
@@ -207,7 +241,7 @@ def assert_same_steps(model, request, steps):
     of_images = request.select(torch.arange(3))
     for i, (latents, velocity) in enumerate(steps):
         torch.testing.assert_close(packed(model, x), latents, rtol=0, atol=2e-5)
-        guided = (of_images.conditioning, request.negative_conditioning, GUIDANCE)
+        guided = (of_images.conditioning, of_images.negative_conditioning, GUIDANCE)
         with torch.no_grad():
             predicted = model.predict_velocity(x, request.timesteps[i], *guided)
         # the round-off of a step goes into the next, and guidance enlarges it
@@ -235,9 +269,8 @@ def test_schedule_velocity_and_image_are_the_stock_pipelines(model):
 def test_references_give_the_stock_pipelines_velocity_and_image(size, num_pictures, checkpoint):
     """FLUX.2-klein with guidance. Its pipeline shows the same pictures to all prompts of a call."""
     model = load(checkpoint("flux2_klein"))
-    pictures = [picture(seed, *size) for seed in range(num_pictures)]
-    record = {"image": [as_source(one) for one in pictures]}
-    args, request = request_for(model, size=size, prompts=PromptSet(PROMPTS, [record, record]))
+    pictures = [picture(seed, width=size[1], height=size[0]) for seed in range(num_pictures)]
+    args, request = request_for(model, size=size, prompts=with_pictures(dict.fromkeys(PROMPTS, pictures)))
     assert request.conditioning["source_latents"].shape == (2, num_pictures, *request.latent_shape)
     prompts = [PROMPTS[row] for row in request.prompt_index]
     images, steps = stock_call(model.pipe, first_latents(request), prompts, 4, size=size, references=pictures)
@@ -258,9 +291,13 @@ def test_the_schedule_at_other_sizes(model, monkeypatch, height, width, num_infe
         raise Caught
 
     monkeypatch.setattr(model.transformer, "forward", first_forward)
-    area = {"max_area": height * width} if model.num_sources[0] else {}
-    with pytest.raises(Caught):
-        model.pipe(prompt=PROMPTS[0], height=height, width=width, num_inference_steps=num_inference_steps, **area)
+    options = {"height": height, "width": width, "num_inference_steps": num_inference_steps}
+    if model.num_sources == (1, 1):
+        options["max_area"] = height * width
+    elif model.num_pictures:
+        options["image"] = PICTURES[PROMPTS[0]]
+    with pytest.raises(Caught), pictures_at(HEIGHT, WIDTH):
+        model.pipe(prompt=PROMPTS[0], **options)
     expected = model.pipe.scheduler.timesteps.clone(), model.pipe.scheduler.sigmas.clone()
     timesteps, sigmas, _ = model.schedule(num_inference_steps, height, width)
     rounding = 1e-4 if expected[0].is_floating_point() else 1  # down to whole numbers; ours are not rounded
@@ -271,16 +308,18 @@ def test_the_schedule_at_other_sizes(model, monkeypatch, height, width, num_infe
 
 @with_references
 def test_prompts_do_not_see_each_other(model):
-    """A prompt gives the same velocity alone and beside a longer prompt."""
+    """A prompt, with its pictures, gives the same velocity alone and beside a longer prompt with larger pictures."""
     _, request = request_for(model)
     both = request.select(torch.arange(2))
     x = first_latents(request)[:2]
     t = request.timesteps[1]
     with torch.no_grad():
-        together = model.predict_velocity(x, t, both.conditioning, request.negative_conditioning, GUIDANCE)
+        together = model.predict_velocity(x, t, both.conditioning, both.negative_conditioning, GUIDANCE)
         for i, prompt in enumerate(PROMPTS):
-            alone = model.encode(prompts_for(model, [prompt]), LENGTH, (HEIGHT, WIDTH))
-            one = model.predict_velocity(x[i : i + 1], t, alone, request.negative_conditioning, GUIDANCE)
+            prompts = prompts_for(model, [prompt])
+            alone = model.encode(prompts, LENGTH, (HEIGHT, WIDTH))
+            negative = model.encode_negative(prompts.negatives(""), GUIDANCE, LENGTH)
+            one = model.predict_velocity(x[i : i + 1], t, alone, negative, GUIDANCE)
             torch.testing.assert_close(one, together[i : i + 1], rtol=0, atol=5e-6)
     assert (together[0] - together[1]).abs().max() > 1e-3
 
@@ -293,16 +332,17 @@ def test_both_branches_of_guidance_are_one_batch(model, monkeypatch):
         pytest.skip("guidance takes no second pass")
     _, request = request_for(model)
     images = request.select(torch.arange(3))
-    guided = (request.timesteps[:3], images.conditioning, request.negative_conditioning, GUIDANCE)
+    guided = (request.timesteps[:3], images.conditioning, images.negative_conditioning, GUIDANCE)
     model.transformer.requires_grad_(True)
     inputs = [first_latents(request).requires_grad_(), *model.transformer.parameters()]
     calls = []
     handle = model.transformer.register_forward_hook(lambda *_: calls.append(1))
 
     def of_two_passes(forward, latents, timestep, conditioning, negative_conditioning):
-        negative = {name: torch.cat([row] * len(latents)) for name, row in negative_conditioning.items()}
-        negative |= {name: tensor for name, tensor in conditioning.items() if name.startswith("source_")}
-        return forward(latents, timestep, conditioning), forward(latents, timestep, negative)
+        negative = {}
+        for name, rows in negative_conditioning.items():
+            negative[name] = rows.expand(len(latents), *rows.shape[1:])
+        return forward(latents, timestep, conditioning), forward(latents, timestep, conditioning | negative)
 
     velocities = []
     gradients = []
@@ -320,6 +360,57 @@ def test_both_branches_of_guidance_are_one_batch(model, monkeypatch):
         if other is not None:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-3 * other.abs().max().item())
     assert gradients[1][0].abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("num_pictures", [1, 2])
+@pytest.mark.parametrize(("height", "width"), [(32, 64), (96, 64)])
+def test_an_edit_of_several_pictures_is_the_stock_pipelines(num_pictures, height, width, checkpoint, monkeypatch):
+    """With guidance, and pictures that have the image's shape: then the pipeline's constant alone gives its size."""
+    model = load(checkpoint("qwen_image_edit_plus"))
+    monkeypatch.setattr(edit_plus, "VAE_IMAGE_SIZE", height * width)
+    pictures = [picture(seed, (1 + seed) * width, (1 + seed) * height) for seed in range(num_pictures)]
+    guided = {"guidance_scale": GUIDANCE, "negative_prompt": "blurred"}
+    options = {"image_size": (height, width), "max_sequence_length": LENGTH, "num_inference_steps": 3, **guided}
+    args = flow_grpo.Args(rollout="local", **options)
+    with torch.no_grad():
+        encoded = flow_grpo.encode_prompts(args, model, with_pictures({"a red sign": pictures}))
+        request = flow_grpo.make_request(args, model, encoded, torch.tensor([0]), [3])
+    assert encoded["conditioning"]["source_latents"].shape[1] == num_pictures
+    ours = flow_grpo.rollout(args, model, None, request)
+    theirs = model.pipe(
+        image=pictures,
+        prompt="a red sign",
+        negative_prompt="blurred",
+        true_cfg_scale=GUIDANCE,
+        height=height,
+        width=width,
+        num_inference_steps=3,
+        latents=packed(model, first_latents(request)),
+        output_type="latent",
+    ).images
+    torch.testing.assert_close(packed(model, ours.latents[:, -1]), theirs, rtol=0, atol=2e-5)
+
+
+def test_a_long_prompt_of_an_edit_is_cut_and_its_pictures_are_not(checkpoint):
+    """At --max_sequence_length tokens or later. The text encoder is causal, so what is left does not change."""
+    model = load(checkpoint("qwen_image_edit_plus"))
+    pictures = [picture(0, 500, 20), picture(1, 32, 32)]
+    whole, cut = (model.encode_edits(["a sign " * 200], [pictures], length) for length in (900, 100))
+    kept = 100 + 2 * model.source_tokens
+    assert whole["prompt_embeds_mask"].sum() > kept == cut["prompt_embeds"].shape[1]
+    assert cut["prompt_embeds_mask"].all()
+    torch.testing.assert_close(cut["prompt_embeds"], whole["prompt_embeds"][:, :kept], rtol=0, atol=0)
+
+
+@pytest.mark.fast
+def test_a_picture_of_any_shape_has_room_among_the_tokens():
+    """And each shape is one that the text encoder's processor takes."""
+    most = 0
+    for ratio in np.geomspace(1 / 512, 512, 3001):
+        width, height = max(16, round(16 * ratio)), max(16, round(16 / ratio))
+        height, width = smart_resize(*size_to_see(Image.new("1", (width, height))))
+        most = max(most, height * width // 28**2)
+    assert 196 < most <= QwenImageEditPlus.source_tokens - len("Picture 1: ") - 2  # and two tokens around it
 
 
 def test_branches_of_two_lengths_are_no_batch():
@@ -723,7 +814,7 @@ def test_a_published_transformer(name, checkpoint):
     """It has the published number of parameters, FSDP units, and modules for each LoRA target."""
     model = published(name, checkpoint)
     family, _, _, billions = PUBLISHED[name]
-    family = family.removesuffix("_kontext")  # its transformer is FLUX.1's
+    family = family.removesuffix("_kontext").removesuffix("_edit_plus")  # whose transformers are FLUX.1's, Qwen-Image's
     assert round(sum(p.numel() for p in model.transformer.parameters()) / 1e9, 1) == billions
     kinds = [type(module).__name__ for module in model.transformer.modules()]
     assert kinds.count(model.transformer._no_split_modules[0]) >= 5
@@ -791,6 +882,6 @@ def test_a_published_step_at_512(name, checkpoint, monkeypatch):
     trained = {key: p for key, p in model.transformer.named_parameters() if p.requires_grad}
     without = {key.partition(".lora_")[0] for key, p in trained.items() if p.grad is None}
     # nothing reads the text that comes out of Qwen-Image's last block
-    assert without == ({"transformer_blocks.59.attn.to_add_out"} if name == "Qwen/Qwen-Image" else set())
+    assert without == ({"transformer_blocks.59.attn.to_add_out"} if name.startswith("Qwen/") else set())
     for p in trained.values():
         assert p.dtype == torch.float32 and (p.grad is None or p.grad.shape == p.shape)

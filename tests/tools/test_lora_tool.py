@@ -15,7 +15,7 @@ from tools import lora
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 MODEL = str(EMBEDDED)
 MODULES = ("transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_out.0")
@@ -137,6 +137,20 @@ KOHYA_NAMES = {
     r"(0_proj|2))",
     "z_image": r"(layers|noise_refiner|context_refiner)_\d+_(attention_(to_[qkv]|to_out_0)|feed_forward_w[123])",
 }
+
+
+@pytest.mark.parametrize(("family", "plain"), [("flux_kontext", "flux"), ("qwen_image_edit_plus", "qwen_image")])
+@pytest.mark.parametrize("to", ["comfyui", "kohya"])
+def test_a_model_that_edits_has_the_names_of_the_model_that_it_is_made_of(family, plain, to, tmp_path):
+    model = str(make_checkpoint(family, tmp_path / family))
+    shapes = linear_shapes(model)
+    pairs = matrices(model, [module for module in shapes if module.endswith((".attn.to_q", ".attn.add_v_proj"))])
+    tensors = lora.convert(pairs, "diffusers", family, shapes)
+    save_file(tensors, tmp_path / "edits.safetensors")
+    out = tmp_path / "converted.safetensors"
+    lora.main(["convert", str(tmp_path / "edits.safetensors"), str(out), "--model", model, "--to", to])
+    of_plain = family_class(make_checkpoint(plain, tmp_path / plain)).__name__
+    assert load_file(out).keys() == lora.convert(pairs, to, of_plain, shapes).keys()
 
 
 @pytest.mark.parametrize("family", KOHYA_NAMES)

@@ -74,7 +74,7 @@ def test_parameters_of_published_parts(published):
         assert blueprint.text_encoder_bytes / 2e9 == pytest.approx(billions, abs=0.1), family
         assert blueprint.num_weights / 1e9 == pytest.approx(PUBLISHED[names[family]][3], abs=0.05), family
         tokens = blueprint.conditioning_shapes(256, (512, 512))["prompt_embeds"][0]
-        assert tokens == (333 if family == "stable_diffusion_3" else 256)
+        assert tokens == {"stable_diffusion_3": 333, "qwen_image_edit_plus": 512}.get(family, 256)
 
 
 def test_the_tokens_of_references_are_counted(published):
@@ -429,9 +429,10 @@ def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capsys):
     assert any(line.startswith("  weights gathered to sample") for line in lines)
 
 
-def test_the_first_record_says_how_many_pictures_a_plan_counts(fork, tmp_path, monkeypatch):
-    """FLUX.2-klein takes none or more. With --pairs the held-out prompts say it, as all files have equally many."""
-    model = make_checkpoint("flux2_klein", tmp_path / "klein")
+@pytest.mark.parametrize(("family", "least"), [("flux2_klein", 0), ("qwen_image_edit_plus", 1)])
+def test_the_first_record_says_how_many_pictures_a_plan_counts(family, least, fork, tmp_path, monkeypatch):
+    """At least as many as the family needs. With --pairs the held-out prompts say it: files have equally many."""
+    model = make_checkpoint(family, tmp_path / "model")
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
     counted = []
     monkeypatch.setattr(plan, "report", lambda blueprint, *_: counted.append(blueprint.num_sources))
@@ -443,7 +444,7 @@ def test_the_first_record_says_how_many_pictures_a_plan_counts(fork, tmp_path, m
     assert fork(*options, "--train_prompts", "2.jsonl", device="cpu") is None
     of_pairs = ["--pairs", "no_such.jsonl", "--eval_prompts", "2.jsonl"]
     assert fork(*options, *of_pairs, script=str(ROOT / "dpo_offline.py"), device="cpu") is None
-    assert counted == [0, 2, 2]
+    assert counted == [least, 2, 2]
     (tmp_path / "a.png").unlink()
     line = fork(*options, "--train_prompts", "2.jsonl", device="cpu")
     assert line.startswith('2.jsonl:1: "image": a.png: ')
