@@ -59,7 +59,7 @@ ALL_STEPS, ANYWHERE = f"{WINDOW} 0", "--sde_window_range 0 9"  # all but the las
 
 def row_of(script, seeds, options="", threshold=None, cost=1.0, is_apart=False):
     """threshold: of a trust region between Gaussian steps, (option, shipped value). cost: seconds of a rollout, as a
-    multiple of Flow-GRPO's. is_apart: it learns from pairs, and is compared in no test."""
+    multiple of Flow-GRPO's, rounded up. is_apart: it learns from pairs, and is compared in no test."""
     setting = {"script": script, "seeds": seeds, "options": options, "threshold": threshold}
     return setting | {"cost": cost, "is_apart": is_apart}
 
@@ -72,11 +72,11 @@ ROWS = {
     "flow_dppo": row_of("contrib.flow_dppo", 8, f"{SDE} {ALL_STEPS}", ("dppo_delta", 1e-5)),
     "mix_grpo": row_of("mix_grpo.py", 6, f"{SDE} {WINDOW} 2 {ANYWHERE}", ("clip_range", 1e-3), 0.6),
     "tempflow_grpo": row_of("contrib.tempflow_grpo", 6, f"{SDE} {WINDOW} 1 {ANYWHERE}", ("clip_range", 1e-3), 0.6),
-    "diffusion_nft": row_of("diffusion_nft.py", 8, cost=1.5),
-    "awm": row_of("contrib.awm", 6, cost=1.5),
-    "dgpo": row_of("contrib.dgpo", 6, cost=1.5),
-    "crd": row_of("contrib.crd", 6, cost=1.5),
-    "online_dpo": row_of("contrib.online_dpo", 6, cost=1.5, is_apart=True),
+    "diffusion_nft": row_of("diffusion_nft.py", 8, cost=1.4),
+    "awm": row_of("contrib.awm", 6, cost=1.4),
+    "dgpo": row_of("contrib.dgpo", 6, cost=1.4),
+    "crd": row_of("contrib.crd", 6, cost=1.4),
+    "online_dpo": row_of("contrib.online_dpo", 6, cost=1.4, is_apart=True),
     # as many images as the others sample, made into pairs before, and as many optimizer steps
     "dpo_offline": row_of("dpo_offline.py", 6, cost=0.7, is_apart=True),
 }
