@@ -1,0 +1,179 @@
+"""The statistics, the table and the picture of benchmarks/comparison.py, from its record alone.
+
+    python -m benchmarks.comparison_table docs/lab/records/comparison.jsonl    # comparison.md, comparison_curves.png
+
+Fixed before the first run: the reward after the last rollout, by the ODE, is tested. A row's seeds are paired with
+Flow-GRPO's, as they have the same prompts and noise. Four rows of eight seeds are tested by sign flips, with Holm's
+correction over these four; every row has a 95 % interval of the paired differences, by Student's t. Intervals are not
+corrected. A row whose learning rate is at an end of the three is marked with *.
+"""
+
+import argparse
+import itertools
+import statistics
+from pathlib import Path
+
+from benchmarks.comparison import (
+    BASE,
+    HELD_OUT,
+    IMAGES,
+    LEARNING_RATES,
+    NUM_ROLLOUTS,
+    ROWS,
+    TESTED,
+    UPDATES,
+    chosen,
+    lines_of,
+    read_record,
+)
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}  # Student's t, by degrees of freedom
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+def sign_flip_p(differences):
+    """Two-sided p of their sum among the sums of all 2^n choices of signs."""
+    observed = abs(sum(differences))
+    flips = list(itertools.product((1, -1), repeat=len(differences)))
+    sums = [abs(sum(sign * one for sign, one in zip(signs, differences, strict=True))) for signs in flips]
+    return sum(one >= observed - 1e-12 for one in sums) / len(flips)
+
+
+def holm(p_values):
+    """{name: adjusted p}: the k-th smallest of m times m - k + 1, never below the one before, at most 1."""
+    adjusted, largest = {}, 0.0
+    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        largest = max(largest, min(1.0, p * (len(p_values) - rank)))
+        adjusted[name] = largest
+    return adjusted
+
+
+def paired_interval(differences):
+    """(mean, low, high), 95 % by Student's t."""
+    mean = statistics.mean(differences)
+    half = T_975[len(differences) - 1] * statistics.stdev(differences) / len(differences) ** 0.5
+    return mean, mean - half, mean + half
+
+
+# ---- table and picture -----------------------------------------------------------------------------------------------
+def at_seconds(line, seconds, key="ocr"):
+    """A held-out value after so many seconds of training, linear between the two evaluations around it."""
+    points = line["evaluations"]
+    for before, after in itertools.pairwise(points):
+        if before["seconds"] <= seconds <= after["seconds"]:
+            share = (seconds - before["seconds"]) / (after["seconds"] - before["seconds"])
+            return before[key] + share * (after[key] - before[key])
+    return points[0 if seconds < points[0]["seconds"] else -1][key]  # offline DPO's pairs come before its first
+
+
+def values_of(record, row, what, seconds):
+    """{seed: value} of a row: a held-out metric at the end, `own` (sampler) or `seconds` (the reward after these)."""
+    lines = lines_of(record, "run", row)
+    if what == "own" and ROWS[row]["threshold"]:
+        return {line["seed"]: line["ocr"] for line in lines_of(record, "evaluate", row) if line["seed"]}
+    if what == "seconds":
+        return {line["seed"]: at_seconds(line, seconds) for line in lines}
+    key = "ocr" if what == "own" else what  # the others sample by the ODE in training, too
+    return {line["seed"]: line["evaluations"][-1][key] for line in lines}
+
+
+def paired_differences(record, row, what, seconds):
+    """A row's values minus Flow-GRPO's, of the seeds that both have."""
+    own, base = (values_of(record, name, what, seconds) for name in (row, BASE))
+    return [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
+
+
+def cell(record, row, what, seconds, digits):
+    """The mean, and the difference from Flow-GRPO with its interval."""
+    values = values_of(record, row, what, seconds)
+    if not values:
+        return "-"
+    text = f"{statistics.mean(values.values()):.{digits}f}"
+    differences = paired_differences(record, row, what, seconds)
+    if row == BASE or len(differences) < 2:
+        return text
+    mean, low, high = paired_interval(differences)
+    return f"{text}, {mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def adjusted_p(record):
+    """{row: p} of the tested rows, of the ODE reward at the end. Empty before all of their pairs are recorded."""
+    pairs = {row: paired_differences(record, row, "ocr", 0) for row in TESTED}
+    if any(len(differences) < ROWS[BASE]["seeds"] for differences in pairs.values()):
+        return {}
+    return holm({row: sign_flip_p(differences) for row, differences in pairs.items()})
+
+
+def table_text(record):
+    """The Markdown of the table: a line for each row, with every seed of it."""
+    rows = [row for row in ROWS if lines_of(record, "run", row)]
+    together = [line for row in rows if not ROWS[row]["is_apart"] for line in lines_of(record, "run", row)]
+    seconds = min(line["evaluations"][-1]["seconds"] for line in together)
+    p_values = adjusted_p(record)
+    images = f"{NUM_ROLLOUTS * IMAGES} images, {NUM_ROLLOUTS * UPDATES} optimizer steps"
+    header = ["", "learning rate, threshold", f"reward by the ODE: {images}", "p (Holm)", f"after {seconds:.0f} s"]
+    header += ["reward by its own sampler", *list(HELD_OUT)[1:], "reward of each seed by the ODE; by its own sampler"]
+    before = lines_of(record, "run", rows[0])[0]["evaluations"][0]
+    at_start = ["before training", "", f"{before['ocr']:.3f}", "", "", ""]
+    at_start += [f"{before[key]:.{digits}f}" for key, (_, digits) in list(HELD_OUT.items())[1:]]
+    lines = [header, ["---"] * len(header), [*at_start, ""]]
+    for row in rows:
+        learning_rate, threshold = chosen(record, row)
+        apart = " (apart)" if ROWS[row]["is_apart"] else ""
+        failed = sum(line["failed"] for line in lines_of(record, "run", row))
+        star = "*" if learning_rate in (min(LEARNING_RATES), max(LEARNING_RATES)) else ""
+        choice = f"{learning_rate:g}{star}" + (f", {threshold:g}" if threshold else "")
+        cells = [row + apart + (f", {failed} failed" if failed else ""), choice]
+        cells.append(cell(record, row, "ocr", seconds, 3))
+        cells.append(f"{p_values[row]:.3f}" if row in p_values else "")
+        cells += [cell(record, row, what, seconds, 3) for what in ("seconds", "own")]
+        for line in lines_of(record, "evaluate", row):
+            if line["seed"] == 0:
+                cells[-1] += f" (before training {line['ocr']:.3f})"
+        cells += [cell(record, row, what, seconds, digits) for what, (_, digits) in list(HELD_OUT.items())[1:]]
+        each = [values_of(record, row, what, seconds) for what in ("ocr", "own")]
+        cells.append("; ".join(" ".join(f"{values[seed]:.3f}" for seed in sorted(values)) for values in each))
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def draw(record, path):
+    """Reward by images and by seconds; reward, held-out rewards and diversity by drift. Thin: seeds; thick: means."""
+    figure, axes = plt.subplots(2, 3, figsize=(15, 8.5), layout="constrained")
+    panels = [("images", "ocr"), ("seconds", "ocr"), ("drift", "ocr")]
+    panels += [("drift", key) for key in ("sign_colour", "jpeg_compressibility", "diversity")]
+    rows = [row for row in ROWS if lines_of(record, "run", row)]
+    for number, row in enumerate(rows):
+        curves = [line["evaluations"] for line in lines_of(record, "run", row)]
+        style = {"color": plt.get_cmap("tab20")(number), "linestyle": "--" if ROWS[row]["is_apart"] else "-"}
+        for axis, (across, up) in zip(axes.flat, panels, strict=True):
+            for curve in curves:
+                axis.plot([one[across] for one in curve], [one[up] for one in curve], **style, alpha=0.3, linewidth=0.6)
+            points = list(zip(*curves, strict=False))  # of the seeds, by evaluation
+            mean = {key: [statistics.mean(one[key] for one in seeds) for seeds in points] for key in (across, up)}
+            axis.plot(mean[across], mean[up], "o", markersize=3, label=row, **style)
+            axis.set(xlabel="drift from the start" if across == "drift" else across, ylabel=f"held-out {up}, ODE")
+    axes[0, 0].set_xlabel(f"images sampled ({IMAGES // UPDATES} for each optimizer step)")
+    axes[0, 1].set_xlabel("seconds of training, one core")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(rows), fontsize="small")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    path = parser.parse_args().record
+    record = read_record(path)
+    path.with_suffix(".md").write_text(table_text(record))
+    draw(record, path.with_name(f"{path.stem}_curves.png"))
+
+
+if __name__ == "__main__":
+    main()
