@@ -70,9 +70,9 @@ class Family(ABC):
     # and refuses a family without it, such as a family of videos. Define it as a method.
     encode_images: Callable[[list[PIL.Image.Image], int, int], torch.Tensor] | None = None
     # The least and the most condition images of a prompt, for a model that edits; all records of a run have equally
-    # many. Define both as methods, the second one static: S images of each of B prompts, height, width -> their
-    # conditioning, under names that begin with source_; (C, h, w) of an image's latents, S -> {name: shape} of one
-    # prompt's. Both branches of guidance see the same sources.
+    # many. Define both as methods: S images of each of B prompts, height, width -> their conditioning, under names that
+    # begin with source_; the latents' shape of an image or video, S -> {name: shape} of one prompt's. Both branches of
+    # guidance see the same sources. A family of videos overrides `encode`, which is told num_frames.
     num_sources = (0, 0)
     encode_sources: Callable[[list[list[PIL.Image.Image]], int, int], Conditioning] | None = None
     source_shapes: Callable[[tuple[int, ...], int], Shapes] | None = None
@@ -120,7 +120,9 @@ class Family(ABC):
         A prompt's conditioning depends on no other prompt; all prompts give the same length.
         """
 
-    def encode(self, prompts: "PromptSet", max_sequence_length: int, image_size: tuple[int, int]) -> Conditioning:
+    def encode(
+        self, prompts: "PromptSet", max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
+    ) -> Conditioning:
         """Conditioning of B prompts and, for a model that edits, of their condition images, brought to image_size."""
         conditioning = self.encode_prompts(prompts.prompts, max_sequence_length)
         if self.encode_sources and "image" in prompts.metadata[0]:

@@ -44,8 +44,8 @@ def download_index(model: str) -> Path:
 
 def explain_pipeline(pipeline: str, files: list[Path]) -> str:
     """Which families there are, and what may be done about a pipeline class without one. files: of common/models/."""
-    # FluxKontext inherits from Flux
-    known = [file.stem for file in files if re.search(r"\nclass \w+\((Family|Flux)\):", file.read_text("utf-8"))]
+    # FluxKontext inherits from Flux, WanImageToVideo from Wan
+    known = [file.stem for file in files if re.search(r"\nclass \w+\((Family|Flux|Wan)\):", file.read_text("utf-8"))]
     told = f"supported: {', '.join(known)}"
     plain = OTHER_TASKS.sub("", pipeline)
     if plain != pipeline and plain.lower().removesuffix("pipeline") in [stem.replace("_", "") for stem in known]:
