@@ -394,8 +394,9 @@ def wan_ti2v():
 def wan_image_to_video():
     """Wan 2.1 image to video: beside 4 channels of latents come 4 of masks and 4 of the picture, and its embeddings."""
     parts = parts_of(wan())
-    changes = {"in_channels": 12, "image_dim": 16, "added_kv_proj_dim": 48}
-    parts["transformer"] = WanTransformer3DModel.from_config({**parts["transformer"].config, **changes})
+    config = {name: value for name, value in parts["transformer"].config.items() if not name.startswith("_")}
+    config |= {"in_channels": 12, "image_dim": 16, "added_kv_proj_dim": 48}
+    parts["transformer"] = WanTransformer3DModel(**config)
     vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
     encoder = CLIPVisionModel(CLIPVisionConfig(image_size=28, patch_size=7, **vision))
     processor = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28)
