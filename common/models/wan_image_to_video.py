@@ -124,8 +124,12 @@ class WanImageToVideo(Wan):
         source = conditioning["source_latents"].to(latents)
         prompt_embeds = conditioning["prompt_embeds"]
         timestep = timestep.to(latents.device).expand(len(latents))
-        expand_timesteps = self.pipe.config.expand_timesteps
-        inputs, of_tokens = beside_source(latents, timestep, source, self.transformer.config, expand_timesteps)
+        config = self.transformer.config
+        of_tokens = timestep
+        if self.pipe.config.expand_timesteps:
+            inputs, of_tokens = with_first_frame(latents, timestep, source, config.patch_size)
+        else:
+            inputs = beside_source(latents, source, config.in_channels)
         velocity = self.transformer(
             hidden_states=inputs.to(prompt_embeds.dtype),
             timestep=of_tokens,
@@ -133,14 +137,24 @@ class WanImageToVideo(Wan):
             encoder_hidden_states_image=conditioning.get("source_embeds"),
             return_dict=False,
         )[0].float()
-        return towards_source(velocity, latents, timestep, source) if expand_timesteps else velocity
+        if self.pipe.config.expand_timesteps:
+            return towards_source(velocity, latents, timestep, source)
+        return velocity
 
     @staticmethod
     def engine_pipeline() -> type:
-        """vLLM-Omni's Wan, text to video, with our hooks and the pictures. Its image-to-video pipeline would encode
-        pictures itself, and does not read `expand_timesteps` from the checkpoint."""
+        """vLLM-Omni's Wan, text to video, with our hooks and the pictures.
+
+        Its image-to-video pipeline encodes pictures itself, and does not read `expand_timesteps` from the checkpoint.
+        """
 
         class WanImageToVideoRollout(Wan.engine_pipeline()):  # type: ignore[misc]  # a class made at run time
+            def __init__(self, **kwargs: Any) -> None:
+                super().__init__(**kwargs)
+                embedder = self.transformer.condition_embedder.image_embedder
+                if embedder is not None:  # diffusers' epsilon, where vLLM-Omni has 1e-6
+                    embedder.norm1.eps = embedder.norm2.eps = 1e-5
+
             def source_of(self, name: str) -> torch.Tensor:
                 """(B, ...), a field of the requests of the batch under way."""
                 assert self._run is not None
@@ -149,18 +163,27 @@ class WanImageToVideo(Wan):
             def predict_noise(self, hidden_states: torch.Tensor, timestep: torch.Tensor, **kwargs: Any) -> torch.Tensor:
                 source = self.source_of("source_latents").to(hidden_states)
                 config = self.transformer_config
-                kwargs["hidden_states"], kwargs["timestep"] = beside_source(
-                    hidden_states, timestep, source, config, self.expand_timesteps
-                )
+                inputs = {"timestep": timestep}
+                if self.expand_timesteps:
+                    frames = with_first_frame(hidden_states, timestep, source, config.patch_size)
+                    inputs["hidden_states"], inputs["timestep"] = frames
+                else:
+                    inputs["hidden_states"] = beside_source(hidden_states, source, config.in_channels)
                 if config.image_dim is not None:
-                    kwargs["encoder_hidden_states_image"] = self.source_of("source_embeds").to(hidden_states)
-                return super().predict_noise(**kwargs)
+                    embeds = self.source_of("source_embeds")
+                    inputs["encoder_hidden_states_image"] = embeds.to(hidden_states)
+                return super().predict_noise(**(kwargs | inputs))
 
             def scheduler_step_maybe_with_cfg(
-                self, noise_pred: torch.Tensor, t: torch.Tensor, latents: torch.Tensor, *args: Any, **kwargs: Any
+                self,
+                noise_pred: torch.Tensor,
+                t: torch.Tensor,
+                latents: torch.Tensor,
+                *args: Any,
+                **kwargs: Any,
             ) -> torch.Tensor:
                 if self.expand_timesteps:
-                    timestep = self._run.timesteps[self._run.step].to(self.device).expand(len(latents))
+                    timestep = self._run.timesteps[self._run.step].to(self.device)
                     source = self.source_of("source_latents").to(latents)
                     noise_pred = towards_source(noise_pred, latents, timestep, source)
                 return super().scheduler_step_maybe_with_cfg(noise_pred, t, latents, *args, **kwargs)
@@ -168,22 +191,25 @@ class WanImageToVideo(Wan):
         return WanImageToVideoRollout
 
 
-def beside_source(
-    latents: torch.Tensor, timestep: torch.Tensor, source: torch.Tensor, transformer: Any, expand_timesteps: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the transformer takes in place of latents (B, C, f, h, w) and timestep (B,) of a video.
-
-    source: the picture's latents, (B, C, f, h, w), or (B, C, 1, h, w) with expand_timesteps. transformer: its config.
-    Returns latents, mask and source, one behind the other, (B, 2 C + m, f, h, w), and the timestep. With
-    expand_timesteps: the latents (B, C, f, h, w) with the source as their first frame, and a timestep per token (B, n).
-    """
+def beside_source(latents: torch.Tensor, source: torch.Tensor, in_channels: int) -> torch.Tensor:
+    """Latents (B, C, f, h, w), masks of the first frame, and the picture's latents (B, C, f, h, w), one behind the
+    other, (B, in_channels, f, h, w). There is a mask for each of the frames that a frame of latents stands for."""
     batch, channels, frames, height, width = latents.shape
-    if not expand_timesteps:
-        num_masks = transformer.in_channels - 2 * channels  # a mask for each of the frames that a latent stands for
-        mask = latents.new_zeros(batch, num_masks, frames, height, width)
-        mask[:, :, 0] = 1
-        return torch.cat([latents, mask, source], 1), timestep
-    tokens = height // transformer.patch_size[1] * (width // transformer.patch_size[2])  # of a frame
+    masks = latents.new_zeros(batch, in_channels - 2 * channels, frames, height, width)
+    masks[:, :, 0] = 1
+    return torch.cat([latents, masks, source], 1)
+
+
+def with_first_frame(
+    latents: torch.Tensor, timestep: torch.Tensor, source: torch.Tensor, patch_size: tuple[int, int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents (B, C, f, h, w) whose first frame is the picture's (B, C, 1, h, w), and a timestep per token (B, n).
+
+    timestep: (B,), that of the other frames. The first frame's is 0. patch_size: latents of a token, by frame, height
+    and width.
+    """
+    frames, height, width = latents.shape[2:]
+    tokens = height // patch_size[1] * (width // patch_size[2])  # of a frame
     of_tokens = timestep[:, None].repeat(1, frames * tokens)
     of_tokens[:, :tokens] = 0
     return torch.cat([source, latents[:, :, 1:]], 2), of_tokens
@@ -192,9 +218,9 @@ def beside_source(
 def towards_source(
     velocity: torch.Tensor, latents: torch.Tensor, timestep: torch.Tensor, source: torch.Tensor
 ) -> torch.Tensor:
-    """A velocity (B, C, f, h, w) whose first frame is (x - source) / sigma, at x, the latents, and timestep (B,).
+    """A velocity (B, C, f, h, w) whose first frame is (x - source) / sigma, at latents x (B, C, f, h, w).
 
-    source: the picture's latents, (B, C, 1, h, w).
+    timestep: 1000 sigma, one number or (B,). source: the picture's latents, (B, C, 1, h, w).
     """
     sigma = timestep.view(-1, 1, 1, 1, 1) / 1000
     of_source = (latents[:, :, :1] - source) / sigma
