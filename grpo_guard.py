@@ -154,7 +154,7 @@ def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
     negatives = prompts.negatives(args.negative_prompt)
     length = args.max_sequence_length
     return {
-        "conditioning": model.encode(prompts, length, args.image_size),
+        "conditioning": model.encode(prompts, length, args.image_size, args.num_frames),
         "negative_conditioning": model.encode_negative(negatives, args.guidance_scale, length),
     }
 

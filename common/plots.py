@@ -213,7 +213,7 @@ def save_samples(
             if "image" in record:
                 from common.models.source_images import show_sources  # an editing model's
 
-                record, picture = show_sources(record, picture)
+                record, picture = show_sources(record, picture, image)
             samples[place] = (record, picture)
     with writing(folder), ThreadPoolExecutor(4) as threads:
         folder.mkdir(parents=True, exist_ok=True)

@@ -159,7 +159,7 @@ def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
     """Run the text encoders on U distinct prompts; sampling and training are without guidance."""
     length = args.max_sequence_length
     return {
-        "conditioning": model.encode(prompts, length, args.image_size),
+        "conditioning": model.encode(prompts, length, args.image_size, args.num_frames),
         "negative_conditioning": None,
     }
 

@@ -186,6 +186,13 @@ BY_OWN_NAME = {
     },
 }
 BY_OWN_NAME["wan_ti2v"] = BY_OWN_NAME["wan"]
+BY_OWN_NAME["wan_ti2v_image"] = BY_OWN_NAME["wan"]
+BY_OWN_NAME["wan_image_to_video"] = BY_OWN_NAME["wan"] | {
+    "blocks.*.attn2.add_k_proj": "blocks.*.cross_attn.k_img",
+    "blocks.*.attn2.add_v_proj": "blocks.*.cross_attn.v_img",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+}
 
 
 def starred(module: str) -> str:

@@ -77,6 +77,18 @@ PUBLISHED = {
         {"num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
         5.0,
     ),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers, of a picture": (  # the same weights with another _class_name
+        "wan_ti2v_image",
+        "WanTransformer3DModel",
+        {"num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
+        5.0,
+    ),
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": (
+        "wan_image_to_video",
+        "WanTransformer3DModel",
+        {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
+        16.4,
+    ),
     # 12.9 by its card. Whoever converted it says that diffusers' class lacks two weights of the final layer
     "krea/Krea-2-Raw": ("krea2", "Krea2Transformer2DModel", {}, 12.8),
     "Tongyi-MAI/Z-Image": ("z_image", "ZImageTransformer2DModel", {}, 6.2),
@@ -103,8 +115,18 @@ VAES = {  # family: config; diffusers' defaults are those of FLUX.2, Qwen-Image,
     "qwen_image_edit_plus": {},
     "krea2": {},
     "wan": {},
+    "wan_image_to_video": {},
 }
 CLIP_L = {"projection_dim": 768, "hidden_act": "quick_gelu"}  # otherwise transformers' defaults
+CLIP_H = {  # a vision encoder
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+    "hidden_act": "gelu",
+    "projection_dim": 1024,
+}
 CLIP_G = {
     "hidden_size": 1280,
     "intermediate_size": 5120,
@@ -145,7 +167,7 @@ QWEN3_VL_4B = {
     },
     "tie_word_embeddings": True,
 }
-# family: (pipeline, VAE, {text encoder: (class, config, parameters in billions)})
+# family: (pipeline, VAE, {text or image encoder: (class, config, parameters in billions)})
 PIPELINES = {
     "stable_diffusion_3": (
         "StableDiffusion3Pipeline",
@@ -191,6 +213,14 @@ PIPELINES = {
         "AutoencoderKLWan",
         {"text_encoder": ("UMT5EncoderModel", T5_XXL | {"vocab_size": 256384}, 5.7)},
     ),
+    "wan_image_to_video": (
+        "WanImageToVideoPipeline",
+        "AutoencoderKLWan",
+        {
+            "text_encoder": ("UMT5EncoderModel", T5_XXL | {"vocab_size": 256384}, 5.7),
+            "image_encoder": ("CLIPVisionModel", CLIP_H, 0.6),
+        },
+    ),
     "z_image": ("ZImagePipeline", "AutoencoderKL", {"text_encoder": ("Qwen3Model", QWEN3_4B, 4.0)}),
 }
 
@@ -206,7 +236,7 @@ def write_configs(hub_id, folder):
 
     family, transformer_class, config, _ = PUBLISHED[hub_id]
     pipeline_class, vae_class, text_encoders = PIPELINES[family]
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=family not in ("wan",))
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting="wan" not in family)
     index = {"_class_name": pipeline_class, "scheduler": ["diffusers", type(scheduler).__name__]}
     parts = {"transformer": (transformer_class, config), "vae": (vae_class, VAES[family])}
     for name, (class_name, values) in parts.items():
@@ -267,6 +297,16 @@ GEOMETRY = {
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (VIDEO, (9 * 1024, 1536), {"prompt_embeds": (512, 4096)}),
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": (VIDEO, (9 * 1024, 5120), {"prompt_embeds": (512, 4096)}),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": ((48, 9, 32, 32), (9 * 256, 3072), {"prompt_embeds": (512, 4096)}),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers, of a picture": (
+        (48, 9, 32, 32),
+        (9 * 256, 3072),
+        {"prompt_embeds": (512, 4096), "source_latents": (48, 1, 32, 32)},
+    ),
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": (
+        VIDEO,
+        (9 * 1024, 5120),
+        {"prompt_embeds": (512, 4096), "source_latents": VIDEO, "source_embeds": (257, 1280)},
+    ),
     "Tongyi-MAI/Z-Image": (IMAGE, (1024, 3840), {"prompt_embeds": (256, 2560), "num_tokens": ()}),
 }
 

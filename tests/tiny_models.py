@@ -3,6 +3,7 @@
 import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 from common.models.cpu import repair_torchvision
 
@@ -28,20 +29,25 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
+from diffusers.pipelines.wan import pipeline_wan_i2v
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoTokenizer,
     CLIPConfig,
+    CLIPImageProcessor,
     CLIPImageProcessorPil,
     CLIPModel,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
+    CLIPVisionConfig,
+    CLIPVisionModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
@@ -57,6 +63,10 @@ from transformers import (
     UMT5Config,
     UMT5EncoderModel,
 )
+
+# the image-to-video pipeline's own encoding of prompts needs ftfy, which leaves ASCII as it is
+if not hasattr(pipeline_wan_i2v, "ftfy"):
+    pipeline_wan_i2v.ftfy = SimpleNamespace(fix_text=str)
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "embedded"
 
@@ -146,10 +156,14 @@ def flux(vae_factor=4):
     )
 
 
+def parts_of(pipe):
+    """The components of a pipeline that are not None, by name."""
+    return {name: part for name, part in pipe.components.items() if part is not None}
+
+
 def flux_kontext(vae_factor=4):
     """FLUX.1 Kontext: a FLUX.1 dev whose pipeline takes a picture."""
-    components = flux(vae_factor).components
-    return FluxKontextPipeline(**{name: part for name, part in components.items() if part is not None})
+    return FluxKontextPipeline(**parts_of(flux(vae_factor)))
 
 
 def qwen_tokenizer(pipeline=QwenImagePipeline, more_special=()):
@@ -410,6 +424,23 @@ def wan_ti2v():
     return wan(latent_channels=6, flow_shift=5.0, expand_timesteps=True, in_channels=12, out_channels=12, **of_vae)
 
 
+def wan_image_to_video():
+    """Wan 2.1 image to video: beside 4 channels of latents come 4 of masks and 4 of the picture, and its embeddings."""
+    parts = parts_of(wan())
+    config = {name: value for name, value in parts["transformer"].config.items() if not name.startswith("_")}
+    config |= {"in_channels": 12, "image_dim": 16, "added_kv_proj_dim": 48}
+    parts["transformer"] = WanTransformer3DModel(**config)
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    encoder = CLIPVisionModel(CLIPVisionConfig(image_size=28, patch_size=7, **vision))
+    processor = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28)
+    return WanImageToVideoPipeline(image_encoder=encoder, image_processor=processor, **parts)
+
+
+def wan_ti2v_image():
+    """Wan 2.2 TI2V-5B as the pipeline of its first frame, which has no image encoder."""
+    return WanImageToVideoPipeline(expand_timesteps=True, **parts_of(wan_ti2v()))
+
+
 def stable_diffusion_3(vae_factor=4):
     """SD3.5-medium: three kinds of block, and norms of queries and keys.
 
@@ -457,6 +488,8 @@ FAMILIES = {
     "z_image": z_image,
     "wan": wan,
     "wan_ti2v": wan_ti2v,
+    "wan_image_to_video": wan_image_to_video,
+    "wan_ti2v_image": wan_ti2v_image,
 }
 
 

@@ -31,8 +31,19 @@ WAN = {
     r"blocks\.(\d+)\.attn1\.to_out\.0": r"blocks.\1.self_attn.o",
     r"blocks\.(\d+)\.attn2\.to_([qkv])": r"blocks.\1.cross_attn.\2",
     r"blocks\.(\d+)\.attn2\.to_out\.0": r"blocks.\1.cross_attn.o",
+    r"blocks\.(\d+)\.attn2\.add_([kv])_proj": r"blocks.\1.cross_attn.\2_img",
     r"blocks\.(\d+)\.ffn\.net\.0\.proj": r"blocks.\1.ffn.0",
     r"blocks\.(\d+)\.ffn\.net\.2": r"blocks.\1.ffn.2",
+}
+
+# The same for those of Wan that are outside of its blocks
+WAN_OUTSIDE = {
+    r"condition_embedder\.(text|time)_embedder\.linear_1": r"\1_embedding.0",
+    r"condition_embedder\.(text|time)_embedder\.linear_2": r"\1_embedding.2",
+    r"condition_embedder\.image_embedder\.ff\.net\.0\.proj": "img_emb.proj.1",
+    r"condition_embedder\.image_embedder\.ff\.net\.2": "img_emb.proj.3",
+    r"condition_embedder\.time_proj": "time_projection.1",
+    r"proj_out": "head.head",
 }
 
 # What ComfyUI calls the modules that it does not find by diffusers' names. tests/comfyui_names.py has all its names. A
@@ -42,13 +53,8 @@ COMFYUI: dict[str, dict[str, str]] = {
     "Flux": {},
     "QwenImage": {},
     "ZImage": {},
-    "Wan": WAN
-    | {
-        r"condition_embedder\.(text|time)_embedder\.linear_1": r"\1_embedding.0",
-        r"condition_embedder\.(text|time)_embedder\.linear_2": r"\1_embedding.2",
-        r"condition_embedder\.time_proj": "time_projection.1",
-        r"proj_out": "head.head",
-    },
+    "Wan": WAN | WAN_OUTSIDE,
+    "WanImageToVideo": WAN | WAN_OUTSIDE,
     "Flux2Klein": {
         r"((double|single)_stream_modulation(_img|_txt)?)\.linear": r"\1.lin",
         r"time_guidance_embed\.timestep_embedder\.linear_1": "time_in.in_layer",
@@ -86,6 +92,7 @@ KOHYA = {
     # and by musubi-tuner (30c658c), whose Wan is Wan's own code, and whose other models have diffusers' names. It
     # trains no refiner blocks of Z-Image, but loads a LoRA on them
     "Wan": WAN,
+    "WanImageToVideo": WAN,
     "QwenImage": {r"(transformer_blocks\..*)": r"\1"},
     "ZImage": {r"((layers|noise_refiner|context_refiner)\..*)": r"\1"},
 }

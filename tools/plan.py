@@ -164,7 +164,7 @@ def disk_line(blueprint: Blueprint, w: Workload, options: dict[str, Any], num_ev
     kept = options["keep_checkpoints"]
     parts = [f"checkpoints {kept} x {size(trained)}", f"adapter/ and best_adapter/ {size(2 * adapter)}"]
     if w.prompt_cache is not None:
-        each = blueprint.conditioning_bytes(w.max_sequence_length, w.image_size)
+        each = blueprint.conditioning_bytes(w.max_sequence_length, w.image_size, w.num_frames)
         if options.get("pairs"):
             parts.append(f"{w.prompt_cache} at most {size(each)} for each prompt of the pairs")
         else:

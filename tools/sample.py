@@ -94,7 +94,7 @@ def sample(model: Family, prompts: PromptSet, seeds: Sequence[int], options: dic
     images: list = []
     negatives = prompts.negatives(options.get("negative_prompt", ""))
     for row, seed in enumerate(seeds):
-        conditioning = model.encode(prompts.select([row]), length, (height, width))
+        conditioning = model.encode(prompts.select([row]), length, (height, width), options["num_frames"])
         negative = model.encode_negative(negatives.select([row]), guidance_scale, length)
         x = draw_noise((1, *shape), [torch.Generator().manual_seed(seed)], model.device)
         for i, timestep in enumerate(timesteps):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def check_choices(inputs: "Inputs", options: dict[str, Any]) -> None:
     """ValueError or RunError, in one line: an option, or a record's field, that cannot have its effect in this run.
 
-    Evaluations of a model that edits get the reward `preservation`.
+    Evaluations of a model that edits images get the reward `preservation`, which does not take videos.
     """
     if options.get("base_weights") and importlib.util.find_spec("torchao") is None:
         raise ValueError("--base_weights: needs torchao, which is not installed: pip install torchao==0.18.0")
@@ -28,7 +28,7 @@ def check_choices(inputs: "Inputs", options: dict[str, Any]) -> None:
     check_lora_modules(inputs.lora, options)
     if options.get("eval_image_size") or options.get("eval_guidance_scale"):
         check_evaluation(inputs.family, options)
-    if "image" in inputs.eval_set.metadata[0]:
+    if "image" in inputs.eval_set.metadata[0] and options["num_frames"] == 1:
         watch_preservation(inputs)
 
 

@@ -70,8 +70,8 @@ class Family(ABC):
     # and refuses a family without it, such as a family of videos. Define it as a method.
     encode_images: Callable[[list[PIL.Image.Image], int, int], torch.Tensor] | None = None
     # For a model that edits: the least and the most condition images of a prompt; all records of a run have equally
-    # many. Define both as methods, the second one static: S images of each of B prompts, height, width -> their
-    # conditioning, named source_..., for both branches; (C, h, w) of latents, S -> {name: shape} of one prompt's.
+    # many. Define both as methods: S images of each of B prompts, height, width -> their conditioning, named
+    # source_..., for both branches; the latents' shape, S -> {name: shape} of one prompt's.
     num_sources = (0, 0)
     source_tokens = 0  # of each, beside max_sequence_length, in a text encoder that sees them
     encode_sources: Callable[[list[list[PIL.Image.Image]], int, int], Conditioning] | None = None
@@ -120,7 +120,9 @@ class Family(ABC):
         A prompt's conditioning depends on no other prompt; all prompts give the same length.
         """
 
-    def encode(self, prompts: "PromptSet", max_sequence_length: int, image_size: tuple[int, int]) -> Conditioning:
+    def encode(
+        self, prompts: "PromptSet", max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
+    ) -> Conditioning:
         """Conditioning of B prompts and, for a model that edits, of their condition images, brought to image_size."""
         conditioning = self.encode_prompts(prompts.prompts, max_sequence_length)
         if self.encode_sources and "image" in prompts.metadata[0]:

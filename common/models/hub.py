@@ -44,8 +44,8 @@ def download_index(model: str) -> Path:
 
 def explain_pipeline(pipeline: str, files: list[Path]) -> str:
     """Which families there are, and what may be done about a pipeline class without one. files: of common/models/."""
-    # FluxKontext inherits from Flux, and QwenImageEditPlus from QwenImage
-    is_family = re.compile(r"\nclass \w+\((Family|Flux|QwenImage)\):")
+    # FluxKontext inherits from Flux, QwenImageEditPlus from QwenImage, WanImageToVideo from Wan
+    is_family = re.compile(r"\nclass \w+\((Family|Flux|QwenImage|Wan)\):")
     known = [file.stem for file in files if is_family.search(file.read_text("utf-8"))]
     told = f"supported: {', '.join(known)}"
     plain = OTHER_TASKS.sub("", pipeline)

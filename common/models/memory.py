@@ -120,9 +120,11 @@ class Blueprint:
         self.source = source
         self.dtype = dtype
         self.num_sources = family.num_sources[0] if num_sources is None else num_sources
-        self.pipe, text_encoders = build_pipeline(source)
+        self.pipe, encoders = build_pipeline(source)
+        text_encoders = [encoder for name, encoder in encoders.items() if name.startswith("text_encoder")]
         transformer = self.pipe.transformer
-        self.text_encoder_bytes = sum(count(encoder) for encoder in text_encoders) * dtype.itemsize
+        # a model of videos from pictures has an image encoder, which is used beside them
+        self.text_encoder_bytes = sum(count(encoder) for encoder in encoders.values()) * dtype.itemsize
         self.num_encoder_linear = sum(num_linear(encoder) for encoder in text_encoders)
         self.vae_bytes = 4 * count(self.pipe.vae)  # fp32
         self.num_weights = count(transformer)  # of the model itself, without a LoRA
@@ -163,18 +165,21 @@ class Blueprint:
         height, width = image_size
         return self.model.schedule(2, height, width, num_frames)[2]
 
-    def conditioning_shapes(self, length: int, image_size: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    def conditioning_shapes(
+        self, length: int, image_size: tuple[int, int], num_frames: int = 1
+    ) -> dict[str, tuple[int, ...]]:
         """{name: shape} of the conditioning of one prompt of `length` tokens, with its condition images if any."""
         length += self.num_sources * self.model.source_tokens
         shapes = self.model.conditioning_shapes(self.pipe.transformer.config, length)
         if self.num_sources and self.model.source_shapes:
-            shapes = {**shapes, **self.model.source_shapes(self.latent_shape(image_size, 1), self.num_sources)}
+            of_sources = self.model.source_shapes(self.latent_shape(image_size, num_frames), self.num_sources)
+            shapes = {**shapes, **of_sources}
         return dict(shapes)
 
-    def conditioning(self, length: int, image_size: tuple[int, int]) -> Conditioning:
+    def conditioning(self, length: int, image_size: tuple[int, int], num_frames: int) -> Conditioning:
         """The conditioning of one prompt of `length` tokens: zeros in the model's dtype, with nothing masked."""
         conditioning: Conditioning = {}
-        for name, shape in self.conditioning_shapes(length, image_size).items():
+        for name, shape in self.conditioning_shapes(length, image_size, num_frames).items():
             if shape == ():
                 with unset_fake_temporarily():
                     conditioning[name] = torch.tensor([length]).as_subclass(Counts)
@@ -184,9 +189,9 @@ class Blueprint:
                 conditioning[name] = torch.zeros(1, *shape, dtype=self.dtype)
         return conditioning
 
-    def conditioning_bytes(self, length: int, image_size: tuple[int, int]) -> int:
+    def conditioning_bytes(self, length: int, image_size: tuple[int, int], num_frames: int = 1) -> int:
         """Bytes of one prompt's conditioning."""
-        shapes = self.conditioning_shapes(length, image_size)
+        shapes = self.conditioning_shapes(length, image_size, num_frames)
         return sum(torch.Size(shape).numel() for shape in shapes.values()) * self.dtype.itemsize
 
     def velocity(
@@ -209,8 +214,8 @@ class Blueprint:
         timesteps, _, shape = model.schedule(2, *image_size, num_frames)
         tensors = [*model.transformer.parameters(), *model.transformer.buffers()]
         with self.mode, Meter(tensors) as meter, torch.set_grad_enabled(train):
-            conditioning = self.conditioning(length, image_size)
-            negative = self.conditioning(length, image_size) if guidance_scale > 1 else None
+            conditioning = self.conditioning(length, image_size, num_frames)
+            negative = self.conditioning(length, image_size, num_frames) if guidance_scale > 1 else None
             latents = torch.zeros(1, *shape)
             velocity = model.predict_velocity(latents, timesteps[0], conditioning, negative, guidance_scale)
             if train:
@@ -227,8 +232,8 @@ class Blueprint:
         return Cost(meter.flops, meter.peak_bytes)
 
 
-def build_pipeline(source: str) -> "tuple[diffusers.DiffusionPipeline, list[torch.nn.Module]]":
-    """The pipeline of a folder or hub id, from its configs, and its text encoders, all on the meta device.
+def build_pipeline(source: str) -> "tuple[diffusers.DiffusionPipeline, dict[str, torch.nn.Module]]":
+    """The pipeline of a folder or hub id, from its configs, and its encoders by name, all on the meta device.
 
     The pipeline itself has a transformer, a VAE and a scheduler; its other components are None.
     """
@@ -243,12 +248,12 @@ def build_pipeline(source: str) -> "tuple[diffusers.DiffusionPipeline, list[torc
         is_component = value is None or isinstance(value, list)  # [library, class]
         if parameter.default is parameter.empty or not is_component:
             parts[name] = None if is_component else value
-    text_encoders = []
+    encoders = {}
     for name, value in index.items():
-        if name.startswith("text_encoder") and value[1]:
+        if name.startswith(("text_encoder", "image_encoder")) and value[1]:
             config = transformers.AutoConfig.from_pretrained(source, subfolder=name)
             with torch.device("meta"):
-                text_encoders.append(getattr(transformers, value[1])(config))
+                encoders[name] = getattr(transformers, value[1])(config)
     with torch.device("meta"):
         for name in ("transformer", "vae"):
             part_class = getattr(diffusers, index[name][1])
@@ -256,7 +261,7 @@ def build_pipeline(source: str) -> "tuple[diffusers.DiffusionPipeline, list[torc
             parts[name].requires_grad_(False).eval()
     parts["scheduler"] = getattr(diffusers, index["scheduler"][1]).from_pretrained(source, subfolder="scheduler")
     pipe = pipeline_class(**parts)
-    return pipe, text_encoders
+    return pipe, encoders
 
 
 def count(module: torch.nn.Module) -> int:

@@ -290,7 +290,7 @@ def trajectory_bytes(blueprint: Blueprint, w: Workload) -> int:
     """A rank's share of a rollout: latents, the means of two policies at the trained steps, and embeddings."""
     tensors = w.sampled_steps + 1 + 2 * w.trained_steps
     num_prompts = min(w.num_prompts, w.images_of_a_rank)
-    embeddings = num_prompts * blueprint.conditioning_bytes(w.max_sequence_length, w.image_size)
+    embeddings = num_prompts * blueprint.conditioning_bytes(w.max_sequence_length, w.image_size, w.num_frames)
     return tensors * latent_bytes(blueprint, w) * w.images_of_a_rank + embeddings
 
 

@@ -35,7 +35,9 @@ class QwenImageEditPlus(QwenImage):
         """{name: shape} of what encode_sources gives of `count` pictures, each as large as the image."""
         return {"source_latents": (count, *latent_shape)}
 
-    def encode(self, prompts: "PromptSet", max_sequence_length: int, image_size: tuple[int, int]) -> Conditioning:
+    def encode(
+        self, prompts: "PromptSet", max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
+    ) -> Conditioning:
         """encode_edits of B prompts and their pictures, and the pictures' latents at image_size."""
         sources = prompts.sources()
         conditioning = self.encode_edits(prompts.prompts, sources, max_sequence_length)

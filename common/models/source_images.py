@@ -155,16 +155,21 @@ def find_images(field: str, value: str | bytes | dict | list, prompts: Path, whe
     return found
 
 
-def show_sources(record: dict, picture: Image.Image | None) -> tuple[dict, Image.Image | None]:
-    """A sample's record with the names of its condition images; and its picture, if any, with them to its left."""
+def show_sources(
+    record: dict, picture: Image.Image | None, sample: Image.Image | list[Image.Image]
+) -> tuple[dict, Image.Image | None]:
+    """A sample's record with the names of its condition images; and its picture, if any, with them to its left.
+
+    The picture is the sample, or shows a few frames of it; condition images are brought to the size of a frame.
+    """
     named = record | {"image": [str(source) for source in record["image"]]}
     if picture is None:
         return named, None
-    width, height = picture.size
-    beside = Image.new("RGB", (width * (len(record["image"]) + 1), height))
+    size = sample[0].size if isinstance(sample, list) else sample.size
+    beside = Image.new("RGB", (size[0] * (len(record["image"]) + 1), picture.height))
     for column, source in enumerate(record["image"]):
-        beside.paste(source.decode().resize(picture.size), (column * width, 0))
-    beside.paste(picture, (beside.width - width, 0))
+        beside.paste(source.decode().resize(size), (column * size[0], 0))
+    beside.paste(picture, (beside.width - size[0], 0))
     return named, beside
 
 

@@ -56,11 +56,9 @@ class Wan(Family):
         with on_device(self, "text_encoder"):
             # thousands of prompts at once would not fit on a GPU
             for i in range(0, len(prompts), 32):
-                embeds, _ = self.pipe.encode_prompt(
-                    prompts[i : i + 32],
-                    do_classifier_free_guidance=False,
-                    max_sequence_length=max_sequence_length,
-                    device=self.device,
+                # WanPipeline's method, also for image to video: that pipeline's own fails where ftfy is not installed
+                embeds = WanPipeline._get_t5_prompt_embeds(
+                    self.pipe, prompts[i : i + 32], max_sequence_length=max_sequence_length, device=self.device
                 )
                 prompt_embeds.append(embeds)
         return {"prompt_embeds": torch.cat(prompt_embeds)}
@@ -73,7 +71,7 @@ class Wan(Family):
         _, sigmas = sigma_schedule(self.pipe.scheduler, num_inference_steps=num_inference_steps)
         # not the scheduler's own timesteps: the published models come with UniPC, which rounds them down
         timesteps = 1000 * sigmas[:-1]
-        return timesteps, sigmas, (self.transformer.config.in_channels, f, h, w)
+        return timesteps, sigmas, (self.transformer.config.out_channels, f, h, w)
 
     def predict_velocity(
         self,

@@ -62,7 +62,8 @@ def test_a_resumed_run_names_the_micro_batch_that_was_chosen_for_it(tmp_path, mo
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "args.json").write_text(json.dumps({"args": {"micro_batch_size": 16}}))
     checkpoint = tmp_path / "checkpoints" / "step_000001.pt"
-    inputs = Inputs(Family, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=checkpoint)
+    prompts = PromptSet(["a sign"], [{}])
+    inputs = Inputs(Family, {}, {}, prompts, prompts, lora=None, checkpoint=checkpoint)
     options = {"model": "m", "dtype": "float32", "shard_ranks": 0}
     assert inputs.settle(BUILT_IN | options | {"micro_batch_size": 0})["micro_batch_size"] == 16
     assert inputs.settle(BUILT_IN | options | {"micro_batch_size": 8})["micro_batch_size"] == 8

@@ -64,6 +64,7 @@ OURS = {
         "stable_diffusion_3",
         "vae",
         "wan",
+        "wan_image_to_video",
         "z_image",
     ],
 }

@@ -101,7 +101,7 @@ def test_sd3_without_t5(copy):
     """Its place in the conditioning is zeros, as in the stock pipeline, and the plan counts no bytes for it."""
     from common.models.memory import build_pipeline
 
-    whole = sum(p.numel() for encoder in build_pipeline(str(copy))[1] for p in encoder.parameters())
+    whole = sum(p.numel() for encoder in build_pipeline(str(copy))[1].values() for p in encoder.parameters())
     for name in ("text_encoder_3", "tokenizer_3"):
         shutil.rmtree(copy / name, ignore_errors=True)
     set_index(copy, text_encoder_3=[None, None], tokenizer_3=[None, None])
@@ -111,7 +111,7 @@ def test_sd3_without_t5(copy):
     assert torch.equal(embeds, stock[0])
     assert embeds.shape[1] == 16 + 16 and not embeds[:, 16:].any()  # those of this model's CLIPs, then T5's
     _, encoders = build_pipeline(str(copy))
-    assert sum(p.numel() for encoder in encoders for p in encoder.parameters()) < whole
+    assert sum(p.numel() for encoder in encoders.values() for p in encoder.parameters()) < whole
 
 
 def test_float8_weights_are_loaded_in_the_runs_dtype_and_a_line_says_so(copy, capfd):

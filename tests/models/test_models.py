@@ -95,7 +95,8 @@ def test_a_model_that_cannot_be_read_is_refused_in_one_line(tmp_path):
     with pytest.raises(ValueError) as error:
         family_class(pipeline_folder(tmp_path, "PixArtAlphaPipeline"))
     supported = (
-        "flux, flux2_klein, flux_kontext, krea2, qwen_image, qwen_image_edit_plus, stable_diffusion_3, wan, z_image"
+        "flux, flux2_klein, flux_kontext, krea2, qwen_image, qwen_image_edit_plus, stable_diffusion_3, wan, "
+        "wan_image_to_video, z_image"
     )
     assert str(error.value) == f"--model {tmp_path}: PixArtAlphaPipeline is not supported; supported: {supported}"
 

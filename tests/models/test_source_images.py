@@ -331,6 +331,7 @@ import numpy
 def like_the_source(images, prompts, metadata):
     scores = []
     for image, record in zip(images, metadata, strict=True):
+        image = image[-1] if isinstance(image, list) else image  # of a video its last frame
         source = numpy.asarray(record["image"][0].resize(image.size), dtype=float)
         scores.append(-numpy.abs(numpy.asarray(image) - source).mean() / 255)
     return scores

@@ -133,6 +133,7 @@ KOHYA_NAMES = {
     "stable_diffusion_3": r"joint_blocks_\d+_((x|context)_block_(attn_(qkv|proj)|mlp_fc[12])|x_block_attn2_(qkv|proj))",
     "flux": r"double_blocks_\d+_(img|txt)_(attn_(qkv|proj)|mlp_[02])|single_blocks_\d+_linear[12]",
     "wan": r"blocks_\d+_((self|cross)_attn_[qkvo]|ffn_[02])",
+    "wan_image_to_video": r"blocks_\d+_((self|cross)_attn_[qkvo]|cross_attn_[kv]_img|ffn_[02])",
     "qwen_image": r"transformer_blocks_\d+_(attn_(to_[qkv]|to_out_0|add_[qkv]_proj|to_add_out)|(img|txt)_mlp_net_"
     r"(0_proj|2))",
     "z_image": r"(layers|noise_refiner|context_refiner)_\d+_(attention_(to_[qkv]|to_out_0)|feed_forward_w[123])",

@@ -1,0 +1,227 @@
+"""Wan, image to video (diffusers `WanImageToVideoPipeline`): a record's picture is the first frame of its video."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.models.family import Conditioning, Config, Shapes, on_device
+from common.models.vae import encode_in_slices
+from common.models.wan import Wan
+
+import torch
+from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3DModel
+from PIL.Image import Image
+
+if TYPE_CHECKING:  # importing it takes seconds
+    from common.data import PromptSet
+
+TEXT_TOKENS = 512  # that a transformer with an image encoder takes: its attention splits text from picture there
+IMAGE_TOKENS = 257  # that the published image encoder, a CLIP ViT-H/14 at 224 pixels, makes of a picture
+
+
+class WanImageToVideo(Wan):
+    """There are two kinds of checkpoint.
+
+    - Wan 2.1 I2V: beside the latents the transformer gets those of a video which is the picture and then grey frames,
+      and a mask of the first frame. Where the checkpoint has an image encoder, the blocks also read its embeddings.
+    - Wan 2.2 TI2V-5B (the pipeline's `expand_timesteps`): the picture's latents stand in for the first frame of the
+      latents, at timestep 0. The transformer never sees what the latents hold there, and its velocity for that frame
+      means nothing.
+
+    The second kind needs a velocity for the first frame that the rest of the project can treat like any other. We take
+    v = (x - source) / sigma, the flow whose data is the picture alone. Then the estimate x - sigma v is the picture at
+    each step, so any step kind keeps the frame on that flow, and the last step, which has no noise, ends at the
+    picture: `decode` needs no source. An SDE step adds noise to the frame, and log_prob, a mean over all elements,
+    counts it. But this v depends on no weights, so the frame's density is the same under each policy: it adds 0 to the
+    difference of two log-probs, to a KL divergence and to the gradient. As its elements count in the means, the
+    log-ratio of a video of f latent frames is (f - 1) / f of that of the frames which are made.
+    """
+
+    num_sources = (1, 1)
+
+    @staticmethod
+    def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
+        """As Wan, and refuse a transformer that takes no picture, or a first and a last frame."""
+        Wan.check(model, height, width, num_frames, guidance_scale)
+        transformer = WanTransformer3DModel.load_config(model, subfolder="transformer")
+        if transformer.get("pos_embed_seq_len"):
+            raise ValueError(f"--model {model}: takes a first and a last frame, which is not supported")
+        vae = AutoencoderKLWan.load_config(model, subfolder="vae")
+        wanted = vae["z_dim"]
+        if not WanImageToVideoPipeline.load_config(model).get("expand_timesteps"):
+            wanted = 2 * vae["z_dim"] + vae.get("scale_factor_temporal", 4)
+        if transformer["in_channels"] != wanted:
+            channels = f"{transformer['in_channels']} input channels in place of {wanted}"
+            raise ValueError(f"--model {model}: its transformer has {channels}, so it takes no picture")
+
+    @staticmethod
+    def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
+        """{name: shape} of one prompt's conditioning, from the transformer's config."""
+        length = max_sequence_length if transformer.get("image_dim") is None else TEXT_TOKENS
+        return {"prompt_embeds": (length, transformer["text_dim"])}
+
+    def source_shapes(self, latent_shape: tuple[int, ...], count: int) -> Shapes:
+        """{name: shape} of the conditioning of one picture, for a video whose latents have this shape (C, f, h, w)."""
+        channels, frames, height, width = latent_shape
+        if self.pipe.config.expand_timesteps:
+            frames = 1
+        shapes: Shapes = {"source_latents": (channels, frames, height, width)}
+        image_dim = self.transformer.config.image_dim
+        if image_dim is not None:
+            shapes["source_embeds"] = (IMAGE_TOKENS, image_dim)
+        return shapes
+
+    @torch.no_grad()
+    def encode_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+        """B prompts -> {"prompt_embeds": (B, L, C)}, with zeros behind a prompt's last token.
+
+        With an image encoder L is TEXT_TOKENS; a prompt is still cut at max_sequence_length.
+        """
+        prompt_embeds = super().encode_prompts(prompts, max_sequence_length)["prompt_embeds"]
+        if self.transformer.config.image_dim is not None:
+            missing = TEXT_TOKENS - prompt_embeds.shape[1]
+            prompt_embeds = torch.nn.functional.pad(prompt_embeds, (0, 0, 0, missing))
+        return {"prompt_embeds": prompt_embeds}
+
+    def encode(
+        self, prompts: "PromptSet", max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
+    ) -> Conditioning:
+        """Conditioning of B prompts and of their pictures, as the first frames of videos of num_frames frames."""
+        conditioning = self.encode_prompts(prompts.prompts, max_sequence_length)
+        pictures = [of_record[0] for of_record in prompts.sources()]
+        conditioning["source_latents"] = self.encode_first_frames(pictures, image_size, num_frames)
+        if self.transformer.config.image_dim is not None:
+            conditioning["source_embeds"] = self.embed_pictures(pictures)
+        return conditioning
+
+    @torch.no_grad()
+    def encode_first_frames(self, pictures: list[Image], image_size: tuple[int, int], num_frames: int) -> torch.Tensor:
+        """B pictures, brought to image_size -> latents (B, C, f, h, w) in fp32, as the VAE is, of the picture and
+        num_frames - 1 grey frames; or (B, C, 1, h, w), of the picture alone, with `expand_timesteps`.
+        """
+        vae = self.pipe.vae
+        if self.pipe.config.expand_timesteps:
+            num_frames = 1
+        latents = []
+        with on_device(self, "vae"):
+            statistics = torch.tensor([vae.config.latents_mean, vae.config.latents_std], device=vae.device)
+            mean, std = statistics.view(2, -1, 1, 1, 1)  # (C, 1, 1, 1) each
+            for picture in pictures:  # one at a time: the pixels of 81 frames of 480 x 832 take 400 MB
+                pixels = self.pipe.video_processor.preprocess(picture, *image_size).to(vae.device, vae.dtype)
+                frames = pixels.new_zeros(1, 3, num_frames, *image_size)
+                frames[:, :, 0] = pixels
+                latents.append((encode_in_slices(vae, frames) - mean) / std)
+        return torch.cat(latents)
+
+    @torch.no_grad()
+    def embed_pictures(self, pictures: list[Image]) -> torch.Tensor:
+        """B pictures -> the image encoder's embeddings (B, N, C). It crops and resizes them itself, as it is asked to
+        by the pipeline, which shows it the picture before that is brought to a size."""
+        with on_device(self, "image_encoder"):
+            embeds = [self.pipe.encode_image(picture, self.device) for picture in pictures]
+        return torch.cat(embeds)
+
+    def _forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        source = conditioning["source_latents"].to(latents)
+        prompt_embeds = conditioning["prompt_embeds"]
+        timestep = timestep.to(latents.device).expand(len(latents))
+        config = self.transformer.config
+        of_tokens = timestep
+        if self.pipe.config.expand_timesteps:
+            inputs, of_tokens = with_first_frame(latents, timestep, source, config.patch_size)
+        else:
+            inputs = beside_source(latents, source, config.in_channels)
+        velocity = self.transformer(
+            hidden_states=inputs.to(prompt_embeds.dtype),
+            timestep=of_tokens,
+            encoder_hidden_states=prompt_embeds,
+            encoder_hidden_states_image=conditioning.get("source_embeds"),
+            return_dict=False,
+        )[0].float()
+        if self.pipe.config.expand_timesteps:
+            return towards_source(velocity, latents, timestep, source)
+        return velocity
+
+    @staticmethod
+    def engine_pipeline() -> type:
+        """vLLM-Omni's Wan, text to video, with our hooks and the pictures.
+
+        Its image-to-video pipeline encodes pictures itself, and does not read `expand_timesteps` from the checkpoint.
+        """
+
+        class WanImageToVideoRollout(Wan.engine_pipeline()):  # type: ignore[misc]  # a class made at run time
+            def __init__(self, **kwargs: Any) -> None:
+                super().__init__(**kwargs)
+                embedder = self.transformer.condition_embedder.image_embedder
+                if embedder is not None:  # diffusers' epsilon, where vLLM-Omni has 1e-6
+                    embedder.norm1.eps = embedder.norm2.eps = 1e-5
+
+            def source_of(self, name: str) -> torch.Tensor:
+                """(B, ...), a field of the requests of the batch under way."""
+                assert self._run is not None
+                return torch.stack([fields[name] for fields in self._run.prompts]).to(self.device)
+
+            def predict_noise(self, hidden_states: torch.Tensor, timestep: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+                source = self.source_of("source_latents").to(hidden_states)
+                config = self.transformer_config
+                inputs = {"timestep": timestep}
+                if self.expand_timesteps:
+                    frames = with_first_frame(hidden_states, timestep, source, config.patch_size)
+                    inputs["hidden_states"], inputs["timestep"] = frames
+                else:
+                    inputs["hidden_states"] = beside_source(hidden_states, source, config.in_channels)
+                if config.image_dim is not None:
+                    embeds = self.source_of("source_embeds")
+                    inputs["encoder_hidden_states_image"] = embeds.to(hidden_states)
+                return super().predict_noise(**(kwargs | inputs))
+
+            def scheduler_step_maybe_with_cfg(
+                self,
+                noise_pred: torch.Tensor,
+                t: torch.Tensor,
+                latents: torch.Tensor,
+                *args: Any,
+                **kwargs: Any,
+            ) -> torch.Tensor:
+                if self.expand_timesteps:
+                    timestep = self._run.timesteps[self._run.step].to(self.device)
+                    source = self.source_of("source_latents").to(latents)
+                    noise_pred = towards_source(noise_pred, latents, timestep, source)
+                return super().scheduler_step_maybe_with_cfg(noise_pred, t, latents, *args, **kwargs)
+
+        return WanImageToVideoRollout
+
+
+def beside_source(latents: torch.Tensor, source: torch.Tensor, in_channels: int) -> torch.Tensor:
+    """Latents (B, C, f, h, w), masks of the first frame, and the picture's latents (B, C, f, h, w), one behind the
+    other, (B, in_channels, f, h, w). There is a mask for each of the frames that a frame of latents stands for."""
+    batch, channels, frames, height, width = latents.shape
+    masks = latents.new_zeros(batch, in_channels - 2 * channels, frames, height, width)
+    masks[:, :, 0] = 1
+    return torch.cat([latents, masks, source], 1)
+
+
+def with_first_frame(
+    latents: torch.Tensor, timestep: torch.Tensor, source: torch.Tensor, patch_size: tuple[int, int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents (B, C, f, h, w) whose first frame is the picture's (B, C, 1, h, w), and a timestep per token (B, n).
+
+    timestep: (B,), that of the other frames. The first frame's is 0. patch_size: latents of a token, by frame, height
+    and width.
+    """
+    frames, height, width = latents.shape[2:]
+    tokens = height // patch_size[1] * (width // patch_size[2])  # of a frame
+    of_tokens = timestep[:, None].repeat(1, frames * tokens)
+    of_tokens[:, :tokens] = 0
+    return torch.cat([source, latents[:, :, 1:]], 2), of_tokens
+
+
+def towards_source(
+    velocity: torch.Tensor, latents: torch.Tensor, timestep: torch.Tensor, source: torch.Tensor
+) -> torch.Tensor:
+    """A velocity (B, C, f, h, w) whose first frame is (x - source) / sigma, at latents x (B, C, f, h, w).
+
+    timestep: 1000 sigma, one number or (B,). source: the picture's latents, (B, C, 1, h, w).
+    """
+    sigma = timestep.view(-1, 1, 1, 1, 1) / 1000
+    of_source = (latents[:, :, :1] - source) / sigma
+    return torch.cat([of_source, velocity[:, :, 1:]], 2)
