@@ -155,8 +155,9 @@ def start_run(args: Args, inputs: Inputs) -> Run:
 def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
     """Run the text encoders on U distinct prompts; sampling and training are without guidance."""
     length = args.max_sequence_length
+    conditioning = model.encode(prompts, length, args.image_size, args.num_frames)
     return {
-        "conditioning": model.encode(prompts, length, args.image_size, args.num_frames),
+        "conditioning": conditioning,
         "negative_conditioning": None,
     }
 

@@ -153,8 +153,9 @@ def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
     """Run the text encoders, or read --prompt_cache, for U prompts and, where guidance needs them, their negatives."""
     negatives = prompts.negatives(args.negative_prompt)
     length = args.max_sequence_length
+    conditioning = model.encode(prompts, length, args.image_size, args.num_frames)
     return {
-        "conditioning": model.encode(prompts, length, args.image_size, args.num_frames),
+        "conditioning": conditioning,
         "negative_conditioning": model.encode_negative(negatives, args.guidance_scale, length),
     }
 

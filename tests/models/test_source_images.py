@@ -316,11 +316,15 @@ def test_rewards_get_the_pictures_and_samples_name_them():
     scores = score_images({"darker": darker}, [gradient()] * 2, prompts)
     assert seen == [[(255, 0, 0)] * 2] * 2
     records = sample_records(prompts, [3, 4], scores, ["darker"])
-    record, picture = show_sources(records[1], gradient().rotate(180))
+    image = gradient().rotate(180)
+    record, picture = show_sources(records[1], image, image)
     assert record == {"prompt": "edit 1", "seed": 4, "image": ["a.png"], "darker": 0.0}
     assert picture.size == (64, 20) and picture.getpixel((31, 0)) == (255, 0, 0)  # the source stands to the left
     assert picture.getpixel((32, 19)) == (255, 0, 0)
-    assert show_sources(records[1], None) == (record, None)
+    assert show_sources(records[1], None, image) == (record, None)
+    frames = Image.new("RGB", (32, 60), "white")  # three frames of a video, one below the other
+    _, picture = show_sources(records[1], frames, [image] * 5)
+    assert picture.size == (64, 60) and picture.getpixel((31, 19)) == (255, 255, 0)  # in the shape of a frame
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
