@@ -19,7 +19,7 @@ not named below is in diffusion_nft.py, with its equations. Read `main`, at the 
 
 The formulas are those of Flow-Factory's src/flow_factory/trainers/crd.py at a0b2bc5 (Apache 2.0; read, not copied). We
 could not compare them with the paper's equations. Where it departs from that code:
-  - Means are over a prompt's images, as the abstract says, and a prompt has its own timesteps. There both are a batch's.
+  - Means are over a prompt's images, as the abstract says, and timesteps are a prompt's own. There they are a batch's.
   - Only equal weights in the means and the squared loss; it also has softmax weights and a cross-entropy.
   - The KL's strength grows from at least 1e-4 to kl_coef, also where kl_coef is below 1e-4.
 

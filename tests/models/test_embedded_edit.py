@@ -34,13 +34,13 @@ def task():
 
 def test_no_number_and_no_sign_is_in_both_files(task):
     """Of a sign that is repainted, the number is the sign's own, and stands in several records of the same file."""
-    assert [len(prompts) for prompts in task] == [64 * 16, 32 * 4]
+    assert [len(prompts) for prompts in task] == [64 * 16, 64 * 4]
     numbers = [{quoted_text(prompt) for prompt in prompts.prompts} for prompts in task]
     signs = [{str(record["image"][0]) for record in prompts.metadata} for prompts in task]
     assert not numbers[0] & numbers[1] and not signs[0] & signs[1]
-    assert [len(names) for names in signs] == [64, 32]
+    assert [len(names) for names in signs] == [64, 64]
     repainted = [sum(prompt.startswith("make") for prompt in prompts.prompts) for prompts in task]
-    assert repainted == [64 * 4, 32]
+    assert repainted == [64 * 4, 64]
 
 
 def test_the_prompts_say_what_the_signs_are(task):
@@ -61,7 +61,7 @@ def test_the_committed_files_are_the_scripts(tmp_path, fonts):
     for name in ("edit_train.jsonl", "edit_eval.jsonl"):
         assert (tmp_path / name).read_text() == (ROOT / "assets" / name).read_text()
     files = sorted(path.name for path in (tmp_path / "edit_signs").iterdir())
-    assert files == sorted(path.name for path in (ROOT / "assets/edit_signs").iterdir()) and len(files) == 96 * 3
+    assert files == sorted(path.name for path in (ROOT / "assets/edit_signs").iterdir()) and len(files) == 128 * 3
     for name in files[::17]:
         made, committed = (Image.open(folder / "edit_signs" / name) for folder in (tmp_path, ROOT / "assets"))
         assert np.array_equal(np.asarray(made), np.asarray(committed))
@@ -83,7 +83,7 @@ def test_a_pair_differs_by_what_its_prompt_says(fonts):
     rng = random.Random(0)
     seen = set()
     for _ in range(40):
-        source, prompt, target = random_pair((4, 5), rng, fonts)
+        source, prompt, target = random_pair(rng, fonts)
         before, after = (np.asarray(picture).reshape(-1, 3) for picture in (source, target))
         changed = re.fullmatch(r'(change) the (\w+) sign to "\d+"|(make) the sign "\d+" (\w+)', prompt)
         colour = COLOURS[changed[2] or changed[4]]
