@@ -74,7 +74,9 @@ def test_parameters_of_published_parts(published):
         assert blueprint.text_encoder_bytes / 2e9 == pytest.approx(billions, abs=0.1), family
         assert blueprint.num_weights / 1e9 == pytest.approx(PUBLISHED[names[family]][3], abs=0.05), family
         tokens = blueprint.conditioning_shapes(256, (512, 512))["prompt_embeds"][0]
-        assert tokens == {"stable_diffusion_3": 333, "qwen_image_edit_plus": 512}.get(family, 256)
+        assert tokens == {"stable_diffusion_3": 333, "qwen_image_edit_plus": 512, "wan_image_to_video": 512}.get(
+            family, 256
+        )
 
 
 def test_the_tokens_of_references_are_counted(published):
