@@ -1,11 +1,14 @@
 """--attention: which kernel the trainer's transformers and the engine compute attention with."""
 
 import importlib.util
+import io
 from types import SimpleNamespace
 
+from common.data import PromptSet
 from common.models import attention
 from common.models.attention import check_attention, use_attention
 from common.models.family import family_class, load_model
+from common.models.source_images import SourceImage
 from tests.conftest import EMBEDDED, TINY, run_here
 from tests.engine.test_engine import start
 from tests.tiny_models import FAMILIES, make_checkpoint
@@ -53,10 +56,11 @@ def velocity_of(folder, prompts):
     frames = 5 if model.encode_images is None else 1
     timesteps, _, shape = model.schedule(2, 32, 64, frames)
     latents = torch.randn(len(prompts), *shape, generator=torch.Generator().manual_seed(0))
+    picture = io.BytesIO()
+    Image.new("RGB", (64, 32), "red").save(picture, "PNG")
+    record = {"image": [SourceImage("red.png", picture.getvalue())]} if max(model.num_sources) else {}
     with torch.no_grad():
-        encoded = model.encode_prompts(prompts, 160)
-        if model.encode_sources:
-            encoded |= model.encode_sources([[Image.new("RGB", (64, 32), "red")] for _ in prompts], 32, 64)
+        encoded = model.encode(PromptSet(prompts, [record] * len(prompts)), 160, (32, 64), frames)
 
     @torch.no_grad()
     def velocity():
