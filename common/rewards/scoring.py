@@ -43,10 +43,11 @@ from common.rollout import Images
 import torch
 
 # files here that hold none
-NO_REWARDS = {"__init__", "details", "eval_by", "json_http", "made_pairs", "pair_files", "pairs", "scoring"}
-NO_REWARDS |= {"stop_rules", "trial", "user_code", "watch"}
+NO_REWARDS = {"__init__", "eval_by", "json_http", "made_pairs", "pair_files", "pairs", "scoring", "stop_rules"}
+NO_REWARDS |= {"trial", "user_code", "watch"}
 TOTAL = "weighted_total"  # logged for an evaluation beside each reward
 RECORDED = {"file", "prompt", "seed", "image", "details", "advantage"}  # in samples.jsonl, beside the rewards
+LOGGED = ("mean", "stderr", "failed")  # of each reward, which no detail may be called
 Reward = Callable[[Images, list[str], list[dict]], Sequence[float | dict | Exception]]
 Details = dict[str, dict[str, float | str]]  # of an image: what a reward said beside its score, by reward
 
@@ -234,16 +235,40 @@ def score_images(
             raise RunError(
                 f"reward {name} changed the working directory to {os.getcwd()}, and paths of the run with it"
             )
-        said: dict[int, dict] = {}
-        if isinstance(returned, list | tuple) and any(isinstance(one, dict) for one in returned):
-            from common.rewards.details import split_details  # most rewards give plain scores
-
-            returned, said = split_details(name, returned)
+        returned, said = _split_details(name, returned)
         columns.append(_as_scores(name, returned, prompt_set.prompts, reward_failure))
         for i, detail in said.items():
             if details is not None:
                 details[i][name] = detail
     return torch.stack(columns, 1)
+
+
+def _split_details(name: str, returned: Sequence) -> tuple[Sequence, dict[int, dict]]:
+    """What reward `name` returned, with the scores in the place of its dicts; and what else these hold, by image.
+
+    Raises:
+        RunError: a dict has no score, or holds what is neither a finite number nor a string, or a name of LOGGED.
+    """
+    if not isinstance(returned, list | tuple):
+        return returned, {}
+    scores = list(returned)
+    details = {}
+    for i, said in enumerate(returned):
+        if not isinstance(said, dict):
+            continue
+        values = {}
+        for key, value in {"score": None, **said}.items():
+            if hasattr(value, "item"):  # a scalar of NumPy or torch
+                value = value.item()
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            if key in LOGGED or not (is_number or (isinstance(value, str) and key != "score")):
+                what = "be called otherwise" if key in LOGGED else "be a finite number"
+                what += "" if key == "score" or key in LOGGED else " or a string"
+                raise RunError(f'reward {name}: image {i}: "{key}" must {what}, got {brief(repr(value))}')
+            values[key] = value
+        scores[i] = values.pop("score")
+        details[i] = values
+    return scores, details
 
 
 def _as_scores(name: str, returned: object, prompts: list[str], reward_failure: str) -> torch.Tensor:
