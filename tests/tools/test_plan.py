@@ -30,11 +30,11 @@ COSTS = needs.Costs(COST, Cost(7, 90), Cost(30, 500), Cost(37, 50), COST, Cost(2
 
 
 @functools.cache
-def blueprint_of(source, rank, dtype=torch.bfloat16):
+def blueprint_of(source, rank, dtype=torch.bfloat16, num_sources=None):
     """The Blueprint of a model with a LoRA of that rank, or for 0 with full weights. Each pass is counted once."""
     family = family_class(source)
     lora = make_lora(SharedArgs(lora_rank=rank, lora_alpha=2 * rank or 1), family)
-    blueprint = Blueprint(family, str(source), lora, dtype)
+    blueprint = Blueprint(family, str(source), lora, dtype, num_sources)
     for name in ("velocity", "decoding"):
         setattr(blueprint, name, functools.cache(getattr(blueprint, name)))
     return blueprint
@@ -503,14 +503,18 @@ def test_what_cannot_be_planned_ends_with_a_line(fork, tmp_path, monkeypatch):
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("number", range(len(presets())))
 def test_a_preset_fits(number, published, tmp_path, monkeypatch):
-    """By its script's own parser and checks, its GPUs have the memory, and a tenth more than it needs."""
+    """By its script's own parser and checks, its GPUs have the memory, and a tenth more than it needs.
+
+    A model that may take a picture is given one.
+    """
     ranks, script, (_, device, *options) = presets()[number]
     monkeypatch.chdir(tmp_path)  # it may not depend on what lies in the checkout
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     module = plan.load_script(str(ROOT / script))
     args = module.check(module.parse_args(module.Args, "", options))
-    blueprint = blueprint_of(published(args.model), args.lora_rank)
+    folder = published(args.model)
+    blueprint = blueprint_of(folder, args.lora_rank, num_sources=min(1, family_class(folder).num_sources[1]))
     w = needs.workload_of(vars(args), num_eval_prompts=256, ranks=ranks, ranks_per_node=ranks)
     costs = needs.measure(blueprint, w)
     w = replace(w, shard_ranks=needs.choose_shard_ranks(blueprint, w, costs, plan.DEVICES[device].memory_gb * needs.GB))

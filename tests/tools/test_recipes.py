@@ -91,9 +91,10 @@ def test_a_recipe_is_named_after_model_and_gpus(recipe) -> None:
     assert {command.script for command in commands} <= set(SCRIPTS)
     of_all_scripts = recipe.with_name(f"{name['model']}.sh")
     models = {command.options[command.options.index("--model") + 1] for command in commands}
-    assert models <= {
-        c.options[c.options.index("--model") + 1] for c in COMMANDS.values() if c.recipe == of_all_scripts
-    }
+    if of_all_scripts in RECIPES:
+        assert models <= {
+            c.options[c.options.index("--model") + 1] for c in COMMANDS.values() if c.recipe == of_all_scripts
+        }
     if name["ranks"]:
         (command,) = commands
         assert command.ranks == int(name["ranks"])

@@ -1,0 +1,19 @@
+#!/bin/bash
+# Qwen-Image-Edit-2509 by Flow-GRPO on one 80 GB GPU (H100); the trainer samples. Never run by us on a GPU.
+# Add your own --name, --train_prompts, --eval_prompts and --reward; options that you add override those in this file.
+# Each record names the pictures that are edited, one to four (docs/models.md). The plan counts one.
+# From Flow-Factory's example (examples/grpo/lora/qwen_image_edit_plus): size of image and picture, the LoRA's rank,
+# steps, guidance, noise, one trained step, drawn from the second to the fourth, group, two optimizer steps per rollout,
+# advantages, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step), 40 steps in
+# evaluation (there at 1024 x 1024). Ours: 16 prompts (there 48), a LoRA of the attention alone, 512 tokens, and memory
+# settings. The negative prompt is the one of the model's card.
+# To see its memory before you start: LAUNCH="python -m tools.plan h100-80" bash recipes/qwen_image_edit_plus_1x80gb.sh
+${LAUNCH:-torchrun --standalone} flow_grpo.py \
+    --model Qwen/Qwen-Image-Edit-2509 --dtype bfloat16 --image_size 384 384 --max_sequence_length 512 \
+    --negative_prompt " " \
+    --rollout local --train_with activation_checkpointing \
+    --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \
+    --num_inference_steps 10 --guidance_scale 4 --noise_level 1.0 --sde_window_size 1 --sde_window_range 1 4 \
+    --eval_num_inference_steps 40 \
+    --num_prompts 16 --group_size 16 --scale_rewards group --updates_per_rollout 2 --micro_batch_size 4 \
+    "$@"
