@@ -119,6 +119,8 @@ class Run:
         best_score: the highest weighted total of an evaluation so far.
     """
 
+    _best_step: int | None = None  # of the evaluations since the start or the resuming
+
     def __init__(
         self,
         folder: Path,
@@ -210,7 +212,9 @@ class Run:
     def begin_step(self, step: int) -> None:
         """Start the clock of a training step and, where one was asked for, its profiler trace."""
         if self.bar is None:
-            self.say(f"training: steps {step} to {self._num_steps}, {self._num_images} images each")
+            size = " x ".join(map(str, self.config.get("image_size", ())))
+            images = f"{self._num_images} images of {size} pixels each"
+            self.say(f"training: steps {step} to {self._num_steps}, {images}")
             self.bar = tqdm(initial=step - 1, total=self._num_steps, disable=not self._writes)
         self._trace.close()  # writes the previous step's trace
         if self.config.get("profile_steps"):
@@ -423,6 +427,7 @@ class Run:
         if score > self.best_score:
             save_policy(self.folder / "best_adapter", model, policy, self.config.get("dtype", "float32"))
             self.best_score = score
+            self._best_step = self.step
 
     def should_stop(self) -> bool:
         """Whether a signal on any rank, too little time for another step, or a rule of --stop_if asks for the end. A
@@ -439,6 +444,8 @@ class Run:
         if self.bar is not None:
             self.bar.close()
         if self._num_steps and not self.config.get("eval_only"):
+            if self._best_step is not None:
+                self.say(f"best evaluation: step {self._best_step}, in {self.folder}/best_adapter")
             told = f"stopped after step {self.step} of {self._num_steps}"
             if self._stop_reason:
                 self.say(f"{told}: {self._stop_reason}; to continue, pass --resume latest without it")

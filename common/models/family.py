@@ -9,6 +9,7 @@ inherits from `Family`, which says what each method takes and gives.
 import importlib
 import itertools
 import json
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -255,6 +256,7 @@ def load_model(
     say(f"loading {model}")
     disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # that ends in a reshape: it is not changed in place
     try:
         with refusing(f"--model {model}", Exception):  # whatever a library raises over a stranger's files
             pipe = load_pipeline(model, dtype)

@@ -283,8 +283,8 @@ def _as_scores(name: str, returned: object, prompts: list[str], reward_failure: 
         fault = f"it returned a {type(returned).__name__} in place of a list of a number for each image"
         raise RunError(f"reward {name}: {fault} ({type(error).__name__})") from None
     if scores.shape != (len(prompts),):
-        shape = tuple(scores.shape)
-        raise RunError(f"reward {name}: expected {len(prompts)} scores, one for each image, got shape {shape}")
+        got = f"shape {tuple(scores.shape)}" if scores.dim() else "a single number"
+        raise RunError(f"reward {name}: expected {len(prompts)} scores, one for each image, got {got}")
     for i, score in enumerate(scores.tolist()):
         if not math.isfinite(score) and i not in failures:
             told = f"reward {name}: score {score} for image {i} (prompt: {prompts[i]})"

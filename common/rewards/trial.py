@@ -49,7 +49,7 @@ def try_rewards(inputs: "Inputs", options: dict[str, Any]) -> None:
     # several greys: where all images are equal, a reward that divides by their deviation would have none
     greys = [Image.new("RGB", (width, height), (128 + 20 * i,) * 3) for i in range(WHOLE_BATCH)]
     images: Any = greys if options["num_frames"] == 1 else [[grey] * options["num_frames"] for grey in greys]
-    say(f"trying {', '.join(rewards)} on grey images")
+    say(f"trying reward {', '.join(rewards)} on grey images")
     for name, function in rewards.items():
         count = WHOLE_BATCH if getattr(function, "whole_batch", False) else 1
         try:

@@ -390,14 +390,17 @@ def test_a_resumed_run_cuts_its_folder_back_only_when_it_writes(tmp_path, one_ra
     assert [row["a"] for row in read_metrics(folder)] == [1, 2, 4]
 
 
-def test_the_best_adapter_is_that_of_the_highest_total(tmp_path, monkeypatch):
+def test_the_best_adapter_is_that_of_the_highest_total(tmp_path, monkeypatch, capsys):
     saved = []
     monkeypatch.setattr("common.run.save_policy", lambda *given: saved.append(given))
-    run = Run(tmp_path)
-    for score in (0.25, 0.25, 0.5, 0.375):
+    run = Run(tmp_path, num_steps=4)
+    for step, score in enumerate((0.25, 0.25, 0.5, 0.375)):
+        run.step = step
         run.save_if_best("model", "ema", {"val/weighted_total/mean": torch.tensor(score)})
     assert saved == [(tmp_path / "best_adapter", "model", "ema", "float32")] * 2
     assert run.best_score == 0.5
+    run.close()
+    assert capsys.readouterr().out.startswith(f"best evaluation: step 2, in {tmp_path}/best_adapter\n")
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------

@@ -575,7 +575,7 @@ def test_the_arguments_of_a_reward_are_checked_when_it_is_found(tmp_path):
     ("name", "fault"),
     [
         ("Scorer", "reward Scorer: it returned a Scorer in place of a list"),
-        ("scalar", r"reward scalar: expected 1 scores, one for each image, got shape \(\)"),
+        ("scalar", r"reward scalar: expected 1 scores, one for each image, got a single number"),
         ("column", r"reward column: expected 1 scores, one for each image, got shape \(1, 1\)"),
         ("nothing", "reward nothing: it returned a NoneType in place of a list"),
         ("raises", r"reward raises raised KeyError: 'answer' \(.*mine.py:19\)"),

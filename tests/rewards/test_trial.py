@@ -53,7 +53,7 @@ def test_several_images_differ():
 
 def test_an_image_that_cannot_be_scored_is_no_fault_of_the_reward(capfd):
     tried(lambda images, prompts, metadata: [ValueError("no face")])
-    assert capfd.readouterr().err.startswith("trying mine on grey images\nreward mine failed on 1 of 1 images")
+    assert capfd.readouterr().err.startswith("trying reward mine on grey images\nreward mine failed on 1 of 1 images")
 
 
 FAULTS = [
