@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # The embedded model learns: the recorded runs of docs/flow_grpo.md and docs/lab/, three seeds each.
 #
-#     benchmarks/learning_curves.sh                       # all parts: engines factors siblings contrib
+#     benchmarks/learning_curves.sh                       # all parts: engines factors siblings contrib edits
 #     CPUS=0 benchmarks/learning_curves.sh siblings       # one part on one core, beside another with CPUS=1
 #     python benchmarks/summarize.py docs/lab/records/flow_grpo-local-*          # rewards, and seconds to reach them
 #     python -m tools.plot_runs docs/lab/records/*-local-seed1 --output curves.png
 #
 # engines: flow_grpo.py with vLLM-Omni, with the trainer's own sampling, and on two ranks (without CPUS). factors: one
 # factor at a time from its defaults. siblings: the other four scripts at their defaults. contrib: three scripts of
-# contrib/, and the teachers that one of them needs. Log and options of each run go
-# to docs/lab/records/NAME.
+# contrib/, and the teachers that one of them needs. edits: the embedded model of edits, with and without preservation
+# as a reward. Log and options of each run go to docs/lab/records/NAME.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 RECORDS=docs/lab/records
@@ -81,6 +81,16 @@ contrib() {
     done
 }
 
+edits() {
+    local task="--model assets/embedded_edit --train_prompts assets/edit_train.jsonl --eval_prompts assets/edit_eval.jsonl"
+    for seed in 1 2 3; do
+        run "edit-ocr-seed$seed" 1 flow_grpo.py $task --seed "$seed" --rollout local --eval_every 10 \
+            --eval_reward assets/sign_colour.py:sign_colour
+        run "edit-ocr-preservation-seed$seed" 1 flow_grpo.py $task --seed "$seed" --rollout local --eval_every 10 \
+            --reward ocr preservation --reward_weights 1 1 --eval_reward assets/sign_colour.py:sign_colour
+    done
+}
+
 PARTS=("$@")
-if [ $# -eq 0 ]; then PARTS=(engines factors siblings contrib); fi
+if [ $# -eq 0 ]; then PARTS=(engines factors siblings contrib edits); fi
 for part in "${PARTS[@]}"; do "$part"; done

@@ -18,13 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from common.data import read_prompts, read_records
+from common.data import read_prompts
 from common.errors import RunError, refusing
 from common.models.base_weights import check_base_weights
 from common.models.choices import check_lora_modules
 from common.models.cpu import repair_torchvision
 from common.models.devices import DEVICES
-from common.models.family import Family, find_family
+from common.models.family import find_family
 from common.models.lora import make_lora
 from common.models.memory import Blueprint
 from common.models.needs import (
@@ -46,7 +46,7 @@ from common.models.needs import (
     work,
     workload_of,
 )
-from common.models.source_images import find_pictures
+from common.models.source_images import count_sources
 from common.options import parse_args
 from common.rewards.scoring import find_reward
 
@@ -138,22 +138,6 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
         w = workload_of(options | chosen, len(eval_set), ranks, ranks_per_node)
     print(disk_line(blueprint, w, options, len(eval_set)))
     report(blueprint, w, device)
-
-
-def count_sources(family: type[Family], options: dict[str, Any]) -> int:
-    """Condition images of each prompt: where the family lets the records decide, as many as the first record has.
-
-    Raises:
-        ValueError: that record cannot be read, or names a picture that cannot be used.
-    """
-    least, most = family.num_sources
-    if least == most:
-        return least
-    # a run's files must have equally many; one of pairs does not read --train_prompts
-    path = Path(options["eval_prompts"] if options.get("pairs") else options["train_prompts"])
-    where, record = read_records(path)[0]
-    with refusing(where):
-        return max(least, len(find_pictures(record, path, where).get("image", ())))
 
 
 def disk_line(blueprint: Blueprint, w: Workload, options: dict[str, Any], num_eval_prompts: int) -> str:

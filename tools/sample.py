@@ -158,7 +158,8 @@ def run(args: argparse.Namespace) -> Path:
     count_long_prompts(model.pipe, prompts.prompts, length)
     pictures: dict[str, list] = {}
     if "image" in lines.metadata[0]:
-        pictures["source"] = [of_record[0].resize((width, height)) for of_record in prompts.sources()]
+        for number, of_all in enumerate(zip(*prompts.sources(), strict=True), start=1):
+            pictures[f"source {number}"] = [source.resize((width, height)) for source in of_all]
     with on_device(model, "text_encoder"), on_device(model, "vae"):
         pictures["before"] = sample(model, prompts, seeds, options)
         for name, policy in policies.items():

@@ -3,16 +3,16 @@
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from common.errors import RunError, brief, reason
+from common.data import PromptSet, read_records
+from common.errors import RunError, brief, reason, refusing
 from common.process import say
 
 import numpy as np
 from PIL import Image, ImageOps
 
 if TYPE_CHECKING:
-    from common.data import PromptSet
     from common.models.family import Family
     from common.rewards.pair_files import Pairs
 
@@ -173,9 +173,25 @@ def show_sources(
     return named, beside
 
 
+def count_sources(family: "type[Family]", options: dict[str, Any]) -> int:  # a run's options, of any type
+    """Condition images of each prompt: where the family lets the records decide, as many as the first record has.
+
+    Raises:
+        ValueError: that record cannot be read, or names a picture that cannot be used.
+    """
+    least, most = family.num_sources
+    if least == most:
+        return least
+    # a run's files must have equally many; one of pairs does not read --train_prompts
+    path = Path(options["eval_prompts"] if options.get("pairs") else options["train_prompts"])
+    where, record = read_records(path)[0]
+    with refusing(where):
+        return max(least, len(find_pictures(record, path, where).get("image", ())))
+
+
 def check_sources(
     family: "type[Family]",
-    prompt_sets: Sequence[tuple[str, "PromptSet"]],
+    prompt_sets: Sequence[tuple[str, PromptSet]],
     pairs: "Pairs | None" = None,
     prompt_cache: str | None = None,
 ) -> None:
@@ -206,7 +222,7 @@ def check_sources(
                 raise ValueError(brief(f"{found}; the first record has {first or 'none'}, and all must have as many"))
 
 
-def say_stretched(option: str, prompts: "PromptSet", image_size: tuple[int, int]) -> None:
+def say_stretched(option: str, prompts: PromptSet, image_size: tuple[int, int]) -> None:
     """Report the pictures whose aspect ratio differs from that of (height, width), to which they will be brought."""
     height, width = image_size
     sources = [source for record in prompts.metadata for source in record.get("image", ())]

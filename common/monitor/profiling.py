@@ -34,6 +34,7 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
     from common.models.lora import make_lora
     from common.models.memory import Blueprint
     from common.models.needs import measure, work, workload_of
+    from common.models.source_images import count_sources
 
     device = find_device(torch.cuda.get_device_name())
     peak = device and (device.bfloat16 if config["dtype"] == "bfloat16" else device.float32)
@@ -44,7 +45,8 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
     lora = make_lora(cast("SharedArgs", SimpleNamespace(**config)), family)
     ranks, ranks_here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     w = workload_of(config | {"train_with": ()}, 0, ranks, ranks_here)  # recomputed activations are no model FLOPs
-    blueprint = Blueprint(family, config["model"], lora, getattr(torch, config["dtype"]))
+    dtype = getattr(torch, config["dtype"])
+    blueprint = Blueprint(family, config["model"], lora, dtype, count_sources(family, config))
     counted = work(w, measure(blueprint, w))
     named = {timed: name for timed, (name, _) in PHASES.items() if name in counted}
     return {timed: counted[name].transformer / (1e12 * peak) for timed, name in named.items()}
