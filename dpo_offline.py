@@ -418,7 +418,7 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
         eval_args = args.for_evaluation
         encoded = encode_prompts(eval_args, model, prompts)
         prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
-        request = make_request(eval_args, model, encoded, prompt_index, seeds)
+        request = make_request(eval_args, model, encoded, prompt_index, seeds)  # without SDE steps
         scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
         with acting(model, args.evaluated_policy):
             scorer.add(range(len(places)), sample(args, model, request).images)
@@ -451,11 +451,11 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks, args.cpu_threads)
-    args = replace(args, **inputs.settle(vars(args)))  # what follows from a GPU or a LoRA's file
+    args = replace(args, **inputs.settle(vars(args)))  # decides options of 0, and a LoRA's by its file
     run = start_run(args, inputs)
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_kernels(optimizer, model, args.attention)  # AdamW's, --attention's
+    choose_kernels(optimizer, model, args.attention)  # of AdamW and of the attention
     pairs = None if args.eval_only else find_pairs(args, run, model, inputs)
     num_found = len(pairs) if pairs else 0
     sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.seed)  # of pairs

@@ -73,17 +73,17 @@ class Args:
     """folder of the pipeline; the task goes beside it"""
     seed: int = 0
     """seed of the data, the initial weights and the noise"""
-    steps: int = 1600
+    steps: int = 2400
     """optimizer steps of transformer and text encoders"""
-    decay_steps: int = 600
+    decay_steps: int = 900
     """the last of them, over which the learning rate falls from 1e-3 to nearly 0"""
     easy_steps: int = 400
     """the first of them, whose new numbers repeat one digit"""
-    untidy_steps: int = 800
+    untidy_steps: int = 300
     """further optimizer steps, on pairs whose new number is out of its place"""
     batch_size: int = 64
     """pairs per optimizer step"""
-    pool_size: int = 20_000
+    pool_size: int = 40_000
     """pairs rendered and encoded once, then drawn from with replacement"""
     num_signs: tuple[int, int] = (64, 64)
     """pictures that edit_train.jsonl and edit_eval.jsonl start from"""
@@ -282,7 +282,7 @@ def make_worse(args, fonts):
     torch.manual_seed(args.seed)
     pipe = FluxKontextPipeline.from_pretrained(args.out, torch_dtype=torch.float32)
     pipe.vae.eval().requires_grad_(False)
-    untidy = make_pool(pipe, args.pool_size, random.Random(f"{args.seed} untidy"), fonts, is_untidy=True)
+    untidy = make_pool(pipe, args.pool_size // 4, random.Random(f"{args.seed} untidy"), fonts, is_untidy=True)
     more = replace(args, steps=args.untidy_steps, decay_steps=args.untidy_steps)
     train_transformer(more, pipe, lambda step: untidy)
 

@@ -87,7 +87,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     updates_per_rollout: PositiveInt = 4
     """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
     epochs_per_rollout: PositiveInt = 1
-    """how often each of those mini-batches is trained on"""
+    """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
     """images per pass on a rank, and per local sampling batch; at most a mini-batch's share; 0: what fits on a GPU"""
     learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
@@ -189,7 +189,7 @@ def draw_training_noise(args: Args, batch: "Batch", step: int, epoch: int) -> tu
 # ==== 4 MODEL =========================================================================================================
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
-    num_drawn = args.num_steps * args.num_prompts  # for --prompt_cache
+    num_drawn = args.num_steps * args.num_prompts  # to cache, and to count long ones
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
@@ -513,7 +513,7 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch, step: int)
                 grad_norms.append(grad_norm)
                 finite_passes += passes
     num_updates = args.epochs_per_rollout * len(mini_batches)
-    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # not finite
+    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # not finite; one of 0 does not count
     metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
     if grad_norms:
         metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
@@ -534,7 +534,7 @@ def evaluate(
         eval_args = args.for_evaluation
         encoded = encode_prompts(eval_args, model, prompts)
         prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
-        request = make_request(eval_args, model, encoded, prompt_index, seeds)
+        request = make_request(eval_args, model, encoded, prompt_index, seeds)  # without SDE steps
         with acting(model, args.evaluated_policy, engine, "old"):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(args, model, engine, request, scorer)
@@ -567,12 +567,12 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks, args.cpu_threads)
-    args = replace(args, **inputs.settle(vars(args)))  # what follows from a GPU or a LoRA's file
+    args = replace(args, **inputs.settle(vars(args)))  # decides options of 0, and a LoRA's by its file
     run = start_run(args, inputs)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_kernels(optimizer, model, args.attention)  # AdamW's, --attention's
+    choose_kernels(optimizer, model, args.attention)  # of AdamW and of the attention
     sizes = {"seed": args.seed, "num_mini_batches": args.updates_per_rollout}
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
     run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
@@ -583,7 +583,7 @@ def main(args: Args, inputs: Inputs) -> None:
     # RUN LOGIC, the same in all scripts: resume, or evaluate the model before training
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
-        if engine:  # it holds the policy from before the checkpoint
+        if engine:  # it still holds the policy from before `load`
             engine.push_policy(model, "old")
     if args.eval_only or (args.eval_at_start and not run.checkpoint):
         run.write(*evaluate(args, run, model, engine, inputs))
@@ -594,7 +594,7 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # sample G images for each prompt with `old`, which the engine holds already (Algorithm 1, line 3)
         with run.timed("gen"):
-            prompt_rows, prompt_index, image_index = sampler.draw()  # U rows; B numbers of the U, B of the N images
+            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,) prompts; (B,) of the U; (B,) of the N
             prompts = inputs.train_set.select(prompt_rows)
             encoded = encode_prompts(args, model, prompts)
             seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]

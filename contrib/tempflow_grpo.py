@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Args(RatioArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
+class Args(RatioArgs):  # which has the shared options (common/options.py); parse_args refuses values beyond a Bound
     # ---- run
     name: str = "tempflow_grpo"
     """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
@@ -70,7 +70,7 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     noise_level: PositiveFloat = 0.7
     """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
     sde_window_size: Annotated[int, Bound(at_least=0)] = 1
-    """number of consecutive sampling steps that are SDE steps, noisy and trained; 0: all steps except the last"""
+    """consecutive sampling steps that are SDE steps and trained; 0: all but the last, whose noise would stay"""
     sde_window_range: tuple[int, int] = (0, 2)
     """the window is drawn, once per rollout, within sampling steps lo to hi - 1; hi is at most
     num_inference_steps - 1"""
@@ -87,14 +87,14 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
     """factor of the KL to the reference, the model before training (Flow-GRPO: 0.04 for OCR, 0.01 for PickScore)"""
     kl_type: Literal["code", "paper"] = "code"
-    """code: with --sde_type sde the KL times the step's |dt|, as published coefficients assume; paper: the KL itself"""
+    """code: with --sde_type sde the KL times the step's |dt|, as published coefficients assume; paper: without |dt|"""
     adv_clip_max: PositiveFloat = 5.0
     """advantages are clamped to +- this"""
     scale_rewards: Literal["batch", "group", "none"] = "batch"
     """divide advantages by the deviation of the rollout's rewards (batch), of the group's, or not at all (Dr.GRPO)"""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: the sum of each
-    reward's own advantages, divided by its deviation over the rollout (GDPO if --scale_rewards is group)"""
+    reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
 
     # ---- optimization
     num_steps: Annotated[int, Bound(at_least=0)] = 30
@@ -102,7 +102,7 @@ class Args(RatioArgs):  # and the shared options, in common/options.py; parse_ar
     updates_per_rollout: PositiveInt = 4
     """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
     epochs_per_rollout: PositiveInt = 1
-    """how often each of those mini-batches is trained on"""
+    """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
     """images per pass on a rank, and per local sampling batch; at most a mini-batch's share; 0: what fits on a GPU"""
     learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
@@ -199,7 +199,7 @@ def make_request(
 def trained_steps(args: Args, step: int) -> tuple[int, ...]:
     """The SDE steps of this rollout, which are the trained ones: a random window, or all but the last sampling step.
 
-    The window is drawn once per rollout, the same for every image and rank.
+    step: the training step, whose window is the same for every image and rank.
     """
     if args.sde_window_size == 0:
         return tuple(range(args.num_inference_steps - 1))
@@ -211,7 +211,7 @@ def trained_steps(args: Args, step: int) -> tuple[int, ...]:
 # ==== 4 MODEL =========================================================================================================
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
-    num_drawn = args.num_steps * args.num_prompts  # for --prompt_cache
+    num_drawn = args.num_steps * args.num_prompts  # to cache, and to count long ones
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
@@ -393,7 +393,7 @@ def policy_step(
     )
     sigma, sigma_next = request.sigmas[i : i + 2].tolist()
     noise_level = request.noise_level if i in request.sde_steps else 0.0
-    kind: dict = {"sde_type": request.sde_type, "sigma_max": request.sigma_max}  # the schedule's second sigma
+    kind: dict = {"sde_type": request.sde_type, "sigma_max": request.sigma_max}  # the second of its sigmas
     return sde_step(x, v, sigma, sigma_next, noise_level, **kind, generator=generator, prev_sample=prev_sample)
 
 
@@ -430,7 +430,7 @@ def recompute_old_log_probs(
         request = request.select(images)
         trajectories = trajectories.select(images)
         recomputed = recompute_log_probs(args, model, request, trajectories)
-        limits["log_prob_limit"] = args.clip_range / 2  # a ratio of log-probs would start this far off
+        limits["log_prob_limit"] = args.clip_range / 2  # the ratio may start this far from 1
         return sampled, check_mismatch(request, trajectories, recomputed, **limits)
     recomputed = recompute_log_probs(args, model, request, trajectories)
     metrics = check_mismatch(request, trajectories, recomputed, **limits)
@@ -467,10 +467,10 @@ def policy_loss(
 
 
 def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, dt: float) -> Tensor:
-    """KL (B,) of a step's Gaussian to the reference's, of equal std: mean((mean - ref_mean)^2) / (2 variance).
+    """KL (B,) per latent element, of a step's Gaussian to the reference's: mean((mean - ref_mean)^2) / (2 variance).
 
     --kl_type paper (the line after eq. 9): the variance is std^2. --kl_type code, which published coefficients assume:
-    it is q^2 = std^2 / -dt for the kind `sde`. ref_mean (B, ...): the reference's, of the same samples. dt: negative.
+    q^2 = std^2 / -dt for the kind `sde`, else std^2. ref_mean (B, ...): the reference's, of the same samples. dt < 0.
     """
     variance = out.transition_std**2  # (B,)
     if args.kl_type == "code" and args.sde_type == "sde":
@@ -506,11 +506,11 @@ def accumulate_gradients(
                 model.transformer.set_requires_gradient_sync(True)
             out = policy_step(model, sub_request, x, i, prev_sample=x_next)
             old_log_prob = batch.old.log_probs[rows, w]
-            correction = batch.old.sample_weights[rows, w]
+            weights = batch.old.sample_weights[rows, w]
             # a step that explores more is trained more
             noise_weight = args.weight_scale * out.transition_std  # (b,)
             loss, metrics = policy_loss(
-                out.log_prob, old_log_prob, batch.advantages[rows], args.clip_range, noise_weight * correction
+                out.log_prob, old_log_prob, batch.advantages[rows], args.clip_range, noise_weight * weights
             )
             metrics["actor/noise_weight"] = noise_weight.mean().double()
             if ref_means is not None:
@@ -564,7 +564,7 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[st
                 grad_norms.append(grad_norm)
                 finite_passes += passes
     num_updates = args.epochs_per_rollout * len(mini_batches)
-    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # not finite
+    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # not finite; one of 0 does not count
     metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
     if grad_norms:
         metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
@@ -585,7 +585,7 @@ def evaluate(
         eval_args = args.for_evaluation
         encoded = encode_prompts(eval_args, model, prompts)
         prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
-        request = make_request(eval_args, model, encoded, prompt_index, seeds)
+        request = make_request(eval_args, model, encoded, prompt_index, seeds)  # without SDE steps
         with acting(model, args.evaluated_policy, engine):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(args, model, engine, request, scorer)
@@ -618,12 +618,12 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks, args.cpu_threads)
-    args = replace(args, **inputs.settle(vars(args)))  # what follows from a GPU or a LoRA's file
+    args = replace(args, **inputs.settle(vars(args)))  # decides options of 0, and a LoRA's by its file
     run = start_run(args, inputs)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_kernels(optimizer, model, args.attention)  # AdamW's, --attention's
+    choose_kernels(optimizer, model, args.attention)  # of AdamW and of the attention
     sizes = {"seed": args.seed, "num_mini_batches": args.updates_per_rollout}
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
     run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
@@ -634,7 +634,7 @@ def main(args: Args, inputs: Inputs) -> None:
     # RUN LOGIC, the same in all scripts: resume, or evaluate the model before training
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
-        if engine:  # it holds the policy from before the checkpoint
+        if engine:  # it still holds the policy from before `load`
             engine.push_policy(model)
     if args.eval_only or (args.eval_at_start and not run.checkpoint):
         run.write(*evaluate(args, run, model, engine, inputs))
@@ -645,7 +645,7 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # sample G images for each prompt with the current policy (Flow-GRPO, eq. 9)
         with run.timed("gen"):
-            prompt_rows, prompt_index, image_index = sampler.draw()  # U rows; B numbers of the U, B of the N images
+            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,) prompts; (B,) of the U; (B,) of the N
             prompts = inputs.train_set.select(prompt_rows)
             encoded = encode_prompts(args, model, prompts)
             seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
@@ -665,7 +665,7 @@ def main(args: Args, inputs: Inputs) -> None:
             metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
             metrics |= run.watch_rollout(scorer, sampler, seeds, scores, advantages)  # saves images if asked to
 
-        # the density of the samples, under the policy that sampled them
+        # the density of the samples under the policy that sampled them, from the trainer or from the rollout
         with run.timed("old_log_prob"):
             old, mismatch_metrics = recompute_old_log_probs(args, model, engine, request, trajectories)
 
@@ -673,7 +673,7 @@ def main(args: Args, inputs: Inputs) -> None:
         with run.timed("update_actor"):
             local_advantages = advantages[image_index].to(device, torch.float32)  # (B,)
             batch = Batch(request, trajectories, old, local_advantages)
-            metrics |= mismatch_metrics | update(args, model, optimizer, batch)
+            metrics |= update(args, model, optimizer, batch) | mismatch_metrics
 
         # the next rollout samples with the new weights
         with run.timed("update_weights"):
