@@ -5,7 +5,8 @@
 Fixed before the first run: the reward after the last rollout, by the ODE, is tested. A row's seeds are paired with
 Flow-GRPO's, as they have the same prompts and noise. Four rows of eight seeds are tested by sign flips, with Holm's
 correction over these four; every row has a 95 % interval of the paired differences, by Student's t. Intervals are not
-corrected. A row whose learning rate is at an end of the three is marked with *.
+corrected. A row whose learning rate is at an end of the three is marked with *; one whose trust region could not be
+matched, with its divergence over Flow-GRPO's at the shipped threshold.
 """
 
 import argparse
@@ -18,13 +19,14 @@ from benchmarks.comparison import (
     HELD_OUT,
     IMAGES,
     LEARNING_RATES,
-    NUM_ROLLOUTS,
     ROWS,
     TESTED,
     UPDATES,
     chosen,
     lines_of,
+    matched,
     read_record,
+    rollouts_of,
 )
 
 import matplotlib
@@ -113,9 +115,11 @@ def table_text(record):
     """The Markdown of the table: a line for each row, with every seed of it."""
     rows = [row for row in ROWS if lines_of(record, "run", row)]
     together = [line for row in rows if not ROWS[row]["is_apart"] for line in lines_of(record, "run", row)]
-    seconds = min(line["evaluations"][-1]["seconds"] for line in together)
+    whole = [line for line in together if not line["failed"]]  # a failed run is short, not quick
+    seconds = min((line["evaluations"][-1]["seconds"] for line in whole), default=0.0)
+    rollouts = rollouts_of(record, "run")
     p_values = adjusted_p(record)
-    images = f"{NUM_ROLLOUTS * IMAGES} images, {NUM_ROLLOUTS * UPDATES} optimizer steps"
+    images = f"{rollouts * IMAGES} images, {rollouts * UPDATES} optimizer steps"
     header = ["", "learning rate, threshold", f"reward by the ODE: {images}", "p (Holm)", f"after {seconds:.0f} s"]
     header += ["reward by its own sampler", *list(HELD_OUT)[1:], "reward of each seed by the ODE; by its own sampler"]
     before = lines_of(record, "run", rows[0])[0]["evaluations"][0]
@@ -128,6 +132,10 @@ def table_text(record):
         failed = sum(line["failed"] for line in lines_of(record, "run", row))
         star = "*" if learning_rate in (min(LEARNING_RATES), max(LEARNING_RATES)) else ""
         choice = f"{learning_rate:g}{star}" + (f", {threshold:g}" if threshold else "")
+        if threshold:
+            _, ratio, is_near = matched(record, row)
+            told = "its run failed" if ratio is None else f"{ratio:.2g} times Flow-GRPO's divergence"
+            choice += "" if is_near else f" (not matched: {told})"
         cells = [row + apart + (f", {failed} failed" if failed else ""), choice]
         cells.append(cell(record, row, "ocr", seconds, 3))
         cells.append(f"{p_values[row]:.3f}" if row in p_values else "")
@@ -154,7 +162,7 @@ def draw(record, path):
         for axis, (across, up) in zip(axes.flat, panels, strict=True):
             for curve in curves:
                 axis.plot([one[across] for one in curve], [one[up] for one in curve], **style, alpha=0.3, linewidth=0.6)
-            points = list(zip(*curves, strict=False))  # of the seeds, by evaluation
+            points = [[one for one in ones if one] for ones in itertools.zip_longest(*curves)]  # a failed run is short
             mean = {key: [statistics.mean(one[key] for one in seeds) for seeds in points] for key in (across, up)}
             axis.plot(mean[across], mean[up], "o", markersize=3, label=row, **style)
             axis.set(xlabel="drift from the start" if across == "drift" else across, ylabel=f"held-out {up}, ODE")

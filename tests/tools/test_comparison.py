@@ -3,12 +3,16 @@
 import importlib
 import itertools
 import json
+import shlex
+import subprocess
 from dataclasses import fields
+from types import SimpleNamespace
 
 from benchmarks import comparison, comparison_table
 from benchmarks.comparison import ROWS, make_job
 
 import pytest
+import torch
 
 fast = pytest.mark.fast
 
@@ -48,30 +52,70 @@ def test_the_plans_counts_are_the_jobs(monkeypatch):
     record = made_up_tuning()
     stages = comparison.plan(18)
     jobs = {"match": comparison.match_jobs(), "tune": comparison.tune_jobs(record)}
-    jobs |= {"run": comparison.run_jobs(record), "evaluate": comparison.evaluate_jobs()}
+    jobs |= {"run": comparison.run_jobs(record), "evaluate": comparison.evaluate_jobs(record)}
     counts = {stage: len(of_stage) for stage, of_stage in jobs.items()}
     # six trust regions: one run of Flow-GRPO and 5 x 5; 6 x 3 x 3 and 6 x 3; 5 rows x 8 and 7 x 6 seeds; 4 x 9 + 2 x 7
     assert counts == {"match": 26, "tune": 72, "run": 82, "evaluate": 50}
     assert {stage: runs for stage, (runs, _) in stages.items()} == counts
     assert all(len({json.dumps(job) for job in of_stage}) == len(of_stage) for of_stage in jobs.values())
     assert not {job["seed"] for job in jobs["run"]} & {comparison.TUNE_SEED}
-    # of match: 1 x 5 + 3 x 5 x 5 rollouts of cost 1 and 2 x 5 x 5 of .6, 26 evaluations of .9 rollouts and starts of 12
-    seconds = 18 * (80 + 0.6 * 50 + 0.9 * 26) + 12 * 26
+    # of match: 1 x 9 + 3 x 5 x 9 rollouts of cost 1 and 2 x 5 x 9 of .6, 26 evaluations of .9 rollouts and starts of 12
+    seconds = 18 * (144 + 0.6 * 90 + 0.9 * 26) + 12 * 26
     assert stages["match"][1] == pytest.approx(seconds / 7200)
 
 
 @fast
-def test_the_plan_cuts_rollouts_before_thresholds(capsys):
+def test_the_plan_cuts_rollouts_before_thresholds(capsys, monkeypatch):
     def printed(seconds):
         comparison.print_plan(seconds)
         return capsys.readouterr().out
 
-    assert "30 rollouts, 3 thresholds: nothing is cut" in printed(18)
+    # DGPO's run is the longest: 12 s and 30 x 1.45 + 7 x .9 = 49.8 rollouts are 15 minutes at 17.8 s
+    assert "30 rollouts, 3 thresholds: nothing is cut" in printed(17.8)
+    assert "25 rollouts, 3 thresholds: cut, pass --cut 1\n" in printed(17.9)
+    assert "20 rollouts, 1 thresholds: cut, pass --cut 3; this is too long as well" in printed(60)
+    monkeypatch.setattr("sys.argv", ["comparison", "--plan", "17"])
+    comparison.main()  # without a record
+    assert "nothing is cut" in capsys.readouterr().out
+    monkeypatch.setattr(comparison, "LONGEST_MIN", 10**6)
     hours = [sum(h for _, h in comparison.plan(1000, *cut).values()) / 1000 for cut in comparison.CUTS]
     assert hours == sorted(hours, reverse=True)
     for (rollouts, thresholds), hours_per_second in list(zip(comparison.CUTS, hours, strict=True))[1:]:
         text = printed(0.97 * comparison.BUDGET_H / hours_per_second)
-        assert f"{rollouts} rollouts, {thresholds} thresholds: cut" in text
+        assert f"{rollouts} rollouts, {thresholds} thresholds: cut, pass --cut" in text
+
+
+@fast
+def test_a_cut_is_recorded_and_lines_of_another_length_do_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison, "RUNS", tmp_path)
+    path = tmp_path / "record.jsonl"
+    before = made_up_tuning()
+    path.write_text("".join(json.dumps(line) + "\n" for line in before))
+    comparison.record_cut(path, 0)  # what holds already
+    assert comparison.read_record(path) == before
+    comparison.record_cut(path, 1)
+    record = comparison.read_record(path)
+    assert {job["rollouts"] for job in comparison.match_jobs()} == {9}
+    assert {job["rollouts"] for job in comparison.tune_jobs(record)} == {12}
+    assert {job["rollouts"] for job in comparison.evaluate_jobs(record)} == {25}
+    assert not any(comparison.is_recorded(job, record) for job in comparison.tune_jobs(record))
+    with pytest.raises(SystemExit, match="no tuning run"):
+        comparison.chosen(record, "cps")
+    jobs = [make_job("tune", rollouts, "cps", 100, 1e-3, 1e-4) for rollouts in (15, 12)]
+    assert comparison.folder_name(jobs[0]) == "comparison-tune-15-cps-0.001-0.0001-seed100"
+    assert len({comparison.folder_name(job) for job in jobs}) == 2
+    comparison.append(path, make_job("run", 25, "awm", 1, 1e-3))
+    with pytest.raises(SystemExit, match="has runs of another cut"):
+        comparison.record_cut(path, 2)
+
+
+@fast
+def test_a_cut_to_one_threshold_chooses_by_that_one():
+    record = [*made_up_tuning(), {"stage": "cut", "row": None, "rollouts": 30, "thresholds": 1}]
+    assert {job["threshold"] for job in comparison.tune_jobs(record) if job["row"] == "cps"} == {0.25e-4}
+    assert comparison.chosen(record, "cps") == (1e-3, 0.25e-4)
+    counts = comparison.plan(18, 30, 1)
+    assert counts["tune"][0] == len(comparison.tune_jobs(record)) == 36
 
 
 @fast
@@ -86,12 +130,13 @@ def test_every_command_is_one_that_the_script_takes(stage, row, monkeypatch, tmp
     monkeypatch.setenv("WORLD_SIZE", "1")
     setting = ROWS[row]
     threshold = setting["threshold"][1] if setting["threshold"] else None
-    job = make_job(stage, row, 3, 1e-3, threshold)
+    rollouts = {"match": 9, "tune": 15, "run": 30}[stage]
+    job = make_job(stage, rollouts, row, 3, 1e-3, threshold)
     command = comparison.command_of(job, "any")
     assert command[1:4] == ["-m", "torch.distributed.run", "--standalone"]
     module = importlib.import_module(setting["script"].removesuffix(".py"))
     args = module.check(parse_args(module.Args, module.__doc__, command[command.index("--name") :]))
-    rollouts = {"match": 5, "tune": 15, "run": 30}[stage]
+    assert args.cpu_threads == 1
     if row == "dpo_offline":
         assert args.num_steps == 4 * rollouts and args.num_pair_prompts * args.group_size == 128 * rollouts
     else:
@@ -104,14 +149,28 @@ def test_every_command_is_one_that_the_script_takes(stage, row, monkeypatch, tmp
         assert args.noise_level == (0.9 if row == "cps" else 0.7)
     else:
         assert not {"noise_level", "sde_type"} & {field.name for field in fields(args)}
-    if row == "mix_grpo" and stage != "match":
-        assert {module.trained_steps(args, step)[0] for step in range(1, rollouts + 1)} == set(range(8))
+
+
+@fast
+def test_the_window_of_mix_grpo_visits_every_position_at_any_length(monkeypatch, tmp_path):
+    import mix_grpo
+    from common.options import parse_args
+
+    monkeypatch.setattr(comparison, "RUNS", tmp_path)
+    for rollouts in {n for cut, _ in comparison.CUTS for n in (cut, cut // 2)}:
+        job = make_job("run", rollouts, "mix_grpo", 1, 1e-3, 1e-3)
+        args = parse_args(mix_grpo.Args, "", comparison.options_of(job, "any"))
+        assert {mix_grpo.trained_steps(args, step)[0] for step in range(1, rollouts + 1)} == set(range(8))
 
 
 @fast
 def test_tuning_and_the_table_share_no_prompt(monkeypatch, tmp_path):
     monkeypatch.setattr(comparison, "RUNS", tmp_path)
     comparison.tuning_prompts()
+    written = (tmp_path / "comparison_tuning_prompts.txt").stat()
+    comparison.tuning_prompts()  # another run's start leaves it as it is
+    assert (tmp_path / "comparison_tuning_prompts.txt").stat() == written
+    assert [path.name for path in tmp_path.iterdir()] == ["comparison_tuning_prompts.txt"]
     tuning = (tmp_path / "comparison_tuning_prompts.txt").read_text().splitlines()
     held_out = (comparison.ROOT / "assets/eval_prompts.txt").read_text().splitlines()
     assert len(set(tuning)) == 128 and set(tuning) | set(held_out[:128]) == set(held_out)
@@ -126,7 +185,8 @@ def made_up_tuning():
     for job in comparison.match_jobs():
         factor = job["threshold"] / ROWS[job["row"]]["threshold"][1]
         divergences = [2e-4, 4e-4] if job["row"] == "flow_grpo" else [1e-3 * factor, 1e-3 * factor]
-        record.append(job | {"failed": False, "steps": [{"divergence": one} for one in divergences]})
+        steps = [{"divergences": {"0": one, "8": 500 * one}} for one in divergences]
+        record.append(job | {"failed": False, "steps": steps})
     for job in comparison.tune_jobs(record):
         reward = {3e-4: 0.7, 1e-3: 0.8, 3e-3: 0.9}[job["learning_rate"]]
         failed = job["learning_rate"] == 3e-3
@@ -137,19 +197,67 @@ def made_up_tuning():
 @fast
 def test_the_threshold_is_matched_and_the_last_reward_chooses():
     record = made_up_tuning()
-    assert comparison.matched_threshold(record, "cps") == 0.25e-4  # 2.5e-4 is nearest to 3e-4, as a ratio
-    assert comparison.matched_threshold(record, "flow_grpo") == 1e-3
+    # 2.5e-4 is nearest to 3e-4, as a ratio
+    assert comparison.matched(record, "cps") == (0.25e-4, pytest.approx(2.5 / 3), True)
+    assert comparison.matched(record, "flow_grpo") == (1e-3, 1, True)
     tuned = [job for job in comparison.tune_jobs(record) if job["row"] == "cps"]
     assert sorted({job["threshold"] for job in tuned}) == [0.0625e-4, 0.25e-4, 1e-4]
-    assert comparison.chosen(record, "cps") == (1e-3, 0.0625e-4)  # the first of equal ones; 3e-3 has failed
+    assert comparison.chosen(record, "cps") == (1e-3, 0.0625e-4)  # the lowest of equal ones; 3e-3 has failed
     assert comparison.chosen(record, "awm") == (1e-3, None)
+    # in whatever order the cores finished
+    assert comparison.chosen(record[::-1], "cps") == (1e-3, 0.0625e-4)
+
+
+def matching(divergences):
+    """A record of Flow-GRPO's matching run, of divergence 1 at steps 0 to 8, and of cps's: {factor: of each step}."""
+    record = []
+    for job in comparison.match_jobs():
+        factor = job["threshold"] / ROWS[job["row"]]["threshold"][1]
+        of_steps = [1] * 9 if job["row"] == "flow_grpo" else divergences.get(factor)
+        if job["row"] in ("flow_grpo", "cps"):
+            steps = [{"divergences": {str(i): one for i, one in enumerate(of_steps)}}] if of_steps else []
+            record.append(job | {"failed": not of_steps, "steps": steps})
+    return record
+
+
+@fast
+def test_one_step_does_not_decide_the_match():
+    # the last step of cps is hundreds of times the others: by a plain mean even the strictest is 5 times too far
+    record = matching({factor: [factor] * 8 + [700 * factor] for factor in comparison.GRID})
+    assert comparison.matched(record, "cps") == (0.25e-4, pytest.approx(700 ** (1 / 9) / 4), True)
+
+
+@fast
+def test_windows_count_each_step_once():
+    steps = [{"divergences": divergences} for divergences in ({"0": 2, "1": 8}, {"1": 24})]
+    assert comparison.mean_divergence({"steps": steps}) == pytest.approx((2 * 16) ** 0.5)
+
+
+@fast
+def test_where_nothing_is_near_or_all_are_equal_the_shipped_threshold_is_taken():
+    far = matching({factor: [0.01 * factor] * 9 for factor in comparison.GRID})
+    assert comparison.matched(far, "cps") == (1e-4, pytest.approx(0.01), False)
+    # nothing is clipped from the shipped one on
+    equal = matching({factor: [0.5 * min(factor, 1)] * 9 for factor in comparison.GRID})
+    assert comparison.matched(equal, "cps") == (1e-4, pytest.approx(0.5), True)
+    below = matching({factor: [0.5 if factor <= 1 else 8] * 9 for factor in comparison.GRID})
+    assert comparison.matched(below, "cps") == (1e-4, pytest.approx(0.5), True)
+
+
+@fast
+def test_a_failed_matching_run_is_left_out(tmp_path):
+    some = matching({1 / 4: [0.3] * 9, 4: [1.2] * 9})  # the others have failed at step 1
+    assert comparison.matched(some, "cps") == (4e-4, pytest.approx(1.2), True)
+    assert comparison.matched(matching({}), "cps") == (1e-4, None, False)
+    (tmp_path / "args.json").write_text('{"git_hash": "abc"}')  # and left no metrics.jsonl
+    assert comparison.measure(tmp_path, "cps") == {"git_hash": "abc", "evaluations": [], "steps": []}
 
 
 # ---- resuming --------------------------------------------------------------------------------------------------------
 @fast
-def test_what_is_recorded_is_not_run_again(tmp_path):
+def test_what_is_recorded_is_not_run_again(tmp_path, capsys):
     path = tmp_path / "record.jsonl"
-    jobs = [make_job("run", "awm", seed, 1e-3) for seed in range(1, 6)]
+    jobs = [make_job("run", 30, "awm", seed, 1e-3) for seed in range(1, 6)]
     path.write_text(json.dumps(jobs[1] | {"failed": False}) + "\n")
     done = []
 
@@ -162,17 +270,38 @@ def test_what_is_recorded_is_not_run_again(tmp_path):
     with pytest.raises(RuntimeError, match="the disk is full"):
         comparison.work_through(jobs, path, [7], stops_at_four)
     assert done == [(1, 7), (3, 7)] and [line["seed"] for line in comparison.read_record(path)] == [2, 1, 3]
-    comparison.work_through(jobs, path, [0, 1], lambda job, *_: job)
+    capsys.readouterr()
+    comparison.work_through(jobs, path, [0, 1], lambda job, *_: job | {"failed": job["seed"] == 5})
+    printed = sorted(capsys.readouterr().out.splitlines())
+    assert [line[:7] for line in printed] == ["1 of 2:", "2 of 2:"]
+    assert {line[8:] for line in printed} == {
+        "comparison-run-30-awm-0.001-seed4",
+        "comparison-run-30-awm-0.001-seed5, failed",
+    }
     assert sorted(line["seed"] for line in comparison.read_record(path)) == [1, 2, 3, 4, 5]
     comparison.work_through(jobs, path, [0], lambda *_: pytest.fail("all are recorded"))
-    assert not comparison.is_recorded(make_job("run", "awm", 1, 3e-3), comparison.read_record(path))
+    for other in (make_job("run", 30, "awm", 1, 3e-3), make_job("run", 25, "awm", 1, 1e-3)):
+        assert not comparison.is_recorded(other, comparison.read_record(path))
+
+
+@fast
+def test_a_half_written_last_line_is_ignored_and_replaced(tmp_path):
+    path = tmp_path / "record.jsonl"
+    for half in ('{"stage": "ru', '{"stage": "run"}'):  # the second lacks its newline alone
+        path.write_text('{"stage": "match"}\n' + half)
+        assert comparison.read_record(path) == [{"stage": "match"}]
+        comparison.append(path, {"stage": "tune"})
+        assert path.read_text() == '{"stage": "match"}\n{"stage": "tune"}\n'
+    path.unlink()
+    comparison.append(path, {"stage": "tune"})
+    assert comparison.read_record(path) == [{"stage": "tune"}]
 
 
 @fast
 def test_only_numbers_that_are_not_finite_make_a_failed_run(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "RUNS", tmp_path)
-    monkeypatch.setattr(comparison, "measure", lambda *_: {"steps": []})
-    job = make_job("run", "awm", 1, 1e-3)
+    monkeypatch.setattr(comparison, "measure", lambda *_: {"steps": [{}] * 30})
+    job = make_job("run", 30, "awm", 1, 1e-3)
     said = "step 3: not a finite number: actor/loss = nan; is --learning_rate too high?"
     for code, text, failed in [(0, "", False), (1, said, True)]:
         monkeypatch.setattr(comparison, "command_of", lambda *_, c=code, t=text: ["sh", "-c", f'echo "{t}"; exit {c}'])
@@ -180,6 +309,61 @@ def test_only_numbers_that_are_not_finite_make_a_failed_run(tmp_path, monkeypatc
     monkeypatch.setattr(comparison, "command_of", lambda *_: ["sh", "-c", "echo no space left; exit 1"])
     with pytest.raises(RuntimeError, match="exited with 1"):
         comparison.train(job, "any", 0)
+
+
+@fast
+def test_a_run_that_was_stopped_is_not_a_finished_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison, "RUNS", tmp_path)
+    monkeypatch.setattr(comparison, "command_of", lambda *_: ["sh", "-c", "test $OMP_NUM_THREADS = 1"])
+    for row, num_steps in [("awm", 30), ("dpo_offline", 120)]:
+        job = make_job("run", 30, row, 1, 1e-3)
+        for found in (num_steps - 1, 0):
+            monkeypatch.setattr(comparison, "measure", lambda *_, n=found: {"steps": [{}] * n})
+            with pytest.raises(RuntimeError, match=f"any: {found} of {num_steps} steps: start the comparison again"):
+                comparison.train(job, "any", 0)
+        monkeypatch.setattr(comparison, "measure", lambda *_, n=num_steps: {"steps": [{}] * n})
+        assert comparison.train(job, "any", 0)["failed"] is False
+
+
+@fast
+def test_a_folder_of_other_options_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison, "RUNS", tmp_path)
+    monkeypatch.setattr(comparison, "measure", lambda *_: {"steps": [{}] * 30})
+    monkeypatch.setattr(comparison, "command_of", lambda *_: ["true"])
+    job = make_job("run", 30, "awm", 1, 1e-3)
+    begun = ["/any/contrib/awm.py", *comparison.options_of(job, "any"), "--resume", "latest"]
+    (tmp_path / "any").mkdir()
+    (tmp_path / "any/args.json").write_text(json.dumps({"command": shlex.join(begun)}))
+    assert comparison.train(job, "any", 0)["failed"] is False
+    monkeypatch.setattr(comparison, "IMAGES", 64)
+    with pytest.raises(RuntimeError, match="any: other options have begun it: remove it"):
+        comparison.train(job, "any", 0)
+
+
+@fast
+def test_a_run_that_saved_nothing_is_evaluated_as_before_training(tmp_path, monkeypatch):
+    path = tmp_path / "record.jsonl"
+    record = made_up_record()
+    for line in record:
+        if line["stage"] == "run" and line["row"] == "cps" and line["seed"] in (3, 4):
+            line["failed"] = True
+            line["evaluations"] = line["evaluations"][: 1 if line["seed"] == 3 else 2]
+    path.write_text("".join(json.dumps(line) + "\n" for line in record))
+    monkeypatch.setattr(comparison, "own_sampler", lambda run, name, core: run | {"name": name})
+    jobs = [job for job in comparison.evaluate_jobs(record) if job["row"] == "cps"]
+    names = {job["seed"]: comparison.do_job(job, path, 0)["name"] for job in jobs}
+    assert names[0] == names[3] == ""
+    assert names[4] == "comparison-run-30-cps-0.001-6.25e-06-seed4" and names[5].endswith("seed5")
+
+
+@fast
+def test_an_evaluations_line_says_its_code_seconds_and_images(monkeypatch):
+    job = make_job("evaluate", 30, "cps", 1, 1e-3, 1e-4)
+    printed = "a line of a library\n" + json.dumps({"images": 256, "ocr": 0.5}) + "\n"
+    monkeypatch.setattr(comparison, "child", lambda *_, **__: subprocess.CompletedProcess([], 0, printed))
+    line = comparison.own_sampler(job, "any", 0)
+    assert line | job == line and line["ocr"] == 0.5 and line["images"] == 256 and line["seconds"] >= 0
+    assert set(line) - set(job) == {"ocr", "images", "seconds", "git_hash"}
 
 
 @fast
@@ -195,7 +379,10 @@ def test_a_run_again_prints_its_command_and_the_verdict(tmp_path, monkeypatch, c
         monkeypatch.setattr(comparison, "train", lambda job, name, core, line=now: line)
         comparison.again(path, "cps", 3, 0)
         printed = capsys.readouterr().out
-        assert printed.startswith("torchrun --standalone flow_grpo.py --name comparison-again-cps-seed3 --seed 3 ")
+        name = "comparison-again-cps-seed3-2" if verdict == "the same numbers" else "comparison-again-cps-seed3-3"
+        command = f"OMP_NUM_THREADS=1 taskset -c 0 torchrun --standalone flow_grpo.py --name {name} --seed 3 "
+        assert printed.startswith(command) and " --cpu_threads 1 " in printed
+        (tmp_path / name).mkdir()  # someone has used the command
         assert "--clip_range 6.25e-06" in printed and f"{verdict} at all evaluations" in printed
 
 
@@ -216,11 +403,11 @@ def made_up_record():
                     "diversity": 0.2,
                     "drift": i / 9,
                 }
-            line = make_job("run", row, seed, *comparison.chosen(record, row)) | {"failed": False, "steps": []}
+            line = make_job("run", 30, row, seed, *comparison.chosen(record, row)) | {"failed": False, "steps": []}
             record.append(line | {"evaluations": evaluations})
             if ROWS[row]["threshold"]:
-                record.append(make_job("evaluate", row, seed) | {"ocr": 0.5 + seed / 100})
-    record.append(make_job("evaluate", "cps", 0) | {"ocr": 0.432})
+                record.append(make_job("evaluate", 30, row, seed) | {"ocr": 0.5 + seed / 100})
+    record.append(make_job("evaluate", 30, "cps", 0) | {"ocr": 0.432})
     return record
 
 
@@ -247,6 +434,37 @@ def test_the_table_of_a_made_up_record():
 
 
 @fast
+def test_the_table_says_which_threshold_could_not_be_matched():
+    record = made_up_record()
+    for line in record:
+        if line["stage"] == "match" and line["row"] == "cps":
+            line["steps"] = [{"divergences": {"0": 60, "8": 0.06}}]  # sqrt(60 x .06) = 1.9, of Flow-GRPO's .0067
+        if line["stage"] in ("tune", "run") and line["row"] == "cps":
+            line["threshold"] = 1e-4
+    (row,) = [line for line in comparison_table.table_text(record).splitlines() if line.startswith("| cps |")]
+    assert "| 0.001, 0.0001 (not matched: 2.8e+02 times Flow-GRPO's divergence) |" in row
+
+
+@fast
+def test_a_failed_run_shortens_neither_the_seconds_nor_the_mean_curve(monkeypatch, tmp_path):
+    record = made_up_record()
+    (failed,) = [line for line in record if (line["stage"], line["row"], line["seed"]) == ("run", "flow_grpo", 2)]
+    failed["failed"] = True
+    failed["evaluations"] = failed["evaluations"][:2]
+    failed["evaluations"][1]["seconds"] = 3
+    text = comparison_table.table_text(record)
+    assert "| after 100 s |" in text and "flow_grpo, 1 failed" in text
+    drawn = []
+    plot = comparison_table.plt.Axes.plot
+    keep = lambda self, x, y, *form, **style: drawn.append((style, x, y)) or plot(self, x, y, *form, **style)
+    monkeypatch.setattr(comparison_table.plt.Axes, "plot", keep)
+    comparison_table.draw(record, tmp_path / "curves.png")
+    means = [(x, y) for style, x, y in drawn if style.get("label") == "flow_grpo"]
+    assert means[0][0] == [0, 1920, 3840]  # images, of all evaluations
+    assert means[0][1][2] == pytest.approx(0.8 + (1 + 3 + 4 + 5 + 6 + 7 + 8) / 7 / 100)
+
+
+@fast
 def test_no_p_before_all_pairs_are_there():
     record = [line for line in made_up_record() if (line["stage"], line["row"], line["seed"]) != ("run", "cps", 8)]
     assert comparison_table.adjusted_p(record) == {}
@@ -266,28 +484,78 @@ def test_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+# ---- windows ---------------------------------------------------------------------------------------------------------
+@fast
+@pytest.mark.parametrize("rollouts", [30, 25, 20])
+@pytest.mark.parametrize("row", ["mix_grpo", "tempflow_grpo", "flow_grpo"])
+def test_an_evaluation_has_windows_of_the_whole_run(row, rollouts, monkeypatch):
+    """MixGRPO's eight windows once each. Nothing is sampled here."""
+    module = importlib.import_module(ROWS[row]["script"].removesuffix(".py"))
+    windows = []
+    monkeypatch.setattr("common.models.family.find_family", lambda *_: None)
+    monkeypatch.setattr("common.models.family.load_model", lambda *_: None)
+    monkeypatch.setattr("common.rewards.scoring.load_rewards", lambda *_: {"ocr": None})
+    monkeypatch.setattr("common.rewards.scoring.score_images", lambda *_: torch.zeros(1, 1))
+    monkeypatch.setattr(module, "encode_prompts", lambda *_: None)
+    monkeypatch.setattr(module, "make_request", lambda *_, sde_steps: windows.append(sde_steps))
+    monkeypatch.setattr(module, "sample_locally", lambda *_: SimpleNamespace(images=[]))
+    told = comparison.score_by_own_sampler(make_job("run", rollouts, row, 1, 1e-3, 1e-3), None)
+    assert told == {"images": 256, "ocr": 0}
+    expected = {"mix_grpo": {(i, i + 1) for i in range(8)}, "flow_grpo": {tuple(range(9))}}
+    assert len(windows) == 8
+    if row in expected:
+        assert set(windows) == expected[row]
+    else:
+        assert len(set(windows)) >= 7 and set(windows) <= {(i,) for i in range(9)}
+
+
+@fast
+@pytest.mark.parametrize(("row", "positions"), [("mix_grpo", 8), ("tempflow_grpo", 9), ("flow_grpo", 1)])
+def test_matching_sees_every_position_of_the_window(row, positions, monkeypatch, tmp_path):
+    monkeypatch.setattr(comparison, "RUNS", tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    script = ROWS[row]["script"].removesuffix(".py")
+    module = importlib.import_module(script)
+    for name in ("accumulate_gradients", "update", "trained_steps"):
+        monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
+    seen = []
+    monkeypatch.setattr(module, "prepare", lambda args: None)
+    main = lambda args, _: seen.extend(module.trained_steps(args, step) for step in range(1, args.num_steps + 1))
+    monkeypatch.setattr(module, "main", main)
+    job = make_job("match", comparison.MATCH_ROLLOUTS, row, 100, 1e-3, 1e-3)
+    comparison.run_with_divergence(script, comparison.options_of(job, "any"))
+    assert len(set(seen)) == positions and {i for window in seen for i in window} == set(range(9))
+
+
 # ---- one tiny run ----------------------------------------------------------------------------------------------------
 def test_the_divergence_and_the_evaluation_of_a_tiny_run(tmp_path, monkeypatch):
     """The divergence is Guard's own metric; with no noisy step an evaluation gives the trainer's rewards."""
     monkeypatch.chdir(comparison.ROOT)  # as the harness starts it
     monkeypatch.setattr(comparison, "RUNS", tmp_path)
-    for name, value in {"IMAGES": 16, "UPDATES": 2, "NUM_PROMPTS": 4, "MATCH_ROLLOUTS": 1}.items():
+    for name, value in {"IMAGES": 16, "UPDATES": 2, "NUM_PROMPTS": 4}.items():
         monkeypatch.setattr(comparison, name, value)
     guard = ROWS["grpo_guard"]
     monkeypatch.setitem(guard, "options", f"{guard['options']} --output_dir {tmp_path}")
-    job = make_job("match", "grpo_guard", 1, 1e-3, 5e-4)
+    job = make_job("match", 1, "grpo_guard", 1, 1e-3, 5e-4)
     line = comparison.train(job, "tiny", 0)
     (step,) = line["steps"]
     # ppo_kl is the mean over the rollout's two mini-batches, of which the first has 0
-    assert step["divergence"] > 1e-6 and step["divergence"] == pytest.approx(2 * step["ppo_kl"], rel=1e-4)
+    divergences = step["divergences"]
+    assert list(divergences) == [str(i) for i in range(9)] and min(divergences.values()) > 1e-7
+    assert sum(divergences.values()) / 9 == pytest.approx(2 * step["ppo_kl"], rel=1e-4)
     (evaluation,) = line["evaluations"]
     assert evaluation["images"] == 16 and evaluation["updates"] == 2 and evaluation["seconds"] > 0
     module = importlib.import_module("grpo_guard")
     noisy = comparison.score_by_own_sampler(job, tmp_path / "tiny", chunks=2)
     monkeypatch.setattr(module, "trained_steps", lambda *_: ())
     by_ode = comparison.score_by_own_sampler(job, tmp_path / "tiny", chunks=2)
+    # its folder is taken again by the same command alone
+    assert comparison.train(job, "tiny", 0)["steps"] == line["steps"]
+    monkeypatch.setattr(comparison, "IMAGES", 32)
+    with pytest.raises(RuntimeError, match="tiny: other options have begun it"):
+        comparison.train(job, "tiny", 0)
     assert by_ode["ocr"] == pytest.approx(evaluation["ocr"], abs=0.03)  # a digit of one image, read otherwise
     assert by_ode["sign_colour"] == pytest.approx(evaluation["sign_colour"], abs=1e-3)
     assert by_ode["jpeg_compressibility"] == pytest.approx(evaluation["jpeg_compressibility"], rel=1e-3)
     assert noisy["jpeg_compressibility"] != pytest.approx(by_ode["jpeg_compressibility"], rel=1e-3)
-    assert list(noisy) == ["ocr", "sign_colour", "jpeg_compressibility"]
+    assert list(noisy) == ["images", "ocr", "sign_colour", "jpeg_compressibility"]
