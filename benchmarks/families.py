@@ -32,8 +32,7 @@ OPTIONS = ["--eval_every", 1, "--max_prompts", 2, "--max_sequence_length", 160, 
 ONLINE = ["--num_prompts", 4, "--group_size", 4, "--updates_per_rollout", 1, "--micro_batch_size", 4]
 OFFLINE = ["--num_pair_prompts", 4, "--group_size", 4, "--num_pairs", 2, "--micro_batch_size", 1]  # dpo_offline.py's
 OF_FAMILY = {family: ["--num_frames", 5] for family in FAMILIES if family.startswith("wan")}
-# pairs are of images, not of videos, and have no condition images
-REFUSED = {(family, "dpo_offline.py") for family in (*OF_FAMILY, "flux_kontext")}
+REFUSED = {(family, "dpo_offline.py") for family in OF_FAMILY}  # pairs are of images, not of videos
 WAYS = ["local", "2 ranks", "vllm"]
 LIMITS = {"log_prob": 1e-6, "reward": 1e-3, "metrics": 3e-3, "adapter": 5e-2}
 

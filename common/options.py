@@ -231,7 +231,7 @@ class EngineArgs(SharedArgs):
     rollout: Literal["vllm", "local"] = "vllm"
     """vllm: a vLLM-Omni engine per rank samples, in a process of its own; local: the training transformer samples"""
     save_rollouts: NonNegativeInt = 0
-    """training steps between rollouts whose images are saved with their rewards and advantages; 0: no rollouts"""
+    """training steps between rollouts whose images are saved with their rewards and advantages; 0: none is saved"""
     rollout_batch_size: PositiveInt = 32
     """at most how many images the vLLM-Omni engine samples at once; --rollout local uses micro_batch_size"""
     engine_timeout_s: PositiveFloat = 600

@@ -119,7 +119,7 @@ class Run:
         best_score: the highest weighted total of an evaluation so far.
     """
 
-    _best_step: int | None = None  # of the evaluations since the start or the resuming
+    _best_step: int | None = None  # of the best evaluation; None: unknown
 
     def __init__(
         self,
@@ -213,8 +213,7 @@ class Run:
         """Start the clock of a training step and, where one was asked for, its profiler trace."""
         if self.bar is None:
             size = " x ".join(map(str, self.config.get("image_size", ())))
-            images = f"{self._num_images} images of {size} pixels each"
-            self.say(f"training: steps {step} to {self._num_steps}, {images}")
+            self.say(f"training: steps {step} to {self._num_steps}, {self._num_images} of {size} pixels each")
             self.bar = tqdm(initial=step - 1, total=self._num_steps, disable=not self._writes)
         self._trace.close()  # writes the previous step's trace
         if self.config.get("profile_steps"):
@@ -394,7 +393,8 @@ class Run:
 
         Full weights are as large as their checkpoint: their adapter/ is written when the run ends.
         """
-        state |= {"step": self.step, "best": self.best_score, "args": self.config, "format": FORMAT}
+        state |= {"step": self.step, "args": self.config, "format": FORMAT}
+        state |= {"best": self.best_score, "best_step": self._best_step}
         with self.timed("save_checkpoint"):  # after `write`: a resumed run cuts the log back to the checkpoint
             save_checkpoint(self.folder, self.step, state, self._keep_checkpoints)
             if model.is_lora or self._is_stopping or self.step == self._num_steps:
@@ -417,6 +417,7 @@ class Run:
         state["path"] = self.checkpoint
         is_comparable = say_resumed(self.checkpoint, options_today(state), self.config)
         self.step = state["step"]
+        self._best_step = state.get("best_step") if is_comparable else None
         self._resumed_from = self.step
         self.best_score = state["best"] if is_comparable else -math.inf
         return state

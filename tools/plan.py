@@ -128,6 +128,8 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     lora = make_lora(args, family)
     check_lora_modules(lora, options)
     num_sources = count_sources(family, options)
+    if num_sources and w.prompt_cache is not None:
+        raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
     with refusing(f"--model {args.model}", Exception):  # whatever a library raises over a stranger's configs
         blueprint = Blueprint(family, args.model, lora, getattr(torch, w.dtype), num_sources)
     print_uncounted([*args.reward, *args.eval_reward])

@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> Path:
     if "image" in lines.metadata[0]:
         for number, of_all in enumerate(zip(*prompts.sources(), strict=True), start=1):
             pictures[f"source {number}"] = [source.resize((width, height)) for source in of_all]
-    with on_device(model, "text_encoder"), on_device(model, "vae"):
+    with on_device(model, "text_encoder"), on_device(model, "image_encoder"), on_device(model, "vae"):
         pictures["before"] = sample(model, prompts, seeds, options)
         for name, policy in policies.items():
             use(model, *policy)

@@ -70,9 +70,9 @@ class Family(ABC):
     # Images (B of them, as a list), height, width -> latents (B, ...), the reverse of `decode`. Offline DPO needs it
     # and refuses a family without it, such as a family of videos. Define it as a method.
     encode_images: Callable[[list[PIL.Image.Image], int, int], torch.Tensor] | None = None
-    # For a model that edits: the least and the most condition images of a prompt; all records of a run have equally
-    # many. Define both as methods: S images of each of B prompts, height, width -> their conditioning, named
-    # source_..., for both branches; the latents' shape, S -> {name: shape} of one prompt's.
+    # A model that edits sets the least and the most sources of a prompt; all records of a run have equally many. It
+    # defines two methods: S pictures of each of B prompts, height, width -> their conditioning, in names that begin
+    # with source_, which both branches of guidance get; the latents' shape, S -> {name: shape} of one prompt's.
     num_sources = (0, 0)
     source_tokens = 0  # of each, beside max_sequence_length, in a text encoder that sees them
     encode_sources: Callable[[list[list[PIL.Image.Image]], int, int], Conditioning] | None = None
@@ -124,7 +124,7 @@ class Family(ABC):
     def encode(
         self, prompts: "PromptSet", max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
     ) -> Conditioning:
-        """Conditioning of B prompts and, for a model that edits, of their condition images, brought to image_size."""
+        """Conditioning of B prompts and their pictures, brought to image_size. WanImageToVideo reads num_frames."""
         conditioning = self.encode_prompts(prompts.prompts, max_sequence_length)
         if self.encode_sources and "image" in prompts.metadata[0]:
             conditioning |= self.encode_sources(prompts.sources(), *image_size)
@@ -256,7 +256,7 @@ def load_model(
     say(f"loading {model}")
     disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # that ends in a reshape: it is not changed in place
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # whose output is a view; we do not write into it
     try:
         with refusing(f"--model {model}", Exception):  # whatever a library raises over a stranger's files
             pipe = load_pipeline(model, dtype)

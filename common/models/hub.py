@@ -44,9 +44,11 @@ def download_index(model: str) -> Path:
 
 def explain_pipeline(pipeline: str, files: list[Path]) -> str:
     """Which families there are, and what may be done about a pipeline class without one. files: of common/models/."""
-    # FluxKontext inherits from Flux, QwenImageEditPlus from QwenImage, WanImageToVideo from Wan
-    is_family = re.compile(r"\nclass \w+\((Family|Flux|QwenImage|Wan)\):")
-    known = [file.stem for file in files if is_family.search(file.read_text("utf-8"))]
+    known = []
+    for file in files:  # wan_image_to_video.py is of a family: it has a class WanImageToVideo(...)
+        classes = re.findall(r"^class (\w+)\(", file.read_text("utf-8"), re.MULTILINE)
+        if file.stem.replace("_", "") in map(str.lower, classes) and file.stem != "family":
+            known.append(file.stem)
     told = f"supported: {', '.join(known)}"
     plain = OTHER_TASKS.sub("", pipeline)
     if plain != pipeline and plain.lower().removesuffix("pipeline") in [stem.replace("_", "") for stem in known]:

@@ -190,9 +190,11 @@ class Blueprint:
         return conditioning
 
     def conditioning_bytes(self, length: int, image_size: tuple[int, int], num_frames: int = 1) -> int:
-        """Bytes of one prompt's conditioning."""
-        shapes = self.conditioning_shapes(length, image_size, num_frames)
-        return sum(torch.Size(shape).numel() for shape in shapes.values()) * self.dtype.itemsize
+        """Bytes of one prompt's conditioning; latents of pictures are fp32, as the VAE is."""
+        size = 0
+        for name, shape in self.conditioning_shapes(length, image_size, num_frames).items():
+            size += torch.Size(shape).numel() * (4 if name == "source_latents" else self.dtype.itemsize)
+        return size
 
     def velocity(
         self,

@@ -339,6 +339,8 @@ def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     larger = "use a machine with more memory"
     encoded = ("encode",) if w.prompt_cache is None else ("start",)
     decoded = () if w.has_engine else ("rollout",)  # an engine has its own VAE
+    if blueprint.num_sources:  # the VAE encodes pictures with the prompts, engine or not
+        decoded = ("encode", *decoded)
     num_policies = sum(policy != "reference" for policy in w.policies)
     saved = 4 * blueprint.num_trained * (2 + num_policies + 1)  # Adam's moments, each policy, and one for adapter/
     if not is_lora(blueprint):  # each rank writes its shards as they are, and rank 0 gathers adapter/

@@ -182,11 +182,14 @@ def count_sources(family: "type[Family]", options: dict[str, Any]) -> int:  # a 
     least, most = family.num_sources
     if least == most:
         return least
-    # a run's files must have equally many; one of pairs does not read --train_prompts
+    # all files of a run have equally many pictures; a run with --pairs does not read --train_prompts
     path = Path(options["eval_prompts"] if options.get("pairs") else options["train_prompts"])
     where, record = read_records(path)[0]
     with refusing(where):
-        return max(least, len(find_pictures(record, path, where).get("image", ())))
+        found = len(find_pictures(record, path, where).get("image", ()))
+        if not least <= found <= most:
+            raise ValueError(f'has {found or "no"} "image"; {family.__name__} takes {least} to {most}')
+    return found
 
 
 def check_sources(

@@ -114,8 +114,10 @@ class WanImageToVideo(Wan):
 
     @torch.no_grad()
     def embed_pictures(self, pictures: list[Image]) -> torch.Tensor:
-        """B pictures -> the image encoder's embeddings (B, N, C). It crops and resizes them itself, as it is asked to
-        by the pipeline, which shows it the picture before that is brought to a size."""
+        """B pictures -> the image encoder's embeddings (B, N, C).
+
+        It sees a picture in its own shape, as in the stock pipeline, and crops and resizes it itself.
+        """
         with on_device(self, "image_encoder"):
             embeds = [self.pipe.encode_image(picture, self.device) for picture in pictures]
         return torch.cat(embeds)
