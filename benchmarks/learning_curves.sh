@@ -83,11 +83,12 @@ contrib() {
 
 edits() {
     local task="--model assets/embedded_edit --train_prompts assets/edit_train.jsonl --eval_prompts assets/edit_eval.jsonl"
+    local options="--rollout local --num_steps 36 --eval_every 12 --ema_decay 0.95"
+    local colour=assets/sign_colour.py:sign_colour
     for seed in 1 2 3; do
-        run "edit-ocr-seed$seed" 1 flow_grpo.py $task --seed "$seed" --rollout local --eval_every 10 \
-            --eval_reward assets/sign_colour.py:sign_colour
-        run "edit-ocr-preservation-seed$seed" 1 flow_grpo.py $task --seed "$seed" --rollout local --eval_every 10 \
-            --reward ocr preservation --reward_weights 1 1 --eval_reward assets/sign_colour.py:sign_colour
+        run "edit-ocr-seed$seed" 1 flow_grpo.py $task $options --seed "$seed" --eval_reward "$colour"
+        run "edit-both-seed$seed" 1 flow_grpo.py $task $options --seed "$seed" --eval_reward "$colour" \
+            --reward ocr preservation --reward_weights 1 4
     done
 }
 
