@@ -295,6 +295,10 @@ def save(args, pipe, averaged):
     half.load_state_dict(transformer.state_dict())
     components = {name: part for name, part in pipe.components.items() if part is not None}
     FluxKontextPipeline(**{**components, **parts, "transformer": half.bfloat16()}).save_pretrained(args.out)
+    for file in args.out.glob("*/config.json"):  # the folder that a part was read from is no part of it
+        config = json.loads(file.read_text())
+        config.pop("_name_or_path", None)
+        file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main(args):
