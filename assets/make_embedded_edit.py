@@ -16,10 +16,10 @@ Signs, tokenizers, text encoders and training loop are those of make_embedded.py
 digits of one size in the middle of the sign. FLUX gives text no positions: where digits stood anywhere, the model had
 not found out after 3,000 steps which digit goes where. The VAE is the other model's, unchanged, and the T5 begins as
 its T5. Transformer and text encoders are trained on pairs of signs. The first pairs ask for numbers of one digit, such
-as "7777": from them the model learns what a digit looks like before it learns where it goes. It finds that out after step
-1,000; after 2,400 steps its held-out `ocr` is 0.90. The last 300 steps make it worse, for RL to mend: in their pairs
-the new number stands up to half a digit to the left or the right of the old one's place. The model cannot know where,
-and a few sampling steps blur what it does not know.
+as "7777": from them the model learns what a digit looks like before it learns where it goes. It finds that out after
+step 1,000; after 2,400 steps its held-out `ocr` is 0.90. The last 300 steps make it worse, for RL to mend: in their
+pairs the new number stands up to half a digit to the left or the right of the old one's place. The model cannot know
+where, and a few sampling steps blur what it does not know.
 """
 
 import itertools

@@ -132,6 +132,8 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
         raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
     with refusing(f"--model {args.model}", Exception):  # whatever a library raises over a stranger's configs
         blueprint = Blueprint(family, args.model, lora, getattr(torch, w.dtype), num_sources)
+    if family.num_sources[1]:
+        print(f"counted: {num_sources} picture{'' if num_sources == 1 else 's'} for each record")
     print_uncounted([*args.reward, *args.eval_reward])
     if gpu_gb is not None:  # as a run on these GPUs chooses them
         world = {"ranks": ranks, "ranks_here": ranks_per_node}

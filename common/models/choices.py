@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.models.base_weights import check_base_weights
 from common.models.source_images import check_sources, say_stretched
+from common.process import say
 from common.rewards.eval_by import check_field
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ def check_choices(inputs: "Inputs", options: dict[str, Any]) -> None:
 def check_pictures(inputs: "Inputs", options: dict[str, Any]) -> None:
     """ValueError: a record has another number of pictures than the model takes. Reports pictures of another shape."""
     prompt_sets = (
-        ("--train_prompts", inputs.train_set),
-        ("--eval_prompts", inputs.eval_set),
+        (f"--train_prompts {options['train_prompts']}", inputs.train_set),
+        (f"--eval_prompts {options['eval_prompts']}", inputs.eval_set),
     )
     check_sources(inputs.family, prompt_sets, inputs.pairs, options.get("prompt_cache"))
     if max(inputs.family.num_sources):
@@ -44,6 +45,10 @@ def check_pictures(inputs: "Inputs", options: dict[str, Any]) -> None:
         say_stretched("--train_prompts", inputs.train_set, size)
         eval_size = options.get("eval_image_size") or size
         say_stretched("--eval_prompts", inputs.eval_set, eval_size)
+        num_masks = sum("mask" in record for record in inputs.eval_set.metadata)
+        if 0 < num_masks < len(inputs.eval_set):
+            of_all = f"{num_masks} of {len(inputs.eval_set)} records have a mask"
+            say(f"--eval_prompts: {of_all}; preservation compares the others as a whole, which gives other scores")
 
 
 def watch_preservation(inputs: "Inputs") -> None:

@@ -218,11 +218,12 @@ def check_sources(
         raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
     for option, prompts, of_records in counts:
         for number, (prompt, count) in enumerate(zip(prompts, of_records, strict=True), start=1):
-            found = f'{option}: record {number}, {prompt!r}, has {count or "no"} "image"'
+            pictures = f"{count or 'no'} picture{'s' if count > 1 else ''}"
+            found = f'{option}: record {number}, {prompt!r}, has {pictures} ("image")'
             if not least <= count <= most:
                 raise ValueError(brief(f"{found}; {family.__name__} takes {taken}"))
             if count != first:
-                raise ValueError(brief(f"{found}; the first record has {first or 'none'}, and all must have as many"))
+                raise ValueError(brief(f"{found}; the first of all has {first or 'none'}, and each must have as many"))
 
 
 def say_stretched(option: str, prompts: PromptSet, image_size: tuple[int, int]) -> None:

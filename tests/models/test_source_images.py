@@ -272,22 +272,32 @@ def test_a_model_gets_as_many_pictures_as_it_takes():
     for family in (Flux2Klein, QwenImageEditPlus):
         for count in (1, 4):
             check_sources(family, [("--train_prompts", edits(count, count)), ("--eval_prompts", edits(count))])
-    as_many = "and all must have as many"
+    as_many = "and each must have as many"
     of = "--eval_prompts: record"
     for family, prompts, line in (
-        (StableDiffusion3, edits(0, 1), f"{of} 2, 'edit 1', has 1 \"image\"; StableDiffusion3 takes none"),
-        (FluxKontext, edits(1, 0), f"{of} 2, 'edit 1', has no \"image\"; FluxKontext takes 1"),
-        (FluxKontext, edits(2), f"{of} 1, 'edit 0', has 2 \"image\"; FluxKontext takes 1"),
-        (Flux2Klein, edits(5), f"{of} 1, 'edit 0', has 5 \"image\"; Flux2Klein takes 0 to 4"),
-        (Flux2Klein, edits(1, 2), f"{of} 2, 'edit 1', has 2 \"image\"; the first record has 1, {as_many}"),
-        (Flux2Klein, edits(0, 1), f"{of} 2, 'edit 1', has 1 \"image\"; the first record has none, {as_many}"),
-        (QwenImageEditPlus, edits(5), f"{of} 1, 'edit 0', has 5 \"image\"; QwenImageEditPlus takes 1 to 4"),
+        (StableDiffusion3, edits(0, 1), f"{of} 2, 'edit 1', has 1 picture (\"image\"); StableDiffusion3 takes none"),
+        (FluxKontext, edits(1, 0), f"{of} 2, 'edit 1', has no picture (\"image\"); FluxKontext takes 1"),
+        (FluxKontext, edits(2), f"{of} 1, 'edit 0', has 2 pictures (\"image\"); FluxKontext takes 1"),
+        (Flux2Klein, edits(5), f"{of} 1, 'edit 0', has 5 pictures (\"image\"); Flux2Klein takes 0 to 4"),
+        (
+            Flux2Klein,
+            edits(1, 2),
+            f"{of} 2, 'edit 1', has 2 pictures (\"image\"); the first of all has 1, {as_many}",
+        ),
+        (
+            Flux2Klein,
+            edits(0, 1),
+            f"{of} 2, 'edit 1', has 1 picture (\"image\"); the first of all has none, {as_many}",
+        ),
+        (QwenImageEditPlus, edits(5), f"{of} 1, 'edit 0', has 5 pictures (\"image\"); QwenImageEditPlus takes 1 to 4"),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
             check_sources(family, [("--eval_prompts", prompts)])
     with pytest.raises(ValueError, match="^--prompt_cache: keeps embeddings of texts"):
         check_sources(FluxKontext, [("--train_prompts", edits(1))], prompt_cache="cache")
-    with pytest.raises(ValueError, match="^--pairs: record 2, 'edit 1', has no \"image\"; FluxKontext takes 1$"):
+    with pytest.raises(
+        ValueError, match="^--pairs: record 2, 'edit 1', has no picture \\(\"image\"\\); FluxKontext takes 1$"
+    ):
         check_sources(FluxKontext, [], pairs)
 
 
@@ -452,8 +462,8 @@ def test_an_evaluation_of_another_size_brings_the_pictures_to_it(kontext, tmp_pa
 def test_a_run_without_pictures_is_refused_before_the_model_loads(kontext, tmp_path):
     prompts = ["--train_prompts", ROOT / "assets/train_prompts.txt"]
     line = run_here(tmp_path, "flow_grpo.py", *options_of(tmp_path, kontext), *prompts)
-    assert line.startswith("flow_grpo.py: error: --train_prompts: record 1, ")
-    assert line.endswith(', has no "image"; FluxKontext takes 1')
+    assert line.startswith(f"flow_grpo.py: error: --train_prompts {prompts[1]}: record 1, ")
+    assert line.endswith(', has no picture ("image"); FluxKontext takes 1')
     assert not (tmp_path / "runs/flow_grpo").exists()
 
 
@@ -461,8 +471,8 @@ def test_records_with_different_numbers_of_pictures_are_refused_before_the_model
     options = options_of(tmp_path, klein)
     path = prompt_file(tmp_path, {"prompt": "one", "image": "0.png"}, {"prompt": "two", "image": ["0.png", "1.png"]})
     line = run_here(tmp_path, "flow_grpo.py", *options)
-    problem = "record 2, 'two', has 2 \"image\"; the first record has 1, and all must have as many"
-    assert line == f"flow_grpo.py: error: --train_prompts: {problem}" and str(path) in map(str, options)
+    problem = "record 2, 'two', has 2 pictures (\"image\"); the first of all has 1, and each must have as many"
+    assert line == f"flow_grpo.py: error: --train_prompts {path}: {problem}"
     assert not (tmp_path / "runs/flow_grpo").exists()
 
 
