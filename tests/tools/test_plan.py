@@ -40,6 +40,9 @@ def blueprint_of(source, rank, dtype=torch.bfloat16, num_sources=None):
     return blueprint
 
 
+of_presets = functools.cache(blueprint_of)  # several GPUs of one model: its passes are counted once
+
+
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     """published(hub id): a folder with the configs of that model, written once."""
@@ -514,7 +517,7 @@ def test_a_preset_fits(number, published, tmp_path, monkeypatch):
     module = plan.load_script(str(ROOT / script))
     args = module.check(module.parse_args(module.Args, "", options))
     folder = published(args.model)
-    blueprint = blueprint_of(folder, args.lora_rank, num_sources=min(1, family_class(folder).num_sources[1]))
+    blueprint = of_presets(folder, args.lora_rank, num_sources=min(1, family_class(folder).num_sources[1]))
     w = needs.workload_of(vars(args), num_eval_prompts=256, ranks=ranks, ranks_per_node=ranks)
     costs = needs.measure(blueprint, w)
     w = replace(w, shard_ranks=needs.choose_shard_ranks(blueprint, w, costs, plan.DEVICES[device].memory_gb * needs.GB))
