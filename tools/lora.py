@@ -54,15 +54,13 @@ COMFYUI: dict[str, dict[str, str]] = {
     "QwenImage": {},
     "ZImage": {},
     "Wan": WAN | WAN_OUTSIDE,
+    "WanImageToVideo": WAN | WAN_OUTSIDE,
     "Flux2Klein": {
         r"((double|single)_stream_modulation(_img|_txt)?)\.linear": r"\1.lin",
         r"time_guidance_embed\.timestep_embedder\.linear_1": "time_in.in_layer",
         r"time_guidance_embed\.timestep_embedder\.linear_2": "time_in.out_layer",
     },
 }
-
-# families whose transformer is another's
-SAME_TRANSFORMER = {"FluxKontext": "Flux", "QwenImageEditPlus": "QwenImage", "WanImageToVideo": "Wan"}
 
 # What kohya's scripts call a module of diffusers': its name in the model's own code, by which they train. Modules of
 # one name are rows of one matrix there: q, k, v and, in FLUX.1's single blocks, the MLP. By sd-scripts (48d368f):
@@ -94,6 +92,7 @@ KOHYA = {
     # and by musubi-tuner (30c658c), whose Wan is Wan's own code, and whose other models have diffusers' names. It
     # trains no refiner blocks of Z-Image, but loads a LoRA on them
     "Wan": WAN,
+    "WanImageToVideo": WAN,
     "QwenImage": {r"(transformer_blocks\..*)": r"\1"},
     "ZImage": {r"((layers|noise_refiner|context_refiner)\..*)": r"\1"},
 }
@@ -245,7 +244,7 @@ def main(argv: list[str] | None = None) -> None:
         if Path(args.out).exists():
             raise ValueError(f"{args.out} exists already")
         family = family_class(args.model).__name__
-        family = SAME_TRANSFORMER.get(family, family)
+        family = family.removesuffix("Kontext").removesuffix("EditPlus")  # with the transformers of FLUX.1, Qwen-Image
         matrices = read_matrices(args.file, args.model)
         scaled = {module: (a, b * args.scale) for module, (a, b) in matrices.items()}
         if args.command == "convert":
