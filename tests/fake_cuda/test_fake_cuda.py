@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from unittest import mock
 
-from tests.conftest import brightness_reward, read_metrics, run_here
+from tests.conftest import ROOT, brightness_reward, read_metrics, run_here
 from tests.fake_cuda import build
 from tests.fake_cuda.runs import (
     LAUNCH,
@@ -255,6 +255,15 @@ def test_full_weights_offloaded_with_a_prompt_cache_have_the_cpus_numbers(tmp_pa
     rows, told = run(tmp_path / "cuda", "grpo_guard.py", *options)
     assert_close(rows, run_on_cpu(tmp_path / "cpu", "grpo_guard.py", *options))
     assert phase_sum(told, "gen", "empty_cache") <= RATCHETS["a rollout"]["empty_cache"]
+
+
+def test_edits_have_the_cpus_numbers(tmp_path, reward):
+    """Pictures are encoded on the device, and their latents go with each image's prompt."""
+    options = [*SIZES, *reward, "--model", ROOT / "assets/embedded_edit"]
+    options += ["--train_prompts", ROOT / "assets/edit_train.jsonl", "--eval_prompts", ROOT / "assets/edit_eval.jsonl"]
+    rows, _ = run(tmp_path / "cuda", "flow_grpo.py", *options)
+    # the gradient's norm is 1.1e-5 off: it sums over the picture's tokens too
+    assert_close(rows, run_on_cpu(tmp_path / "cpu", "flow_grpo.py", *options), 5 * ROUND_OFF)
 
 
 def test_a_sibling_in_bf16_begins_on_policy(tmp_path, reward):
