@@ -46,8 +46,8 @@ def explain_pipeline(pipeline: str, files: list[Path]) -> str:
     """Which families there are, and what may be done about a pipeline class without one. files: of common/models/."""
     known = []
     for file in files:  # wan_image_to_video.py is of a family: it has a class WanImageToVideo(...)
-        classes = re.findall(r"^class (\w+)\(", file.read_text("utf-8"), re.MULTILINE)
-        if file.stem.replace("_", "") in map(str.lower, classes) and file.stem != "family":
+        classes = re.findall(r"^class (\w+)\((?!ABC|NamedTuple)", file.read_text("utf-8"), re.MULTILINE)
+        if file.stem.replace("_", "") in map(str.lower, classes):
             known.append(file.stem)
     told = f"supported: {', '.join(known)}"
     plain = OTHER_TASKS.sub("", pipeline)

@@ -373,6 +373,7 @@ def test_the_schedules_of_the_learning_rate_by_hand():
 def test_a_negative_prompt_that_cannot_act_is_refused_before_a_model_loads():
     """The option's, or a record's: without guidance, in a script that has none, and for FLUX.1."""
     options = {"reward": ("ocr",), "eval_reward": (), "micro_batch_size": 4}
+    options |= {"train_prompts": "train.jsonl", "eval_prompts": "test.jsonl"}
     plain, with_one = PromptSet(["a", "b"], [{}, {"negative_prompt": ""}]), PromptSet(["c"], [{"negative_prompt": "x"}])
     needs = "needs guidance, a --guidance_scale above 1 in a script that has it"
     of_record = "--eval_prompts: the negative_prompt of 'c'"
