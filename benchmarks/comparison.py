@@ -15,7 +15,8 @@ The design, docs/lab/comparison.md ("The design of the next comparison"), is the
             it in flow_grpo.py. So these short runs go through `run_with_divergence`, which computes it from the means.
   tune      three learning rates, for trust regions three thresholds around that one; half the rollouts, one seed
   run       the choice, by the reward of the tuning prompts alone, on seeds and prompts that tuning did not see
-  evaluate  the policies trained on noisy steps, by those steps; the ODE's reward is in their runs already
+  evaluate  the policies trained on noisy steps, by those steps, each right after its run; the ODE's reward is in the
+            runs already
 
 A run that ends with a number that is not finite is recorded as failed. Any other failure stops the comparison, as does
 a run that SIGTERM ended early.
@@ -85,7 +86,7 @@ ROWS = {
     "dpo_offline": row_of("dpo_offline.py", 6, cost=0.7, is_apart=True),
 }
 EVAL_COST, STARTUP_S = 0.9, 12  # an evaluation, as a multiple of Flow-GRPO's rollout; seconds of a run's start
-BUDGET_H = 24  # of two cores, for everything
+BUDGET_H = 7  # of two cores, for everything: what we could spend
 LONGEST_MIN = 15  # of one core, for one run
 HELD_OUT = {  # name: (metric, digits)
     "ocr": ("val/ocr/mean", 3),
@@ -94,8 +95,8 @@ HELD_OUT = {  # name: (metric, digits)
     "diversity": ("val/diversity", 3),
     "drift": ("val/drift_from_base", 3),
 }
-SERIES = {"reward": "critic/rewards/mean", "ratio_mean": "actor/ratio_mean", "ppo_kl": "actor/ppo_kl"}
-SERIES |= {"clipped": "actor/pg_clipfrac"}
+SERIES = {"seconds": "timing_s/step", "reward": "critic/rewards/mean", "ratio_mean": "actor/ratio_mean"}
+SERIES |= {"ppo_kl": "actor/ppo_kl", "clipped": "actor/pg_clipfrac"}
 NOT_FINITE = ("not a finite number: ", "no finite gradient in ")  # what common/run.py says of a failed run
 DIVERGENCE = "actor/last_divergence/"  # and the sampling step
 
@@ -203,8 +204,14 @@ def run_jobs(record):
     return jobs
 
 
+def evaluations_of(job):
+    """What follows a run that was trained on noisy steps, while its folder is there."""
+    is_noisy = job["stage"] == "run" and ROWS[job["row"]]["threshold"]
+    return [make_job("evaluate", job["rollouts"], job["row"], job["seed"])] if is_noisy else []
+
+
 def evaluate_jobs(record):
-    """Seed 0 is the model before training."""
+    """Seed 0 is the model before training. The others follow their runs, except where a kill came between."""
     rollouts = rollouts_of(record, "evaluate")
     noisy = [(row, setting["seeds"]) for row, setting in ROWS.items() if setting["threshold"]]
     return [make_job("evaluate", rollouts, row, seed) for row, seeds in noisy for seed in range(seeds + 1)]
@@ -433,11 +440,13 @@ def work_through(jobs, path, cores, do=None):
         core = free.get()
         try:
             if not stopping.is_set():
-                line = (do or do_job)(job, path, core)
-                with writing:
-                    append(path, line)
-                    failed = ", failed" if line.get("failed") else ""
-                    print(f"{next(count)} of {len(todo)}: {folder_name(job)}{failed}", flush=True)
+                for one in (job, *evaluations_of(job)):
+                    line = (do or do_job)(one, path, core)
+                    with writing:
+                        append(path, line)
+                        failed = ", failed" if line.get("failed") else ""
+                        if one is job:
+                            print(f"{next(count)} of {len(todo)}: {folder_name(job)}{failed}", flush=True)
         except BaseException:
             stopping.set()
             raise

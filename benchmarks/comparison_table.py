@@ -63,6 +63,19 @@ def paired_interval(differences):
 
 
 # ---- table and picture -----------------------------------------------------------------------------------------------
+def runs_of(record, row):
+    """A row's runs, whose `seconds` are its seeds' median seconds of a step times the steps, as a machine is shared.
+
+    Offline DPO's pairs come before its first evaluation; their seconds are the median over seeds as well.
+    """
+    runs = lines_of(record, "run", row)
+    a_step = statistics.median([step["seconds"] for run in runs for step in run["steps"]] or [0.0])
+    before = statistics.median([run["evaluations"][0]["seconds"] for run in runs] or [0.0])
+    updates = 1 if row == "dpo_offline" else UPDATES  # of a step
+    count = lambda point: point | {"seconds": before + point["updates"] / updates * a_step}
+    return [run | {"evaluations": [count(point) for point in run["evaluations"]]} for run in runs]
+
+
 def at_seconds(line, seconds, key="ocr"):
     """A held-out value after so many seconds of training, linear between the two evaluations around it."""
     points = line["evaluations"]
@@ -75,7 +88,7 @@ def at_seconds(line, seconds, key="ocr"):
 
 def values_of(record, row, what, seconds):
     """{seed: value} of a row: a held-out metric at the end, `own` (sampler) or `seconds` (the reward after these)."""
-    lines = lines_of(record, "run", row)
+    lines = runs_of(record, row)
     if what == "own" and ROWS[row]["threshold"]:
         return {line["seed"]: line["ocr"] for line in lines_of(record, "evaluate", row) if line["seed"]}
     if what == "seconds":
@@ -114,7 +127,7 @@ def adjusted_p(record):
 def table_text(record):
     """The Markdown of the table: a line for each row, with every seed of it."""
     rows = [row for row in ROWS if lines_of(record, "run", row)]
-    together = [line for row in rows if not ROWS[row]["is_apart"] for line in lines_of(record, "run", row)]
+    together = [line for row in rows if not ROWS[row]["is_apart"] for line in runs_of(record, row)]
     whole = [line for line in together if not line["failed"]]  # a failed run is short, not quick
     seconds = min((line["evaluations"][-1]["seconds"] for line in whole), default=0.0)
     rollouts = rollouts_of(record, "run")
@@ -157,7 +170,7 @@ def draw(record, path):
     panels += [("drift", key) for key in ("sign_colour", "jpeg_compressibility", "diversity")]
     rows = [row for row in ROWS if lines_of(record, "run", row)]
     for number, row in enumerate(rows):
-        curves = [line["evaluations"] for line in lines_of(record, "run", row)]
+        curves = [line["evaluations"] for line in runs_of(record, row)]
         style = {"color": plt.get_cmap("tab20")(number), "linestyle": "--" if ROWS[row]["is_apart"] else "-"}
         for axis, (across, up) in zip(axes.flat, panels, strict=True):
             for curve in curves:

@@ -70,6 +70,7 @@ def test_the_plan_cuts_rollouts_before_thresholds(capsys, monkeypatch):
         comparison.print_plan(seconds)
         return capsys.readouterr().out
 
+    monkeypatch.setattr(comparison, "BUDGET_H", 24)
     # DGPO's run is the longest: 12 s and 30 x 1.45 + 7 x .9 = 49.8 rollouts are 15 minutes at 17.8 s
     assert "30 rollouts, 3 thresholds: nothing is cut" in printed(17.8)
     assert "25 rollouts, 3 thresholds: cut, pass --cut 1\n" in printed(17.9)
