@@ -286,6 +286,20 @@ def test_what_is_recorded_is_not_run_again(tmp_path, capsys):
 
 
 @fast
+def test_a_noisy_policy_is_evaluated_right_after_its_run(tmp_path):
+    path = tmp_path / "record.jsonl"
+    jobs = [make_job("run", 30, "cps", 1, 1e-3, 1e-4), make_job("run", 30, "awm", 1, 1e-3)]
+    jobs.append(make_job("tune", 30, "cps", 1, 1e-3, 1e-4))
+    comparison.work_through(jobs, path, [0], lambda job, *_: job | {"failed": False})
+    done = [(line["stage"], line["row"]) for line in comparison.read_record(path)]
+    assert done == [("run", "cps"), ("evaluate", "cps"), ("run", "awm"), ("tune", "cps")]
+    expected = next(
+        job for job in comparison.evaluate_jobs(made_up_tuning()) if (job["row"], job["seed"]) == ("cps", 1)
+    )
+    assert comparison.is_recorded(expected, comparison.read_record(path))
+
+
+@fast
 def test_a_half_written_last_line_is_ignored_and_replaced(tmp_path):
     path = tmp_path / "record.jsonl"
     for half in ('{"stage": "ru', '{"stage": "run"}'):  # the second lacks its newline alone
@@ -404,7 +418,10 @@ def made_up_record():
                     "diversity": 0.2,
                     "drift": i / 9,
                 }
-            line = make_job("run", 30, row, seed, *comparison.chosen(record, row)) | {"failed": False, "steps": []}
+            num_steps = 120 if row == "dpo_offline" else 30
+            steps = [{"seconds": evaluations[-1]["seconds"] / num_steps}] * num_steps
+            steps[:seed] = [{"seconds": 999}] * seed  # the machine was shared, for fewer than half of the steps
+            line = make_job("run", 30, row, seed, *comparison.chosen(record, row)) | {"failed": False, "steps": steps}
             record.append(line | {"evaluations": evaluations})
             if ROWS[row]["threshold"]:
                 record.append(make_job("evaluate", 30, row, seed) | {"ocr": 0.5 + seed / 100})
@@ -452,7 +469,7 @@ def test_a_failed_run_shortens_neither_the_seconds_nor_the_mean_curve(monkeypatc
     (failed,) = [line for line in record if (line["stage"], line["row"], line["seed"]) == ("run", "flow_grpo", 2)]
     failed["failed"] = True
     failed["evaluations"] = failed["evaluations"][:2]
-    failed["evaluations"][1]["seconds"] = 3
+    failed["steps"] = [{"seconds": 3}]
     text = comparison_table.table_text(record)
     assert "| after 100 s |" in text and "flow_grpo, 1 failed" in text
     drawn = []
