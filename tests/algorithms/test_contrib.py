@@ -870,7 +870,8 @@ def write_teacher(folder, seed, rank, width=0):
 def test_a_script_runs_on_one_rank_and_two(tmp_path, script):
     """With the same images and the same first update, as the groups that a loss takes are whole on every rank."""
     options = [*TINY, "--num_steps", 2, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
-    options += ["--rollout", "local", "--micro_batch_size", 2 if script == "contrib/online_dpo.py" else 4]
+    options += ["--num_inference_steps", 3, "--rollout", "local"]
+    options += ["--micro_batch_size", 2 if script == "contrib/online_dpo.py" else 4]
     options += teachers_of(tmp_path) if script == "contrib/diffusion_opd.py" else []
     runs = []
     for nproc in (1, 2):

@@ -155,9 +155,13 @@ def test_one_stale_worker_is_an_error(engine, tmp_path):
         engine.push(newer, config)
 
 
-@pytest.mark.parametrize("family", ["stable_diffusion_3", "flux", "flux2_klein", "qwen_image", "wan"])
+@pytest.mark.parametrize("family", ["flux2_klein", "wan"])
 def test_full_weights_of_a_family(family, tmp_path):
-    """All weights arrive, are those of the model's files, and act."""
+    """All weights arrive, are those of the model's files, and act.
+
+    One family whose projections vLLM-Omni fuses and one where they stand apart, as each takes 50 s. The other families
+    (stable_diffusion_3, flux, qwen_image) passed at 47e910f; run them after a change of the engine's workers.
+    """
     folder = make_checkpoint(family, tmp_path / "model")
     engine = start(tmp_path, folder)
     model = load_model(family_class(folder), str(folder), torch.float32, torch.device("cpu"))
