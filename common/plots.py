@@ -234,12 +234,12 @@ def save_samples(
 
 
 def _caption(record: dict) -> str:
-    """The prompt and the scores, several on a line of their own; below them what the rewards said beside the scores."""
+    """The prompt and its score; two on the next line, more on a line each; then what rewards said beside the scores."""
     scores = {name: score for name, score in record.items() if name not in ("prompt", "seed", "image", "details")}
     told = [f"{name} failed" if score is None else f"{name} {score:.2f}" for name, score in scores.items()]
     prompt = " ".join(record["prompt"].split())
-    separator = "\n" if len(told) > 1 else "  "
-    lines = [f"{prompt}{separator}{'  '.join(told)}".strip()]
+    below = ("\n" if len(told) > 2 else "  ").join(told)
+    lines = [f"{prompt}\n{below}" if len(told) > 1 else f"{prompt}  {below}".strip()]
     for said in record.get("details", {}).values():
         shown = [f"{key} {value}" if isinstance(value, str) else f"{key} {value:.2f}" for key, value in said.items()]
         lines.append("  ".join(shown))

@@ -240,10 +240,16 @@ def test_rewards_of_evaluations_are_loaded_behind_the_trained_ones(tmp_path):
 
 @fast
 def test_all_scores_stand_in_the_caption(one_rank, tmp_path):
-    scores = torch.tensor([[0.5, 0.25]], dtype=torch.float64)
-    records = sample_records(PromptSet(["p"], [{}]), [7], scores, ["ocr", "watched"])
-    ((_, caption),) = save_samples(tmp_path / "samples", [0], [grey(0)], records)
-    assert caption == "p\nocr 0.50  watched 0.25"
+    names = ["ocr", "watched", "preservation"]  # which are too long for a line of a picture of 200 pixels
+    for number, expected in [(1, "p  ocr 0.50"), (2, "p\nocr 0.50  watched 0.25")]:
+        assert caption_of(names[:number], tmp_path / str(number)) == expected
+    assert caption_of(names, tmp_path / "3") == "p\nocr 0.50\nwatched 0.25\npreservation 1.00"
+
+
+def caption_of(names, folder):
+    scores = torch.tensor([[0.5, 0.25, 1.0][: len(names)]], dtype=torch.float64)
+    ((_, caption),) = save_samples(folder, [0], [grey(0)], sample_records(PromptSet(["p"], [{}]), [7], scores, names))
+    return caption
 
 
 # ---- --stop_if -------------------------------------------------------------------------------------------------------
