@@ -337,7 +337,7 @@ def run_with_divergence(script, argv):
         squares = ((now.prev_sample_means - sampled.prev_sample_means) ** 2).flatten(2).mean(2)  # (images, SDE steps)
         of_steps = (squares / (2 * sampled.transition_stds**2)).mean(0).tolist()
         divergences.clear()  # of the mini-batch before
-        divergences.update({f"{DIVERGENCE}{i}": of_steps[w] for w, i in enumerate(batch.request.sde_steps)})
+        divergences.update({f"{DIVERGENCE}{i}": of_steps[w] for w, i in enumerate(batch.request.step_numbers)})
         return accumulate(args, model, batch, mini_batch, *others)
 
     module.accumulate_gradients = accumulate_and_measure

@@ -545,6 +545,31 @@ def test_matching_sees_every_position_of_the_window(row, positions, monkeypatch,
     assert len(set(seen)) == positions and {i for window in seen for i in window} == set(range(9))
 
 
+@fast
+def test_a_step_is_measured_under_its_number_in_the_whole_schedule(monkeypatch):
+    """mix_grpo.py trains on a request that begins at its window, whose steps are 0 and 1 in it."""
+    import mix_grpo
+
+    means = torch.ones(4, 2, 3)
+    sampled = SimpleNamespace(prev_sample_means=0 * means, transition_stds=torch.tensor([1.0, 2.0]).expand(4, 2))
+    request = SimpleNamespace(sde_steps=(0, 1), step_numbers=(5, 6), select=lambda rows: None)
+    batch = SimpleNamespace(request=request, trajectories=SimpleNamespace(select=lambda rows: sampled))
+    found = {}
+
+    def main(args, _):
+        mix_grpo.accumulate_gradients(args, None, batch, None)
+        found.update(mix_grpo.update())
+
+    fakes = {"prepare": lambda args: None, "main": main, "trained_steps": None, "update": lambda: {"loss": 1}}
+    fakes |= {"check": lambda args: args, "accumulate_gradients": lambda *_: None}
+    fakes["recompute_log_probs"] = lambda *_: SimpleNamespace(prev_sample_means=means)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(mix_grpo, name, fake)
+    comparison.run_with_divergence("mix_grpo", ["--rollout", "local"])
+    # 1 / (2 std^2), each step's std is its own
+    assert found == {"loss": 1, f"{comparison.DIVERGENCE}5": 0.5, f"{comparison.DIVERGENCE}6": 0.125}
+
+
 # ---- one tiny run ----------------------------------------------------------------------------------------------------
 def test_the_divergence_and_the_evaluation_of_a_tiny_run(tmp_path, monkeypatch):
     """The divergence is Guard's own metric; with no noisy step an evaluation gives the trainer's rewards."""
