@@ -109,7 +109,7 @@ def prepare(args: Args) -> Inputs:
         pairs = read_pairs(args.pairs)
     train_set = PromptSet([], []) if pairs else read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
-    checkpoint = open_run(args.run_folder, args.resume, args.eval_only)
+    checkpoint = open_run(args.run_folder, args.resume, args.eval_only)  # to resume from, or None
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
     family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
@@ -166,7 +166,7 @@ def make_request(args: Args, model: Family, encoded: dict, prompt_index: Tensor,
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps,  # (T,)
-        sigmas=sigmas,  # (T + 1,)
+        sigmas=sigmas,  # (T + 1,), s; on the CPU, as they become Python's floats
         latent_shape=latent_shape,  # (C, h, w)
         height=height,
         width=width,
@@ -269,8 +269,8 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
     options: dict = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
-    options["ignored_params"] = model.unsharded  # empty without --base_weights
-    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats and keeps the order of all ranks
+    options["ignored_params"] = model.unsharded  # quantised weights; empty without --base_weights
+    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
             transformer.enable_gradient_checkpointing()
@@ -451,7 +451,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks, args.cpu_threads)
-    args = replace(args, **inputs.settle(vars(args)))  # decides options of 0, and a LoRA's by its file
+    args = replace(args, **inputs.settle(vars(args)))  # 0s that mean "what fits"; rank and alpha of --lora_path
     run = start_run(args, inputs)
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)

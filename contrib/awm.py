@@ -11,7 +11,7 @@ below is in diffusion_nft.py, with its equations. Read `main`, at the end, first
   3. Two distances keep the policy from running away from worse images: to `old` (--old_kl_coef) and to the model
      before training (--kl_coef): `awm_loss`.
 
-    torchrun --standalone -m contrib.awm                       # the embedded model on a CPU, vLLM-Omni rollouts
+    torchrun --standalone -m contrib.awm                       # assets/embedded on a CPU, vLLM-Omni's rollouts
     torchrun --standalone -m contrib.awm --rollout local       # the training transformer samples: no vLLM needed
 
 The formulas are those of the authors' code. Where it departs from the recipes of that code:
@@ -88,7 +88,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     scale_rewards: Literal["batch", "group", "none"] = "batch"
     """divide advantages by the deviation of the rollout's rewards (batch), of the group's, or not at all (Dr.GRPO)"""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: the sum of each
+    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: that of each
     reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
 
     # ---- optimization
@@ -99,7 +99,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
-    """images per pass on a rank, and per local sampling batch; at most a mini-batch's share; 0: what fits on a GPU"""
+    """images per pass on a rank, and per local sampling batch; lowered to a mini-batch's share; 0: what fits a GPU"""
     learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
     """learning rate of AdamW (Flow-GRPO: 3e-4)"""
 
@@ -121,7 +121,7 @@ def prepare(args: Args) -> Inputs:
     eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
     train_set = read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
-    checkpoint = open_run(args.run_folder, args.resume, args.eval_only)
+    checkpoint = open_run(args.run_folder, args.resume, args.eval_only)  # to resume from, or None
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
     family = find_family(args.model, *size, 1.0, args.max_sequence_length)
@@ -171,7 +171,7 @@ def make_request(args: Args, model: Family, encoded: dict, prompt_index: Tensor,
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps,  # (T,)
-        sigmas=sigmas,  # (T + 1,)
+        sigmas=sigmas,  # (T + 1,), s; on the CPU, as they become Python's floats
         latent_shape=latent_shape,  # (C, h, w); (C, f, h, w) for a video
         height=height,
         width=width,
@@ -200,7 +200,7 @@ def draw_training_noise(args: Args, batch: "Batch", step: int, epoch: int) -> tu
 # ==== 4 MODEL =========================================================================================================
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
-    num_drawn = args.num_steps * args.num_prompts  # to cache, and to count long ones
+    num_drawn = args.num_steps * args.num_prompts  # embeddings are cached, too long ones counted
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
@@ -222,8 +222,8 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
     options: dict = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
-    options["ignored_params"] = model.unsharded  # empty without --base_weights
-    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats and keeps the order of all ranks
+    options["ignored_params"] = model.unsharded  # quantised weights; empty without --base_weights
+    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
             transformer.enable_gradient_checkpointing()
@@ -344,7 +344,7 @@ def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tenso
     scale_rewards = args.scale_rewards
     if args.multi_objective_aggregation == "normalize_then_sum" and scores.shape[1] > 1:
         own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in scores.T]
-        scores = torch.stack(own_advantages, 1)
+        scores = torch.stack(own_advantages, 1)  # (N, R), advantages from here on
         scale_rewards = "batch"  # their sum has group mean 0 already: what is left is to divide it, and to clamp
     totals = (scores * scores.new_tensor(args.reward_weights)).sum(1)  # (N,); @ would round equal rows differently
     return compute_advantages(totals, args.group_size, adv_clip_max, scale_rewards)
@@ -448,7 +448,7 @@ def accumulate_gradients(
 
     mini_batch: rows of the batch; timesteps (B, K), noise (B, K, ...); v_old and v_ref (B, K, ...): velocities_of `old`
     and of the reference (None without KL). A pass, forward and backward, is one timestep of one micro-batch.
-    Micro-batches are of one size, and FSDP averages over ranks. Returns the metrics of every pass.
+    Micro-batches of one size and FSDP's average over ranks weigh images alike. Returns the metrics of every pass.
     """
     num_timesteps = timesteps.shape[1]  # K
     micro_batches = mini_batch.split(args.micro_batch_size)
@@ -507,7 +507,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
 def update(args: Args, model: Family, optimizer: AdamW, batch: Batch, step: int) -> dict[str, float]:
     """epochs_per_rollout x updates_per_rollout optimizer steps on a rank's B images. Returns metrics over all ranks."""
-    # consecutive, not shuffled: GroupSampler has dealt the images so that any number of ranks updates on the same ones
+    # consecutive, not shuffled: GroupSampler dealt them so that a mini-batch is the same on any number of ranks
     mini_batches = torch.arange(len(batch.x0)).chunk(args.updates_per_rollout)
     grad_norms = []
     finite_passes = []  # of the optimizer steps whose gradient is finite
@@ -525,7 +525,7 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch, step: int)
                 grad_norms.append(grad_norm)
                 finite_passes += passes
     num_updates = args.epochs_per_rollout * len(mini_batches)
-    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # not finite; one of 0 does not count
+    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # norms not finite; those of 0 are not counted
     metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
     if grad_norms:
         metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
@@ -549,8 +549,8 @@ def evaluate(
         request = make_request(eval_args, model, encoded, prompt_index, seeds)  # without SDE steps
         with acting(model, args.evaluated_policy, engine, "old"):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
-            rollout(args, model, engine, request, scorer)
-        scores = scorer.scores()  # (B, R)
+            rollout(eval_args, model, engine, request, scorer)
+        scores = scorer.scores()  # (B, R), of the trained rewards and then those of --eval_reward
         scored: dict = {"seeds": seeds, "scores": scores, "reward_weights": args.reward_weights}
         metrics, grid = run.save_samples(places, scorer, **scored, images_per_prompt=args.eval_images_per_prompt)
     if not args.eval_only:
@@ -579,7 +579,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks, args.cpu_threads)
-    args = replace(args, **inputs.settle(vars(args)))  # decides options of 0, and a LoRA's by its file
+    args = replace(args, **inputs.settle(vars(args)))  # 0s that mean "what fits"; rank and alpha of --lora_path
     run = start_run(args, inputs)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
@@ -606,7 +606,7 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # sample G images for each prompt with `old`, which the engine holds already (Algorithm 1, line 3)
         with run.timed("gen"):
-            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,) prompts; (B,) of the U; (B,) of the N
+            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,); (B,), which of the U; (B,), which of the N
             prompts = inputs.train_set.select(prompt_rows)
             encoded = encode_prompts(args, model, prompts)
             seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
@@ -619,13 +619,13 @@ def main(args: Args, inputs: Inputs) -> None:
         with run.timed("reward"):
             scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
 
-        # compare the images of a prompt with each other (Flow-GRPO, eq. 4); an image that a reward failed on gets 0
+        # compare the images of a prompt with each other (eq. 4); one that a reward failed on, or is left alone, gets 0
         with run.timed("adv"):
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)
             r = optimality(advantages, args.adv_mode, args.adv_clip_max)  # (N,)
             metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
-            metrics |= run.watch_rollout(scorer, sampler, seeds, scores, advantages)  # saves images if asked to
+            metrics |= run.watch_rollout(scorer, sampler, seeds, scores, advantages)  # diversity; may save images
             metrics["critic/optimality/mean"] = r[is_compared].mean()
 
         # match the better images' velocities and unmatch the others', on the forward process

@@ -12,7 +12,7 @@ The means of a step differ between two policies by d = mean - old mean, and eps 
   3. The mean of A ratio over images and trained steps, 0 for dropped samples, is maximised (eq. 17): `policy_loss`,
      `accumulate_gradients`.
 
-    torchrun --standalone -m contrib.flow_dppo                       # the embedded model on a CPU, vLLM-Omni rollouts
+    torchrun --standalone -m contrib.flow_dppo                       # assets/embedded on a CPU, vLLM-Omni's rollouts
     torchrun --standalone -m contrib.flow_dppo --rollout local       # the training transformer samples: no vLLM needed
 
 Where it departs from the paper: eq. 14 is a squared norm; here, as in its code, it is a mean over elements, and delta
@@ -70,10 +70,10 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     noise_level: PositiveFloat = 0.7
     """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
     sde_window_size: Annotated[int, Bound(at_least=0)] = 1
-    """consecutive sampling steps that are SDE steps and trained; 0: all but the last, whose noise would stay"""
+    """consecutive sampling steps that are SDE steps and trained; 0: all but the last, whatever the range"""
     sde_window_range: tuple[int, int] = (0, 1)
-    """the window is drawn, once per rollout, within sampling steps lo to hi - 1; hi is at most
-    num_inference_steps - 1"""
+    """the window is drawn, once per rollout, within sampling steps lo to hi - 1, counted from 0; hi is
+    at most num_inference_steps - 1"""
 
     # ---- algorithm
     dppo_delta: PositiveFloat = 1e-5
@@ -87,7 +87,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     scale_rewards: Literal["batch", "group", "none"] = "batch"
     """divide advantages by the deviation of the rollout's rewards (batch), of the group's, or not at all (Dr.GRPO)"""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: the sum of each
+    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: that of each
     reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
 
     # ---- optimization
@@ -98,7 +98,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
-    """images per pass on a rank, and per local sampling batch; at most a mini-batch's share; 0: what fits on a GPU"""
+    """images per pass on a rank, and per local sampling batch; lowered to a mini-batch's share; 0: what fits a GPU"""
     learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
     """learning rate of AdamW (Flow-GRPO: 3e-4)"""
 
@@ -122,7 +122,7 @@ def prepare(args: Args) -> Inputs:
     eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
     train_set = read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
-    checkpoint = open_run(args.run_folder, args.resume, args.eval_only)
+    checkpoint = open_run(args.run_folder, args.resume, args.eval_only)  # to resume from, or None
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
     family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
@@ -174,8 +174,8 @@ def make_request(
         **encoded,
         prompt_index=prompt_index,
         seeds=seeds,
-        timesteps=timesteps.to(model.device),  # (T,)
-        sigmas=sigmas,  # (T + 1,)
+        timesteps=timesteps.to(model.device),  # (T,), 1000 s, which the transformer gets
+        sigmas=sigmas,  # (T + 1,), s; on the CPU, as they become Python's floats
         latent_shape=latent_shape,  # (C, h, w); (C, f, h, w) for a video
         height=height,
         width=width,
@@ -201,7 +201,7 @@ def trained_steps(args: Args, step: int) -> tuple[int, ...]:
 # ==== 4 MODEL =========================================================================================================
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
-    num_drawn = args.num_steps * args.num_prompts  # to cache, and to count long ones
+    num_drawn = args.num_steps * args.num_prompts  # embeddings are cached, too long ones counted
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
@@ -223,8 +223,8 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
     options: dict = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
-    options["ignored_params"] = model.unsharded  # empty without --base_weights
-    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats and keeps the order of all ranks
+    options["ignored_params"] = model.unsharded  # quantised weights; empty without --base_weights
+    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
             transformer.enable_gradient_checkpointing()
@@ -295,7 +295,7 @@ class OldPolicy(NamedTuple):
 
     log_probs: Tensor  # (B, W)
     means: Tensor  # (B, W, ...), for a loss that compares means, as grpo_guard.py's does
-    sample_weights: Tensor  # (B, W), factors of the loss against the engine's mismatch (--rollout_correction), or 1
+    sample_weights: Tensor  # (B, W), factors of the loss that make up for the engine's mismatch, or 1
 
 
 class Batch(NamedTuple):
@@ -334,7 +334,7 @@ def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tenso
     scale_rewards = args.scale_rewards
     if args.multi_objective_aggregation == "normalize_then_sum" and scores.shape[1] > 1:
         own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in scores.T]
-        scores = torch.stack(own_advantages, 1)
+        scores = torch.stack(own_advantages, 1)  # (N, R), advantages from here on
         scale_rewards = "batch"  # their sum has group mean 0 already: what is left is to divide it, and to clamp
     totals = (scores * scores.new_tensor(args.reward_weights)).sum(1)  # (N,); @ would round equal rows differently
     return compute_advantages(totals, args.group_size, adv_clip_max, scale_rewards)
@@ -362,7 +362,7 @@ def policy_step(
     )
     sigma, sigma_next = request.sigmas[i : i + 2].tolist()
     noise_level = request.noise_level if i in request.sde_steps else 0.0
-    kind: dict = {"sde_type": request.sde_type, "sigma_max": request.sigma_max}  # the second of its sigmas
+    kind: dict = {"sde_type": request.sde_type, "sigma_max": request.sigma_max}  # sigma_max: request.sigmas[1]
     return sde_step(x, v, sigma, sigma_next, noise_level, **kind, generator=generator, prev_sample=prev_sample)
 
 
@@ -383,7 +383,7 @@ def recompute_log_probs(args: Args, model: Family, request: RolloutRequest, traj
 def recompute_old_log_probs(
     args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, trajectories: Trajectories
 ) -> tuple[OldPolicy, dict]:
-    """The old policy, and metrics of the mismatch between engine and trainer. More than round-off ends the run.
+    """The old policy, and metrics of the mismatch between engine and trainer. One beyond round-off ends the run.
 
     Old log-probs are the rollout's with --rollout local or --old_log_prob rollout; otherwise the trainer computes them.
     """
@@ -395,11 +395,11 @@ def recompute_old_log_probs(
 
     limits: dict = {"dtype": args.dtype, "velocity_limit": args.max_velocity_mismatch}
     if args.old_log_prob == "rollout":
-        images = torch.arange(args.micro_batch_size)  # enough to see whether engine and trainer are one policy
-        request = request.select(images)
-        trajectories = trajectories.select(images)
+        rows = torch.arange(args.micro_batch_size)  # enough to see whether engine and trainer are one policy
+        request = request.select(rows)
+        trajectories = trajectories.select(rows)
         recomputed = recompute_log_probs(args, model, request, trajectories)
-        limits["log_prob_limit"] = args.clip_range / 2  # the ratio may start this far from 1
+        limits["log_prob_limit"] = args.clip_range / 2  # of the first ratio from 1; our choice
         return sampled, check_mismatch(request, trajectories, recomputed, **limits)
     recomputed = recompute_log_probs(args, model, request, trajectories)
     metrics = check_mismatch(request, trajectories, recomputed, **limits)
@@ -470,7 +470,7 @@ def accumulate_gradients(
     """Add up the gradient of a mini-batch's loss: the mean over its images and the W trained steps (eq. 17).
 
     mini_batch: rows of the batch. A pass, forward and backward, is one sampling step of one micro-batch. Micro-batches
-    are of one size, and FSDP averages over ranks. ref_means: the reference's (B, W, ...), for the KL.
+    of one size and FSDP's average over ranks weigh images alike. ref_means: the reference's (B, W, ...), for the KL.
     Returns the metrics of every pass.
     """
     latents = batch.trajectories.latents  # (B, T + 1, ...)
@@ -534,7 +534,7 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[st
     if args.kl_coef:  # the reference's means, once per rollout, as they do not change
         with acting(model, "reference"):
             ref_means = recompute_log_probs(args, model, batch.request, batch.trajectories).prev_sample_means
-    # consecutive, not shuffled: GroupSampler has dealt the images so that any number of ranks updates on the same ones
+    # consecutive, not shuffled: GroupSampler dealt them so that a mini-batch is the same on any number of ranks
     mini_batches = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
     grad_norms = []
     finite_passes = []  # of the optimizer steps whose gradient is finite
@@ -542,7 +542,7 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[st
     for _ in range(args.epochs_per_rollout):
         for mini_batch in mini_batches:
             passes = accumulate_gradients(args, model, batch, mini_batch, ref_means)
-            if not metrics:  # the first mini-batch is on-policy: without an engine its ratio is 1 to the bit
+            if not metrics:  # on-policy: the ratio is 1 to the bit, except with an engine and --old_log_prob rollout
                 means = mean_over_ranks(passes)
                 metrics["actor/on_policy_ratio_mean"] = means["actor/ratio_mean"]
                 metrics["actor/on_policy_ratio_std"] = means["actor/ratio_std"]
@@ -551,7 +551,7 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[st
                 grad_norms.append(grad_norm)
                 finite_passes += passes
     num_updates = args.epochs_per_rollout * len(mini_batches)
-    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # not finite; one of 0 does not count
+    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # norms not finite; those of 0 are not counted
     metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
     if grad_norms:
         metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
@@ -575,8 +575,8 @@ def evaluate(
         request = make_request(eval_args, model, encoded, prompt_index, seeds)  # without SDE steps
         with acting(model, args.evaluated_policy, engine):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
-            rollout(args, model, engine, request, scorer)
-        scores = scorer.scores()  # (B, R)
+            rollout(eval_args, model, engine, request, scorer)
+        scores = scorer.scores()  # (B, R), of the trained rewards and then those of --eval_reward
         scored: dict = {"seeds": seeds, "scores": scores, "reward_weights": args.reward_weights}
         metrics, grid = run.save_samples(places, scorer, **scored, images_per_prompt=args.eval_images_per_prompt)
     if not args.eval_only:
@@ -605,7 +605,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks, args.cpu_threads)
-    args = replace(args, **inputs.settle(vars(args)))  # decides options of 0, and a LoRA's by its file
+    args = replace(args, **inputs.settle(vars(args)))  # 0s that mean "what fits"; rank and alpha of --lora_path
     run = start_run(args, inputs)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
@@ -632,7 +632,7 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # sample G images for each prompt with the current policy (Flow-GRPO, eq. 9)
         with run.timed("gen"):
-            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,) prompts; (B,) of the U; (B,) of the N
+            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,); (B,), which of the U; (B,), which of the N
             prompts = inputs.train_set.select(prompt_rows)
             encoded = encode_prompts(args, model, prompts)
             seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
@@ -645,12 +645,12 @@ def main(args: Args, inputs: Inputs) -> None:
         with run.timed("reward"):
             scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
 
-        # compare the images of a prompt with each other (Flow-GRPO, eq. 4); an image that a reward failed on gets 0
+        # compare the images of a prompt with each other (eq. 4); one that a reward failed on, or is left alone, gets 0
         with run.timed("adv"):
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = combine_advantages(args, filled, math.inf).where(is_compared, 0.0)  # (N,)
             metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
-            metrics |= run.watch_rollout(scorer, sampler, seeds, scores, advantages)  # saves images if asked to
+            metrics |= run.watch_rollout(scorer, sampler, seeds, scores, advantages)  # diversity; may save images
 
         # the density of the samples under the policy that sampled them, from the trainer or from the rollout
         with run.timed("old_log_prob"):
