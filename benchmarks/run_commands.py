@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.algorithms.test_contrib import write_teacher
 from tests.conftest import ROOT, read_metrics
 from tests.published_models import PUBLISHED, recipe_commands, started_by, write_configs
 from tests.tiny_models import make_checkpoint
@@ -115,7 +116,7 @@ def commands_of_recipes():
     for name, command in recipe_commands().items():
         # a reward that tells a random model's images apart
         reward = "my_rewards.py:motion" if "--num_frames" in command.options else "jpeg_incompressibility"
-        inputs = OF_EDITS if "kontext" in name else INPUTS
+        inputs = OF_EDITS if any(word in name for word in ("kontext", "edit", "wan21_image")) else INPUTS
         options = ["--reward", reward, *inputs, *command.options]  # the recipe's own reward, if any, wins
         if command.script == "dpo_offline.py":
             options += ["--reward", reward]  # OCR reads nothing in a random model's images: no pairs
@@ -133,12 +134,17 @@ def write_inputs(folder):
     (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "a sign that says \\"{n}\\""}}\n' for n in range(8)))
     of_videos = "\n\ndef motion(videos, prompts, metadata):\n"
     of_videos += "    return redness([video[0] for video in videos], prompts, metadata)\n"
+    of_edits = "\n\nasked = redness\n"
     (folder / "my_rewards.py").write_text(
-        python_block(ROOT / "docs" / "quickstart_gpu.md", "# my_rewards.py") + of_videos
+        python_block(ROOT / "docs" / "quickstart_gpu.md", "# my_rewards.py") + of_videos + of_edits
     )
     (folder / "my_steps.py").write_text(python_block(ROOT / "docs" / "fork.md", "# my_steps.py"))
     edit = {"prompt": "make the sign red", "image": str(ROOT / "docs" / "curve.png")}
-    (folder / "edits.jsonl").write_text((json.dumps(edit) + "\n") * 8)
+    for name in ("edits", "train", "test"):
+        (folder / f"{name}.jsonl").write_text((json.dumps(edit) + "\n") * 8)
+    for number, name in enumerate(("ocr", "colour")):  # teachers of contrib/diffusion_opd.py
+        (folder / "runs" / name).mkdir(parents=True)
+        write_teacher(folder / "runs" / name / "adapter", number, 16)
     pairs = folder / "my_pairs.jsonl"
     images = [ROOT / "docs" / name for name in ("before_after.png", "curve.png")]
     pair = f'{{"prompt": "a sign", "chosen": "{images[0]}", "rejected": "{images[1]}"}}\n'
