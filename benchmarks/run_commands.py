@@ -127,6 +127,7 @@ def commands_of_recipes():
 # ---- what they need --------------------------------------------------------------------------------------------------
 def write_inputs(folder):
     """The files that the commands name: prompts, the quickstart's reward, a fork, a step kind of docs/fork.md."""
+    (folder / "assets").symlink_to(ROOT / "assets")
     shutil.copy(ROOT / "flow_grpo.py", folder / "my_grpo.py")
     prompts = [f'a red sign that says "{number}"' for number in range(100, 108)]
     for name in ("train.txt", "test.txt", "held_out.txt"):
@@ -163,7 +164,12 @@ def python_block(page, first_line):
 
 
 def tiny_model(model, folder):
-    """The folder of the tiny checkpoint that stands for `model`, a hub id or a folder's name; made once."""
+    """The folder of the tiny checkpoint that stands for `model`, a hub id or a folder's name; made once.
+
+    A model of the project's stands for itself.
+    """
+    if (folder / model).is_dir():  # assets/embedded_edit
+        return folder / model
     others = {"path/to/sd3-pipeline": "stable_diffusion_3", "/tmp/tiny": "flux"}
     family = PUBLISHED[model][0] if model in PUBLISHED else others[model]
     made = folder / "models" / family
