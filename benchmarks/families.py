@@ -1,4 +1,5 @@
-"""Every model family with every script: on one rank and resumed, on two ranks, and with vLLM-Omni's rollouts.
+"""Every model family with every script: on one rank and resumed, on two ranks, and with vLLM-Omni's rollouts; and
+some with an engine of two workers.
 
     python benchmarks/families.py docs/lab/records/families.jsonl                     # the cells that the record lacks
     python benchmarks/families.py docs/lab/records/families.jsonl --only flux z_image
@@ -33,7 +34,7 @@ ONLINE = ["--num_prompts", 4, "--group_size", 4, "--updates_per_rollout", 1, "--
 OFFLINE = ["--num_pair_prompts", 4, "--group_size", 4, "--num_pairs", 2, "--micro_batch_size", 1]  # dpo_offline.py's
 OF_FAMILY = {family: ["--num_frames", 5] for family in FAMILIES if family.startswith("wan")}
 REFUSED = {(family, "dpo_offline.py") for family in OF_FAMILY}  # pairs are of images, not of videos
-WAYS = ["local", "2 ranks", "vllm"]
+WAYS = ["local", "2 ranks", "vllm", "2 workers"]
 LIMITS = {"log_prob": 1e-6, "reward": 1e-3, "metrics": 3e-3, "adapter": 5e-2}
 
 PAGE = """# Every family with every script
@@ -43,8 +44,8 @@ PAGE = """# Every family with every script
 {held} of {count} cells held. Commit {commits}, torch {torch},
 {cpu}; {seconds:,.0f} s.
 
-| family | script | resumed | two ranks: metrics, adapter | vllm: log-probs, reward | seconds |
-|---|---|---|---|---|---|
+| family | script | resumed | two ranks: metrics, adapter | vllm: log-probs, reward | two workers: the same | seconds |
+|---|---|---|---|---|---|---|
 {rows}
 
 - Tiny random weights of the family's real classes, two steps of 16 images, guidance 3 (diffusion_nft.py has none).
@@ -55,6 +56,8 @@ PAGE = """# Every family with every script
   zero).
 - vllm: the largest difference of a log-prob between engine and trainer, held to 1e-6 (diffusion_nft.py has none), and
   of the first rollout's mean reward from the local run's, relative, held to 1e-3. `-`: there is no engine.
+- Two workers: an engine that is split over two (`--engine_tensor_parallel 2`). Only families that need pictures were
+  tried in this way here; tests/engine/test_tensor_parallel.py tries others.
 """
 
 
@@ -63,7 +66,10 @@ def ways(family, script, folder):
     if (family, script) in REFUSED:
         return []
     has_engine = script != "dpo_offline.py" and family_class(folder / "model").engine_pipeline
-    return WAYS if has_engine else WAYS[:2]
+    if not has_engine:
+        return WAYS[:2]
+    has_pictures = family_class(folder / "model").num_sources[0]
+    return WAYS if has_pictures and script == "flow_grpo.py" else WAYS[:3]
 
 
 def adapter_difference(run, expected):
@@ -123,7 +129,8 @@ def measure(family, script, way, folder):
         ranks = run("ranks", 2, *local, nproc=2)
         found = {"metrics": metrics_difference(ranks, whole), "adapter": adapter_difference(ranks, whole)}
     else:
-        rows, expected = read_metrics(run("vllm", 2, "--rollout", "vllm")), read_metrics(whole)
+        engine = ["--rollout", "vllm", *(["--engine_tensor_parallel", 2] if way == "2 workers" else [])]
+        rows, expected = read_metrics(run(way.replace(" ", "_"), 2, *engine)), read_metrics(whole)
         found = {"reward": abs(rows[1]["critic/rewards/mean"] / expected[1]["critic/rewards/mean"] - 1)}
         if script != "diffusion_nft.py":
             found["log_prob"] = max(row["rollout_corr/logprob_abs_diff_max"] for row in rows[1:])
