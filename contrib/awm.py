@@ -88,8 +88,8 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     scale_rewards: Literal["batch", "group", "none"] = "batch"
     """divide advantages by the deviation of the rollout's rewards (batch), of the group's, or not at all (Dr.GRPO)"""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: that of each
-    reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
+    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: weighted sum of
+    each reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
 
     # ---- optimization
     num_steps: Annotated[int, Bound(at_least=0)] = 30
@@ -619,7 +619,7 @@ def main(args: Args, inputs: Inputs) -> None:
         with run.timed("reward"):
             scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
 
-        # compare the images of a prompt with each other (eq. 4); one that a reward failed on, or is left alone, gets 0
+        # compare the images of a prompt with each other (eq. 4); one without a reward or without others gets 0
         with run.timed("adv"):
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)

@@ -87,8 +87,8 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     scale_rewards: Literal["batch", "group", "none"] = "batch"
     """divide advantages by the deviation of the rollout's rewards (batch), of the group's, or not at all (Dr.GRPO)"""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: that of each
-    reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
+    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: weighted sum of
+    each reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
 
     # ---- optimization
     num_steps: Annotated[int, Bound(at_least=0)] = 30
@@ -362,7 +362,7 @@ def policy_step(
     )
     sigma, sigma_next = request.sigmas[i : i + 2].tolist()
     noise_level = request.noise_level if i in request.sde_steps else 0.0
-    kind: dict = {"sde_type": request.sde_type, "sigma_max": request.sigma_max}  # sigma_max: request.sigmas[1]
+    kind: dict = {"sde_type": request.sde_type, "sigma_max": request.sigma_max}  # sigma_max: the schedule's second
     return sde_step(x, v, sigma, sigma_next, noise_level, **kind, generator=generator, prev_sample=prev_sample)
 
 
@@ -399,7 +399,7 @@ def recompute_old_log_probs(
         request = request.select(rows)
         trajectories = trajectories.select(rows)
         recomputed = recompute_log_probs(args, model, request, trajectories)
-        limits["log_prob_limit"] = args.clip_range / 2  # of the first ratio from 1; our choice
+        limits["log_prob_limit"] = args.clip_range / 2  # the ratio may start this far from 1
         return sampled, check_mismatch(request, trajectories, recomputed, **limits)
     recomputed = recompute_log_probs(args, model, request, trajectories)
     metrics = check_mismatch(request, trajectories, recomputed, **limits)
@@ -645,7 +645,7 @@ def main(args: Args, inputs: Inputs) -> None:
         with run.timed("reward"):
             scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
 
-        # compare the images of a prompt with each other (eq. 4); one that a reward failed on, or is left alone, gets 0
+        # compare the images of a prompt with each other (eq. 4); one without a reward or without others gets 0
         with run.timed("adv"):
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = combine_advantages(args, filled, math.inf).where(is_compared, 0.0)  # (N,)

@@ -607,7 +607,7 @@ def main(args: Args, inputs: Inputs) -> None:
         with run.timed("reward"):
             scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
 
-        # compare the images of a prompt with each other (eq. 4); one that a reward failed on, or is left alone, gets 0
+        # compare the images of a prompt with each other (eq. 4); one without a reward or without others gets 0
         with run.timed("adv"):
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = compute_advantages(args, filled, is_compared)  # (N,)
