@@ -8,6 +8,7 @@ is in `runs/flow_grpo`, and a script that is checked or started there would refu
 """
 
 import ast
+import atexit
 import collections
 import contextlib
 import dataclasses
@@ -21,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -30,6 +32,7 @@ from unittest import mock
 
 from common import checkpoints, plots, process
 from common.data import PromptSet
+from common.engine.launch import engine_environment
 from common.models.cpu import repair_torchvision, use_onednn
 from common.models.family import Family, family_class, load_model
 from common.models.lora import make_lora
@@ -84,14 +87,21 @@ def own_handlers() -> Iterator[None]:
 
 # ---- runs of the scripts ---------------------------------------------------------------------------------------------
 def torchrun(
-    folder: Path, script: str | Path, *args: object, nproc: int = 1, check: bool = True, timeout: float = 420
+    folder: Path,
+    script: str | Path,
+    *args: object,
+    nproc: int = 1,
+    check: bool = True,
+    timeout: float = 420,
+    draws: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script of the repository as a user does, in `folder`. Returns the finished process, output as text.
 
-    Where the run must succeed (check), its ranks come from the warm process, which takes half the time.
+    Where the run must succeed (check), its ranks come from the warm process, which takes half the time, and an empty
+    curves.png stands in for the curves, unless it `draws`.
     """
     if check:
-        done = run_warm(folder, str(ROOT / script), list(map(str, args)), nproc, timeout)
+        done = run_warm(folder, str(ROOT / script), list(map(str, args)), nproc, timeout, draws)
         assert done.returncode == 0, done.stdout[-6000:]
         return done
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
@@ -113,8 +123,22 @@ def warm_process() -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
 
 
+@functools.cache
+def warm_engines() -> tuple[str, dict[str, str]]:
+    """The socket of tests/warm_engine.py, started at the first run with an engine, and its environment."""
+    environment = engine_environment(EMBEDDED, [None], 1)
+    folder = Path(tempfile.mkdtemp())
+    path = str(folder / "engines")
+    command = [sys.executable, "-P", str(ROOT / "tests" / "warm_engine.py"), path]
+    with open(folder / "log", "wb") as log:
+        pipes = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    atexit.register(process.stdin.close)  # which holds the process until then
+    return path, environment
+
+
 def run_warm(
-    folder: Path, script: str, options: list[str], num_ranks: int, timeout: float
+    folder: Path, script: str, options: list[str], num_ranks: int, timeout: float, draws: bool
 ) -> subprocess.CompletedProcess[str]:
     """A run whose ranks the warm process forks. Its return code is the first one that is not 0."""
     process, output = warm_process(), folder / "output_of_ranks.txt"
@@ -127,6 +151,8 @@ def run_warm(
         "port": free_port(),
         "environment": dict(os.environ),
         "output": str(output),
+        "engines": None if "local" in options else warm_engines(),
+        "draws": draws,
     }
     timer = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
     timer.start()

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from warm_engine import fork_engines
+
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("diffusers.models.autoencoders.autoencoder_kl", "diffusers.models.transformers.transformer_sd3")
 LIBRARIES += ("diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3", "matplotlib.figure", "peft")
@@ -37,7 +39,12 @@ def become_rank(request: dict[str, Any], rank: int) -> None:
         os.dup2(output, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = [request["script"], *request["options"]]
-    sys.path[0] = str(Path(request["script"]).parent)
+    sys.path[:1] = [str(Path(request["script"]).parent), str(ROOT)]  # a script of contrib/ is started at the root
+    if request["engines"]:
+        fork_engines(*request["engines"])
+    if not request["draws"]:
+        plots = importlib.import_module("common.plots")
+        plots.draw_panels = lambda panels, path: path.touch()
 
 
 def wait_for_all(ranks: list[int]) -> list[int]:

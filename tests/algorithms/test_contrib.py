@@ -31,6 +31,7 @@ from tests.conftest import (
     read_metrics,
     run_here,
     shared_options,
+    torchrun,
 )
 from tools.diff import changed_lines, parent_of, sections
 
@@ -823,13 +824,13 @@ def test_tempflow_refuses_seeds_that_do_not_fit(monkeypatch):
 
 
 # ---- as users run them -----------------------------------------------------------------------------------------------
-def torchrun(folder, script, *options, nproc=1):
-    """Run a script of contrib/ in `folder` as a user does at the root: torchrun --standalone -m contrib.SCRIPT."""
-    module = script.removesuffix(".py").replace("/", ".")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+def test_a_script_is_started_as_a_module(tmp_path):
+    """torchrun --standalone -m contrib.awm, as its header says, at the root."""
+    options = [*TINY, "--num_steps", 1, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "contrib.awm", "--rollout", "local"]
     done = subprocess.run(
-        [*command, "-m", module, *map(str, options)],
-        cwd=folder,
+        [*command, *map(str, options)],
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},  # where a user would stand
         text=True,
         timeout=420,
@@ -837,6 +838,7 @@ def torchrun(folder, script, *options, nproc=1):
         stderr=subprocess.STDOUT,
     )
     assert done.returncode == 0, done.stdout[-6000:]
+    assert read_metrics(tmp_path / "runs" / "awm")[1]["actor/grad_norm"] > 0
 
 
 def teachers_of(tmp_path, rank=16):

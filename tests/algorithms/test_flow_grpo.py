@@ -65,7 +65,7 @@ def runs(tmp_path_factory):
         if (rollout, nproc) not in done:
             name = f"{rollout}{nproc}"
             command = ["--name", name, "--rollout", rollout, *options]
-            out = torchrun(folder, "flow_grpo.py", *command, nproc=nproc)
+            out = torchrun(folder, "flow_grpo.py", *command, nproc=nproc, draws=True)
             done[rollout, nproc] = folder / "runs" / name, out.stdout
         return done[rollout, nproc]
 
