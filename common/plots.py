@@ -159,26 +159,26 @@ def save_grid(
 ) -> None:
     """Write a PNG of `images` (PIL, equal sizes) row by row, each above its caption of one line or several.
 
-    A line that is too long shows its end. Small images are enlarged `scale` times; None: to about 200 pixels.
+    At most `columns` stand in a row. A line that is too long shows its end. Small images are enlarged `scale` times;
+    None: to about 200 pixels.
     """
     from matplotlib import get_data_path  # slow
 
     width, height = images[0].size
-    if scale is None:
-        scale = max(1, 200 // width)
+    scale = scale or max(1, 200 // width)
     width *= scale
     height *= scale
     cell_width = width + GAP
     lines = [caption.split("\n") for caption in captions]
     cell_height = height + LINE_HEIGHT * max(map(len, lines)) + GAP
-    num_rows = -(-len(images) // columns)  # rounded up
+    num_rows = math.ceil(len(images) / columns)
+    columns = math.ceil(len(images) / num_rows)
     sheet = Image.new("RGB", (columns * cell_width, num_rows * cell_height), "white")
     draw = ImageDraw.Draw(sheet)
     draw.font = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf", 9)  # PIL's own has ASCII only
     for i, (image, caption) in enumerate(zip(images, lines, strict=True)):
         row, column = divmod(i, columns)
-        left = column * cell_width
-        top = row * cell_height
+        left, top = column * cell_width, row * cell_height
         sheet.paste(image.resize((width, height), Image.Resampling.NEAREST), (left, top))
         for number, line in enumerate(caption):
             corner = (left + 1, top + height + number * LINE_HEIGHT)

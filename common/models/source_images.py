@@ -166,7 +166,7 @@ def show_sources(
     if picture is None:
         return named, None
     size = sample[0].size if isinstance(sample, list) else sample.size
-    beside = Image.new("RGB", (size[0] * (len(record["image"]) + 1), picture.height))
+    beside = Image.new("RGB", (size[0] * (len(record["image"]) + 1), picture.height), "white")
     for column, source in enumerate(record["image"]):
         beside.paste(source.decode().resize(size), (column * size[0], 0))
     beside.paste(picture, (beside.width - size[0], 0))

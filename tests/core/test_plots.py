@@ -103,10 +103,10 @@ def weighted_total(images, prompts, metadata):
     ("size", "count", "options", "expected"),
     [
         ((96, 32), 32, {}, (8 * 196, 4 * 82)),  # enlarged 200 // 96 = 2 times; a line of 14 below each, gaps of 4
-        ((32, 16), 10, {}, (8 * 196, 2 * 114)),  # enlarged 6 times
-        ((512, 512), 1, {}, (8 * 516, 530)),
+        ((32, 16), 10, {}, (5 * 196, 2 * 114)),  # enlarged 6 times; two rows of five, not of eight and two
+        ((512, 512), 1, {}, (516, 530)),
         ((10, 10), 3, {"columns": 2, "scale": 2}, (2 * 24, 2 * 38)),
-        ((96, 32), 3, {"caption": "a prompt\nits scores"}, (8 * 196, 96)),
+        ((96, 32), 3, {"caption": "a prompt\nits scores"}, (3 * 196, 96)),
     ],
 )
 def test_save_grid_size(tmp_path, size, count, options, expected):
