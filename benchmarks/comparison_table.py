@@ -5,7 +5,8 @@
 Fixed before the first run: the reward after the last rollout, by the ODE, is tested. A row's seeds are paired with
 Flow-GRPO's, as they have the same prompts and noise. Four rows of eight seeds are tested by sign flips, with Holm's
 correction over these four; every row has a 95 % interval of the paired differences, by Student's t. Intervals are not
-corrected. A row whose learning rate is at an end of the three is marked with *; one whose trust region could not be
+corrected. A row's share of Flow-GRPO's images (seconds) is where the mean of its seeds is first at Flow-GRPO's last
+mean. A row whose learning rate is at an end of the three is marked with *; one whose trust region could not be
 matched, with its divergence over Flow-GRPO's at the shipped threshold.
 """
 
@@ -86,6 +87,26 @@ def at_seconds(line, seconds, key="ocr"):
     return points[0 if seconds < points[0]["seconds"] else -1][key]  # offline DPO's pairs come before its first
 
 
+def mean_curve(lines, *keys):
+    """{key: its mean over runs at each evaluation}; a run that failed has fewer evaluations."""
+    points = [[one for one in ones if one] for ones in itertools.zip_longest(*(line["evaluations"] for line in lines))]
+    return {key: [statistics.mean(one[key] for one in seeds) for seeds in points] for key in keys}
+
+
+def share_needed(record, row, across):
+    """The share of Flow-GRPO's images or seconds after which a row's mean reward is first at Flow-GRPO's last one.
+
+    Linear between two evaluations; None: never.
+    """
+    base = mean_curve(runs_of(record, BASE), across, "ocr")
+    curve = mean_curve(runs_of(record, row), across, "ocr")
+    points = list(zip(curve[across], curve["ocr"], strict=True))
+    for (before, low), (after, high) in itertools.pairwise(points):
+        if low < base["ocr"][-1] <= high:
+            return (before + (base["ocr"][-1] - low) / (high - low) * (after - before)) / base[across][-1]
+    return None
+
+
 def values_of(record, row, what, seconds):
     """{seed: value} of a row: a held-out metric at the end, `own` (sampler) or `seconds` (the reward after these)."""
     lines = runs_of(record, row)
@@ -134,9 +155,10 @@ def table_text(record):
     p_values = adjusted_p(record)
     images = f"{rollouts * IMAGES} images, {rollouts * UPDATES} optimizer steps"
     header = ["", "learning rate, threshold", f"reward by the ODE: {images}", "p (Holm)", f"after {seconds:.0f} s"]
+    header += ["share of Flow-GRPO's images, seconds for its reward"]
     header += ["reward by its own sampler", *list(HELD_OUT)[1:], "reward of each seed by the ODE; by its own sampler"]
     before = lines_of(record, "run", rows[0])[0]["evaluations"][0]
-    at_start = ["before training", "", f"{before['ocr']:.3f}", "", "", ""]
+    at_start = ["before training", "", f"{before['ocr']:.3f}", "", "", "", ""]
     at_start += [f"{before[key]:.{digits}f}" for key, (_, digits) in list(HELD_OUT.items())[1:]]
     lines = [header, ["---"] * len(header), [*at_start, ""]]
     for row in rows:
@@ -152,7 +174,10 @@ def table_text(record):
         cells = [row + apart + (f", {failed} failed" if failed else ""), choice]
         cells.append(cell(record, row, "ocr", seconds, 3))
         cells.append(f"{p_values[row]:.3f}" if row in p_values else "")
-        cells += [cell(record, row, what, seconds, 3) for what in ("seconds", "own")]
+        cells.append(cell(record, row, "seconds", seconds, 3))
+        shares = [share_needed(record, row, across) for across in ("images", "seconds")]
+        cells.append(", ".join("never" if share is None else f"{share:.2f}" for share in shares))
+        cells.append(cell(record, row, "own", seconds, 3))
         for line in lines_of(record, "evaluate", row):
             if line["seed"] == 0:
                 cells[-1] += f" (before training {line['ocr']:.3f})"
@@ -170,13 +195,13 @@ def draw(record, path):
     panels += [("drift", key) for key in ("sign_colour", "jpeg_compressibility", "diversity")]
     rows = [row for row in ROWS if lines_of(record, "run", row)]
     for number, row in enumerate(rows):
-        curves = [line["evaluations"] for line in runs_of(record, row)]
+        lines = runs_of(record, row)
         style = {"color": plt.get_cmap("tab20")(number), "linestyle": "--" if ROWS[row]["is_apart"] else "-"}
         for axis, (across, up) in zip(axes.flat, panels, strict=True):
-            for curve in curves:
-                axis.plot([one[across] for one in curve], [one[up] for one in curve], **style, alpha=0.3, linewidth=0.6)
-            points = [[one for one in ones if one] for ones in itertools.zip_longest(*curves)]  # a failed run is short
-            mean = {key: [statistics.mean(one[key] for one in seeds) for seeds in points] for key in (across, up)}
+            for line in lines:
+                curve = mean_curve([line], across, up)
+                axis.plot(curve[across], curve[up], **style, alpha=0.3, linewidth=0.6)
+            mean = mean_curve(lines, across, up)
             axis.plot(mean[across], mean[up], "o", markersize=3, label=row, **style)
             axis.set(xlabel="drift from the start" if across == "drift" else across, ylabel=f"held-out {up}, ODE")
     axes[0, 0].set_xlabel(f"images sampled ({IMAGES // UPDATES} for each optimizer step)")

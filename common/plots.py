@@ -120,8 +120,7 @@ def _draw_curve(panel: "Axes", label: str, name: str, rows: list[dict], colour: 
 
 
 def save_png(path: Path | str, image: Image.Image | list[Image.Image]) -> None:
-    """Write a PIL image, or a video (a list of PIL frames) as an animated PNG, which holds every frame to the bit and
-    shows each for a tenth of a second in a browser."""
+    """Write a PIL image, or a video (a list of PIL frames) as an animated PNG, which holds every frame to the bit."""
     first, *others = image if isinstance(image, list) else [image]
     several: dict = {"save_all": True, "append_images": others} if others else {}
     first.save(path, compress_level=1, **several)  # faster than the default level, for larger files
@@ -157,15 +156,15 @@ def _end_that_fits(draw: ImageDraw.ImageDraw, line: str, width: int) -> str:
 def save_grid(
     path: Path | str, images: Sequence[Image.Image], captions: Sequence[str], columns: int = 8, scale: int | None = None
 ) -> None:
-    """Write a PNG of `images` (PIL, equal sizes) row by row, each above its caption of one line or several.
+    """Write a PNG of `images` (PIL, equal sizes), at most `columns` in a row, each above its caption of any lines.
 
-    At most `columns` stand in a row. A line that is too long shows its end. Small images are enlarged `scale` times;
-    None: to about 200 pixels.
+    A line that is too long shows its end. Small images are enlarged `scale` times; None: to about 200 pixels.
     """
     from matplotlib import get_data_path  # slow
 
     width, height = images[0].size
-    scale = scale or max(1, 200 // width)
+    if scale is None:
+        scale = max(1, 200 // width)
     width *= scale
     height *= scale
     cell_width = width + GAP
@@ -178,7 +177,8 @@ def save_grid(
     draw.font = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf", 9)  # PIL's own has ASCII only
     for i, (image, caption) in enumerate(zip(images, lines, strict=True)):
         row, column = divmod(i, columns)
-        left, top = column * cell_width, row * cell_height
+        left = column * cell_width
+        top = row * cell_height
         sheet.paste(image.resize((width, height), Image.Resampling.NEAREST), (left, top))
         for number, line in enumerate(caption):
             corner = (left + 1, top + height + number * LINE_HEIGHT)

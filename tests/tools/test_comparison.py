@@ -444,6 +444,14 @@ def test_the_table_of_a_made_up_record():
     # the quickest row, cps, is at 100 s when it ends; the others are at their second evaluation then
     assert cells["cps"]["after 100 s"].startswith("0.945, +0.245 [") and cells["flow_grpo"]["after 100 s"] == "0.700"
     assert cells["cps"]["reward by its own sampler"] == "0.545, +0.000 [+0.000, +0.000] (before training 0.432)"
+    # .7 + .245 x .592 is Flow-GRPO's .845, at 1.592 of two intervals; those of cps take half as long
+    share = "share of Flow-GRPO's images, seconds for its reward"
+    assert [cells[row][share] for row in ("flow_grpo", "cps", "grpo_guard")] == [
+        "1.00, 1.00",
+        "0.80, 0.40",
+        "0.80, 0.80",
+    ]
+    assert cells["dpo_offline (apart)"][share] == "never, never"  # .82
     # NFT samples by the ODE: .945 - .545
     assert cells["diffusion_nft"]["reward by its own sampler"] == "0.945, +0.400 [+0.400, +0.400]"
     each = cells["flow_grpo"]["reward of each seed by the ODE; by its own sampler"]
