@@ -62,6 +62,12 @@ TINY = ["--num_prompts", 4, "--group_size", 4, "--updates_per_rollout", 1, "--nu
 TINY += ["--eval_num_inference_steps", 3]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with many slow tests first: of two workers none is left with a long file when the other one is done."""
+    num_slow = collections.Counter(item.path for item in items if "fast" not in item.keywords)
+    items.sort(key=lambda item: -num_slow[item.path])
+
+
 # ---- the working directory -------------------------------------------------------------------------------------------
 @pytest.fixture(scope="session", autouse=True)
 def away_from_the_checkout(tmp_path_factory: pytest.TempPathFactory) -> None:
