@@ -408,7 +408,7 @@ def test_an_editing_model_trains_and_resumes(script, editor, tmp_path):
     assert json.loads(first)["image"] == pictures
     width = 96 * (len(pictures) + 1)  # sources and result
     with Image.open(runs / "whole/grid_0002.png") as grid:
-        assert grid.width == 8 * (width * max(1, 200 // width) + 4)
+        assert grid.width == 6 * (width * max(1, 200 // width) + 4)  # a row of six images
 
 
 def test_pairs_of_edits_train_a_model(editor, tmp_path):
