@@ -7,7 +7,7 @@
     python -m benchmarks.comparison_table RECORD                 # RECORD's table (.md) and picture (.png), beside it
 
 RECORD is docs/lab/records/comparison.jsonl, a line for each finished run. The first command resumes where it stopped.
-The design, docs/lab/comparison.md ("The design of the next comparison"), is the constants below. Stages, in order:
+The design, docs/lab/comparison.md ("The design"), is the constants below. Stages, in order:
 
   match     a trust region's threshold: of the GRID, the one where Flow-GRPO's divergence is met most closely. It is
             E[(mean - old mean)^2 / (2 std^2)] over a rollout's last mini-batch, before its optimizer step, at each
