@@ -5,9 +5,9 @@
 Fixed before the first run: the reward after the last rollout, by the ODE, is tested. A row's seeds are paired with
 Flow-GRPO's, as they have the same prompts and noise. Four rows of eight seeds are tested by sign flips, with Holm's
 correction over these four; every row has a 95 % interval of the paired differences, by Student's t. Intervals are not
-corrected. A row's share of Flow-GRPO's images (seconds) is where the mean of its seeds is first at Flow-GRPO's last
-mean. A row whose learning rate is at an end of the three is marked with *; one whose trust region could not be
-matched, with its divergence over Flow-GRPO's at the shipped threshold.
+corrected. "Images (seconds) needed" is the share of Flow-GRPO's after which the mean of a row's seeds is first at
+Flow-GRPO's last mean. A row whose learning rate is at an end of the three is marked with *; one whose trust region
+could not be matched, with its divergence over Flow-GRPO's at the shipped threshold.
 """
 
 import argparse
@@ -27,7 +27,6 @@ from benchmarks.comparison import (
     lines_of,
     matched,
     read_record,
-    rollouts_of,
 )
 
 import matplotlib
@@ -93,18 +92,28 @@ def mean_curve(lines, *keys):
     return {key: [statistics.mean(one[key] for one in seeds) for seeds in points] for key in keys}
 
 
-def share_needed(record, row, across):
-    """The share of Flow-GRPO's images or seconds after which a row's mean reward is first at Flow-GRPO's last one.
+def at_base_reward(record, row, key):
+    """`key` (images, seconds, a held-out value) where a row's mean reward is first at Flow-GRPO's last one; or None.
 
-    Linear between two evaluations; None: never.
+    Linear between two evaluations, as the reward is.
     """
-    base = mean_curve(runs_of(record, BASE), across, "ocr")
-    curve = mean_curve(runs_of(record, row), across, "ocr")
-    points = list(zip(curve[across], curve["ocr"], strict=True))
+    last = mean_curve(runs_of(record, BASE), "ocr")["ocr"][-1]
+    curve = mean_curve(runs_of(record, row), key, "ocr")
+    points = list(zip(curve[key], curve["ocr"], strict=True))
     for (before, low), (after, high) in itertools.pairwise(points):
-        if low < base["ocr"][-1] <= high:
-            return (before + (base["ocr"][-1] - low) / (high - low) * (after - before)) / base[across][-1]
+        if low < last <= high:
+            return before + (last - low) / (high - low) * (after - before)
     return None
+
+
+def told(number, digits):
+    return "never" if number is None else f"{number:.{digits}f}"
+
+
+def share_needed(record, row, across):
+    """The images or seconds that a row needs for Flow-GRPO's last mean reward, as a share of Flow-GRPO's."""
+    needed = at_base_reward(record, row, across)
+    return None if needed is None else needed / mean_curve(runs_of(record, BASE), across)[across][-1]
 
 
 def values_of(record, row, what, seconds):
@@ -145,47 +154,54 @@ def adjusted_p(record):
     return holm({row: sign_flip_p(differences) for row, differences in pairs.items()})
 
 
+def row_name(record, row):
+    failed = sum(line["failed"] for line in lines_of(record, "run", row))
+    return row + (" (apart)" if ROWS[row]["is_apart"] else "") + (f", {failed} failed" if failed else "")
+
+
+def choice(record, row):
+    """A row's learning rate, and the threshold of its trust region."""
+    learning_rate, threshold = chosen(record, row)
+    star = "*" if learning_rate in (min(LEARNING_RATES), max(LEARNING_RATES)) else ""
+    if not threshold:
+        return f"{learning_rate:g}{star}"
+    _, ratio, is_near = matched(record, row)
+    why = "its run failed" if ratio is None else f"{ratio:.2g} times Flow-GRPO's divergence"
+    return f"{learning_rate:g}{star}, {threshold:g}" + ("" if is_near else f" (not matched: {why})")
+
+
 def table_text(record):
-    """The Markdown of the table: a line for each row, with every seed of it."""
+    """Four Markdown tables of a line for each row: rewards; what they cost; other held-out values; every seed."""
     rows = [row for row in ROWS if lines_of(record, "run", row)]
     together = [line for row in rows if not ROWS[row]["is_apart"] for line in runs_of(record, row)]
     whole = [line for line in together if not line["failed"]]  # a failed run is short, not quick
     seconds = min((line["evaluations"][-1]["seconds"] for line in whole), default=0.0)
-    rollouts = rollouts_of(record, "run")
     p_values = adjusted_p(record)
-    images = f"{rollouts * IMAGES} images, {rollouts * UPDATES} optimizer steps"
-    header = ["", "learning rate, threshold", f"reward by the ODE: {images}", "p (Holm)", f"after {seconds:.0f} s"]
-    header += ["share of Flow-GRPO's images, seconds for its reward"]
-    header += ["reward by its own sampler", *list(HELD_OUT)[1:], "reward of each seed by the ODE; by its own sampler"]
-    before = lines_of(record, "run", rows[0])[0]["evaluations"][0]
-    at_start = ["before training", "", f"{before['ocr']:.3f}", "", "", "", ""]
-    at_start += [f"{before[key]:.{digits}f}" for key, (_, digits) in list(HELD_OUT.items())[1:]]
-    lines = [header, ["---"] * len(header), [*at_start, ""]]
+    start = lines_of(record, "run", rows[0])[0]["evaluations"][0]
+    held_out = list(HELD_OUT.items())[1:]
+
+    rewards = [["", "reward by the ODE", "p (Holm)", "by its own sampler", "there before training"]]
+    rewards += [["before training", f"{start['ocr']:.3f}", "", "", ""]]
+    costs = [["", "learning rate, threshold", "seconds", f"reward after {seconds:.0f} s"]]
+    costs[0] += ["images needed", "seconds needed"]
+    others = [["", *(key for key, _ in held_out), "sign_colour at Flow-GRPO's reward"]]
+    others += [["before training", *(f"{start[key]:.{digits}f}" for key, (_, digits) in held_out), ""]]
+    seeds = [["", "by the ODE", "by its own sampler"]]
     for row in rows:
-        learning_rate, threshold = chosen(record, row)
-        apart = " (apart)" if ROWS[row]["is_apart"] else ""
-        failed = sum(line["failed"] for line in lines_of(record, "run", row))
-        star = "*" if learning_rate in (min(LEARNING_RATES), max(LEARNING_RATES)) else ""
-        choice = f"{learning_rate:g}{star}" + (f", {threshold:g}" if threshold else "")
-        if threshold:
-            _, ratio, is_near = matched(record, row)
-            told = "its run failed" if ratio is None else f"{ratio:.2g} times Flow-GRPO's divergence"
-            choice += "" if is_near else f" (not matched: {told})"
-        cells = [row + apart + (f", {failed} failed" if failed else ""), choice]
-        cells.append(cell(record, row, "ocr", seconds, 3))
-        cells.append(f"{p_values[row]:.3f}" if row in p_values else "")
-        cells.append(cell(record, row, "seconds", seconds, 3))
-        shares = [share_needed(record, row, across) for across in ("images", "seconds")]
-        cells.append(", ".join("never" if share is None else f"{share:.2f}" for share in shares))
-        cells.append(cell(record, row, "own", seconds, 3))
-        for line in lines_of(record, "evaluate", row):
-            if line["seed"] == 0:
-                cells[-1] += f" (before training {line['ocr']:.3f})"
-        cells += [cell(record, row, what, seconds, digits) for what, (_, digits) in list(HELD_OUT.items())[1:]]
-        each = [values_of(record, row, what, seconds) for what in ("ocr", "own")]
-        cells.append("; ".join(" ".join(f"{values[seed]:.3f}" for seed in sorted(values)) for values in each))
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+        name = row_name(record, row)
+        p = f"{p_values[row]:.3f}" if row in p_values else ""
+        starts = [line["ocr"] for line in lines_of(record, "evaluate", row) if line["seed"] == 0]
+        before = f"{starts[0]:.3f}" if starts else "" if ROWS[row]["threshold"] else f"{start['ocr']:.3f}"
+        rewards.append([name, cell(record, row, "ocr", 0, 3), p, cell(record, row, "own", 0, 3), before])
+        in_all = max(line["evaluations"][-1]["seconds"] for line in runs_of(record, row))
+        costs.append([name, choice(record, row), f"{in_all:.0f}", cell(record, row, "seconds", seconds, 3)])
+        costs[-1] += [told(share_needed(record, row, across), 2) for across in ("images", "seconds")]
+        others.append([name, *(cell(record, row, key, 0, digits) for key, (_, digits) in held_out)])
+        others[-1].append(told(at_base_reward(record, row, "sign_colour"), 2))
+        each = [values_of(record, row, what, 0) for what in ("ocr", "own")]
+        seeds.append([name, *(" ".join(f"{values[seed]:.3f}" for seed in sorted(values)) for values in each)])
+    tables = ([table[0], ["---"] * len(table[0]), *table[1:]] for table in (rewards, costs, others, seeds))
+    return "\n".join("".join(f"| {' | '.join(cells)} |\n" for cells in table) for table in tables)
 
 
 def draw(record, path):
@@ -194,9 +210,11 @@ def draw(record, path):
     panels = [("images", "ocr"), ("seconds", "ocr"), ("drift", "ocr")]
     panels += [("drift", key) for key in ("sign_colour", "jpeg_compressibility", "diversity")]
     rows = [row for row in ROWS if lines_of(record, "run", row)]
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows):  # ten rows and ten colours; the two that stand apart come last
         lines = runs_of(record, row)
-        style = {"color": plt.get_cmap("tab20")(number), "linestyle": "--" if ROWS[row]["is_apart"] else "-"}
+        style = {"color": f"C{number}", "linestyle": "-"}
+        if ROWS[row]["is_apart"]:
+            style = {"color": "black", "linestyle": "--" if row == "online_dpo" else ":"}
         for axis, (across, up) in zip(axes.flat, panels, strict=True):
             for line in lines:
                 curve = mean_curve([line], across, up)

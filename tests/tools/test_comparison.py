@@ -413,7 +413,7 @@ def made_up_record():
                 seconds = i * (50 if row == "cps" else 100)
                 evaluations.append({"images": 1920 * i, "updates": 60 * i, "seconds": seconds, "ocr": reward})
                 evaluations[-1] |= {
-                    "sign_colour": 0.9,
+                    "sign_colour": 0.9 - i / 10,
                     "jpeg_compressibility": -0.005,
                     "diversity": 0.2,
                     "drift": i / 9,
@@ -429,34 +429,43 @@ def made_up_record():
     return record
 
 
+def tables(text):
+    """[{row: {column: cell}}] of the tables, the line before training included."""
+    found = []
+    for table in text.split("\n\n"):
+        header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+        found.append({row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in rows})
+    return found
+
+
 @fast
-def test_the_table_of_a_made_up_record():
-    lines = comparison_table.table_text(made_up_record()).splitlines()
-    header, _, before, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    cells = {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in rows}
-    assert list(cells) == ["flow_grpo", "cps", "grpo_guard", "flow_dppo", "diffusion_nft", "dpo_offline (apart)"]
-    reward = "reward by the ODE: 3840 images, 120 optimizer steps"
-    assert before[header.index(reward)] == "0.600"
-    assert cells["flow_grpo"][reward] == "0.845" and cells["flow_grpo"]["p (Holm)"] == ""
-    assert cells["cps"][reward] == "0.945, +0.100 [+0.100, +0.100]"
-    assert {cells[row]["p (Holm)"] for row in comparison.TESTED} == {"0.031"}
-    assert cells["dpo_offline (apart)"]["p (Holm)"] == ""
-    # the quickest row, cps, is at 100 s when it ends; the others are at their second evaluation then
-    assert cells["cps"]["after 100 s"].startswith("0.945, +0.245 [") and cells["flow_grpo"]["after 100 s"] == "0.700"
-    assert cells["cps"]["reward by its own sampler"] == "0.545, +0.000 [+0.000, +0.000] (before training 0.432)"
-    # .7 + .245 x .592 is Flow-GRPO's .845, at 1.592 of two intervals; those of cps take half as long
-    share = "share of Flow-GRPO's images, seconds for its reward"
-    assert [cells[row][share] for row in ("flow_grpo", "cps", "grpo_guard")] == [
-        "1.00, 1.00",
-        "0.80, 0.40",
-        "0.80, 0.80",
-    ]
-    assert cells["dpo_offline (apart)"][share] == "never, never"  # .82
+def test_the_tables_of_a_made_up_record():
+    rewards, costs, others, seeds = tables(comparison_table.table_text(made_up_record()))
+    rows = ["flow_grpo", "cps", "grpo_guard", "flow_dppo", "diffusion_nft", "dpo_offline (apart)"]
+    assert list(costs) == list(seeds) == rows and list(rewards) == list(others) == ["before training", *rows]
+    assert rewards["before training"]["reward by the ODE"] == "0.600"
+    assert rewards["flow_grpo"]["reward by the ODE"] == "0.845" and rewards["flow_grpo"]["p (Holm)"] == ""
+    assert rewards["cps"]["reward by the ODE"] == "0.945, +0.100 [+0.100, +0.100]"
+    assert {rewards[row]["p (Holm)"] for row in comparison.TESTED} == {"0.031"}
+    assert rewards["dpo_offline (apart)"]["p (Holm)"] == ""
+    assert rewards["cps"]["by its own sampler"] == "0.545, +0.000 [+0.000, +0.000]"
     # NFT samples by the ODE: .945 - .545
-    assert cells["diffusion_nft"]["reward by its own sampler"] == "0.945, +0.400 [+0.400, +0.400]"
-    each = cells["flow_grpo"]["reward of each seed by the ODE; by its own sampler"]
-    assert each == "; ".join(" ".join(f"{base + seed / 100:.3f}" for seed in range(1, 9)) for base in (0.8, 0.5))
-    assert cells["cps"]["learning rate, threshold"] == "0.001, 6.25e-06"
+    assert rewards["diffusion_nft"]["by its own sampler"] == "0.945, +0.400 [+0.400, +0.400]"
+    before = [rewards[row]["there before training"] for row in ("flow_grpo", "cps", "diffusion_nft")]
+    assert before == ["", "0.432", "0.600"]  # Flow-GRPO's own is not recorded
+    # the quickest row, cps, is at 100 s when it ends; the others are at their second evaluation then
+    after = [costs[row]["reward after 100 s"] for row in ("cps", "flow_grpo")]
+    assert after[0].startswith("0.945, +0.245 [") and after[1] == "0.700"
+    assert [costs[row]["seconds"] for row in rows] == ["200", "100", "200", "200", "200", "200"]
+    # .7 + .245 x .592 is Flow-GRPO's .845, at 1.592 of two intervals; those of cps take half as long
+    needed = [(costs[row]["images needed"], costs[row]["seconds needed"]) for row in rows[:3]]
+    assert needed == [("1.00", "1.00"), ("0.80", "0.40"), ("0.80", "0.80")]
+    assert costs["dpo_offline (apart)"]["images needed"] == "never"  # .82
+    assert costs["cps"]["learning rate, threshold"] == "0.001, 6.25e-06"
+    assert others["cps"]["sign_colour"] == "0.70, +0.00 [+0.00, +0.00]"
+    assert others["cps"]["sign_colour at Flow-GRPO's reward"] == "0.74"  # .9 - .1 x 1.592
+    each = [" ".join(f"{base + seed / 100:.3f}" for seed in range(1, 9)) for base in (0.8, 0.5)]
+    assert list(seeds["flow_grpo"].values()) == each
 
 
 @fast
@@ -467,7 +476,7 @@ def test_the_table_says_which_threshold_could_not_be_matched():
             line["steps"] = [{"divergences": {"0": 60, "8": 0.06}}]  # sqrt(60 x .06) = 1.9, of Flow-GRPO's .0067
         if line["stage"] in ("tune", "run") and line["row"] == "cps":
             line["threshold"] = 1e-4
-    (row,) = [line for line in comparison_table.table_text(record).splitlines() if line.startswith("| cps |")]
+    (row,) = [line for line in comparison_table.table_text(record).splitlines() if line.startswith("| cps | 0.001")]
     assert "| 0.001, 0.0001 (not matched: 2.8e+02 times Flow-GRPO's divergence) |" in row
 
 
@@ -479,7 +488,7 @@ def test_a_failed_run_shortens_neither_the_seconds_nor_the_mean_curve(monkeypatc
     failed["evaluations"] = failed["evaluations"][:2]
     failed["steps"] = [{"seconds": 3}]
     text = comparison_table.table_text(record)
-    assert "| after 100 s |" in text and "flow_grpo, 1 failed" in text
+    assert "| reward after 100 s |" in text and "flow_grpo, 1 failed" in text
     drawn = []
     plot = comparison_table.plt.Axes.plot
     keep = lambda self, x, y, *form, **style: drawn.append((style, x, y)) or plot(self, x, y, *form, **style)
