@@ -18,12 +18,14 @@ import io
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -99,15 +101,14 @@ def torchrun(
     nproc: int = 1,
     check: bool = True,
     timeout: float = 420,
-    draws: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script of the repository as a user does, in `folder`. Returns the finished process, output as text.
 
     Where the run must succeed (check), its ranks come from the warm process, which takes half the time, and an empty
-    curves.png stands in for the curves, unless it `draws`.
+    curves.png stands in for the curves.
     """
     if check:
-        done = run_warm(folder, str(ROOT / script), list(map(str, args)), nproc, timeout, draws)
+        done = run_warm(folder, str(ROOT / script), list(map(str, args)), nproc, timeout)
         assert done.returncode == 0, done.stdout[-6000:]
         return done
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
@@ -130,21 +131,30 @@ def warm_process() -> subprocess.Popen[str]:
 
 
 @functools.cache
-def warm_engines() -> tuple[str, dict[str, str]]:
-    """The socket of tests/warm_engine.py, started at the first run with an engine, and its environment."""
-    environment = engine_environment(EMBEDDED, [None], 1)
+def warm_engine_process() -> tuple[subprocess.Popen[bytes], Path, dict[str, str]]:
+    """tests/warm_engine.py, its folder and its environment. It ends with this process, which closes its stdin."""
+    environment = engine_environment(EMBEDDED, [None], torch.get_num_threads())
     folder = Path(tempfile.mkdtemp())
-    path = str(folder / "engines")
-    command = [sys.executable, "-P", str(ROOT / "tests" / "warm_engine.py"), path]
+    atexit.register(shutil.rmtree, folder)
+    command = [sys.executable, "-P", str(ROOT / "tests" / "warm_engine.py"), str(folder / "engines")]
     with open(folder / "log", "wb") as log:
         pipes = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
         process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
-    atexit.register(process.stdin.close)  # which holds the process until then
-    return path, environment
+    return process, folder, environment
+
+
+def warm_engines() -> tuple[str, dict[str, str]]:
+    """The socket of the process that forks engines, started at the first run with one, and its environment."""
+    process, folder, environment = warm_engine_process()
+    while process.poll() is None and not (folder / "engines").exists():  # it imports
+        time.sleep(0.05)
+    if process.poll() is not None:
+        pytest.fail(f"tests/warm_engine.py ended:\n{(folder / 'log').read_text()[-6000:]}")
+    return str(folder / "engines"), environment
 
 
 def run_warm(
-    folder: Path, script: str, options: list[str], num_ranks: int, timeout: float, draws: bool
+    folder: Path, script: str, options: list[str], num_ranks: int, timeout: float
 ) -> subprocess.CompletedProcess[str]:
     """A run whose ranks the warm process forks. Its return code is the first one that is not 0."""
     process, output = warm_process(), folder / "output_of_ranks.txt"
@@ -157,8 +167,7 @@ def run_warm(
         "port": free_port(),
         "environment": dict(os.environ),
         "output": str(output),
-        "engines": None if "local" in options else warm_engines(),
-        "draws": draws,
+        "engines": warm_engines() if "vllm" in options else None,
     }
     timer = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
     timer.start()
@@ -197,8 +206,8 @@ def one_rank_environment() -> dict[str, str]:
 def run_here(folder: Path, script: str, *options: object) -> str | int | None:
     """Run the `__main__` block of an (imported, perhaps patched) script in `folder`, as torchrun's only rank.
 
-    Drawing the curves takes a third of so short a run, so that an empty curves.png stands in for them; runs under
-    torchrun draw them. Returns the line that the run ended with, or None.
+    Drawing the curves takes a third of so short a run, so that an empty curves.png stands in for them.
+    Returns the line that the run ended with, or None.
     """
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     block = ast.parse((ROOT / script).read_text()).body[-1]

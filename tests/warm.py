@@ -9,6 +9,7 @@ runs here when they must succeed; the tests of kills, signals, restarts and erro
 import importlib
 import json
 import os
+import random
 import runpy
 import signal
 import sys
@@ -39,12 +40,14 @@ def become_rank(request: dict[str, Any], rank: int) -> None:
         os.dup2(output, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = [request["script"], *request["options"]]
-    sys.path[:1] = [str(Path(request["script"]).parent), str(ROOT)]  # a script of contrib/ is started at the root
+    parent = Path(request["script"]).parent
+    sys.path[:1] = [str(ROOT)] if parent.name == "contrib" else [str(parent), str(ROOT)]
+    random.seed()  # as a new process would be; the seed of hashes stays the same in all ranks
+    importlib.import_module("numpy").random.seed()
     if request["engines"]:
         fork_engines(*request["engines"])
-    if not request["draws"]:
-        plots = importlib.import_module("common.plots")
-        plots.draw_panels = lambda panels, path: path.touch()
+    plots = importlib.import_module("common.plots")
+    plots.draw_panels = lambda panels, path: path.touch()
 
 
 def wait_for_all(ranks: list[int]) -> list[int]:
@@ -88,4 +91,8 @@ if __name__ == "__main__":
         del sys.modules[name]  # a run imports the project itself
     sys.path.pop(0)
     serve()
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    script = Path(sys.argv[0])
+    if script.parent.name == "contrib":  # torchrun -m contrib.NAME, at the root
+        runpy.run_module(f"contrib.{script.stem}", run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -6,15 +6,17 @@ start them as a user's run does.
     python tests/warm_engine.py SOCKET  forks an engine for each connection; ends when its stdin is closed
 """
 
+import contextlib
 import importlib
 import json
 import os
+import random
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 from typing import Any
@@ -56,9 +58,7 @@ def fork_engines(path: str, environment: dict[str, str]) -> None:
     def start(command: list[str], env: dict[str, str], stdout: Any, pass_fds: list[int], **options: Any) -> Any:
         if env != environment:
             return subprocess.Popen(command, env=env, stdout=stdout, pass_fds=pass_fds, **options)
-        while not os.path.exists(path):  # it still imports
-            time.sleep(0.05)
-        link = socket.socket(socket.AF_UNIX)
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # the pid and the exit code are two messages
         link.connect(path)
         request = {"folder": os.getcwd(), "parent": os.getpid()}
         socket.send_fds(link, [json.dumps(request).encode()], [*pass_fds, stdout.fileno()])
@@ -71,43 +71,61 @@ def fork_engines(path: str, environment: dict[str, str]) -> None:
 def become_engine(request: dict[str, Any], pipe: int, log: int) -> None:
     """Take the folder, the arguments and the output that Popen would give this engine."""
     os.setsid()
-    os.chdir(request["folder"])
     for number in (1, 2):
         os.dup2(log, number)
+    print("forked by tests/warm_engine.py", flush=True)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(request["folder"])
+    random.seed()  # as a new process would be
+    importlib.import_module("numpy").random.seed()
     parent = request["parent"]
     sys.argv = ["server.py", str(pipe), str(parent)]
     os.getppid = lambda: parent if Path(f"/proc/{parent}").exists() else 1  # an engine ends with its parent
 
 
 def serve(path: str) -> None:
-    """Fork engines and report their exit codes. Returns in the processes of the engines, and when stdin is closed."""
-    listener = socket.socket(socket.AF_UNIX)
+    """Fork engines and report their exit codes. Returns in the processes of the engines, and when stdin is closed.
+
+    A rank that is gone has closed its link; its engine is killed, should it hang.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"{path}~")
     listener.listen()
     os.rename(f"{path}~", path)
     links: dict[int, socket.socket] = {}
+    sys.stdout.flush()  # what the imports printed is not the engines' to print
+    sys.stderr.flush()
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [], 0.05 if links else None)
+        ready, _, _ = select.select([listener, sys.stdin, *links.values()], [], [], 0.05 if links else None)
         if sys.stdin in ready:
             sys.exit()
+        for process, link in list(links.items()):
+            if link in ready:  # a rank sends nothing but the end
+                links.pop(process).close()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process, signal.SIGKILL)
         if listener in ready:
             link, _ = listener.accept()
-            message, (pipe, log), _, _ = socket.recv_fds(link, MOST_BYTES, 2)
+            message, files, _, _ = socket.recv_fds(link, MOST_BYTES, 2)
+            if len(files) < 2:  # the rank was killed before it asked
+                link.close()
+                continue
             process = os.fork()
             if not process:
                 listener.close()
                 for other in (link, *links.values()):
                     other.close()
-                become_engine(json.loads(message), pipe, log)
+                become_engine(json.loads(message), *files)
                 return
-            os.close(pipe)
-            os.close(log)
-            link.send(json.dumps(process).encode())
+            for file in files:
+                os.close(file)
             links[process] = link
-        if links and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            with links.pop(ended[0]) as link:
-                link.send(json.dumps(os.waitstatus_to_exitcode(ended[1])).encode())
+            with contextlib.suppress(OSError):  # the rank has been killed since
+                link.send(json.dumps(process).encode())
+        process, status = os.waitpid(-1, os.WNOHANG) if links else (0, 0)
+        if process in links:
+            with links.pop(process) as link, contextlib.suppress(OSError):
+                link.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
 
 
 if __name__ == "__main__":

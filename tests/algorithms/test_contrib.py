@@ -924,6 +924,8 @@ def test_flash_samples_the_same_images_in_the_engine(tmp_path):
     local, vllm = (read_metrics(tmp_path / "runs" / name)[1] for name in ("local", "vllm"))
     assert local["critic/rewards/mean"] == pytest.approx(vllm["critic/rewards/mean"], abs=1e-6)
     assert vllm["rollout_corr/logprob_abs_diff_max"] <= 2e-6
+    (log,) = (tmp_path / "runs" / "vllm").glob("engine*.log")
+    assert log.read_text().startswith("forked by tests/warm_engine.py"), "the engine was not started warm"
 
 
 def test_tempflow_samples_the_same_images_in_the_engine(tmp_path):
