@@ -5,14 +5,16 @@
 Fixed before the first run: the reward after the last rollout, by the ODE, is tested. A row's seeds are paired with
 Flow-GRPO's, as they have the same prompts and noise. Four rows of eight seeds are tested by sign flips, with Holm's
 correction over these four; every row has a 95 % interval of the paired differences, by Student's t. Intervals are not
-corrected. "Images (seconds) needed" is the share of Flow-GRPO's after which the mean of a row's seeds is first at
-Flow-GRPO's last mean. A row whose learning rate is at an end of the three is marked with *; one whose trust region
-could not be matched, with its divergence over Flow-GRPO's at the shipped threshold.
+corrected. "Images (seconds) needed" is the share of Flow-GRPO's after which the mean of a row's seeds stays at
+Flow-GRPO's last mean or above. A learning rate or threshold at an end of its three is marked with *; a trust region
+that could not be matched, with its divergence over Flow-GRPO's at the shipped threshold.
 """
 
 import argparse
 import itertools
+import math
 import statistics
+import sys
 from pathlib import Path
 
 from benchmarks.comparison import (
@@ -87,23 +89,42 @@ def at_seconds(line, seconds, key="ocr"):
 
 
 def mean_curve(lines, *keys):
-    """{key: its mean over runs at each evaluation}; a run that failed has fewer evaluations."""
-    points = [[one for one in ones if one] for ones in itertools.zip_longest(*(line["evaluations"] for line in lines))]
-    return {key: [statistics.mean(one[key] for one in seeds) for seeds in points] for key in keys}
+    """{key: its mean over runs at each evaluation}. A run that failed keeps the values of its last evaluation."""
+    curves = [line["evaluations"] for line in lines]
+    longest = max(curves, key=len)
+    means = {key: [] for key in keys}
+    for i in range(len(longest)):
+        points = [curve[min(i, len(curve) - 1)] for curve in curves]
+        for key in keys:
+            is_effort = key in ("images", "seconds")
+            means[key].append(longest[i][key] if is_effort else statistics.mean(point[key] for point in points))
+    return means
 
 
 def at_base_reward(record, row, key):
-    """`key` (images, seconds, a held-out value) where a row's mean reward is first at Flow-GRPO's last one; or None.
+    """`key` (images, seconds, a held-out value) from where on a row's mean reward is at least Flow-GRPO's last one.
 
-    Linear between two evaluations, as the reward is.
+    Of the seeds that both have; linear between two evaluations, as the reward is. None: never.
     """
-    last = mean_curve(runs_of(record, BASE), "ocr")["ocr"][-1]
-    curve = mean_curve(runs_of(record, row), key, "ocr")
+    base, own = shared_seeds(record, row)
+    if not own:
+        return None
+    last = mean_curve(base, "ocr")["ocr"][-1]
+    curve = mean_curve(own, key, "ocr")
     points = list(zip(curve[key], curve["ocr"], strict=True))
-    for (before, low), (after, high) in itertools.pairwise(points):
-        if low < last <= high:
+    if points[-1][1] < last:
+        return None
+    for (before, low), (after, high) in reversed(list(itertools.pairwise(points))):
+        if low < last:
             return before + (last - low) / (high - low) * (after - before)
-    return None
+    return points[0][0]
+
+
+def shared_seeds(record, row):
+    """Flow-GRPO's runs and a row's, of the seeds that both have."""
+    base, own = runs_of(record, BASE), runs_of(record, row)
+    seeds = {line["seed"] for line in base} & {line["seed"] for line in own}
+    return [line for line in base if line["seed"] in seeds], [line for line in own if line["seed"] in seeds]
 
 
 def told(number, digits):
@@ -111,20 +132,28 @@ def told(number, digits):
 
 
 def share_needed(record, row, across):
-    """The images or seconds that a row needs for Flow-GRPO's last mean reward, as a share of Flow-GRPO's."""
+    """The images or seconds that a row needs for Flow-GRPO's last mean reward, as a share of Flow-GRPO's; as text.
+
+    Between the start and the first evaluation only a bound is known.
+    """
     needed = at_base_reward(record, row, across)
-    return None if needed is None else needed / mean_curve(runs_of(record, BASE), across)[across][-1]
+    if needed is None:
+        return "never"
+    if row == "dpo_offline" and across == "images":
+        return "1.00"  # all are made before the first optimizer step
+    base, own = (mean_curve(lines, across)[across] for lines in shared_seeds(record, row))
+    return f"< {own[1] / base[-1]:.2f}" if needed < own[1] else f"{needed / base[-1]:.2f}"
 
 
 def values_of(record, row, what, seconds):
-    """{seed: value} of a row: a held-out metric at the end, `own` (sampler) or `seconds` (the reward after these)."""
+    """{seed: value} of a row: a held-out metric at the end; "noisy": the reward by training's steps; "seconds": after
+    `seconds` of training."""
     lines = runs_of(record, row)
-    if what == "own" and ROWS[row]["threshold"]:
+    if what == "noisy":  # only where training has noise in the steps
         return {line["seed"]: line["ocr"] for line in lines_of(record, "evaluate", row) if line["seed"]}
     if what == "seconds":
         return {line["seed"]: at_seconds(line, seconds) for line in lines}
-    key = "ocr" if what == "own" else what  # the others sample by the ODE in training, too
-    return {line["seed"]: line["evaluations"][-1][key] for line in lines}
+    return {line["seed"]: line["evaluations"][-1][what] for line in lines}
 
 
 def paired_differences(record, row, what, seconds):
@@ -137,7 +166,7 @@ def cell(record, row, what, seconds, digits):
     """The mean, and the difference from Flow-GRPO with its interval."""
     values = values_of(record, row, what, seconds)
     if not values:
-        return "-"
+        return ""
     text = f"{statistics.mean(values.values()):.{digits}f}"
     differences = paired_differences(record, row, what, seconds)
     if row == BASE or len(differences) < 2:
@@ -160,14 +189,15 @@ def row_name(record, row):
 
 
 def choice(record, row):
-    """A row's learning rate, and the threshold of its trust region."""
+    """A row's learning rate, and the threshold of its trust region; * where it is the first or last of the three."""
     learning_rate, threshold = chosen(record, row)
-    star = "*" if learning_rate in (min(LEARNING_RATES), max(LEARNING_RATES)) else ""
+    text = f"{learning_rate:g}" + ("*" if learning_rate in (min(LEARNING_RATES), max(LEARNING_RATES)) else "")
     if not threshold:
-        return f"{learning_rate:g}{star}"
-    _, ratio, is_near = matched(record, row)
-    why = "its run failed" if ratio is None else f"{ratio:.2g} times Flow-GRPO's divergence"
-    return f"{learning_rate:g}{star}, {threshold:g}" + ("" if is_near else f" (not matched: {why})")
+        return text
+    middle, ratio, is_near = matched(record, row)
+    text += f", {threshold:g}" + ("" if math.isclose(threshold, middle) else "*")
+    why = "its run failed" if ratio is None else f"the shipped one allows {ratio:.2g} times Flow-GRPO's divergence"
+    return text + ("" if is_near else f" (not matched: {why})")
 
 
 def table_text(record):
@@ -180,25 +210,25 @@ def table_text(record):
     start = lines_of(record, "run", rows[0])[0]["evaluations"][0]
     held_out = list(HELD_OUT.items())[1:]
 
-    rewards = [["", "reward by the ODE", "p (Holm)", "by its own sampler", "there before training"]]
-    rewards += [["before training", f"{start['ocr']:.3f}", "", "", ""]]
+    rewards = [["", "reward by the ODE", "p (Holm)", "by training's noisy steps", "before training, noisy"]]
+    rewards += [["before training", f"{start['ocr']:.3f}", "", "", ""]]  # the other columns differ between rows
     costs = [["", "learning rate, threshold", "seconds", f"reward after {seconds:.0f} s"]]
     costs[0] += ["images needed", "seconds needed"]
     others = [["", *(key for key, _ in held_out), "sign_colour at Flow-GRPO's reward"]]
     others += [["before training", *(f"{start[key]:.{digits}f}" for key, (_, digits) in held_out), ""]]
-    seeds = [["", "by the ODE", "by its own sampler"]]
+    seeds = [["", "by the ODE", "by training's noisy steps"]]
     for row in rows:
         name = row_name(record, row)
         p = f"{p_values[row]:.3f}" if row in p_values else ""
         starts = [line["ocr"] for line in lines_of(record, "evaluate", row) if line["seed"] == 0]
-        before = f"{starts[0]:.3f}" if starts else "" if ROWS[row]["threshold"] else f"{start['ocr']:.3f}"
-        rewards.append([name, cell(record, row, "ocr", 0, 3), p, cell(record, row, "own", 0, 3), before])
+        before = f"{starts[0]:.3f}" if starts else ""
+        rewards.append([name, cell(record, row, "ocr", 0, 3), p, cell(record, row, "noisy", 0, 3), before])
         in_all = max(line["evaluations"][-1]["seconds"] for line in runs_of(record, row))
         costs.append([name, choice(record, row), f"{in_all:.0f}", cell(record, row, "seconds", seconds, 3)])
-        costs[-1] += [told(share_needed(record, row, across), 2) for across in ("images", "seconds")]
+        costs[-1] += [share_needed(record, row, across) for across in ("images", "seconds")]
         others.append([name, *(cell(record, row, key, 0, digits) for key, (_, digits) in held_out)])
         others[-1].append(told(at_base_reward(record, row, "sign_colour"), 2))
-        each = [values_of(record, row, what, 0) for what in ("ocr", "own")]
+        each = [values_of(record, row, what, 0) for what in ("ocr", "noisy")]
         seeds.append([name, *(" ".join(f"{values[seed]:.3f}" for seed in sorted(values)) for values in each)])
     tables = ([table[0], ["---"] * len(table[0]), *table[1:]] for table in (rewards, costs, others, seeds))
     return "\n".join("".join(f"| {' | '.join(cells)} |\n" for cells in table) for table in tables)
@@ -235,6 +265,8 @@ def main():
     parser.add_argument("record", type=Path)
     path = parser.parse_args().record
     record = read_record(path)
+    if not lines_of(record, "run", BASE):
+        sys.exit(f"{path}: has no run of {BASE} yet")
     path.with_suffix(".md").write_text(table_text(record))
     draw(record, path.with_name(f"{path.stem}_curves.png"))
 
