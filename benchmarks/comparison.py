@@ -4,7 +4,7 @@
     python -m benchmarks.comparison --plan 18                    # runs, hours and the --cut, at 18 s for a rollout
     python -m benchmarks.comparison RECORD --cut 1               # the same, shorter: CUTS[1]; later starts keep to it
     python -m benchmarks.comparison RECORD --only cps --seed 3   # one run again, and whether it gives the same numbers
-    python -m benchmarks.comparison_table RECORD                 # RECORD's table (.md) and picture (.png), beside it
+    python -m benchmarks.comparison_table RECORD                 # its tables, and beside it a picture
 
 RECORD is docs/lab/records/comparison.jsonl, a line for each finished run. The first command resumes where it stopped.
 The design, docs/lab/comparison.md ("The design"), is the constants below. Stages, in order:

@@ -1,6 +1,6 @@
-"""The statistics, the table and the picture of benchmarks/comparison.py, from its record alone.
+"""The statistics, the tables and the picture of benchmarks/comparison.py, from its record alone.
 
-    python -m benchmarks.comparison_table docs/lab/records/comparison.jsonl    # comparison.md, comparison_curves.png
+    python -m benchmarks.comparison_table docs/lab/records/comparison.jsonl    # prints; draws comparison_curves.png
 
 Fixed before the first run: the reward after the last rollout, by the ODE, is tested. A row's seeds are paired with
 Flow-GRPO's, as they have the same prompts and noise. Four rows of eight seeds are tested by sign flips, with Holm's
@@ -267,7 +267,7 @@ def main():
     record = read_record(path)
     if not lines_of(record, "run", BASE):
         sys.exit(f"{path}: has no run of {BASE} yet")
-    path.with_suffix(".md").write_text(table_text(record))
+    print(table_text(record))
     draw(record, path.with_name(f"{path.stem}_curves.png"))
 
 

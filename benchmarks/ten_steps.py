@@ -1,4 +1,4 @@
-"""The second setting of docs/lab/comparison.md: ten steps, all but the last trained, larger noise and learning rate.
+"""An earlier setting of docs/lab/comparison.md: ten steps, all but the last trained, larger noise and learning rate.
 
     python benchmarks/ten_steps.py docs/lab/records/ten_steps.jsonl --core 0 --seeds 1 2       # the runs that it lacks
     python benchmarks/ten_steps.py docs/lab/records/ten_steps.jsonl --core 1 --seeds 3         # beside it
