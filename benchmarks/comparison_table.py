@@ -5,9 +5,10 @@
 Fixed before the first run: the reward after the last rollout, by the ODE, is tested. A row's seeds are paired with
 Flow-GRPO's, as they have the same prompts and noise. Four rows of eight seeds are tested by sign flips, with Holm's
 correction over these four; every row has a 95 % interval of the paired differences, by Student's t. Intervals are not
-corrected. Made stricter after 19 runs: "images (seconds) needed" is the share of Flow-GRPO's after which the mean of a row's seeds stays at
-Flow-GRPO's last mean or above. A learning rate or threshold at an end of its three is marked with *; a trust region
-that could not be matched, with its divergence over Flow-GRPO's at the shipped threshold.
+corrected. "Images (seconds) needed" is the share of Flow-GRPO's after which the mean of a row's seeds stays at
+Flow-GRPO's last mean or above; this came after the first 19 runs. A learning rate or threshold at an end of its three
+is marked with *; a trust region that could not be matched, with its divergence over Flow-GRPO's at the shipped
+threshold.
 """
 
 import argparse
