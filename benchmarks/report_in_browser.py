@@ -44,7 +44,7 @@ PROBE = """(() => {
     sliders: moved.length, moved: moved.filter(Boolean).length,
   }
 })()"""
-OPTIONS = ("--headless", "--no-sandbox", "--no-zygote", "--single-process", "--disable-gpu", "--hide-scrollbars")
+OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 
 
 class Browser:

@@ -254,8 +254,14 @@ def samples(folder: Path) -> str:
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
+def last_start(folder: Path) -> dict:
+    """What a run's last start recorded: args.json or, where it was resumed, the newest args_step_000030.json."""
+    starts = [folder / "args.json", *sorted(folder.glob("args_step_*.json"))]
+    return json.loads(starts[-1].read_text())
+
+
 def differing_options(records: dict[str, dict]) -> list[tuple[str, list[str]]]:
-    """[(option, its value in each run)] of the options in which the runs differ. records: args.json by label."""
+    """[(option, its value in each run)] of the options in which the runs differ. records: last_start's, by label."""
     names = sorted({name for record in records.values() for name in record["args"]})
     rows = [(name, [json.dumps(record["args"].get(name)) for record in records.values()]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
@@ -276,9 +282,7 @@ def page(folders: Sequence[Path]) -> str:
     """
     labels = labels_of([str(folder) for folder in folders])
     runs = {label: read_metrics(folder) for label, folder in zip(labels, folders, strict=True)}
-    records = {
-        label: json.loads((folder / "args.json").read_text()) for label, folder in zip(labels, folders, strict=True)
-    }
+    records = {label: last_start(folder) for label, folder in zip(labels, folders, strict=True)}
     parts = [f"<h1>{html.escape(', '.join(labels))}</h1>", "<h2>What looks wrong</h2>"]
     for label, rows in runs.items():
         faults = find_faults(rows, records[label]["args"])
@@ -286,7 +290,8 @@ def page(folders: Sequence[Path]) -> str:
             told = f"<b>{html.escape(label)}</b>: {html.escape(fault.what)}."
             parts.append(f'<p class="wrong">{told}<br>{html.escape(explanation(fault.place))}</p>')
         if not faults:
-            parts.append(f'<p class="fine"><b>{html.escape(label)}</b>: none of the rules found anything.</p>')
+            told = "none of the rules found anything. They read metrics alone: look at the samples below as well."
+            parts.append(f'<p class="fine"><b>{html.escape(label)}</b>: {told}</p>')
     parts += ["<h2>Curves</h2>", curves(runs)]
     for label, folder in zip(labels, folders, strict=True):
         shown = [("Evaluations", grids(folder)), ("Samples", samples(folder))]
@@ -295,7 +300,7 @@ def page(folders: Sequence[Path]) -> str:
         parts += ["<h2>Options that differ</h2>"]
         differing = differing_options(records)
         parts.append(table(["option", *labels], [[name, *values] for name, values in differing]))
-    parts.append("<h2>How they were started</h2>")
+    parts.append("<h2>How they were last started</h2>")
     started = []
     for title, name in (("command", "command"), ("commit", "git_hash"), ("device", "device")):
         started.append([title, *(record.get(name) or "" for record in records.values())])

@@ -38,7 +38,7 @@ def count_long_prompts(pipe: "diffusers.DiffusionPipeline", prompts: list[str], 
         if num_cut:
             cut[f"{num_cut:,} by {encoder} (after {limit} tokens)"] = None  # two encoders may have one tokenizer
     if cut:
-        say(f"prompts that are cut off, of {len(distinct):,}: {', '.join(cut)}")
+        say(f"prompts cut off, of {len(distinct):,}: {', '.join(cut)}; the longest: {max(distinct, key=len)[:60]!r}")
 
 
 def is_no_truncation(record: logging.LogRecord) -> bool:

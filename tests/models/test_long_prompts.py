@@ -41,8 +41,8 @@ def test_each_encoder_counts_the_distinct_prompts_that_it_cuts(capfd):
     clip = CLIPTokenizer(3)
     pipe = Pipe(tokenizer=clip, tokenizer_2=clip, tokenizer_3=T5TokenizerFast(512), tokenizer_4=None, vae=None)
     count_long_prompts(pipe, PROMPTS, 5)
-    expected = "prompts that are cut off, of 3: 2 by CLIP (after 3 tokens), 1 by T5 (after 5 tokens)"
-    assert capfd.readouterr().err == f"{expected}\n"
+    expected = "prompts cut off, of 3: 2 by CLIP (after 3 tokens), 1 by T5 (after 5 tokens)"
+    assert capfd.readouterr().err == f"{expected}; the longest: 'one two three four five six'\n"
     count_long_prompts(Pipe(tokenizer=T5TokenizerFast(512)), PROMPTS, 7)
     assert capfd.readouterr().err == ""
 
@@ -55,7 +55,7 @@ def test_the_libraries_say_nothing_of_it(one_rank, capfd, caplog):
         model.keep_embeddings([long, "a sign"], 16, None)
         model.encode_prompts([long, "a sign"], 16)
     said = capfd.readouterr().err
-    assert "prompts that are cut off, of 2: 1 by " in said
+    assert "prompts cut off, of 2: 1 by " in said
     assert "truncated" not in said + caplog.text and "longer than the specified" not in said + caplog.text
 
 
