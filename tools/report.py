@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from common.monitor.resuming import newest_record
 from common.plots import as_one_picture, open_png, read_metrics
 from tools.plot_runs import labels_of, overlay
 
@@ -254,14 +255,8 @@ def samples(folder: Path) -> str:
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
-def last_start(folder: Path) -> dict:
-    """What a run's last start recorded: args.json or, where it was resumed, the newest args_step_000030.json."""
-    starts = [folder / "args.json", *sorted(folder.glob("args_step_*.json"))]
-    return json.loads(starts[-1].read_text())
-
-
 def differing_options(records: dict[str, dict]) -> list[tuple[str, list[str]]]:
-    """[(option, its value in each run)] of the options in which the runs differ. records: last_start's, by label."""
+    """[(option, its value in each run)] of the options in which the runs differ. records: newest_record's, by label."""
     names = sorted({name for record in records.values() for name in record["args"]})
     rows = [(name, [json.dumps(record["args"].get(name)) for record in records.values()]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
@@ -282,7 +277,9 @@ def page(folders: Sequence[Path]) -> str:
     """
     labels = labels_of([str(folder) for folder in folders])
     runs = {label: read_metrics(folder) for label, folder in zip(labels, folders, strict=True)}
-    records = {label: last_start(folder) for label, folder in zip(labels, folders, strict=True)}
+    records = {
+        label: json.loads(newest_record(folder).read_text()) for label, folder in zip(labels, folders, strict=True)
+    }
     parts = [f"<h1>{html.escape(', '.join(labels))}</h1>", "<h2>What looks wrong</h2>"]
     for label, rows in runs.items():
         faults = find_faults(rows, records[label]["args"])

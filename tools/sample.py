@@ -22,7 +22,7 @@ from common.models.cpu import repair_torchvision
 from common.models.family import Family, Images, find_family, load_model, on_device
 from common.models.long_prompts import count_long_prompts
 from common.models.source_images import check_sources
-from common.monitor.resuming import options_today
+from common.monitor.resuming import newest_record, options_today
 from common.plots import as_one_picture, save_grid, save_png
 from common.sde import draw_noise, image_seed
 
@@ -36,10 +36,9 @@ def read_options(run: Path) -> dict[str, Any]:
     Raises:
         ValueError: the folder is no run's.
     """
-    file = run / "args.json"
-    if not file.is_file():
+    if not (run / "args.json").is_file():
         raise ValueError(f"{run}: no run (it has no args.json): name a run first, adapters behind it")
-    return options_today(json.loads(file.read_text(encoding="utf-8")))
+    return options_today(json.loads(newest_record(run).read_text(encoding="utf-8")))
 
 
 def read_policy(source: Path, model: str) -> tuple[dict[str, torch.Tensor], Any]:

@@ -102,6 +102,11 @@ def saved_options(resume: str) -> dict:
     return options_today(load_checkpoint(checkpoint))
 
 
+def newest_record(run: Path) -> Path:
+    """The file with a run's options: args.json or, of a resumed run, the args_step_000030.json of the highest step."""
+    return [run / "args.json", *sorted(run.glob("args_step_*.json"))][-1]
+
+
 # ---- guidance scales of 0.1.0, where Z-Image's g acted like g + 1 of today -------------------------------------------
 def options_today(record: dict[str, Any]) -> dict[str, Any]:
     """{name: value} of a record's options, as they would be given today: guidance scales that mean what they meant to

@@ -33,7 +33,8 @@ class Pipe:
         self.components = components
 
 
-PROMPTS = ["one two three", "one two", "one two three", "one two three four five six"]
+LONGEST = "one two three four five six " + "7" * 40  # 68 letters
+PROMPTS = ["one two three", "one two", "one two three", LONGEST, "word" * 40]  # the last is one token, and not cut
 
 
 def test_each_encoder_counts_the_distinct_prompts_that_it_cuts(capfd):
@@ -41,9 +42,9 @@ def test_each_encoder_counts_the_distinct_prompts_that_it_cuts(capfd):
     clip = CLIPTokenizer(3)
     pipe = Pipe(tokenizer=clip, tokenizer_2=clip, tokenizer_3=T5TokenizerFast(512), tokenizer_4=None, vae=None)
     count_long_prompts(pipe, PROMPTS, 5)
-    expected = "prompts cut off, of 3: 2 by CLIP (after 3 tokens), 1 by T5 (after 5 tokens)"
-    assert capfd.readouterr().err == f"{expected}; the longest: 'one two three four five six'\n"
-    count_long_prompts(Pipe(tokenizer=T5TokenizerFast(512)), PROMPTS, 7)
+    expected = "prompts cut off, of 4: 2 by CLIP (after 3 tokens), 1 by T5 (after 5 tokens)"
+    assert capfd.readouterr().err == f"{expected}; the longest starts '{LONGEST[:60]}'\n"
+    count_long_prompts(Pipe(tokenizer=T5TokenizerFast(512)), PROMPTS, 8)
     assert capfd.readouterr().err == ""
 
 
