@@ -6,6 +6,7 @@ step_000030.shards beside it. It is written last: shards without it are no check
 which only DCP's own classes are made here. A LoRA is small and stays in one file.
 """
 
+import enum
 import pickle
 import shutil
 import zlib
@@ -212,7 +213,16 @@ class Unpickler(pickle.Unpickler):
     """Refuses whatever is not in KNOWN: a pickle may call what it names."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 pickle a member of an enum
+            return member_of_enum
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"a checkpoint's metadata names {module}.{name}")
         return super().find_class(module, name)
+
+
+def member_of_enum(kind: type, name: str) -> enum.Enum:
+    """A member of an enum by its name; UnpicklingError for an attribute of anything else."""
+    if not isinstance(kind, enum.EnumType) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"a checkpoint's metadata names {name} of {kind}")
+    return kind[name]

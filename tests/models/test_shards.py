@@ -1,5 +1,6 @@
 """common/models/shards.py: what ranks write of full weights is whole or not there, and read by any number of ranks."""
 
+import io
 import os
 import pickle
 import random
@@ -13,6 +14,7 @@ from tests.conftest import good_state
 
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata
 from torch.distributed.fsdp import fully_shard
 
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("one_rank")]
@@ -178,6 +180,26 @@ def test_metadata_can_neither_import_nor_call(tmp_path):
         with pytest.raises(pickle.UnpicklingError, match="a checkpoint's metadata names .*system"):
             shards.Reader(shards_of(path)).read_metadata()
     assert not (tmp_path / "called").exists()
+
+
+class Attribute:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an enum: by a call of getattr."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_getattr_gives_members_of_enums_alone():
+    kind = metadata._MEM_FORMAT_ENCODING
+    member = shards.Unpickler(io.BytesIO(pickle.dumps(Attribute(kind, "TORCH_PRESERVE_FORMAT")))).load()
+    assert member is kind.TORCH_PRESERVE_FORMAT
+    others = ((metadata.Metadata, "__init__"), (kind, "__class__"), (torch.float32, "itemsize"), ("", "join"))
+    for owner, name in others:
+        with pytest.raises(pickle.UnpicklingError, match=f"a checkpoint's metadata names {name} of "):
+            shards.Unpickler(io.BytesIO(pickle.dumps(Attribute(owner, name)))).load()
 
 
 def test_a_disk_that_fails_is_named_and_nothing_stays(tmp_path, monkeypatch):
