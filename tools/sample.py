@@ -4,7 +4,7 @@
     python -m tools.sample runs/mine path/to/adapter runs/mine/checkpoints/step_000030.pt --prompts own.txt \\
         --image_size 1024 1024 --num_inference_steps 40 --images_per_prompt 2
 
-The first run's args.json says the model, its size, steps and guidance. Each run, adapter or LoRA checkpoint gets a
+The first run's options say the model, its size, steps and guidance. Each run, adapter or LoRA checkpoint gets a
 column of side_by_side.png behind the model's own, and a folder of images. It needs no reward and no torchrun.
 """
 
