@@ -33,14 +33,22 @@ from common.distributed import (
     shard_mesh,
 )
 from common.models.family import Family, find_family, load_model, on_device
-from common.models.lora import make_lora
 from common.options import Bound, PositiveFloat, PositiveInt, SharedArgs, parse_args
-from common.policy import acting, add_policies, choose_kernels, follow, load_training_state, sampling, training_state
-from common.rewards.pairs import encode_pairs, load_pairs
-from common.rewards.scoring import Scorer, load_rewards, offload_rewards
+from common.pairs.pairs import encode_pairs, load_pairs
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Inputs, Run, one_line, open_run
+from common.scoring import Scorer, load_rewards, offload_rewards
 from common.sde import draw_noise, image_seed, sde_step
+from common.weights.lora import make_lora
+from common.weights.policy import (
+    acting,
+    add_policies,
+    choose_kernels,
+    follow,
+    load_training_state,
+    sampling,
+    training_state,
+)
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +57,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.optim import AdamW
 
 if TYPE_CHECKING:
-    from common.rewards.pair_files import Pairs
+    from common.pairs.pair_files import Pairs
 
 
 @dataclass
@@ -104,7 +112,7 @@ def prepare(args: Args) -> Inputs:
     eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
     pairs = None
     if args.pairs:
-        from common.rewards.pair_files import read_pairs
+        from common.pairs.pair_files import read_pairs
 
         pairs = read_pairs(args.pairs)
     train_set = PromptSet([], []) if pairs else read_prompts(args.train_prompts, rewards)
@@ -178,7 +186,7 @@ def find_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> "Pairs":
     """The pairs: given, made by this run before it was interrupted, or made now."""
     if inputs.pairs:
         return inputs.pairs
-    from common.rewards.made_pairs import read_made_pairs
+    from common.pairs.made_pairs import read_made_pairs
 
     with run.timed("make_pairs"):
         if args.resume != "latest" or not (run.folder / "pairs.jsonl").exists():
@@ -206,7 +214,7 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
 
     Ranks share the prompts; a prompt whose images all score the same makes no pair.
     """
-    from common.rewards.made_pairs import rows_to_make, save_pair, write_pairs
+    from common.pairs.made_pairs import rows_to_make, save_pair, write_pairs
 
     num_prompts = min(args.num_pair_prompts, len(inputs.train_set))
     for row, is_own in rows_to_make(run.folder, num_prompts, vars(args)):
@@ -241,7 +249,7 @@ def draw_training_noise(
 
 # ==== 4 MODEL =========================================================================================================
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
-    """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
+    """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained."""
     num_made = min(args.num_pair_prompts, len(inputs.train_set))
     drawn = inputs.train_set.select(range(num_made))  # of the pairs to be made
     if inputs.pairs:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from common.models.cpu import repair_torchvision
+from common.cpu import repair_torchvision
 
 repair_torchvision()
 

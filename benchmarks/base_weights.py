@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from common.cpu import repair_torchvision
 from common.data import read_prompts
-from common.models.base_weights import quantise
-from common.models.cpu import repair_torchvision
 from common.models.family import Conditioning, Family, family_class, load_model
 from common.options import ASSETS
+from common.weights.base_weights import quantise
 
 import torch
 

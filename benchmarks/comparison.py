@@ -365,13 +365,13 @@ def score_by_own_sampler(run, adapter, chunks=8):
     run: the job of the policy's training. adapter: the run's folder, or None for the model before training. Where the
     window moves, `chunks` of its positions are taken, spread over those of the run, each for every eighth image.
     """
-    from common.models.cpu import repair_torchvision
+    from common.cpu import repair_torchvision
 
     repair_torchvision()  # before diffusers is imported
     from common.data import read_prompts
     from common.models.family import find_family, load_model
     from common.options import parse_args
-    from common.rewards.scoring import load_rewards, score_images
+    from common.scoring import load_rewards, score_images
     from common.sde import image_seed
     from tools.sample import read_policy, use
 

@@ -95,7 +95,7 @@ MUTATIONS = [
     ("common/sde.py", "drawn.pin_memory().to(device, non_blocking=True)", "drawn", ROWS[0]),
     ("common/models/family.py", "tensor.data.to(model.device)", "tensor.data", ROWS[0]),
     ("common/models/vae.py", "pixels.to(vae.device, vae.dtype)", "pixels.to(vae.dtype)", ROWS[16]),
-    ("common/rewards/pairs.py", "for pair in pairs], 1).to(device)", "for pair in pairs], 1)", ROWS[16]),
+    ("common/pairs/pairs.py", "for pair in pairs], 1).to(device)", "for pair in pairs], 1)", ROWS[16]),
     ("common/rewards/clip_score.py", "pixels.to(model.device)", "pixels", ROWS[9]),
 ]  # fmt: skip
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import run as runs
 from common.checkpoints import checkpoint_step, load_checkpoint, saved_checkpoints
-from common.monitor.resuming import find_checkpoint
+from common.resuming import find_checkpoint
 from common.rewards.ocr import ocr
 
 import psutil

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from common.cpu import repair_torchvision
 from common.distributed import end_distributed, setup_distributed
-from common.models.cpu import repair_torchvision
 from common.plots import save_png
 from common.rewards import ocr_scene
 

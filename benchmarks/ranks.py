@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from common import watch
 from common.data import GroupSampler, PromptSet
-from common.models.prompt_cache import PromptCache
-from common.rewards import watch
+from common.weights.prompt_cache import PromptCache
 
 import torch
 import torch.distributed as dist
@@ -98,7 +98,7 @@ def count_rank(
         encoded.clear()
         cache = PromptCache(Path(folder), "key", encode)
         drawn = train_set.first_drawn(prompts_per_step, seed=1).prompts
-        with mock.patch("common.models.prompt_cache.gather_objects", lambda value: [value] * world_size):
+        with mock.patch("common.weights.prompt_cache.gather_objects", lambda value: [value] * world_size):
             counted("cache, filled", lambda: cache.add_missing(drawn, NUM_TOKENS))
         found["cache, filled"]["prompts"] = len(encoded)
         for prompt in own:  # which other ranks encode

@@ -15,7 +15,7 @@ description and shortened to the embedded model; it is not that code. In it the 
     adds up gradients; peft's LoRA, AdamW, no FSDP, fp32.
 "Ours" is flow_grpo.py itself under torchrun with --rollout local. Both have the same threads, images, prompts, sampling
 steps, optimizer steps, LoRA, learning rate and reward; each takes the batch size that is fastest for it. Theirs has
-torch's own matrix products (--their_products ours: oneDNN's, by use_onednn of common/models/cpu.py, as ours has on
+torch's own matrix products (--their_products ours: oneDNN's, by use_onednn of common/cpu.py, as ours has on
 AMD's CPUs). A run is a process of its own; its first step is not counted.
 """
 
@@ -34,7 +34,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
-from common.models.cpu import repair_torchvision, use_onednn
+from common.cpu import repair_torchvision, use_onednn
 from common.rewards.ocr import ocr
 
 import torch

@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common.models.adapter_files import read_lora
-from common.models.cpu import repair_torchvision
+from common.cpu import repair_torchvision
+from common.weights.adapter_files import read_lora
 
 import torch
 

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common.models import needs
-from common.models.cpu import repair_torchvision
+from common.cpu import repair_torchvision
 from common.models.family import family_class
-from common.models.lora import make_lora
-from common.models.memory import Blueprint
 from common.options import SharedArgs
+from common.plan import needs
+from common.plan.memory import Blueprint
+from common.weights.lora import make_lora
 from tests.published_models import write_configs
 from tools.plan import DEVICES, UTILISATION
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or not there, and what a run may write to; common/monitor/resuming.py finds them again.
+"""Checkpoints that are complete or not there, and what a run may write to; common/resuming.py finds them again.
 
 At the end: files that a kill leaves complete, and the lock that keeps a second process out of a run's folder.
 """
@@ -46,7 +46,7 @@ def checkpoint_path(run: Path | str, step: int) -> Path:
 
 
 def shards_of(path: Path) -> Path:
-    """The folder with the tensors of a checkpoint of full weights; one of a LoRA has none (common/models/shards.py)."""
+    """The folder with the tensors of a checkpoint of full weights (common/weights/shards.py); a LoRA has none."""
     return path.with_suffix(".shards")
 
 

@@ -82,7 +82,7 @@ def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, m
         prompt = record.pop("prompt")
         with refusing(where):
             if {"image", "images", "media", "media_refs"} & record.keys():
-                from common.models.source_images import find_pictures  # only edits have them
+                from common.source_images import find_pictures  # only edits have them
 
                 record = find_pictures(record, Path(path), where)
             for check in checks:

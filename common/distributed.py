@@ -59,7 +59,7 @@ def setup_distributed(shard_ranks: int = 0, cpu_threads: int = 0) -> torch.devic
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     if launched_world_size() > 1:
-        from common.monitor.ranks import allow_connections
+        from common.ranks import allow_connections
 
         allow_connections(launched_world_size())
     timeout = timedelta(hours=1)  # loading, an engine's start, prompts or pairs; Run shortens it when training begins
@@ -75,7 +75,7 @@ def setup_distributed(shard_ranks: int = 0, cpu_threads: int = 0) -> torch.devic
         dist.init_process_group("cpu:gloo,cuda:nccl", **world)
         device = torch.device("cuda", torch.cuda.current_device())
     else:
-        from common.models.cpu import prepare_cpu  # a GPU needs none of it
+        from common.cpu import prepare_cpu  # a GPU needs none of it
 
         prepare_cpu()
         dist.init_process_group("gloo", **world)

@@ -273,19 +273,19 @@ def check_options(args: SharedArgs) -> None:
         ValueError: in one line that names the option, its value and what it must be.
     """
     if args.stop_if:
-        from common.rewards.stop_rules import check_stop_rules  # only runs with --stop_if need it
+        from common.stop_rules import check_stop_rules  # only runs with --stop_if need it
 
         check_stop_rules(args.stop_if, (*args.reward, *args.eval_reward), args.eval_images_per_prompt, args.eval_by)
     if args.track:
-        from common.monitor.tracking import check_tracker  # only runs with --track need it
+        from common.tracking import check_tracker  # only runs with --track need it
 
         check_tracker(args.track)
     if args.profile_steps:
-        from common.monitor.profiling import traced_steps  # only runs with --profile_steps need it
+        from common.profiling import traced_steps  # only runs with --profile_steps need it
 
         traced_steps(args.profile_steps, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if args.attention != "native":
-        from common.models.attention import check_attention  # torch's own needs none of it
+        from common.weights.attention import check_attention  # torch's own needs none of it
 
         check_attention(args.attention, args.model, args.dtype)
     ranks_of_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -341,7 +341,7 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
     """
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help", "--help_all"} & set(argv):
-        from common.monitor.help import help_text  # a run needs none of it
+        from common.help import help_text  # a run needs none of it
 
         print(help_text(args_class, description, first_only="--help_all" not in argv))
         raise SystemExit(0)
@@ -350,13 +350,13 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
     followed = zip(argv, [*argv[1:], "--"], strict=False)  # argv may be empty
     is_bare = any(word[:2] == following[:2] == "--" and "=" not in word for word, following in followed)
     if is_bare or "args" in typed or typed - set(known):
-        from common.monitor.option_files import words_of_file  # only these command lines need it
+        from common.option_files import words_of_file  # only these command lines need it
 
         argv = words_of_file(argv, known) + argv
     args = _parse(args_class, argv, {})
     say(f"{args.run_folder}: checking options and files")
     if args.resume:
-        from common.monitor.option_files import as_resumed, defaults_of_checkpoint  # nor does a new run
+        from common.option_files import as_resumed, defaults_of_checkpoint  # nor does a new run
 
         args = as_resumed(_parse(args_class, argv, defaults_of_checkpoint(args)))
     check_options(args)

@@ -211,7 +211,7 @@ def save_samples(
             files[path] = image
             picture = as_one_picture(image) if place < shown else None
             if "image" in record:
-                from common.models.source_images import show_sources  # an editing model's
+                from common.source_images import show_sources  # an editing model's
 
                 record, picture = show_sources(record, picture, image)
             samples[place] = (record, picture)

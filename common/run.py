@@ -31,11 +31,11 @@ from common.checkpoints import (
 from common.data import GroupSampler, PromptSet
 from common.distributed import end_distributed, gather_objects, limit_collectives, on_rank_0
 from common.errors import RunError
-from common.models.lora import save_policy
 from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid, save_samples
 from common.process import catch_stop_signals, stop_requested
-from common.rewards.scoring import Reward, Scorer, detail_metrics, eval_metrics, reward_settings, sample_records
-from common.rewards.watch import rollout_diversity, watch_metrics
+from common.scoring import Reward, Scorer, detail_metrics, eval_metrics, reward_settings, sample_records
+from common.watch import rollout_diversity, watch_metrics
+from common.weights.lora import save_policy
 
 import torch
 import torch.distributed as dist
@@ -44,9 +44,9 @@ from tqdm import tqdm
 if TYPE_CHECKING:
     from common.engine.client import VLLMEngine
     from common.models.family import Family
-    from common.models.lora import LoRA
-    from common.monitor.tracking import Tracker
-    from common.rewards.pair_files import Pairs
+    from common.pairs.pair_files import Pairs
+    from common.tracking import Tracker
+    from common.weights.lora import LoRA
 
 
 class Inputs(NamedTuple):
@@ -74,17 +74,17 @@ class Inputs(NamedTuple):
         records = (*self.train_set.metadata, *self.eval_set.metadata)
         has_fields = any({"negative_prompt", "image"} & record.keys() for record in records)
         if any(map(options.get, asked)) or has_fields or max(self.family.num_sources):
-            from common.models.choices import check_choices
+            from common.choices import check_choices
 
             check_choices(self, options)
         if any(":" in name for name in (*options["reward"], *options["eval_reward"])):
-            from common.rewards.trial import try_rewards  # only a user's own are tried
+            from common.trial import try_rewards  # only a user's own are tried
 
             try_rewards(self, options)
         decided = {"lora_rank": self.lora.config.r, "lora_alpha": self.lora.config.lora_alpha} if self.lora else {}
         if options["micro_batch_size"] and not torch.cuda.is_available():
             return decided
-        from common.models.needs import fit_to_gpus
+        from common.plan.needs import fit_to_gpus
 
         return decided | fit_to_gpus(self, options)
 
@@ -92,7 +92,7 @@ class Inputs(NamedTuple):
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
 # files and folders that only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "rollouts", "pairs.jsonl", "pairs")
-FORMAT = 2  # of args.json and of checkpoints; 0.1.0 said none (common/monitor/resuming.py)
+FORMAT = 2  # of args.json and of checkpoints; 0.1.0 said none (common/resuming.py)
 LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 PATIENT_PHASES = ("reward", "testing", "save_checkpoint")  # in which one rank may take long, and the others wait
 SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar
@@ -178,7 +178,7 @@ class Run:
             create_run_folder(self.folder, self.config, script, self.checkpoint)
         self._tracker: Tracker | None = None
         if track and self._writes:
-            from common.monitor.tracking import start_tracker  # only runs with --track need it
+            from common.tracking import start_tracker  # only runs with --track need it
 
             self._tracker = start_tracker(track, self.folder, self.config)
 
@@ -217,7 +217,7 @@ class Run:
             self.bar = tqdm(initial=step - 1, total=self._num_steps, disable=not self._writes)
         self._trace.close()  # writes the previous step's trace
         if self.config.get("profile_steps"):
-            from common.monitor.profiling import profiled_step  # only these runs need it
+            from common.profiling import profiled_step  # only these runs need it
 
             trace = profiled_step(self.folder, step, self.config["profile_steps"])
             self._trace.enter_context(trace)
@@ -253,7 +253,7 @@ class Run:
             )
         metrics = metrics | self._speed_metrics(step)
         if self._stop_if and self.bar is not None:  # an evaluation before training ends nothing
-            from common.rewards.stop_rules import met_rules, read_stop_rules  # only runs with --stop_if need them
+            from common.stop_rules import met_rules, read_stop_rules  # only runs with --stop_if need them
 
             met, self._stop_reason = met_rules(read_stop_rules(self._stop_if), step, metrics, self.say)
             metrics |= met
@@ -280,7 +280,7 @@ class Run:
         if self._has_written and not path.exists():
             raise RunError(f"step {step}: {path}, which this run has written, is gone")
         if not self._has_written and self._owns_folder and (path.exists() or saved_checkpoints(self.folder)):
-            from common.monitor.resuming import rewind
+            from common.resuming import rewind
 
             rewind(self.folder, self._resumed_from)
         self._has_written = True
@@ -313,7 +313,7 @@ class Run:
             torch.cuda.reset_peak_memory_stats()
         metrics |= peaks
         if dist.is_initialized() and dist.get_world_size() > 1:
-            from common.monitor.ranks import over_ranks
+            from common.ranks import over_ranks
 
             metrics |= over_ranks(gather_objects((self._timing, peaks)))
         if "step" not in self._timing or not self._num_images:
@@ -326,7 +326,7 @@ class Run:
         metrics["perf/throughput"] = self._num_images / self._timing["step"] / world_size
         metrics["perf/total_num_images"] = step * self._num_images
         if self._writes and torch.cuda.is_available():
-            from common.monitor.profiling import utilisation  # a CPU's peak is not known
+            from common.profiling import utilisation  # a CPU's peak is not known
 
             metrics |= utilisation(self.config, self._timing)
         return metrics
@@ -355,7 +355,7 @@ class Run:
         metrics: dict = eval_metrics(scores, self._rewards, reward_weights, places, images_per_prompt)
         metrics |= detail_metrics(scorer.details, "val")
         if self.config.get("eval_by"):
-            from common.rewards.eval_by import metrics_by_field  # seldom asked for
+            from common.eval_by import metrics_by_field  # seldom asked for
 
             shares: dict = {"reward_weights": reward_weights, "images_per_prompt": images_per_prompt}
             metrics |= metrics_by_field(self.config["eval_by"], scorer, scores, places, **shares)
@@ -376,7 +376,7 @@ class Run:
         """
         every = self.config.get("save_rollouts", 0)
         if every and self.step % every == 0:
-            from common.monitor.rollouts import save_rollout  # only runs with --save_rollouts need it
+            from common.rollouts import save_rollout  # only runs with --save_rollouts need it
 
             folder = self.folder / "rollouts" / f"{self.step:04d}"
             save_rollout(folder, scorer, sampler, seeds=seeds, scores=scores, advantages=advantages)
@@ -405,12 +405,12 @@ class Run:
 
         The best score stays unknown where another run wrote the checkpoint or other rewards score it.
         """
-        from common.monitor.resuming import options_today, say_resumed
+        from common.resuming import options_today, say_resumed
 
         assert self.checkpoint
         state = load_checkpoint(self.checkpoint)
         if "shards" in state:
-            from common.models.shards import first_intact  # of full weights alone
+            from common.weights.shards import first_intact  # of full weights alone
 
             is_file = Path(self.config["resume"]).suffix == ".pt"
             self.checkpoint, state = first_intact(self.checkpoint, state, may_be_earlier=not is_file)
@@ -469,7 +469,7 @@ def open_run(run: Path | str, resume: str | None, eval_only: bool = False) -> Pa
         advice = "let --resume name the run or checkpoint to evaluate"
         raise ValueError(f"--eval_only writes under a new --name: {advice}")
     if resume:
-        from common.monitor.resuming import checkpoint_of  # only --resume needs it
+        from common.resuming import checkpoint_of  # only --resume needs it
     if resume == "latest":
         return checkpoint_of(run)
     found = [name for name in RESULTS if (Path(run) / name).exists()]
@@ -532,13 +532,13 @@ def one_line() -> Iterator[None]:
     """
     _begun.clear()
     if torch.version.cuda is None:  # beside a CPU build of torch, diffusers cannot import torchvision as it is
-        from common.models.cpu import repair_torchvision
+        from common.cpu import repair_torchvision
 
         repair_torchvision()
     try:
         yield
     except (ValueError, RuntimeError) as error:  # a RunError is a RuntimeError, as what torch raises
-        from common.monitor.failing import exit_value
+        from common.failing import exit_value
 
         value = exit_value(error, _begun[0] if _begun else None)
         if value is None:

@@ -112,7 +112,7 @@ def find_step_kind(sde_type: str) -> Callable[..., MeanAndStd]:
         ValueError: in one line that names --sde_type.
     """
     if ":" in sde_type:
-        from common.rewards.user_code import load_function  # the kinds above need none of it
+        from common.user_code import load_function  # the kinds above need none of it
 
         return load_function(sde_type, "--sde_type")
     if sde_type not in STEP_KINDS:
@@ -144,7 +144,7 @@ def check_step_kind(sde_type: str, noise_level: float) -> None:
             euler = x - x * (sigma_next - sigma)
             is_euler = has_shape and float(ode_std) == 0 and torch.allclose(ode_mean, euler)
         except (Exception, SystemExit) as error:  # a user's own function can raise anything
-            from common.rewards.user_code import describe, own_folder
+            from common.user_code import describe, own_folder
 
             told = describe(error, own_folder(step_kind))
             raise ValueError(f"{refused} {step} raised {told}") from error

@@ -27,13 +27,21 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
 from common.distributed import gather_objects, gather_rows, mean_over_ranks, setup_distributed, shard_mesh
 from common.models.family import Family, find_family, load_model
-from common.models.lora import make_lora
 from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs, parse_args
-from common.policy import acting, add_policies, choose_kernels, follow, load_training_state, sampling, training_state
-from common.rewards.scoring import Scorer, fill_failed, load_rewards, reward_metrics
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Inputs, Run, one_line, open_run
+from common.scoring import Scorer, fill_failed, load_rewards, reward_metrics
 from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
+from common.weights.lora import make_lora
+from common.weights.policy import (
+    acting,
+    add_policies,
+    choose_kernels,
+    follow,
+    load_training_state,
+    sampling,
+    training_state,
+)
 
 import torch
 import torch.distributed as dist
@@ -221,7 +229,7 @@ def rollouts_at(args: Args, start: int) -> int:
 
 # ==== 4 MODEL =========================================================================================================
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
-    """The pipeline and its policies (common/policy.py), sharded; and the parameters that are trained."""
+    """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained."""
     num_drawn = args.num_steps * args.num_prompts  # embeddings are cached, too long ones counted
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)

@@ -30,7 +30,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # plain python looks for common/ beside this file: it is one up
-from common.models.cpu import repair_torchvision
+from common.cpu import repair_torchvision
 from common.rewards.ocr import ocr
 from common.sde import image_seed
 

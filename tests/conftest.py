@@ -33,13 +33,13 @@ from typing import Any
 from unittest import mock
 
 from common import checkpoints, plots, process
+from common.cpu import repair_torchvision, use_onednn
 from common.data import PromptSet
 from common.engine.launch import engine_environment
-from common.models.cpu import repair_torchvision, use_onednn
 from common.models.family import Family, family_class, load_model
-from common.models.lora import make_lora
-from common.models.shards import Reader
-from common.policy import add_policies
+from common.weights.lora import make_lora
+from common.weights.policy import add_policies
+from common.weights.shards import Reader
 
 import pytest
 import torch

@@ -9,9 +9,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
 from common.data import GroupSampler
 from common.distributed import setup_distributed
-from common.policy import acting
 from common.run import one_line
 from common.sde import image_seed
+from common.weights.policy import acting
 
 import torch
 import torch.distributed as dist

@@ -26,7 +26,7 @@ DEFAULT_ROOMS = (
     Path("common/models/stable_diffusion_3.py"),
     Path("common/models/layout.py"),
     Path("common/models/long_prompts.py"),
-    Path("common/models/cpu.py"),
+    Path("common/cpu.py"),
     Path("common/rewards/ocr.py"),
 )
 # rooms that an option asks for: an import of them inside a function is no part of what every reader needs

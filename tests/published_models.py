@@ -227,7 +227,7 @@ PIPELINES = {
 
 def write_configs(hub_id, folder):
     """Write the configs of a published model to `folder`, as its repository has them, without weights or tokenizers."""
-    from common.models.cpu import repair_torchvision
+    from common.cpu import repair_torchvision
 
     repair_torchvision()
 

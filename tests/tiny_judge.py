@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common.models.cpu import repair_torchvision
+from common.cpu import repair_torchvision
 
 repair_torchvision()
 from tests.tiny_models import qwen_tokenizer

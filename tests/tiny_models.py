@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from common.models.cpu import repair_torchvision
+from common.cpu import repair_torchvision
 
 repair_torchvision()
 

@@ -82,7 +82,7 @@ def serve() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    from common.models.cpu import repair_torchvision
+    from common.cpu import repair_torchvision
 
     repair_torchvision()  # before peft is imported beside a CPU build of torch
     for name in LIBRARIES:

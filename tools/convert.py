@@ -15,8 +15,8 @@ from pathlib import Path
 
 from common.checkpoints import atomic_file
 from common.errors import RunError, refusing
+from common.pairs.pair_files import ParquetPairs
 from common.parquet import read_chats
-from common.rewards.pair_files import ParquetPairs
 
 from PIL import Image
 

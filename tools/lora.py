@@ -15,10 +15,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.models.adapter_files import read_file
-from common.models.adapter_names import is_of_text_encoder, linear_shapes, translate
-from common.models.cpu import repair_torchvision
+from common.cpu import repair_torchvision
 from common.models.family import family_class
+from common.weights.adapter_files import read_file
+from common.weights.adapter_names import is_of_text_encoder, linear_shapes, translate
 
 import torch
 from safetensors.torch import save_file

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from common.monitor.help import read_options
+from common.help import read_options
 from common.options import Bound, EngineArgs, SharedArgs
 
 ROOT = Path(__file__).parents[1]

@@ -18,16 +18,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from common.choices import check_lora_modules
+from common.cpu import repair_torchvision
 from common.data import read_prompts
 from common.errors import RunError, refusing
-from common.models.base_weights import check_base_weights
-from common.models.choices import check_lora_modules
-from common.models.cpu import repair_torchvision
-from common.models.devices import DEVICES
 from common.models.family import find_family
-from common.models.lora import make_lora
-from common.models.memory import Blueprint
-from common.models.needs import (
+from common.options import parse_args
+from common.plan.devices import DEVICES
+from common.plan.memory import Blueprint
+from common.plan.needs import (
     FREE,
     GB,
     PHASES,
@@ -46,9 +45,10 @@ from common.models.needs import (
     work,
     workload_of,
 )
-from common.models.source_images import count_sources
-from common.options import parse_args
-from common.rewards.scoring import find_reward
+from common.scoring import find_reward
+from common.source_images import count_sources
+from common.weights.base_weights import check_base_weights
+from common.weights.lora import make_lora
 
 import torch
 

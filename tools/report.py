@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common.monitor.resuming import newest_record
 from common.plots import as_one_picture, open_png, read_metrics
+from common.resuming import newest_record
 from tools.plot_runs import labels_of, overlay
 
 from PIL import Image, ImageChops, ImageStat

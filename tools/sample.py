@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.cpu import repair_torchvision
 from common.data import PromptSet, read_prompts
 from common.errors import RunError
-from common.models.adapter_files import read_lora
-from common.models.cpu import repair_torchvision
 from common.models.family import Family, Images, find_family, load_model, on_device
 from common.models.long_prompts import count_long_prompts
-from common.models.source_images import check_sources
-from common.monitor.resuming import newest_record, options_today
 from common.plots import as_one_picture, save_grid, save_png
+from common.resuming import newest_record, options_today
 from common.sde import draw_noise, image_seed
+from common.source_images import check_sources
+from common.weights.adapter_files import read_lora
 
 import torch
 
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> Path:
     base_weights = options.get("base_weights")
     model = load_model(family, options["model"], getattr(torch, options["dtype"]), args.device, base_weights)
     if base_weights:
-        from common.models.base_weights import quantise  # needs torchao
+        from common.weights.base_weights import quantise  # needs torchao
 
         quantise(model, base_weights)
     model.transformer.to(args.device)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from common.errors import UNREADABLE, refusing
 from common.plots import as_one_picture, open_png, read_metrics
-from common.rewards.stop_rules import read_stop_rules
-from common.rewards.watch import base_samples, diversity, rms_difference, small_pictures
+from common.stop_rules import read_stop_rules
+from common.watch import base_samples, diversity, rms_difference, small_pictures
 
 import torch
 

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from common.engine import messages
 from common.engine.launch import engine_environment
 from common.errors import RunError
-from common.models.attention import ENGINE_NAMES
 from common.models.family import Family, Images
-from common.policy import policy_tensors
 from common.process import caught_signals, say
 from common.rollout import RolloutRequest, Trajectories
+from common.weights.attention import ENGINE_NAMES
+from common.weights.policy import policy_tensors
 
 import numpy as np
 import torch

@@ -17,9 +17,9 @@ from typing import Any
 from common.engine.messages import fingerprint
 from common.models.family import family_class
 from common.models.vae import PIXELS_AT_ONCE
-from common.rewards.user_code import load_function
 from common.rollout import Trajectories
 from common.sde import SDEStepOutput, draw_noise, sde_step
+from common.user_code import load_function
 
 import torch
 from torch.distributed import TCPStore

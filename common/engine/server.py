@@ -12,8 +12,8 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
+from common.cpu import repair_torchvision, use_onednn
 from common.engine import messages
-from common.models.cpu import repair_torchvision, use_onednn
 
 Answer = tuple[int, bool, object]  # a call's number, whether it succeeded, and its value or one line about the failure
 Answers = queue.SimpleQueue[Answer]

@@ -52,7 +52,7 @@ class Family(ABC):
     has_negative_prompt = True  # whether guidance moves away from one
     attention_kernels: tuple[str, ...] = ("native", "cudnn", "flash")  # that its transformer can take (--attention)
     is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_tensor_parallel)
-    old_guidance_offset = 0.0  # added to a scale above 1 of a record of 0.1.0 (common/monitor/resuming.py)
+    old_guidance_offset = 0.0  # added to a scale above 1 of a record of 0.1.0 (common/resuming.py)
 
     # Exported by diffusers, with a `transformer` and a `save_lora_weights`.
     pipe: "diffusers.DiffusionPipeline"
@@ -62,7 +62,7 @@ class Family(ABC):
     # Where the model computes. Weights wait on the CPU: FSDP moves the transformer, and `on_device` moves the rest.
     device: torch.device
 
-    # `add_policies` (common/policy.py) sets these two.
+    # `add_policies` (common/weights/policy.py) sets these two.
     is_lora: bool  # whether a LoRA is trained, or full weights
     policies: "dict[str, diffusers.ModelMixin]"  # the transformer of each policy; with a LoRA, one for all policies
     frozen = frozenset({"reference"})  # policies that no checkpoint holds, as training never changes them
@@ -94,7 +94,7 @@ class Family(ABC):
 
         count_long_prompts(self.pipe, prompts, max_sequence_length)
         if folder is not None:
-            from common.models.prompt_cache import cache_prompts  # only --prompt_cache needs it
+            from common.weights.prompt_cache import cache_prompts  # only --prompt_cache needs it
 
             cache_prompts(self, prompts, max_sequence_length, folder)
 
@@ -271,7 +271,7 @@ def load_model(
     loaded = family(pipe)
     loaded.device = torch.device(device)
     if base_weights:
-        from common.models.base_weights import quantise_encoders  # needs torchao
+        from common.weights.base_weights import quantise_encoders  # needs torchao
 
         quantise_encoders(loaded)
     return loaded

@@ -83,7 +83,7 @@ def load_layers(source: Source) -> torch.nn.Sequential:
         return layers.requires_grad_(False).to(own_device())
 
 
-# what a reward may carry (common/rewards/scoring.py); mypy does not know that functions can have attributes
+# what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 aesthetic.settings = ("AESTHETIC_MODEL", "AESTHETIC_CLIP")  # type: ignore[attr-defined]
 aesthetic.load = load  # type: ignore[attr-defined]
 aesthetic.offload = offload  # type: ignore[attr-defined]

@@ -155,7 +155,7 @@ def in_chunks(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tens
     return torch.cat(parts)
 
 
-# what a reward may carry (common/rewards/scoring.py); mypy does not know that functions can have attributes
+# what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 clip_score.settings = ("CLIP_SCORE_MODEL",)  # type: ignore[attr-defined]
 clip_score.load = load  # type: ignore[attr-defined]
 clip_score.offload = offload  # type: ignore[attr-defined]

@@ -246,7 +246,7 @@ def offload() -> None:
     offload_clips()
 
 
-# what a reward may carry (common/rewards/scoring.py); mypy does not know that functions can have attributes
+# what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 geneval.settings = ("GENEVAL_DETECTOR", "GENEVAL_CLIP")  # type: ignore[attr-defined]
 geneval.check_metadata = check_metadata  # type: ignore[attr-defined]
 geneval.load = load  # type: ignore[attr-defined]

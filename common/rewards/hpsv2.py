@@ -123,7 +123,7 @@ def rename(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-# what a reward may carry (common/rewards/scoring.py); mypy does not know that functions can have attributes
+# what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 hpsv2.settings = ("HPSV2_MODEL", "HPSV2_PROCESSOR")  # type: ignore[attr-defined]
 hpsv2.load = load  # type: ignore[attr-defined]
 hpsv2.offload = offload  # type: ignore[attr-defined]

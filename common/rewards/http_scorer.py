@@ -41,7 +41,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from common.rewards.json_http import (
+from common.rewards._json_http import (
     Server,
     ServerError,
     ask,
@@ -149,7 +149,7 @@ def check_metadata(metadata: dict) -> None:
             raise ValueError(f"{column}: http_scorer cannot send it: {error}") from None
 
 
-# what a reward may carry (common/rewards/scoring.py); mypy does not know that functions can have attributes
+# what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 http_scorer.settings = ("HTTP_SCORER_URL", "HTTP_SCORER_REWARD")  # type: ignore[attr-defined]
 http_scorer.load = load  # type: ignore[attr-defined]
 http_scorer.check_metadata = check_metadata  # type: ignore[attr-defined]

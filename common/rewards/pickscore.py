@@ -37,7 +37,7 @@ def load() -> "tuple[CLIPModel, CLIPProcessor]":
     return load_clip(model), load_processor(processor)
 
 
-# what a reward may carry (common/rewards/scoring.py); mypy does not know that functions can have attributes
+# what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 pickscore.settings = ("PICKSCORE_MODEL", "PICKSCORE_PROCESSOR")  # type: ignore[attr-defined]
 pickscore.load = load  # type: ignore[attr-defined]
 pickscore.offload = offload  # type: ignore[attr-defined]

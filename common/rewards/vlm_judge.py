@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import refusing
-from common.rewards.json_http import (
+from common.rewards._json_http import (
     RefusedRequest,
     Server,
     ServerError,
@@ -186,7 +186,7 @@ def load() -> None:
         raise ValueError(f"VLM_JUDGE_MODEL={settings.model}: not at the server, which has {', '.join(names)}")
 
 
-# what a reward may carry (common/rewards/scoring.py); mypy does not know that functions can have attributes
+# what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 vlm_judge.settings = (  # type: ignore[attr-defined]
     "VLM_JUDGE_URL",
     "VLM_JUDGE_MODEL",

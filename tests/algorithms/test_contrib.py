@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import grpo_guard
 from common.checkpoints import load_checkpoint, saved_checkpoints
 from common.data import PromptSet
-from common.rewards.user_code import load_function
 from common.rollout import RolloutRequest
 from common.sde import draw_noise, image_seed, sde_step
+from common.user_code import load_function
 from contrib import awm, crd, dance_grpo, dgpo, diffusion_opd, flow_dppo, mix_grpo_flash, online_dpo, tempflow_grpo
 from dpo_offline import dpo_loss
 from tests import density, house

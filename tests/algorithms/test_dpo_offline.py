@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 from common.data import PromptSet
 from common.errors import RunError
-from common.rewards import made_pairs, pair_files
-from common.rewards import pairs as pairs_on_disk
-from common.rewards.pair_files import read_pairs
-from common.rewards.pairs import encode_pairs, open_image
+from common.pairs import made_pairs, pair_files
+from common.pairs import pairs as pairs_on_disk
+from common.pairs.pair_files import read_pairs
+from common.pairs.pairs import encode_pairs, open_image
 from dpo_offline import dpo_loss, flow_matching_errors
 from tests.conftest import assert_same, embedded_model, on_ranks
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import flow_grpo
 from common.data import PromptSet
-from common.models.lora import save_weights
 from common.options import parse_args
-from common.policy import tensors_on_rank_0
 from common.run import Inputs, Run
 from common.sde import draw_noise
+from common.weights.lora import save_weights
+from common.weights.policy import tensors_on_rank_0
 from tests import house
 from tests.conftest import (
     EMBEDDED,

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from common.checkpoints import load_checkpoint, save_checkpoint, saved_checkpoints
 from common.distributed import rng_states
 from common.errors import RunError
-from common.monitor.resuming import find_checkpoint, restore_rng_states, resume_differences, rewind
 from common.process import catch_stop_signals, stop_requested
+from common.resuming import find_checkpoint, restore_rng_states, resume_differences, rewind
 from common.run import Run
 from tests.conftest import assert_same
 

@@ -1,6 +1,6 @@
 """common/cpu_matmul.py: oneDNN's products are torch's to round-off, where it is taken and where it is not."""
 
-from common.models import cpu as cpu_matmul
+from common import cpu as cpu_matmul
 
 import pytest
 import torch

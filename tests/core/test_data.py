@@ -4,7 +4,7 @@ import json
 
 from common.data import GroupSampler, PromptSet, gather_shares, read_prompts, share_of_rank
 from common.rewards.ocr import quoted_text
-from common.rewards.scoring import load_rewards
+from common.scoring import load_rewards
 
 import pyarrow
 import pyarrow.parquet

@@ -4,8 +4,8 @@ import contextlib
 import resource
 
 from common import distributed
-from common.monitor import ranks as ranks_module
-from common.rewards.scoring import load_rewards
+from common import ranks as ranks_module
+from common.scoring import load_rewards
 
 import pytest
 import torch

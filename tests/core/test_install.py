@@ -2,9 +2,9 @@
 
 import re
 
+from common.cpu import refuse_an_old_driver
 from common.distributed import setup_distributed
 from common.models import hub
-from common.models.cpu import refuse_an_old_driver
 from common.models.family import family_class
 from tests.conftest import ROOT
 

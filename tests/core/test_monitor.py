@@ -6,13 +6,13 @@ from types import ModuleType, SimpleNamespace
 
 import diffusion_nft
 import flow_grpo
-from common.models.devices import DEVICES, find_device
+from common import profiling
 from common.models.family import find_family
-from common.models.lora import make_lora
-from common.models.memory import Blueprint
-from common.monitor import profiling
-from common.monitor.profiling import count_flops, utilisation
-from common.monitor.tracking import check_tracker, start_tracker
+from common.plan.devices import DEVICES, find_device
+from common.plan.memory import Blueprint
+from common.profiling import count_flops, utilisation
+from common.tracking import check_tracker, start_tracker
+from common.weights.lora import make_lora
 
 import pytest
 import torch

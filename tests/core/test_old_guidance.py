@@ -3,7 +3,7 @@
 import json
 
 from common.checkpoints import load_checkpoint, saved_checkpoints
-from common.monitor.resuming import options_today, resumed_guidance
+from common.resuming import options_today, resumed_guidance
 from common.run import FORMAT
 from tests.conftest import TINY, few_eval_prompts, run_here
 from tests.tiny_models import FAMILIES, make_checkpoint

@@ -4,7 +4,7 @@ import json
 
 from common import plots
 from common.plots import PANELS, drawn_metrics, plot_curves, save_grid, save_samples
-from common.rewards.scoring import load_rewards
+from common.scoring import load_rewards
 
 import numpy as np
 import pytest

@@ -14,12 +14,12 @@ from common import distributed as sharding
 from common.data import GroupSampler, PromptSet
 from common.errors import RunError
 from common.models.family import family_class
-from common.models.lora import make_lora, save_policy
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import SharedArgs
-from common.policy import acting, add_policies, follow, load_policy_tensors, tensors_on_rank_0, use_policy
 from common.run import Inputs, Run
 from common.sde import sde_step
+from common.weights.lora import make_lora, save_policy
+from common.weights.policy import acting, add_policies, follow, load_policy_tensors, tensors_on_rank_0, use_policy
 from tests.conftest import (
     EMBEDDED,
     SCRIPTS,

@@ -24,12 +24,12 @@ from unittest import mock
 from common.checkpoints import load_checkpoint, save_checkpoint
 from common.data import read_prompts
 from common.errors import RunError
-from common.models.adapter_files import read_lora
-from common.monitor.resuming import find_checkpoint, rewind
 from common.options import parse_args
-from common.rewards.pair_files import read_pairs
-from common.rewards.scoring import load_rewards
+from common.pairs.pair_files import read_pairs
+from common.resuming import find_checkpoint, rewind
 from common.run import open_run
+from common.scoring import load_rewards
+from common.weights.adapter_files import read_lora
 from tests.conftest import SCRIPTS, assert_same, good_adapter, good_state, torch_bytes
 
 import pyarrow

@@ -18,13 +18,13 @@ from common.checkpoints import atomic_file, save_checkpoint, saved_checkpoints
 from common.data import PromptSet
 from common.distributed import gather, gather_objects, gather_objects_on_rank_0
 from common.errors import NothingBegun, RunError
-from common.models import needs
-from common.models.adapter_files import read_lora
 from common.models.family import Family
-from common.monitor.profiling import profiled_step, traced_steps
-from common.monitor.ranks import over_ranks
-from common.rewards.scoring import Scorer, load_rewards
+from common.plan import needs
+from common.profiling import profiled_step, traced_steps
+from common.ranks import over_ranks
 from common.run import Inputs, Run, create_run_folder, open_run
+from common.scoring import Scorer, load_rewards
+from common.weights.adapter_files import read_lora
 from tests.conftest import ROOT, read_metrics
 
 import pytest
@@ -309,10 +309,10 @@ def test_a_trace_is_of_the_rank_that_was_named():
 
 
 def test_a_rank_that_is_not_named_leaves_no_trace(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.monitor.profiling.FSDPModule", torch.nn.Linear)
+    monkeypatch.setattr("common.profiling.FSDPModule", torch.nn.Linear)
     for rank in (0, 1):
         ranks = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda rank=rank: rank, get_world_size=lambda: 2)
-        monkeypatch.setattr("common.monitor.profiling.dist", ranks)
+        monkeypatch.setattr("common.profiling.dist", ranks)
         with profiled_step(tmp_path, 4, ["4:1"]):
             torch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()
         assert [path.name for path in tmp_path.iterdir()] == ["trace_0004.json"][:rank]
@@ -321,7 +321,7 @@ def test_a_rank_that_is_not_named_leaves_no_trace(tmp_path, monkeypatch):
 @pytest.mark.parametrize("num_passes", [1, 2, 3])
 def test_profile_steps_are_traced_alone_and_two_passes_of_each(tmp_path, monkeypatch, num_passes):
     """A pass without gradient, one of another module, and what follows the second pass are not traced."""
-    monkeypatch.setattr("common.monitor.profiling.FSDPModule", torch.nn.Linear)
+    monkeypatch.setattr("common.profiling.FSDPModule", torch.nn.Linear)
     model = torch.nn.Linear(2, 2)
     run = Run(tmp_path, {"profile_steps": ("4", "6")}, num_steps=7)
     for step in range(3, 7):
@@ -485,9 +485,9 @@ def test_a_resumed_run_keeps_the_first_record(tmp_path):
 # ---- weights ---------------------------------------------------------------------------------------------------------
 SAVE = """
 import sys
-from common.models.cpu import repair_torchvision
+from common.cpu import repair_torchvision
 repair_torchvision()
-from common.models.lora import save_weights
+from common.weights.lora import save_weights
 import torch
 from diffusers import StableDiffusion3Pipeline
 from peft import LoraConfig

@@ -5,8 +5,8 @@ import sys
 
 import flow_grpo
 from common.checkpoints import save_checkpoint
-from common.monitor.resuming import say_resumed
 from common.options import parse_args
+from common.resuming import say_resumed
 from common.run import Run
 from tests.conftest import ROOT
 

@@ -147,14 +147,14 @@ def test_sections_stand_in_order(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_option_is_read_and_explained(script):
-    owners = {script: "args", "common/models/lora.py": "args", "common/options.py": "self"}  # not check_options
+    owners = {script: "args", "common/weights/lora.py": "args", "common/options.py": "self"}  # not check_options
     read = set()
     for file, owner in owners.items():
         nodes = ast.walk(ast.parse((ROOT / file).read_text()))
         read |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == owner}
     run = (ROOT / "common" / "run.py").read_text()
     read |= set(re.findall(r'self\.config(?:\.get\(|\[)"(\w+)"', run))  # Run is given them all, to record them
-    read.add("args")  # by common/monitor/option_files.py, before the others are
+    read.add("args")  # by common/option_files.py, before the others are
     options = shared_options() | own_options(script)
     assert [f"--{name} is never read" for name in options if name not in read] == []
     assert [f"--{name} has no docstring" for name, docstring in options.items() if not docstring] == []

@@ -16,12 +16,12 @@ import flow_grpo
 from common.data import PromptSet
 from common.engine import client, launch, messages
 from common.engine.client import EngineError, VLLMEngine
-from common.models.adapter_files import read_lora
-from common.models.lora import save_weights
-from common.policy import tensors_on_rank_0
 from common.process import catch_stop_signals
-from common.rewards.user_code import load_function
 from common.rollout import RolloutRequest
+from common.user_code import load_function
+from common.weights.adapter_files import read_lora
+from common.weights.lora import save_weights
+from common.weights.policy import tensors_on_rank_0
 from tests.conftest import EMBEDDED, ROOT, assert_same, embedded_model, policy_without_fsdp, prompt_set
 
 import psutil

@@ -6,9 +6,9 @@ import sys
 
 from common.engine.launch import engine_environment
 from common.models.family import family_class
-from common.models.lora import make_lora
-from common.models.memory import Blueprint
 from common.options import SharedArgs
+from common.plan.memory import Blueprint
+from common.weights.lora import make_lora
 from tests.tiny_models import make_checkpoint
 
 import pytest

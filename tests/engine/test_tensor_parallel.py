@@ -5,12 +5,12 @@ import time
 from collections import OrderedDict
 
 import flow_grpo
+from common.cpu import is_amd
 from common.engine import launch, messages
 from common.engine.client import EngineError, VLLMEngine
-from common.models.cpu import is_amd
 from common.models.family import family_class, load_model
 from common.models.krea2 import Krea2
-from common.policy import add_policies, tensors_on_rank_0
+from common.weights.policy import add_policies, tensors_on_rank_0
 from tests.conftest import EMBEDDED, TINY, few_eval_prompts, policy_without_fsdp, prompt_set, run_here
 from tests.tiny_models import make_checkpoint
 
@@ -48,7 +48,7 @@ REPAIRED = """
 import os
 from pathlib import Path
 
-from common.models import cpu
+from common import cpu
 
 import torch
 import torchvision  # which transformers imports, and vLLM with it

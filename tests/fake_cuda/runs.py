@@ -11,10 +11,10 @@ from unittest import mock
 
 from common.data import read_prompts
 from common.models.family import find_family
-from common.models.lora import make_lora
-from common.models.memory import Blueprint
-from common.models.needs import measure, memory_parts, phase_sums, workload_of
 from common.options import parse_args
+from common.plan.memory import Blueprint
+from common.plan.needs import measure, memory_parts, phase_sums, workload_of
+from common.weights.lora import make_lora
 from tests.conftest import ROOT, one_rank_environment
 from tools.plan import load_script
 

@@ -5,10 +5,10 @@ import io
 from types import SimpleNamespace
 
 from common.data import PromptSet
-from common.models import attention
-from common.models.attention import check_attention, use_attention
 from common.models.family import family_class, load_model
-from common.models.source_images import SourceImage
+from common.source_images import SourceImage
+from common.weights import attention
+from common.weights.attention import check_attention, use_attention
 from tests.conftest import EMBEDDED, TINY, run_here
 from tests.engine.test_engine import start
 from tests.tiny_models import FAMILIES, make_checkpoint

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import flow_grpo
 from common.data import PromptSet
-from common.models.base_weights import WEIGHT_BYTES, check_base_weights, linear_layers
 from common.models.family import load_model
-from common.models.memory import Blueprint
-from common.models.needs import waiting_parts, weight_parts, workload_of
-from common.models.prompt_cache import cache_prompts, encoders_key
 from common.models.stable_diffusion_3 import StableDiffusion3
+from common.plan.memory import Blueprint
+from common.plan.needs import waiting_parts, weight_parts, workload_of
 from common.run import Inputs
+from common.weights.base_weights import WEIGHT_BYTES, check_base_weights, linear_layers
+from common.weights.prompt_cache import cache_prompts, encoders_key
 from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, read_metrics, torchrun
 from tests.models.test_models import FakeGPU
 
@@ -82,7 +82,7 @@ def test_the_plan_counts_the_quantised_weights_of_the_blocks(base_weights, num_b
     ("base_weights", "least", "most"), [("int8", 0.003, 0.008), ("fp8", 0.01, 0.03), ("nf4", 0.04, 0.1)]
 )
 def test_the_quantised_base_is_near_the_model_and_as_small_as_the_plan_says(base_weights, least, most):
-    from common.models.base_weights import quantise
+    from common.weights.base_weights import quantise
 
     model = embedded_model()
     with torch.no_grad():
@@ -107,7 +107,7 @@ def plain_tensors(tensor):
 @pytest.mark.parametrize("base_weights", ["int8", "fp8", "nf4"])
 def test_a_pass_keeps_no_whole_weights_for_its_gradient_which_is_exact(base_weights):
     """The bytes that autograd keeps of a layer, and the input's gradient by the weights that the layer stands for."""
-    from common.models.base_weights import quantise
+    from common.weights.base_weights import quantise
 
     layer = torch.nn.Linear(512, 256)
     model = SimpleNamespace(transformer=OneBlock(layer), device=torch.device("cpu"))

@@ -15,13 +15,13 @@ from common.data import PromptSet
 from common.engine.client import VLLMEngine
 from common.engine.launch import check_engine
 from common.engine.mismatch import check_mismatch
-from common.models.adapter_files import read_lora
 from common.models.family import both_branches, family_class, load_model
-from common.models.lora import make_lora, save_weights
 from common.models.qwen_image_edit_plus import QwenImageEditPlus, size_to_see
-from common.models.source_images import SourceImage
 from common.options import SharedArgs
-from common.policy import acting, add_policies, tensors_on_rank_0
+from common.source_images import SourceImage
+from common.weights.adapter_files import read_lora
+from common.weights.lora import make_lora, save_weights
+from common.weights.policy import acting, add_policies, tensors_on_rank_0
 from tests.comfyui_names import BY_DIFFUSERS_NAME, names_in_a_file, starred
 from tests.conftest import (
     TINY,

@@ -99,7 +99,7 @@ def test_shards(copy):
 
 def test_sd3_without_t5(copy):
     """Its place in the conditioning is zeros, as in the stock pipeline, and the plan counts no bytes for it."""
-    from common.models.memory import build_pipeline
+    from common.plan.memory import build_pipeline
 
     whole = sum(p.numel() for encoder in build_pipeline(str(copy))[1].values() for p in encoder.parameters())
     for name in ("text_encoder_3", "tokenizer_3"):

@@ -2,9 +2,9 @@
 
 import json
 
-from common.models.adapter_files import read_lora
-from common.models.lora import save_weights
-from common.policy import tensors_on_rank_0
+from common.weights.adapter_files import read_lora
+from common.weights.lora import save_weights
+from common.weights.policy import tensors_on_rank_0
 from tests.conftest import embedded_model, policy_without_fsdp
 
 import pytest

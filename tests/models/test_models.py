@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 from common import models
 from common.models.family import Family, family_class, find_family, on_device
-from common.models.lora import make_lora
-from common.models.prompt_cache import cache_prompts
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.models.vae import decode_in_slices, encode_in_slices, pil_images
 from common.options import SharedArgs
-from common.policy import add_policies
+from common.weights.lora import make_lora
+from common.weights.policy import add_policies
+from common.weights.prompt_cache import cache_prompts
 from tests.conftest import EMBEDDED, embedded_model, prompt_set
 
 import diffusers
@@ -253,7 +253,7 @@ def test_a_prompt_cache_brings_the_encoders_for_all_its_prompts_at_once(one_rank
     own = model.encode_prompts
     monkeypatch.setattr(model, "encode_prompts", lambda *asked: gpu.events.append(gpu.places()) or own(*asked))
     monkeypatch.setattr(
-        "common.models.prompt_cache.encoders_key", lambda model: gpu.events.append("key, " + gpu.places())
+        "common.weights.prompt_cache.encoders_key", lambda model: gpu.events.append("key, " + gpu.places())
     )
     cache_prompts(model, ["a sign", "another"], 16, tmp_path)
     there = "encoders there, VAE waiting"

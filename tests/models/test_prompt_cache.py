@@ -7,9 +7,9 @@ import signal
 from types import SimpleNamespace
 
 from common.errors import RunError
-from common.models import prompt_cache
-from common.models.prompt_cache import cache_prompts
 from common.process import catch_stop_signals
+from common.weights import prompt_cache
+from common.weights.prompt_cache import cache_prompts
 from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, on_ranks, prompt_set, run_here
 
 import pytest

@@ -1,4 +1,4 @@
-"""common/models/shards.py: what ranks write of full weights is whole or not there, and read by any number of ranks."""
+"""common/weights/shards.py: what ranks write of full weights is whole or not there, and read by any number of ranks."""
 
 import io
 import os
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 from common.checkpoints import checkpoint_path, load_checkpoint, save_checkpoint, saved_checkpoints, shards_of
 from common.errors import NothingBegun, RunError
-from common.models import shards
-from common.policy import load_training_state, training_state
+from common.weights import shards
+from common.weights.policy import load_training_state, training_state
 from tests.conftest import good_state
 
 import pytest

@@ -11,14 +11,14 @@ from common.errors import RunError
 from common.models.family import family_class, load_model
 from common.models.flux2_klein import Flux2Klein
 from common.models.flux_kontext import FluxKontext
-from common.models.lora import make_lora
-from common.models.memory import Blueprint
 from common.models.qwen_image_edit_plus import QwenImageEditPlus
-from common.models.source_images import SourceImage, check_sources, find_images, say_stretched, show_sources
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import SharedArgs
-from common.rewards.pair_files import FilePairs, Pair, read_pairs
-from common.rewards.scoring import sample_records, score_images
+from common.pairs.pair_files import FilePairs, Pair, read_pairs
+from common.plan.memory import Blueprint
+from common.scoring import sample_records, score_images
+from common.source_images import SourceImage, check_sources, find_images, say_stretched, show_sources
+from common.weights.lora import make_lora
 from tests.conftest import ROOT, TINY, read_metrics, run_here, torchrun
 from tests.tiny_models import make_checkpoint
 from tools.convert import convert_pairs

@@ -7,8 +7,8 @@ import shutil
 import flow_grpo
 from common.data import PromptSet
 from common.models.family import family_class, find_family, load_model
-from common.models.source_images import SourceImage
 from common.models.wan_image_to_video import IMAGE_TOKENS, WanImageToVideo
+from common.source_images import SourceImage
 from tests.conftest import read_metrics, run_here, torchrun
 from tests.models.test_source_images import gradient, options_of, png
 from tests.tiny_models import make_checkpoint
@@ -152,7 +152,7 @@ def test_what_the_latents_hold_in_the_first_frame_changes_no_other(checkpoint):
 
 @pytest.mark.parametrize("family", VIDEO_FAMILIES)
 def test_the_plan_counts_what_is_encoded_of_a_picture(family, checkpoint):
-    from common.models.memory import Blueprint
+    from common.plan.memory import Blueprint
 
     model = video_model(checkpoint(family))
     _, request = video_request(model, (32, 64), 9)

@@ -8,7 +8,7 @@ import json
 from common.data import read_prompts
 from common.rewards import geneval as geneval_file
 from common.rewards.geneval import CLASSES, COLOURS, Detection, geneval, is_right, kept, places_of
-from common.rewards.scoring import load_rewards
+from common.scoring import load_rewards
 from tests.conftest import TINY, read_metrics, run_here
 from tests.tiny_models import make_clip
 

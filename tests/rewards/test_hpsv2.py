@@ -2,7 +2,7 @@
 
 from common.rewards import clip_score as clip_score_file
 from common.rewards.hpsv2 import FILE, hpsv2
-from common.rewards.scoring import load_rewards
+from common.scoring import load_rewards
 from tests.tiny_models import make_clip
 
 import pytest

@@ -9,8 +9,8 @@ from common.rewards import clip_score as clip_score_file
 from common.rewards.aesthetic import aesthetic
 from common.rewards.clip_score import CHUNK, clip_score, embed_images, embed_prompts, own_device
 from common.rewards.pickscore import pickscore
-from common.rewards.scoring import Scorer, load_rewards, score_images
-from common.rewards.user_code import load_function
+from common.scoring import Scorer, load_rewards, score_images
+from common.user_code import load_function
 from tests.conftest import ROOT, TINY, assert_one_line, few_eval_prompts, read_metrics, run_here
 from tests.tiny_models import CLIP_PIXELS, CLIP_WIDTH, make_clip
 

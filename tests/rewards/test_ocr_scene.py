@@ -6,7 +6,7 @@ import threading
 
 from common.rewards.ocr_scene import ocr_scene, read_scene
 from common.rewards.ocr_scene_contains import ocr_scene_contains
-from common.rewards.scoring import load_rewards
+from common.scoring import load_rewards
 
 import numpy as np
 import pytest

@@ -5,7 +5,7 @@ import json
 
 from common.data import read_prompts
 from common.rewards.preservation import preservation
-from common.rewards.scoring import score_images
+from common.scoring import score_images
 
 import numpy as np
 import pytest

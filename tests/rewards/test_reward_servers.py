@@ -17,10 +17,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import flow_grpo
 from common.data import PromptSet, read_prompts
 from common.errors import RunError
-from common.models.source_images import SourceImage
-from common.rewards import json_http
-from common.rewards.scoring import Scorer, load_rewards, score_images
+from common.rewards import _json_http as json_http
 from common.rewards.vlm_judge import QUESTION, QUESTION_OF_EDITS, read_parts, read_score
+from common.scoring import Scorer, load_rewards, score_images
+from common.source_images import SourceImage
 from tests.conftest import ROOT, TINY, few_eval_prompts, read_metrics, run_here, without_times
 
 import numpy as np

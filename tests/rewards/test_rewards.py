@@ -7,14 +7,14 @@ import sys
 import threading
 
 from common import rewards as room
+from common import scoring
 from common.data import PromptSet
 from common.errors import RunError
-from common.rewards import scoring
 from common.rewards.jpeg_compressibility import jpeg_compressibility
 from common.rewards.jpeg_incompressibility import jpeg_incompressibility
 from common.rewards.ocr import levenshtein, ocr, ocr_score, quoted_text, recognize
 from common.rewards.ocr_contains import ocr_contains
-from common.rewards.scoring import (
+from common.scoring import (
     Scorer,
     built_in_rewards,
     eval_metrics,
@@ -160,7 +160,7 @@ def test_built_in_rewards_are_the_files_of_their_folder():
 
 def test_a_new_file_is_a_new_reward_and_nothing_else_changes(tmp_path, monkeypatch):
     (tmp_path / "redness.py").write_text("def redness(images, prompts, metadata):\n    return [0.5] * len(images)\n")
-    monkeypatch.setattr(scoring, "__file__", str(tmp_path / "scoring.py"))  # whose folder is listed
+    monkeypatch.setattr(scoring, "REWARDS", tmp_path)  # which is listed
     monkeypatch.setattr(room, "__path__", [str(tmp_path)])  # from which files are imported
     assert built_in_rewards() == ["redness"]
     assert score_images(load_rewards(["redness"], [1]), IMAGES, PROMPTS).tolist() == [[0.5], [0.5]]
@@ -193,9 +193,7 @@ def test_the_ranks_gpu_is_set_before_a_users_file_is_imported_and_in_the_thread_
     """A file may load a network to "cuda"."""
     events = []
     told = "threading.current_thread().name"
-    monkeypatch.setattr(
-        "common.rewards.scoring.use_own_gpu", lambda: events.append(f"gpu, {threading.current_thread().name}")
-    )
+    monkeypatch.setattr("common.scoring.use_own_gpu", lambda: events.append(f"gpu, {threading.current_thread().name}"))
     monkeypatch.setattr(builtins, "events", events, raising=False)
     file = tmp_path / "network.py"
     file.write_text(
@@ -393,7 +391,7 @@ def test_a_group_of_equal_rewards_counts_whatever_the_value(value, num_prompts, 
 def test_evaluation_by_hand(monkeypatch):
     """Three prompts of two images: two ranks take the images in turn, and each prompt counts once."""
     scores = torch.tensor([[0, 5], [1, 5], [2, 5], [4, 5], [0, 5], [0, 5]], dtype=torch.float64)  # means 0.5, 3, 0
-    monkeypatch.setattr("common.rewards.scoring.gather", lambda places: torch.tensor([[0, 2, 4], [1, 3, 5]]))
+    monkeypatch.setattr("common.scoring.gather", lambda places: torch.tensor([[0, 2, 4], [1, 3, 5]]))
     monkeypatch.setattr("common.data.gather", lambda of_rank_0: torch.stack([scores[0::2], scores[1::2]]))
     metrics = eval_metrics(scores[0::2], ["a", "b"], (2, -1), [0, 2, 4], images_per_prompt=2)
     variance = ((0.5 - 3.5 / 3) ** 2 + (3 - 3.5 / 3) ** 2 + (0 - 3.5 / 3) ** 2) / 3

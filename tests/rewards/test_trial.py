@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from common.data import PromptSet
 from common.errors import RunError
-from common.rewards.trial import try_rewards
+from common.trial import try_rewards
 
 import pytest
 import torch

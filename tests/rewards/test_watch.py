@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 
 from assets.sign_colour import COLOURS, sign_colour
+from common import watch
 from common.data import GroupSampler, PromptSet, read_prompts, share_of_rank
 from common.plots import drawn_metrics, open_png, plot_curves, save_png, save_samples
-from common.rewards import watch
-from common.rewards.scoring import Reward, eval_metrics, load_rewards, sample_records
-from common.rewards.stop_rules import check_stop_rules, read_stop_rules
 from common.run import Run
+from common.scoring import Reward, eval_metrics, load_rewards, sample_records
+from common.stop_rules import check_stop_rules, read_stop_rules
 from tests.conftest import ROOT, TINY, assert_one_line, few_eval_prompts, on_ranks, read_metrics, run_here
 
 import pytest

@@ -13,11 +13,11 @@ import flow_grpo
 from benchmarks.kill_campaign import NAME, Kill, campaign, processes
 from common.checkpoints import load_checkpoint, saved_checkpoints
 from common.errors import RunError
-from common.models.lora import save_weights
-from common.monitor.resuming import rewind
 from common.options import parse_args
 from common.plots import save_samples
+from common.resuming import rewind
 from common.run import Run, create_run_folder
+from common.weights.lora import save_weights
 from tests.conftest import (
     ROOT,
     SIBLINGS,

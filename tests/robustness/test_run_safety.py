@@ -13,8 +13,8 @@ from common.checkpoints import check_unchanged, lock_run, save_checkpoint, saved
 from common.data import PromptSet
 from common.errors import NothingBegun, RunError
 from common.options import check_options
-from common.rewards.scoring import score_images
 from common.run import Run, _begun, create_run_folder, one_line, open_run
+from common.scoring import score_images
 from tests.conftest import ROOT, TINY, few_eval_prompts, good_state
 
 import psutil

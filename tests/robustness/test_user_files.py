@@ -9,12 +9,12 @@ import textwrap
 
 from common.data import PromptSet, read_prompts
 from common.errors import LONGEST, RunError, brief
-from common.models.adapter_files import read_lora
-from common.monitor.resuming import find_checkpoint, rewind
-from common.rewards.pair_files import read_pairs
-from common.rewards.pairs import is_encoded, open_image
-from common.rewards.scoring import load_rewards, score_images
+from common.pairs.pair_files import read_pairs
+from common.pairs.pairs import is_encoded, open_image
+from common.resuming import find_checkpoint, rewind
 from common.run import open_run
+from common.scoring import load_rewards, score_images
+from common.weights.adapter_files import read_lora
 from tests.conftest import good_adapter, good_state, torch_bytes
 
 import numpy as np

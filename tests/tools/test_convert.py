@@ -6,7 +6,7 @@ import json
 import sys
 
 from common.data import read_prompts
-from common.rewards.pair_files import read_pairs
+from common.pairs.pair_files import read_pairs
 from tools import convert
 
 import pyarrow

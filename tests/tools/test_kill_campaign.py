@@ -11,8 +11,8 @@ SCRIPT = """
 import json, sys, time
 sys.path.insert(0, {root!r})
 from common.checkpoints import load_checkpoint, save_checkpoint
-from common.monitor.resuming import find_checkpoint
-from common.monitor.resuming import rewind
+from common.resuming import find_checkpoint
+from common.resuming import rewind
 from common.process import end_with_parent
 from pathlib import Path
 import torch

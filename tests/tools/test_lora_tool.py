@@ -3,11 +3,11 @@
 import json
 import re
 
-from common.models.adapter_files import read_lora
-from common.models.adapter_names import linear_shapes
 from common.models.family import family_class
-from common.models.lora import save_weights
-from common.policy import tensors_on_rank_0
+from common.weights.adapter_files import read_lora
+from common.weights.adapter_names import linear_shapes
+from common.weights.lora import save_weights
+from common.weights.policy import tensors_on_rank_0
 from tests.comfyui_names import BY_DIFFUSERS_NAME, BY_OWN_NAME, names_in_a_file, starred
 from tests.conftest import EMBEDDED, policy_without_fsdp
 from tests.tiny_models import make_checkpoint

@@ -8,13 +8,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from common.data import PromptSet
-from common.models import needs
-from common.models.devices import Device
 from common.models.family import family_class
-from common.models.lora import make_lora
-from common.models.memory import Blueprint, Cost, Meter
 from common.options import SharedArgs
-from common.policy import add_policies
+from common.plan import needs
+from common.plan.devices import Device
+from common.plan.memory import Blueprint, Cost, Meter
+from common.weights.lora import make_lora
+from common.weights.policy import add_policies
 from tests.conftest import EMBEDDED, ROOT, SCRIPTS, embedded_model, policy_without_fsdp
 from tests.published_models import PIPELINES, PUBLISHED, presets, write_configs
 from tests.tiny_models import make_checkpoint

@@ -6,7 +6,7 @@ import re
 import subprocess
 
 from common.options import parse_args
-from common.rewards.scoring import built_in_rewards
+from common.scoring import built_in_rewards
 from tests.conftest import ROOT, SCRIPTS
 from tests.published_models import DEVICES, PUBLISHED, recipe_commands, started_by
 from tools.plan import DEVICES as PLANNED

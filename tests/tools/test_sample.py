@@ -4,10 +4,10 @@ import json
 from dataclasses import asdict, replace
 
 import flow_grpo
-from common.models.lora import save_weights
 from common.plots import open_png
-from common.policy import tensors_on_rank_0
 from common.sde import image_seed
+from common.weights.lora import save_weights
+from common.weights.policy import tensors_on_rank_0
 from tests.conftest import policy_without_fsdp, prompt_set
 from tools import sample
 

@@ -3,9 +3,9 @@
 import json
 
 from benchmarks.throughput import TensorLike, count_flops, covered, fake_copy
-from common.models.lora import make_lora
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import SharedArgs
+from common.weights.lora import make_lora
 from tests.conftest import brightness_reward, torchrun
 from tests.published_models import GEOMETRY, PUBLISHED
 

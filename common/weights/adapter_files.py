@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import RunError, refusing
-from common.models.adapter_names import translate
+from common.weights.adapter_names import translate
 
 import torch
 from safetensors import safe_open
 
 if TYPE_CHECKING:
-    from common.models.lora import LoRA
+    from common.weights.lora import LoRA
 
     from peft import LoraConfig
 

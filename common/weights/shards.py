@@ -23,8 +23,8 @@ from common.checkpoints import (
 )
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError, reason
-from common.policy import check_same_tensors, follow, local_tensors
 from common.process import say
+from common.weights.policy import check_same_tensors, follow, local_tensors
 
 import torch
 import torch.distributed as dist

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 
 if TYPE_CHECKING:
     from common.models.family import Family
-    from common.rewards.pair_files import Pairs
+    from common.pairs.pair_files import Pairs
 
 SIDES = (16, 8192)  # pixels; a larger picture would take seconds and hundreds of MB to decode
 SAME_SHAPE = 0.05  # relative: the most by which two aspect ratios differ that pass as one

@@ -32,7 +32,7 @@ def exit_value(error: Exception, run: "Run | None") -> str | int | None:
         silent = is_everywhere and os.environ.get("LOCAL_RANK", "0") != "0"
         return 1 if silent else last_line(str(error), error, run)
     if "Timed out waiting" in str(error):  # gloo's words
-        from common.monitor.ranks import missing_ranks
+        from common.ranks import missing_ranks
 
         missing = missing_ranks()
         return last_line(missing, error, run) if missing else 1

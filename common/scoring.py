@@ -42,9 +42,7 @@ from common.rollout import Images
 
 import torch
 
-# files here that hold none
-NO_REWARDS = {"__init__", "eval_by", "json_http", "made_pairs", "pair_files", "pairs", "scoring", "stop_rules"}
-NO_REWARDS |= {"trial", "user_code", "watch"}
+REWARDS = Path(__file__).parent / "rewards"  # a reward a file; those that begin with _ are helpers
 TOTAL = "weighted_total"  # logged for an evaluation beside each reward
 RECORDED = {"file", "prompt", "seed", "image", "details", "advantage"}  # in samples.jsonl, beside the rewards
 LOGGED = ("mean", "stderr", "failed")  # of each reward, which no detail may be called
@@ -53,8 +51,8 @@ Details = dict[str, dict[str, float | str]]  # of an image: what a reward said b
 
 
 def built_in_rewards() -> list[str]:
-    """Names of the rewards of this folder, sorted."""
-    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NO_REWARDS)
+    """Names of the rewards of common/rewards/, sorted."""
+    return sorted(path.stem for path in REWARDS.glob("*.py") if not path.stem.startswith("_"))
 
 
 def load_rewards(
@@ -102,8 +100,8 @@ def load_rewards(
 def find_reward(name: str, option: str = "--reward") -> Reward:
     """The function of one reward; raises load_rewards' ValueError where there is none."""
     if ":" in name:
-        from common.rewards.trial import check_arguments
-        from common.rewards.user_code import load_function
+        from common.trial import check_arguments
+        from common.user_code import load_function
 
         function = load_function(name, option)
         check_arguments(function, f"{option} {name}")
@@ -188,7 +186,7 @@ class Scorer:
     def _score(self) -> None:
         use_own_gpu()  # which is set for each thread
         if self.early and not torch.cuda.is_available():
-            from common.models.cpu import leave_cores_to_this_thread  # a GPU needs none of it
+            from common.cpu import leave_cores_to_this_thread  # a GPU needs none of it
 
             leave_cores_to_this_thread()
         try:
@@ -227,7 +225,7 @@ def score_images(
             copies = copy.deepcopy(images)
             returned = function(copies, list(prompt_set.prompts), prompt_set.for_rewards())
         except (Exception, SystemExit) as error:  # sys.exit(0) would otherwise end the run as a success
-            from common.rewards.user_code import describe, own_folder
+            from common.user_code import describe, own_folder
 
             told = describe(error, own_folder(function))
             raise RunError(f"reward {name} raised {told}") from error

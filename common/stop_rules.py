@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from common.errors import brief
 from common.plots import VAL_TOTAL
-from common.rewards.scoring import TOTAL
+from common.scoring import TOTAL
 
 
 class StopRule(NamedTuple):

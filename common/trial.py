@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import RunError
 from common.process import say
-from common.rewards.scoring import offload_rewards, score_images
+from common.scoring import offload_rewards, score_images
 
 from PIL import Image
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from common.checkpoints import load_checkpoint, saved_checkpoints
 from common.errors import refusing
-from common.monitor.resuming import (
+from common.process import say
+from common.resuming import (
     EXPECTED_TO_DIFFER,
     SCALES,
     find_checkpoint,
@@ -18,7 +19,6 @@ from common.monitor.resuming import (
     resumed_guidance,
     saved_options,
 )
-from common.process import say
 
 if TYPE_CHECKING:
     from common.options import ArgsClass, SharedArgs

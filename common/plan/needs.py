@@ -1,6 +1,6 @@
 """What a run needs: memory by phase, FLOPs and bytes, from the options and the model's configs alone.
 
-A Workload says what a run does. Its passes are counted by common/models/memory.py, which takes them without weights.
+A Workload says what a run does. Its passes are counted by common/plan/memory.py, which takes them without weights.
 The functions here add up what that means for a GPU, an engine's GPU and a node. tools/plan.py prints it, and a run on
 GPUs asks which sizes they have room for (`fit_to_gpus`), and how near their peak it comes (`work`).
 """
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError
-from common.models.base_weights import WEIGHT_BYTES
-from common.models.memory import Blueprint, Cost
 from common.models.vae import PIXELS_AT_ONCE
+from common.plan.memory import Blueprint, Cost
 from common.process import say
+from common.weights.base_weights import WEIGHT_BYTES
 
 import torch
 

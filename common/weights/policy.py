@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 if TYPE_CHECKING:
     from common.engine.client import VLLMEngine
     from common.models.family import Family
-    from common.models.lora import LoRA
+    from common.weights.lora import LoRA
 
     from peft import LoraConfig
 
@@ -40,7 +40,7 @@ def add_policies(model: "Family", lora: "LoRA | None", names: Sequence[str], see
     set_seed(seed)
     model.is_lora = lora is not None
     if lora and lora.base_weights:
-        from common.models.base_weights import quantise  # needs torchao
+        from common.weights.base_weights import quantise  # needs torchao
 
         quantise(model, lora.base_weights)
     if lora:
@@ -232,7 +232,7 @@ def choose_kernels(optimizer: torch.optim.AdamW, model: "Family", attention: str
     (fused). By default it takes FSDP's tensors one after the other. foreach gives the same numbers to the bit.
     """
     if attention != "native":
-        from common.models.attention import use_attention  # torch's own needs none of it
+        from common.weights.attention import use_attention  # torch's own needs none of it
 
         use_attention(model, attention)
     for group in optimizer.param_groups:
@@ -246,11 +246,11 @@ def training_state(model: "Family", optimizer: torch.optim.Optimizer, path: Path
 
     {"policies": tensors of every policy that is not frozen, "optimizer": Adam's moments, "rng": every rank's random
     states}. A LoRA's tensors are on rank 0's CPU, and not there on other ranks. Full weights are written beside the
-    checkpoint's `path`, by each rank its own (common/models/shards.py).
+    checkpoint's `path`, by each rank its own (common/weights/shards.py).
     """
     rng = gather_objects(rng_states())
     if not model.is_lora:
-        from common.models.shards import save_shards  # a LoRA needs none of it
+        from common.weights.shards import save_shards  # a LoRA needs none of it
 
         return {"rng": rng, **save_shards(path, model, optimizer)}
     policies = {}
@@ -273,14 +273,14 @@ def load_training_state(model: "Family", optimizer: torch.optim.AdamW, state: di
     Raises:
         NothingBegun: naming a tensor that only one of the two has, or that has another shape.
     """
-    from common.monitor.resuming import restore_rng_states
+    from common.resuming import restore_rng_states
 
     policies = state["policies"]
     for name in model.policies:
         if name not in model.frozen and "shards" not in state:
             load_policy_tensors(model, name, policies.get(name, policies["default"]))
     if "shards" in state:
-        from common.models.shards import load_shards
+        from common.weights.shards import load_shards
 
         load_shards(state, model, optimizer)
     elif state["optimizer"]:

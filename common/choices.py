@@ -3,15 +3,15 @@
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from common.models.base_weights import check_base_weights
-from common.models.source_images import check_sources, say_stretched
+from common.eval_by import check_field
 from common.process import say
-from common.rewards.eval_by import check_field
+from common.source_images import check_sources, say_stretched
+from common.weights.base_weights import check_base_weights
 
 if TYPE_CHECKING:
     from common.models.family import Family
-    from common.models.lora import LoRA
     from common.run import Inputs
+    from common.weights.lora import LoRA
 
 
 def check_choices(inputs: "Inputs", options: dict[str, Any]) -> None:
@@ -64,8 +64,8 @@ def watch_preservation(inputs: "Inputs") -> None:
 def check_lora_modules(lora: "LoRA | None", options: dict[str, Any]) -> None:
     """RunError: --lora_target_modules or --lora_exclude_modules name what the model's transformer lacks."""
     if lora and (options.get("lora_target_modules") or options.get("lora_exclude_modules")):
-        from common.models.adapter_files import check_modules
-        from common.models.adapter_names import meta_transformer
+        from common.weights.adapter_files import check_modules
+        from common.weights.adapter_names import meta_transformer
 
         check_modules(meta_transformer(options["model"]), lora.config, "--lora_target_modules")
 

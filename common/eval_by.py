@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from common.data import PromptSet, gather_shares
 from common.distributed import gather_objects
-from common.rewards.scoring import TOTAL, Scorer, count_failed
+from common.scoring import TOTAL, Scorer, count_failed
 
 import torch
 

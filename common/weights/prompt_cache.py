@@ -17,7 +17,7 @@ from common.checkpoints import writing
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError, brief
 from common.models.family import Conditioning, Family, hash_bits, on_device
-from common.monitor.phases import with_bar
+from common.phases import with_bar
 from common.process import say
 
 import torch

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from common.checkpoints import atomic_file
 from common.distributed import on_rank_0
 from common.models.family import Family
-from common.policy import tensors_on_rank_0
 from common.process import say
+from common.weights.policy import tensors_on_rank_0
 
 import torch
 from safetensors.torch import save_file
@@ -40,7 +40,7 @@ def make_lora(args: "SharedArgs", family: type[Family], checkpoint: Path | None 
     """
     lora = None
     if args.lora_path:
-        from common.models.adapter_files import read_lora  # only --lora_path needs it
+        from common.weights.adapter_files import read_lora  # only --lora_path needs it
 
         tensors, config = read_lora(args.lora_path, args.model)
         say(f"--lora_path {args.lora_path}: rank {config.r}, alpha {config.lora_alpha}")
@@ -50,7 +50,7 @@ def make_lora(args: "SharedArgs", family: type[Family], checkpoint: Path | None 
         config = new_config(args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
         lora = LoRA(config, None, args.base_weights)
     if checkpoint is not None:
-        from common.models.adapter_files import check_policy  # only --resume needs it
+        from common.weights.adapter_files import check_policy  # only --resume needs it
 
         check_policy(checkpoint, lora)
     return lora

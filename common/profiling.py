@@ -29,12 +29,12 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
     config: the run's options by name. Counted by a pass of each kind without weights, as the plan does; of the
     transformer alone. {} for a GPU whose peak we do not know.
     """
-    from common.models.devices import find_device  # the plan's rooms, which a trace needs none of
     from common.models.family import find_family
-    from common.models.lora import make_lora
-    from common.models.memory import Blueprint
-    from common.models.needs import measure, work, workload_of
-    from common.models.source_images import count_sources
+    from common.plan.devices import find_device  # the plan's rooms, which a trace needs none of
+    from common.plan.memory import Blueprint
+    from common.plan.needs import measure, work, workload_of
+    from common.source_images import count_sources
+    from common.weights.lora import make_lora
 
     device = find_device(torch.cuda.get_device_name())
     peak = device and (device.bfloat16 if config["dtype"] == "bfloat16" else device.float32)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from common.data import GroupSampler
 from common.plots import save_grid, save_samples
-from common.rewards.scoring import Scorer, sample_records
+from common.scoring import Scorer, sample_records
 
 import torch
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from PIL import Image, ImageOps
 
 if TYPE_CHECKING:
-    from common.rewards.pair_files import Pair, PairImage, Pairs
+    from common.pairs.pair_files import Pair, PairImage, Pairs
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def encode_pairs(
     Raises:
         RunError: naming an image that cannot be read, or a pair whose images are the same.
     """
-    from common.monitor.phases import with_bar
+    from common.phases import with_bar
 
     bits = [hash_bits(tensor) for tensor in model.frozen_tensors()]
     frozen_key = hashlib.blake2b(repr(bits).encode())

@@ -10,10 +10,10 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.models.base_weights import linear_layers
 from common.models.family import Conditioning, Family
-from common.models.lora import LoRA
-from common.policy import add_policies
+from common.weights.base_weights import linear_layers
+from common.weights.lora import LoRA
+from common.weights.policy import add_policies
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from common.data import read_records
 from common.errors import refusing
+from common.pairs.pairs import refusing_alone
 from common.parquet import Blob, column_names, read_rows
 from common.process import say
-from common.rewards.pairs import refusing_alone
 
 from PIL import Image
 
 if TYPE_CHECKING:
-    from common.models.source_images import SourceImage
+    from common.source_images import SourceImage
 
 
 class PairImage(Protocol):
@@ -102,7 +102,7 @@ def _find_sources(value: str | bytes | dict | list | None, file: Path, where: st
     """The pictures that a pair's field or column "image" names; none without one."""
     if value is None:
         return []
-    from common.models.source_images import find_images  # only edits have them
+    from common.source_images import find_images  # only edits have them
 
     return find_images("image", value, file, where)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 # the options that people set first, for --help; --help_all shows the others
 FIRST = (

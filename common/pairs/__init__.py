@@ -1,0 +1,1 @@
+"""Preference pairs of offline DPO: files, made pairs, cached latents."""
