@@ -39,9 +39,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import run as runs
+from common.command_line import parse_args
 from common.distributed import on_rank_0
 from common.engine.client import VLLMEngine
-from common.options import parse_args
 
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
@@ -487,7 +487,7 @@ def main():
     script = importlib.import_module(ours.script.removesuffix(".py"))
     defaults = ["--name", f"throughput-{script.__name__}", "--num_steps", "4", "--eval_every", "1000000"]
     defaults += ["--eval_num_inference_steps", "2"]
-    with runs.one_line():
+    with runs.friendly_errors():
         args = script.check(parse_args(script.Args, __doc__, [*defaults, *options]))  # the last one of an option counts
         if args.num_steps < 3:
             raise ValueError(f"--num_steps {args.num_steps}: must be at least 3: one warms up, one is for the clocks")

@@ -7,9 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import flow_grpo
+from common.command_line import parse_args
 from common.data import PromptSet
-from common.options import parse_args
-from common.run import Inputs, Run
+from common.inputs import Inputs
 from common.sde import draw_noise
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
@@ -22,6 +22,7 @@ from tests.conftest import (
     brightness_reward,
     constant_reward,
     few_eval_prompts,
+    new_run,
     policy_without_fsdp,
     prompt_set,
     read_metrics,
@@ -154,9 +155,9 @@ def test_one_sgd_step_is_the_same_on_any_ranks_and_micro_batches(tmp_path):
 
 # ---- the policy in this process --------------------------------------------------------------------------------------
 def request_of(args, model, prompts, prompt_index, seeds, sde_steps=()):
-    encoded = flow_grpo.encode_prompts(args, model, prompt_set(prompts))
+    drawn = prompt_set(prompts)
     index = torch.tensor(prompt_index)
-    return flow_grpo.make_request(args, model, encoded, index, seeds, sde_steps)
+    return flow_grpo.make_request(args, model, drawn, index, seeds, sde_steps)
 
 
 def test_saved_adapter_gives_the_trainers_image_in_stock_diffusers(tmp_path, one_rank):
@@ -205,7 +206,7 @@ def test_evaluation_leaves_weights_and_rng_alone_and_repeats_itself(one_rank, tm
     eval_set = PromptSet(['a sign that says "12"'] * 3, [{}] * 3)
     rewards = {"ocr": lambda images, prompts, metadata: [0.5] * len(images)}
     inputs = Inputs(type(model), rewards, rewards, eval_set, eval_set, lora=None, checkpoint=None)
-    run = Run(tmp_path, rewards=rewards)
+    run = new_run(tmp_path, rewards)
     before, rng = {k: v.clone() for k, v in model.transformer.state_dict().items()}, torch.get_rng_state()
     grids = [flow_grpo.evaluate(args, run, model, None, inputs)[1] for _ in range(2)]
     assert torch.equal(rng, torch.get_rng_state())

@@ -25,7 +25,7 @@ def main(run) -> int:
     from common.engine.client import Engine
 
     engine = Engine(store.path, store.path)
-    run.write(engine.push, run.folder, math.pi)
+    run.log(engine.push, run.folder, math.pi)
     return size(Shape(store.name))
 """
 

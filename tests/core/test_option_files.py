@@ -4,7 +4,7 @@ import json
 import sys
 
 import flow_grpo
-from common.options import parse_args
+from common.command_line import parse_args
 
 import pytest
 

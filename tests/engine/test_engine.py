@@ -55,8 +55,8 @@ def bf16_engine(tmp_path_factory):
 
 def request_for(model, args, sde_steps=(0, 1, 2, 3, 4), seeds=range(7)):
     prompt_index = torch.arange(len(seeds)) % len(PROMPTS)
-    encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS))
-    return flow_grpo.make_request(args, model, encoded, prompt_index, list(seeds), sde_steps=sde_steps)
+    drawn = prompt_set(PROMPTS)
+    return flow_grpo.make_request(args, model, drawn, prompt_index, list(seeds), sde_steps=sde_steps)
 
 
 def pixels(image):
@@ -99,10 +99,11 @@ def test_parity_with_a_negative_prompt_for_each_prompt(engine):
     """Guidance moves each image away from its own prompt's; and it is another image without them."""
     model, args, _ = policy_without_fsdp(trained=False, guidance_scale=3.0)
     records = [{"negative_prompt": text} for text in ("a blue sign", "", "text")]
-    encoded = flow_grpo.encode_prompts(args, model, PromptSet(PROMPTS, records))
-    assert all(len(tensor) == len(PROMPTS) for tensor in encoded["negative_conditioning"].values())
+    negatives = PromptSet(PROMPTS, records).negatives(args.negative_prompt)
     plain = request_for(model, args)
-    request = replace(plain, negative_conditioning=encoded["negative_conditioning"])
+    negative_conditioning = model.encode_negative(negatives, args.guidance_scale, args.max_sequence_length)
+    assert all(len(tensor) == len(PROMPTS) for tensor in negative_conditioning.values())
+    request = replace(plain, negative_conditioning=negative_conditioning)
     assert_parity(engine, model, args, request, lora=False)
     with_them, without = (flow_grpo.rollout(args, model, None, one).latents[:, -1] for one in (request, plain))
     is_alike = (with_them - without).abs().amax((1, 2, 3)) < 1e-4

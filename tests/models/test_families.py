@@ -144,8 +144,8 @@ def request_for(
         options["num_frames"] = NUM_FRAMES
     args = flow_grpo.Args(rollout="local", num_inference_steps=num_inference_steps, **options)
     with torch.no_grad():
-        encoded = flow_grpo.encode_prompts(args, model, prompts or prompts_for(model))
-        request = flow_grpo.make_request(args, model, encoded, torch.tensor([0, 1, 0]), SEEDS, sde_steps=sde_steps)
+        drawn = prompts or prompts_for(model)
+        request = flow_grpo.make_request(args, model, drawn, torch.tensor([0, 1, 0]), SEEDS, sde_steps=sde_steps)
     return args, request
 
 
@@ -393,9 +393,9 @@ def test_an_edit_of_several_pictures_is_the_stock_pipelines(num_pictures, height
     options = {"image_size": (height, width), "max_sequence_length": LENGTH, "num_inference_steps": 3, **guided}
     args = flow_grpo.Args(rollout="local", **options)
     with torch.no_grad():
-        encoded = flow_grpo.encode_prompts(args, model, with_pictures({"a red sign": pictures}))
-        request = flow_grpo.make_request(args, model, encoded, torch.tensor([0]), [3])
-    assert encoded["conditioning"]["source_latents"].shape[1] == num_pictures
+        drawn = with_pictures({"a red sign": pictures})
+        request = flow_grpo.make_request(args, model, drawn, torch.tensor([0]), [3])
+    assert request.conditioning["source_latents"].shape[1] == num_pictures
     ours = flow_grpo.rollout(args, model, None, request)
     theirs = model.pipe(
         image=pictures,
@@ -581,10 +581,10 @@ def test_compiled_in_bf16_the_first_ratio_is_exactly_1(checkpoint, one_rank):
     torch._dynamo.utils.counters.clear()
     flow_grpo.shard(args, model, torch.device("cpu"))
     with torch.no_grad():
-        encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS))
-        request = flow_grpo.make_request(args, model, encoded, torch.tensor([0, 1]), SEEDS[:2], sde_steps=(0, 1))
+        drawn = prompt_set(PROMPTS)
+        request = flow_grpo.make_request(args, model, drawn, torch.tensor([0, 1]), SEEDS[:2], sde_steps=(0, 1))
     trajectories = flow_grpo.rollout(args, model, None, request)
-    old, _ = flow_grpo.recompute_old_log_probs(args, model, None, request, trajectories)
+    old, _ = flow_grpo.find_old_policy(args, model, None, request, trajectories)
     batch = flow_grpo.Batch(request, trajectories, old, torch.tensor([1.0, -1.0]))
     trained = [parameter for parameter in model.transformer.parameters() if parameter.requires_grad]
     metrics = flow_grpo.update(args, model, torch.optim.SGD(trained, lr=1.0), batch)
@@ -657,8 +657,8 @@ def test_the_engine_takes_full_weights(family, checkpoint, tmp_path):
     model = load_as(family, checkpoint)
     add_policies(model, None, ["default"], seed=0)
     args, request = request_for(model)
-    encoded = flow_grpo.encode_prompts(args, model, prompts_for(model, PROMPTS[:1]))
-    one_image = flow_grpo.make_request(args, model, encoded, torch.tensor([0]), seeds=[0])  # equal to the bit
+    drawn = prompts_for(model, PROMPTS[:1])
+    one_image = flow_grpo.make_request(args, model, drawn, torch.tensor([0]), seeds=[0])  # equal to the bit
     engine.verify_push(*tensors_on_rank_0(model), one_image)
     torch.manual_seed(3)
     for parameter in model.transformer.parameters():

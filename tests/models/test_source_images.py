@@ -501,8 +501,8 @@ def test_each_picture_and_their_order_change_the_image(editor):
         sources = [SourceImage("a.png", png(picture)) for picture in pictures]
         prompts = PromptSet(["edit"], [{"image": sources}])
         with torch.no_grad():
-            encoded = flow_grpo.encode_prompts(args, model, prompts)
-            request = flow_grpo.make_request(args, model, encoded, torch.tensor([0]), [3])
+            drawn = prompts
+            request = flow_grpo.make_request(args, model, drawn, torch.tensor([0]), [3])
         latents.append(flow_grpo.rollout(args, model, None, request).latents)
     of_order = 1e-4 if isinstance(model, Flux2Klein) else 1e-3  # klein sees an order in positions alone
     for i, j in itertools.combinations(range(len(latents)), 2):

@@ -80,8 +80,8 @@ def video_request(model, size, num_frames, sde_steps=(), **changes):
     options = {"num_inference_steps": 4, "guidance_scale": 2.5, "max_sequence_length": 32, **changes}
     args = flow_grpo.Args(rollout="local", image_size=size, num_frames=num_frames, **options)
     with torch.no_grad():
-        encoded = flow_grpo.encode_prompts(args, model, prompts)
-        return args, flow_grpo.make_request(args, model, encoded, torch.tensor([0, 1]), [3, 4], sde_steps=sde_steps)
+        drawn = prompts
+        return args, flow_grpo.make_request(args, model, drawn, torch.tensor([0, 1]), [3, 4], sde_steps=sde_steps)
 
 
 @pytest.mark.parametrize("family", VIDEO_FAMILIES)

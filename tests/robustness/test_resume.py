@@ -12,11 +12,11 @@ from dataclasses import asdict
 import flow_grpo
 from benchmarks.kill_campaign import NAME, Kill, campaign, processes
 from common.checkpoints import load_checkpoint, saved_checkpoints
+from common.command_line import parse_args
 from common.errors import RunError
-from common.options import parse_args
 from common.plots import save_samples
 from common.resuming import rewind
-from common.run import Run, create_run_folder
+from common.run import create_run_folder
 from common.weights.lora import save_weights
 from tests.conftest import (
     ROOT,
@@ -24,6 +24,7 @@ from tests.conftest import (
     assert_same,
     brightness_reward,
     embedded_model,
+    new_run,
     read_metrics,
     torchrun,
     whole_checkpoint,
@@ -392,7 +393,7 @@ def test_every_other_file_that_does_not_fit_is_an_error_of_one_line(small_disk, 
     lora = LoraConfig(r=1)
     record = {"prompt": "a", "seed": 1, "ocr": 1.0}
     writers = {
-        disk: lambda: Run(disk).write({f"m{i}": i for i in range(9000)}),
+        disk: lambda: new_run(disk).log({f"m{i}": i for i in range(9000)}),
         disk / "samples": lambda: save_samples(disk / "samples", [0], [image], [record]),
         disk / "adapter" / "pytorch_lora_weights.safetensors": lambda: save_weights(
             disk / "adapter", pipe, tensors, lora

@@ -126,7 +126,7 @@ def test_a_cut_to_one_threshold_chooses_by_that_one():
     [*(("match", row) for row in ROWS if ROWS[row]["threshold"]), *itertools.product(["tune", "run"], ROWS)],
 )
 def test_every_command_is_one_that_the_script_takes(stage, row, monkeypatch, tmp_path):
-    from common.options import parse_args
+    from common.command_line import parse_args
 
     monkeypatch.setattr(comparison, "RUNS", tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -156,7 +156,7 @@ def test_every_command_is_one_that_the_script_takes(stage, row, monkeypatch, tmp
 @fast
 def test_the_window_of_mix_grpo_visits_every_position_at_any_length(monkeypatch, tmp_path):
     import mix_grpo
-    from common.options import parse_args
+    from common.command_line import parse_args
 
     monkeypatch.setattr(comparison, "RUNS", tmp_path)
     for rollouts in {n for cut, _ in comparison.CUTS for n in (cut, cut // 2)}:

@@ -2,7 +2,7 @@
 
 from benchmarks import kill_campaign
 from benchmarks.kill_campaign import PHASES, Kill, campaign, plan, table
-from tests.conftest import ROOT, SCRIPTS
+from tests.conftest import ROOT, SCRIPTS, new_run
 
 import pytest
 
@@ -77,7 +77,7 @@ def test_a_run_says_its_phase(tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "timed", Run.timed)  # restored at the end
     kill_campaign.ocr_and_phases.load()
     phases = [kill_campaign.phase_of(tmp_path, 1)]
-    with Run(tmp_path / "run").timed("gen"):
+    with new_run(tmp_path / "run").timed("gen"):
         phases.append(kill_campaign.phase_of(tmp_path, 1))
     phases.append(kill_campaign.phase_of(tmp_path, 1))
     assert phases == ["loading", "gen", "between"]

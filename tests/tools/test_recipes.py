@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 
-from common.options import parse_args
+from common.command_line import parse_args
 from common.scoring import built_in_rewards
 from tests.conftest import ROOT, SCRIPTS
 from tests.published_models import DEVICES, PUBLISHED, recipe_commands, started_by

@@ -21,12 +21,12 @@ def test_their_update_has_our_gradient(monkeypatch):
     prompts = ['a red sign that says "4711"', 'a blue sign that says "305"']
     prompt_index = torch.arange(NUM_IMAGES) // args.group_size
     steps = flow_grpo.trained_steps(args, step=1)
-    encoded = flow_grpo.encode_prompts(args, model, prompt_set(prompts))
-    request = flow_grpo.make_request(args, model, encoded, prompt_index, list(range(NUM_IMAGES)), steps)
+    drawn = prompt_set(prompts)
+    request = flow_grpo.make_request(args, model, drawn, prompt_index, list(range(NUM_IMAGES)), steps)
     ours = flow_grpo.rollout(args, model, None, request)
     rewards = torch.rand(NUM_IMAGES)
     advantages = flow_grpo.compute_advantages(rewards, args.group_size).float()
-    old, _ = flow_grpo.recompute_old_log_probs(args, model, None, request, ours)
+    old, _ = flow_grpo.find_old_policy(args, model, None, request, ours)
     batch = flow_grpo.Batch(request, ours, old, advantages)
     flow_grpo.accumulate_gradients(args, model, batch, torch.arange(NUM_IMAGES), None)
     expected = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}

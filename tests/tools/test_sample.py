@@ -32,9 +32,9 @@ def run(tmp_path):
 @torch.no_grad()
 def images_of(model, args, seeds, prompts):
     """The evaluation's images, as flow_grpo.py samples them."""
-    conditioning = flow_grpo.encode_prompts(args, model, prompt_set(prompts))
+    drawn = prompt_set(prompts)
     args = replace(args, num_inference_steps=args.eval_num_inference_steps)
-    request = flow_grpo.make_request(args, model, conditioning, torch.arange(len(prompts)), seeds)
+    request = flow_grpo.make_request(args, model, drawn, torch.arange(len(prompts)), seeds)
     return flow_grpo.sample_locally(model, request).images
 
 
