@@ -1,7 +1,6 @@
 """What a resumed run does with what an earlier one left: checkpoint, options, log, best score and random states."""
 
 import json
-import random
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -19,9 +18,6 @@ from common.distributed import on_rank_0
 from common.errors import UNREADABLE, RunError, brief, refusing
 from common.models.family import family_class
 from common.process import say
-
-import numpy as np
-import torch
 
 # what every script saves, and resumes from
 STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
@@ -222,13 +218,3 @@ def say_resumed(path: Path | str, saved_options: dict, options: dict) -> bool:
     if on_rank_0():
         say("; ".join([f"loaded {path}", *differences]))
     return is_same_run and not rescored
-
-
-def restore_rng_states(states: dict) -> None:
-    """Undo what was drawn since rng_states(); a GPU's state does nothing on a machine without one."""
-    algorithm, keys, *position = states["numpy"]
-    random.setstate(states["python"])
-    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *position))  # noqa: NPY002
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

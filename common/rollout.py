@@ -75,14 +75,16 @@ class RolloutRequest:
 
     def cpu(self) -> "RolloutRequest":
         """The same request with its tensors on the CPU, for another process."""
-        conditioning = {name: tensor.cpu() for name, tensor in self.conditioning.items()}
-        moved: dict = {"conditioning": conditioning, "timesteps": self.timesteps.cpu()}
-        if self.negative_conditioning is not None:
-            negative = {name: tensor.cpu() for name, tensor in self.negative_conditioning.items()}
-            moved["negative_conditioning"] = negative
-        if self.initial_latents is not None:
-            moved["initial_latents"] = self.initial_latents.cpu()
-        return replace(self, **moved)
+        negative = self.negative_conditioning
+        if negative is not None:
+            negative = {name: tensor.cpu() for name, tensor in negative.items()}
+        return replace(
+            self,
+            conditioning={name: tensor.cpu() for name, tensor in self.conditioning.items()},
+            negative_conditioning=negative,
+            timesteps=self.timesteps.cpu(),
+            initial_latents=None if self.initial_latents is None else self.initial_latents.cpu(),
+        )
 
     def select(self, rows: torch.Tensor) -> "RolloutRequest":
         """The same request for some of its images, `rows` (N,); conditioning is expanded to one row per image."""

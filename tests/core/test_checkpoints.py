@@ -11,10 +11,10 @@ import zipfile
 from contextlib import contextmanager
 
 from common.checkpoints import load_checkpoint, save_checkpoint, saved_checkpoints
-from common.distributed import rng_states
+from common.distributed import restore_rng_states, rng_states
 from common.errors import RunError
 from common.process import catch_stop_signals, stop_requested
-from common.resuming import find_checkpoint, restore_rng_states, resume_differences, rewind
+from common.resuming import find_checkpoint, resume_differences, rewind
 from tests.conftest import assert_same, new_run
 
 import numpy as np
