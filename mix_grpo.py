@@ -645,17 +645,12 @@ def main(args: Args, inputs: Inputs) -> None:
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
     choose_kernels(optimizer, model, args.attention)  # of AdamW and of the attention
-    sampler = GroupSampler(
-        len(inputs.train_set),
-        args.num_prompts,
-        args.group_size,
-        seed=args.seed,
-        num_mini_batches=args.updates_per_rollout,
-    )
+    num_rows = len(inputs.train_set)
+    sampler = GroupSampler(num_rows, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
     run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
     if engine:  # push the policy for the first time, and prove that a push changes the engine's images
-        first_prompt = inputs.eval_set.select([0])
-        engine.verify_policy(model, make_request(args, model, first_prompt, torch.tensor([0]), seeds=[0]))
+        one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
+        engine.verify_policy(model, one_image)
 
     # RUN LOGIC, the same in all scripts: resume, or evaluate the model before training
     if run.checkpoint:
@@ -674,8 +669,7 @@ def main(args: Args, inputs: Inputs) -> None:
             prompt_rows, prompt_index, image_index = sampler.draw()  # (U,); (B,), which of the U; (B,), which of the N
             prompts = inputs.train_set.select(prompt_rows)
             seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
-            sde_steps = trained_steps(args, step)
-            request = make_request(args, model, prompts, prompt_index, seeds, sde_steps=sde_steps)
+            request = make_request(args, model, prompts, prompt_index, seeds, sde_steps=trained_steps(args, step))
             if args.shared_initial_noise:
                 request = share_prefix(args, model, engine, request, step, numbers=image_index // args.group_size)
             scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
