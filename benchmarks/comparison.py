@@ -394,9 +394,8 @@ def score_by_own_sampler(run, adapter, chunks=8):
         rows = places[chunk::chunks]
         prompts = held_out.select(place // copies for place in rows)
         seeds = [image_seed("eval", place % copies, place // copies) for place in rows]
-        drawn = prompts
         sde_steps = windows[(2 * chunk + 1) * len(windows) // (2 * chunks)]  # of eight windows each one once
-        request = module.make_request(args, model, drawn, torch.arange(len(rows)), seeds, sde_steps=sde_steps)
+        request = module.make_request(args, model, prompts, torch.arange(len(rows)), seeds, sde_steps=sde_steps)
         scores.append(score_images(rewards, module.sample_locally(model, request).images, prompts))
     means = torch.cat(scores).mean(0).tolist()
     return {"images": len(places)} | dict(zip(rewards, means, strict=True))

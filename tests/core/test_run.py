@@ -24,7 +24,7 @@ from common.options import SharedArgs
 from common.plan import needs
 from common.profiling import profiled_step, traced_steps
 from common.ranks import over_ranks
-from common.run import create_run_folder, open_run
+from common.run import Run, create_run_folder, open_run
 from common.scoring import Scorer, load_rewards
 from common.weights.adapter_files import read_lora
 from tests.conftest import ROOT, new_run, read_metrics
@@ -440,7 +440,7 @@ def test_the_settings_of_rewards_are_recorded_and_no_key(tmp_path, monkeypatch):
     monkeypatch.delenv("PICKSCORE_PROCESSOR", raising=False)
     args = flow_grpo.Args(reward=("ocr", "vlm_judge", f"{mine}:mine"), eval_reward=("pickscore",))
     rewards = load_rewards([*args.reward, *args.eval_reward], load=False)
-    create_run_folder(tmp_path / "run", new_run(tmp_path, rewards, reward=args.reward).config, __file__)
+    create_run_folder(tmp_path / "run", Run(args, rewards).config, __file__)
     text = (tmp_path / "run" / "args.json").read_text()
     options = json.loads(text)["args"]
     assert options.pop("reward_settings") == {

@@ -180,7 +180,7 @@ def test_a_bad_option_is_printed_once_and_a_later_value_error_is_a_bug(tmp_path,
     line = last_line(ValueError("--seed -1: must be at least 0"))
     assert line.endswith("error: --seed -1: must be at least 0")
     with pytest.raises(ValueError, match="^torch's$"), friendly_errors():
-        _begun.append(tmp_path)
+        _begun.append(SimpleNamespace(folder=tmp_path, bar=None))
         raise ValueError("torch's")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert last_line(ValueError("--seed -1: must be at least 0")) == 1  # rank 0 prints it

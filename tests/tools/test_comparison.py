@@ -565,7 +565,6 @@ def test_an_evaluation_has_windows_of_the_whole_run(row, rollouts, monkeypatch):
     monkeypatch.setattr("common.models.family.load_model", lambda *_: None)
     monkeypatch.setattr("common.scoring.load_rewards", lambda *_: {"ocr": None})
     monkeypatch.setattr("common.scoring.score_images", lambda *_: torch.zeros(1, 1))
-    monkeypatch.setattr(module, "encode_prompts", lambda *_: None)
     monkeypatch.setattr(module, "make_request", lambda *_, sde_steps: windows.append(sde_steps))
     monkeypatch.setattr(module, "sample_locally", lambda *_: SimpleNamespace(images=[]))
     told = comparison.score_by_own_sampler(make_job("run", rollouts, row, 1, 1e-3, 1e-3), None)
