@@ -23,6 +23,7 @@ from common.process import say
 import torch
 from safetensors import SafetensorError
 
+FORMAT = 2  # of args.json and of checkpoints; a file of another format is refused (common/resuming.py)
 IS_FOLDER = 0x10  # the bit of a zip record's attributes that marks a folder
 
 

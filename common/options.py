@@ -356,9 +356,9 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
     args = _parse(args_class, argv, {})
     say(f"{args.run_folder}: checking options and files")
     if args.resume:
-        from common.option_files import as_resumed, defaults_of_checkpoint  # nor does a new run
+        from common.option_files import defaults_of_checkpoint  # nor does a new run
 
-        args = as_resumed(_parse(args_class, argv, defaults_of_checkpoint(args)))
+        args = _parse(args_class, argv, defaults_of_checkpoint(args))
     check_options(args)
     return args
 

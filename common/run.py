@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from common.checkpoints import (
+    FORMAT,
     check_unchanged,
     checkpoint_path,
     load_checkpoint,
@@ -92,7 +93,6 @@ class Inputs(NamedTuple):
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
 # files and folders that only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "rollouts", "pairs.jsonl", "pairs")
-FORMAT = 2  # of args.json and of checkpoints; 0.1.0 said none (common/resuming.py)
 LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 PATIENT_PHASES = ("reward", "testing", "save_checkpoint")  # in which one rank may take long, and the others wait
 SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar
@@ -405,7 +405,7 @@ class Run:
 
         The best score stays unknown where another run wrote the checkpoint or other rewards score it.
         """
-        from common.resuming import options_today, say_resumed
+        from common.resuming import say_resumed
 
         assert self.checkpoint
         state = load_checkpoint(self.checkpoint)
@@ -415,7 +415,7 @@ class Run:
             is_file = Path(self.config["resume"]).suffix == ".pt"
             self.checkpoint, state = first_intact(self.checkpoint, state, may_be_earlier=not is_file)
         state["path"] = self.checkpoint
-        is_comparable = say_resumed(self.checkpoint, options_today(state), self.config)
+        is_comparable = say_resumed(self.checkpoint, state["args"], self.config)
         self.step = state["step"]
         self._best_step = state.get("best_step") if is_comparable else None
         self._resumed_from = self.step

@@ -313,6 +313,7 @@ def good_adapter() -> dict[str, torch.Tensor]:
 def good_state() -> dict[str, Any]:
     """What a script saves, small."""
     return {
+        "format": checkpoints.FORMAT,
         "step": 10,
         "best": 0.5,
         "args": {"seed": 1, "reward": ("ocr",)},
