@@ -1,8 +1,8 @@
 """The options that all five scripts share, the bounds of an option's value, and the command line.
 
-An option is a dataclass field with its docstring below it; a comment `# ---- run` begins a group of --help_all. Bounds
-stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`, and `check_options` holds every option
-against its own.
+An option is a dataclass field with its docstring below it; a comment `# ---- run` begins a group of docs/options.md.
+Bounds stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`, and `check_options` holds every
+option against its own.
 """
 
 import math
@@ -334,17 +334,20 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
     """The options from the command line, within their bounds; the script's first line goes to the screen.
 
     Those not given come from the file of --args or, with --eval_only or --resume latest, from the checkpoint. --help
-    prints the options that people set first, --help_all all of them; both exit.
+    prints the options that people set first, --help_all is tyro's own help of all; both exit.
 
     Raises:
         ValueError: an option is out of bounds, or there is no good file or checkpoint to take options from.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help", "--help_all"} & set(argv):
+    if {"-h", "--help"} & set(argv):
         from common.help import help_text  # a run needs none of it
 
-        print(help_text(args_class, description, first_only="--help_all" not in argv))
+        print(help_text(args_class, description))
         raise SystemExit(0)
+    if "--help_all" in argv:
+        config = (tyro.conf.FlagConversionOff,)
+        tyro.cli(args_class, args=["--help"], description=description, use_underscores=True, config=config)
     known = {field.name: field for field in fields(args_class)}
     typed = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     followed = zip(argv, [*argv[1:], "--"], strict=False)  # argv may be empty
