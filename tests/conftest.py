@@ -228,8 +228,8 @@ def run_here(folder: Path, script: str, *options: object) -> str | int | None:
             signal.signal(number, handler)
         if dist.is_initialized():  # the run ended by an error
             dist.destroy_process_group()
-        while checkpoints._held:  # a run's lock lasts as long as its process, which continues here
-            os.close(checkpoints._held.popitem()[1])
+        while checkpoints._locks:  # a run's lock lasts as long as its process, which continues here
+            checkpoints._locks.popitem()[1].release()
 
 
 def assert_one_line(line: str | int | None, script: str = "flow_grpo.py") -> None:
