@@ -139,19 +139,14 @@ def check_archive(path: Path | str) -> None:
 def check_unchanged(run: Path, checkpoint: Path | None) -> None:
     """Raises NothingBegun where another process has saved in `run` since `checkpoint` was chosen to resume from.
 
-    Call it under the run's lock: nobody else can save any more. A bad newer checkpoint was passed over in the choice.
+    Call it under the run's lock: nobody else can save any more.
     """
-    chosen = -1
-    if checkpoint is not None and Path(checkpoint).is_relative_to(run):
-        chosen = checkpoint_step(checkpoint)
-    newer = []
+    chosen = checkpoint_step(checkpoint) if checkpoint and Path(checkpoint).is_relative_to(run) else -1
     for path in saved_checkpoints(run):
-        with suppress(ValueError):  # of a bad one
-            if checkpoint_step(path) > chosen:
+        if checkpoint_step(path) > chosen:
+            with suppress(ValueError):  # a bad one, which was passed over in the choice
                 load_checkpoint(path)
-                newer.append(path)
-    if newer:
-        raise NothingBegun(f"{run} was written to while this run was starting: give the same command again")
+                raise NothingBegun(f"{run} was written to while this run was starting: give the same command again")
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
