@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import get_args, get_type_hints
 
 from common.help import help_text
-from common.option_files import as_resumed, defaults_of_checkpoint, words_of_file
+from common.option_files import defaults_of_checkpoint, words_of_file
 from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs
 from common.process import say
 from common.profiling import traced_steps
@@ -22,21 +22,24 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
     """The options from the command line, within their bounds; the script's first line goes to the screen.
 
     Those not given come from the file of --args or, with --eval_only or --resume latest, from the checkpoint. --help
-    prints the options that people set first, --help_all all of them; both exit.
+    prints the options that people set first, --help_all is tyro's own help of all; both exit.
 
     Raises:
         ValueError: an option is out of bounds, or there is no good file or checkpoint to take options from.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help", "--help_all"} & set(argv):
-        print(help_text(args_class, description, first_only="--help_all" not in argv))
+    if {"-h", "--help"} & set(argv):
+        print(help_text(args_class, description))
         raise SystemExit(0)
+    if "--help_all" in argv:
+        config = (tyro.conf.FlagConversionOff,)
+        tyro.cli(args_class, args=["--help"], description=description, use_underscores=True, config=config)
     known = {field.name: field for field in fields(args_class)}
     argv = words_of_file(argv, known) + argv
     args = _parse(args_class, argv, {})
     say(f"{args.run_folder}: checking options and files")
     if args.resume:
-        args = as_resumed(_parse(args_class, argv, defaults_of_checkpoint(args)))
+        args = _parse(args_class, argv, defaults_of_checkpoint(args))
     check_options(args)
     return args
 

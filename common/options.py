@@ -1,7 +1,7 @@
 """The options that all five scripts share, and the bounds of an option's value.
 
-An option is a dataclass field with its docstring below it; a comment `# ---- run` begins a group of --help_all. Bounds
-stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`; common/command_line.py checks them.
+An option is a dataclass field with its docstring below it; a comment `# ---- run` begins a group of docs/options.md.
+Bounds stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`; common/command_line.py checks them.
 """
 
 from dataclasses import dataclass, replace

@@ -55,8 +55,6 @@ class RolloutRequest:
     """(B, C, h, w) at the first sigma; None: drawn from the seeds"""
     first_step: int = 0
     """this request's first sampling step in the whole schedule, where it is the rest of a longer request"""
-    solver: str | None = None
-    """path/to/file.py:function, an ODE solver for the ODE steps after the last SDE step; None: Euler steps"""
 
     def __post_init__(self) -> None:
         if self.sigma_max is None:

@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from common.checkpoints import (
+    FORMAT,
     check_unchanged,
     checkpoint_path,
     load_checkpoint,
@@ -52,7 +53,6 @@ from tqdm import tqdm
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
 # files and folders that only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "rollouts", "pairs.jsonl", "pairs")
-FORMAT = 2  # of args.json and of checkpoints; 0.1.0 said none (common/resuming.py)
 LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 PATIENT_PHASES = ("reward", "testing", "save_checkpoint")  # in which one rank may take long, and the others wait
 SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar

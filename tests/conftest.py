@@ -231,8 +231,8 @@ def run_here(folder: Path, script: str, *options: object) -> str | int | None:
             signal.signal(number, handler)
         if dist.is_initialized():  # the run ended by an error
             dist.destroy_process_group()
-        while checkpoints._held:  # a run's lock lasts as long as its process, which continues here
-            os.close(checkpoints._held.popitem()[1])
+        while checkpoints._locks:  # a run's lock lasts as long as its process, which continues here
+            checkpoints._locks.popitem()[1].release()
 
 
 def new_run(
@@ -330,6 +330,7 @@ def good_adapter() -> dict[str, torch.Tensor]:
 def good_state() -> dict[str, Any]:
     """What a script saves, small."""
     return {
+        "format": checkpoints.FORMAT,
         "step": 10,
         "best": 0.5,
         "args": {"seed": 1, "reward": ("ocr",)},

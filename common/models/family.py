@@ -52,7 +52,6 @@ class Family(ABC):
     has_negative_prompt = True  # whether guidance moves away from one
     attention_kernels: tuple[str, ...] = ("native", "cudnn", "flash")  # that its transformer can take (--attention)
     is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_tensor_parallel)
-    old_guidance_offset = 0.0  # added to a scale above 1 of a record of 0.1.0 (common/resuming.py)
 
     # Exported by diffusers, with a `transformer` and a `save_lora_weights`.
     pipe: "diffusers.DiffusionPipeline"

@@ -21,7 +21,6 @@ class ZImage(Family):
 
     attention_kernels = ("native", "cudnn")  # flash takes no mask, and prompts are padded
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
-    old_guidance_offset = 1.0  # 0.1.0 counted like the pipeline, except that its 1 was no guidance as well
     # vLLM-Omni's pipeline calls the scheduler itself, image by image, where we have no hook
     engine_pipeline = None
 

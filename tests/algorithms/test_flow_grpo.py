@@ -9,6 +9,7 @@ from pathlib import Path
 import flow_grpo
 from common.command_line import parse_args
 from common.data import PromptSet
+from common.help import FIRST
 from common.inputs import Inputs
 from common.sde import draw_noise
 from common.weights.lora import save_weights
@@ -309,15 +310,19 @@ def test_bad_arguments_end_in_one_clear_line(arguments, tmp_path, monkeypatch):
 
 
 @pytest.mark.fast
-def test_help_all_shows_every_option_in_a_titled_group(capsys):
-    with pytest.raises(SystemExit):
-        parse_args(flow_grpo.Args, flow_grpo.__doc__, ["--help_all"])
-    text = capsys.readouterr().out
-    titles = re.findall(r"^---- (\w+)$", text, re.MULTILINE)
-    groups = ["run", "model", "policy", "data", "reward", "rollout", "algorithm", "optimization", "evaluation"]
-    assert titles == groups
-    names = re.findall(r"^--(\w+) ", text, re.MULTILINE)
-    assert sorted(names) == sorted(field.name for field in fields(flow_grpo.Args))
+def test_help_shows_the_first_options_and_help_all_every_option(capsys):
+    printed = {}
+    for word in ("--help", "--help_all"):
+        with pytest.raises(SystemExit) as end:
+            parse_args(flow_grpo.Args, flow_grpo.__doc__, ["--seed", "3", word])
+        assert end.value.code == 0
+        printed[word] = capsys.readouterr().out
+    own = {field.name for field in fields(flow_grpo.Args)}
+    first = re.findall(r"^--(\w+) .* {2}\(default: (.*)\)\n {4}\w", printed["--help"], re.MULTILINE)
+    assert dict(first)["image_size"] == "32 96" and dict(first)["model"] == "assets/embedded"
+    assert [name for name, _ in first] == [name for name in FIRST if name in own]
+    assert set(re.findall(r"^\W*--(\w+) ", printed["--help_all"], re.MULTILINE)) >= own
+    assert all("Flow-GRPO (arXiv" in text for text in printed.values())  # the script's header
 
 
 @pytest.mark.fast

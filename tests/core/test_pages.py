@@ -117,7 +117,7 @@ def lost_benchmarks(text: str) -> list[str]:
     """The files of benchmarks/ that a page names and that are gone, where its paragraph does not name their commit."""
     lost = []
     for paragraph in re.split(r"\n[ \t]*\n", text):
-        if not re.search(r"commit\s+addf11e", paragraph):
+        if not re.search(r"commit\s+(addf11e|f9bd441)", paragraph):
             named = re.findall(r"\bbenchmarks/[a-z0-9_]+\.(?:py|sh)\b", paragraph)
             lost += [name for name in named if not (ROOT / name).is_file()]
     return lost

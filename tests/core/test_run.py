@@ -469,7 +469,8 @@ def test_a_resumed_run_keeps_the_first_record(tmp_path):
     script.write_text("first = True\n")
     folder = tmp_path / "run"
     create_run_folder(folder, OPTIONS, script, Path("another/step_000002.pt"))
-    assert {path.name for path in folder.iterdir()} == {".lock", "args.json", "source.py"}  # the first of this folder
+    names = {path.name for path in folder.iterdir()}
+    assert names == {".lock", ".lock_holder.json", "args.json", "source.py"}  # the first of this folder
     script.write_text("first = False\n")
     save_checkpoint(folder, 4, {"step": 4}, 1)
     create_run_folder(folder, OPTIONS | {"learning_rate": 0.25}, script, folder / "checkpoints" / "step_000004.pt")

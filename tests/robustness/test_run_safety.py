@@ -1,5 +1,6 @@
 """A run is neither lost nor mixed with another: its folder, its processes, its name, what its reward may do."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -114,6 +115,18 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path):
     holder.wait()
     lock_run(folder)
     lock_run(folder)  # this process has it already
+
+
+@pytest.mark.fast
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capfd):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    lock_run(tmp_path / "run")
+    line = capfd.readouterr().err
+    assert line.startswith(f"{tmp_path}/run cannot be locked (")
+    assert line.endswith("): make sure yourself that no other run writes to it\n") and line.count("\n") == 1
 
 
 def test_ranks_end_with_torchrun_however_it_ends(tmp_path):
