@@ -432,7 +432,7 @@ def policy_without_fsdp(trained: bool = True, **changes: Any) -> tuple[Family, A
     return model, args, lora.config
 
 
-# ---- options and the README ------------------------------------------------------------------------------------------
+# ---- options ---------------------------------------------------------------------------------------------------------
 def declared_options(path: Path, class_name: str) -> dict[str, str | None]:
     """{name of a field: its docstring, or None} of a dataclass, from its source."""
     classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
@@ -455,7 +455,16 @@ def own_options(script: str) -> dict[str, str | None]:
     return declared_options(ROOT / script, "Args")
 
 
-def readme_row(script: str) -> str:
-    """A script's row in the README's table."""
-    lines = (ROOT / "README.md").read_text().splitlines()
-    return next(line for line in lines if line.startswith(f"| [`{script}`]"))
+def unread_options(script: str) -> list[str]:
+    """The options of a script, and the shared ones, that neither it nor common/ reads: as `args.NAME`, as `self.NAME`
+    in common/options.py, or as "NAME" elsewhere in common/."""
+    read = set()
+    for path in [ROOT / script, *(ROOT / "common").rglob("*.py")]:
+        declares = path.name == "options.py"  # where a name in quotes is part of a check, or of a message
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in ("args", "self"):
+                if ast.unparse(node.value) != "self" or declares:
+                    read.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not declares:
+                read.add(node.value)
+    return sorted((shared_options() | own_options(script)).keys() - read)

@@ -19,7 +19,6 @@ from common.sde import draw_noise, image_seed, sde_step
 from common.user_code import load_function
 from contrib import awm, crd, dance_grpo, dgpo, diffusion_opd, flow_dppo, mix_grpo_flash, online_dpo, tempflow_grpo
 from dpo_offline import dpo_loss
-from tests import density, house
 from tests.conftest import (
     EMBEDDED,
     ROOT,
@@ -32,6 +31,7 @@ from tests.conftest import (
     run_here,
     shared_options,
     torchrun,
+    unread_options,
 )
 from tools.diff import changed_lines, parent_of, sections
 
@@ -100,10 +100,6 @@ DIFFERENT_OPTIONS = {
     "contrib/tempflow_grpo.py": {"sde_window_range"},
 }
 SCRIPTS = list(CHANGED)
-# Bounds of tests/density.py that a script of contrib/ breaks. mix_grpo_flash.py is mix_grpo.py and a solver, which
-# leaves its parent alone and has to stand in one file with it. diffusion_opd.py is flow_grpo.py and reads teachers.
-BROKEN_BOUNDS = {"contrib/mix_grpo_flash.py": {"lines", "tokens"}, "contrib/diffusion_opd.py": {"lines"}}
-MORE_REACH = {"contrib/diffusion_opd.py": 1}  # than house.py's bound: model.frozen, as teachers are never saved
 
 
 # ---- what they share with their parents ------------------------------------------------------------------------------
@@ -141,28 +137,9 @@ def test_a_script_changes_its_parent_by_its_algorithm_alone(script):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_options_are_read_and_explained(script):
-    nodes = list(ast.walk(ast.parse((ROOT / script).read_text())))
-    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args"}
-    own = own_options(script)
-    read.add("name")  # by SharedArgs.run_folder
-    assert [name for name in own if name not in read] == []
-    assert [name for name, docstring in own.items() if not docstring] == []
-    assert not own.keys() & shared_options().keys() - {"name"}
-    imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    assert not {name for name in imported if name.startswith("contrib")} and "flow_grpo" not in imported
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_reads_as_easily_as_the_five(script):
-    broken = density.broken_bounds(ROOT / script)
-    names = {line.split(": ")[1].split()[0] for line in broken}
-    assert names == BROKEN_BOUNDS.get(script, set()), broken
-    assert len(house.names(ROOT, script)) <= house.BOUNDS["names"]
-    assert len(house.reach(ROOT, script)) <= house.BOUNDS["reach"] + MORE_REACH.get(script, 0)
-    assert house.closure(ROOT, script) <= house.closure(ROOT, PARENTS[script])  # no file that the parent does without
-    assert house.untyped(ROOT / script) == []
+def test_no_option_is_unread_or_declared_again(script):
+    assert unread_options(script) == []
+    assert own_options(script).keys() & shared_options().keys() == {"name"}
 
 
 # ---- the losses by hand ----------------------------------------------------------------------------------------------
@@ -940,8 +917,6 @@ def test_tempflow_samples_the_same_images_in_the_engine(tmp_path):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_names_itself(script):
-    """Its runs have its name, and its header how to start it."""
+def test_the_runs_of_a_script_have_its_name(script):
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     assert module.Args().name == module.__name__.removeprefix("contrib.")
-    assert f"torchrun --standalone -m {module.__name__} " in module.__doc__

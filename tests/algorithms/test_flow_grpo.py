@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import flow_grpo
 from common.data import PromptSet
@@ -13,7 +12,6 @@ from common.run import Inputs, Run
 from common.sde import draw_noise
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
-from tests import house
 from tests.conftest import (
     EMBEDDED,
     ROOT,
@@ -347,14 +345,3 @@ def test_a_run_is_not_overwritten_and_torchrun_is_asked_for(tmp_path, monkeypatc
     (tmp_path / "runs" / "old" / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match="runs/old already holds a run: choose another --name"):
         flow_grpo.prepare(flow_grpo.Args(name="old"))
-
-
-def test_it_runs_the_files_that_house_counts_and_no_others(tmp_path, monkeypatch):
-    """Python prints each module that it imports: of a start with no option but sizes and the local rollout."""
-    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-    done = torchrun(tmp_path, "flow_grpo.py", "--rollout", "local", "--num_steps", 1, *TINY, check=False)
-    assert done.returncode == 0, done.stdout[-2000:]
-    modules = set(re.findall(r"^import time:.*\| +(common[.\w]*)$", done.stdout, re.MULTILINE))
-    started = {house.module_file(ROOT, module) for module in modules}
-    found_by_name = {Path("common/models/stable_diffusion_3.py"), Path("common/rewards/ocr.py")}  # and not printed
-    assert started | found_by_name == house.closure(ROOT, "flow_grpo.py") - {Path("flow_grpo.py")}

@@ -14,10 +14,10 @@ from tests.conftest import (
     few_eval_prompts,
     own_options,
     read_metrics,
-    readme_row,
     run_here,
     shared_options,
     torchrun,
+    unread_options,
     without_times,
 )
 from tools.diff import BASE, changed_lines
@@ -110,7 +110,8 @@ def test_options_of_one_name_are_one(script):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("script", [BASE, *SIBLINGS])
-def test_no_script_declares_a_shared_option_again_except_its_name(script):
+def test_no_option_is_unread_or_declared_again(script):
+    assert unread_options(script) == []
     assert own_options(script).keys() & shared_options().keys() == {"name"}
 
 
@@ -118,24 +119,6 @@ def test_no_script_declares_a_shared_option_again_except_its_name(script):
 @pytest.mark.parametrize("script", CHANGED)
 def test_changed_lines_only_go_down(script):
     assert changed_lines(script) <= CHANGED[script]
-    assert f"| {changed_lines(script)} |" in readme_row(script)
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("script", [BASE, *SIBLINGS])
-def test_every_record_of_the_options_is_made_by_the_run(script):
-    """args.json, wandb, the checkpoint, and the comparison with it: Run adds the settings of the rewards to all."""
-    calls = [node for node in ast.walk(ast.parse((ROOT / script).read_text())) if isinstance(node, ast.Call)]
-    names = [getattr(call.func, "id", None) for call in calls]
-    assert (names.count("Run"), names.count("asdict")) == (1, 1)
-    (run,) = [call for call in calls if getattr(call.func, "id", None) == "Run"]
-    assert ast.unparse(run.args[1]) == "asdict(args)"
-    assert "rewards" in {keyword.arg for keyword in run.keywords}
-
-
-@pytest.mark.fast
-def test_the_readme_says_in_words_how_far_offline_dpo_is():
-    assert "| half |" in readme_row("dpo_offline.py")
 
 
 # ---- as users run them -----------------------------------------------------------------------------------------------
