@@ -35,11 +35,13 @@ from unittest import mock
 from common import checkpoints, plots, process
 from common.cpu import repair_torchvision, use_onednn
 from common.data import PromptSet
+from common.engine import client
 from common.engine.launch import engine_environment
 from common.models.family import Family, family_class, load_model
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
 from common.weights.shards import Reader
+from tests.warm_engine import fork_engines
 
 import pytest
 import torch
@@ -151,6 +153,15 @@ def warm_engines() -> tuple[str, dict[str, str]]:
     if process.poll() is not None:
         pytest.fail(f"tests/warm_engine.py ended:\n{(folder / 'log').read_text()[-6000:]}")
     return str(folder / "engines"), environment
+
+
+@contextlib.contextmanager
+def forked_engines() -> Iterator[None]:
+    """The engines that are started within are forked from tests/warm_engine.py, where that process has the environment
+    that they need: that of a folder, one thread, no compiled blocks. They start with a third of the work."""
+    with mock.patch.object(client, "subprocess"):  # to put it back
+        fork_engines(*warm_engines())
+        yield
 
 
 def run_warm(

@@ -246,14 +246,19 @@ class Started(Exception):
 
 def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
     args = flow_grpo.Args(
-        rollout_batch_size=5, engine_timeout_s=7, engine_with=("sleep",), dtype="bfloat16", model="a/model"
+        rollout_batch_size=5,
+        engine_timeout_s=7,
+        engine_with=("sleep",),
+        engine_tensor_parallel=2,
+        dtype="bfloat16",
+        model="a/model",
     )
     cpu = torch.device("cpu")
     with monkeypatch.context() as patch:
         patch.setattr(client, "VLLMEngine", lambda *positional, **named: (positional, named))
         engine, named = flow_grpo.start_engine(args, tmp_path, cpu)
     assert engine == ("a/model", "bfloat16", 5, tmp_path / "engine_rank0.log")
-    assert named == {"timeout_s": 7, "gpus": (None,), "engine_with": ("sleep",), "attention": "native"}
+    assert named == {"timeout_s": 7, "gpus": (None, None), "engine_with": ("sleep",), "attention": "native"}
 
     def start(*environment):
         raise Started(*environment)
@@ -261,7 +266,7 @@ def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "engine_environment", start)
     with pytest.raises(Started) as started:
         flow_grpo.start_engine(args, tmp_path, cpu)
-    assert started.value.args == ("a/model", (None,), torch.get_num_threads(), False)
+    assert started.value.args == ("a/model", (None, None), max(1, torch.get_num_threads() // 2), False)
 
 
 @pytest.mark.parametrize("script", ["flow_grpo", "grpo_guard", "mix_grpo"])

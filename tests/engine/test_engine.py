@@ -1,4 +1,7 @@
-"""The vLLM-Omni engine in its own process samples the trainer's policy to round-off, and cannot hang."""
+"""The vLLM-Omni engine in its own process samples the trainer's policy to round-off, and cannot hang.
+
+Where the start of its process is not what a test looks at, the engine is forked from tests/warm_engine.py.
+"""
 
 import os
 import pickle
@@ -22,7 +25,15 @@ from common.user_code import load_function
 from common.weights.adapter_files import read_lora
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
-from tests.conftest import EMBEDDED, ROOT, assert_same, embedded_model, policy_without_fsdp, prompt_set
+from tests.conftest import (
+    EMBEDDED,
+    ROOT,
+    assert_same,
+    embedded_model,
+    forked_engines,
+    policy_without_fsdp,
+    prompt_set,
+)
 
 import psutil
 import pytest
@@ -40,7 +51,8 @@ def start(folder, timeout_s=120.0, dtype="float32", **options):
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    engine = start(tmp_path_factory.mktemp("engine"))
+    with forked_engines():
+        engine = start(tmp_path_factory.mktemp("engine"))
     yield engine
     engine.close()
     assert engine.process.returncode == 0
@@ -48,7 +60,8 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bf16_engine(tmp_path_factory):
-    engine = start(tmp_path_factory.mktemp("bf16"), dtype="bfloat16")
+    with forked_engines():
+        engine = start(tmp_path_factory.mktemp("bf16"), dtype="bfloat16")
     yield engine
     engine.close()
 
@@ -470,7 +483,8 @@ def test_fingerprint():
 @pytest.fixture(scope="module")
 def full_engine(tmp_path_factory):
     """An engine that takes full weights. It starts with those of the embedded model."""
-    engine = start(tmp_path_factory.mktemp("full"))
+    with forked_engines():
+        engine = start(tmp_path_factory.mktemp("full"))
     yield engine
     engine.close()
 
@@ -621,7 +635,8 @@ def test_a_weight_that_is_stale_in_one_element_is_an_error(full_engine, monkeypa
 def test_bf16_engine_takes_the_trainers_weights(tmp_path):
     """The trainer's model may be in fp32, or in bf16 with its table of positions, a buffer, rounded as well. Both are
     the weights that the engine loaded, so the image comes back to the bit, as verify_push asserts."""
-    engine = start(tmp_path, dtype="bfloat16")
+    with forked_engines():
+        engine = start(tmp_path, dtype="bfloat16")
     args = replace(flow_grpo.Args(), num_inference_steps=6)
     for dtype in (torch.bfloat16, torch.float32):
         model = embedded_model(dtype)
@@ -639,7 +654,8 @@ def test_bf16_engine_takes_the_trainers_weights(tmp_path):
 def test_an_engine_that_sleeps_is_woken_before_it_is_asked(tmp_path, capfd, monkeypatch):
     """Its weights leave the GPU after each rollout and push, so that the trainer's text encoders find room there. A
     CPU's worker refuses to sample asleep, as a GPU's would."""
-    engine = start(tmp_path, engine_with=["sleep"])
+    with forked_engines():
+        engine = start(tmp_path, engine_with=["sleep"])
     told = "--engine_with sleep: on a CPU the engine has no GPU memory to give back"
     assert capfd.readouterr().err.count(told) == 1
     model, args, config = policy_without_fsdp()

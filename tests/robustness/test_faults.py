@@ -21,6 +21,7 @@ from tests.conftest import (
     TINY,
     assert_one_line,
     few_eval_prompts,
+    forked_engines,
     one_rank_environment,
     read_metrics,
     run_here,
@@ -35,7 +36,8 @@ from safetensors.torch import save_file
 @pytest.fixture(scope="module")
 def shared_engine(tmp_path_factory):
     log_file = tmp_path_factory.mktemp("engine") / "engine.log"
-    engine = VLLMEngine(EMBEDDED, "float32", 8, log_file, timeout_s=300, num_threads=1)
+    with forked_engines():
+        engine = VLLMEngine(EMBEDDED, "float32", 8, log_file, timeout_s=300, num_threads=1)
     yield engine
     VLLMEngine.close(engine)
 
