@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -70,6 +71,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with many slow tests first: of two workers none is left with a long file when the other one is done."""
     num_slow = collections.Counter(item.path for item in items if "fast" not in item.keywords)
     items.sort(key=lambda item: -num_slow[item.path])
+
+
+# ---- packages that may be missing ------------------------------------------------------------------------------------
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+needs_engine = pytest.mark.skipif(not is_installed("vllm_omni"), reason="vLLM-Omni is not installed")
+needs_wandb = pytest.mark.skipif(not is_installed("wandb"), reason="wandb is not installed")
+
+
+def skip_without_engine() -> None:
+    """For fixtures and helpers that start an engine."""
+    if not is_installed("vllm_omni"):
+        pytest.skip("vLLM-Omni is not installed")
 
 
 # ---- the working directory -------------------------------------------------------------------------------------------
@@ -147,6 +163,7 @@ def warm_engine_process() -> tuple[subprocess.Popen[bytes], Path, dict[str, str]
 
 def warm_engines() -> tuple[str, dict[str, str]]:
     """The socket of the process that forks engines, started at the first run with one, and its environment."""
+    skip_without_engine()
     process, folder, environment = warm_engine_process()
     while process.poll() is None and not (folder / "engines").exists():  # it imports
         time.sleep(0.05)

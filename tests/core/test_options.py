@@ -21,6 +21,8 @@ from tests.conftest import (
     SCRIPTS,
     TINY,
     few_eval_prompts,
+    is_installed,
+    needs_wandb,
     read_metrics,
     run_here,
 )
@@ -131,7 +133,7 @@ def run(tmp_path_factory):
                 "--name",
                 "all",
                 "--track",
-                "True",
+                is_installed("wandb"),
                 "--profile_steps",
                 2,
                 "--num_steps",
@@ -204,6 +206,7 @@ def test_profile_steps_writes_a_trace_of_two_passes_of_that_step_alone(run):
     assert names.count("MaximumBackward0") == 1  # a loss for each pass, of which an update of this run has one
 
 
+@needs_wandb
 def test_track_leaves_wandbs_table_of_images(run):
     """What wandb keeps for a sync: the run, and of each evaluation a table whose cells are the images."""
     (offline,) = (run / "wandb").glob("offline-run-*")

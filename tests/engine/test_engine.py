@@ -31,8 +31,10 @@ from tests.conftest import (
     assert_same,
     embedded_model,
     forked_engines,
+    needs_engine,
     policy_without_fsdp,
     prompt_set,
+    skip_without_engine,
 )
 
 import psutil
@@ -44,6 +46,7 @@ PROMPTS = ['a red sign that says "123"', 'a blue sign that says "456789"', 'a wh
 
 
 def start(folder, timeout_s=120.0, dtype="float32", **options):
+    skip_without_engine()
     return VLLMEngine(
         EMBEDDED, dtype, max_num_seqs=4, log_file=folder / "engine.log", timeout_s=timeout_s, num_threads=1, **options
     )
@@ -717,9 +720,10 @@ def test_a_failing_call_brings_its_traceback_and_the_engine_lives_on(engine):
 
 def test_a_dead_and_a_stuck_engine_are_errors_within_their_time(tmp_path):
     model, args, _ = policy_without_fsdp()
-    engine = start(tmp_path)
+    with forked_engines():
+        engine = start(tmp_path)
     engine.wait_ready()
-    engine.process.send_signal(signal.SIGSTOP)
+    os.kill(engine.process.pid, signal.SIGSTOP)
     engine.timeout_s = 2.0
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"did not answer to generate within 2 s \(--engine_timeout_s\)"):
@@ -749,9 +753,10 @@ def test_a_stop_signal_is_obeyed_while_an_engine_loads(tmp_path, own_handlers, c
 
 
 def test_an_engine_that_cannot_load_says_why(tmp_path):
-    engine = VLLMEngine(
-        tmp_path, "float32", max_num_seqs=4, log_file=tmp_path / "engine.log", timeout_s=120, num_threads=1
-    )
+    with forked_engines():
+        engine = VLLMEngine(
+            tmp_path, "float32", max_num_seqs=4, log_file=tmp_path / "engine.log", timeout_s=120, num_threads=1
+        )
     with pytest.raises(EngineError, match="(?s)failed during start.*Traceback"):
         engine.wait_ready()
     engine.close()
@@ -797,6 +802,7 @@ def test_environment_of_the_engine(monkeypatch):
         assert on_gpu["HF_TOKEN"] == "7" and on_gpu.keys().isdisjoint(torchruns | keys)
 
 
+@needs_engine
 def test_the_engine_does_not_outlive_its_parent(tmp_path):
     """A trainer that raises leaves no process behind, and nothing keeps it from exiting."""
     code = (

@@ -11,7 +11,7 @@ from common.engine.client import EngineError, VLLMEngine
 from common.models.family import family_class, load_model
 from common.models.krea2 import Krea2
 from common.weights.policy import add_policies, tensors_on_rank_0
-from tests.conftest import EMBEDDED, policy_without_fsdp, prompt_set, run_here
+from tests.conftest import EMBEDDED, needs_engine, policy_without_fsdp, prompt_set, run_here, skip_without_engine
 from tests.tiny_models import make_checkpoint
 
 import psutil
@@ -65,6 +65,7 @@ def euler(x, v, sigma, sigma_next, noise_level, sigma_max=None):
 
 
 def start(folder, model=EMBEDDED, num_workers=2):
+    skip_without_engine()
     return VLLMEngine(
         model,
         "float32",
@@ -184,6 +185,7 @@ def test_full_weights_of_a_family(family, tmp_path):
     engine.close()
 
 
+@needs_engine
 @pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
 def test_images_that_overtake_the_word_of_their_batch_arrive(error):
     """The executor looks for the batch's requests, they are noted, and it keeps the images under the batch's id."""
@@ -228,6 +230,7 @@ def test_gpus_of_the_workers(monkeypatch):
         launch.check_devices((), 2)
 
 
+@needs_engine
 @pytest.mark.fast
 def test_heads_that_cannot_be_dealt_out_are_refused(tmp_path):
     family = family_class(EMBEDDED)

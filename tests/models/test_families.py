@@ -647,7 +647,7 @@ def test_the_engine_samples_in_bf16(family, checkpoint, tmp_path, one_rank):
     engine.close()
 
 
-@pytest.mark.parametrize("family", [name for name in [*WITH_ENGINE, *WITH_REFERENCES] if "ti2v" not in name])
+@pytest.mark.parametrize("family", [name for name in WITH_ENGINE if "ti2v" not in name])
 def test_the_engine_takes_full_weights(family, checkpoint, tmp_path):
     """And it reads no weights of text encoders, not even at its start. The transformer of wan_ti2v is wan's."""
     without = shutil.ignore_patterns("*.safetensors")
@@ -679,13 +679,12 @@ def test_a_family_without_hooks_is_refused_for_the_engine(name, checkpoint):
 
 
 # ---- the scripts -----------------------------------------------------------------------------------------------------
-PAIRED = [  # a sample of benchmarks/families.py; videos follow below
-    ("flow_grpo.py", "flux"),
+# a sample of benchmarks/families.py. FLUX.1 and videos follow below; assets/embedded is a stable_diffusion_3
+PAIRED = [
     ("grpo_guard.py", "qwen_image"),
     ("mix_grpo.py", "flux2_klein"),
     ("dpo_offline.py", "z_image"),
     ("flow_grpo.py", "krea2"),
-    ("diffusion_nft.py", "stable_diffusion_3"),
 ]
 
 

@@ -22,6 +22,7 @@ from tests.conftest import (
     assert_one_line,
     few_eval_prompts,
     forked_engines,
+    needs_engine,
     one_rank_environment,
     read_metrics,
     run_here,
@@ -124,6 +125,7 @@ def test_the_engine_has_nothing_that_a_kill_could_leave(shared_engine):
 
 
 # ---- the engine is gone ----------------------------------------------------------------------------------------------
+@needs_engine
 def test_an_engine_killed_in_a_rollout_ends_the_process_in_one_line_on_the_screen(tmp_path):
     command = [sys.executable, ROOT / "tests" / "broken_engine.py", "killed", *map(str, TINY), "--num_steps", "3"]
     command += ["--eval_every", "1", *few_eval_prompts(tmp_path, 2)]

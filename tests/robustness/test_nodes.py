@@ -8,7 +8,16 @@ import subprocess
 import sys
 import time
 
-from tests.conftest import ROOT, TINY, assert_one_line, brightness_reward, few_eval_prompts, read_metrics, torchrun
+from tests.conftest import (
+    ROOT,
+    TINY,
+    assert_one_line,
+    brightness_reward,
+    few_eval_prompts,
+    needs_engine,
+    read_metrics,
+    torchrun,
+)
 from tests.conftest import without_times as untimed
 
 import psutil
@@ -105,6 +114,7 @@ def lose_a_node(folder, options, checkpoint):
     assert "Traceback" not in log.split(line[0])[0]
 
 
+@needs_engine
 def test_engines_on_two_nodes_of_which_one_is_lost(one_node, tmp_path):
     """The steps before the loss and after it, an engine on each node, are those of a run of two ranks on one node that
     nothing disturbed, with --rollout local, to round-off. test_torchrun_restarts_what_was_lost has them to the bit."""
