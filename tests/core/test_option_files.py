@@ -49,9 +49,9 @@ def test_the_file_may_stand_behind_an_equals_sign(here):
 
 
 def test_a_yaml_file(here):
-    (here / "mine.yaml").write_text("name: mine\nlearning_rate: 0.001\nimage_size: [64, 96]\ntrack: true\n")
+    (here / "mine.yaml").write_text("name: mine\nlearning_rate: 0.001\nimage_size: [64, 96]\neval_at_start: false\n")
     args = parse("--args", "mine.yaml", "--learning_rate", 0.5)
-    assert (args.name, args.learning_rate, args.image_size, args.track) == ("mine", 0.5, (64, 96), True)
+    assert (args.name, args.learning_rate, args.image_size, args.eval_at_start) == ("mine", 0.5, (64, 96), False)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from tests.conftest import (
     SCRIPTS,
     TINY,
     few_eval_prompts,
+    is_installed,
+    needs_wandb,
     read_metrics,
     run_here,
 )
@@ -131,7 +133,7 @@ def run(tmp_path_factory):
                 "--name",
                 "all",
                 "--track",
-                "True",
+                is_installed("wandb"),
                 "--profile_steps",
                 2,
                 "--num_steps",
@@ -204,6 +206,7 @@ def test_profile_steps_writes_a_trace_of_two_passes_of_that_step_alone(run):
     assert names.count("MaximumBackward0") == 1  # a loss for each pass, of which an update of this run has one
 
 
+@needs_wandb
 def test_track_leaves_wandbs_table_of_images(run):
     """What wandb keeps for a sync: the run, and of each evaluation a table whose cells are the images."""
     (offline,) = (run / "wandb").glob("offline-run-*")
@@ -246,14 +249,19 @@ class Started(Exception):
 
 def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
     args = flow_grpo.Args(
-        rollout_batch_size=5, engine_timeout_s=7, engine_with=("sleep",), dtype="bfloat16", model="a/model"
+        rollout_batch_size=5,
+        engine_timeout_s=7,
+        engine_with=("sleep",),
+        engine_tensor_parallel=2,
+        dtype="bfloat16",
+        model="a/model",
     )
     cpu = torch.device("cpu")
     with monkeypatch.context() as patch:
         patch.setattr(client, "VLLMEngine", lambda *positional, **named: (positional, named))
         engine, named = flow_grpo.start_engine(args, tmp_path, cpu)
     assert engine == ("a/model", "bfloat16", 5, tmp_path / "engine_rank0.log")
-    assert named == {"timeout_s": 7, "gpus": (None,), "engine_with": ("sleep",), "attention": "native"}
+    assert named == {"timeout_s": 7, "gpus": (None, None), "engine_with": ("sleep",), "attention": "native"}
 
     def start(*environment):
         raise Started(*environment)
@@ -261,7 +269,7 @@ def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "engine_environment", start)
     with pytest.raises(Started) as started:
         flow_grpo.start_engine(args, tmp_path, cpu)
-    assert started.value.args == ("a/model", (None,), torch.get_num_threads(), False)
+    assert started.value.args == ("a/model", (None, None), max(1, torch.get_num_threads() // 2), False)
 
 
 @pytest.mark.parametrize("script", ["flow_grpo", "grpo_guard", "mix_grpo"])

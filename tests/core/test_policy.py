@@ -673,7 +673,7 @@ def test_a_run_with_memory_savers_is_the_plain_run_and_bfloat16_runs(tmp_path):
     assert {v.dtype for policy in state["policies"].values() for v in policy.values()} == {torch.float32}
 
 
-def test_full_weights_on_both_engines_and_on_two_ranks(tmp_path):
+def test_full_weights_with_engines_on_two_ranks_as_without_on_one(tmp_path):
     """--lora_rank 0: the engine is sent all weights; adapter/ is a transformer for diffusers."""
     options = [
         *TINY,
@@ -692,14 +692,12 @@ def test_full_weights_on_both_engines_and_on_two_ranks(tmp_path):
         *few_eval_prompts(tmp_path, 2),
     ]
     torchrun(tmp_path, "flow_grpo.py", "--name", "vllm", *options, nproc=2)  # each gathers for its own engine
-    torchrun(tmp_path, "flow_grpo.py", "--name", "two", "--rollout", "local", *options, nproc=2)
     assert run_here(tmp_path, "flow_grpo.py", "--name", "one", "--rollout", "local", *options) is None
-    rows = {name: read_metrics(tmp_path / "runs" / name) for name in ("vllm", "one", "two")}
+    rows = {name: read_metrics(tmp_path / "runs" / name) for name in ("vllm", "one")}
     assert rows["vllm"][2]["rollout_corr/logprob_abs_diff_max"] <= 2e-6  # what step 1 trained was pushed
     assert rows["vllm"][2]["actor/kl_loss"] > 0
-    for other in ("vllm", "two"):
-        for name in ("actor/loss", "actor/grad_norm", "critic/rewards/mean"):
-            assert rows[other][1][name] == pytest.approx(rows["one"][1][name], abs=1e-5), (other, name)
+    for name in ("actor/loss", "actor/grad_norm", "critic/rewards/mean"):
+        assert rows["vllm"][1][name] == pytest.approx(rows["one"][1][name], abs=1e-5), name
 
     run = tmp_path / "runs" / "vllm"
     assert {path.name for path in (run / "adapter").iterdir()} == {"config.json", "diffusion_pytorch_model.safetensors"}

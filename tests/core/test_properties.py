@@ -570,7 +570,8 @@ def try_examples(strategy, attempt, count):
     try_one()
 
 
-SLOW = ("adapters", "options")  # headers take long to generate, and tyro takes long to write its boxes
+# files with headers or a hundred lines take long to generate, and tyro takes long to write its boxes
+SLOW = ("prompt files", "files that --resume names", "adapters", "options")
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")

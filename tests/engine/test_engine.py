@@ -1,4 +1,7 @@
-"""The vLLM-Omni engine in its own process samples the trainer's policy to round-off, and cannot hang."""
+"""The vLLM-Omni engine in its own process samples the trainer's policy to round-off, and cannot hang.
+
+Where the start of its process is not what a test looks at, the engine is forked from tests/warm_engine.py.
+"""
 
 import os
 import pickle
@@ -21,7 +24,17 @@ from common.rollout import RolloutRequest
 from common.weights.adapter_files import read_lora
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
-from tests.conftest import EMBEDDED, ROOT, assert_same, embedded_model, policy_without_fsdp, prompt_set
+from tests.conftest import (
+    EMBEDDED,
+    ROOT,
+    assert_same,
+    embedded_model,
+    forked_engines,
+    needs_engine,
+    policy_without_fsdp,
+    prompt_set,
+    skip_without_engine,
+)
 
 import psutil
 import pytest
@@ -32,6 +45,7 @@ PROMPTS = ['a red sign that says "123"', 'a blue sign that says "456789"', 'a wh
 
 
 def start(folder, timeout_s=120.0, dtype="float32", **options):
+    skip_without_engine()
     return VLLMEngine(
         EMBEDDED, dtype, max_num_seqs=4, log_file=folder / "engine.log", timeout_s=timeout_s, num_threads=1, **options
     )
@@ -39,7 +53,8 @@ def start(folder, timeout_s=120.0, dtype="float32", **options):
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    engine = start(tmp_path_factory.mktemp("engine"))
+    with forked_engines():
+        engine = start(tmp_path_factory.mktemp("engine"))
     yield engine
     engine.close()
     assert engine.process.returncode == 0
@@ -47,7 +62,8 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bf16_engine(tmp_path_factory):
-    engine = start(tmp_path_factory.mktemp("bf16"), dtype="bfloat16")
+    with forked_engines():
+        engine = start(tmp_path_factory.mktemp("bf16"), dtype="bfloat16")
     yield engine
     engine.close()
 
@@ -432,7 +448,8 @@ def test_fingerprint():
 @pytest.fixture(scope="module")
 def full_engine(tmp_path_factory):
     """An engine that takes full weights. It starts with those of the embedded model."""
-    engine = start(tmp_path_factory.mktemp("full"))
+    with forked_engines():
+        engine = start(tmp_path_factory.mktemp("full"))
     yield engine
     engine.close()
 
@@ -583,7 +600,8 @@ def test_a_weight_that_is_stale_in_one_element_is_an_error(full_engine, monkeypa
 def test_bf16_engine_takes_the_trainers_weights(tmp_path):
     """The trainer's model may be in fp32, or in bf16 with its table of positions, a buffer, rounded as well. Both are
     the weights that the engine loaded, so the image comes back to the bit, as verify_push asserts."""
-    engine = start(tmp_path, dtype="bfloat16")
+    with forked_engines():
+        engine = start(tmp_path, dtype="bfloat16")
     args = replace(flow_grpo.Args(), num_inference_steps=6)
     for dtype in (torch.bfloat16, torch.float32):
         model = embedded_model(dtype)
@@ -601,7 +619,8 @@ def test_bf16_engine_takes_the_trainers_weights(tmp_path):
 def test_an_engine_that_sleeps_is_woken_before_it_is_asked(tmp_path, capfd, monkeypatch):
     """Its weights leave the GPU after each rollout and push, so that the trainer's text encoders find room there. A
     CPU's worker refuses to sample asleep, as a GPU's would."""
-    engine = start(tmp_path, engine_with=["sleep"])
+    with forked_engines():
+        engine = start(tmp_path, engine_with=["sleep"])
     told = "--engine_with sleep: on a CPU the engine has no GPU memory to give back"
     assert capfd.readouterr().err.count(told) == 1
     model, args, config = policy_without_fsdp()
@@ -663,9 +682,10 @@ def test_a_failing_call_brings_its_traceback_and_the_engine_lives_on(engine):
 
 def test_a_dead_and_a_stuck_engine_are_errors_within_their_time(tmp_path):
     model, args, _ = policy_without_fsdp()
-    engine = start(tmp_path)
+    with forked_engines():
+        engine = start(tmp_path)
     engine.wait_ready()
-    engine.process.send_signal(signal.SIGSTOP)
+    os.kill(engine.process.pid, signal.SIGSTOP)
     engine.timeout_s = 2.0
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"did not answer to generate within 2 s \(--engine_timeout_s\)"):
@@ -695,9 +715,10 @@ def test_a_stop_signal_is_obeyed_while_an_engine_loads(tmp_path, own_handlers, c
 
 
 def test_an_engine_that_cannot_load_says_why(tmp_path):
-    engine = VLLMEngine(
-        tmp_path, "float32", max_num_seqs=4, log_file=tmp_path / "engine.log", timeout_s=120, num_threads=1
-    )
+    with forked_engines():
+        engine = VLLMEngine(
+            tmp_path, "float32", max_num_seqs=4, log_file=tmp_path / "engine.log", timeout_s=120, num_threads=1
+        )
     with pytest.raises(EngineError, match="(?s)failed during start.*Traceback"):
         engine.wait_ready()
     engine.close()
@@ -743,6 +764,7 @@ def test_environment_of_the_engine(monkeypatch):
         assert on_gpu["HF_TOKEN"] == "7" and on_gpu.keys().isdisjoint(torchruns | keys)
 
 
+@needs_engine
 def test_the_engine_does_not_outlive_its_parent(tmp_path):
     """A trainer that raises leaves no process behind, and nothing keeps it from exiting."""
     code = (

@@ -209,15 +209,19 @@ def kill_in_a_write(script, folder, options):
 
 
 @pytest.mark.parametrize("script", SIBLINGS)
-def test_stopped_then_killed_then_resumed_equals_uninterrupted(options, uninterrupted, tmp_path, script):
-    """Invariant 17. The second start is killed once it has saved a step; the third continues to step 4 and beyond."""
+def test_stopped_then_resumed_equals_uninterrupted(options, uninterrupted, tmp_path, script):
+    """Invariant 17. The second start continues to step 4. That of diffusion_nft.py, whose state has a third policy, is
+    killed once it has saved a step, and a third one continues; test_three_kills kills flow_grpo.py."""
     whole, run = uninterrupted(script), tmp_path / "runs" / NAME
     first = interrupt(script, tmp_path, options[script], whole)
     stopped_at = load_checkpoint(saved_checkpoints(run)[-1])["step"]
     assert stopped_at in (2, 3) and read_metrics(run)[-1]["training/global_step"] == stopped_at
     before = (run / "metrics.jsonl").read_bytes()
-    for _ in range(2):
-        kill_in_a_write(script, tmp_path, options[script])
+    newest = stopped_at
+    if script == "diffusion_nft.py":
+        newest = kill_in_a_write(script, tmp_path, options[script])
+    if newest < 4:
+        torchrun(tmp_path, script, *options[script], "--name", NAME, "--resume", "latest", "--num_steps", 4)
     assert (run / "metrics.jsonl").read_bytes().startswith(before)
     assert_equal_runs(run, whole, first)
     state = load_checkpoint(run / "checkpoints" / "step_000004.pt")
@@ -337,8 +341,9 @@ def test_the_number_of_ranks_may_change(options, uninterrupted, tmp_path):
         assert row["training/epoch"] == other["training/epoch"] and row["actor/lr"] == other["actor/lr"]
 
 
-@pytest.mark.parametrize("script", SIBLINGS)
+@pytest.mark.parametrize("script", ["diffusion_nft.py", "dpo_offline.py"])
 def test_the_number_of_ranks_may_change_in_the_others(script, options, uninterrupted, tmp_path):
+    """These have a third policy, or pairs. Guard and MixGRPO save and load by flow_grpo.py's functions, to the byte."""
     whole, run = uninterrupted(script), tmp_path / "runs" / "ranks"
     for steps, checkpoint, nproc in ((3, whole / "checkpoints" / "step_000002.pt", 2), (4, "latest", 1)):
         torchrun(
@@ -354,15 +359,14 @@ def test_the_number_of_ranks_may_change_in_the_others(script, options, uninterru
             nproc=nproc,
         )
     (third, fourth), expected = read_metrics(run), read_metrics(whole)[3]
-    # Guard's loss is near 0, and after the first of two Adam steps round-off divided by |dt|
-    for name in ("actor/kl_loss" if script == "grpo_guard.py" else "actor/loss", "actor/grad_norm"):
+    for name in ("actor/loss", "actor/grad_norm"):
         assert third[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
     for name in ("training/epoch", "actor/lr", "critic/rewards/brightness/mean", "old_policy/decay"):
         assert third.get(name) == pytest.approx(expected.get(name), abs=1e-6), name
     assert fourth["training/global_step"] == 4 and fourth["actor/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("script", ["flow_grpo.py", *SIBLINGS])
+@pytest.mark.parametrize("script", ["flow_grpo.py", "diffusion_nft.py", "dpo_offline.py"])
 def test_eval_only_of_a_checkpoint(uninterrupted, tmp_path, script):
     """With the options that the checkpoint has, and those that are given."""
     whole = uninterrupted(script)

@@ -104,7 +104,6 @@ HOLDER += "from common.checkpoints import lock_run; lock_run(sys.argv[2]); "
 HOLDER += "print('held', flush=True); time.sleep(60)"
 
 
-@pytest.mark.fast
 def test_two_processes_do_not_write_to_one_folder(tmp_path):
     folder = tmp_path / "run"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, ROOT, folder], stdout=subprocess.PIPE, text=True)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 from benchmarks import comparison, comparison_table
 from benchmarks.comparison import ROWS, make_job
-from tests.conftest import ROOT
 
 import pytest
 import torch
@@ -466,14 +465,6 @@ def test_the_tables_of_a_made_up_record():
     assert others["cps"]["sign_colour at Flow-GRPO's reward"] == "0.74"  # .9 - .1 x 1.592
     each = [" ".join(f"{base + seed / 100:.3f}" for seed in range(1, 9)) for base in (0.8, 0.5)]
     assert list(seeds["flow_grpo"].values()) == each
-
-
-@fast
-def test_the_page_has_the_tables_of_the_record():
-    record = comparison.read_record(ROOT / "docs/lab/records/comparison.jsonl")
-    page = (ROOT / "docs/lab/comparison.md").read_text()
-    for table in comparison_table.table_text(record).strip().split("\n\n"):
-        assert table in page, f"run benchmarks/comparison_table.py and put its tables into the page: {table}"
 
 
 @fast

@@ -133,7 +133,6 @@ def test_activations_are_those_of_real_tensors():
     assert meter.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.1)  # with the gradients
 
 
-@pytest.mark.fast
 def test_checkpointing_keeps_less_and_computes_more():
     blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
     plain = blueprint.velocity((32, 96), 1, 16, 1.0, train=True)
