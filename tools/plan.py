@@ -2,9 +2,9 @@
 
     python -m tools.plan h100-80 flow_grpo.py --model stabilityai/stable-diffusion-3.5-medium --image_size 512 512
     python -m tools.plan h100-80 flow_grpo.py --ranks 16 --ranks_per_node 8 OPTIONS
-    LAUNCH="python -m tools.plan a100-40" bash recipes/flux1_dev_1x40gb.sh
+    python -m tools.plan a100-40 recipes/flux1_dev_1x40gb.sh OPTIONS
 
-The options are those of the script, which may be one of ours or a fork of yours. Nothing loads: no weights, no reward
+The options are those of the script, which may be one of ours or a fork of yours, or those added to a recipe. Nothing loads: no weights, no reward
 and no engine, and no GPU is needed. It exits with 1, and one line on what to change, where the run does not fit.
 docs/models.md says what is counted and what is assumed.
 """
@@ -12,6 +12,9 @@ docs/models.md says what is counted and what is assumed.
 import argparse
 import importlib.util
 import os
+import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -283,6 +286,21 @@ def work_table(w: Workload, costs: Costs, device: str) -> list[str]:
     return lines
 
 
+def plan_recipe(device: str, recipe: Path, options: list[str], ranks: int | None, ranks_per_node: int | None) -> int:
+    """Plan the command that a recipe starts, with as many ranks as it starts unless `ranks` says otherwise.
+
+    Returns the exit status.
+    """
+    if not recipe.is_file():
+        sys.exit(f"tools.plan: error: {recipe}: no such file")
+    started = re.search(r"LAUNCH:-[^}]*--nproc_per_node (\d+)", recipe.read_text(encoding="utf-8"))
+    ranks = ranks or (int(started[1]) if started else 1)
+    launch = [sys.executable, "-m", "tools.plan", device, "--ranks", str(ranks)]
+    launch += ["--ranks_per_node", str(ranks_per_node or ranks)]
+    environment = os.environ | {"LAUNCH": shlex.join(launch)}
+    return subprocess.run(["bash", str(recipe), *options], env=environment).returncode
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.plan",
@@ -291,13 +309,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         allow_abbrev=False,  # --rank, say, must not become our --ranks: unknown options are the script's
     )
     parser.add_argument("device", choices=DEVICES, help="what each rank runs on")
-    parser.add_argument("script", metavar="SCRIPT.py", help="flow_grpo.py, for example; its options come behind it")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of all nodes (default 1)")
+    parser.add_argument("script", help="flow_grpo.py or recipes/NAME.sh, for example; its options come behind it")
+    parser.add_argument("--ranks", type=int, help="ranks of all nodes (default: a recipe's, otherwise 1)")
     parser.add_argument("--ranks_per_node", type=int, help="ranks of a node (default: all of them)")
     asked, options = parser.parse_known_args(argv)
+    if asked.script.endswith(".sh"):
+        sys.exit(plan_recipe(asked.device, Path(asked.script), options, asked.ranks, asked.ranks_per_node))
     repair_torchvision()  # before the model's family imports diffusers
+    ranks = asked.ranks or 1
     try:
-        plan(asked.device, asked.script, options, asked.ranks, asked.ranks_per_node or asked.ranks)
+        plan(asked.device, asked.script, options, ranks, asked.ranks_per_node or ranks)
     except (ValueError, RunError) as error:
         sys.exit(f"tools.plan: error: {error}")
 
