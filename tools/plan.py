@@ -4,9 +4,9 @@
     python -m tools.plan h100-80 flow_grpo.py --ranks 16 --ranks_per_node 8 OPTIONS
     python -m tools.plan a100-40 recipes/flux1_dev_1x40gb.sh OPTIONS
 
-The options are those of the script, which may be one of ours or a fork of yours, or those added to a recipe. Nothing loads: no weights, no reward
-and no engine, and no GPU is needed. It exits with 1, and one line on what to change, where the run does not fit.
-docs/models.md says what is counted and what is assumed.
+The options are those of the script, which may be one of ours or a fork of yours, or those added to a recipe. Nothing
+loads: no weights, no reward and no engine, and no GPU is needed. It exits with 1, and one line on what to change, where
+the run does not fit. docs/models.md says what is counted and what is assumed.
 """
 
 import argparse
