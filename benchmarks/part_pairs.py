@@ -22,7 +22,7 @@ from pathlib import Path
 
 from common.cpu import repair_torchvision
 from common.distributed import end_distributed, setup_distributed
-from common.plots import save_png
+from common.images import save_png
 from common.rewards import ocr_scene
 
 import numpy as np

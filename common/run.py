@@ -74,9 +74,11 @@ class Inputs(NamedTuple):
         records = (*self.train_set.metadata, *self.eval_set.metadata)
         has_fields = any({"negative_prompt", "image"} & record.keys() for record in records)
         if any(map(options.get, asked)) or has_fields or max(self.family.num_sources):
-            from common.choices import check_choices
+            from common.choices import check_choices, watched_rewards
 
-            check_choices(self, options)
+            check_choices(options, self.family, self.lora, self.train_set, self.eval_set, self.pairs)
+            for name, reward in watched_rewards(self.eval_set, options.get("num_frames", 1)).items():
+                self.eval_rewards.setdefault(name, reward)
         if any(":" in name for name in (*options["reward"], *options["eval_reward"])):
             from common.trial import try_rewards  # only a user's own are tried
 

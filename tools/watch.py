@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import UNREADABLE, refusing
-from common.plots import as_one_picture, open_png, read_metrics
+from common.images import as_one_picture, open_png
+from common.plots import read_metrics
 from common.stop_rules import read_stop_rules
 from common.watch import base_samples, diversity, rms_difference, small_pictures
 

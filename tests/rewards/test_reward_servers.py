@@ -19,10 +19,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import flow_grpo
 from common.data import PromptSet, read_prompts
 from common.errors import RunError
+from common.images import StoredImage
 from common.rewards import _json_http as json_http
 from common.rewards.vlm_judge import QUESTION, QUESTION_OF_EDITS, read_parts, read_score
 from common.scoring import Scorer, load_rewards, score_images
-from common.source_images import SourceImage
 from tests.conftest import ROOT, TINY, few_eval_prompts, read_metrics, run_here, without_times
 
 import numpy as np
@@ -169,7 +169,7 @@ def edits():
     """Two prompts whose records have a picture, red, which `shown` would call the first."""
     file = io.BytesIO()
     Image.new("RGB", (16, 16), "red").save(file, "PNG")
-    record = {"image": [SourceImage("red.png", file.getvalue())], "tag": "a"}
+    record = {"image": [StoredImage("red.png", file.getvalue())], "tag": "a"}
     return PromptSet(["make it green", "make it blue"], [record, record])
 
 
