@@ -79,10 +79,12 @@ class Inputs(NamedTuple):
             check_choices(options, self.family, self.lora, self.train_set, self.eval_set, self.pairs)
             for name, reward in watched_rewards(self.eval_set, options.get("num_frames", 1)).items():
                 self.eval_rewards.setdefault(name, reward)
-        if any(":" in name for name in (*options["reward"], *options["eval_reward"])):
+        own = {name.rpartition(":")[2] for name in (*options["reward"], *options["eval_reward"]) if ":" in name}
+        if own:
             from common.trial import try_rewards  # only a user's own are tried
 
-            try_rewards(self, options)
+            tried = {name: function for name, function in self.eval_rewards.items() if name in own}
+            try_rewards(tried, self.eval_set, options["image_size"], options["num_frames"])
         decided = {"lora_rank": self.lora.config.r, "lora_alpha": self.lora.config.lora_alpha} if self.lora else {}
         if options["micro_batch_size"] and not torch.cuda.is_available():
             return decided
