@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from common.choices import check_lora_modules
 from common.command_line import parse_args
 from common.cpu import repair_torchvision
-from common.data import read_prompts
+from common.data import count_sources, read_prompts
 from common.errors import RunError, refusing
 from common.models.family import find_family
 from common.plan.devices import DEVICES
@@ -49,7 +49,6 @@ from common.plan.needs import (
     workload_of,
 )
 from common.scoring import find_reward
-from common.source_images import count_sources
 from common.weights.base_weights import check_base_weights
 from common.weights.lora import make_lora
 
@@ -130,7 +129,9 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     check_base_weights(options)
     lora = make_lora(args, family)
     check_lora_modules(lora, options)
-    num_sources = count_sources(family, options)
+    # a run with --pairs does not read --train_prompts
+    prompts = options["eval_prompts"] if options.get("pairs") else options["train_prompts"]
+    num_sources = count_sources(family.num_sources, prompts)
     if num_sources and w.prompt_cache is not None:
         raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
     with refusing(f"--model {args.model}", Exception):  # whatever a library raises over a stranger's configs

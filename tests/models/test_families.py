@@ -15,10 +15,10 @@ from common.data import PromptSet
 from common.engine.client import VLLMEngine
 from common.engine.launch import check_engine
 from common.engine.mismatch import check_mismatch
+from common.images import StoredImage
 from common.models.family import both_branches, family_class, load_model
 from common.models.qwen_image_edit_plus import QwenImageEditPlus, size_to_see
 from common.options import SharedArgs
-from common.source_images import SourceImage
 from common.weights.adapter_files import read_lora
 from common.weights.lora import make_lora, save_weights
 from common.weights.policy import acting, add_policies, tensors_on_rank_0
@@ -132,7 +132,7 @@ def with_pictures(pictures):
         for one in of_prompt:
             file = io.BytesIO()
             one.save(file, "PNG")
-            sources.append(SourceImage(prompt, file.getvalue()))
+            sources.append(StoredImage(prompt, file.getvalue()))
         records.append({"image": sources})
     return PromptSet(list(pictures), records)
 
