@@ -29,7 +29,7 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
     config: the run's options by name. Counted by a pass of each kind without weights, as the plan does; of the
     transformer alone. {} for a GPU whose peak we do not know.
     """
-    from common.models.family import find_family
+    from common.models.loading import find_family
     from common.plan.devices import find_device  # the plan's rooms, which a trace needs none of
     from common.plan.memory import Blueprint
     from common.plan.needs import measure, work, workload_of

@@ -17,7 +17,7 @@ from common.checkpoints import (
 )
 from common.distributed import on_rank_0
 from common.errors import UNREADABLE, RunError, brief, refusing
-from common.models.family import family_class
+from common.models.loading import family_class
 from common.process import say
 
 import numpy as np

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import importlib
 import importlib.util
 import os
 import sys
@@ -9,6 +10,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+
+
+def load_module(name: str) -> ModuleType:
+    """The module of the project that an option names, such as common.models.flux: a model's family, or a reward."""
+    return importlib.import_module(name)
 
 
 @functools.cache

@@ -36,7 +36,8 @@ from common import checkpoints, plots, process
 from common.cpu import repair_torchvision, use_onednn
 from common.data import PromptSet
 from common.engine.launch import engine_environment
-from common.models.family import Family, family_class, load_model
+from common.models.family import Family
+from common.models.loading import family_class, load_model
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
 from common.weights.shards import Reader

@@ -24,7 +24,7 @@ SCRIPTS = ("flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "dpo_offline.py", "di
 # what such a start imports within a function (tests/algorithms/test_flow_grpo.py runs one and compares)
 DEFAULT_ROOMS = (
     Path("common/models/stable_diffusion_3.py"),
-    Path("common/models/layout.py"),
+    Path("common/models/loading.py"),
     Path("common/models/long_prompts.py"),
     Path("common/cpu.py"),
     Path("common/rewards/ocr.py"),
@@ -44,7 +44,7 @@ MANY_FILES = ("models", "rewards")  # rooms with a file for each model or reward
 
 # of a script. The aim was 24 files and 4,000 lines. flow_grpo.py needs 4,506, of which every start calls these 604. No
 # option could bring them in from a room of its own:
-#   283  models/layout.py, long_prompts.py and cpu.py
+#   283  models/loading.py, long_prompts.py and cpu.py
 #   164  rewards/watch.py, which measures diversity and drift
 #    75  rewards/scoring.py, for images that a reward failed on
 #    36  rewards/scoring.py, for what a reward says beside its score, as ocr does

@@ -13,7 +13,7 @@ import flow_grpo
 from common import distributed as sharding
 from common.data import GroupSampler, PromptSet
 from common.errors import RunError
-from common.models.family import family_class
+from common.models.loading import family_class
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import SharedArgs
 from common.run import Inputs, Run

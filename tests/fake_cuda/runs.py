@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from common.data import read_prompts
-from common.models.family import find_family
+from common.models.loading import find_family
 from common.options import parse_args
 from common.plan.memory import Blueprint
 from common.plan.needs import measure, memory_parts, phase_sums, workload_of

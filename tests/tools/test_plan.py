@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from common.data import PromptSet
-from common.models.family import family_class
+from common.models.loading import family_class
 from common.options import SharedArgs
 from common.plan import needs
 from common.plan.devices import Device
