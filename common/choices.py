@@ -9,8 +9,8 @@ from common.source_images import check_sources, say_stretched
 from common.weights.base_weights import check_base_weights
 
 if TYPE_CHECKING:
+    from common.inputs import Inputs
     from common.models.family import Family
-    from common.run import Inputs
     from common.weights.lora import LoRA
 
 
@@ -29,7 +29,7 @@ def check_choices(inputs: "Inputs", options: dict[str, Any]) -> None:
     check_lora_modules(inputs.lora, options)
     if options.get("eval_image_size") or options.get("eval_guidance_scale"):
         check_evaluation(inputs.family, options)
-    if "image" in inputs.eval_set.metadata[0] and options["num_frames"] == 1:
+    if any("image" in record for record in inputs.eval_set.metadata) and options["num_frames"] == 1:
         watch_preservation(inputs)
 
 

@@ -168,9 +168,9 @@ class GroupSampler:
         num_prompts: int,
         prompts_per_step: int,
         group_size: int,
+        num_mini_batches: int = 1,
         *,
         seed: int,
-        num_mini_batches: int = 1,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:

@@ -113,10 +113,9 @@ def _draw_curve(panel: "Axes", label: str, name: str, rows: list[dict], colour: 
         dashes = "--" if name.startswith("critic/rewards/") and name.endswith("mean") else "-"
         panel.plot(steps, values, dashes, linewidth=1.5, label=label, color=colour)
         return
-    found = [row.get(name.removesuffix("/mean") + "/stderr") for row in rows]
+    found: list = [row.get(name.removesuffix("/mean") + "/stderr") for row in rows]
     errors = None if None in found else found  # only a mean has them
-    style: dict = {"marker": "o", "markersize": 4, "capsize": 2, "color": colour, "yerr": errors}
-    panel.errorbar(steps, values, label=label, zorder=3, **style)
+    panel.errorbar(steps, values, label=label, zorder=3, marker="o", markersize=4, capsize=2, color=colour, yerr=errors)
 
 
 def save_png(path: Path | str, image: Image.Image | list[Image.Image]) -> None:

@@ -12,7 +12,7 @@ from common.scoring import offload_rewards, score_images
 from PIL import Image
 
 if TYPE_CHECKING:
-    from common.run import Inputs
+    from common.inputs import Inputs
 
 
 WHOLE_BATCH = 4  # grey images for a reward that compares images
@@ -43,6 +43,8 @@ def try_rewards(inputs: "Inputs", options: dict[str, Any]) -> None:
     Raises:
         RunError: in one line with the user's file and line: a reward raised, or did not return a score an image.
     """
+    if not any(":" in name for name in (*options["reward"], *options["eval_reward"])):
+        return
     own = {name.rpartition(":")[2] for name in (*options["reward"], *options["eval_reward"]) if ":" in name}
     rewards = {name: function for name, function in inputs.eval_rewards.items() if name in own}
     height, width = options["image_size"]

@@ -1,4 +1,4 @@
-"""A user's own function, path/to/file.py:function: a reward, a kind of sampling step or a solver; and its errors."""
+"""A user's own function, path/to/file.py:function: a reward or a kind of sampling step; and its errors."""
 
 import functools
 import hashlib

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -35,12 +36,17 @@ from unittest import mock
 from common import checkpoints, plots, process
 from common.cpu import repair_torchvision, use_onednn
 from common.data import PromptSet
+from common.engine import client
 from common.engine.launch import engine_environment
 from common.models.family import Family
 from common.models.loading import family_class, load_model
+from common.options import SharedArgs
+from common.run import Run
+from common.scoring import Reward
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
 from common.weights.shards import Reader
+from tests.warm_engine import fork_engines
 
 import pytest
 import torch
@@ -69,6 +75,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with many slow tests first: of two workers none is left with a long file when the other one is done."""
     num_slow = collections.Counter(item.path for item in items if "fast" not in item.keywords)
     items.sort(key=lambda item: -num_slow[item.path])
+
+
+# ---- packages that may be missing ------------------------------------------------------------------------------------
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+needs_engine = pytest.mark.skipif(not is_installed("vllm_omni"), reason="vLLM-Omni is not installed")
+needs_wandb = pytest.mark.skipif(not is_installed("wandb"), reason="wandb is not installed")
+
+
+def skip_without_engine() -> None:
+    """For fixtures and helpers that start an engine."""
+    if not is_installed("vllm_omni"):
+        pytest.skip("vLLM-Omni is not installed")
 
 
 # ---- the working directory -------------------------------------------------------------------------------------------
@@ -146,12 +167,22 @@ def warm_engine_process() -> tuple[subprocess.Popen[bytes], Path, dict[str, str]
 
 def warm_engines() -> tuple[str, dict[str, str]]:
     """The socket of the process that forks engines, started at the first run with one, and its environment."""
+    skip_without_engine()
     process, folder, environment = warm_engine_process()
     while process.poll() is None and not (folder / "engines").exists():  # it imports
         time.sleep(0.05)
     if process.poll() is not None:
         pytest.fail(f"tests/warm_engine.py ended:\n{(folder / 'log').read_text()[-6000:]}")
     return str(folder / "engines"), environment
+
+
+@contextlib.contextmanager
+def forked_engines() -> Iterator[None]:
+    """The engines that are started within are forked from tests/warm_engine.py, where that process has the environment
+    that they need: that of a folder, one thread, no compiled blocks. They start with a third of the work."""
+    with mock.patch.object(client, "subprocess"):  # to put it back
+        fork_engines(*warm_engines())
+        yield
 
 
 def run_warm(
@@ -229,8 +260,22 @@ def run_here(folder: Path, script: str, *options: object) -> str | int | None:
             signal.signal(number, handler)
         if dist.is_initialized():  # the run ended by an error
             dist.destroy_process_group()
-        while checkpoints._held:  # a run's lock lasts as long as its process, which continues here
-            os.close(checkpoints._held.popitem()[1])
+        while checkpoints._locks:  # a run's lock lasts as long as its process, which continues here
+            checkpoints._locks.popitem()[1].release()
+
+
+def new_run(
+    folder: Path,
+    rewards: dict[str, Reward] | None = None,
+    *,
+    script: str = "",
+    checkpoint: Path | None = None,
+    num_images: int = 0,
+    **options: Any,
+) -> Run:
+    """A run in `folder`, with the shared options' defaults and these options."""
+    args = SharedArgs(name=folder.name, output_dir=str(folder.parent), **options)
+    return Run(args, rewards or {}, script=script, checkpoint=checkpoint, num_images=num_images)
 
 
 def assert_one_line(line: str | int | None, script: str = "flow_grpo.py") -> None:
@@ -314,6 +359,7 @@ def good_adapter() -> dict[str, torch.Tensor]:
 def good_state() -> dict[str, Any]:
     """What a script saves, small."""
     return {
+        "format": checkpoints.FORMAT,
         "step": 10,
         "best": 0.5,
         "args": {"seed": 1, "reward": ("ocr",)},
@@ -433,7 +479,7 @@ def policy_without_fsdp(trained: bool = True, **changes: Any) -> tuple[Family, A
     return model, args, lora.config
 
 
-# ---- options and the README ------------------------------------------------------------------------------------------
+# ---- options ---------------------------------------------------------------------------------------------------------
 def declared_options(path: Path, class_name: str) -> dict[str, str | None]:
     """{name of a field: its docstring, or None} of a dataclass, from its source."""
     classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
@@ -456,7 +502,16 @@ def own_options(script: str) -> dict[str, str | None]:
     return declared_options(ROOT / script, "Args")
 
 
-def readme_row(script: str) -> str:
-    """A script's row in the README's table."""
-    lines = (ROOT / "README.md").read_text().splitlines()
-    return next(line for line in lines if line.startswith(f"| [`{script}`]"))
+def unread_options(script: str) -> list[str]:
+    """The options of a script, and the shared ones, that neither it nor common/ reads: as `args.NAME`, as `self.NAME`
+    in common/options.py, or as "NAME" elsewhere in common/."""
+    read = set()
+    for path in [ROOT / script, *(ROOT / "common").rglob("*.py")]:
+        declares = path.name == "options.py"  # where a name in quotes is part of a check, or of a message
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in ("args", "self"):
+                if ast.unparse(node.value) != "self" or declares:
+                    read.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not declares:
+                read.add(node.value)
+    return sorted((shared_options() | own_options(script)).keys() - read)

@@ -19,11 +19,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from common.choices import check_lora_modules
+from common.command_line import parse_args
 from common.cpu import repair_torchvision
 from common.data import read_prompts
 from common.errors import RunError, refusing
 from common.models.loading import find_family
-from common.options import parse_args
 from common.plan.devices import DEVICES
 from common.plan.memory import Blueprint
 from common.plan.needs import (

@@ -22,7 +22,7 @@ from common.models.family import Family, Images, on_device
 from common.models.loading import find_family, load_model
 from common.models.long_prompts import count_long_prompts
 from common.plots import as_one_picture, save_grid, save_png
-from common.resuming import newest_record, options_today
+from common.resuming import check_format, newest_record
 from common.sde import draw_noise, image_seed
 from common.source_images import check_sources
 from common.weights.adapter_files import read_lora
@@ -36,11 +36,14 @@ def read_options(run: Path) -> dict[str, Any]:
     """{name: value} of a run's options.
 
     Raises:
-        ValueError: the folder is no run's.
+        ValueError: the folder is no run's, or another version's.
     """
     if not (run / "args.json").is_file():
         raise ValueError(f"{run}: no run (it has no args.json): name a run first, adapters behind it")
-    return options_today(json.loads(newest_record(run).read_text(encoding="utf-8")))
+    path = newest_record(run)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    check_format(record, path)
+    return dict(record["args"])
 
 
 def read_policy(source: Path, model: str) -> tuple[dict[str, torch.Tensor], Any]:
@@ -52,6 +55,7 @@ def read_policy(source: Path, model: str) -> tuple[dict[str, torch.Tensor], Any]
     folder = source / "adapter" if (source / "adapter").is_dir() else source
     if folder.suffix == ".pt":
         state = torch.load(folder, map_location="cpu", weights_only=True, mmap=True)
+        check_format(state, folder)
         policies = state["policies"]
         tensors = policies.get("ema", policies["default"])
         if not any(".lora_A." in name for name in tensors):

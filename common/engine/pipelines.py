@@ -19,7 +19,6 @@ from common.models.loading import family_class
 from common.models.vae import PIXELS_AT_ONCE
 from common.rollout import Trajectories
 from common.sde import SDEStepOutput, draw_noise, sde_step
-from common.user_code import load_function
 
 import torch
 from torch.distributed import TCPStore
@@ -114,14 +113,12 @@ class BatchUnderWay:
     noise_level: float
     latent_shape: tuple[int, ...]
     sigma_max: float
-    solver: str | None
     means: bool  # whether the trainer asks for prev_sample_means
     prompts: list[dict[str, Any]]  # B, from omni.image_prompts
     generators: list[torch.Generator]  # B
     starts: list[torch.Tensor]  # B initial latents, or none where they are drawn
     initial: torch.Tensor | None = None  # (B, ...), the latents of the first step
     outputs: list[SDEStepOutput] = field(default_factory=list)  # of the steps taken
-    solver_state: object = None  # whatever the solver hands from one of its steps to the next
 
     @property
     def step(self) -> int:
@@ -129,27 +126,18 @@ class BatchUnderWay:
         return len(self.outputs)
 
     def take_step(self, x: torch.Tensor, v: torch.Tensor) -> SDEStepOutput:
-        """Take the next step from latents x (B, ...) with velocity v (B, ...).
-
-        The solver, if there is one, takes the steps behind the last SDE step. The others are sde_step's.
-        """
+        """Take the next step from latents x (B, ...) with velocity v (B, ...)."""
         i = self.step
-        sigma = self.sigmas[i]
-        sigma_next = self.sigmas[i + 1]
-        if self.solver is not None and self.sde_steps and i > self.sde_steps[-1]:
-            solver = load_function(self.solver, "solver")
-            out, self.solver_state = solver(x, v, sigma, sigma_next, self.solver_state)
-        else:
-            out = sde_step(
-                x,
-                v,
-                sigma,
-                sigma_next,
-                self.noise_level if i in self.sde_steps else 0.0,
-                sde_type=self.sde_type,
-                sigma_max=self.sigma_max,
-                generator=self.generators,
-            )
+        out = sde_step(
+            x,
+            v,
+            self.sigmas[i],
+            self.sigmas[i + 1],
+            self.noise_level if i in self.sde_steps else 0.0,
+            sde_type=self.sde_type,
+            sigma_max=self.sigma_max,
+            generator=self.generators,
+        )
         self.outputs.append(out)
         return out
 

@@ -50,7 +50,6 @@ class Family(ABC):
     makes_videos = False  # such a family has no `encode_images`, which offline DPO needs
     attention_kernels: tuple[str, ...] = ("native", "cudnn", "flash")  # that its transformer can take (--attention)
     is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_tensor_parallel)
-    old_guidance_offset = 0.0  # added to a scale above 1 of a record of 0.1.0 (common/resuming.py)
     # The least and the most sources of a prompt, for a model that edits: all records of a run have equally many.
     num_sources = (0, 0)
     source_tokens = 0  # of each, beside max_sequence_length, in a text encoder that sees them

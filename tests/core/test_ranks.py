@@ -4,8 +4,6 @@ from benchmarks.ranks import count_largest
 
 import pytest
 
-pytestmark = pytest.mark.fast
-
 
 def test_a_rank_of_1024_has_the_work_and_memory_of_a_rank_of_8():
     """Within 5 %, counted by running draw, encode, diversity and cache as ranks of both worlds."""

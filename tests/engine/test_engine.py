@@ -1,4 +1,7 @@
-"""The vLLM-Omni engine in its own process samples the trainer's policy to round-off, and cannot hang."""
+"""The vLLM-Omni engine in its own process samples the trainer's policy to round-off, and cannot hang.
+
+Where the start of its process is not what a test looks at, the engine is forked from tests/warm_engine.py.
+"""
 
 import os
 import pickle
@@ -18,11 +21,20 @@ from common.engine import client, launch, messages
 from common.engine.client import EngineError, VLLMEngine
 from common.process import catch_stop_signals
 from common.rollout import RolloutRequest
-from common.user_code import load_function
 from common.weights.adapter_files import read_lora
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
-from tests.conftest import EMBEDDED, ROOT, assert_same, embedded_model, policy_without_fsdp, prompt_set
+from tests.conftest import (
+    EMBEDDED,
+    ROOT,
+    assert_same,
+    embedded_model,
+    forked_engines,
+    needs_engine,
+    policy_without_fsdp,
+    prompt_set,
+    skip_without_engine,
+)
 
 import psutil
 import pytest
@@ -33,6 +45,7 @@ PROMPTS = ['a red sign that says "123"', 'a blue sign that says "456789"', 'a wh
 
 
 def start(folder, timeout_s=120.0, dtype="float32", **options):
+    skip_without_engine()
     return VLLMEngine(
         EMBEDDED, dtype, max_num_seqs=4, log_file=folder / "engine.log", timeout_s=timeout_s, num_threads=1, **options
     )
@@ -40,7 +53,8 @@ def start(folder, timeout_s=120.0, dtype="float32", **options):
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    engine = start(tmp_path_factory.mktemp("engine"))
+    with forked_engines():
+        engine = start(tmp_path_factory.mktemp("engine"))
     yield engine
     engine.close()
     assert engine.process.returncode == 0
@@ -48,15 +62,16 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bf16_engine(tmp_path_factory):
-    engine = start(tmp_path_factory.mktemp("bf16"), dtype="bfloat16")
+    with forked_engines():
+        engine = start(tmp_path_factory.mktemp("bf16"), dtype="bfloat16")
     yield engine
     engine.close()
 
 
 def request_for(model, args, sde_steps=(0, 1, 2, 3, 4), seeds=range(7)):
     prompt_index = torch.arange(len(seeds)) % len(PROMPTS)
-    encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS))
-    return flow_grpo.make_request(args, model, encoded, prompt_index, list(seeds), sde_steps=sde_steps)
+    drawn = prompt_set(PROMPTS)
+    return flow_grpo.make_request(args, model, drawn, prompt_index, list(seeds), sde_steps=sde_steps)
 
 
 def pixels(image):
@@ -99,10 +114,11 @@ def test_parity_with_a_negative_prompt_for_each_prompt(engine):
     """Guidance moves each image away from its own prompt's; and it is another image without them."""
     model, args, _ = policy_without_fsdp(trained=False, guidance_scale=3.0)
     records = [{"negative_prompt": text} for text in ("a blue sign", "", "text")]
-    encoded = flow_grpo.encode_prompts(args, model, PromptSet(PROMPTS, records))
-    assert all(len(tensor) == len(PROMPTS) for tensor in encoded["negative_conditioning"].values())
+    negatives = PromptSet(PROMPTS, records).negatives(args.negative_prompt)
     plain = request_for(model, args)
-    request = replace(plain, negative_conditioning=encoded["negative_conditioning"])
+    negative_conditioning = model.encode_negative(negatives, args.guidance_scale, args.max_sequence_length)
+    assert all(len(tensor) == len(PROMPTS) for tensor in negative_conditioning.values())
+    request = replace(plain, negative_conditioning=negative_conditioning)
     assert_parity(engine, model, args, request, lora=False)
     with_them, without = (flow_grpo.rollout(args, model, None, one).latents[:, -1] for one in (request, plain))
     is_alike = (with_them - without).abs().amax((1, 2, 3)) < 1e-4
@@ -118,44 +134,6 @@ def test_parity_of_a_step_from_a_users_file(engine, tmp_path):
     model, args, config = policy_without_fsdp(sde_type=f"{tmp_path / 'steps.py'}:small")
     engine.push(tensors_on_rank_0(model)[0], config)
     assert_parity(engine, model, args, request_for(model, args), lora=True)
-
-
-ADAMS = """
-from common.sde import SDEStepOutput
-
-
-def adams(x, v, sigma, sigma_next, v_before):
-    \"""The two-step method of Adams and Bashforth; Euler's step first.\"""
-    slope = v if v_before is None else 1.5 * v - 0.5 * v_before
-    x_next = x + slope * (sigma_next - sigma)
-    return SDEStepOutput(x_next, None, x_next, x.new_zeros(len(x))), v
-"""
-
-
-def test_a_solver_from_a_users_file_takes_the_steps_behind_the_window(engine, tmp_path):
-    """From the engine's own latents, with the trainer's velocity. It hands its state from step to step, and begins
-    without one in each chunk. A request without SDE steps, as in evaluation, is Euler's."""
-    model, args, _ = policy_without_fsdp(trained=False)
-    (tmp_path / "solvers.py").write_text(ADAMS)
-    location = f"{tmp_path / 'solvers.py'}:adams"
-    solver = load_function(location, "solver")
-    by_euler = request_for(model, args, sde_steps=(1, 2))
-    request = replace(by_euler, solver=location)
-    theirs = engine.generate(request, lora=False)
-    conditioning = request.select(torch.arange(7)).conditioning
-    state = None
-    for i in (3, 4, 5):
-        x = theirs.latents[:, i]
-        with torch.no_grad():
-            v = model.predict_velocity(x, request.timesteps[i], conditioning)
-        out, state = solver(x, v, *request.sigmas[i : i + 2].tolist(), state)
-        torch.testing.assert_close(theirs.latents[:, i + 1], out.prev_sample, rtol=0, atol=1e-5)
-    others = engine.generate(by_euler, lora=False)
-    assert torch.equal(theirs.latents[:, :4], others.latents[:, :4])
-    assert (theirs.latents[:, 5] - others.latents[:, 5]).abs().max() > 1e-3  # the solver's first step is Euler's
-
-    without_sde_steps = engine.generate(replace(request, sde_steps=()), lora=False)
-    assert torch.equal(without_sde_steps.latents, engine.generate(replace(by_euler, sde_steps=()), lora=False).latents)
 
 
 def test_parity_with_a_window_and_other_batches(engine):
@@ -470,7 +448,8 @@ def test_fingerprint():
 @pytest.fixture(scope="module")
 def full_engine(tmp_path_factory):
     """An engine that takes full weights. It starts with those of the embedded model."""
-    engine = start(tmp_path_factory.mktemp("full"))
+    with forked_engines():
+        engine = start(tmp_path_factory.mktemp("full"))
     yield engine
     engine.close()
 
@@ -621,7 +600,8 @@ def test_a_weight_that_is_stale_in_one_element_is_an_error(full_engine, monkeypa
 def test_bf16_engine_takes_the_trainers_weights(tmp_path):
     """The trainer's model may be in fp32, or in bf16 with its table of positions, a buffer, rounded as well. Both are
     the weights that the engine loaded, so the image comes back to the bit, as verify_push asserts."""
-    engine = start(tmp_path, dtype="bfloat16")
+    with forked_engines():
+        engine = start(tmp_path, dtype="bfloat16")
     args = replace(flow_grpo.Args(), num_inference_steps=6)
     for dtype in (torch.bfloat16, torch.float32):
         model = embedded_model(dtype)
@@ -639,7 +619,8 @@ def test_bf16_engine_takes_the_trainers_weights(tmp_path):
 def test_an_engine_that_sleeps_is_woken_before_it_is_asked(tmp_path, capfd, monkeypatch):
     """Its weights leave the GPU after each rollout and push, so that the trainer's text encoders find room there. A
     CPU's worker refuses to sample asleep, as a GPU's would."""
-    engine = start(tmp_path, engine_with=["sleep"])
+    with forked_engines():
+        engine = start(tmp_path, engine_with=["sleep"])
     told = "--engine_with sleep: on a CPU the engine has no GPU memory to give back"
     assert capfd.readouterr().err.count(told) == 1
     model, args, config = policy_without_fsdp()
@@ -701,9 +682,10 @@ def test_a_failing_call_brings_its_traceback_and_the_engine_lives_on(engine):
 
 def test_a_dead_and_a_stuck_engine_are_errors_within_their_time(tmp_path):
     model, args, _ = policy_without_fsdp()
-    engine = start(tmp_path)
+    with forked_engines():
+        engine = start(tmp_path)
     engine.wait_ready()
-    engine.process.send_signal(signal.SIGSTOP)
+    os.kill(engine.process.pid, signal.SIGSTOP)
     engine.timeout_s = 2.0
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"did not answer to generate within 2 s \(--engine_timeout_s\)"):
@@ -733,9 +715,10 @@ def test_a_stop_signal_is_obeyed_while_an_engine_loads(tmp_path, own_handlers, c
 
 
 def test_an_engine_that_cannot_load_says_why(tmp_path):
-    engine = VLLMEngine(
-        tmp_path, "float32", max_num_seqs=4, log_file=tmp_path / "engine.log", timeout_s=120, num_threads=1
-    )
+    with forked_engines():
+        engine = VLLMEngine(
+            tmp_path, "float32", max_num_seqs=4, log_file=tmp_path / "engine.log", timeout_s=120, num_threads=1
+        )
     with pytest.raises(EngineError, match="(?s)failed during start.*Traceback"):
         engine.wait_ready()
     engine.close()
@@ -781,6 +764,7 @@ def test_environment_of_the_engine(monkeypatch):
         assert on_gpu["HF_TOKEN"] == "7" and on_gpu.keys().isdisjoint(torchruns | keys)
 
 
+@needs_engine
 def test_the_engine_does_not_outlive_its_parent(tmp_path):
     """A trainer that raises leaves no process behind, and nothing keeps it from exiting."""
     code = (

@@ -9,12 +9,14 @@ from common.models.loading import family_class
 from common.options import SharedArgs
 from common.plan.memory import Blueprint
 from common.weights.lora import make_lora
+from tests.conftest import needs_engine
 from tests.tiny_models import make_checkpoint
 
 import pytest
 import torch
 
 
+@needs_engine
 @pytest.mark.parametrize("name", ["stable_diffusion_3", "flux"])  # text encoders of transformers, and vLLM-Omni's own
 def test_the_pool_that_sleeps_holds_the_transformer_and_the_vae_alone(name, tmp_path):
     """--engine_with sleep rests on two facts of vLLM-Omni: what it allocates inside of the pool's context, and that

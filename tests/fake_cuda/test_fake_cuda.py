@@ -312,9 +312,3 @@ def test_each_phase_holds_what_the_plan_says(one_rank, reward):
     found = {phase: phase_peak(one_rank[1], of_run) / planned[phase] for of_run, phase in PHASES.items()}
     assert_at_most(found, RATCHETS["live bytes over the plan's"])
     assert min(found.values()) > 0.5, found  # a plan of twice what a run takes refuses runs that fit
-
-
-# ---- the skip --------------------------------------------------------------------------------------------------------
-def test_the_continuous_integration_asks_for_the_device():
-    lines = (LAUNCH.parents[2] / ".ci" / "run").read_text().splitlines()
-    assert f"export {build.REQUIRED}=1" in lines

@@ -9,7 +9,7 @@ from common.models.loading import family_class, load_model
 from common.source_images import SourceImage
 from common.weights import attention
 from common.weights.attention import check_attention, use_attention
-from tests.conftest import EMBEDDED, TINY, run_here
+from tests.conftest import EMBEDDED, TINY, forked_engines, run_here
 from tests.engine.test_engine import start
 from tests.tiny_models import FAMILIES, make_checkpoint
 
@@ -113,7 +113,8 @@ def test_the_kernel_is_taken_by_every_family_that_says_so(name, tmp_path, monkey
 
 def test_the_engine_gets_the_same_kernel(tmp_path):
     """On a CPU it has torch's alone, and says which one it was asked for."""
-    engine = start(tmp_path, attention="cudnn")
+    with forked_engines():
+        engine = start(tmp_path, attention="cudnn")
     with pytest.raises(RuntimeError, match="attention backend CUDNN_ATTN: there is only TORCH_SDPA on a CPU"):
         engine.wait_ready()
     engine.close()

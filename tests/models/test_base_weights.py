@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import flow_grpo
 from common.data import PromptSet
+from common.inputs import Inputs, check_inputs
 from common.models.loading import load_model
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.plan.memory import Blueprint
 from common.plan.needs import waiting_parts, weight_parts, workload_of
-from common.run import Inputs
 from common.weights.base_weights import WEIGHT_BYTES, check_base_weights, linear_layers, quantise_encoders
 from common.weights.prompt_cache import cache_prompts, encoders_key
 from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, read_metrics, torchrun
@@ -54,7 +54,7 @@ def test_without_torchao_a_run_is_refused_before_its_model_loads(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     inputs = Inputs(StableDiffusion3, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=None)
     with pytest.raises(ValueError, match=r"^--base_weights: needs torchao, .*: pip install torchao==\d+\.\d+\.\d+$"):
-        inputs.settle({"reward": (), "eval_reward": (), "base_weights": "int8"})
+        check_inputs(flow_grpo.Args(base_weights="int8", rollout="local"), inputs)
 
 
 @pytest.mark.fast

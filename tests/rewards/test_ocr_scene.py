@@ -2,7 +2,9 @@
 
 import functools
 import importlib
+import importlib.util
 import threading
+from pathlib import Path
 
 from common.rewards.ocr_scene import ocr_scene, read_scene
 from common.rewards.ocr_scene_contains import ocr_scene_contains
@@ -11,6 +13,9 @@ from common.scoring import load_rewards
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
+
+models = Path(importlib.util.find_spec("rapidocr").origin).parent / "models"
+pytestmark = pytest.mark.skipif(not list(models.glob("*_det_*")), reason="RapidOCR's detector is not installed")
 
 # {name: (width, height, [(x, y, size, text)], the text that is read)}: lines of several sizes, at several places
 PICTURES = {

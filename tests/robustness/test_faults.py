@@ -21,6 +21,8 @@ from tests.conftest import (
     TINY,
     assert_one_line,
     few_eval_prompts,
+    forked_engines,
+    needs_engine,
     one_rank_environment,
     read_metrics,
     run_here,
@@ -35,7 +37,8 @@ from safetensors.torch import save_file
 @pytest.fixture(scope="module")
 def shared_engine(tmp_path_factory):
     log_file = tmp_path_factory.mktemp("engine") / "engine.log"
-    engine = VLLMEngine(EMBEDDED, "float32", 8, log_file, timeout_s=300, num_threads=1)
+    with forked_engines():
+        engine = VLLMEngine(EMBEDDED, "float32", 8, log_file, timeout_s=300, num_threads=1)
     yield engine
     VLLMEngine.close(engine)
 
@@ -122,6 +125,7 @@ def test_the_engine_has_nothing_that_a_kill_could_leave(shared_engine):
 
 
 # ---- the engine is gone ----------------------------------------------------------------------------------------------
+@needs_engine
 def test_an_engine_killed_in_a_rollout_ends_the_process_in_one_line_on_the_screen(tmp_path):
     command = [sys.executable, ROOT / "tests" / "broken_engine.py", "killed", *map(str, TINY), "--num_steps", "3"]
     command += ["--eval_every", "1", *few_eval_prompts(tmp_path, 2)]

@@ -8,7 +8,16 @@ import subprocess
 import sys
 import time
 
-from tests.conftest import ROOT, TINY, assert_one_line, brightness_reward, few_eval_prompts, read_metrics, torchrun
+from tests.conftest import (
+    ROOT,
+    TINY,
+    assert_one_line,
+    brightness_reward,
+    few_eval_prompts,
+    needs_engine,
+    read_metrics,
+    torchrun,
+)
 from tests.conftest import without_times as untimed
 
 import psutil
@@ -105,20 +114,10 @@ def lose_a_node(folder, options, checkpoint):
     assert "Traceback" not in log.split(line[0])[0]
 
 
-def test_a_node_is_lost_and_the_run_is_resumed(one_node, tmp_path):
-    """Up to the loss and after it the numbers are those of a run of two ranks on one node that nothing disturbed."""
-    _, options, undisturbed = one_node
-    options = [*options, "--rollout", "local", *STEPS, "--resume", "latest"]
-    run = tmp_path / "runs" / "flow_grpo"
-    checkpoint = run / "checkpoints" / "step_000002.pt"
-    lose_a_node(tmp_path, options, checkpoint)
-    assert finish(start_nodes(tmp_path, *options), 300) == [0, 0], logs(tmp_path)
-    assert f"loaded runs/flow_grpo/{checkpoint.relative_to(run)}" in logs(tmp_path)
-    assert untimed(read_metrics(run)) == undisturbed
-
-
+@needs_engine
 def test_engines_on_two_nodes_of_which_one_is_lost(one_node, tmp_path):
-    """The steps before the loss and after it, an engine on each node, are those of --rollout local, to round-off."""
+    """The steps before the loss and after it, an engine on each node, are those of a run of two ranks on one node that
+    nothing disturbed, with --rollout local, to round-off. test_torchrun_restarts_what_was_lost has them to the bit."""
     _, options, expected = one_node
     options = [*options, *STEPS, "--resume", "latest"]
     run = tmp_path / "runs" / "flow_grpo"
@@ -231,8 +230,8 @@ def test_torchrun_restarts_what_was_lost(one_node, tmp_path):
 
 HANGS = """import datetime, os, time
 from common.distributed import gather_objects, limit_collectives, setup_distributed
-from common.run import one_line
-with one_line():
+from common.run import friendly_errors
+with friendly_errors():
     setup_distributed()
     limit_collectives(3 / 60)
     gather_objects("all are here")

@@ -7,6 +7,7 @@ import pickle
 import sys
 import textwrap
 
+from common.checkpoints import FORMAT
 from common.data import PromptSet, read_prompts
 from common.errors import LONGEST, RunError, brief
 from common.pairs.pair_files import read_pairs
@@ -290,7 +291,11 @@ NOT_OURS = "is not a whole checkpoint (torch saved it, but no script of ours)"
         ([1, 2], NOT_OURS),
         ({"state_dict": {"a": torch.ones(3)}}, NOT_OURS),
         ({**good_state(), "script": None}, NOT_OURS),
-        ({"script": "flow_grpo"}, "is no run's: `step` is missing or of another type"),
+        (
+            {**good_state(), "script": "flow_grpo", "format": 1},
+            f"was written by another version of CleanFlow: its format is 1, and this version reads format {FORMAT}",
+        ),
+        ({"script": "flow_grpo", "format": FORMAT}, "is no run's: `step` is missing or of another type"),
         (
             {**good_state(), "script": "flow_grpo", "rng": {}},
             "is no run's: `rng` is missing or of another type",

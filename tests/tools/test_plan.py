@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from common.data import PromptSet
+from common.models.family import Family
 from common.models.loading import family_class
 from common.options import SharedArgs
 from common.plan import needs
@@ -133,7 +134,6 @@ def test_activations_are_those_of_real_tensors():
     assert meter.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.1)  # with the gradients
 
 
-@pytest.mark.fast
 def test_checkpointing_keeps_less_and_computes_more():
     blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
     plain = blueprint.velocity((32, 96), 1, 16, 1.0, train=True)
@@ -466,8 +466,7 @@ def test_a_run_on_gpus_counts_the_pictures_of_its_records(one_rank, monkeypatch)
     monkeypatch.setattr(needs, "choose_options", lambda *given, **more: {"shard_ranks": 0, "micro_batch_size": 4})
     options = {"model": "klein", "dtype": "bfloat16", "shard_ranks": 0, "micro_batch_size": 0}
     for record in ({"image": ["a.png", "b.png"]}, {}):
-        inputs = SimpleNamespace(family=None, lora=None, checkpoint=None, eval_set=PromptSet(["a sign"], [record]))
-        assert needs.fit_to_gpus(inputs, options)["micro_batch_size"] == 4
+        assert needs.fit_to_gpus(Family, None, PromptSet(["a sign"], [record]), None, options)["micro_batch_size"] == 4
     assert counted == [2, 0]
 
 

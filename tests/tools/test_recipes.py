@@ -1,11 +1,11 @@
-"""recipes/*.sh: each starts a command that its script takes, for the GPUs in the file's name, and the page names it."""
+"""recipes/*.sh: each starts a command that its script takes, for the GPUs in the file's name."""
 
 import importlib
 import os
 import re
 import subprocess
 
-from common.options import parse_args
+from common.command_line import parse_args
 from common.scoring import built_in_rewards
 from tests.conftest import ROOT, SCRIPTS
 from tests.published_models import DEVICES, PUBLISHED, recipe_commands, started_by
@@ -106,17 +106,6 @@ def test_a_recipe_is_named_after_model_and_gpus(recipe) -> None:
         assert PLANNED[DEVICES[name["gb"]]].memory_gb == int(name["gb"])
     else:
         assert len(commands) > 1
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_a_recipe_says_where_its_settings_come_from(recipe) -> None:
-    lines = recipe.read_text().splitlines()
-    assert lines[0] == "#!/bin/bash" and max(map(len, lines)) <= 120
-    header = " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
-    assert "never run by us on a gpu" in header.lower()
-    assert re.search(r"\b[Oo]urs\b", recipe.read_text())
-    assert f"recipes/{recipe.name}" in header
-    assert f"(../recipes/{recipe.name})" in (ROOT / "docs" / "models.md").read_text()
 
 
 def test_what_is_added_wins() -> None:
