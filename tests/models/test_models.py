@@ -42,6 +42,7 @@ def test_a_family_without_a_method_is_no_model(tmp_path):
     with pytest.raises(TypeError, match="abstract methods? .*check.*encode_batch.*forward.*schedule"):
         Nothing(None)
     model = embedded_model()
+    assert model.has_engine_pipeline() and not Nothing.has_engine_pipeline()
     add_policies(model, make_lora(SharedArgs(lora_rank=4), type(model)), ["default"], seed=0)
     assert {name for name in Family.__annotations__ if not hasattr(model, name)} == set()
 
