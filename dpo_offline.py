@@ -35,13 +35,15 @@ from common.distributed import (
 )
 from common.evaluation import evaluate_samples
 from common.inputs import Inputs, check_inputs, choose_sizes
-from common.models.family import Family, find_family, load_model, on_device
+from common.models.family import Family, on_device
+from common.models.loading import find_family, load_model
 from common.options import Bound, PositiveFloat, PositiveInt, SharedArgs
 from common.pairs.pairs import encode_pairs, load_pairs
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, friendly_errors, open_run
 from common.scoring import Scorer, load_rewards, offload_rewards
 from common.sde import draw_noise, image_seed, sde_step
+from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
 from common.weights.policy import (
     acting,
@@ -124,7 +126,7 @@ def prepare(args: Args) -> Inputs:
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
     family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
-    if family.encode_images is None:
+    if family.makes_videos:
         raise ValueError(f"--model {args.model}: makes videos, and dpo_offline.py takes pairs of images")
     lora = make_lora(args, family, checkpoint)
     inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint, pairs=pairs)
@@ -230,7 +232,9 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     prompts = drawn.prompts + drawn.negatives(args.negative_prompt).prompts
     prompts += inputs.eval_set.prompts
     prompts += inputs.eval_set.negatives(args.negative_prompt).prompts
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
+    if args.base_weights:
+        quantise_encoders(model)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "reference"]  # the former is peft's name for the trained one
     if args.ema_decay > 0:

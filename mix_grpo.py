@@ -25,12 +25,14 @@ from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, 
 from common.distributed import gather_objects, gather_rows, mean_over_ranks, setup_distributed, shard_mesh
 from common.evaluation import evaluate_samples, log_rollout
 from common.inputs import Inputs, check_inputs, choose_sizes
-from common.models.family import Family, find_family, load_model
+from common.models.family import Family
+from common.models.loading import find_family, load_model
 from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, friendly_errors, open_run
 from common.scoring import Scorer, fill_failed, load_rewards, reward_metrics
 from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
+from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
 from common.weights.policy import (
     acting,
@@ -220,7 +222,9 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained."""
     num_drawn = args.num_steps * args.num_prompts  # embeddings are cached, too long ones counted
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
+    if args.base_weights:
+        quantise_encoders(model)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default"]  # peft's name for the trained one
     if args.ema_decay > 0:

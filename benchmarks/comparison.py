@@ -370,7 +370,7 @@ def score_by_own_sampler(run, adapter, chunks=8):
     repair_torchvision()  # before diffusers is imported
     from common.command_line import parse_args
     from common.data import read_prompts
-    from common.models.family import find_family, load_model
+    from common.models.loading import find_family, load_model
     from common.scoring import load_rewards, score_images
     from common.sde import image_seed
     from tools.sample import read_policy, use
@@ -382,7 +382,7 @@ def score_by_own_sampler(run, adapter, chunks=8):
     rewards = load_rewards([*args.reward, *args.eval_reward])
     size = (*args.image_size, args.num_frames)
     family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
-    model = load_model(family, args.model, torch.float32, "cpu", None)
+    model = load_model(family, args.model, torch.float32, "cpu")
     if adapter:
         use(model, *read_policy(adapter, args.model))
     held_out = read_prompts(args.eval_prompts, max_prompts=args.max_prompts)

@@ -30,7 +30,7 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
     transformer alone. {} for a GPU whose peak we do not know.
     """
     from common.data import count_sources
-    from common.models.family import find_family
+    from common.models.loading import find_family
     from common.plan.devices import find_device  # the plan's rooms, which a trace needs none of
     from common.plan.memory import Blueprint
     from common.plan.needs import measure, work, workload_of

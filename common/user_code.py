@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import os
@@ -11,6 +12,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+
+
+def load_module(name: str) -> ModuleType:
+    """The module of the project that an option names, such as common.models.flux: a model's family, or a reward."""
+    return importlib.import_module(name)
 
 
 @functools.cache

@@ -38,7 +38,8 @@ from common.cpu import repair_torchvision, use_onednn
 from common.data import PromptSet
 from common.engine import client
 from common.engine.launch import engine_environment
-from common.models.family import Family, family_class, load_model
+from common.models.family import Family
+from common.models.loading import family_class, load_model
 from common.options import SharedArgs
 from common.run import Run
 from common.scoring import Reward

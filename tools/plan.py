@@ -26,7 +26,7 @@ from common.command_line import parse_args
 from common.cpu import repair_torchvision
 from common.data import count_sources, read_prompts
 from common.errors import RunError, refusing
-from common.models.family import find_family
+from common.models.loading import find_family
 from common.plan.devices import DEVICES
 from common.plan.memory import Blueprint
 from common.plan.needs import (
@@ -124,7 +124,7 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     height, width = args.image_size
     guidance_scale = options.get("guidance_scale", 1.0)
     family = find_family(args.model, height, width, args.num_frames, guidance_scale, args.max_sequence_length)
-    if w.has_engine and family.engine_pipeline is None:
+    if w.has_engine and not family.has_engine_pipeline():
         raise ValueError(f"--rollout vllm: {family.__name__} has no engine: pass --rollout local")
     check_base_weights(options)
     lora = make_lora(args, family)

@@ -19,12 +19,14 @@ from common.cpu import repair_torchvision
 from common.data import PromptSet, check_sources, read_prompts
 from common.errors import RunError
 from common.images import as_one_picture, save_png
-from common.models.family import Family, Images, find_family, load_model, on_device
+from common.models.family import Family, Images, on_device
+from common.models.loading import find_family, load_model
 from common.models.long_prompts import count_long_prompts
 from common.plots import save_grid
 from common.resuming import check_format, newest_record
 from common.sde import draw_noise, image_seed
 from common.weights.adapter_files import read_lora
+from common.weights.base_weights import quantise, quantise_encoders
 
 import torch
 
@@ -152,10 +154,9 @@ def run(args: argparse.Namespace) -> Path:
     names = short if len({*short, "before"}) > len(short) else [str(source) for source in args.sources]
     policies = {name: read_policy(source, options["model"]) for name, source in zip(names, args.sources, strict=True)}
     base_weights = options.get("base_weights")
-    model = load_model(family, options["model"], getattr(torch, options["dtype"]), args.device, base_weights)
+    model = load_model(family, options["model"], getattr(torch, options["dtype"]), args.device)
     if base_weights:
-        from common.weights.base_weights import quantise  # needs torchao
-
+        quantise_encoders(model)
         quantise(model, base_weights)
     model.transformer.to(args.device)
     count_long_prompts(model.pipe, prompts.prompts, length)

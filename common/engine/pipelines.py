@@ -1,6 +1,6 @@
 """Hooks that make vLLM-Omni's pipelines sample as the trainer does, and take the trainer's weights as tensors.
 
-The pipeline of a family is SDERolloutMixin over vLLM-Omni's native pipeline (`engine_pipeline()` of common/models).
+The pipeline of a family is SDERolloutMixin over vLLM-Omni's native pipeline (`engine_pipeline` of common/models).
 Every native denoising loop calls `predict_noise_maybe_with_cfg` and `scheduler_step_maybe_with_cfg`, and these two
 hooks carry the sampling. `sde_step` is the trainer's own function.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.engine.messages import fingerprint
-from common.models.family import family_class
+from common.models.loading import family_class
 from common.models.vae import PIXELS_AT_ONCE
 from common.rollout import Trajectories
 from common.sde import SDEStepOutput, draw_noise, sde_step
@@ -75,10 +75,10 @@ def use_pipeline_of(model: str) -> None:
     """Define RolloutPipeline by the family of `model`, in this process: the engine's own, or a worker's."""
     global RolloutPipeline
     load_no_text_encoders()
-    engine_pipeline = family_class(model).engine_pipeline
-    if engine_pipeline is None:
+    family = family_class(model)
+    if not family.has_engine_pipeline():
         raise ValueError(f"{model}: its family has no hooks into vLLM-Omni's steps")
-    RolloutPipeline = engine_pipeline()
+    RolloutPipeline = family.engine_pipeline(SDERolloutMixin)
 
 
 def listen_on_loopback() -> None:
@@ -145,11 +145,13 @@ class BatchUnderWay:
 class SDERolloutMixin(CFGParallelMixin):
     """Gives a native pipeline stochastic steps, fp32 latents and exact timesteps, and returns what it sampled.
 
-    Requests carry their common settings in extra_args["rollout"], and their own seed in the prompt.
+    Requests carry their common settings in extra_args["rollout"], and their own seed in the prompt. They bring prompt
+    embeddings, not prompts. The VAE is fp32, like the trainer's.
     """
 
     supports_request_batch = True
     timestep_unit = 1  # the transformer takes t divided by this, t in (0, 1000]
+    no_text_encoder = NoTextEncoder  # for a native pipeline that loads one in a way of its own
     bound_lora_modules = 0
     _run: BatchUnderWay | None = None
     # adapter and config, from push_lora to vLLM-Omni's hook
@@ -161,6 +163,7 @@ class SDERolloutMixin(CFGParallelMixin):
         for name in [name for name in self._modules if name.startswith("text_encoder")]:
             setattr(self, name, None)
         self.weights_sources = [part for part in self.weights_sources if not part.prefix.startswith("text_encoder")]
+        self.vae.float()
 
     def forward(
         self, req: OmniDiffusionRequest | DiffusionRequestBatch, *args: Any, **kwargs: Any
@@ -221,6 +224,18 @@ class SDERolloutMixin(CFGParallelMixin):
         native = super().prepare_latents(*args, **kwargs)
         latents = self.pack(run.initial)
         return (latents, *native[1:]) if isinstance(native, tuple) else latents
+
+    # ---- what a family reads ----
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """(C, h, w), or (C, f, h, w) of videos, in the batch under way."""
+        assert self._run is not None
+        return self._run.latent_shape
+
+    def conditioning(self, name: str) -> torch.Tensor:
+        """(B, ...), a part of the conditioning of the batch under way, such as "negative_prompt_embeds"."""
+        assert self._run is not None
+        return torch.stack([prompt[name] for prompt in self._run.prompts]).to(self.device)
 
     # ---- what a family overrides if its pipeline differs ----
     def pack(self, latents: torch.Tensor) -> torch.Tensor:

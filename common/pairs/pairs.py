@@ -57,7 +57,6 @@ def encode_pairs(
 
 def encode_pair(model: Family, pair: Pair, file: Path, image_size: tuple[int, int], max_sequence_length: int) -> None:
     """Write a pair's latents (2, C, h, w) and conditioning to `file`; raises encode_pairs' RunError."""
-    assert model.encode_images  # the script refuses other families
     with refusing_alone():
         images = [pair.chosen.decode_for_pair(), pair.rejected.decode_for_pair()]
         if images[0].size == images[1].size and images[0].tobytes() == images[1].tobytes():

@@ -14,7 +14,7 @@ from common import distributed as sharding
 from common.data import GroupSampler, PromptSet
 from common.errors import RunError
 from common.inputs import Inputs, check_inputs
-from common.models.family import family_class
+from common.models.loading import family_class
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import SharedArgs
 from common.run import Run

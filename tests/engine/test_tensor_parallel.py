@@ -8,8 +8,8 @@ import flow_grpo
 from common.cpu import is_amd
 from common.engine import launch, messages
 from common.engine.client import EngineError, VLLMEngine
-from common.models.family import family_class, load_model
 from common.models.krea2 import Krea2
+from common.models.loading import family_class, load_model
 from common.weights.policy import add_policies, tensors_on_rank_0
 from tests.conftest import EMBEDDED, needs_engine, policy_without_fsdp, prompt_set, run_here, skip_without_engine
 from tests.tiny_models import make_checkpoint

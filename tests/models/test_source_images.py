@@ -9,9 +9,9 @@ import flow_grpo
 from common.data import PromptSet, check_sources, read_prompts
 from common.errors import RunError
 from common.images import StoredImage, find_images, say_stretched, show_sources
-from common.models.family import family_class, load_model
 from common.models.flux2_klein import Flux2Klein
 from common.models.flux_kontext import FluxKontext
+from common.models.loading import family_class, load_model
 from common.models.qwen_image_edit_plus import QwenImageEditPlus
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import SharedArgs

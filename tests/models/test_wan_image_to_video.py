@@ -7,7 +7,7 @@ import shutil
 import flow_grpo
 from common.data import PromptSet
 from common.images import StoredImage
-from common.models.family import family_class, find_family, load_model
+from common.models.loading import family_class, find_family, load_model
 from common.models.wan_image_to_video import IMAGE_TOKENS, WanImageToVideo
 from tests.conftest import read_metrics, run_here, torchrun
 from tests.models.test_source_images import gradient, options_of, png

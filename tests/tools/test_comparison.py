@@ -552,8 +552,8 @@ def test_an_evaluation_has_windows_of_the_whole_run(row, rollouts, monkeypatch):
     """MixGRPO's eight windows once each. Nothing is sampled here."""
     module = importlib.import_module(ROWS[row]["script"].removesuffix(".py"))
     windows = []
-    monkeypatch.setattr("common.models.family.find_family", lambda *_: None)
-    monkeypatch.setattr("common.models.family.load_model", lambda *_: None)
+    monkeypatch.setattr("common.models.loading.find_family", lambda *_: None)
+    monkeypatch.setattr("common.models.loading.load_model", lambda *_: None)
     monkeypatch.setattr("common.scoring.load_rewards", lambda *_: {"ocr": None})
     monkeypatch.setattr("common.scoring.score_images", lambda *_: torch.zeros(1, 1))
     monkeypatch.setattr(module, "make_request", lambda *_, sde_steps: windows.append(sde_steps))

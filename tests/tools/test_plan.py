@@ -8,7 +8,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from common.data import PromptSet
-from common.models.family import Family, family_class
+from common.models.family import Family
+from common.models.loading import family_class
 from common.options import SharedArgs
 from common.plan import needs
 from common.plan.devices import Device
