@@ -39,12 +39,12 @@ from common.engine.launch import engine_environment
 from common.models.family import Family, family_class, load_model
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
-from common.weights.shards import Reader
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 repair_torchvision()  # as the scripts do
 use_onednn()
@@ -252,9 +252,9 @@ def whole_checkpoint(path: Path) -> dict[str, Any]:
     """A checkpoint's state and, in place of the shards of full weights, their whole "tensors" by name."""
     state = checkpoints.load_checkpoint(path)
     if state.pop("shards", None):
-        reader = Reader(checkpoints.shards_of(path))
+        reader = HuggingFaceStorageReader(str(checkpoints.shards_of(path)))
         sizes = reader.read_metadata().state_dict_metadata
-        state["tensors"] = {name: torch.empty(found.size) for name, found in sizes.items()}
+        state["tensors"] = {name: torch.empty(sizes[name].size) for name in sorted(sizes)}
         dcp.load(state["tensors"], storage_reader=reader, no_dist=True)
     return state
 
