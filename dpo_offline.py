@@ -49,6 +49,7 @@ from common.weights.policy import (
     sampling,
     training_state,
 )
+from common.weights.prompt_cache import prepare_prompts
 
 import torch
 import torch.nn.functional as F
@@ -260,7 +261,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     prompts += inputs.eval_set.prompts
     prompts += inputs.eval_set.negatives(args.negative_prompt).prompts
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
-    model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
+    prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "reference"]  # the former is peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")

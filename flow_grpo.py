@@ -59,6 +59,7 @@ from common.weights.policy import (
     sampling,
     training_state,
 )
+from common.weights.prompt_cache import prepare_prompts
 
 import torch
 import torch.distributed as dist
@@ -224,7 +225,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     num_drawn = args.num_steps * args.num_prompts  # embeddings are cached, too long ones counted
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
-    model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
+    prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default"]  # peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")

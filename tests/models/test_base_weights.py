@@ -15,7 +15,7 @@ from common.plan.memory import Blueprint
 from common.plan.needs import waiting_parts, weight_parts, workload_of
 from common.run import Inputs
 from common.weights.base_weights import WEIGHT_BYTES, check_base_weights, linear_layers
-from common.weights.prompt_cache import cache_prompts, encoders_key
+from common.weights.prompt_cache import encoders_key, prepare_prompts
 from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, read_metrics, torchrun
 from tests.models.test_models import FakeGPU
 
@@ -164,13 +164,13 @@ def test_quantised_text_encoders_are_near_the_whole_ones_and_come_to_the_device(
 @needs_torchao
 def test_a_prompt_cache_of_whole_encoders_is_not_read_with_quantised_ones(one_rank, tmp_path):
     whole = embedded_model()
-    cache_prompts(whole, PROMPTS, LENGTH, tmp_path)
+    prepare_prompts(whole, PROMPTS, LENGTH, tmp_path)
     num_files = len(list(tmp_path.rglob("*.safetensors")))
     model = load_model(StableDiffusion3, EMBEDDED, torch.float32, "cpu", "int8")
     expected = model.encode_prompts(PROMPTS[:1], LENGTH)
-    cache_prompts(model, PROMPTS, LENGTH, tmp_path)
+    prepare_prompts(model, PROMPTS, LENGTH, tmp_path)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2 * num_files
-    for name, tensor in model.encode_prompts(PROMPTS[:1], LENGTH).items():
+    for name, tensor in model.embed_prompts(PROMPTS[:1], LENGTH).items():
         assert torch.equal(tensor, expected[name])
     assert encoders_key(load_model(StableDiffusion3, EMBEDDED, torch.float32, "cpu", "fp8")) == encoders_key(model)
 

@@ -11,7 +11,7 @@ from common.models.vae import decode_in_slices, encode_in_slices, pil_images
 from common.options import SharedArgs
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
-from common.weights.prompt_cache import cache_prompts
+from common.weights.prompt_cache import prepare_prompts
 from tests.conftest import EMBEDDED, embedded_model, prompt_set
 
 import diffusers
@@ -255,12 +255,12 @@ def test_a_prompt_cache_brings_the_encoders_for_all_its_prompts_at_once(one_rank
     monkeypatch.setattr(
         "common.weights.prompt_cache.encoders_key", lambda model: gpu.events.append("key, " + gpu.places())
     )
-    cache_prompts(model, ["a sign", "another"], 16, tmp_path)
+    prepare_prompts(model, ["a sign", "another"], 16, tmp_path)
     there = "encoders there, VAE waiting"
     emptied = "emptied, encoders waiting, VAE waiting"
     assert gpu.events == [f"key, {there}", there, there, there, emptied]  # the third prompt is the empty one
     gpu.events.clear()
-    model.encode_prompts(["another"], 16)
+    model.embed_prompts(["another"], 16)
     assert gpu.events == []
 
 
