@@ -124,7 +124,17 @@ def prepare(args: Args) -> Inputs:
     family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
     if family.encode_images is None:
         raise ValueError(f"--model {args.model}: makes videos, and dpo_offline.py takes pairs of images")
-    lora = make_lora(args, family, checkpoint)
+    lora = make_lora(
+        family,
+        model=args.model,
+        path=args.lora_path,
+        rank=args.lora_rank,
+        alpha=args.lora_alpha,
+        target_modules=args.lora_target_modules,
+        exclude_modules=args.lora_exclude_modules,
+        base_weights=args.base_weights,
+        checkpoint=checkpoint,
+    )
     return Inputs(
         family,
         rewards,

@@ -138,7 +138,17 @@ def prepare(args: Args) -> Inputs:
 
         options: dict = {"tensor_parallel": args.engine_tensor_parallel, "rollout_correction": args.rollout_correction}
         check_engine(family, args.model, args.engine_devices, **options)
-    lora = make_lora(args, family, checkpoint)
+    lora = make_lora(
+        family,
+        model=args.model,
+        path=args.lora_path,
+        rank=args.lora_rank,
+        alpha=args.lora_alpha,
+        target_modules=args.lora_target_modules,
+        exclude_modules=args.lora_exclude_modules,
+        base_weights=args.base_weights,
+        checkpoint=checkpoint,
+    )
     return Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
 
 

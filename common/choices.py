@@ -21,7 +21,13 @@ def check_choices(inputs: "Inputs", options: dict[str, Any]) -> None:
     """
     if options.get("base_weights") and importlib.util.find_spec("torchao") is None:
         raise ValueError("--base_weights: needs torchao, which is not installed: pip install torchao==0.18.0")
-    check_base_weights(options)
+    check_base_weights(
+        options.get("base_weights"),
+        trains_lora=inputs.lora is not None,
+        rollout=options.get("rollout", "local"),
+        shard_ranks=options.get("shard_ranks", 1),
+        train_with=options.get("train_with", ()),
+    )
     if options.get("eval_by"):
         check_field(inputs.eval_set, options["eval_by"])
     check_pictures(inputs, options)

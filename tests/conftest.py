@@ -415,6 +415,20 @@ def embedded_model(dtype: torch.dtype = torch.float32) -> Family:
     return load_model(family_class(EMBEDDED), EMBEDDED, dtype, torch.device("cpu"))
 
 
+def lora_of(args: Any, family: type[Family]) -> Any:
+    """The LoRA that a script's options ask for, as its `prepare` makes it."""
+    return make_lora(
+        family,
+        model=args.model,
+        path=args.lora_path,
+        rank=args.lora_rank,
+        alpha=args.lora_alpha,
+        target_modules=args.lora_target_modules,
+        exclude_modules=args.lora_exclude_modules,
+        base_weights=args.base_weights,
+    )
+
+
 def policy_without_fsdp(trained: bool = True, **changes: Any) -> tuple[Family, Any, Any]:
     """The embedded model with flow_grpo's LoRA, unsharded; `trained` gives it a LoRA that acts. `changes` are options.
 
@@ -423,7 +437,7 @@ def policy_without_fsdp(trained: bool = True, **changes: Any) -> tuple[Family, A
     flow_grpo = importlib.import_module("flow_grpo")
     args = dataclasses.replace(flow_grpo.Args(), num_inference_steps=6, eval_num_inference_steps=6, **changes)
     model = embedded_model()
-    lora = make_lora(args, type(model))
+    lora = lora_of(args, type(model))
     add_policies(model, lora, ["default"], args.seed)
     if trained:
         for name, p in model.transformer.named_parameters():

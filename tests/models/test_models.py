@@ -8,7 +8,6 @@ from common import models
 from common.models.family import Family, family_class, find_family, on_device
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.models.vae import decode_in_slices, encode_in_slices, pil_images
-from common.options import SharedArgs
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
 from common.weights.prompt_cache import prepare_prompts
@@ -41,7 +40,7 @@ def test_a_family_without_a_method_is_no_model(tmp_path):
     with pytest.raises(TypeError, match="abstract methods? .*check.*decode.*predict_velocity.*schedule"):
         Nothing(None)
     model = embedded_model()
-    add_policies(model, make_lora(SharedArgs(lora_rank=4), type(model)), ["default"], seed=0)
+    add_policies(model, make_lora(type(model), rank=4, alpha=32), ["default"], seed=0)
     assert {name for name in Family.__annotations__ if not hasattr(model, name)} == set()
     assert callable(model.encode_images) and callable(model.engine_pipeline) and model.frozen_tensors()
 
