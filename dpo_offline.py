@@ -54,6 +54,7 @@ from common.weights.policy import (
     sampling,
     training_state,
 )
+from common.weights.prompt_cache import prepare_prompts
 
 import torch
 import torch.nn.functional as F
@@ -128,7 +129,17 @@ def prepare(args: Args) -> Inputs:
     family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
     if family.makes_videos:
         raise ValueError(f"--model {args.model}: makes videos, and dpo_offline.py takes pairs of images")
-    lora = make_lora(args, family, checkpoint)
+    lora = make_lora(
+        family,
+        model=args.model,
+        path=args.lora_path,
+        rank=args.lora_rank,
+        alpha=args.lora_alpha,
+        target_modules=args.lora_target_modules,
+        exclude_modules=args.lora_exclude_modules,
+        base_weights=args.base_weights,
+        checkpoint=checkpoint,
+    )
     inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint, pairs=pairs)
     return check_inputs(args, inputs)
 
@@ -235,7 +246,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
     if args.base_weights:
         quantise_encoders(model)
-    model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
+    prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "reference"]  # the former is peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")

@@ -5,11 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
-
-if TYPE_CHECKING:
-    from common.options import SharedArgs
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +38,16 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
         return {}
     height, width = config["image_size"]
     family = find_family(config["model"], height, width, config["num_frames"], config.get("guidance_scale", 1.0))
-    lora = make_lora(cast("SharedArgs", SimpleNamespace(**config)), family)
+    lora = make_lora(
+        family,
+        model=config["model"],
+        path=config["lora_path"],
+        rank=config["lora_rank"],
+        alpha=config["lora_alpha"],
+        target_modules=config["lora_target_modules"],
+        exclude_modules=config["lora_exclude_modules"],
+        base_weights=config["base_weights"],
+    )
     ranks, ranks_here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     w = workload_of(config | {"train_with": ()}, 0, ranks, ranks_here)  # recomputed activations are no model FLOPs
     dtype = getattr(torch, config["dtype"])

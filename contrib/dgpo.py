@@ -52,6 +52,7 @@ from common.weights.policy import (
     sampling,
     training_state,
 )
+from common.weights.prompt_cache import prepare_prompts
 
 import torch
 import torch.distributed as dist
@@ -145,7 +146,17 @@ def prepare(args: Args) -> Inputs:
         from common.engine.launch import check_engine
 
         check_engine(family, args.model, args.engine_devices, tensor_parallel=args.engine_tensor_parallel)
-    lora = make_lora(args, family, checkpoint)
+    lora = make_lora(
+        family,
+        model=args.model,
+        path=args.lora_path,
+        rank=args.lora_rank,
+        alpha=args.lora_alpha,
+        target_modules=args.lora_target_modules,
+        exclude_modules=args.lora_exclude_modules,
+        base_weights=args.base_weights,
+        checkpoint=checkpoint,
+    )
     inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
     return check_inputs(args, inputs)
 
@@ -197,7 +208,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
     if args.base_weights:
         quantise_encoders(model)
-    model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
+    prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "old"]  # the former is peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")

@@ -126,8 +126,23 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     family = find_family(args.model, height, width, args.num_frames, guidance_scale, args.max_sequence_length)
     if w.has_engine and not family.has_engine_pipeline():
         raise ValueError(f"--rollout vllm: {family.__name__} has no engine: pass --rollout local")
-    check_base_weights(options)
-    lora = make_lora(args, family)
+    lora = make_lora(
+        family,
+        model=args.model,
+        path=args.lora_path,
+        rank=args.lora_rank,
+        alpha=args.lora_alpha,
+        target_modules=args.lora_target_modules,
+        exclude_modules=args.lora_exclude_modules,
+        base_weights=args.base_weights,
+    )
+    check_base_weights(
+        args.base_weights,
+        trains_lora=lora is not None,
+        rollout=options.get("rollout", "local"),
+        shard_ranks=args.shard_ranks,
+        train_with=args.train_with,
+    )
     check_lora_modules(lora, options)
     # a run with --pairs does not read --train_prompts
     prompts = options["eval_prompts"] if options.get("pairs") else options["train_prompts"]

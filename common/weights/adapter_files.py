@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import RunError, refusing
 from common.weights.adapter_names import translate
@@ -18,8 +18,6 @@ import torch
 from safetensors import safe_open
 
 if TYPE_CHECKING:
-    from common.weights.lora import LoRA
-
     from peft import LoraConfig
 
 PEFT_FILE = "adapter_model.safetensors"
@@ -29,6 +27,14 @@ KEY = re.compile(r"(?:base_model\.model\.)?(?:transformer\.)?(?!text_encoder)(.+
 LARGEST = torch.finfo(torch.float32).max
 CONVERT = "`python -m tools.lora convert FILE OUT --model MODEL` gives it one"
 TAKEN = "in it, where only a transformer's lora_A and lora_B are taken"
+
+
+class LoRA(NamedTuple):
+    """A LoRA to train."""
+
+    config: "LoraConfig"
+    tensors: dict[str, torch.Tensor] | None  # to start from; None: new ones are drawn
+    base_weights: str | None = None  # the option: how the weights under it are kept
 
 
 def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[str, torch.Tensor], LoraConfig]":
@@ -150,7 +156,7 @@ def modules_and_rank(weights: Mapping[str, torch.Tensor], settings: Mapping[str,
 
 
 # ---- a checkpoint to resume from -------------------------------------------------------------------------------------
-def check_policy(checkpoint: Path, lora: "LoRA | None") -> None:
+def check_policy(checkpoint: Path, lora: LoRA | None) -> None:
     """Hold the LoRA that is trained (None: full weights) against the policy of the checkpoint to resume from.
 
     Raises:

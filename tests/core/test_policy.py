@@ -28,6 +28,7 @@ from tests.conftest import (
     brightness_reward,
     embedded_model,
     few_eval_prompts,
+    lora_of,
     new_run,
     prompt_set,
     read_metrics,
@@ -52,7 +53,7 @@ def lora_file(tmp_path_factory):
     """A LoRA of rank 4 that acts, in a folder as a run saves it."""
     folder = tmp_path_factory.mktemp("lora")
     model = embedded_model()
-    add_policies(model, make_lora(SharedArgs(lora_rank=4, lora_alpha=8), type(model)), ["default"], seed=1)
+    add_policies(model, make_lora(type(model), rank=4, alpha=8), ["default"], seed=1)
     disturb(model, "default", 0.05)
     save_policy(folder, model, "default")
     return folder
@@ -74,7 +75,7 @@ def model(request, lora_file):
     model = embedded_model()
     path = lora_file if request.param == "lora_path" else None
     rank = 0 if request.param == "full" else 4
-    add_policies(model, make_lora(SharedArgs(lora_path=path, lora_rank=rank, lora_alpha=8), type(model)), NAMES, seed=1)
+    add_policies(model, make_lora(type(model), path=path, rank=rank, alpha=8), NAMES, seed=1)
     if request.param == "full":  # what sharding does: until then they share their memory
         for policy in model.policies.values():
             for parameter in policy.parameters():
@@ -217,8 +218,8 @@ def test_exactly_those_modules_get_a_lora(target, exclude, count):
         )
 
     expected = {name for name, module in model.transformer.named_modules() if chosen(name, module)}
-    args = SharedArgs(lora_rank=4, lora_target_modules=ends, lora_exclude_modules=exclude)
-    add_policies(model, make_lora(args, type(model)), ["default"], seed=1)
+    lora = make_lora(type(model), rank=4, alpha=32, target_modules=ends, exclude_modules=exclude)
+    add_policies(model, lora, ["default"], seed=1)
     got = {key.rpartition(".lora_")[0] for key in tensors_on_rank_0(model)[0]}
     assert got == expected and len(got) == (count or len(got))
 
@@ -242,7 +243,7 @@ def test_a_module_that_cannot_get_a_lora_is_named(options, message):
     targets, excluded = options
     args = SharedArgs(lora_rank=4, lora_target_modules=targets, lora_exclude_modules=excluded)
     no_prompts = PromptSet([], [])
-    lora = make_lora(args, StableDiffusion3)
+    lora = lora_of(args, StableDiffusion3)
     inputs = Inputs(StableDiffusion3, {}, {}, no_prompts, no_prompts, lora=lora, checkpoint=None)
     with pytest.raises(RunError, match=f"^{message}$"):
         check_inputs(args, inputs)  # before a model loads
@@ -299,7 +300,7 @@ def rollout_of(args, model, sde_steps=(1, 2)):
 def inputs_of(args, rewards=None):
     """What `prepare` would load, except for the prompts."""
     family = family_class(EMBEDDED)
-    lora = make_lora(args, family)
+    lora = lora_of(args, family)
     prompts = PromptSet(PROMPTS, [{}] * len(PROMPTS))
     return Inputs(family, rewards, rewards, train_set=prompts, eval_set=prompts, lora=lora, checkpoint=None)
 
@@ -507,7 +508,7 @@ def test_weights_are_gathered_once_to_sample(tmp_path):
     assert found["gathers"] == {"once": 4 + 1, "by block": 4 * 2 * 3 + 1, "cpu_offload": 4 * 2 * 3 + 1}
 
     model, args = embedded_model(), flow_grpo.Args()
-    lora = make_lora(args, type(model))
+    lora = lora_of(args, type(model))
     add_policies(model, lora, ["default", "ema"], seed=1)
     num_bytes = sum(p.nbytes for p in model.transformer.parameters())  # with both adapters, whichever acts
     assert found["bytes"] == pytest.approx(num_bytes, rel=0.002)  # FSDP pads
