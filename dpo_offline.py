@@ -22,23 +22,28 @@ s is the sigmoid of a standard normal, instead of a uniform timestep.
 
 # ==== 1 ARGS ==========================================================================================================
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from common.command_line import parse_args
 from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
 from common.distributed import (
     mean_over_ranks,
     setup_distributed,
     shard_mesh,
 )
-from common.models.family import Family, find_family, load_model, on_device
-from common.options import Bound, PositiveFloat, PositiveInt, SharedArgs, parse_args
+from common.evaluation import evaluate_samples
+from common.inputs import Inputs, check_inputs, choose_sizes
+from common.models.family import Family, on_device
+from common.models.loading import find_family, load_model
+from common.options import Bound, PositiveFloat, PositiveInt, SharedArgs
 from common.pairs.pairs import encode_pairs, load_pairs
 from common.rollout import RolloutRequest, Trajectories
-from common.run import Inputs, Run, one_line, open_run
+from common.run import Run, friendly_errors, open_run
 from common.scoring import Scorer, load_rewards, offload_rewards
 from common.sde import draw_noise, image_seed, sde_step
+from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
 from common.weights.policy import (
     acting,
@@ -121,56 +126,25 @@ def prepare(args: Args) -> Inputs:
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
     family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
-    if family.encode_images is None:
+    if family.makes_videos:
         raise ValueError(f"--model {args.model}: makes videos, and dpo_offline.py takes pairs of images")
     lora = make_lora(args, family, checkpoint)
-    return Inputs(
-        family,
-        rewards,
-        eval_rewards,
-        train_set,
-        eval_set,
-        lora=lora,
-        checkpoint=checkpoint,
-        pairs=pairs,
-    )
-
-
-def start_run(args: Args, inputs: Inputs) -> Run:
-    """The run's folder, log, clock and stop signals."""
-    return Run(
-        args.run_folder,
-        asdict(args),
-        rewards=inputs.eval_rewards,
-        script=__file__,
-        checkpoint=inputs.checkpoint,
-        num_images=2 * args.num_pairs,
-        num_steps=args.num_steps,
-        track=args.track,
-        stop_if=args.stop_if,
-        max_minutes=args.max_minutes,
-        keep_checkpoints=args.keep_checkpoints,
-    )
+    inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint, pairs=pairs)
+    return check_inputs(args, inputs)
 
 
 # ==== 3 DATA ==========================================================================================================
-def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
-    """Run the text encoders, or read --prompt_cache, for U prompts and, where guidance needs them, their negatives."""
-    negatives = prompts.negatives(args.negative_prompt)
-    length = args.max_sequence_length
-    conditioning = model.encode(prompts, length, args.image_size, args.num_frames)
-    return {
-        "conditioning": conditioning,
-        "negative_conditioning": model.encode_negative(negatives, args.guidance_scale, length),
-    }
-
-
-def make_request(args: Args, model: Family, encoded: dict, prompt_index: Tensor, seeds: list[int]) -> RolloutRequest:
-    """Ask for B ODE images of encoded prompts: prompt_index (B,) says which prompt, seeds (B) which noise."""
+def make_request(
+    args: Args, model: Family, prompts: PromptSet, prompt_index: Tensor, seeds: list[int]
+) -> RolloutRequest:
+    """Encode U prompts, and ask for B ODE images: prompt_index (B,) says which prompt, seeds (B) which noise."""
     height, width = args.image_size
+    length = args.max_sequence_length
+    negatives = prompts.negatives(args.negative_prompt)
     timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width)
     return RolloutRequest(
-        **encoded,
+        conditioning=model.encode(prompts, length, args.image_size, args.num_frames),
+        negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None without guidance
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps,  # (T,)
@@ -220,9 +194,8 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
     for row, is_own in rows_to_make(run.folder, num_prompts, vars(args)):
         seeds = [image_seed(args.seed, "pairs", row * args.group_size + i) for i in range(args.group_size)]
         prompts = inputs.train_set.select([row] * args.group_size)
-        encoded = encode_prompts(args, model, prompts.select([0]))
         prompt_index = torch.zeros(args.group_size, dtype=torch.long)
-        request = make_request(args, model, encoded, prompt_index, seeds)
+        request = make_request(args, model, prompts.select([0]), prompt_index, seeds)
         images = sample(args, model, request).images
         if not is_own:
             continue  # another rank's prompt, which was sampled only to keep the ranks together
@@ -254,12 +227,14 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     drawn = inputs.train_set.select(range(num_made))  # of the pairs to be made
     if inputs.pairs:
         num_drawn = args.num_steps * args.num_pairs
-        of_pairs = PromptSet(inputs.pairs.prompts, [{}] * len(inputs.pairs))
+        of_pairs = PromptSet([pair.prompt for pair in inputs.pairs], [{}] * len(inputs.pairs))
         drawn = of_pairs.first_drawn(num_drawn, args.seed)
     prompts = drawn.prompts + drawn.negatives(args.negative_prompt).prompts
     prompts += inputs.eval_set.prompts
     prompts += inputs.eval_set.negatives(args.negative_prompt).prompts
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
+    if args.base_weights:
+        quantise_encoders(model)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "reference"]  # the former is peft's name for the trained one
     if args.ema_decay > 0:
@@ -424,15 +399,13 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
     with run.timed("testing"):
         places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
         eval_args = args.for_evaluation
-        encoded = encode_prompts(eval_args, model, prompts)
         prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
-        request = make_request(eval_args, model, encoded, prompt_index, seeds)  # without SDE steps
+        request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
         scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
         with acting(model, args.evaluated_policy):
             scorer.add(range(len(places)), sample(args, model, request).images)
         scores = scorer.scores()  # (B, R)
-        scored: dict = {"seeds": seeds, "scores": scores, "reward_weights": args.reward_weights}
-        metrics, grid = run.save_samples(places, scorer, **scored, images_per_prompt=args.eval_images_per_prompt)
+        metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
     return metrics, grid
@@ -459,8 +432,9 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks, args.cpu_threads)
-    args = replace(args, **inputs.settle(vars(args)))  # 0s that mean "what fits"; rank and alpha of --lora_path
-    run = start_run(args, inputs)
+    args = choose_sizes(args, inputs)  # what fits, where an option is 0; rank and alpha of --lora_path
+    num_images = 2 * args.num_pairs
+    run = Run(args, inputs.eval_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
     choose_kernels(optimizer, model, args.attention)  # of AdamW and of the attention
@@ -476,7 +450,7 @@ def main(args: Args, inputs: Inputs) -> None:
     if pairs:
         files = encode_drawn(args, run, model, pairs, sampler.upcoming(args.num_steps - run.step))
     if args.eval_only or (args.eval_at_start and not run.checkpoint):
-        run.write(*evaluate(args, run, model, inputs))
+        run.log(*evaluate(args, run, model, inputs))
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
@@ -493,7 +467,7 @@ def main(args: Args, inputs: Inputs) -> None:
         metrics["training/epoch"] = sampler.epoch
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, inputs) if is_due else ({}, None)
-        run.write(metrics | val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        run.log(metrics | val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
         stopping = run.should_stop()
         if is_due or stopping or (args.save_every and step % args.save_every == 0):
             save(args, run, model, optimizer, sampler)
@@ -504,6 +478,6 @@ def main(args: Args, inputs: Inputs) -> None:
 
 
 if __name__ == "__main__":
-    with one_line():  # an expected error ends the script in one line, without a traceback
+    with friendly_errors():  # an expected error ends the script in one line, without a traceback
         args = check(parse_args(Args, __doc__))
         main(args, prepare(args))

@@ -9,9 +9,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.cpu import repair_torchvision
 from common.data import read_prompts
-from common.models.family import Conditioning, Family, family_class, load_model
+from common.models.family import Conditioning, Family
+from common.models.loading import family_class, load_model
 from common.options import ASSETS
-from common.weights.base_weights import quantise
+from common.weights.base_weights import quantise, quantise_encoders
 
 import torch
 
@@ -21,7 +22,10 @@ repair_torchvision()
 def load(dtype: torch.dtype, base_weights: str | None = None) -> Family:
     """The embedded model; with base_weights, its text encoders in int8."""
     folder = ASSETS / "embedded"
-    return load_model(family_class(folder), folder, dtype, torch.device("cpu"), base_weights)
+    model = load_model(family_class(folder), folder, dtype, torch.device("cpu"))
+    if base_weights:
+        quantise_encoders(model)
+    return model
 
 
 def encode(model: Family) -> Conditioning:

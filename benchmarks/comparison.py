@@ -319,8 +319,8 @@ def measure(folder, row):
 
 def run_with_divergence(script, argv):
     """Run a script whose log gets DIVERGENCE of each trained step, the mean over a rollout's last mini-batch."""
-    from common.options import parse_args
-    from common.run import one_line
+    from common.command_line import parse_args
+    from common.run import friendly_errors
 
     module = importlib.import_module(script)
     accumulate, update = module.accumulate_gradients, module.update
@@ -342,7 +342,7 @@ def run_with_divergence(script, argv):
 
     module.accumulate_gradients = accumulate_and_measure
     module.update = lambda *given: update(*given) | divergences
-    with one_line():
+    with friendly_errors():
         args = module.check(parse_args(module.Args, module.__doc__, argv))
         if args.sde_window_size:
             module.trained_steps = moving_window
@@ -368,9 +368,9 @@ def score_by_own_sampler(run, adapter, chunks=8):
     from common.cpu import repair_torchvision
 
     repair_torchvision()  # before diffusers is imported
+    from common.command_line import parse_args
     from common.data import read_prompts
-    from common.models.family import find_family, load_model
-    from common.options import parse_args
+    from common.models.loading import find_family, load_model
     from common.scoring import load_rewards, score_images
     from common.sde import image_seed
     from tools.sample import read_policy, use
@@ -382,7 +382,7 @@ def score_by_own_sampler(run, adapter, chunks=8):
     rewards = load_rewards([*args.reward, *args.eval_reward])
     size = (*args.image_size, args.num_frames)
     family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
-    model = load_model(family, args.model, torch.float32, "cpu", None)
+    model = load_model(family, args.model, torch.float32, "cpu")
     if adapter:
         use(model, *read_policy(adapter, args.model))
     held_out = read_prompts(args.eval_prompts, max_prompts=args.max_prompts)
@@ -394,9 +394,8 @@ def score_by_own_sampler(run, adapter, chunks=8):
         rows = places[chunk::chunks]
         prompts = held_out.select(place // copies for place in rows)
         seeds = [image_seed("eval", place % copies, place // copies) for place in rows]
-        encoded = module.encode_prompts(args, model, prompts)
         sde_steps = windows[(2 * chunk + 1) * len(windows) // (2 * chunks)]  # of eight windows each one once
-        request = module.make_request(args, model, encoded, torch.arange(len(rows)), seeds, sde_steps=sde_steps)
+        request = module.make_request(args, model, prompts, torch.arange(len(rows)), seeds, sde_steps=sde_steps)
         scores.append(score_images(rewards, module.sample_locally(model, request).images, prompts))
     means = torch.cat(scores).mean(0).tolist()
     return {"images": len(places)} | dict(zip(rewards, means, strict=True))

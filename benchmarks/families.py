@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.data import read_prompts
-from common.models.family import family_class
+from common.models.loading import family_class
 from tests.conftest import ROOT, SCRIPTS, brightness_reward, read_metrics, torchrun, without_times
 from tests.tiny_models import FAMILIES, make_checkpoint
 
@@ -65,7 +65,7 @@ def ways(family, script, folder):
     """Those that there are to run a script with a family."""
     if (family, script) in REFUSED:
         return []
-    has_engine = script != "dpo_offline.py" and family_class(folder / "model").engine_pipeline
+    has_engine = script != "dpo_offline.py" and family_class(folder / "model").has_engine_pipeline()
     if not has_engine:
         return WAYS[:2]
     has_pictures = family_class(folder / "model").num_sources[0]

@@ -34,7 +34,7 @@ engines() {
     cp runs/flow_grpo-vllm-seed1/curves.png "$RECORDS/flow_grpo-vllm-seed1/"
     cp runs/flow_grpo-local-seed2/grid_00{00,30}.png "$RECORDS/flow_grpo-local-seed2/"
     cp runs/flow_grpo-local-seed1/grid_0030.png "$RECORDS/flow_grpo-local-seed1/"
-    python -m tools.front_page
+    python -m docs.make_front_page
 }
 
 factors() {

@@ -4,19 +4,22 @@
     python benchmarks/reference_loop.py --short      # a try with 32 images and one pair
     python benchmarks/reference_loop.py --our_ranks 2 --our_batch_size 32    # ours with a rank a core
     python benchmarks/reference_loop.py --our_options="--train_with compile"    # further options of flow_grpo.py
+    python benchmarks/reference_loop.py --options="--dtype bfloat16 --guidance_scale 4.5"    # of both sides
     python benchmarks/reference_loop.py --only theirs --pairs 1 --num_inference_steps 3 --steps 10    # it learns
 
 "Theirs" is the shape of the loop that was published with Flow-GRPO (arXiv 2505.05470), written here from its
-description and shortened to the embedded model; it is not that code. In it the whole image is one process:
+description for Stable Diffusion 3 and 3.5; it is not that code. In it the whole image is one process:
   - a rollout is a number of sampling batches, each drawn, encoded (every prompt once per image) and denoised by the
     diffusers pipeline's parts; latents, log-probs and timesteps are kept; the last step is deterministic;
   - the images of a batch are scored in a thread while the next batch is sampled, and awaited at the end;
   - all samples are shuffled; an update goes through a quarter of them, batch by batch and timestep by timestep, and
-    adds up gradients; peft's LoRA, AdamW, no FSDP, fp32.
-"Ours" is flow_grpo.py itself under torchrun with --rollout local. Both have the same threads, images, prompts, sampling
-steps, optimizer steps, LoRA, learning rate and reward; each takes the batch size that is fastest for it. Theirs has
-torch's own matrix products (--their_products ours: oneDNN's, by use_onednn of common/cpu.py, as ours has on
-AMD's CPUs). A run is a process of its own; its first step is not counted.
+    adds up gradients; peft's LoRA in fp32, AdamW, no FSDP; with guidance both branches are in one batch;
+  - with --dtype bfloat16 the frozen weights are bf16, and passes run under autocast.
+"Ours" is flow_grpo.py itself under torchrun with --rollout local. Both run on the GPU if there is one, and have the
+same threads, images, prompts, sampling steps, optimizer steps, LoRA, learning rate and reward; each takes the batch
+size that is fastest for it. --options are flow_grpo.py's, for both: the model, the dtype, guidance, the image's size,
+the reward. On a CPU theirs has torch's own matrix products (--their_products ours: oneDNN's, by use_onednn of
+common/cpu.py, as ours has on AMD's CPUs). A run is a process of its own; its first step is not counted.
 """
 
 import argparse
@@ -34,8 +37,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
+from common.command_line import parse_args
 from common.cpu import repair_torchvision, use_onednn
-from common.rewards.ocr import ocr
+from common.scoring import load_rewards
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -45,49 +49,94 @@ PHASES = ("sampling", "update", "step")  # of which the first holds the rewards 
 
 
 # ---- theirs ----------------------------------------------------------------------------------------------------------
-def load_pipeline(defaults):
-    """The embedded pipeline in fp32 with a LoRA on its attention projections, and the parameters that are trained."""
+def load_pipeline(args, device):
+    """args.model's pipeline on `device` with a LoRA, its VAE in fp32, and the parameters that are trained."""
     repair_torchvision()  # before diffusers is imported beside a CPU build of torch
-    from diffusers import StableDiffusion3Pipeline
+    from diffusers import DiffusionPipeline
     from diffusers.utils.logging import disable_progress_bar
-    from peft import LoraConfig
 
     disable_progress_bar()
-    pipe = StableDiffusion3Pipeline.from_pretrained(defaults.model)
-    for part in (pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3, pipe.transformer):
-        part.requires_grad_(False).eval()
+    dtypes = {"default": getattr(torch, args.dtype), "vae": torch.float32}
+    pipe = DiffusionPipeline.from_pretrained(args.model, dtype=dtypes)
+    if not type(pipe).__name__.startswith("StableDiffusion3"):
+        raise SystemExit(f"--model {args.model}: must be a Stable Diffusion 3, and is a {type(pipe).__name__}")
+    freeze(pipe)
+    pipe.to(device)
+    return pipe, add_lora(pipe, args.lora_rank, args.lora_alpha)
+
+
+def freeze(pipe):
+    """Let nothing of a pipeline be trained."""
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.requires_grad_(False).eval()
+
+
+def add_lora(pipe, rank, alpha, dtype=torch.float32):
+    """Give the transformer a LoRA on its attention projections. Returns the parameters, which are trained."""
+    from peft import LoraConfig
+
     projections = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
-    lora = LoraConfig(
-        r=defaults.lora_rank,
-        lora_alpha=defaults.lora_alpha,
-        init_lora_weights="gaussian",
-        target_modules=projections,
-    )
+    lora = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=projections)
     pipe.transformer.add_adapter(lora)
-    return pipe, [p for p in pipe.transformer.parameters() if p.requires_grad]
+    parameters = [p for p in pipe.transformer.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)
+    return parameters
 
 
-def encode(pipe, prompts, max_sequence_length):
-    """Prompts (B) -> embeddings (B, L, C) and pooled (B, P)."""
-    embeds, _, pooled, _ = pipe.encode_prompt(
+def encode(pipe, prompts, max_sequence_length, guidance_scale=1.0):
+    """Prompts (B) -> embeddings (B, branches, L, C), pooled (B, branches, P). With guidance, "" is the first branch."""
+    embeds, negative, pooled, negative_pooled = pipe.encode_prompt(
         prompt=prompts,
         prompt_2=None,
         prompt_3=None,
-        do_classifier_free_guidance=False,
+        device=pipe.transformer.device,
+        do_classifier_free_guidance=guidance_scale > 1,
         max_sequence_length=max_sequence_length,
     )
-    return embeds, pooled
+    if guidance_scale <= 1:
+        return embeds[:, None], pooled[:, None]
+    return torch.stack([negative, embeds], dim=1), torch.stack([negative_pooled, pooled], dim=1)
 
 
-def predict(pipe, latents, timestep, embeds, pooled):
-    """The velocity (B, ...) at latents (B, ...) and timesteps (B,)."""
-    return pipe.transformer(
-        hidden_states=latents,
-        timestep=timestep,
-        encoder_hidden_states=embeds,
-        pooled_projections=pooled,
-        return_dict=False,
-    )[0]
+def set_timesteps(pipe, num_inference_steps, image_size):
+    """Set the scheduler's timesteps and sigmas as the pipeline does, on the transformer's device."""
+    from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+    config = pipe.scheduler.config
+    shift = {}
+    if config.use_dynamic_shifting:
+        unit = pipe.vae_scale_factor * pipe.transformer.config.patch_size
+        num_tokens = (image_size[0] // unit) * (image_size[1] // unit)
+        sizes = (config.base_image_seq_len, config.max_image_seq_len)
+        shift["mu"] = calculate_shift(num_tokens, *sizes, config.base_shift, config.max_shift)
+    pipe.scheduler.set_timesteps(num_inference_steps, device=pipe.transformer.device, **shift)
+
+
+def predict(pipe, latents, timestep, embeds, pooled, guidance_scale=1.0, with_autocast=None):
+    """The velocity (B, ...), fp32, at latents (B, ...) and timesteps (B,), of what `encode` returns.
+
+    with_autocast: by default where the transformer's frozen weights are not fp32.
+    """
+    transformer = pipe.transformer
+    dtype = embeds.dtype
+    if with_autocast is None:
+        with_autocast = dtype != torch.float32
+    branches = embeds.shape[1]
+    with torch.autocast(latents.device.type, dtype=torch.bfloat16, enabled=with_autocast):
+        velocity = transformer(
+            hidden_states=torch.cat([latents] * branches).to(dtype),
+            timestep=timestep.repeat(branches),
+            encoder_hidden_states=embeds.transpose(0, 1).flatten(0, 1),  # (branches x B, L, C)
+            pooled_projections=pooled.transpose(0, 1).flatten(0, 1),
+            return_dict=False,
+        )[0]
+    velocity = velocity.float()
+    if branches == 1:
+        return velocity
+    negative, positive = velocity.chunk(2)
+    return negative + guidance_scale * (positive - negative)
 
 
 def sde_step_with_log_prob(scheduler, velocity, i, sample, noise_level, prev_sample=None):
@@ -105,22 +154,31 @@ def sde_step_with_log_prob(scheduler, velocity, i, sample, noise_level, prev_sam
     return prev_sample, log_prob.mean(dim=tuple(range(1, log_prob.ndim)))
 
 
+def clipped_loss(log_prob, old_log_prob, advantages, clip_range):
+    """The loss of B samples (Flow-GRPO, eq. 5) and their ratios (B,)."""
+    ratio = torch.exp(log_prob - old_log_prob)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    return torch.maximum(unclipped, clipped).mean(), ratio
+
+
 @torch.no_grad()
-def sample_batch(pipe, prompts, options, defaults):
+def sample_batch(pipe, prompts, options, args):
     """Sample an image of each of B prompts. Returns the images and what training needs of them, (B, ...) each."""
     scheduler = pipe.scheduler
-    embeds, pooled = encode(pipe, prompts, defaults.max_sequence_length)
-    height, width = defaults.image_size
+    device = pipe.transformer.device
+    embeds, pooled = encode(pipe, prompts, args.max_sequence_length, args.guidance_scale)
+    height, width = args.image_size
     channels = pipe.transformer.config.in_channels
     size = (height // pipe.vae_scale_factor, width // pipe.vae_scale_factor)
-    latents = torch.randn(len(prompts), channels, *size)
-    scheduler.set_timesteps(options.num_inference_steps)
+    latents = torch.randn(len(prompts), channels, *size, device=device)
+    set_timesteps(pipe, options.num_inference_steps, args.image_size)
     all_latents = [latents]
     all_log_probs = []
     for i, t in enumerate(scheduler.timesteps):
-        velocity = predict(pipe, latents, t.expand(len(prompts)), embeds, pooled)
+        velocity = predict(pipe, latents, t.expand(len(prompts)), embeds, pooled, args.guidance_scale)
         if i < options.num_inference_steps - 1:
-            latents, log_prob = sde_step_with_log_prob(scheduler, velocity, i, latents, defaults.noise_level)
+            latents, log_prob = sde_step_with_log_prob(scheduler, velocity, i, latents, args.noise_level)
             all_log_probs.append(log_prob)
         else:
             latents = latents + velocity * (scheduler.sigmas[i + 1] - scheduler.sigmas[i])
@@ -140,55 +198,60 @@ def sample_batch(pipe, prompts, options, defaults):
     return images, sample
 
 
-def rollout(pipe, prompts, options, defaults, executor):
+def score(reward, images, prompts):
+    """A reward of ours of B images: a list of B numbers."""
+    returned = reward(images, prompts, [{} for _ in prompts])
+    return [one["score"] if isinstance(one, dict) else one for one in returned]
+
+
+def rollout(pipe, prompts, options, args, reward, executor):
     """Sample every prompt's image, batch by batch, scored in threads. Returns the samples as one, rewards included."""
     futures = []
     samples = []
     for start in range(0, len(prompts), options.their_batch_size):
         batch = prompts[start : start + options.their_batch_size]
-        images, sample = sample_batch(pipe, batch, options, defaults)
-        futures.append(executor.submit(ocr, images, batch, None))
+        images, sample = sample_batch(pipe, batch, options, args)
+        futures.append(executor.submit(score, reward, images, batch))
         time.sleep(0)  # lets the thread begin
         samples.append(sample)
     rewards = torch.tensor([reward for future in futures for reward in future.result()])  # (N,)
     collated = {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
-    return collated | {"rewards": rewards}
+    return collated | {"rewards": rewards.to(pipe.transformer.device)}
 
 
 def advantages_by_prompt(rewards, prompts):
     """Each reward (N,) less its prompt's mean, over the deviation of all."""
     advantages = torch.empty_like(rewards)
     for prompt in dict.fromkeys(prompts):
-        rows = torch.tensor([i for i, other in enumerate(prompts) if other == prompt])
+        rows = torch.tensor([i for i, other in enumerate(prompts) if other == prompt], device=rewards.device)
         advantages[rows] = rewards[rows] - rewards[rows].mean()
     return advantages / (rewards.std(correction=0) + 1e-4)
 
 
-def train(pipe, parameters, optimizer, samples, options, defaults):
+def train(pipe, parameters, optimizer, samples, options, args):
     """The optimizer steps on a rollout's samples, shuffled. Returns the ratios (B,) of the first pass."""
     num_samples = len(samples["rewards"])
-    order = torch.randperm(num_samples)
+    device = samples["rewards"].device
+    order = torch.randperm(num_samples, device=device)
     samples = {name: values[order] for name, values in samples.items()}
     first_ratios = None
-    for mini_batch in torch.arange(num_samples).chunk(defaults.updates_per_rollout):
+    for mini_batch in torch.arange(num_samples, device=device).chunk(args.updates_per_rollout):
         batches = mini_batch.split(options.their_batch_size)
         num_timesteps = options.num_inference_steps - 1
         for rows in batches:
             sample = {name: values[rows] for name, values in samples.items()}
-            advantages = sample["advantages"].clamp(-defaults.adv_clip_max, defaults.adv_clip_max)
+            advantages = sample["advantages"].clamp(-args.adv_clip_max, args.adv_clip_max)
             for j in range(num_timesteps):
                 x = sample["latents"][:, j]
                 x_next = sample["next_latents"][:, j]
-                velocity = predict(pipe, x, sample["timesteps"][:, j], sample["embeds"], sample["pooled"])
-                _, log_prob = sde_step_with_log_prob(pipe.scheduler, velocity, j, x, defaults.noise_level, x_next)
-                ratio = torch.exp(log_prob - sample["log_probs"][:, j])
-                unclipped_loss = -advantages * ratio
-                clipped_loss = -advantages * ratio.clamp(1 - defaults.clip_range, 1 + defaults.clip_range)
-                loss = torch.maximum(unclipped_loss, clipped_loss).mean()
+                t = sample["timesteps"][:, j]
+                velocity = predict(pipe, x, t, sample["embeds"], sample["pooled"], args.guidance_scale)
+                _, log_prob = sde_step_with_log_prob(pipe.scheduler, velocity, j, x, args.noise_level, x_next)
+                loss, ratio = clipped_loss(log_prob, sample["log_probs"][:, j], advantages, args.clip_range)
                 (loss / (len(batches) * num_timesteps)).backward()
                 if first_ratios is None:
                     first_ratios = ratio.detach()
-        clip_grad_norm_(parameters, defaults.max_grad_norm)
+        clip_grad_norm_(parameters, args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
     return first_ratios
@@ -200,21 +263,23 @@ def run_theirs(options):
     if options.their_products == "ours":
         use_onednn()
     torch.manual_seed(options.seed)
-    defaults = flow_grpo.Args()
-    pipe, parameters = load_pipeline(defaults)
-    optimizer = torch.optim.AdamW(
-        parameters, lr=defaults.learning_rate, weight_decay=defaults.weight_decay, eps=defaults.adam_eps
-    )
-    train_prompts = Path(defaults.train_prompts).read_text().splitlines()
+    args = both_args(options)
+    on_gpu = torch.cuda.is_available()
+    pipe, parameters = load_pipeline(args, torch.device("cuda" if on_gpu else "cpu"))
+    (reward,) = load_rewards(args.reward).values()
+    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    train_prompts = Path(args.train_prompts).read_text().splitlines()
     with ThreadPoolExecutor(max_workers=8) as executor:
         for _ in range(options.steps + 1):
             began = time.perf_counter()
             places = torch.randint(len(train_prompts), (options.num_prompts,)).tolist()
-            prompts = [train_prompts[place] for place in places for _ in range(defaults.group_size)]  # N
-            samples = rollout(pipe, prompts, options, defaults, executor)
+            prompts = [train_prompts[place] for place in places for _ in range(args.group_size)]  # N
+            samples = rollout(pipe, prompts, options, args, reward, executor)
             sampled = time.perf_counter()
             samples["advantages"] = advantages_by_prompt(samples["rewards"], prompts)
-            ratios = train(pipe, parameters, optimizer, samples, options, defaults)
+            ratios = train(pipe, parameters, optimizer, samples, options, args)
+            if on_gpu:
+                torch.cuda.synchronize()
             ended = time.perf_counter()
             told = {
                 "step": ended - began,
@@ -227,11 +292,16 @@ def run_theirs(options):
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
+def both_args(options):
+    """flow_grpo.py's options, as --options changes them."""
+    return parse_args(flow_grpo.Args, flow_grpo.__doc__, shlex.split(options.options))
+
+
 def start_theirs(options, folder, number):
     """Run "theirs" in a process of its own. Returns a dict a step."""
     command = [sys.executable, __file__, "--in_process", "--seed", str(number)]
-    for name in ("num_prompts", "num_inference_steps", "steps", "their_batch_size", "their_products"):
-        command += [f"--{name}", str(getattr(options, name))]
+    for name in ("num_prompts", "num_inference_steps", "steps", "their_batch_size", "their_products", "options"):
+        command.append(f"--{name}={getattr(options, name)}")
     steps = []
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
@@ -251,7 +321,7 @@ def start_ours(options, folder, number):
     command += ["--num_prompts", options.num_prompts, "--micro_batch_size", options.our_batch_size, "--seed", number]
     # two prompts of evaluation, which are not timed
     command += ["--num_steps", options.steps + 1, "--eval_every", 10_000, "--max_prompts", 2]
-    command += shlex.split(options.our_options)
+    command += shlex.split(options.options) + shlex.split(options.our_options)
     subprocess.run([*map(str, command)], cwd=folder, check=True, stdout=sys.stderr)
     lines = (Path(folder) / "runs" / name / "metrics.jsonl").read_text().splitlines()
     steps = []
@@ -279,14 +349,15 @@ def main(options):
             for side in sides:
                 runs[side].append(medians(starters[side](options, folder, number)))
 
-    num_images = options.num_prompts * flow_grpo.Args.group_size
+    args = both_args(options)
+    num_images = options.num_prompts * args.group_size
     cores = len(os.sched_getaffinity(0))
     print(
         f"\n{num_images} images, {options.num_inference_steps} sampling steps, all but the last trained, "
-        f"{flow_grpo.Args.updates_per_rollout} optimizer steps; cores: {cores}; seconds, medians of {options.pairs} "
+        f"{args.updates_per_rollout} optimizer steps; cores: {cores}; seconds, medians of {options.pairs} "
         f"runs of {options.steps} steps; images at once: ours {options.our_batch_size} on {options.our_ranks} rank(s), "
         f"theirs {options.their_batch_size}; their matrix products: {options.their_products}; "
-        f"further options of ours: {options.our_options or 'none'}\n"
+        f"further options: {options.options or 'none'}; of ours: {options.our_options or 'none'}\n"
     )
     print("| phase |", " | ".join(sides), "| ours / theirs, median of pairs |")
     print("|---" * (len(sides) + 2) + "|")
@@ -299,14 +370,15 @@ def main(options):
         print(f"| {phase} |", " | ".join(cells), f"| {ratio} |")
 
 
-def parse_options():
+def parse_options(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3, help="runs of each side, in turn")
     parser.add_argument("--steps", type=int, default=2, help="steps of a run that are counted, after the first")
     parser.add_argument("--num_prompts", type=int, default=32, help="of a rollout, with 8 images each")
     parser.add_argument("--num_inference_steps", type=int, default=10, help="sampling steps, all but the last trained")
     parser.add_argument("--our_ranks", type=int, default=1, help="ranks that share ours")
-    parser.add_argument("--our_options", default="", help="further options of flow_grpo.py")
+    parser.add_argument("--options", default="", help="options of flow_grpo.py, for both; one reward")
+    parser.add_argument("--our_options", default="", help="further options of flow_grpo.py, for ours")
     parser.add_argument("--our_batch_size", type=int, default=64, help="--micro_batch_size of flow_grpo.py")
     parser.add_argument("--their_batch_size", type=int, default=64, help="images of a sampling and of a training batch")
     parser.add_argument("--their_products", choices=["torch", "ours"], default="torch", help="fp32 matrix products")
@@ -314,7 +386,7 @@ def parse_options():
     parser.add_argument("--short", action="store_true", help="4 prompts, one pair, one step")
     parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--in_process", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.short:
         options.num_prompts = 4
         options.pairs = 1

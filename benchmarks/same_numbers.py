@@ -1,12 +1,12 @@
 """Do two commits compute the same? Runs all five scripts at both and compares metrics and adapters.
 
-    python benchmarks/same_numbers.py addf11e HEAD --work /tmp/same
+    python benchmarks/same_numbers.py HEAD~1 HEAD --work /tmp/same
 
 Each script runs 5 steps at its defaults with `--rollout local` (dpo_offline.py on pairs of 64 prompts), and again on
 two ranks with a KL to the reference and averaged weights. Every metric except times and memory, and every tensor of the
 saved adapter, must be equal to the bit. The scripts that have an engine run 2 steps with `--rollout vllm`, which must
-be equal to 1e-6. A metric or a tensor that only one commit has is a failure, unless a table below says why. A finished
-run in the work folder is not made again.
+be equal to 1e-6. A metric or a tensor that only one commit has is a failure. A finished run in the work folder is not
+made again.
 """
 
 import argparse
@@ -26,23 +26,9 @@ SCRIPTS = ("flow_grpo", "grpo_guard", "mix_grpo", "dpo_offline", "diffusion_nft"
 KL_COEF = {"diffusion_nft": 1e-4, "dpo_offline": None}  # offline DPO has no such term
 ENGINE_TOLERANCE = 1e-6
 
-# ---- what differs between addf11e and today, with the reason ---------------------------------------------------------
-# metrics: {name at addf11e: name today}, where two things shared a name
-RENAMED: dict[str, str] = {}
-REMOVED: tuple[str, ...] = ()  # metrics that only addf11e logs
-NEW: tuple[str, ...] = ()  # metrics that only today's scripts log
-# options: {name at addf11e: name today}. `drift` is now images against step 0, `mismatch` engine against trainer
-RENAMED_OPTIONS = {"--max_velocity_drift": "--max_velocity_mismatch"}
-# metrics whose sums today's scripts take in another order, of fp64: {first letters of the name: largest difference}
-REORDERED = {
-    "critic/advantages/": 1e-12,  # eq. 4 subtracts a group's mean at once; addf11e subtracted one of its rewards first
-    "actor/loss": 1e-15,  # follows the advantages where its terms cancel, as grpo_guard.py's do
-    "critic/diversity": 1e-15,  # each rank measures the groups it holds, and ranks add up their sums
-}
-
 
 def settings():
-    """Yields (script, name of the setting, ranks, options as today, tolerance)."""
+    """Yields (script, name of the setting, ranks, options, tolerance)."""
     for script in SCRIPTS:
         local = ["--num_pair_prompts", "64"] if script == "dpo_offline" else ["--rollout", "local"]
         yield script, "defaults", 1, [*local, "--num_steps", "5"], 0.0
@@ -64,20 +50,13 @@ def check_out(commit, work):
     return folder
 
 
-def as_named_in(tree, script, options):
-    """The options under the names that the script of this work tree has for them."""
-    source = (tree / f"{script}.py").read_text() + (tree / "common" / "options.py").read_text()
-    old_names = {new: old for old, new in RENAMED_OPTIONS.items() if f"    {new[2:]}: " not in source}
-    return [old_names.get(option, option) for option in options]
-
-
 def run(tree, script, setting, ranks, options):
     """The folder of the finished run."""
     name = f"{script}-{setting}"
     folder = tree / "runs" / name
     if not (folder / "adapter").exists():
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        command += [f"{script}.py", "--name", name, *as_named_in(tree, script, options)]
+        command += [f"{script}.py", "--name", name, *options]
         print(f"{tree.name}: {script}.py {' '.join(options)} on {ranks} rank(s)", flush=True)
         done = subprocess.run(command, cwd=tree, capture_output=True)
         if done.returncode:
@@ -104,12 +83,6 @@ def strengths(adapter):
 
 
 # ---- the comparison --------------------------------------------------------------------------------------------------
-def matched(before, after):
-    """Both sides' metrics under today's names, without those that the tables leave out."""
-    renamed = {(step, RENAMED.get(name, name)): value for (step, name), value in before.items() if name not in REMOVED}
-    return renamed, {key: value for key, value in after.items() if key[1] not in NEW}
-
-
 def difference(first, second):
     """The largest absolute difference of two numbers or tensors; inf where one is NaN or of another shape."""
     first, second = (torch.as_tensor(value, dtype=torch.float64) for value in (first, second))
@@ -117,12 +90,6 @@ def difference(first, second):
         return math.inf
     largest = (first - second).abs().max().item()
     return math.inf if math.isnan(largest) else largest
-
-
-def reordered(key):
-    """How far two sums of the same terms may be apart. `key` is a metric's (step, name) or a tensor's name."""
-    name = key[1] if isinstance(key, tuple) else ""
-    return max((allowed for first, allowed in REORDERED.items() if name.startswith(first)), default=0.0)
 
 
 def compare(before, after, tolerance):
@@ -133,7 +100,7 @@ def compare(before, after, tolerance):
     for key in before.keys() & after.keys():
         found = difference(before[key], after[key])
         worst = max(worst, found)
-        if found > max(tolerance, reordered(key)):
+        if found > tolerance:
             faults.append(f"{key}: {found:.2g} apart")
     return worst, faults
 
@@ -152,7 +119,7 @@ def main():
     print("|---|---|---|---|---|---|---|")
     for script, setting, ranks, arguments, tolerance in settings():
         folders = [run(tree, script, setting, ranks, arguments) for tree in trees]
-        numbers = matched(*map(metrics, folders))
+        numbers = [metrics(folder) for folder in folders]
         adapters = [strengths(folder / "adapter") for folder in folders]
         of_metrics, faults = compare(*numbers, tolerance)
         of_adapters, more_faults = compare(*adapters, tolerance)

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.cpu import repair_torchvision
-from common.models.family import family_class
+from common.models.loading import family_class
 from common.options import SharedArgs
 from common.plan import needs
 from common.plan.memory import Blueprint

@@ -39,9 +39,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import run as runs
+from common.command_line import parse_args
 from common.distributed import on_rank_0
 from common.engine.client import VLLMEngine
-from common.options import parse_args
 
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
@@ -393,11 +393,20 @@ def covered(intervals):
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
+def measured_rows(meter, folder):
+    """The lines of a run's metrics.jsonl that count. The program ends where there are none, as a signal stopped it."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    measured = [row for row in rows if row["training/global_step"] in meter.measured_steps()]
+    if not measured:
+        last = rows[-1]["training/global_step"] if rows else 0
+        raise SystemExit(f"throughput.py: error: the run stopped after step {last}: no step that counts was finished")
+    return measured
+
+
 def summarize(meter, folder, args, command):
-    """The figures of a finished run, for JSON."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = list(meter.measured_steps())
-    rows = [line for line in lines if line["training/global_step"] in steps]
+    """The figures of a run, for JSON."""
+    rows = measured_rows(meter, folder)
+    steps = [row["training/global_step"] for row in rows]
     images = round(rows[0]["perf/throughput"] * rows[0]["timing_s/step"]) * int(os.environ["WORLD_SIZE"])
     flops, vae_flops = meter.flops(getattr(torch, args.dtype))
     rate = max(meter.matrix_rates)
@@ -427,10 +436,13 @@ def summarize(meter, folder, args, command):
         phase["images_per_s"] = images / phase["s"] if phase["s"] else math.inf
         phase["tflop_per_s"] = phase["tflop"] / phase["s"] if phase["s"] else 0.0
         phase["share_of_matrix_rate"] = phase["tflop_per_s"] * 1e12 / rate
+    shares = {}  # of a run on a GPU that was stopped: its last step would have had the clocks
+    if meter.shares:
+        shares = {kind: statistics.median(step[kind] for step in meter.shares) for kind in meter.shares[0]}
     git = subprocess.run("git rev-parse --short HEAD", shell=True, cwd=ROOT, capture_output=True, text=True)
     return {
         "command": command,
-        "commit": git.stdout.strip(),
+        "commit": git.stdout.strip() or "unknown",
         "machine": describe_machine(),
         "torch": torch.__version__,
         "ranks": int(os.environ["WORLD_SIZE"]),
@@ -439,7 +451,7 @@ def summarize(meter, folder, args, command):
         "matrix_tflop_per_s": [measured / 1e12 for measured in meter.matrix_rates],
         "phases": phases,
         "image_passes": meter.image_passes(steps[-1]),
-        "shares": {kind: statistics.median(shares[kind] for shares in meter.shares) for kind in meter.shares[0]},
+        "shares": shares,
         "peak_gb": max(meter.memory_gb.values()),
         "peak_gb_by_phase": meter.memory_gb,
         "peak_reserved_gb": meter.reserved_gb,
@@ -470,7 +482,8 @@ def as_table(figures):
         cpu = f"{phase['cpu_s']:.3f}" if phase["cpu_s"] else "-"
         lines.append(f"| {name} | {phase['s']:.3f} | {cpu} | {per_second} | {rate} | {phase['peak_gb']:.2f} |")
     shares = [f"{kind} {share:.1%}" for kind, share in figures["shares"].items()]
-    lines += ["", f"Shares of a step: {', '.join(shares)}."]
+    if shares:
+        lines += ["", f"Shares of a step: {', '.join(shares)}."]
     if figures["device_gb"]:
         reserved = f"{figures['peak_reserved_gb']:.1f} GB reserved by rank 0's process"
         lines.append(f"At most {reserved}, {figures['device_gb']:.1f} GB in use on its GPU after a phase.")
@@ -487,7 +500,7 @@ def main():
     script = importlib.import_module(ours.script.removesuffix(".py"))
     defaults = ["--name", f"throughput-{script.__name__}", "--num_steps", "4", "--eval_every", "1000000"]
     defaults += ["--eval_num_inference_steps", "2"]
-    with runs.one_line():
+    with runs.friendly_errors():
         args = script.check(parse_args(script.Args, __doc__, [*defaults, *options]))  # the last one of an option counts
         if args.num_steps < 3:
             raise ValueError(f"--num_steps {args.num_steps}: must be at least 3: one warms up, one is for the clocks")

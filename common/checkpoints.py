@@ -3,8 +3,6 @@
 At the end: files that a kill leaves complete, and the lock that keeps a second process out of a run's folder.
 """
 
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -21,8 +19,10 @@ from common.errors import NothingBegun, RunError, brief, reason
 from common.process import say
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+FORMAT = 2  # of args.json and of checkpoints; a file of another format is refused (common/resuming.py)
 IS_FOLDER = 0x10  # the bit of a zip record's attributes that marks a folder
 
 
@@ -139,19 +139,14 @@ def check_archive(path: Path | str) -> None:
 def check_unchanged(run: Path, checkpoint: Path | None) -> None:
     """Raises NothingBegun where another process has saved in `run` since `checkpoint` was chosen to resume from.
 
-    Call it under the run's lock: nobody else can save any more. A bad newer checkpoint was passed over in the choice.
+    Call it under the run's lock: nobody else can save any more.
     """
-    chosen = -1
-    if checkpoint is not None and Path(checkpoint).is_relative_to(run):
-        chosen = checkpoint_step(checkpoint)
-    newer = []
+    chosen = checkpoint_step(checkpoint) if checkpoint and Path(checkpoint).is_relative_to(run) else -1
     for path in saved_checkpoints(run):
-        with suppress(ValueError):  # of a bad one
-            if checkpoint_step(path) > chosen:
+        if checkpoint_step(path) > chosen:
+            with suppress(ValueError):  # a bad one, which was passed over in the choice
                 load_checkpoint(path)
-                newer.append(path)
-    if newer:
-        raise NothingBegun(f"{run} was written to while this run was starting: give the same command again")
+                raise NothingBegun(f"{run} was written to while this run was starting: give the same command again")
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -200,40 +195,33 @@ def sync(path: Path) -> None:
 
 
 # ---- the run's lock --------------------------------------------------------------------------------------------------
-LOCK_FILE = ".lock"
-_held: dict[Path, int] = {}  # {path: descriptor of the open file that holds its lock}
+_locks: dict[Path, FileLock] = {}  # of the run folders that this process holds
 
 
 def lock_run(folder: Path | str) -> None:
     """Take the run folder for this process, until it ends. Rank 0 does it, for all ranks.
 
-    The lock is the operating system's, on runs/<name>/.lock: it goes with the process, and holds on a shared file
-    system that knows locks; where there are none, a line says so.
+    The lock is the operating system's (flock), on runs/<name>/.lock: it goes with the process, and holds on a shared
+    file system that knows locks; where there are none, a line says so. .lock_holder.json beside it says who holds it.
 
     Raises:
         NothingBegun: another process holds it; the line names it.
     """
-    path = Path(folder).resolve() / LOCK_FILE
-    if not on_rank_0() or path in _held:
+    path = Path(folder).resolve()
+    if not on_rank_0() or path in _locks:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    path.mkdir(parents=True, exist_ok=True)
+    holder_file = path / ".lock_holder.json"
+    lock = FileLock(path / ".lock", timeout=0, fallback_to_soft=False)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            say(f"{path.parent} cannot be locked ({error.strerror}): make sure yourself that no other run writes to it")
-            return
+        lock.acquire()
+    except Timeout:
+        holder = holder_file.read_text(errors="replace").strip() if holder_file.is_file() else "unknown"
         advice = "wait for it, or end it, or choose another --name"
         raise NothingBegun(f"{folder} is being written by another process ({holder}): {advice}") from None
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    record = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-    try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps(record).encode() + b"\n")
-    except OSError:  # a full disk
-        os.close(descriptor)
-        raise
-    _held[path] = descriptor
+    except (OSError, NotImplementedError) as error:
+        say(f"{path} cannot be locked ({error}): make sure yourself that no other run writes to it")
+        return
+    record = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    holder_file.write_text(json.dumps(record) + "\n")
+    _locks[path] = lock

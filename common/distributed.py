@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TypeVar
 
+from common.cpu import prepare_cpu
 from common.process import end_with_parent
+from common.ranks import allow_connections
 
 import numpy as np
 import torch
@@ -59,8 +61,6 @@ def setup_distributed(shard_ranks: int = 0, cpu_threads: int = 0) -> torch.devic
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     if launched_world_size() > 1:
-        from common.ranks import allow_connections
-
         allow_connections(launched_world_size())
     timeout = timedelta(hours=1)  # loading, an engine's start, prompts or pairs; Run shortens it when training begins
     chosen = int(os.environ.get("OMP_NUM_THREADS", "1"))  # torchrun says 1 where nobody has
@@ -68,17 +68,15 @@ def setup_distributed(shard_ranks: int = 0, cpu_threads: int = 0) -> torch.devic
     # `torchrun --max_restarts` keeps its store, in which a rank would find where the others listened before the restart
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    world: dict = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
-    device = torch.device("cpu")
     if torch.cuda.is_available():
         use_own_gpu()
-        dist.init_process_group("cpu:gloo,cuda:nccl", **world)
         device = torch.device("cuda", torch.cuda.current_device())
+        backend = "cpu:gloo,cuda:nccl"
     else:
-        from common.cpu import prepare_cpu  # a GPU needs none of it
-
         prepare_cpu()
-        dist.init_process_group("gloo", **world)
+        device = torch.device("cpu")
+        backend = "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     sizes = sorted(set(gather_objects(int(os.environ["LOCAL_WORLD_SIZE"]))))
     if len(sizes) > 1 and not shard_ranks:  # meshes by each rank's own node would wait for each other in step 1
         raise ValueError(f"--shard_ranks 0: nodes have {sizes} ranks: make them equal, or pass {math.gcd(*sizes)}")
@@ -184,3 +182,13 @@ def rng_states() -> dict:
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
+
+
+def restore_rng_states(states: dict) -> None:
+    """Undo what was drawn since rng_states(); a GPU's state does nothing on a machine without one."""
+    algorithm, keys, *position = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *position))  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,58 +1,39 @@
-"""--help and docs/options.md: the options of a script, from the fields, comments and docstrings of its Args."""
+"""The short --help of a script: its header, and the options that people set first. --help_all is tyro's own."""
 
 import ast
 import inspect
-import re
 import textwrap
-from dataclasses import MISSING, fields
+from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).parents[1]
 
-# the options that people set first, for --help; --help_all shows the others
+# the options that people set first
 FIRST = (
     *("name", "model", "image_size", "train_prompts", "eval_prompts", "pairs", "reward", "rollout"),
     *("num_steps", "num_prompts", "group_size", "learning_rate"),
 )
 
 
-class Option(NamedTuple):
-    """An option as --help shows it."""
-
-    group: str
-    values: str  # "INT", "vllm|local", "STR ..."
-    default: str
-    help: str
-
-
-def read_options(args_class: type) -> dict[str, Option]:
-    """The options of a dataclass by name, from its fields and from the comments and docstrings of its source."""
-    hints = get_type_hints(args_class)
-    groups: dict[str, str] = {}
-    texts: dict[str, str] = {}
+def read_docstrings(args_class: type) -> dict[str, str]:
+    """{name: docstring} of a dataclass's options, from the source of the class and of its bases."""
+    found = {}
     for part in reversed(args_class.__mro__[:-1]):
-        source = textwrap.dedent(inspect.getsource(part))
-        lines = source.splitlines()
-        (class_node,) = ast.parse(source).body
+        (class_node,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
         assert isinstance(class_node, ast.ClassDef)
-        for statement, below in zip(class_node.body, [*class_node.body[1:], None], strict=True):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                titles = re.findall(r"^    # ---- (\w+)$", "\n".join(lines[: statement.lineno]), re.MULTILINE)
-                groups[statement.target.id] = titles[-1] if titles else "algorithm"
-                if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                    texts[statement.target.id] = " ".join(str(below.value.value).split())
-    options = {}
-    for field in fields(args_class):
-        default = "" if field.default is MISSING else _shown(field.default)
-        values = _values(hints[field.name])
-        options[field.name] = Option(groups[field.name], values, default, texts.get(field.name, ""))
-    return options
+        for statement, below in pairwise(class_node.body):
+            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+                continue
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                found[statement.target.id] = " ".join(str(below.value.value).split())
+    return found
 
 
 def _values(hint: type) -> str:
-    """A type hint as --help shows it: INT, FLOAT FLOAT, STR ..., True|False, or the choices."""
+    """A type hint as --help shows it: INT, FLOAT FLOAT, STR ..., or the choices."""
     parts = [part for part in get_args(hint) if part is not NoneType]
     if get_origin(hint) is Literal:
         return "|".join(map(str, parts))
@@ -60,7 +41,7 @@ def _values(hint: type) -> str:
         return "|".join(map(_values, parts))
     if get_origin(hint) is tuple:
         return f"{_values(parts[0])} ..." if parts[-1] is Ellipsis else " ".join(map(_values, parts))
-    return "True|False" if hint is bool else str(getattr(hint, "__name__", hint)).upper()
+    return str(getattr(hint, "__name__", hint)).upper()
 
 
 def _shown(default: tuple | str | float | None) -> str:
@@ -70,27 +51,15 @@ def _shown(default: tuple | str | float | None) -> str:
     return str(default).replace(f"{ROOT}/", "")
 
 
-def help_text(args_class: type, description: str, *, first_only: bool) -> str:
-    """The text of --help: the script's header and its options, one below the other."""
-    options = read_options(args_class)
+def help_text(args_class: type, description: str) -> str:
+    """The text of --help: the script's header and the options of FIRST that it has, one below the other."""
+    hints = get_type_hints(args_class)
+    texts = read_docstrings(args_class)
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(args_class)}
     lines = [description.strip(), ""]
-    group = ""
-    order = [name for name in FIRST if name in options]
-    if not first_only:
-        order = sorted(options, key=lambda name: list(_groups(options)).index(options[name].group))
-    for name in order:
-        option = options[name]
-        if not first_only and option.group != group:
-            group = option.group
-            lines += [f"---- {group}", ""]
-        lines.append(f"--{name} {option.values}  (default: {option.default})")
-        lines += [*textwrap.wrap(option.help, 100, initial_indent="    ", subsequent_indent="    "), ""]
-    if first_only:
-        lines.append(f"--help_all shows all {len(options)} options.")
+    for name in FIRST:
+        if name in defaults:
+            lines.append(f"--{name} {_values(hints[name])}  (default: {_shown(defaults[name])})")
+            lines += [*textwrap.wrap(texts[name], 100, initial_indent="    ", subsequent_indent="    "), ""]
+    lines.append(f"--help_all shows all {len(defaults)} options.")
     return "\n".join(lines)
-
-
-def _groups(options: dict[str, Option]) -> dict[str, None]:
-    """The groups of --help_all in the order of the five scripts' titles."""
-    usual = ("run", "model", "policy", "data", "reward", "rollout", "algorithm", "optimization", "evaluation")
-    return dict.fromkeys([*usual, *(option.group for option in options.values())])

@@ -4,24 +4,17 @@ import json
 import os
 import re
 import sys
-from dataclasses import MISSING, Field, replace
+from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.checkpoints import load_checkpoint, saved_checkpoints
 from common.errors import refusing
 from common.process import say
-from common.resuming import (
-    EXPECTED_TO_DIFFER,
-    SCALES,
-    find_checkpoint,
-    options_today,
-    resumed_guidance,
-    saved_options,
-)
+from common.resuming import EXPECTED_TO_DIFFER, check_format, find_checkpoint, saved_options
 
 if TYPE_CHECKING:
-    from common.options import ArgsClass, SharedArgs
+    from common.options import SharedArgs
 
 # what other trainers call our options
 OTHER_NAMES = {
@@ -71,7 +64,7 @@ def words_of_file(argv: list[str], fields: dict[str, Field]) -> list[str]:
     names and values.
 
     Raises:
-        ValueError: naming the file: it cannot be read, or has an option that the script has not.
+        ValueError: naming the file: it cannot be read, has an option that the script has not, or is another version's.
     """
     suggest(argv, fields)
     named = [word.partition("=")[2] for word in argv if word.startswith("--args=")]
@@ -94,7 +87,8 @@ def words_of_file(argv: list[str], fields: dict[str, Field]) -> list[str]:
             if script and script[0] != Path(sys.argv[0]).name != "plan.py":
                 told = "options such as clip_range may have other units there"
                 say(f"--args {path}: a run of {script[0]} wrote it; {told}")
-            given = {name: value for name, value in options_today(given).items() if name not in OF_ONE_START}
+            check_format(given, "the file")
+            given = {name: value for name, value in given["args"].items() if name not in OF_ONE_START}
         unknown = [name for name in given if name not in fields]
         if unknown:
             raise ValueError(f"no such option: {', '.join(unknown)}; take it out of the file")
@@ -129,16 +123,3 @@ def defaults_of_checkpoint(args: "SharedArgs") -> dict[str, Any]:
             left_out += OF_ITS_RANKS
         return {name: value for name, value in saved.items() if name not in left_out}
     return {}
-
-
-def as_resumed(args: "ArgsClass") -> "ArgsClass":
-    """The options of a run that resumes, with the guidance scales that its checkpoint had where those were 0.1.0's.
-
-    Raises:
-        ValueError: there is no good checkpoint.
-    """
-    scales = [vars(args).get(name) or 1.0 for name in SCALES]
-    if max(scales) <= 1:  # guidance was off, which meant the same
-        return args
-    checkpoint = find_checkpoint(args.run_folder if args.resume == "latest" else str(args.resume))
-    return replace(args, **resumed_guidance(checkpoint, vars(args))) if checkpoint else args

@@ -1,20 +1,12 @@
-"""The options that all five scripts share, the bounds of an option's value, and the command line.
+"""The options that all five scripts share, and the bounds of an option's value.
 
-An option is a dataclass field with its docstring below it; a comment `# ---- run` begins a group of --help_all. Bounds
-stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`, and `check_options` holds every option
-against its own.
+An option is a dataclass field with its docstring below it; a comment `# ---- run` begins a group of docs/options.md.
+Bounds stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`; common/command_line.py checks them.
 """
 
-import math
-import os
-import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self, TypeVar, get_args, get_type_hints
-
-from common.process import say
-
-import tyro
+from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -147,6 +139,10 @@ class SharedArgs:
     mask gives the image its group's mean score and advantage 0, and counts it. A lost server always ends the run"""
 
     # ---- optimization
+    num_steps: NonNegativeInt = 30
+    """training steps of the run"""
+    micro_batch_size: NonNegativeInt = 64
+    """images per pass on a rank; 0: what fits on a GPU"""
     lr_warmup_steps: NonNegativeInt = 0
     """optimizer steps over which the learning rate rises to learning_rate"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -195,8 +191,10 @@ class SharedArgs:
     @property
     def for_evaluation(self) -> Self:
         """These options with the evaluation's steps, size and guidance in the place of the rollouts'."""
-        changes: dict = {"num_inference_steps": self.eval_num_inference_steps}
-        changes["image_size"] = self.eval_image_size or self.image_size
+        changes: dict = {
+            "num_inference_steps": self.eval_num_inference_steps,
+            "image_size": self.eval_image_size or self.image_size,
+        }
         if self.eval_guidance_scale is not None and hasattr(self, "guidance_scale"):
             changes["guidance_scale"] = self.eval_guidance_scale
         return replace(self, **changes)
@@ -209,12 +207,15 @@ class SharedArgs:
         from torch.optim import SGD
         from transformers import get_scheduler  # slow
 
-        options = vars(self)  # which are the script's
-        updates_per_step = options.get("updates_per_rollout", 1) * options.get("epochs_per_rollout", 1)
-        num_updates = options["num_steps"] * updates_per_step
-        # its factor is 0 at the step behind the last one
-        counts = {"num_warmup_steps": self.lr_warmup_steps, "num_training_steps": num_updates + 1}
-        schedule = get_scheduler(self.lr_schedule, SGD([zeros(1)]), **counts)
+        # offline DPO takes one optimizer step per training step
+        updates_per_step = getattr(self, "updates_per_rollout", 1) * getattr(self, "epochs_per_rollout", 1)
+        num_updates = self.num_steps * updates_per_step
+        schedule = get_scheduler(
+            self.lr_schedule,
+            SGD([zeros(1)]),
+            num_warmup_steps=self.lr_warmup_steps,
+            num_training_steps=num_updates + 1,  # its factor is 0 at the step behind the last one
+        )
         return schedule.lr_lambdas[0](min(k, num_updates))
 
     @property
@@ -263,109 +264,3 @@ class RatioArgs(EngineArgs):
 
 
 ArgsClass = TypeVar("ArgsClass", bound=SharedArgs)
-
-
-# ---- checks ----------------------------------------------------------------------------------------------------------
-def check_options(args: SharedArgs) -> None:
-    """Hold every option against its bound, and those that belong together against each other.
-
-    Raises:
-        ValueError: in one line that names the option, its value and what it must be.
-    """
-    if args.stop_if:
-        from common.stop_rules import check_stop_rules  # only runs with --stop_if need it
-
-        check_stop_rules(args.stop_if, (*args.reward, *args.eval_reward), args.eval_images_per_prompt, args.eval_by)
-    if args.track:
-        from common.tracking import check_tracker  # only runs with --track need it
-
-        check_tracker(args.track)
-    if args.profile_steps:
-        from common.profiling import traced_steps  # only runs with --profile_steps need it
-
-        traced_steps(args.profile_steps, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    if args.attention != "native":
-        from common.weights.attention import check_attention  # torch's own needs none of it
-
-        check_attention(args.attention, args.model, args.dtype)
-    ranks_of_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if args.shard_ranks and ranks_of_a_node % args.shard_ranks:
-        raise ValueError(f"--shard_ranks {args.shard_ranks}: does not divide the {ranks_of_a_node} ranks of a node")
-    name = args.name
-    if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 200:
-        raise ValueError(f"--name {name}: must be the name of one folder, of at most 200 bytes")
-    if isinstance(args, EngineArgs) and args.rollout == "local":
-        if args.engine_devices:
-            devices = " ".join(map(str, args.engine_devices))
-            raise ValueError(f"--engine_devices {devices}: with --rollout local there is no engine")
-        if args.engine_tensor_parallel > 1:
-            workers = args.engine_tensor_parallel
-            raise ValueError(f"--engine_tensor_parallel {workers}: with --rollout local there is no engine")
-    if isinstance(args, RatioArgs) and args.rollout_correction != "none":
-        compares = args.rollout == "vllm" and args.old_log_prob == "recompute"
-        if not compares:
-            raise ValueError("--rollout_correction: needs --rollout vllm and --old_log_prob recompute")
-    for name, hint in get_type_hints(type(args), include_extras=True).items():
-        _check_bounds(name, getattr(args, name), _bounds(hint))
-    if args.eval_guidance_scale not in (None, 1) and not hasattr(args, "guidance_scale"):
-        raise ValueError(f"--eval_guidance_scale {args.eval_guidance_scale:g}: this script has no guidance")
-
-
-def _check_bounds(name: str, given: tuple | float | None, bounds: list[Bound]) -> None:
-    """Raises ValueError where the value of option `name`, or one of its values, is out of bounds."""
-    for value in given if isinstance(given, tuple) else (given,):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"--{name} {value}: must be a finite number")
-        for bound in bounds:
-            if value is not None and not bound.holds(value):
-                raise ValueError(f"--{name} {value}: must be {bound}")
-
-
-def _bounds(hint: type) -> list[Bound]:
-    """The bounds in a type hint, such as that in `PositiveFloat | None`."""
-    bounds = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Bound)]
-    for part in get_args(hint):
-        bounds += _bounds(part)
-    return bounds
-
-
-# ---- the command line ------------------------------------------------------------------------------------------------
-def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | None = None) -> ArgsClass:
-    """The options from the command line, within their bounds; the script's first line goes to the screen.
-
-    Those not given come from the file of --args or, with --eval_only or --resume latest, from the checkpoint. --help
-    prints the options that people set first, --help_all all of them; both exit.
-
-    Raises:
-        ValueError: an option is out of bounds, or there is no good file or checkpoint to take options from.
-    """
-    argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help", "--help_all"} & set(argv):
-        from common.help import help_text  # a run needs none of it
-
-        print(help_text(args_class, description, first_only="--help_all" not in argv))
-        raise SystemExit(0)
-    known = {field.name: field for field in fields(args_class)}
-    typed = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    followed = zip(argv, [*argv[1:], "--"], strict=False)  # argv may be empty
-    is_bare = any(word[:2] == following[:2] == "--" and "=" not in word for word, following in followed)
-    if is_bare or "args" in typed or typed - set(known):
-        from common.option_files import words_of_file  # only these command lines need it
-
-        argv = words_of_file(argv, known) + argv
-    args = _parse(args_class, argv, {})
-    say(f"{args.run_folder}: checking options and files")
-    if args.resume:
-        from common.option_files import as_resumed, defaults_of_checkpoint  # nor does a new run
-
-        args = as_resumed(_parse(args_class, argv, defaults_of_checkpoint(args)))
-    check_options(args)
-    return args
-
-
-def _parse(args_class: type[ArgsClass], argv: list[str], defaults: dict) -> ArgsClass:
-    """The options from `argv`, with other defaults than the fields' where `defaults` has them, by name."""
-    known = {field.name for field in fields(args_class)}
-    default = args_class(**{name: value for name, value in defaults.items() if name in known})
-    config = (tyro.conf.FlagConversionOff,)
-    return tyro.cli(args_class, args=argv, default=default, use_underscores=True, config=config, add_help=False)

@@ -1,13 +1,13 @@
 """What a resumed run does with what an earlier one left: checkpoint, options, log, best score and random states."""
 
 import json
-import random
 import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from common.checkpoints import (
+    FORMAT,
     atomic_file,
     checkpoint_step,
     load_checkpoint,
@@ -17,15 +17,10 @@ from common.checkpoints import (
 )
 from common.distributed import on_rank_0
 from common.errors import UNREADABLE, RunError, brief, refusing
-from common.models.family import family_class
 from common.process import say
-
-import numpy as np
-import torch
 
 # what every script saves, and resumes from
 STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
-SCALES = ("guidance_scale", "eval_guidance_scale")
 # options that may differ between a checkpoint and the run that resumes from it without a word
 EXPECTED_TO_DIFFER = (
     *("name", "output_dir", "args", "resume", "eval_only"),
@@ -71,7 +66,7 @@ def checkpoint_of(path: Path | str) -> Path | None:
     """The checkpoint that find_checkpoint finds. It must be of this script.
 
     Raises:
-        ValueError: as find_checkpoint; or another script, or none, wrote it.
+        ValueError: as find_checkpoint; or another script, none, or a version with another format wrote it.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
@@ -80,6 +75,7 @@ def checkpoint_of(path: Path | str) -> Path | None:
     written_by, state = read_checkpoint(checkpoint)
     if written_by != script:
         raise ValueError(brief(f"--resume: {checkpoint} was written by {written_by}.py, not by {script}.py"))
+    check_format(state, f"--resume: {checkpoint}")
     wrong = [name for name, kind in STATE.items() if not isinstance(state.get(name), kind)]
     if wrong:
         raise ValueError(brief(f"--resume: {checkpoint} is no run's: `{wrong[0]}` is missing or of another type"))
@@ -91,61 +87,25 @@ def checkpoint_of(path: Path | str) -> Path | None:
 def saved_options(resume: str) -> dict:
     """{name: value} of the options of the run that wrote the checkpoint of --resume, a file or a run folder.
 
-    As they would be given today (`options_today`).
-
     Raises:
         ValueError: there is no good checkpoint, or it is of another script.
     """
     checkpoint = checkpoint_of(resume)
     if checkpoint is None:
         raise ValueError(brief(f"--resume {resume}: no checkpoint there"))
-    return options_today(load_checkpoint(checkpoint))
+    return dict(load_checkpoint(checkpoint)["args"])
+
+
+def check_format(record: dict[str, Any], source: Path | str) -> None:
+    """Raises ValueError where a version whose files have another format wrote this args.json or checkpoint."""
+    if record.get("format") != FORMAT:
+        fault = f"its format is {record.get('format')}, and this version reads format {FORMAT}"
+        raise ValueError(brief(f"{source} was written by another version of CleanFlow: {fault}"))
 
 
 def newest_record(run: Path) -> Path:
     """The file with a run's options: args.json or, of a resumed run, the args_step_000030.json of the highest step."""
     return [run / "args.json", *sorted(run.glob("args_step_*.json"))][-1]
-
-
-# ---- guidance scales of 0.1.0, where Z-Image's g acted like g + 1 of today -------------------------------------------
-def options_today(record: dict[str, Any]) -> dict[str, Any]:
-    """{name: value} of a record's options, as they would be given today: guidance scales that mean what they meant to
-    the run, traced steps as texts, and the engine's sleep under its name of today.
-
-    Raises:
-        ValueError: the record is of 0.1.0, and its model is not there any more.
-    """
-    options = dict(record["args"])
-    if "format" in record:
-        return options
-    if options.get("profile_steps"):
-        options["profile_steps"] = [str(step) for step in options["profile_steps"]]
-    if options.pop("engine_sleep", False):
-        options["engine_with"] = ["sleep"]
-    if "model" not in options:
-        return options
-    for name in SCALES:
-        scale = options.get(name)
-        if scale and scale > 1:
-            options[name] = scale + family_class(options["model"]).old_guidance_offset
-    return options
-
-
-def resumed_guidance(checkpoint: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """{name: scale} of the given guidance scales that must change for the run to resume as it was.
-
-    A scale that equals the checkpoint's is from the command of that time. Any other scale is new, and is kept.
-    """
-    record = load_checkpoint(checkpoint)
-    today = options_today(record)
-    changed = {}
-    for name in SCALES:
-        before = record["args"].get(name)
-        if before != today.get(name) and options.get(name) == before:
-            changed[name] = today[name]
-            advice = f"this run takes {today[name]:g}, pass that from now on"
-            say(f"{checkpoint} is of 0.1.0, where --{name} {before:g} acted like {today[name]:g}: {advice}")
-    return changed
 
 
 # ---- what the earlier run left ---------------------------------------------------------------------------------------
@@ -222,13 +182,3 @@ def say_resumed(path: Path | str, saved_options: dict, options: dict) -> bool:
     if on_rank_0():
         say("; ".join([f"loaded {path}", *differences]))
     return is_same_run and not rescored
-
-
-def restore_rng_states(states: dict) -> None:
-    """Undo what was drawn since rng_states(); a GPU's state does nothing on a machine without one."""
-    algorithm, keys, *position = states["numpy"]
-    random.setstate(states["python"])
-    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *position))  # noqa: NPY002
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

@@ -55,8 +55,6 @@ class RolloutRequest:
     """(B, C, h, w) at the first sigma; None: drawn from the seeds"""
     first_step: int = 0
     """this request's first sampling step in the whole schedule, where it is the rest of a longer request"""
-    solver: str | None = None
-    """path/to/file.py:function, an ODE solver for the ODE steps after the last SDE step; None: Euler steps"""
 
     def __post_init__(self) -> None:
         if self.sigma_max is None:
@@ -75,14 +73,16 @@ class RolloutRequest:
 
     def cpu(self) -> "RolloutRequest":
         """The same request with its tensors on the CPU, for another process."""
-        conditioning = {name: tensor.cpu() for name, tensor in self.conditioning.items()}
-        moved: dict = {"conditioning": conditioning, "timesteps": self.timesteps.cpu()}
-        if self.negative_conditioning is not None:
-            negative = {name: tensor.cpu() for name, tensor in self.negative_conditioning.items()}
-            moved["negative_conditioning"] = negative
-        if self.initial_latents is not None:
-            moved["initial_latents"] = self.initial_latents.cpu()
-        return replace(self, **moved)
+        negative = self.negative_conditioning
+        if negative is not None:
+            negative = {name: tensor.cpu() for name, tensor in negative.items()}
+        return replace(
+            self,
+            conditioning={name: tensor.cpu() for name, tensor in self.conditioning.items()},
+            negative_conditioning=negative,
+            timesteps=self.timesteps.cpu(),
+            initial_latents=None if self.initial_latents is None else self.initial_latents.cpu(),
+        )
 
     def select(self, rows: torch.Tensor) -> "RolloutRequest":
         """The same request for some of its images, `rows` (N,); conditioning is expanded to one row per image."""

@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from common.user_code import describe, load_function, own_folder
+
 import torch
 from torch import Tensor
 
@@ -112,8 +114,6 @@ def find_step_kind(sde_type: str) -> Callable[..., MeanAndStd]:
         ValueError: in one line that names --sde_type.
     """
     if ":" in sde_type:
-        from common.user_code import load_function  # the kinds above need none of it
-
         return load_function(sde_type, "--sde_type")
     if sde_type not in STEP_KINDS:
         kinds = ", ".join(STEP_KINDS)
@@ -144,8 +144,6 @@ def check_step_kind(sde_type: str, noise_level: float) -> None:
             euler = x - x * (sigma_next - sigma)
             is_euler = has_shape and float(ode_std) == 0 and torch.allclose(ode_mean, euler)
         except (Exception, SystemExit) as error:  # a user's own function can raise anything
-            from common.user_code import describe, own_folder
-
             told = describe(error, own_folder(step_kind))
             raise ValueError(f"{refused} {step} raised {told}") from error
         if not has_shape:

@@ -21,18 +21,23 @@ Parent: contrib/dgpo.py
 
 # ==== 1 ARGS ==========================================================================================================
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
+from common.command_line import parse_args
 from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
 from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
-from common.models.family import Family, find_family, load_model
-from common.options import Bound, EngineArgs, PositiveFloat, PositiveInt, parse_args
+from common.evaluation import evaluate_samples, log_rollout
+from common.inputs import Inputs, check_inputs, choose_sizes
+from common.models.family import Family
+from common.models.loading import find_family, load_model
+from common.options import Bound, EngineArgs, PositiveFloat, PositiveInt
 from common.rollout import RolloutRequest, Trajectories
-from common.run import Inputs, Run, one_line, open_run
+from common.run import Run, friendly_errors, open_run
 from common.scoring import Scorer, fill_failed, load_rewards, reward_metrics
 from common.sde import image_seed, sde_step
+from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
 from common.weights.policy import (
     acting,
@@ -125,46 +130,22 @@ def prepare(args: Args) -> Inputs:
     if args.rollout == "vllm":
         from common.engine.launch import check_engine
 
-        options: dict = {"tensor_parallel": args.engine_tensor_parallel}
-        check_engine(family, args.model, args.engine_devices, **options)
+        check_engine(family, args.model, args.engine_devices, tensor_parallel=args.engine_tensor_parallel)
     lora = make_lora(args, family, checkpoint)
-    return Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
-
-
-def start_run(args: Args, inputs: Inputs) -> Run:
-    """The run's folder, log, clock and stop signals."""
-    return Run(
-        args.run_folder,
-        asdict(args),
-        rewards=inputs.eval_rewards,
-        script=__file__,
-        checkpoint=inputs.checkpoint,
-        num_images=args.num_prompts * args.group_size,
-        num_steps=args.num_steps,
-        track=args.track,
-        stop_if=args.stop_if,
-        max_minutes=args.max_minutes,
-        keep_checkpoints=args.keep_checkpoints,
-    )
+    inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
+    return check_inputs(args, inputs)
 
 
 # ==== 3 DATA ==========================================================================================================
-def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
-    """Run the text encoders on U distinct prompts; sampling and training are without guidance."""
-    length = args.max_sequence_length
-    conditioning = model.encode(prompts, length, args.image_size, args.num_frames)
-    return {
-        "conditioning": conditioning,
-        "negative_conditioning": None,
-    }
-
-
-def make_request(args: Args, model: Family, encoded: dict, prompt_index: Tensor, seeds: list[int]) -> RolloutRequest:
-    """Ask for B ODE images of encoded prompts: prompt_index (B,) says which prompt, seeds (B) which noise."""
+def make_request(
+    args: Args, model: Family, prompts: PromptSet, prompt_index: Tensor, seeds: list[int]
+) -> RolloutRequest:
+    """Encode U prompts, and ask for B ODE images: prompt_index (B,) says which prompt, seeds (B) which noise."""
     height, width = args.image_size
     timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width, args.num_frames)
     return RolloutRequest(
-        **encoded,
+        conditioning=model.encode(prompts, args.max_sequence_length, args.image_size, args.num_frames),
+        negative_conditioning=None,  # no guidance
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps,  # (T,)
@@ -199,7 +180,9 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained."""
     num_drawn = args.num_steps * args.num_prompts  # embeddings are cached, too long ones counted
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
+    if args.base_weights:
+        quantise_encoders(model)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "old"]  # the former is peft's name for the trained one
     if args.ema_decay > 0:
@@ -265,9 +248,16 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
 
     log_file = folder / f"engine_rank{dist.get_rank()}.log"
     gpus = engine_gpus(args.engine_devices, args.engine_tensor_parallel, device)
-    options: dict = {"timeout_s": args.engine_timeout_s, "engine_with": args.engine_with, "gpus": gpus}
-    options["attention"] = args.attention
-    return VLLMEngine(args.model, args.dtype, args.rollout_batch_size, log_file, **options)
+    return VLLMEngine(
+        args.model,
+        args.dtype,
+        args.rollout_batch_size,
+        log_file,
+        timeout_s=args.engine_timeout_s,
+        engine_with=args.engine_with,
+        gpus=gpus,
+        attention=args.attention,
+    )
 
 
 # ==== 6 ROLLOUT =======================================================================================================
@@ -451,7 +441,6 @@ def accumulate_gradients(
     # FSDP averages gradients over the ranks in every backward pass; the last pass alone is enough, so we switch it off
     # until then. Not for full weights: their unsharded fp32 gradients are as large as the model and would not fit
     model.transformer.set_requires_gradient_sync(not model.is_lora)
-    coefficients = {"dpo_beta": args.dpo_beta, "clip_range": args.clip_range, "kl_coef": args.kl_coef}
     passes: list[dict[str, Tensor]] = []
     for rows in micro_batches:
         conditioning = batch.request.select(rows).conditioning
@@ -475,7 +464,9 @@ def accumulate_gradients(
                 sample_weights=batch.sample_weights[rows],
                 group_size=2,
                 adv_clip_max=1.0,
-                **coefficients,
+                dpo_beta=args.dpo_beta,
+                clip_range=args.clip_range,
+                kl_coef=args.kl_coef,
             )
             (loss / num_passes).backward()
             passes.append(metrics)
@@ -511,11 +502,12 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch, step: int)
     for epoch in range(args.epochs_per_rollout):
         # drawn again in every epoch, as in the paper's code
         timesteps, noise = draw_training_noise(args, batch, step, epoch)
-        drawn = {"timesteps": timesteps, "noise": noise}
-        v_old = velocities_of(args, model, "old", batch, **drawn)
-        v_ref = velocities_of(args, model, "reference", batch, **drawn)
+        v_old = velocities_of(args, model, "old", batch, timesteps=timesteps, noise=noise)
+        v_ref = velocities_of(args, model, "reference", batch, timesteps=timesteps, noise=noise)
         for mini_batch in mini_batches:
-            passes = accumulate_gradients(args, model, batch, mini_batch, **drawn, v_old=v_old, v_ref=v_ref)
+            passes = accumulate_gradients(
+                args, model, batch, mini_batch, timesteps=timesteps, noise=noise, v_old=v_old, v_ref=v_ref
+            )
             grad_norm = optimizer_step(args, model, optimizer)
             if math.isfinite(grad_norm):  # it is over all ranks: they skip together
                 grad_norms.append(grad_norm)
@@ -540,15 +532,13 @@ def evaluate(
     with run.timed("testing"):
         places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
         eval_args = args.for_evaluation
-        encoded = encode_prompts(eval_args, model, prompts)
         prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
-        request = make_request(eval_args, model, encoded, prompt_index, seeds)  # without SDE steps
+        request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
         with acting(model, args.evaluated_policy, engine, "old"):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(eval_args, model, engine, request, scorer)
         scores = scorer.scores()  # (B, R), of the trained rewards and then those of --eval_reward
-        scored: dict = {"seeds": seeds, "scores": scores, "reward_weights": args.reward_weights}
-        metrics, grid = run.save_samples(places, scorer, **scored, images_per_prompt=args.eval_images_per_prompt)
+        metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
     return metrics, grid
@@ -575,18 +565,19 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks, args.cpu_threads)
-    args = replace(args, **inputs.settle(vars(args)))  # 0s that mean "what fits"; rank and alpha of --lora_path
-    run = start_run(args, inputs)
+    args = choose_sizes(args, inputs)  # what fits, where an option is 0; rank and alpha of --lora_path
+    num_images = args.num_prompts * args.group_size
+    run = Run(args, inputs.eval_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
     choose_kernels(optimizer, model, args.attention)  # of AdamW and of the attention
-    sizes = {"seed": args.seed, "num_mini_batches": args.updates_per_rollout}
-    sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
+    num_rows = len(inputs.train_set)
+    sampler = GroupSampler(num_rows, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
     run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
     if engine:  # push the policy for the first time, and prove that a push changes the engine's images
-        encoded = encode_prompts(args, model, inputs.eval_set.select([0]))
-        engine.verify_policy(model, make_request(args, model, encoded, torch.tensor([0]), seeds=[0]))
+        one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
+        engine.verify_policy(model, one_image)
 
     # RUN LOGIC, the same in all scripts: resume, or evaluate the model before training
     if run.checkpoint:
@@ -594,7 +585,7 @@ def main(args: Args, inputs: Inputs) -> None:
         if engine:  # it still holds the policy from before `load`
             engine.push_policy(model, "old")
     if args.eval_only or (args.eval_at_start and not run.checkpoint):
-        run.write(*evaluate(args, run, model, engine, inputs))
+        run.log(*evaluate(args, run, model, engine, inputs))
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
@@ -604,9 +595,8 @@ def main(args: Args, inputs: Inputs) -> None:
         with run.timed("gen"):
             prompt_rows, prompt_index, image_index = sampler.draw()  # (U,); (B,), which of the U; (B,), which of the N
             prompts = inputs.train_set.select(prompt_rows)
-            encoded = encode_prompts(args, model, prompts)
             seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
-            request = make_request(args, model, encoded, prompt_index, seeds)
+            request = make_request(args, model, prompts, prompt_index, seeds)
             scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
             with acting(model, "old"):
                 trajectories = rollout(args, model, engine, request, scorer)
@@ -621,7 +611,7 @@ def main(args: Args, inputs: Inputs) -> None:
             advantages = compute_advantages(args, filled, is_compared)  # (N,)
             r = optimality(advantages, args.adv_mode, adv_clip_max=1.0)  # (N,): 1, 0 and 1/2
             metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
-            metrics |= run.watch_rollout(scorer, sampler, seeds, scores, advantages)  # diversity; may save images
+            metrics |= log_rollout(args, run, scorer, sampler, seeds=seeds, scores=scores, advantages=advantages)
             metrics["critic/optimality/mean"] = r[is_compared].mean()
 
         # make the best image of a prompt preferred to the worst, on the forward process
@@ -642,17 +632,19 @@ def main(args: Args, inputs: Inputs) -> None:
         metrics["training/epoch"] = sampler.epoch
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
-        run.write(metrics | val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        run.log(metrics | val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
         stopping = run.should_stop()
         if is_due or stopping or (args.save_every and step % args.save_every == 0):
             save(args, run, model, optimizer, sampler)
         if stopping:
             break
 
-    run.close(engine)
+    if engine:
+        engine.close()
+    run.close()
 
 
 if __name__ == "__main__":
-    with one_line():  # an expected error ends the script in one line, without a traceback
+    with friendly_errors():  # an expected error ends the script in one line, without a traceback
         args = check(parse_args(Args, __doc__))
         main(args, prepare(args))

@@ -25,18 +25,23 @@ Parent: flow_grpo.py
 # ==== 1 ARGS ==========================================================================================================
 import math
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
+from common.command_line import parse_args
 from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
 from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
-from common.models.family import Family, find_family, load_model
-from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs, parse_args
+from common.evaluation import evaluate_samples, log_rollout
+from common.inputs import Inputs, check_inputs, choose_sizes
+from common.models.family import Family
+from common.models.loading import find_family, load_model
+from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs
 from common.rollout import RolloutRequest, Trajectories
-from common.run import Inputs, Run, one_line, open_run
+from common.run import Run, friendly_errors, open_run
 from common.scoring import Scorer, fill_failed, load_rewards, reward_metrics
 from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
+from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
 from common.weights.policy import (
     acting,
@@ -122,8 +127,13 @@ def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them, micro_batch_size lowered to what a mini-batch has."""
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
-    window: dict = {"window_range": args.sde_window_range, "window_size": args.sde_window_size}
-    check_sde_steps(args.sde_type, args.noise_level, args.num_inference_steps, **window)
+    check_sde_steps(
+        args.sde_type,
+        args.noise_level,
+        args.num_inference_steps,
+        window_range=args.sde_window_range,
+        window_size=args.sde_window_size,
+    )
     if args.group_size % args.branches_per_seed:
         raise ValueError(f"--branches_per_seed {args.branches_per_seed}: must divide --group_size {args.group_size}")
     if args.advantage_group == "seed" and args.branches_per_seed == 1:
@@ -147,49 +157,35 @@ def prepare(args: Args) -> Inputs:
     if args.rollout == "vllm":
         from common.engine.launch import check_engine
 
-        options: dict = {"tensor_parallel": args.engine_tensor_parallel, "rollout_correction": args.rollout_correction}
-        check_engine(family, args.model, args.engine_devices, **options)
+        check_engine(
+            family,
+            args.model,
+            args.engine_devices,
+            tensor_parallel=args.engine_tensor_parallel,
+            rollout_correction=args.rollout_correction,
+        )
     lora = make_lora(args, family, checkpoint)
-    return Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
-
-
-def start_run(args: Args, inputs: Inputs) -> Run:
-    """The run's folder, log, clock and stop signals."""
-    return Run(
-        args.run_folder,
-        asdict(args),
-        rewards=inputs.eval_rewards,
-        script=__file__,
-        checkpoint=inputs.checkpoint,
-        num_images=args.num_prompts * args.group_size,
-        num_steps=args.num_steps,
-        track=args.track,
-        stop_if=args.stop_if,
-        max_minutes=args.max_minutes,
-        keep_checkpoints=args.keep_checkpoints,
-    )
+    inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
+    return check_inputs(args, inputs)
 
 
 # ==== 3 DATA ==========================================================================================================
-def encode_prompts(args: Args, model: Family, prompts: PromptSet) -> dict:
-    """Run the text encoders, or read --prompt_cache, for U prompts and, where guidance needs them, their negatives."""
-    negatives = prompts.negatives(args.negative_prompt)
-    length = args.max_sequence_length
-    conditioning = model.encode(prompts, length, args.image_size, args.num_frames)
-    return {
-        "conditioning": conditioning,
-        "negative_conditioning": model.encode_negative(negatives, args.guidance_scale, length),
-    }
-
-
 def make_request(
-    args: Args, model: Family, encoded: dict, prompt_index: Tensor, seeds: list[int], sde_steps: tuple[int, ...] = ()
+    args: Args,
+    model: Family,
+    prompts: PromptSet,
+    prompt_index: Tensor,
+    seeds: list[int],
+    sde_steps: tuple[int, ...] = (),
 ) -> RolloutRequest:
-    """Ask for B images of encoded prompts: prompt_index (B,) says which prompt, seeds (B) which noise."""
+    """Encode U prompts, and ask for B images of them: prompt_index (B,) says which prompt, seeds (B) which noise."""
     height, width = args.image_size
+    length = args.max_sequence_length
+    negatives = prompts.negatives(args.negative_prompt)
     timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width, args.num_frames)
     return RolloutRequest(
-        **encoded,
+        conditioning=model.encode(prompts, length, args.image_size, args.num_frames),
+        negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None without guidance
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps.to(model.device),  # (T,), 1000 s, which the transformer gets
@@ -221,7 +217,9 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained."""
     num_drawn = args.num_steps * args.num_prompts  # embeddings are cached, too long ones counted
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
+    if args.base_weights:
+        quantise_encoders(model)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default"]  # peft's name for the trained one
     if args.ema_decay > 0:
@@ -267,9 +265,16 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
 
     log_file = folder / f"engine_rank{dist.get_rank()}.log"
     gpus = engine_gpus(args.engine_devices, args.engine_tensor_parallel, device)
-    options: dict = {"timeout_s": args.engine_timeout_s, "engine_with": args.engine_with, "gpus": gpus}
-    options["attention"] = args.attention
-    return VLLMEngine(args.model, args.dtype, args.rollout_batch_size, log_file, **options)
+    return VLLMEngine(
+        args.model,
+        args.dtype,
+        args.rollout_batch_size,
+        log_file,
+        timeout_s=args.engine_timeout_s,
+        engine_with=args.engine_with,
+        gpus=gpus,
+        attention=args.attention,
+    )
 
 
 # ==== 6 ROLLOUT =======================================================================================================
@@ -401,8 +406,17 @@ def policy_step(
     )
     sigma, sigma_next = request.sigmas[i : i + 2].tolist()
     noise_level = request.noise_level if i in request.sde_steps else 0.0
-    kind: dict = {"sde_type": request.sde_type, "sigma_max": request.sigma_max}  # sigma_max: the schedule's second
-    return sde_step(x, v, sigma, sigma_next, noise_level, **kind, generator=generator, prev_sample=prev_sample)
+    return sde_step(
+        x,
+        v,
+        sigma,
+        sigma_next,
+        noise_level,
+        sde_type=request.sde_type,
+        sigma_max=request.sigma_max,  # the schedule's second
+        generator=generator,
+        prev_sample=prev_sample,
+    )
 
 
 @torch.no_grad()
@@ -419,12 +433,12 @@ def recompute_log_probs(args: Args, model: Family, request: RolloutRequest, traj
     return replace(trajectories, log_probs=torch.cat(log_probs), prev_sample_means=torch.cat(means))
 
 
-def recompute_old_log_probs(
+def find_old_policy(
     args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, trajectories: Trajectories
 ) -> tuple[OldPolicy, dict]:
-    """The old policy, and metrics of the mismatch between engine and trainer. One beyond round-off ends the run.
+    """The policy that sampled, and metrics of how far engine and trainer disagree; beyond round-off the run ends.
 
-    Old log-probs are the rollout's with --rollout local or --old_log_prob rollout; otherwise the trainer computes them.
+    Its log-probs are the rollout's with --rollout local or --old_log_prob rollout; otherwise the trainer's.
     """
     ones = torch.ones_like(trajectories.log_probs)  # (B, W)
     sampled = OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, ones)
@@ -432,16 +446,22 @@ def recompute_old_log_probs(
         return sampled, {}
     from common.engine.mismatch import check_mismatch, rollout_weights
 
-    limits: dict = {"dtype": args.dtype, "velocity_limit": args.max_velocity_mismatch}
-    if args.old_log_prob == "rollout":
-        rows = torch.arange(args.micro_batch_size)  # enough to see whether engine and trainer are one policy
+    takes_sampled = args.old_log_prob == "rollout"
+    if takes_sampled:  # a micro-batch is enough to see whether engine and trainer are one policy
+        rows = torch.arange(args.micro_batch_size)
         request = request.select(rows)
         trajectories = trajectories.select(rows)
-        recomputed = recompute_log_probs(args, model, request, trajectories)
-        limits["log_prob_limit"] = args.clip_range / 2  # the ratio may start this far from 1
-        return sampled, check_mismatch(request, trajectories, recomputed, **limits)
     recomputed = recompute_log_probs(args, model, request, trajectories)
-    metrics = check_mismatch(request, trajectories, recomputed, **limits)
+    metrics = check_mismatch(
+        request,
+        trajectories,
+        recomputed,
+        dtype=args.dtype,
+        velocity_limit=args.max_velocity_mismatch,
+        log_prob_limit=args.clip_range / 2 if takes_sampled else math.inf,  # the ratio may start this far from 1
+    )
+    if takes_sampled:
+        return sampled, metrics
     sample_weights, weight_metrics = rollout_weights(
         args.rollout_correction, request, trajectories, recomputed, args.clip_range
     )
@@ -591,15 +611,13 @@ def evaluate(
     with run.timed("testing"):
         places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
         eval_args = args.for_evaluation
-        encoded = encode_prompts(eval_args, model, prompts)
         prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
-        request = make_request(eval_args, model, encoded, prompt_index, seeds)  # without SDE steps
+        request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
         with acting(model, args.evaluated_policy, engine):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(eval_args, model, engine, request, scorer)
         scores = scorer.scores()  # (B, R), of the trained rewards and then those of --eval_reward
-        scored: dict = {"seeds": seeds, "scores": scores, "reward_weights": args.reward_weights}
-        metrics, grid = run.save_samples(places, scorer, **scored, images_per_prompt=args.eval_images_per_prompt)
+        metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
     return metrics, grid
@@ -626,18 +644,19 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks, args.cpu_threads)
-    args = replace(args, **inputs.settle(vars(args)))  # 0s that mean "what fits"; rank and alpha of --lora_path
-    run = start_run(args, inputs)
+    args = choose_sizes(args, inputs)  # what fits, where an option is 0; rank and alpha of --lora_path
+    num_images = args.num_prompts * args.group_size
+    run = Run(args, inputs.eval_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
     choose_kernels(optimizer, model, args.attention)  # of AdamW and of the attention
-    sizes = {"seed": args.seed, "num_mini_batches": args.updates_per_rollout}
-    sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, **sizes)
+    num_rows = len(inputs.train_set)
+    sampler = GroupSampler(num_rows, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
     run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
     if engine:  # push the policy for the first time, and prove that a push changes the engine's images
-        encoded = encode_prompts(args, model, inputs.eval_set.select([0]))
-        engine.verify_policy(model, make_request(args, model, encoded, torch.tensor([0]), seeds=[0]))
+        one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
+        engine.verify_policy(model, one_image)
 
     # RUN LOGIC, the same in all scripts: resume, or evaluate the model before training
     if run.checkpoint:
@@ -645,7 +664,7 @@ def main(args: Args, inputs: Inputs) -> None:
         if engine:  # it still holds the policy from before `load`
             engine.push_policy(model)
     if args.eval_only or (args.eval_at_start and not run.checkpoint):
-        run.write(*evaluate(args, run, model, engine, inputs))
+        run.log(*evaluate(args, run, model, engine, inputs))
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
@@ -655,10 +674,8 @@ def main(args: Args, inputs: Inputs) -> None:
         with run.timed("gen"):
             prompt_rows, prompt_index, image_index = sampler.draw()  # (U,); (B,), which of the U; (B,), which of the N
             prompts = inputs.train_set.select(prompt_rows)
-            encoded = encode_prompts(args, model, prompts)
             seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
-            sde_steps = trained_steps(args, step)
-            request = make_request(args, model, encoded, prompt_index, seeds, sde_steps=sde_steps)
+            request = make_request(args, model, prompts, prompt_index, seeds, sde_steps=trained_steps(args, step))
             request = share_initial_noise(args, model, request, step, image_index // args.branches_per_seed)
             scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
             trajectories = rollout(args, model, engine, request, scorer)
@@ -671,11 +688,11 @@ def main(args: Args, inputs: Inputs) -> None:
         with run.timed("adv"):
             advantages = compare_images(args, scores, list(inputs.rewards))  # (N,)
             metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
-            metrics |= run.watch_rollout(scorer, sampler, seeds, scores, advantages)  # diversity; may save images
+            metrics |= log_rollout(args, run, scorer, sampler, seeds=seeds, scores=scores, advantages=advantages)
 
         # the density of the samples under the policy that sampled them, from the trainer or from the rollout
         with run.timed("old_log_prob"):
-            old, mismatch_metrics = recompute_old_log_probs(args, model, engine, request, trajectories)
+            old, mismatch_metrics = find_old_policy(args, model, engine, request, trajectories)
 
         # make the sampling steps that led to better images likelier (Flow-GRPO, eq. 5)
         with run.timed("update_actor"):
@@ -692,17 +709,19 @@ def main(args: Args, inputs: Inputs) -> None:
         metrics["training/epoch"] = sampler.epoch
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
-        run.write(metrics | val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        run.log(metrics | val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
         stopping = run.should_stop()
         if is_due or stopping or (args.save_every and step % args.save_every == 0):
             save(args, run, model, optimizer, sampler)
         if stopping:
             break
 
-    run.close(engine)
+    if engine:
+        engine.close()
+    run.close()
 
 
 if __name__ == "__main__":
-    with one_line():  # an expected error ends the script in one line, without a traceback
+    with friendly_errors():  # an expected error ends the script in one line, without a traceback
         args = check(parse_args(Args, __doc__))
         main(args, prepare(args))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
+from common.command_line import parse_args
 from common.engine.client import VLLMEngine
-from common.options import parse_args
-from common.run import one_line
+from common.run import friendly_errors
 
 import torch
 
@@ -92,6 +92,6 @@ def break_engine(breakage, engine=VLLMEngine):
 
 if __name__ == "__main__":
     break_engine(sys.argv.pop(1))
-    with one_line():
+    with friendly_errors():
         args = flow_grpo.check(parse_args(flow_grpo.Args, __doc__))
         flow_grpo.main(args, flow_grpo.prepare(args))

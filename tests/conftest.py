@@ -38,7 +38,11 @@ from common.cpu import repair_torchvision, use_onednn
 from common.data import PromptSet
 from common.engine import client
 from common.engine.launch import engine_environment
-from common.models.family import Family, family_class, load_model
+from common.models.family import Family
+from common.models.loading import family_class, load_model
+from common.options import SharedArgs
+from common.run import Run
+from common.scoring import Reward
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
 from common.weights.shards import Reader
@@ -256,8 +260,22 @@ def run_here(folder: Path, script: str, *options: object) -> str | int | None:
             signal.signal(number, handler)
         if dist.is_initialized():  # the run ended by an error
             dist.destroy_process_group()
-        while checkpoints._held:  # a run's lock lasts as long as its process, which continues here
-            os.close(checkpoints._held.popitem()[1])
+        while checkpoints._locks:  # a run's lock lasts as long as its process, which continues here
+            checkpoints._locks.popitem()[1].release()
+
+
+def new_run(
+    folder: Path,
+    rewards: dict[str, Reward] | None = None,
+    *,
+    script: str = "",
+    checkpoint: Path | None = None,
+    num_images: int = 0,
+    **options: Any,
+) -> Run:
+    """A run in `folder`, with the shared options' defaults and these options."""
+    args = SharedArgs(name=folder.name, output_dir=str(folder.parent), **options)
+    return Run(args, rewards or {}, script=script, checkpoint=checkpoint, num_images=num_images)
 
 
 def assert_one_line(line: str | int | None, script: str = "flow_grpo.py") -> None:
@@ -341,6 +359,7 @@ def good_adapter() -> dict[str, torch.Tensor]:
 def good_state() -> dict[str, Any]:
     """What a script saves, small."""
     return {
+        "format": checkpoints.FORMAT,
         "step": 10,
         "best": 0.5,
         "args": {"seed": 1, "reward": ("ocr",)},

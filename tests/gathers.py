@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
 from common.data import GroupSampler
 from common.distributed import setup_distributed
-from common.run import one_line
+from common.run import friendly_errors
 from common.sde import image_seed
 from common.weights.policy import acting
 
@@ -27,9 +27,9 @@ def main(path: str) -> None:
     model, parameters = flow_grpo.load_policy(args, inputs, device)
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, seed=args.seed)
     prompt_rows, prompt_index, image_index = sampler.draw()
-    encoded = flow_grpo.encode_prompts(args, model, inputs.train_set.select(prompt_rows))
+    drawn = inputs.train_set.select(prompt_rows)
     seeds = [image_seed(args.seed, 1, index) for index in image_index.tolist()]
-    request = flow_grpo.make_request(args, model, encoded, prompt_index, seeds, sde_steps=(0,))
+    request = flow_grpo.make_request(args, model, drawn, prompt_index, seeds, sde_steps=(0,))
 
     def sample(whole: bool = True) -> tuple[int, int, torch.Tensor]:
         """(how often this rank gathers, bytes that it then has, latents)"""
@@ -59,5 +59,5 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    with one_line():
+    with friendly_errors():
         main(sys.argv[1])

@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
 from common.data import GroupSampler
 from common.distributed import setup_distributed
-from common.run import one_line
+from common.run import friendly_errors
 from common.sde import image_seed
 from common.weights.policy import tensors_on_rank_0
 
@@ -33,12 +33,12 @@ def main(path: str, micro_batch_size: int, shard_ranks: int) -> None:
     model, parameters = flow_grpo.load_policy(args, inputs, device)
     sampler = GroupSampler(len(inputs.train_set), args.num_prompts, args.group_size, seed=args.seed)
     prompt_rows, prompt_index, image_index = sampler.draw()
-    encoded = flow_grpo.encode_prompts(args, model, inputs.train_set.select(prompt_rows))
+    drawn = inputs.train_set.select(prompt_rows)
     seeds = [image_seed(args.seed, 1, index) for index in image_index.tolist()]
     sde_steps = flow_grpo.trained_steps(args, step=1)
-    request = flow_grpo.make_request(args, model, encoded, prompt_index, seeds, sde_steps=sde_steps)
+    request = flow_grpo.make_request(args, model, drawn, prompt_index, seeds, sde_steps=sde_steps)
     trajectories = flow_grpo.rollout(args, model, None, request)
-    old, _ = flow_grpo.recompute_old_log_probs(args, model, None, request, trajectories)
+    old, _ = flow_grpo.find_old_policy(args, model, None, request, trajectories)
     advantages = torch.linspace(-2, 2, 16)
     advantages[[2, 3, 7, 13]] = 0  # a reward failed on these: unequally many on two ranks
     batch = flow_grpo.Batch(request, trajectories, old, advantages[image_index])
@@ -50,5 +50,5 @@ def main(path: str, micro_batch_size: int, shard_ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    with one_line():
+    with friendly_errors():
         main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

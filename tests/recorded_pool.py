@@ -26,7 +26,7 @@ prepare()
 
 from common.engine import omni  # noqa: E402  (after the repairs)
 from common.engine.cpu_worker import CpuDiffusionWorker  # noqa: E402
-from common.models.family import family_class  # noqa: E402
+from common.models.loading import family_class  # noqa: E402
 from common.rollout import RolloutRequest  # noqa: E402
 
 import torch  # noqa: E402

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.cpu import repair_torchvision
-from common.models.family import family_class
+from common.models.loading import family_class, load_pipeline
 from common.weights.adapter_files import read_file
 from common.weights.adapter_names import is_of_text_encoder, linear_shapes, translate
 
@@ -213,8 +213,6 @@ def convert(
 @torch.no_grad()
 def merge(matrices: dict[str, Matrices], model: str, folder: str, dtype: torch.dtype) -> None:
     """Write the model's pipeline to `folder` with W + B A in the place of W in its transformer."""
-    from common.models.layout import load_pipeline
-
     pipe = load_pipeline(model, dtype)
     for module, (a, b) in matrices.items():
         weight = pipe.transformer.get_submodule(module).weight

@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from common.cpu import repair_torchvision
-from common.data import PromptSet, read_prompts
+from common.data import PromptSet, check_sources, read_prompts
 from common.errors import RunError
-from common.models.family import Family, Images, find_family, load_model, on_device
+from common.images import as_one_picture, save_png
+from common.models.family import Family, Images, on_device
+from common.models.loading import find_family, load_model
 from common.models.long_prompts import count_long_prompts
-from common.plots import as_one_picture, save_grid, save_png
-from common.resuming import newest_record, options_today
+from common.plots import save_grid
+from common.resuming import check_format, newest_record
 from common.sde import draw_noise, image_seed
-from common.source_images import check_sources
 from common.weights.adapter_files import read_lora
+from common.weights.base_weights import quantise, quantise_encoders
 
 import torch
 
@@ -34,11 +36,14 @@ def read_options(run: Path) -> dict[str, Any]:
     """{name: value} of a run's options.
 
     Raises:
-        ValueError: the folder is no run's.
+        ValueError: the folder is no run's, or another version's.
     """
     if not (run / "args.json").is_file():
         raise ValueError(f"{run}: no run (it has no args.json): name a run first, adapters behind it")
-    return options_today(json.loads(newest_record(run).read_text(encoding="utf-8")))
+    path = newest_record(run)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    check_format(record, path)
+    return dict(record["args"])
 
 
 def read_policy(source: Path, model: str) -> tuple[dict[str, torch.Tensor], Any]:
@@ -50,6 +55,7 @@ def read_policy(source: Path, model: str) -> tuple[dict[str, torch.Tensor], Any]
     folder = source / "adapter" if (source / "adapter").is_dir() else source
     if folder.suffix == ".pt":
         state = torch.load(folder, map_location="cpu", weights_only=True, mmap=True)
+        check_format(state, folder)
         policies = state["policies"]
         tensors = policies.get("ema", policies["default"])
         if not any(".lora_A." in name for name in tensors):
@@ -143,15 +149,14 @@ def run(args: argparse.Namespace) -> Path:
     guided = {"guidance_scale": options["guidance_scale"]}
     length = options["max_sequence_length"]
     family = find_family(options["model"], height, width, options["num_frames"], **guided, max_sequence_length=length)
-    check_sources(family, [("--prompts", lines)])
+    check_sources(family.num_sources, [("--prompts", lines)])
     short = [source.name for source in args.sources]
     names = short if len({*short, "before"}) > len(short) else [str(source) for source in args.sources]
     policies = {name: read_policy(source, options["model"]) for name, source in zip(names, args.sources, strict=True)}
     base_weights = options.get("base_weights")
-    model = load_model(family, options["model"], getattr(torch, options["dtype"]), args.device, base_weights)
+    model = load_model(family, options["model"], getattr(torch, options["dtype"]), args.device)
     if base_weights:
-        from common.weights.base_weights import quantise  # needs torchao
-
+        quantise_encoders(model)
         quantise(model, base_weights)
     model.transformer.to(args.device)
     count_long_prompts(model.pipe, prompts.prompts, length)

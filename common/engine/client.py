@@ -108,9 +108,14 @@ class VLLMEngine:
                 start_new_session=True,
             )
         child.close()
-        options: dict = {"model": str(model), "dtype": dtype, "max_num_seqs": max_num_seqs}
-        options |= {"enable_sleep_mode": self.sleeps, "enforce_eager": "compile" not in engine_with}
-        options["diffusion_attention_config"] = {"default": {"backend": ENGINE_NAMES[attention]}}
+        options = {
+            "model": str(model),
+            "dtype": dtype,
+            "max_num_seqs": max_num_seqs,
+            "enable_sleep_mode": self.sleeps,
+            "enforce_eager": "compile" not in engine_with,
+            "diffusion_attention_config": {"default": {"backend": ENGINE_NAMES[attention]}},
+        }
         self._bounded("start", messages.send, self.connection, (options, len(gpus)))
 
     def wait_ready(self) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.engine.mismatch import parse_correction
 from common.models.family import Family
-from common.models.layout import components, known_folder, variants
+from common.models.loading import components, known_folder, variants
 
 import torch
 
@@ -49,7 +49,7 @@ def check_engine(
     """
     parse_correction(rollout_correction)
     check_devices(engine_devices, tensor_parallel)
-    if getattr(family, "engine_pipeline", None) is None:
+    if not family.has_engine_pipeline():
         raise ValueError(f"--rollout vllm: {family.__name__} has no hooks into vLLM-Omni's steps: pass --rollout local")
     if importlib.util.find_spec("vllm_omni") is None:
         raise ValueError(

@@ -110,7 +110,6 @@ def rollout_settings(request: RolloutRequest, means: bool) -> dict[str, Any]:
         "sde_type": request.sde_type,
         "latent_shape": request.latent_shape,
         "sigma_max": request.sigma_max,
-        "solver": request.solver,
         "means": means,
     }
 

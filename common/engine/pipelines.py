@@ -1,6 +1,6 @@
 """Hooks that make vLLM-Omni's pipelines sample as the trainer does, and take the trainer's weights as tensors.
 
-The pipeline of a family is SDERolloutMixin over vLLM-Omni's native pipeline (`engine_pipeline()` of common/models).
+The pipeline of a family is SDERolloutMixin over vLLM-Omni's native pipeline (`engine_pipeline` of common/models).
 Every native denoising loop calls `predict_noise_maybe_with_cfg` and `scheduler_step_maybe_with_cfg`, and these two
 hooks carry the sampling. `sde_step` is the trainer's own function.
 """
@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.engine.messages import fingerprint
-from common.models.family import family_class
+from common.models.loading import family_class
 from common.models.vae import PIXELS_AT_ONCE
 from common.rollout import Trajectories
 from common.sde import SDEStepOutput, draw_noise, sde_step
-from common.user_code import load_function
 
 import torch
 from torch.distributed import TCPStore
@@ -76,10 +75,10 @@ def use_pipeline_of(model: str) -> None:
     """Define RolloutPipeline by the family of `model`, in this process: the engine's own, or a worker's."""
     global RolloutPipeline
     load_no_text_encoders()
-    engine_pipeline = family_class(model).engine_pipeline
-    if engine_pipeline is None:
+    family = family_class(model)
+    if not family.has_engine_pipeline():
         raise ValueError(f"{model}: its family has no hooks into vLLM-Omni's steps")
-    RolloutPipeline = engine_pipeline()
+    RolloutPipeline = family.engine_pipeline(SDERolloutMixin)
 
 
 def listen_on_loopback() -> None:
@@ -114,14 +113,12 @@ class BatchUnderWay:
     noise_level: float
     latent_shape: tuple[int, ...]
     sigma_max: float
-    solver: str | None
     means: bool  # whether the trainer asks for prev_sample_means
     prompts: list[dict[str, Any]]  # B, from omni.image_prompts
     generators: list[torch.Generator]  # B
     starts: list[torch.Tensor]  # B initial latents, or none where they are drawn
     initial: torch.Tensor | None = None  # (B, ...), the latents of the first step
     outputs: list[SDEStepOutput] = field(default_factory=list)  # of the steps taken
-    solver_state: object = None  # whatever the solver hands from one of its steps to the next
 
     @property
     def step(self) -> int:
@@ -129,27 +126,18 @@ class BatchUnderWay:
         return len(self.outputs)
 
     def take_step(self, x: torch.Tensor, v: torch.Tensor) -> SDEStepOutput:
-        """Take the next step from latents x (B, ...) with velocity v (B, ...).
-
-        The solver, if there is one, takes the steps behind the last SDE step. The others are sde_step's.
-        """
+        """Take the next step from latents x (B, ...) with velocity v (B, ...)."""
         i = self.step
-        sigma = self.sigmas[i]
-        sigma_next = self.sigmas[i + 1]
-        if self.solver is not None and self.sde_steps and i > self.sde_steps[-1]:
-            solver = load_function(self.solver, "solver")
-            out, self.solver_state = solver(x, v, sigma, sigma_next, self.solver_state)
-        else:
-            out = sde_step(
-                x,
-                v,
-                sigma,
-                sigma_next,
-                self.noise_level if i in self.sde_steps else 0.0,
-                sde_type=self.sde_type,
-                sigma_max=self.sigma_max,
-                generator=self.generators,
-            )
+        out = sde_step(
+            x,
+            v,
+            self.sigmas[i],
+            self.sigmas[i + 1],
+            self.noise_level if i in self.sde_steps else 0.0,
+            sde_type=self.sde_type,
+            sigma_max=self.sigma_max,
+            generator=self.generators,
+        )
         self.outputs.append(out)
         return out
 
@@ -157,11 +145,13 @@ class BatchUnderWay:
 class SDERolloutMixin(CFGParallelMixin):
     """Gives a native pipeline stochastic steps, fp32 latents and exact timesteps, and returns what it sampled.
 
-    Requests carry their common settings in extra_args["rollout"], and their own seed in the prompt.
+    Requests carry their common settings in extra_args["rollout"], and their own seed in the prompt. They bring prompt
+    embeddings, not prompts. The VAE is fp32, like the trainer's.
     """
 
     supports_request_batch = True
     timestep_unit = 1  # the transformer takes t divided by this, t in (0, 1000]
+    no_text_encoder = NoTextEncoder  # for a native pipeline that loads one in a way of its own
     bound_lora_modules = 0
     _run: BatchUnderWay | None = None
     # adapter and config, from push_lora to vLLM-Omni's hook
@@ -173,6 +163,7 @@ class SDERolloutMixin(CFGParallelMixin):
         for name in [name for name in self._modules if name.startswith("text_encoder")]:
             setattr(self, name, None)
         self.weights_sources = [part for part in self.weights_sources if not part.prefix.startswith("text_encoder")]
+        self.vae.float()
 
     def forward(
         self, req: OmniDiffusionRequest | DiffusionRequestBatch, *args: Any, **kwargs: Any
@@ -233,6 +224,18 @@ class SDERolloutMixin(CFGParallelMixin):
         native = super().prepare_latents(*args, **kwargs)
         latents = self.pack(run.initial)
         return (latents, *native[1:]) if isinstance(native, tuple) else latents
+
+    # ---- what a family reads ----
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """(C, h, w), or (C, f, h, w) of videos, in the batch under way."""
+        assert self._run is not None
+        return self._run.latent_shape
+
+    def conditioning(self, name: str) -> torch.Tensor:
+        """(B, ...), a part of the conditioning of the batch under way, such as "negative_prompt_embeds"."""
+        assert self._run is not None
+        return torch.stack([prompt[name] for prompt in self._run.prompts]).to(self.device)
 
     # ---- what a family overrides if its pipeline differs ----
     def pack(self, latents: torch.Tensor) -> torch.Tensor:

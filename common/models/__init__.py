@@ -1,1 +1,1 @@
-"""Model families: one file each, found by the pipeline's name. family.py says what a family is and loads a model."""
+"""Model families: one file each, found by the pipeline's name. family.py says what a family is."""

@@ -3,29 +3,24 @@
 To add a family, add a file to this folder; no other file changes. The file is found by its name: a checkpoint of
 diffusers' `FluxPipeline` is served by the class `Flux` in common/models/flux.py. The class has the pipeline's name
 without "Pipeline", and the file has the class's name in lower case, with underscores wherever you like them. The class
-inherits from `Family`, which says what each method takes and gives.
+inherits from `Family`, which says what each method takes and gives. Five methods are a family's own: `check`,
+`conditioning_shapes`, `encode_batch`, `schedule` and `forward`. The others have a default, which suits most models.
 """
 
-import importlib
 import itertools
-import json
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import RunError, refusing
-from common.models.vae import pil_images
-from common.process import say
+from common.data import PromptSet
+from common.models.vae import decode_latents, encode_pixels, pil_images
 
 import PIL.Image
 import torch
 
-if TYPE_CHECKING:  # importing these takes seconds
-    from common.data import PromptSet
-
+if TYPE_CHECKING:  # importing it takes seconds
     import diffusers
 
 Config = Mapping[str, Any]  # a config.json of diffusers
@@ -37,6 +32,8 @@ Shapes = dict[str, tuple[int, ...]]
 Schedule = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
 # B images, or B videos, each a list of frames.
 Images = list[PIL.Image.Image] | list[list[PIL.Image.Image]]
+
+PROMPTS_AT_ONCE = 32  # per call of the text encoders: thousands at once would not fit on a GPU
 
 
 class Family(ABC):
@@ -50,9 +47,12 @@ class Family(ABC):
     lora_target_modules: tuple[str, ...]
     longest_prompt = 512  # tokens, at most
     has_negative_prompt = True  # whether guidance moves away from one
+    makes_videos = False  # such a family has no `encode_images`, which offline DPO needs
     attention_kernels: tuple[str, ...] = ("native", "cudnn", "flash")  # that its transformer can take (--attention)
     is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_tensor_parallel)
-    old_guidance_offset = 0.0  # added to a scale above 1 of a record of 0.1.0 (common/resuming.py)
+    # The least and the most sources of a prompt, for a model that edits: all records of a run have equally many.
+    num_sources = (0, 0)
+    source_tokens = 0  # of each, beside max_sequence_length, in a text encoder that sees them
 
     # Exported by diffusers, with a `transformer` and a `save_lora_weights`.
     pipe: "diffusers.DiffusionPipeline"
@@ -66,21 +66,6 @@ class Family(ABC):
     is_lora: bool  # whether a LoRA is trained, or full weights
     policies: "dict[str, diffusers.ModelMixin]"  # the transformer of each policy; with a LoRA, one for all policies
     frozen = frozenset({"reference"})  # policies that no checkpoint holds, as training never changes them
-
-    # Images (B of them, as a list), height, width -> latents (B, ...), the reverse of `decode`. Offline DPO needs it
-    # and refuses a family without it, such as a family of videos. Define it as a method.
-    encode_images: Callable[[list[PIL.Image.Image], int, int], torch.Tensor] | None = None
-    # A model that edits sets the least and the most sources of a prompt; all records of a run have equally many. It
-    # defines two methods: S pictures of each of B prompts, height, width -> their conditioning, in names that begin
-    # with source_, which both branches of guidance get; the latents' shape, S -> {name: shape} of one prompt's.
-    num_sources = (0, 0)
-    source_tokens = 0  # of each, beside max_sequence_length, in a text encoder that sees them
-    encode_sources: Callable[[list[list[PIL.Image.Image]], int, int], Conditioning] | None = None
-    source_shapes: Callable[[tuple[int, ...], int], Shapes] | None = None
-    # () -> vLLM-Omni's pipeline class of this family with our hooks (common/engine/pipelines.py). Define it as a static
-    # method that imports vLLM-Omni inside. A family without it samples with --rollout local only. The pipeline takes
-    # the conditioning as prompt fields of the same names; those of the negative prompt begin with negative_.
-    engine_pipeline: Callable[[], type] | None = None
 
     def __init__(self, pipe: "diffusers.DiffusionPipeline") -> None:
         self.pipe = pipe
@@ -98,6 +83,7 @@ class Family(ABC):
 
             cache_prompts(self, prompts, max_sequence_length, folder)
 
+    # ---- what each family defines ----
     @staticmethod
     @abstractmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
@@ -115,23 +101,44 @@ class Family(ABC):
         """{name: shape} of one prompt's conditioning, from the transformer's config alone. tools/plan.py needs it."""
 
     @abstractmethod
-    def encode_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
-        """Conditioning of B prompts, in the text encoders' dtype.
+    def encode_batch(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+        """Conditioning of up to PROMPTS_AT_ONCE prompts, in the text encoders' dtype. They are on the device already.
 
         A prompt's conditioning depends on no other prompt; all prompts give the same length.
         """
 
+    @abstractmethod
+    def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
+        """The pipeline's own timesteps and sigmas at this size, and the shape of one image's or video's latents."""
+
+    @abstractmethod
+    def forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        """The velocity v (B, ...) in fp32, from one pass of the transformer at fp32 latents (B, ...), unguided.
+
+        timestep: 1000 sigma, (B,), on the latents' device; it must not be rounded.
+        """
+
+    # ---- prompts ----
+    @torch.no_grad()
+    def encode_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+        """Conditioning of B prompts, in the text encoders' dtype, by `encode_batch`."""
+        batches = []
+        with on_device(self, "text_encoder"):
+            for i in range(0, len(prompts), PROMPTS_AT_ONCE):
+                batches.append(self.encode_batch(prompts[i : i + PROMPTS_AT_ONCE], max_sequence_length))
+        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
     def encode(
-        self, prompts: "PromptSet", max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
+        self, prompts: PromptSet, max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
     ) -> Conditioning:
         """Conditioning of B prompts and their pictures, brought to image_size. WanImageToVideo reads num_frames."""
         conditioning = self.encode_prompts(prompts.prompts, max_sequence_length)
-        if self.encode_sources and "image" in prompts.metadata[0]:
+        if "image" in prompts.metadata[0]:
             conditioning |= self.encode_sources(prompts.sources(), *image_size)
         return conditioning
 
     def encode_negative(
-        self, negatives: "PromptSet", guidance_scale: float, max_sequence_length: int
+        self, negatives: PromptSet, guidance_scale: float, max_sequence_length: int
     ) -> Conditioning | None:
         """Conditioning of U negative prompts (U, ...), or their one row (1, ...) where all are equal; None if guidance
         of that scale needs no second pass.
@@ -139,7 +146,7 @@ class Family(ABC):
         The one row is encoded once: the text encoders would come to the device again for each rollout.
         """
         prompts = negatives.prompts
-        if guidance_scale <= 1:
+        if guidance_scale <= 1 or not self.has_negative_prompt:
             return None
         if len(set(prompts)) > 1:
             return self.encode_prompts(prompts, max_sequence_length)
@@ -148,11 +155,19 @@ class Family(ABC):
             self.negative = {key: self.encode_prompts(prompts[:1], max_sequence_length)}
         return self.negative[key]
 
-    @abstractmethod
-    def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
-        """The pipeline's own timesteps and sigmas at this size, and the shape of one image's or video's latents."""
+    # ---- the pictures of a model that edits, which sets num_sources and defines both ----
+    def encode_sources(self, sources: list[list[PIL.Image.Image]], height: int, width: int) -> Conditioning:
+        """Conditioning of S pictures of each of B prompts, in names that begin with source_.
 
-    @abstractmethod
+        Both branches of guidance get it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no pictures")
+
+    def source_shapes(self, latent_shape: tuple[int, ...], count: int) -> Shapes:
+        """{name: shape} of what encode_sources gives of one prompt's `count` pictures, for latents of this shape."""
+        raise NotImplementedError(f"{type(self).__name__} takes no pictures")
+
+    # ---- the velocity, with guidance ----
     def predict_velocity(
         self,
         latents: torch.Tensor,
@@ -163,118 +178,79 @@ class Family(ABC):
     ) -> torch.Tensor:
         """The velocity v (B, ...) in fp32, at fp32 latents (B, ...), with the guidance that the model is made for.
 
-        timestep: 1000 sigma, one number or (B,); it must not be rounded. negative_conditioning: of the negative
-        prompts, (B, ...) each, or of the one for all B, (1, ...).
-        """
+        A scale above 1 takes a second pass, with the negative prompts. The gradient goes through both.
 
-    @abstractmethod
+        timestep: 1000 sigma, one number or (B,). negative_conditioning: of the negative prompts, (B, ...) each, or of
+        the one for all B, (1, ...).
+        """
+        timestep = timestep.to(latents.device).expand(len(latents))
+        if guidance_scale <= 1:
+            return self.forward(latents, timestep, conditioning)
+        velocity, negative = both_branches(self.forward, latents, timestep, conditioning, negative_conditioning)
+        return self.guide(velocity, negative, guidance_scale)
+
+    def guide(self, velocity: torch.Tensor, negative: torch.Tensor, guidance_scale: float) -> torch.Tensor:
+        """The guided velocity v_neg + g (v_pos - v_neg), (B, ...), at scale g above 1.
+
+        A pipeline that counts guidance from 0 has v_pos + s (v_pos - v_neg), which is the same for s = g - 1.
+        """
+        return negative + guidance_scale * (velocity - negative)
+
+    # ---- images ----
     def decode(self, latents: torch.Tensor) -> Images:
-        """Latents (B, ...) -> B PIL images, or B videos as lists of PIL frames."""
+        """Latents (B, ...) -> B PIL images, or B videos as lists of PIL frames, as the pipeline decodes them."""
+        with on_device(self, "vae"):
+            return self.to_images(self.to_pixels(latents))
+
+    def encode_images(self, images: list[PIL.Image.Image], height: int, width: int) -> torch.Tensor:
+        """B PIL images -> latents (B, ...), the mode of the VAE's posterior, the reverse of `decode`.
+
+        Images of another size are resized.
+        """
+        with on_device(self, "vae"):
+            return self.to_latents(images, height, width)
 
     def to_images(self, pixels: torch.Tensor) -> list:
         """Pixels in [-1, 1], (B, 3, H, W), or (B, 3, F, H, W) of videos -> what `decode` returns. For `decode`."""
         return pil_images(pixels)
 
+    # A family whose VAE is not diffusers' AutoencoderKL defines these two.
+    def to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents (B, ...) -> pixels (B, 3, ...) in about [-1, 1]. For `decode`: the VAE is on the device already."""
+        return decode_latents(self.pipe, latents)
+
+    def to_latents(self, images: list[PIL.Image.Image], height: int, width: int) -> torch.Tensor:
+        """B PIL images -> latents (B, ...). For `encode_images`: the VAE is on the device already."""
+        return encode_pixels(self.pipe, images, height, width)
+
     def frozen_tensors(self) -> list[torch.Tensor]:
         """The key of offline DPO's cache: all tensors that `encode_images` and `encode_prompts` use, in fixed order."""
-        raise NotImplementedError(f"{type(self).__name__} has no frozen_tensors")
+        config = self.pipe.vae.config
+        scale_and_shift = [config.get("scaling_factor"), config.get("shift_factor")]
+        scale_and_shift += [*(config.get("latents_mean") or ()), *(config.get("latents_std") or ())]
+        numbers = [number for number in scale_and_shift if number is not None]
+        tensors = [torch.tensor(numbers)] if numbers else []
+        encoders = sorted(name for name in self.pipe.components if name.startswith("text_encoder"))
+        for name in ["vae", *encoders]:
+            if self.pipe.components[name] is not None:
+                tensors += self.pipe.components[name].state_dict().values()
+        return tensors
 
+    # ---- the engine ----
+    @staticmethod
+    def engine_pipeline(mixin: type) -> type:
+        """vLLM-Omni's pipeline class of this family with our hooks. For the engine's process: it imports vLLM-Omni.
 
-# ---- finding and loading ---------------------------------------------------------------------------------------------
-def find_family(
-    model: str | Path,
-    height: int,
-    width: int,
-    num_frames: int,
-    guidance_scale: float = 1.0,
-    max_sequence_length: int = 1,
-) -> type[Family]:
-    """The family of a diffusers folder or hub id, after its `check` of size, frames and guidance. Loads no weights.
+        mixin: SDERolloutMixin of common/engine/pipelines.py, the first base of the class; it says what the class may
+        override. The pipeline takes the conditioning as prompt fields of the same names; those of the negative prompt
+        begin with negative_. A family without this method samples with --rollout local only.
+        """
+        raise NotImplementedError
 
-    Raises:
-        ValueError: one line that names the option and what is wrong: a model that is missing or not supported, a
-            config that cannot be read, or what `check` refuses.
-    """
-    from common.models.layout import check_layout, check_sizes
-
-    family = family_class(model)
-    with refusing(f"--model {model}", (OSError, KeyError)):
-        check_layout(model)
-        family.check(model, height, width, num_frames, guidance_scale)
-    check_sizes(family, model, (height, width), max_sequence_length)
-    return family
-
-
-def family_class(model: str | Path) -> type[Family]:
-    """The family of a diffusers folder or hub id, from its model_index.json alone.
-
-    Raises:
-        ValueError: names what is missing, or the families that are supported.
-    """
-    folder = Path(model)
-    if folder.is_dir():
-        index = folder / "model_index.json"
-        if not index.is_file():
-            raise ValueError(f"--model {model}: not a diffusers pipeline (no model_index.json)")
-    else:
-        from common.models.hub import download_index  # a folder needs none of it
-
-        index = download_index(str(model))
-    with refusing(f"--model {model}: model_index.json", Exception):
-        pipeline = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
-    wanted = str(pipeline).lower().removesuffix("pipeline")
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    found = [file.stem for file in files if file.stem.replace("_", "") == wanted]
-    if not found:
-        from common.models.hub import explain_pipeline
-
-        raise ValueError(f"--model {model}: {pipeline} is not supported; {explain_pipeline(pipeline, files)}")
-    module = importlib.import_module(f"common.models.{found[0]}")
-    name = pipeline.removesuffix("Pipeline")
-    if not hasattr(module, name):
-        raise ValueError(f"--model {model}: common/models/{found[0]}.py has no class {name}")
-    return getattr(module, name)
-
-
-def load_model(
-    family: type[Family],
-    model: str | Path,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    base_weights: str | None = None,
-) -> Family:
-    """Load a pipeline, frozen and in eval mode, and give it to its family.
-
-    Everything stays on the CPU. Later fully_shard moves the transformer to `device`, block by block, and `on_device`
-    moves the rest. The VAE stays fp32: its rounding would show. With base_weights the text encoders are int8.
-    """
-    from common.models.layout import load_pipeline
-
-    import transformers  # slow, as diffusers is
-    from diffusers.utils.logging import disable_progress_bar
-
-    say(f"loading {model}")
-    disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # whose output is a view; we do not write into it
-    try:
-        with refusing(f"--model {model}", Exception):  # whatever a library raises over a stranger's files
-            pipe = load_pipeline(model, dtype)
-    except ValueError as error:
-        raise RunError(str(error)) from error
-    for component in pipe.components.values():
-        if isinstance(component, torch.nn.Module):
-            component.requires_grad_(False).eval()
-    # For --train_with compile: SD3.5 has three kinds of block, each with three graphs (with gradient, without, and
-    # recomputed by activation checkpointing). By default dynamo stops compiling after 8.
-    torch._dynamo.config.recompile_limit = 64
-    loaded = family(pipe)
-    loaded.device = torch.device(device)
-    if base_weights:
-        from common.weights.base_weights import quantise_encoders  # needs torchao
-
-        quantise_encoders(loaded)
-    return loaded
+    @classmethod
+    def has_engine_pipeline(cls) -> bool:
+        """Whether the family defines `engine_pipeline`. Unlike that method it does not import vLLM-Omni."""
+        return cls.engine_pipeline is not Family.engine_pipeline
 
 
 @contextmanager
@@ -326,32 +302,6 @@ def both_branches(
     timestep = timestep.expand(batch).repeat(2)
     velocity, negative_velocity = forward(torch.cat([latents, latents]), timestep, both).chunk(2)
     return velocity, negative_velocity
-
-
-def check_image(height: int, width: int, num_frames: int, unit: int) -> None:
-    """Raise ValueError for a video, or for a side that is no multiple of `unit` pixels."""
-    if num_frames > 1:
-        raise ValueError(f"--num_frames {num_frames}: this model makes images, which have 1 frame")
-    check_multiples(height, width, unit)
-
-
-def check_multiples(height: int, width: int, unit: int) -> None:
-    """Raise ValueError for a side that is no multiple of `unit`, the side of a token in pixels."""
-    if height % unit or width % unit:
-        raise ValueError(f"--image_size {height} {width}: must be multiples of {unit}")
-
-
-def sigma_schedule(
-    scheduler: "diffusers.SchedulerMixin", **options: float | list[float] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Timesteps (T,) in (0, 1000] and sigmas (T + 1,) from about 1 to 0 of a scheduler, fp32 on the CPU.
-
-    The scheduler's sigmas must be flow matching's; FlowMatchEulerDiscreteScheduler is the usual one. `options` are
-    arguments of its set_timesteps, as the family's pipeline passes them: num_inference_steps or sigmas, and mu.
-    Timesteps are not rounded.
-    """
-    scheduler.set_timesteps(device="cpu", **options)
-    return scheduler.timesteps.float().clone(), scheduler.sigmas.float().clone()
 
 
 def hash_bits(tensor: torch.Tensor) -> str:

@@ -1,25 +1,19 @@
 """FLUX.1 (diffusers `FluxPipeline`): dev takes the guidance scale as an input, schnell takes no guidance."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from common.models.family import Conditioning, Config, Family, Schedule, Shapes, check_image, on_device
-from common.models.parts import check_no_guidance, shifted_schedule
-from common.models.vae import decode_latents, encode_pixels
+from common.models.family import Conditioning, Config, Family, Schedule, Shapes
+from common.models.parts import JOINT_ATTENTION, check_image, check_no_guidance, even_sigmas, shifted_schedule
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
-from PIL.Image import Image
-
-if TYPE_CHECKING:
-    from common.data import PromptSet
 
 
 class Flux(Family):
-    """The transformer takes tokens (B, h w / 4, 4 C), each of 2 x 2 latents; they are packed in predict_velocity."""
+    """The transformer takes tokens (B, h w / 4, 4 C), each of 2 x 2 latents; `forward` packs them."""
 
-    lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    lora_target_modules = JOINT_ATTENTION
     has_negative_prompt = False  # guidance is an input of the transformer
 
     @staticmethod
@@ -39,32 +33,18 @@ class Flux(Family):
             "pooled_prompt_embeds": (transformer["pooled_projection_dim"],),
         }
 
-    @torch.no_grad()
-    def encode_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
-        """B prompts -> {"prompt_embeds": (B, L, C), "pooled_prompt_embeds": (B, P)} in the text encoders' dtype."""
-        prompt_embeds = []
-        pooled = []
-        with on_device(self, "text_encoder"):
-            # thousands of prompts at once would not fit on a GPU
-            for i in range(0, len(prompts), 32):
-                embeds, pooled_embeds, _ = self.pipe.encode_prompt(
-                    prompt=prompts[i : i + 32],
-                    prompt_2=None,
-                    max_sequence_length=max_sequence_length,
-                    device=self.device,
-                )
-                prompt_embeds.append(embeds)
-                pooled.append(pooled_embeds)
-        return {"prompt_embeds": torch.cat(prompt_embeds), "pooled_prompt_embeds": torch.cat(pooled)}
-
-    def encode_negative(self, negatives: "PromptSet", guidance_scale: float, max_sequence_length: int) -> None:
-        """None: guidance is an input of the transformer and needs no second pass."""
+    def encode_batch(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+        """B prompts -> {"prompt_embeds": (B, L, C), "pooled_prompt_embeds": (B, P)}."""
+        embeds, pooled_embeds, _ = self.pipe.encode_prompt(
+            prompt=prompts, prompt_2=None, max_sequence_length=max_sequence_length, device=self.device
+        )
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled_embeds}
 
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
         """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
         h = height // self.pipe.vae_scale_factor
         w = width // self.pipe.vae_scale_factor
-        unshifted = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps).tolist()
+        unshifted = even_sigmas(num_inference_steps)
         timesteps, sigmas = shifted_schedule(self.pipe.scheduler, unshifted, num_tokens=(h // 2) * (w // 2))
         return timesteps, sigmas, (self.transformer.config.in_channels // 4, h, w)
 
@@ -76,6 +56,13 @@ class Flux(Family):
         negative_conditioning: Conditioning | None = None,
         guidance_scale: float = 1.0,
     ) -> torch.Tensor:
+        """The velocity v (B, ...), from one pass at any scale."""
+        timestep = timestep.to(latents.device).expand(len(latents))
+        return self.forward(latents, timestep, conditioning, guidance_scale)
+
+    def forward(
+        self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning, guidance_scale: float = 1.0
+    ) -> torch.Tensor:
         """v (B, ...) in fp32. dev gets the guidance scale as an input, for which it was distilled."""
         prompt_embeds = conditioning["prompt_embeds"]
         batch, _, h, w = latents.shape
@@ -85,7 +72,6 @@ class Flux(Family):
         if self.transformer.config.guidance_embeds:
             guidance = latents.new_full((batch,), guidance_scale)
         tokens, positions = self.pack(latents, conditioning)
-        timestep = timestep.to(device).expand(batch)
         velocity = self.transformer(
             hidden_states=tokens.to(dtype),
             timestep=timestep / 1000,
@@ -106,41 +92,18 @@ class Flux(Family):
         positions = self.pipe._prepare_latent_image_ids(batch, h // 2, w // 2, latents.device, torch.float32)
         return tokens, positions
 
-    def decode(self, latents: torch.Tensor) -> list[Image]:
-        """Latents (B, ...) -> B PIL images, as the pipeline decodes them."""
-        with on_device(self, "vae"):
-            return self.to_images(decode_latents(self.pipe, latents))
-
-    def encode_images(self, images: list[Image], height: int, width: int) -> torch.Tensor:
-        """B PIL images -> latents (B, ...), the mode of the VAE's posterior. Images of another size are resized."""
-        with on_device(self, "vae"):
-            return encode_pixels(self.pipe, images, height, width)
-
-    def frozen_tensors(self) -> list[torch.Tensor]:
-        """All tensors of the VAE and the text encoders, and the VAE's scale and shift."""
-        pipe = self.pipe
-        tensors = [torch.tensor([pipe.vae.config.scaling_factor, pipe.vae.config.shift_factor])]
-        for module in (pipe.vae, pipe.text_encoder, pipe.text_encoder_2):
-            tensors += module.state_dict().values()
-        return tensors
-
     @staticmethod
-    def engine_pipeline() -> type:
-        """vLLM-Omni's FLUX.1 with our hooks. For the engine's process only: it imports vLLM."""
-        from common.engine.pipelines import NoTextEncoder, SDERolloutMixin
-
+    def engine_pipeline(mixin: type) -> type:
+        """vLLM-Omni's FLUX.1 with our hooks."""
         from vllm_omni.diffusion.models.flux import pipeline_flux
 
-        pipeline_flux.T5EncoderModel = NoTextEncoder  # vLLM-Omni's own, which transformers does not load
+        pipeline_flux.T5EncoderModel = mixin.no_text_encoder  # type: ignore[attr-defined]  # vLLM-Omni's own, which transformers does not load
 
-        class FluxRollout(SDERolloutMixin, pipeline_flux.FluxPipeline):
-            """Requests bring prompt embeddings, not prompts. The VAE is fp32, like the trainer's."""
-
+        class FluxRollout(mixin, pipeline_flux.FluxPipeline):  # type: ignore[misc, valid-type]  # made at run time
             timestep_unit = 1000  # the transformer's input is t / 1000
 
             def __init__(self, **kwargs: Any) -> None:
                 super().__init__(**kwargs)
-                self.vae.float()
                 self.transformer.dtype = self.od_config.dtype  # vLLM-Omni reads it when the text encoders are gone
                 # the fused layers that hold q, k and v; vLLM-Omni's LoRA manager and our parameter_name read this
                 mapping = []
@@ -152,8 +115,7 @@ class Flux(Family):
                 return self._pack_latents(latents, *latents.shape)
 
             def unpack(self, latents: torch.Tensor) -> torch.Tensor:
-                assert self._run is not None  # tokens come from a batch under way
-                _, h, w = self._run.latent_shape
+                _, h, w = self.latent_shape
                 return self._unpack_latents(latents, 2 * h, 2 * w, vae_scale_factor=2)
 
             def _unpack_latents(self, *args: Any, **kwargs: Any) -> torch.Tensor:

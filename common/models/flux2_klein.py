@@ -7,21 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common.models.family import (
-    Conditioning,
-    Config,
-    Family,
-    Schedule,
-    Shapes,
-    both_branches,
-    check_image,
-    on_device,
-    sigma_schedule,
-)
-from common.models.parts import check_no_guidance
+from common.models.family import Conditioning, Config, Family, Schedule, Shapes
+from common.models.parts import JOINT_ATTENTION, check_image, check_no_guidance, even_sigmas, sigma_schedule
 from common.models.vae import decode_in_slices, encode_in_slices
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
@@ -52,17 +41,7 @@ class Flux2Klein(Family):
     """
 
     num_sources = (0, 4)  # by Black Forest Labs' documentation; the pipeline itself counts none
-    lora_target_modules = (
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "add_q_proj",
-        "add_k_proj",
-        "add_v_proj",
-        "to_add_out",
-        "to_qkv_mlp_proj",  # in the single-stream blocks
-    )
+    lora_target_modules = (*JOINT_ATTENTION, "to_qkv_mlp_proj")  # the last one is in the single-stream blocks
 
     @staticmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
@@ -78,18 +57,10 @@ class Flux2Klein(Family):
         """{name: shape} of one prompt's conditioning, from the transformer's config."""
         return {"prompt_embeds": (max_sequence_length, transformer["joint_attention_dim"])}
 
-    @torch.no_grad()
-    def encode_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+    def encode_batch(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
         """B prompts -> {"prompt_embeds": (B, L, C)}: three layers of the encoder side by side, padding included."""
-        prompt_embeds = []
-        with on_device(self, "text_encoder"):
-            # thousands of prompts at once would not fit on a GPU
-            for i in range(0, len(prompts), 32):
-                embeds, _ = self.pipe.encode_prompt(
-                    prompts[i : i + 32], device=self.device, max_sequence_length=max_sequence_length
-                )
-                prompt_embeds.append(embeds)
-        return {"prompt_embeds": torch.cat(prompt_embeds)}
+        embeds, _ = self.pipe.encode_prompt(prompts, device=self.device, max_sequence_length=max_sequence_length)
+        return {"prompt_embeds": embeds}
 
     @staticmethod
     def source_shapes(latent_shape: tuple[int, ...], count: int) -> Shapes:
@@ -107,32 +78,16 @@ class Flux2Klein(Family):
         h = height // unit
         w = width // unit
         mu = compute_empirical_mu(image_seq_len=h * w, num_steps=num_inference_steps)
-        unshifted = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps).tolist()
-        timesteps, sigmas = sigma_schedule(self.pipe.scheduler, mu=mu, sigmas=unshifted)
+        timesteps, sigmas = sigma_schedule(self.pipe.scheduler, mu=mu, sigmas=even_sigmas(num_inference_steps))
         return timesteps, sigmas, (self.transformer.config.in_channels, h, w)
 
-    def predict_velocity(
-        self,
-        latents: torch.Tensor,
-        timestep: torch.Tensor,
-        conditioning: Conditioning,
-        negative_conditioning: Conditioning | None = None,
-        guidance_scale: float = 1.0,
-    ) -> torch.Tensor:
-        """v (B, ...) in fp32. Guidance g above 1 gives v_neg + g (v_pos - v_neg), with gradient through both."""
-        if guidance_scale <= 1:
-            return self._forward(latents, timestep, conditioning)
-        velocity, negative = both_branches(self._forward, latents, timestep, conditioning, negative_conditioning)
-        return negative + guidance_scale * (velocity - negative)
-
-    def _forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        batch = len(latents)
+    def forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        """v (B, ...) in fp32."""
         prompt_embeds = conditioning["prompt_embeds"]
         tokens = self.pipe._pack_latents(latents)
         positions = self.pipe._prepare_latent_ids(latents).to(latents.device)
         if "source_latents" in conditioning:
             tokens, positions = add_sources(tokens, positions, conditioning["source_latents"])
-        timestep = timestep.to(latents.device).expand(batch)
         velocity = self.transformer(
             hidden_states=tokens.to(prompt_embeds.dtype),
             timestep=timestep / 1000,
@@ -152,48 +107,36 @@ class Flux2Klein(Family):
         return vae.bn.running_mean[:, None, None], std[:, None, None]
 
     @torch.no_grad()
-    def decode(self, latents: torch.Tensor) -> list[Image]:
-        """Latents (B, ...) -> B PIL images, as the pipeline decodes them."""
+    def to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents (B, ...) -> pixels (B, 3, H, W), as the pipeline decodes them."""
         vae = self.pipe.vae
-        with on_device(self, "vae"):
-            mean, std = self._latent_statistics()
-            latents = self.pipe._unpatchify_latents(latents.to(vae.device, vae.dtype) * std + mean)
-            pixels = decode_in_slices(vae, latents, scale=self.pipe.vae_scale_factor**2)
-        return self.to_images(pixels)
+        mean, std = self._latent_statistics()
+        latents = self.pipe._unpatchify_latents(latents.to(vae.device, vae.dtype) * std + mean)
+        return decode_in_slices(vae, latents, scale=self.pipe.vae_scale_factor**2)
 
     @torch.no_grad()
-    def encode_images(self, images: list[Image], height: int, width: int) -> torch.Tensor:
-        """B PIL images -> latents (B, ...), the mode of the VAE's posterior. Images of another size are resized."""
+    def to_latents(self, images: list[Image], height: int, width: int) -> torch.Tensor:
+        """B PIL images -> latents (B, ...), the mode of the VAE's posterior."""
         vae = self.pipe.vae
         pixels = self.pipe.image_processor.preprocess(images, height, width)
-        with on_device(self, "vae"):
-            mean, std = self._latent_statistics()
-            latents = encode_in_slices(vae, pixels.to(vae.device, vae.dtype))
+        mean, std = self._latent_statistics()
+        latents = encode_in_slices(vae, pixels.to(vae.device, vae.dtype))
         return (self.pipe._patchify_latents(latents) - mean) / std
 
-    def frozen_tensors(self) -> list[torch.Tensor]:
-        """All tensors of the VAE and the text encoders, and the VAE's scale and shift."""
-        return [*self.pipe.vae.state_dict().values(), *self.pipe.text_encoder.state_dict().values()]
-
     @staticmethod
-    def engine_pipeline() -> type:
-        """vLLM-Omni's FLUX.2-klein with our hooks. For the engine's process only: it imports vLLM."""
-        from common.engine.pipelines import SDERolloutMixin
-
+    def engine_pipeline(mixin: type) -> type:
+        """vLLM-Omni's FLUX.2-klein with our hooks."""
         from vllm_omni.diffusion.data import DiffusionOutput
         from vllm_omni.diffusion.models.flux2_klein.pipeline_flux2_klein import Flux2KleinPipeline
         from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
-        class Flux2KleinRollout(SDERolloutMixin, Flux2KleinPipeline):
-            """Requests bring prompt embeddings, not prompts. The VAE is fp32, like the trainer's."""
-
+        class Flux2KleinRollout(mixin, Flux2KleinPipeline):  # type: ignore[misc, valid-type]  # made at run time
             timestep_unit = 1000  # the transformer's input is t / 1000
             supports_request_batch = False  # the native pipeline takes one image at a time
             text_encoder: torch.nn.Module | None
 
             def __init__(self, **kwargs: Any) -> None:
                 super().__init__(**kwargs)
-                self.vae.float()
                 self.device = self._execution_device
 
             def forward(self, req: DiffusionRequestBatch, *args: Any, **kwargs: Any) -> DiffusionOutput:
@@ -206,21 +149,19 @@ class Flux2Klein(Family):
                 return self._pack_latents(latents)
 
             def unpack(self, latents: torch.Tensor) -> torch.Tensor:
-                assert self._run is not None  # tokens come from a batch under way
-                return latents.transpose(1, 2).reshape(len(latents), *self._run.latent_shape)
+                return latents.transpose(1, 2).reshape(len(latents), *self.latent_shape)
 
             def encode_prompt(self, prompt: str, **kwargs: Any) -> tuple[torch.Tensor, ...]:
                 if self._run is not None:  # called for the prompt, then for "", the negative prompt
                     name = "prompt_embeds" if prompt == PLACEHOLDER else "negative_prompt_embeds"
-                    kwargs["prompt_embeds"] = self._run.prompts[0][name][None].to(self.device)
+                    kwargs["prompt_embeds"] = self.conditioning(name)
                 return super().encode_prompt(prompt, **kwargs)
 
             def predict_noise(self, **kwargs: Any) -> torch.Tensor:
                 if self._run is None or "source_latents" not in self._run.prompts[0]:
                     return super().predict_noise(**kwargs)
                 of_image = kwargs["hidden_states"]
-                sources = self._run.prompts[0]["source_latents"][None]
-                tokens, positions = add_sources(of_image, kwargs["img_ids"], sources)
+                tokens, positions = add_sources(of_image, kwargs["img_ids"], self.conditioning("source_latents"))
                 kwargs |= {"hidden_states": tokens, "img_ids": positions}
                 return super().predict_noise(**kwargs)[:, : of_image.shape[1]]
 

@@ -36,14 +36,12 @@ class FluxKontext(Flux):
         return torch.cat([tokens, of_source], 1), torch.cat([positions, at])
 
     @staticmethod
-    def engine_pipeline() -> type:
+    def engine_pipeline(mixin: type) -> type:
         """vLLM-Omni's FLUX.1 with our hooks and the pictures' tokens: its Kontext pipeline takes no batch."""
 
-        class FluxKontextRollout(Flux.engine_pipeline()):  # type: ignore[misc]  # a class made at run time
+        class FluxKontextRollout(Flux.engine_pipeline(mixin)):  # type: ignore[misc]  # made at run time
             def predict_noise(self, hidden_states: torch.Tensor, img_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-                assert self._run is not None  # tokens come from a batch under way
-                sources = torch.stack([fields["source_latents"] for fields in self._run.prompts])
-                tokens = self.pack(sources.to(hidden_states))
+                tokens = self.pack(self.conditioning("source_latents").to(hidden_states))
                 at = img_ids.clone()  # the picture is as large as the image
                 at[..., 0] = 1
                 both = {"hidden_states": torch.cat([hidden_states, tokens], 1), "img_ids": torch.cat([img_ids, at])}

@@ -7,20 +7,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from common.models.family import (
-    Conditioning,
-    Config,
-    Family,
-    Schedule,
-    Shapes,
-    both_branches,
+from common.models.family import Conditioning, Config, Family, Schedule, Shapes
+from common.models.parts import (
+    ATTENTION,
     check_image,
-    on_device,
+    check_no_guidance,
+    decode_frames,
+    encode_frames,
+    even_sigmas,
+    shifted_schedule,
     sigma_schedule,
 )
-from common.models.parts import check_no_guidance, decode_frames, encode_frames, latent_statistics, shifted_schedule
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKLQwenImage, Krea2Pipeline
 from PIL.Image import Image
@@ -29,13 +27,13 @@ DISTILLED_MU = 1.15  # the shift of a distilled model's schedule at every size, 
 
 
 class Krea2(Family):
-    """The transformer takes tokens (B, h w / 4, 4 C), each of 2 x 2 latents; they are packed in predict_velocity.
+    """The transformer takes tokens (B, h w / 4, 4 C), each of 2 x 2 latents; `forward` packs them.
 
     A prompt has the states of several layers of the text encoder, which the transformer joins in blocks of its own.
     """
 
     attention_kernels = ("native", "cudnn")  # flash takes no mask, and prompts are padded
-    lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
+    lora_target_modules = ATTENTION
     is_split_by_engine = False  # vLLM-Omni's transformer has layers that every worker would hold whole
 
     @staticmethod
@@ -57,30 +55,20 @@ class Krea2(Family):
             "prompt_embeds_mask": (max_sequence_length,),
         }
 
-    @torch.no_grad()
-    def encode_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+    def encode_batch(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
         """B prompts -> {"prompt_embeds": (B, L, layers, C), "prompt_embeds_mask": (B, L), 1 at a token}.
 
         L is max_sequence_length for every prompt. The template's last five tokens stand at its end, behind the zeros.
         """
-        prompt_embeds = []
-        masks = []
-        with on_device(self, "text_encoder"):
-            # thousands of prompts at once would not fit on a GPU
-            for i in range(0, len(prompts), 32):
-                embeds, mask = self.pipe.encode_prompt(
-                    prompts[i : i + 32], device=self.device, max_sequence_length=max_sequence_length
-                )
-                prompt_embeds.append(embeds)
-                masks.append(mask.long())
-        return {"prompt_embeds": torch.cat(prompt_embeds), "prompt_embeds_mask": torch.cat(masks)}
+        embeds, mask = self.pipe.encode_prompt(prompts, device=self.device, max_sequence_length=max_sequence_length)
+        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask.long()}
 
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
         """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
         patch = self.pipe.patch_size
         h = height // self.pipe.vae_scale_factor
         w = width // self.pipe.vae_scale_factor
-        unshifted = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps).tolist()
+        unshifted = even_sigmas(num_inference_steps)
         if self.pipe.config.is_distilled:
             timesteps, sigmas = sigma_schedule(self.pipe.scheduler, mu=DISTILLED_MU, sigmas=unshifted)
         else:
@@ -88,30 +76,13 @@ class Krea2(Family):
             timesteps, sigmas = shifted_schedule(self.pipe.scheduler, unshifted, num_tokens=num_tokens)
         return timesteps, sigmas, (self.transformer.config.in_channels // patch**2, h, w)
 
-    def predict_velocity(
-        self,
-        latents: torch.Tensor,
-        timestep: torch.Tensor,
-        conditioning: Conditioning,
-        negative_conditioning: Conditioning | None = None,
-        guidance_scale: float = 1.0,
-    ) -> torch.Tensor:
-        """v (B, ...) in fp32. Guidance g above 1 gives v_neg + g (v_pos - v_neg), with gradient through both.
-
-        The pipeline has v_pos + s (v_pos - v_neg), which is the same for s = g - 1.
-        """
-        if guidance_scale <= 1:
-            return self._forward(latents, timestep, conditioning)
-        velocity, negative = both_branches(self._forward, latents, timestep, conditioning, negative_conditioning)
-        return negative + guidance_scale * (velocity - negative)
-
-    def _forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+    def forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        """v (B, ...) in fp32."""
         prompt_embeds = conditioning["prompt_embeds"]
         batch, channels, h, w = latents.shape
         patch = self.pipe.patch_size
         scale = self.pipe.vae_scale_factor
         tokens = self.pipe._pack_latents(latents, batch, channels, h, w)
-        timestep = timestep.to(latents.device).expand(batch)
         positions = self.pipe.prepare_position_ids(prompt_embeds.shape[1], h // patch, w // patch, latents.device)
         velocity = self.transformer(
             hidden_states=tokens.to(prompt_embeds.dtype),
@@ -123,36 +94,23 @@ class Krea2(Family):
         )[0]
         return self.pipe._unpack_latents(velocity.float(), scale * h, scale * w)[:, :, 0]
 
-    def decode(self, latents: torch.Tensor) -> list[Image]:
-        """Latents (B, ...) -> B PIL images, as the pipeline decodes them."""
-        with on_device(self, "vae"):
-            return self.to_images(decode_frames(self.pipe, latents))
+    def to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents (B, ...) -> pixels (B, 3, H, W), as the pipeline decodes them."""
+        return decode_frames(self.pipe, latents)
 
-    def encode_images(self, images: list[Image], height: int, width: int) -> torch.Tensor:
-        """B PIL images -> latents (B, ...), the mode of the VAE's posterior. Images of another size are resized."""
-        with on_device(self, "vae"):
-            return encode_frames(self.pipe, images, height, width)
-
-    def frozen_tensors(self) -> list[torch.Tensor]:
-        """All tensors of the VAE and the text encoder, and the VAE's scale and shift."""
-        tensors = [latent_statistics(self.pipe.vae)]
-        for module in (self.pipe.vae, self.pipe.text_encoder):
-            tensors += module.state_dict().values()
-        return tensors
+    def to_latents(self, images: list[Image], height: int, width: int) -> torch.Tensor:
+        """B PIL images -> latents (B, ...), the mode of the VAE's posterior."""
+        return encode_frames(self.pipe, images, height, width)
 
     @staticmethod
-    def engine_pipeline() -> type:
-        """vLLM-Omni's Krea 2 with our hooks. For the engine's process only: it imports vLLM."""
-        from common.engine.pipelines import SDERolloutMixin
+    def engine_pipeline(mixin: type) -> type:
+        """vLLM-Omni's Krea 2 with our hooks."""
 
-        class Krea2Rollout(SDERolloutMixin, output_per_image()):  # type: ignore[misc]  # a class made at run time
-            """Requests bring prompt embeddings, not prompts. The VAE is fp32, like the trainer's."""
-
+        class Krea2Rollout(mixin, output_per_image()):  # type: ignore[misc, valid-type]  # made at run time
             timestep_unit = 1000  # the transformer's input is t / 1000
 
             def __init__(self, **kwargs: Any) -> None:
                 super().__init__(**kwargs)
-                self.vae.float()
                 self.transformer.stacked_params_mapping = []  # q, k and v are layers of their own
 
             @property
@@ -163,8 +121,7 @@ class Krea2(Family):
                 return self._pack_latents(latents, *latents.shape)
 
             def unpack(self, latents: torch.Tensor) -> torch.Tensor:
-                assert self._run is not None  # tokens come from a batch under way
-                _, h, w = self._run.latent_shape
+                _, h, w = self.latent_shape
                 scale = self.vae_scale_factor
                 return self._unpack_latents(latents, scale * h, scale * w)[:, :, 0]
 
@@ -173,11 +130,8 @@ class Krea2(Family):
                 return ["prompt_embeds"] * len(prompts), ["negative_prompt_embeds"] * len(prompts)
 
             def encode_prompt(self, prompt: list[str], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-                assert self._run is not None
                 name = prompt[0]
-                embeds = torch.stack([fields[name] for fields in self._run.prompts])
-                mask = torch.stack([fields[f"{name}_mask"] for fields in self._run.prompts])
-                return embeds.to(self.device), mask.to(self.device).bool()
+                return self.conditioning(name), self.conditioning(f"{name}_mask").bool()
 
             def predict_noise(self, **kwargs: Any) -> torch.Tensor:
                 return self.transformer(**kwargs).float()  # a tensor, where other transformers return a tuple

@@ -1,21 +1,58 @@
-"""What some families need beside common/models/family.py: distilled ones, shifted schedules, Qwen-Image's VAE."""
+"""What several families need beside common/models/family.py: checks, schedules, targets of a LoRA, Qwen-Image's VAE."""
 
 from typing import TYPE_CHECKING
 
-from common.models.family import sigma_schedule
 from common.models.vae import decode_in_slices, encode_in_slices
 
+import numpy as np
 import torch
 from PIL.Image import Image
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # importing it takes seconds
     import diffusers
+
+# lora_target_modules of attention, and of attention with weights of its own for the prompt's tokens
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+JOINT_ATTENTION = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+def check_image(height: int, width: int, num_frames: int, unit: int) -> None:
+    """Raise ValueError for a video, or for a side that is no multiple of `unit` pixels."""
+    if num_frames > 1:
+        raise ValueError(f"--num_frames {num_frames}: this model makes images, which have 1 frame")
+    check_multiples(height, width, unit)
+
+
+def check_multiples(height: int, width: int, unit: int) -> None:
+    """Raise ValueError for a side that is no multiple of `unit`, the side of a token in pixels."""
+    if height % unit or width % unit:
+        raise ValueError(f"--image_size {height} {width}: must be multiples of {unit}")
 
 
 def check_no_guidance(guidance_scale: float) -> None:
     """Raise ValueError for guidance above 1, which a distilled model cannot take."""
     if guidance_scale > 1:
         raise ValueError(f"--guidance_scale {guidance_scale:g}: this model is distilled and takes no guidance: pass 1")
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+def sigma_schedule(
+    scheduler: "diffusers.SchedulerMixin", **options: float | list[float] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Timesteps (T,) in (0, 1000] and sigmas (T + 1,) from about 1 to 0 of a scheduler, fp32 on the CPU.
+
+    The scheduler's sigmas must be flow matching's; FlowMatchEulerDiscreteScheduler is the usual one. `options` are
+    arguments of its set_timesteps, as the family's pipeline passes them: num_inference_steps or sigmas, and mu.
+    Timesteps are not rounded.
+    """
+    scheduler.set_timesteps(device="cpu", **options)
+    return scheduler.timesteps.float().clone(), scheduler.sigmas.float().clone()
+
+
+def even_sigmas(num_inference_steps: int) -> list[float]:
+    """T sigmas from 1 to 1 / T, equally far from each other, from which most pipelines start."""
+    return np.linspace(1.0, 1 / num_inference_steps, num_inference_steps).tolist()
 
 
 def shifted_schedule(

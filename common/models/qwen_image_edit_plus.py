@@ -1,7 +1,8 @@
 """Qwen-Image-Edit-Plus (diffusers `QwenImageEditPlusPipeline`): makes an image of one to four pictures of a record."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from common.data import PromptSet
 from common.models.family import Conditioning, Shapes, on_device
 from common.models.qwen_image import QwenImage
 
@@ -9,9 +10,6 @@ import torch
 import torch.nn.functional as F
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 from PIL.Image import Image
-
-if TYPE_CHECKING:
-    from common.data import PromptSet
 
 SLIMMEST = 100  # as wide as high, or as high as wide; the text encoder's processor refuses 200
 
@@ -36,7 +34,7 @@ class QwenImageEditPlus(QwenImage):
         return {"source_latents": (count, *latent_shape)}
 
     def encode(
-        self, prompts: "PromptSet", max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
+        self, prompts: PromptSet, max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
     ) -> Conditioning:
         """encode_edits of B prompts and their pictures, and the pictures' latents at image_size."""
         sources = prompts.sources()
@@ -44,7 +42,7 @@ class QwenImageEditPlus(QwenImage):
         return conditioning | self.encode_sources(sources, *image_size)
 
     def encode_negative(
-        self, negatives: "PromptSet", guidance_scale: float, max_sequence_length: int
+        self, negatives: PromptSet, guidance_scale: float, max_sequence_length: int
     ) -> Conditioning | None:
         """encode_edits of U negative prompts, each with the pictures of its record; None without guidance."""
         if guidance_scale <= 1:
@@ -86,13 +84,12 @@ class QwenImageEditPlus(QwenImage):
         return torch.cat([tokens, of_sources], 1), shapes * (1 + sources.shape[1])
 
     @staticmethod
-    def engine_pipeline() -> type:
+    def engine_pipeline(mixin: type) -> type:
         """vLLM-Omni's Qwen-Image with our hooks and the pictures' tokens: its pipeline for edits takes no batch."""
 
-        class QwenImageEditPlusRollout(QwenImage.engine_pipeline()):  # type: ignore[misc]  # a class made at run time
+        class QwenImageEditPlusRollout(QwenImage.engine_pipeline(mixin)):  # type: ignore[misc]  # made at run time
             def predict_noise(self, hidden_states: torch.Tensor, img_shapes: list, **kwargs: Any) -> torch.Tensor:
-                assert self._run is not None  # tokens come from a batch under way
-                sources = torch.stack([fields["source_latents"] for fields in self._run.prompts])  # (B, S, C, h, w)
+                sources = self.conditioning("source_latents")  # (B, S, C, h, w)
                 tokens = self.pack(sources.flatten(0, 1).to(hidden_states))
                 tokens = tokens.unflatten(0, sources.shape[:2]).flatten(1, 2)
                 both = {

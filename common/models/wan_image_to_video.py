@@ -1,18 +1,17 @@
 """Wan, image to video (diffusers `WanImageToVideoPipeline`): a record's picture is the first frame of its video."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from common.data import PromptSet
 from common.models.family import Conditioning, Config, Shapes, on_device
+from common.models.parts import latent_statistics
 from common.models.vae import encode_in_slices
 from common.models.wan import Wan
 
 import torch
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3DModel
 from PIL.Image import Image
-
-if TYPE_CHECKING:  # importing it takes seconds
-    from common.data import PromptSet
 
 TEXT_TOKENS = 512  # that a transformer with an image encoder takes: its attention splits text from picture there
 IMAGE_TOKENS = 257  # that the published image encoder, a CLIP ViT-H/14 at 224 pixels, makes of a picture
@@ -70,20 +69,19 @@ class WanImageToVideo(Wan):
             shapes["source_embeds"] = (IMAGE_TOKENS, image_dim)
         return shapes
 
-    @torch.no_grad()
-    def encode_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+    def encode_batch(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
         """B prompts -> {"prompt_embeds": (B, L, C)}, with zeros behind a prompt's last token.
 
         With an image encoder L is TEXT_TOKENS; a prompt is still cut at max_sequence_length.
         """
-        prompt_embeds = super().encode_prompts(prompts, max_sequence_length)["prompt_embeds"]
+        prompt_embeds = super().encode_batch(prompts, max_sequence_length)["prompt_embeds"]
         if self.transformer.config.image_dim is not None:
             missing = TEXT_TOKENS - prompt_embeds.shape[1]
             prompt_embeds = torch.nn.functional.pad(prompt_embeds, (0, 0, 0, missing))
         return {"prompt_embeds": prompt_embeds}
 
     def encode(
-        self, prompts: "PromptSet", max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
+        self, prompts: PromptSet, max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
     ) -> Conditioning:
         """Conditioning of B prompts and of their pictures, as the first frames of videos of num_frames frames."""
         conditioning = self.encode_prompts(prompts.prompts, max_sequence_length)
@@ -103,8 +101,7 @@ class WanImageToVideo(Wan):
             num_frames = 1
         latents = []
         with on_device(self, "vae"):
-            statistics = torch.tensor([vae.config.latents_mean, vae.config.latents_std], device=vae.device)
-            mean, std = statistics.view(2, -1, 1, 1, 1)  # (C, 1, 1, 1) each
+            mean, std = latent_statistics(vae)  # (C, 1, 1, 1) each
             for picture in pictures:  # one at a time: the pixels of 81 frames of 480 x 832 take 400 MB
                 pixels = self.pipe.video_processor.preprocess(picture, *image_size).to(vae.device, vae.dtype)
                 frames = pixels.new_zeros(1, 3, num_frames, *image_size)
@@ -122,10 +119,10 @@ class WanImageToVideo(Wan):
             embeds = [self.pipe.encode_image(picture, self.device) for picture in pictures]
         return torch.cat(embeds)
 
-    def _forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+    def forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        """v (B, ...) in fp32."""
         source = conditioning["source_latents"].to(latents)
         prompt_embeds = conditioning["prompt_embeds"]
-        timestep = timestep.to(latents.device).expand(len(latents))
         config = self.transformer.config
         of_tokens = timestep
         if self.pipe.config.expand_timesteps:
@@ -144,26 +141,21 @@ class WanImageToVideo(Wan):
         return velocity
 
     @staticmethod
-    def engine_pipeline() -> type:
+    def engine_pipeline(mixin: type) -> type:
         """vLLM-Omni's Wan, text to video, with our hooks and the pictures.
 
         Its image-to-video pipeline encodes pictures itself, and does not read `expand_timesteps` from the checkpoint.
         """
 
-        class WanImageToVideoRollout(Wan.engine_pipeline()):  # type: ignore[misc]  # a class made at run time
+        class WanImageToVideoRollout(Wan.engine_pipeline(mixin)):  # type: ignore[misc]  # made at run time
             def __init__(self, **kwargs: Any) -> None:
                 super().__init__(**kwargs)
                 embedder = self.transformer.condition_embedder.image_embedder
                 if embedder is not None:  # diffusers' epsilon, where vLLM-Omni has 1e-6
                     embedder.norm1.eps = embedder.norm2.eps = 1e-5
 
-            def source_of(self, name: str) -> torch.Tensor:
-                """(B, ...), a field of the requests of the batch under way."""
-                assert self._run is not None
-                return torch.stack([fields[name] for fields in self._run.prompts]).to(self.device)
-
             def predict_noise(self, hidden_states: torch.Tensor, timestep: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-                source = self.source_of("source_latents").to(hidden_states)
+                source = self.conditioning("source_latents").to(hidden_states)
                 config = self.transformer_config
                 inputs = {"timestep": timestep}
                 if self.expand_timesteps:
@@ -172,7 +164,7 @@ class WanImageToVideo(Wan):
                 else:
                     inputs["hidden_states"] = beside_source(hidden_states, source, config.in_channels)
                 if config.image_dim is not None:
-                    embeds = self.source_of("source_embeds")
+                    embeds = self.conditioning("source_embeds")
                     inputs["encoder_hidden_states_image"] = embeds.to(hidden_states)
                 return super().predict_noise(**(kwargs | inputs))
 
@@ -186,7 +178,7 @@ class WanImageToVideo(Wan):
             ) -> torch.Tensor:
                 if self.expand_timesteps:
                     timestep = self._run.timesteps[self._run.step].to(self.device)
-                    source = self.source_of("source_latents").to(latents)
+                    source = self.conditioning("source_latents").to(latents)
                     noise_pred = towards_source(noise_pred, latents, timestep, source)
                 return super().scheduler_step_maybe_with_cfg(noise_pred, t, latents, *args, **kwargs)
 

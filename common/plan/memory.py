@@ -171,7 +171,7 @@ class Blueprint:
         """{name: shape} of the conditioning of one prompt of `length` tokens, with its condition images if any."""
         length += self.num_sources * self.model.source_tokens
         shapes = self.model.conditioning_shapes(self.pipe.transformer.config, length)
-        if self.num_sources and self.model.source_shapes:
+        if self.num_sources:
             of_sources = self.model.source_shapes(self.latent_shape(image_size, num_frames), self.num_sources)
             shapes = {**shapes, **of_sources}
         return dict(shapes)

@@ -9,19 +9,20 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from common.data import PromptSet
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError
+from common.models.family import Family
 from common.models.vae import PIXELS_AT_ONCE
 from common.plan.memory import Blueprint, Cost
 from common.process import say
 from common.weights.base_weights import WEIGHT_BYTES
+from common.weights.lora import LoRA
 
 import torch
-
-if TYPE_CHECKING:
-    from common.run import Inputs
 
 GB = 1e9
 PHASES = ("start", "encode", "rollout", "update", "save")  # what a run does while it holds memory
@@ -432,8 +433,12 @@ def choose_options(
     return {"shard_ranks": shard_ranks, "micro_batch_size": 1}
 
 
-def fit_to_gpus(inputs: "Inputs", options: dict[str, Any]) -> dict[str, int]:
+def fit_to_gpus(
+    family: type[Family], lora: LoRA | None, eval_set: PromptSet, checkpoint: Path | None, options: dict[str, Any]
+) -> dict[str, int]:
     """choose_options on this machine's GPUs. Rank 0 counts, and says what it chose. A collective.
+
+    lora: None for full weights. checkpoint: the one that the run resumes from, if any.
 
     Raises:
         RunError: --micro_batch_size 0 without a GPU.
@@ -442,18 +447,25 @@ def fit_to_gpus(inputs: "Inputs", options: dict[str, Any]) -> dict[str, int]:
         raise RunError("--micro_batch_size 0: takes what fits on a GPU, and this machine has none: pass a number")
     chosen = {name: options[name] for name in ("shard_ranks", "micro_batch_size")}
     ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
-    may_copy = inputs.lora and ranks_here > 1 and not options["shard_ranks"]
+    may_copy = lora and ranks_here > 1 and not options["shard_ranks"]
     if on_rank_0() and (may_copy or not options["micro_batch_size"]):
-        num_sources = len(inputs.eval_set.metadata[0].get("image", ()))  # all records have as many (check_sources)
+        num_sources = len(eval_set.metadata[0].get("image", ()))  # all records have as many (check_sources)
         dtype = getattr(torch, options["dtype"])
-        blueprint = Blueprint(inputs.family, options["model"], inputs.lora, dtype, num_sources)
-        world = {"ranks": int(os.environ["WORLD_SIZE"]), "ranks_here": ranks_here}
+        blueprint = Blueprint(family, options["model"], lora, dtype, num_sources)
         gpu_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        saved = inputs.checkpoint and inputs.checkpoint.parents[1] / "args.json"
+        saved = checkpoint and checkpoint.parents[1] / "args.json"
         saved_size = 0
         if saved and saved.is_file():
             saved_size = json.loads(saved.read_text(encoding="utf-8"))["args"]["micro_batch_size"]
-        chosen = choose_options(blueprint, options, len(inputs.eval_set), gpu_bytes, **world, saved_size=saved_size)
+        chosen = choose_options(
+            blueprint,
+            options,
+            len(eval_set),
+            gpu_bytes,
+            ranks=int(os.environ["WORLD_SIZE"]),
+            ranks_here=ranks_here,
+            saved_size=saved_size,
+        )
         say(describe(chosen, ranks_here))
     return gather_objects(chosen)[0]
 

@@ -1,1 +1,1 @@
-"""Rewards: one file each, found by the file's name. common/scoring.py says what a reward is, loads them and calls them."""
+"""Rewards: one file each, found by the file's name. common/scoring.py says what a reward is, and calls them."""

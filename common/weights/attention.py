@@ -24,7 +24,7 @@ def check_attention(attention: str, model: str, dtype: str) -> None:
     Raises:
         ValueError: in one line that names the option and what it needs.
     """
-    from common.models.family import family_class  # diffusers, which takes seconds to import
+    from common.models.loading import family_class  # diffusers, which takes seconds to import
 
     given = f"--attention {attention}"
     if not torch.cuda.is_available():

@@ -273,7 +273,7 @@ def load_training_state(model: "Family", optimizer: torch.optim.AdamW, state: di
     Raises:
         NothingBegun: naming a tensor that only one of the two has, or that has another shape.
     """
-    from common.resuming import restore_rng_states
+    from common.distributed import restore_rng_states
 
     policies = state["policies"]
     for name in model.policies:

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import itertools
 import json
 import math
 import os
@@ -15,9 +14,8 @@ import grpo_guard
 from common.checkpoints import load_checkpoint, saved_checkpoints
 from common.data import PromptSet
 from common.rollout import RolloutRequest
-from common.sde import draw_noise, image_seed, sde_step
-from common.user_code import load_function
-from contrib import awm, crd, dance_grpo, dgpo, diffusion_opd, flow_dppo, mix_grpo_flash, online_dpo, tempflow_grpo
+from common.sde import image_seed
+from contrib import awm, crd, dance_grpo, dgpo, diffusion_opd, flow_dppo, online_dpo, tempflow_grpo
 from dpo_offline import dpo_loss
 from tests.conftest import (
     EMBEDDED,
@@ -49,7 +47,6 @@ CHANGED = {
     "contrib/dgpo.py": 76,
     "contrib/diffusion_opd.py": 161,
     "contrib/flow_dppo.py": 46,
-    "contrib/mix_grpo_flash.py": 77,
     "contrib/online_dpo.py": 81,
     "contrib/tempflow_grpo.py": 48,
 }
@@ -60,7 +57,6 @@ PARENTS = {
     "contrib/dgpo.py": "diffusion_nft.py",
     "contrib/diffusion_opd.py": "flow_grpo.py",
     "contrib/flow_dppo.py": "grpo_guard.py",
-    "contrib/mix_grpo_flash.py": "mix_grpo.py",
     "contrib/online_dpo.py": "contrib/dgpo.py",
     "contrib/tempflow_grpo.py": "flow_grpo.py",
 }
@@ -83,7 +79,6 @@ DIFFERENT = {
     "contrib/dgpo.py": {"check", "draw_training_noise", "accumulate_gradients", "update", "main"},
     "contrib/diffusion_opd.py": {"check", "prepare", "load_policy", "Batch", "accumulate_gradients", "update", "main"},
     "contrib/flow_dppo.py": {"policy_loss", "accumulate_gradients", "main"},
-    "contrib/mix_grpo_flash.py": {"sample_locally", "main"},
     "contrib/online_dpo.py": {"check", "compute_advantages", "accumulate_gradients", "main"},
     "contrib/tempflow_grpo.py": {"check", "accumulate_gradients", "main"},
 }
@@ -95,7 +90,6 @@ DIFFERENT_OPTIONS = {
     "contrib/dgpo.py": {"kl_coef"},
     "contrib/diffusion_opd.py": {"clip_range", "kl_type"},
     "contrib/flow_dppo.py": {"clip_range"},
-    "contrib/mix_grpo_flash.py": set(),
     "contrib/online_dpo.py": {"group_size"},
     "contrib/tempflow_grpo.py": {"sde_window_range"},
 }
@@ -482,58 +476,7 @@ def test_dppo_does_not_clamp_advantages():
     assert flow_dppo.combine_advantages(args, scores, math.inf).max() > 5.5
 
 
-# ---- Flash -----------------------------------------------------------------------------------------------------------
-def gaussian_ode_error(num_steps, order):
-    """Error at sigma .05 of the exact velocity's ODE for 1-D data N(1.5, .5^2), from sigma .9: the map is affine."""
-
-    def exact_map(x, s, s_next):  # (x - mean) / std is kept
-        std, std_next = (math.hypot((1 - t) * 0.5, t) for t in (s, s_next))
-        return (1 - s_next) * 1.5 + std_next * (x - (1 - s) * 1.5) / std
-
-    def velocity(x, s):  # E[noise - x0 | x]
-        variance = (1 - s) ** 2 * 0.25 + s**2
-        return -1.5 + (s - (1 - s) * 0.25) / variance * (x - (1 - s) * 1.5)
-
-    sigmas = [0.9 * (0.05 / 0.9) ** (i / num_steps) for i in range(num_steps + 1)]
-    x, previous = torch.tensor([[2.0], [-1.0]], dtype=torch.float64), None
-    start = x.clone()
-    for s, s_next in itertools.pairwise(sigmas):
-        if order == 2:
-            out, previous = mix_grpo_flash.multistep_ode_step(x, velocity(x, s), s, s_next, previous)
-        else:
-            out = sde_step(x, velocity(x, s), s, s_next, 0.0)
-        x = out.prev_sample
-    return (x - exact_map(start, 0.9, sigmas[-1])).abs().max().item()
-
-
-@pytest.mark.fast
-def test_the_solver_is_of_second_order_where_euler_is_of_first():
-    for order in (1, 2):
-        errors = [gaussian_ode_error(n, order) for n in (40, 80, 160)]
-        observed = [math.log2(a / b) for a, b in itertools.pairwise(errors)]
-        assert all(order - 0.25 < rate < order + 0.35 for rate in observed), (order, observed)
-    assert gaussian_ode_error(10, 2) < gaussian_ode_error(20, 1) / 2
-
-
-@pytest.mark.fast
-def test_first_and_last_solver_steps_are_euler():
-    x, v, x0 = (torch.randn(2, 3, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    out, previous = mix_grpo_flash.multistep_ode_step(x, v, 0.8, 0.5)
-    torch.testing.assert_close(out.prev_sample, x - 0.3 * v)
-    torch.testing.assert_close(previous[0], x - 0.8 * v)
-    out, _ = mix_grpo_flash.multistep_ode_step(x, v, 0.5, 0.0, (x0, 0.8))
-    torch.testing.assert_close(out.prev_sample, x - 0.5 * v)
-    assert out.log_prob is None and (out.transition_std == 0).all()
-
-
-@pytest.mark.fast
-def test_the_2m_solver_says_that_it_cannot_start_at_pure_noise():
-    x = torch.zeros(1, 2)
-    _, previous = mix_grpo_flash.multistep_ode_step(x, x, 1.0, 0.9)
-    with pytest.raises(ValueError, match="sigma 1"):
-        mix_grpo_flash.multistep_ode_step(x, x, 0.9, 0.8, previous)
-
-
+# ---- a request and models without a network --------------------------------------------------------------------------
 def request_of(num_steps, sde_steps, batch=6):
     """A request of `batch` images of two prompts, for the model below."""
     sigmas = torch.linspace(1, 0, num_steps + 1)
@@ -552,29 +495,6 @@ def request_of(num_steps, sde_steps, batch=6):
         height=16,
         width=16,
     )
-
-
-@pytest.mark.fast
-def test_thinning_keeps_everything_up_to_the_end_of_the_window():
-    thin = mix_grpo_flash.thin_out(request_of(10, (2, 3)), 0.5)  # of steps 4..9 ceil(.5 6) = 3: 4, 6, 8
-    torch.testing.assert_close(thin.timesteps, torch.tensor([1000.0, 900, 800, 700, 600, 400, 200]))
-    torch.testing.assert_close(thin.sigmas, torch.tensor([1, 0.9, 0.8, 0.7, 0.6, 0.4, 0.2, 0]))
-    assert thin.sde_steps == (2, 3) and thin.sigma_max == pytest.approx(0.9)
-    kept = mix_grpo_flash.thin_out(request_of(6, (3, 4)), 0.01).timesteps  # the one step left stays
-    assert kept.tolist() == pytest.approx([1000 * (1 - i / 6) for i in range(6)])
-
-
-@pytest.mark.fast
-def test_the_engine_finds_the_solver_by_its_path():
-    """As it loads a user's function, from any folder: the 2M step, to the bit."""
-    thin = mix_grpo_flash.thin_out(request_of(10, (2, 3)), 0.5)
-    assert thin.solver.startswith("/")
-    solver = load_function(thin.solver, "solver")
-    x, v, x0 = (torch.randn(2, 3, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    for previous in (None, (x0, 0.8)):
-        out, after = solver(x, v, 0.6, 0.4, previous)
-        expected, expected_after = mix_grpo_flash.multistep_ode_step(x, v, 0.6, 0.4, previous)
-        assert torch.equal(out.prev_sample, expected.prev_sample) and torch.equal(after[0], expected_after[0])
 
 
 class Affine:
@@ -602,34 +522,6 @@ class Shifting(Affine):
 
     def predict_velocity(self, x, timestep, *conditioning):
         return super().predict_velocity(x, timestep, *conditioning) + self.shift
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("start", [0, 1, 3])
-def test_flash_samples_as_its_schedule_says_behind_a_shared_prefix(start, monkeypatch):
-    """Every image taken from its prompt's noise through the whole thinned schedule, by hand."""
-    monkeypatch.setattr(mix_grpo_flash, "gather_objects", lambda value: [value])  # a world of one
-    args, model = mix_grpo_flash.Args(seed=3, micro_batch_size=4), Affine()
-    request = mix_grpo_flash.thin_out(request_of(8, (start, start + 1)), 0.5)
-    shared = mix_grpo_flash.share_prefix(args, model, None, request, 5, numbers=torch.tensor([2, 2, 2, 7, 7, 7]))
-    assert shared.sde_steps == (0, 1) and shared.sigma_max == request.sigma_max and shared.solver == request.solver
-    got = mix_grpo_flash.rollout(args, model, None, shared)
-    sigmas, previous = request.sigmas.tolist(), None
-    starts = [torch.Generator().manual_seed(image_seed(3, "5 prompt", (2, 7)[i * 2 // 6])) for i in range(6)]
-    x = draw_noise((6, 1, 2, 2), starts)
-    generators, c = [torch.Generator().manual_seed(seed) for seed in request.seeds], request.select(torch.arange(6))
-    for i, t in enumerate(request.timesteps):
-        v = model.predict_velocity(x, t, c.conditioning)
-        if i > request.sde_steps[-1]:
-            out, previous = mix_grpo_flash.multistep_ode_step(x, v, sigmas[i], sigmas[i + 1], previous)
-        else:
-            noise_level = 0.7 if i in request.sde_steps else 0.0
-            noise = {"sigma_max": sigmas[1], "generator": generators}
-            out = sde_step(x, v, sigmas[i], sigmas[i + 1], noise_level, **noise)
-        if i == start:
-            torch.testing.assert_close(got.log_probs[:, 0], out.log_prob)
-        x = out.prev_sample
-    torch.testing.assert_close(got.latents[:, -1], x)
 
 
 # ---- DanceGRPO -------------------------------------------------------------------------------------------------------
@@ -897,18 +789,6 @@ def test_a_teacher_of_another_shape_is_named(tmp_path):
     line = run_here(tmp_path, "contrib/diffusion_opd.py", *TINY, *options)
     assert line.startswith("diffusion_opd.py: error: --teachers wide: ")
     assert "to_q.lora_A.weight is for 131 features, where the transformer" in line
-
-
-def test_flash_samples_the_same_images_in_the_engine(tmp_path):
-    options = [*TINY, "--num_steps", 1, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
-    options += ["--sde_window_range", 1, 4, "--flash_ratio", 0.5]
-    for rollout in ("local", "vllm"):
-        torchrun(tmp_path, "contrib/mix_grpo_flash.py", "--name", rollout, "--rollout", rollout, *options)
-    local, vllm = (read_metrics(tmp_path / "runs" / name)[1] for name in ("local", "vllm"))
-    assert local["critic/rewards/mean"] == pytest.approx(vllm["critic/rewards/mean"], abs=1e-6)
-    assert vllm["rollout_corr/logprob_abs_diff_max"] <= 2e-6
-    (log,) = (tmp_path / "runs" / "vllm").glob("engine*.log")
-    assert log.read_text().startswith("forked by tests/warm_engine.py"), "the engine was not started warm"
 
 
 def test_tempflow_samples_the_same_images_in_the_engine(tmp_path):

@@ -6,9 +6,10 @@ import sys
 from dataclasses import fields
 
 import flow_grpo
+from common.command_line import parse_args
 from common.data import PromptSet
-from common.options import parse_args
-from common.run import Inputs, Run
+from common.help import FIRST
+from common.inputs import Inputs
 from common.sde import draw_noise
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
@@ -20,6 +21,7 @@ from tests.conftest import (
     brightness_reward,
     constant_reward,
     few_eval_prompts,
+    new_run,
     policy_without_fsdp,
     prompt_set,
     read_metrics,
@@ -152,9 +154,9 @@ def test_one_sgd_step_is_the_same_on_any_ranks_and_micro_batches(tmp_path):
 
 # ---- the policy in this process --------------------------------------------------------------------------------------
 def request_of(args, model, prompts, prompt_index, seeds, sde_steps=()):
-    encoded = flow_grpo.encode_prompts(args, model, prompt_set(prompts))
+    drawn = prompt_set(prompts)
     index = torch.tensor(prompt_index)
-    return flow_grpo.make_request(args, model, encoded, index, seeds, sde_steps)
+    return flow_grpo.make_request(args, model, drawn, index, seeds, sde_steps)
 
 
 def test_saved_adapter_gives_the_trainers_image_in_stock_diffusers(tmp_path, one_rank):
@@ -203,7 +205,7 @@ def test_evaluation_leaves_weights_and_rng_alone_and_repeats_itself(one_rank, tm
     eval_set = PromptSet(['a sign that says "12"'] * 3, [{}] * 3)
     rewards = {"ocr": lambda images, prompts, metadata: [0.5] * len(images)}
     inputs = Inputs(type(model), rewards, rewards, eval_set, eval_set, lora=None, checkpoint=None)
-    run = Run(tmp_path, rewards=rewards)
+    run = new_run(tmp_path, rewards)
     before, rng = {k: v.clone() for k, v in model.transformer.state_dict().items()}, torch.get_rng_state()
     grids = [flow_grpo.evaluate(args, run, model, None, inputs)[1] for _ in range(2)]
     assert torch.equal(rng, torch.get_rng_state())
@@ -306,15 +308,19 @@ def test_bad_arguments_end_in_one_clear_line(arguments, tmp_path, monkeypatch):
 
 
 @pytest.mark.fast
-def test_help_all_shows_every_option_in_a_titled_group(capsys):
-    with pytest.raises(SystemExit):
-        parse_args(flow_grpo.Args, flow_grpo.__doc__, ["--help_all"])
-    text = capsys.readouterr().out
-    titles = re.findall(r"^---- (\w+)$", text, re.MULTILINE)
-    groups = ["run", "model", "policy", "data", "reward", "rollout", "algorithm", "optimization", "evaluation"]
-    assert titles == groups
-    names = re.findall(r"^--(\w+) ", text, re.MULTILINE)
-    assert sorted(names) == sorted(field.name for field in fields(flow_grpo.Args))
+def test_help_shows_the_first_options_and_help_all_every_option(capsys):
+    printed = {}
+    for word in ("--help", "--help_all"):
+        with pytest.raises(SystemExit) as end:
+            parse_args(flow_grpo.Args, flow_grpo.__doc__, ["--seed", "3", word])
+        assert end.value.code == 0
+        printed[word] = capsys.readouterr().out
+    own = {field.name for field in fields(flow_grpo.Args)}
+    first = re.findall(r"^--(\w+) .* {2}\(default: (.*)\)\n {4}\w", printed["--help"], re.MULTILINE)
+    assert dict(first)["image_size"] == "32 96" and dict(first)["model"] == "assets/embedded"
+    assert [name for name, _ in first] == [name for name in FIRST if name in own]
+    assert set(re.findall(r"^\W*--(\w+) ", printed["--help_all"], re.MULTILINE)) >= own
+    assert all("Flow-GRPO (arXiv" in text for text in printed.values())  # the script's header
 
 
 @pytest.mark.fast

@@ -3,7 +3,7 @@
 import math
 from types import SimpleNamespace
 
-from common.models.family import sigma_schedule
+from common.models.parts import sigma_schedule
 from common.rollout import RolloutRequest
 from flow_grpo import (
     combine_advantages,

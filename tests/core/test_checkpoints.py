@@ -11,12 +11,11 @@ import zipfile
 from contextlib import contextmanager
 
 from common.checkpoints import load_checkpoint, save_checkpoint, saved_checkpoints
-from common.distributed import rng_states
+from common.distributed import restore_rng_states, rng_states
 from common.errors import RunError
 from common.process import catch_stop_signals, stop_requested
-from common.resuming import find_checkpoint, restore_rng_states, resume_differences, rewind
-from common.run import Run
-from tests.conftest import assert_same
+from common.resuming import find_checkpoint, resume_differences, rewind
+from tests.conftest import assert_same, new_run
 
 import numpy as np
 import pytest
@@ -320,10 +319,10 @@ def test_an_error_of_another_kind_is_not_called_a_full_disk(tmp_path, monkeypatc
 
 # ---- rewind ----------------------------------------------------------------------------------------------------------
 def test_rewind_by_hand(tmp_path, capfd):
-    run = Run(tmp_path)
+    run = new_run(tmp_path)
     for step in range(13):
         run.step = step
-        run.write({"loss": step / 3})
+        run.log({"loss": step / 3})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"training/global_step": 13, "lo')  # as a kill leaves it
@@ -439,5 +438,5 @@ def test_time_limit(monkeypatch, own_handlers):
 def test_every_rank_resumes_from_the_checkpoint_of_rank_0(of_rank_0, monkeypatch, tmp_path, own_handlers):
     """Another rank, whose disk does not show the newest yet, or shows one that rank 0 has not found."""
     monkeypatch.setattr("common.run.gather_objects", lambda ours: [of_rank_0, ours])
-    run = Run(tmp_path / "run", {}, script=__file__, checkpoint="step_000005.pt")
+    run = new_run(tmp_path / "run", script=__file__, checkpoint="step_000005.pt")
     assert run.checkpoint == of_rank_0

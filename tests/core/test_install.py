@@ -2,8 +2,8 @@
 
 from common.cpu import refuse_an_old_driver
 from common.distributed import setup_distributed
-from common.models import hub
-from common.models.family import family_class
+from common.models import loading
+from common.models.loading import family_class
 
 import httpx
 import pytest
@@ -62,7 +62,7 @@ def test_a_gated_model_names_licence_and_login(monkeypatch: pytest.MonkeyPatch) 
     def download(*_: str) -> str:
         raise GatedRepoError("403 Client Error.\n\nCannot access gated repo.", response=response)
 
-    monkeypatch.setattr(hub, "hf_hub_download", download)
+    monkeypatch.setattr(loading, "hf_hub_download", download)
     with pytest.raises(ValueError, match="^--model some/model: it is gated; accept the licence ") as error:
         family_class("some/model")
     assert "hf auth login" in str(error.value) and "HF_TOKEN" in str(error.value)

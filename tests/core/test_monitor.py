@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import diffusion_nft
 import flow_grpo
 from common import profiling
-from common.models.family import find_family
+from common.models.loading import find_family
 from common.plan.devices import DEVICES, find_device
 from common.plan.memory import Blueprint
 from common.profiling import count_flops, utilisation

@@ -4,7 +4,8 @@ import json
 import sys
 
 import flow_grpo
-from common.options import parse_args
+from common.checkpoints import FORMAT
+from common.command_line import parse_args
 
 import pytest
 
@@ -27,6 +28,7 @@ def test_a_runs_options_are_read_back_and_what_is_given_wins(here, monkeypatch, 
     first = parse("--name", "mine", "--image_size", 64, 96, "--reward", "ocr", "jpeg_compressibility", "--kl_coef", 0.5)
     record = {
         "command": "'/my runs/flow_grpo.py' --name mine",
+        "format": FORMAT,
         "args": vars(first) | {"resume": "latest", "reward_settings": {}},
     }
     (here / "args.json").write_text(json.dumps(record))
@@ -59,6 +61,8 @@ def test_a_yaml_file(here):
         ("[]", "expected names and values$"),
         ("{", "Expecting property name"),
         (None, "No such file"),
+        ('{"args": {"seed": 3}}', r"the file was written by another version of CleanFlow: its format is None, and \S+"),
+        ('{"args": {"seed": 3}, "format": 99}', "its format is 99, and this version reads format "),
     ],
 )
 def test_a_bad_file_is_named(here, content, fault):
@@ -116,7 +120,6 @@ def test_a_resumed_run_has_the_checkpoints_options_unless_they_are_given(here, m
     ranks = [1]
     options = "common.option_files"
     monkeypatch.setattr(f"{options}.find_checkpoint", lambda folder: folder)
-    monkeypatch.setattr("common.resuming.load_checkpoint", lambda path: {"args": saved, "format": 2})
     monkeypatch.setattr(f"{options}.load_checkpoint", lambda path: {"rng": [{}] * ranks[0]})
     assert parse("--name", "mine", "--resume", "latest").num_steps == flow_grpo.Args.num_steps  # nothing is saved yet
     (here / "runs" / "mine" / "checkpoints" / "step_000005.pt").touch()

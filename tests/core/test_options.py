@@ -9,12 +9,12 @@ from unittest import mock
 
 import dpo_offline
 import flow_grpo
+from common.command_line import check_options, parse_args
 from common.data import PromptSet
 from common.engine import client
+from common.inputs import Inputs, check_inputs
 from common.models.flux import Flux
 from common.models.stable_diffusion_3 import StableDiffusion3
-from common.options import check_options, parse_args
-from common.run import Inputs
 from common.sde import image_seed
 from tests.conftest import (
     ROOT,
@@ -380,27 +380,25 @@ def test_the_schedules_of_the_learning_rate_by_hand():
 @pytest.mark.fast
 def test_a_negative_prompt_that_cannot_act_is_refused_before_a_model_loads():
     """The option's, or a record's: without guidance, in a script that has none, and for FLUX.1."""
-    options = {"reward": ("ocr",), "eval_reward": (), "micro_batch_size": 4}
-    options |= {"train_prompts": "train.jsonl", "eval_prompts": "test.jsonl"}
     plain, with_one = PromptSet(["a", "b"], [{}, {"negative_prompt": ""}]), PromptSet(["c"], [{"negative_prompt": "x"}])
     needs = "needs guidance, a --guidance_scale above 1 in a script that has it"
     of_record = "--eval_prompts: the negative_prompt of 'c'"
 
-    def settled(family, eval_set, **more):
+    def check(family, eval_set, **more):
         inputs = Inputs(family, {}, {}, plain, eval_set, lora=None, checkpoint=None)
-        return inputs.settle(options | {"eval_guidance_scale": None, "eval_image_size": None} | more)
+        check_inputs(flow_grpo.Args(**more), inputs)
 
-    assert settled(StableDiffusion3, plain) == {}
-    assert settled(StableDiffusion3, with_one, guidance_scale=4.5, negative_prompt="y") == {}
+    check(StableDiffusion3, plain)
+    check(StableDiffusion3, with_one, guidance_scale=4.5, negative_prompt="y")
     for more in ({}, {"guidance_scale": 1.0}):
         with pytest.raises(ValueError, match=f"^{of_record}: {needs}$"):
-            settled(StableDiffusion3, with_one, **more)
+            check(StableDiffusion3, with_one, **more)
         with pytest.raises(ValueError, match=f"^--negative_prompt: {needs}$"):
-            settled(StableDiffusion3, plain, negative_prompt="y", **more)
+            check(StableDiffusion3, plain, negative_prompt="y", **more)
     with pytest.raises(ValueError, match=f"^{of_record}: Flux's guidance takes none$"):
-        settled(Flux, with_one, guidance_scale=4.5)
+        check(Flux, with_one, guidance_scale=4.5)
     with pytest.raises(
         ValueError,
         match="^--eval_by kind: .* prompt 'a' has no text or number .*; --eval_by None turns it off",
     ):
-        settled(StableDiffusion3, plain, eval_by="kind")
+        check(StableDiffusion3, plain, eval_by="kind")

@@ -6,17 +6,18 @@ import importlib
 import json
 import math
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import flow_grpo
 from common import distributed as sharding
 from common.data import GroupSampler, PromptSet
 from common.errors import RunError
-from common.models.family import family_class
+from common.inputs import Inputs, check_inputs
+from common.models.loading import family_class
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import SharedArgs
-from common.run import Inputs, Run
+from common.run import Run
 from common.sde import sde_step
 from common.weights.lora import make_lora, save_policy
 from common.weights.policy import acting, add_policies, follow, load_policy_tensors, tensors_on_rank_0, use_policy
@@ -27,6 +28,7 @@ from tests.conftest import (
     brightness_reward,
     embedded_model,
     few_eval_prompts,
+    new_run,
     prompt_set,
     read_metrics,
     run_here,
@@ -243,7 +245,7 @@ def test_a_module_that_cannot_get_a_lora_is_named(options, message):
     lora = make_lora(args, StableDiffusion3)
     inputs = Inputs(StableDiffusion3, {}, {}, no_prompts, no_prompts, lora=lora, checkpoint=None)
     with pytest.raises(RunError, match=f"^{message}$"):
-        inputs.settle(vars(args))  # before a model loads
+        check_inputs(args, inputs)  # before a model loads
 
 
 # ---- KL --------------------------------------------------------------------------------------------------------------
@@ -288,9 +290,9 @@ def test_the_optimum_in_one_dimension(sde_type, kl_type):
 
 
 def rollout_of(args, model, sde_steps=(1, 2)):
-    encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS))
+    drawn = prompt_set(PROMPTS)
     places = torch.tensor([0, 0, 1, 1])
-    request = flow_grpo.make_request(args, model, encoded, places, [1, 2, 3, 4], sde_steps)
+    request = flow_grpo.make_request(args, model, drawn, places, [1, 2, 3, 4], sde_steps)
     return request, flow_grpo.rollout(args, model, None, request)
 
 
@@ -424,12 +426,13 @@ def test_a_checkpoint_before_the_first_optimizer_step_takes_none(one_rank, tmp_p
     args, model, trained = policy(name="run", ema_decay=0.9, resume="latest")
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     sampler = GroupSampler(8, 4, 4, seed=1)
-    run = Run(tmp_path / "run", asdict(args))
+    args = replace(args, output_dir=str(tmp_path))
+    run = Run(args, {})
     run.best_score = 0.5
     run.step = 1
     flow_grpo.save(args, run, model, optimizer, sampler)
     assert not optimizer.state
-    resumed = Run(run.folder, asdict(args), checkpoint=run.folder / "checkpoints" / "step_000001.pt")
+    resumed = Run(args, {}, checkpoint=run.folder / "checkpoints" / "step_000001.pt")
     flow_grpo.load(args, resumed, model, optimizer, sampler)
     assert (resumed.step, resumed.best_score) == (1, 0.5)
     assert not optimizer.state
@@ -441,7 +444,7 @@ def test_a_checkpoint_before_the_first_optimizer_step_takes_none(one_rank, tmp_p
     flow_grpo.save(args, run, model, optimizer, sampler)
     other = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.5)
     changed = replace(args, resume=str(run.folder), name="another", weight_decay=0.5)
-    another = Run(tmp_path / "another", asdict(changed), checkpoint=run.folder / "checkpoints" / "step_000002.pt")
+    another = Run(changed, {}, checkpoint=run.folder / "checkpoints" / "step_000002.pt")
     flow_grpo.load(changed, another, model, other, sampler)
     assert (another.step, another.best_score) == (2, -math.inf)  # the best one is another run's
     assert {int(state["step"]) for state in other.state.values()} == {1}
@@ -452,7 +455,7 @@ def test_evaluation_uses_the_average_and_leaves_the_trained_weights_alone(one_ra
     args, model, trained = policy(ema_decay=0.9, eval_num_inference_steps=3)
     disturb(model, "default", 0.1)
     inputs = inputs_of(args, {"zero": lambda images, prompts, metadata: [0.0] * len(images)})
-    run = Run(tmp_path, rewards=inputs.eval_rewards)
+    run = new_run(tmp_path, inputs.eval_rewards)
     before = {name: tensors_on_rank_0(model, name)[0] for name in model.policies}
     flags = [p.requires_grad for p in model.transformer.parameters()]
 

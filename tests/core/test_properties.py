@@ -22,9 +22,9 @@ from pathlib import Path
 from unittest import mock
 
 from common.checkpoints import load_checkpoint, save_checkpoint
+from common.command_line import parse_args
 from common.data import read_prompts
 from common.errors import RunError
-from common.options import parse_args
 from common.pairs.pair_files import read_pairs
 from common.resuming import find_checkpoint, rewind
 from common.run import open_run
@@ -206,9 +206,9 @@ def attempt_pairs(example):
         for (prompt, chosen, rejected, _), (_, line) in zip(found, lines, strict=True):
             record = json.loads(line)
             assert prompt == record["prompt"] and prompt.strip() and prompt.encode()
-            assert chosen.path == folder / record["chosen"] and rejected.path == folder / record["rejected"]
+            assert chosen.content == folder / record["chosen"] and rejected.content == folder / record["rejected"]
             for image in (chosen, rejected):
-                Image.open(image.path).close()
+                image.open().close()
             assert chosen.read_bytes() != rejected.read_bytes()
             scores = [record.get(name) for name in ("chosen_score", "rejected_score") if record.get(name) is not None]
             assert all(type(score) in (int, float) and -math.inf < score < math.inf for score in scores)

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,30 +18,31 @@ from common.checkpoints import atomic_file, save_checkpoint, saved_checkpoints
 from common.data import PromptSet
 from common.distributed import gather, gather_objects, gather_objects_on_rank_0
 from common.errors import NothingBegun, RunError
+from common.inputs import Inputs, choose_sizes
 from common.models.family import Family
+from common.options import SharedArgs
 from common.plan import needs
 from common.profiling import profiled_step, traced_steps
 from common.ranks import over_ranks
-from common.run import Inputs, Run, create_run_folder, open_run
+from common.run import Run, create_run_folder, open_run
 from common.scoring import Scorer, load_rewards
 from common.weights.adapter_files import read_lora
-from tests.conftest import ROOT, read_metrics
+from tests.conftest import ROOT, new_run, read_metrics
 
 import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
 
-BUILT_IN = {"reward": ("ocr",), "eval_reward": ()}
-
 
 # ---- what a GPU has room for -----------------------------------------------------------------------------------------
 @pytest.mark.fast
 def test_without_a_gpu_options_stay_and_a_micro_batch_of_0_is_refused():
     inputs = Inputs(Family, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=None)
-    assert inputs.settle(BUILT_IN | {"shard_ranks": 0, "micro_batch_size": 4}) == {}
+    args = SharedArgs(micro_batch_size=4)
+    assert choose_sizes(args, inputs) == args
     with pytest.raises(RunError, match=r"^--micro_batch_size 0: takes what fits on a GPU, and this machine has none"):
-        inputs.settle(BUILT_IN | {"shard_ranks": 0, "micro_batch_size": 0})
+        choose_sizes(replace(args, micro_batch_size=0), inputs)
 
 
 @pytest.mark.fast
@@ -64,11 +65,10 @@ def test_a_resumed_run_names_the_micro_batch_that_was_chosen_for_it(tmp_path, mo
     checkpoint = tmp_path / "checkpoints" / "step_000001.pt"
     prompts = PromptSet(["a sign"], [{}])
     inputs = Inputs(Family, {}, {}, prompts, prompts, lora=None, checkpoint=checkpoint)
-    options = {"model": "m", "dtype": "float32", "shard_ranks": 0}
-    assert inputs.settle(BUILT_IN | options | {"micro_batch_size": 0})["micro_batch_size"] == 16
-    assert inputs.settle(BUILT_IN | options | {"micro_batch_size": 8})["micro_batch_size"] == 8
+    assert choose_sizes(SharedArgs(micro_batch_size=0), inputs).micro_batch_size == 16
+    assert choose_sizes(SharedArgs(micro_batch_size=8), inputs).micro_batch_size == 8
     (tmp_path / "args.json").unlink()
-    assert inputs.settle(BUILT_IN | options | {"micro_batch_size": 0})["micro_batch_size"] == 0  # none is known
+    assert choose_sizes(SharedArgs(micro_batch_size=0), inputs).micro_batch_size == 0  # none is known
 
 
 # ---- atomic_file -----------------------------------------------------------------------------------------------------
@@ -124,11 +124,11 @@ def metrics_of(folder):
 def write(run, step, metrics, grid=None):
     """Write a line as an evaluation outside of a training step does."""
     run.step = step
-    run.write(metrics, grid)
+    run.log(metrics, grid)
 
 
 def test_a_run_writes_one_line_per_step(tmp_path):
-    run = Run(tmp_path)
+    run = new_run(tmp_path)
     write(run, 0, {"val/ocr/mean": 0.25})
     write(run, 1, {"a": torch.tensor(0.5), "b": 3, "c": True})
     run.close()
@@ -136,13 +136,13 @@ def test_a_run_writes_one_line_per_step(tmp_path):
         {"training/global_step": 0, "val/ocr/mean": 0.25},
         {"training/global_step": 1, "a": 0.5, "b": 3.0, "c": 1.0},
     ]
-    write(Run(tmp_path), 2, {"a": 1})  # appends
+    write(new_run(tmp_path), 2, {"a": 1})  # appends
     assert len(read_metrics(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, torch.tensor(math.nan)])
 def test_a_run_refuses_metrics_that_are_not_finite(tmp_path, value):
-    run = Run(tmp_path)
+    run = new_run(tmp_path)
     write(run, 6, {"actor/loss": 1.0})
     with pytest.raises(RunError) as error:
         write(run, 7, {"actor/loss": 1.0, "actor/grad_norm": value})
@@ -153,7 +153,7 @@ def test_a_run_refuses_metrics_that_are_not_finite(tmp_path, value):
 
 
 def test_a_run_draws_a_grid_and_curves_after_an_evaluation(tmp_path):
-    run = Run(tmp_path)
+    run = new_run(tmp_path)
     write(run, 0, {"val/ocr/mean": 0.25, "val/ocr/stderr": 0.01}, [(Image.new("RGB", (96, 32)), "caption")] * 3)
     assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "grid_0000.png", "curves.png"}
     write(run, 1, {"critic/rewards/mean": 0.25})
@@ -189,7 +189,7 @@ def test_speed_metrics_by_hand(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("common.run.gather_objects", gather)
     limits = []
     monkeypatch.setattr("common.run.limit_collectives", limits.append)
-    run = Run(tmp_path, num_images=128, num_steps=6)
+    run = new_run(tmp_path, num_images=128, num_steps=6)
     clock.now += 5.0  # until the first phase
     clock.spend(run, "testing", 2.0)
     write(run, 0, {})
@@ -202,7 +202,7 @@ def test_speed_metrics_by_hand(tmp_path, monkeypatch, capfd):
         clock.now += 0.48  # between the phases
         if step == 6:
             clock.spend(run, "testing", 3.0)
-        run.write({"critic/rewards/mean": 0.5})
+        run.log({"critic/rewards/mean": 0.5})
         clock.spend(run, "save_checkpoint", 7.0)
     assert limits[:6] == [60, 15, 60, 15, 15, 60]  # minutes; the evaluation before training, then a step
     assert "reward=0.500" in capfd.readouterr().err
@@ -248,7 +248,7 @@ def test_memory_is_the_largest_of_all_ranks():
 
 
 def test_a_heartbeat_names_the_phase_that_a_run_hangs_in(tmp_path):
-    run = Run(tmp_path)
+    run = new_run(tmp_path)
     run._owns_folder = True  # as a script's run does
     run.step = 7
     before = time.time()
@@ -261,10 +261,10 @@ def test_a_heartbeat_names_the_phase_that_a_run_hangs_in(tmp_path):
 
 def test_a_step_may_have_few_phases(tmp_path, monkeypatch):
     clock = Clock(monkeypatch)
-    run = Run(tmp_path, num_images=10, num_steps=1)
+    run = new_run(tmp_path, num_images=10, num_steps=1)
     run.begin_step(1)
     clock.spend(run, "encode_pairs", 0.5)
-    run.write({})
+    run.log({})
     assert metrics_of(tmp_path) == [
         {
             "training/global_step": 1,
@@ -285,14 +285,13 @@ def test_the_other_ranks_write_nothing(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("common.run.gather_objects", lambda ours: [ours, ours])
     monkeypatch.setattr("common.run.limit_collectives", lambda minutes: None)
     create_run_folder(tmp_path / "run", OPTIONS, __file__)
-    profiled = {"profile_steps": ("1",)}
-    run = Run(tmp_path, profiled, track=True, num_images=4, num_steps=2)
+    run = new_run(tmp_path, profile_steps=("1",), track=True, num_images=4, num_steps=2)
     run.say("of rank 0")
     for step in (1, 2):
         run.begin_step(step)
         with run.timed("gen"):
             pass
-        run.write({"actor/loss": math.nan}, [(Image.new("RGB", (96, 32)), "caption")])
+        run.log({"actor/loss": math.nan}, [(Image.new("RGB", (96, 32)), "caption")])
     run.close()
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
@@ -323,7 +322,7 @@ def test_profile_steps_are_traced_alone_and_two_passes_of_each(tmp_path, monkeyp
     """A pass without gradient, one of another module, and what follows the second pass are not traced."""
     monkeypatch.setattr("common.profiling.FSDPModule", torch.nn.Linear)
     model = torch.nn.Linear(2, 2)
-    run = Run(tmp_path, {"profile_steps": ("4", "6")}, num_steps=7)
+    run = new_run(tmp_path, profile_steps=("4", "6"), num_steps=7)
     for step in range(3, 7):
         run.begin_step(step)
         with torch.no_grad():
@@ -342,7 +341,7 @@ def test_profile_steps_are_traced_alone_and_two_passes_of_each(tmp_path, monkeyp
 def test_a_run_stops_where_its_longest_step_would_not_fit_any_more(tmp_path, monkeypatch, own_handlers):
     """With 10 minutes: steps of 3, 4 and 1 minutes end after the second, as 3 minutes are left and one took 4."""
     clock = Clock(monkeypatch)
-    run = Run(tmp_path, num_steps=5)
+    run = new_run(tmp_path, num_steps=5)
     process.catch_stop_signals(10)
     monkeypatch.setattr("common.run.gather_objects", lambda ours: [ours])
     stopped = []
@@ -354,46 +353,46 @@ def test_a_run_stops_where_its_longest_step_would_not_fit_any_more(tmp_path, mon
 
 
 def test_three_steps_without_a_finite_gradient_are_too_many(tmp_path):
-    run = Run(tmp_path)
+    run = new_run(tmp_path)
     for step, metrics in enumerate(({}, {}, {"actor/grad_norm": 0.0}, {}, {}), 4):
         run.begin_step(step)
-        run.write(metrics | {"actor/skipped_steps": 4})
-        run.write({})  # an evaluation's, which has no gradient, does not count
+        run.log(metrics | {"actor/skipped_steps": 4})
+        run.log({})  # an evaluation's, which has no gradient, does not count
     run.begin_step(9)
     with pytest.raises(
         RunError, match="^step 9: no finite gradient in 3 training steps in a row: lower --learning_rate$"
     ):
-        run.write({"actor/skipped_steps": 4})
+        run.log({"actor/skipped_steps": 4})
 
 
 # ---- Run: resuming ---------------------------------------------------------------------------------------------------
 def test_a_resumed_run_cuts_its_folder_back_only_when_it_writes(tmp_path, one_rank, own_handlers):
     """Until then it may still fail, and the folder must stay as it is."""
     folder = tmp_path / "run"
-    run = Run(folder, OPTIONS, script=__file__, num_steps=3)
+    run = new_run(folder, resume="latest", script=__file__, num_steps=3)
     for step in (1, 2, 3):
         run.begin_step(step)
-        run.write({"a": step})
+        run.log({"a": step})
         save_checkpoint(folder, step, {"step": step, "best": step / 10, "args": run.config}, 3)
     *_, second, third = saved_checkpoints(folder)
     before = (folder / "metrics.jsonl").read_bytes()
 
     with pytest.raises(NothingBegun, match="was written to"):  # the third checkpoint must be another process's
-        Run(folder, OPTIONS, script=__file__, checkpoint=second)
+        new_run(folder, resume="latest", script=__file__, checkpoint=second)
     third.unlink()
-    resumed = Run(folder, OPTIONS, script=__file__, checkpoint=second, num_steps=3)
+    resumed = new_run(folder, resume="latest", script=__file__, checkpoint=second, num_steps=3)
     assert resumed.load_checkpoint()["step"] == resumed.step == 2
     assert resumed.best_score == 0.2
     assert (folder / "metrics.jsonl").read_bytes() == before
     resumed.begin_step(3)
-    resumed.write({"a": 4})
+    resumed.log({"a": 4})
     assert [row["a"] for row in read_metrics(folder)] == [1, 2, 4]
 
 
 def test_the_best_adapter_is_that_of_the_highest_total(tmp_path, monkeypatch, capsys):
     saved = []
     monkeypatch.setattr("common.run.save_policy", lambda *given: saved.append(given))
-    run = Run(tmp_path, num_steps=4)
+    run = new_run(tmp_path, num_steps=4)
     for step, score in enumerate((0.25, 0.25, 0.5, 0.375)):
         run.step = step
         run.save_if_best("model", "ema", {"val/weighted_total/mean": torch.tensor(score)})
@@ -420,7 +419,7 @@ def test_create_run_folder(tmp_path):
     assert record["versions"]["torch"] == torch.__version__
     assert (folder / "source.py").read_text() == "print('the source')\n"
     open_run(folder, None)  # nothing was measured yet
-    Run(folder).write({"a": 1})
+    new_run(folder).log({"a": 1})
     with pytest.raises(ValueError, match=f"{folder} already holds a run"):
         open_run(folder, None)
     assert json.loads((folder / "args.json").read_text()) == record
@@ -441,7 +440,7 @@ def test_the_settings_of_rewards_are_recorded_and_no_key(tmp_path, monkeypatch):
     monkeypatch.delenv("PICKSCORE_PROCESSOR", raising=False)
     args = flow_grpo.Args(reward=("ocr", "vlm_judge", f"{mine}:mine"), eval_reward=("pickscore",))
     rewards = load_rewards([*args.reward, *args.eval_reward], load=False)
-    create_run_folder(tmp_path / "run", Run(tmp_path, asdict(args), rewards=rewards).config, __file__)
+    create_run_folder(tmp_path / "run", Run(args, rewards).config, __file__)
     text = (tmp_path / "run" / "args.json").read_text()
     options = json.loads(text)["args"]
     assert options.pop("reward_settings") == {
@@ -470,7 +469,8 @@ def test_a_resumed_run_keeps_the_first_record(tmp_path):
     script.write_text("first = True\n")
     folder = tmp_path / "run"
     create_run_folder(folder, OPTIONS, script, Path("another/step_000002.pt"))
-    assert {path.name for path in folder.iterdir()} == {".lock", "args.json", "source.py"}  # the first of this folder
+    names = {path.name for path in folder.iterdir()}
+    assert names == {".lock", ".lock_holder.json", "args.json", "source.py"}  # the first of this folder
     script.write_text("first = False\n")
     save_checkpoint(folder, 4, {"step": 4}, 1)
     create_run_folder(folder, OPTIONS | {"learning_rate": 0.25}, script, folder / "checkpoints" / "step_000004.pt")

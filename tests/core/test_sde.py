@@ -5,7 +5,7 @@ import itertools
 import math
 
 from common import sde
-from common.models.family import sigma_schedule
+from common.models.parts import sigma_schedule
 from common.sde import (
     check_step_kind,
     check_window,

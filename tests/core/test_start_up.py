@@ -5,10 +5,9 @@ import sys
 
 import flow_grpo
 from common.checkpoints import save_checkpoint
-from common.options import parse_args
+from common.command_line import parse_args
 from common.resuming import say_resumed
-from common.run import Run
-from tests.conftest import ROOT
+from tests.conftest import ROOT, new_run
 
 import pytest
 
@@ -63,12 +62,12 @@ def take_steps(run, steps):
     """Take training steps, of which nothing is learned from the second on."""
     for step in steps:
         run.begin_step(step)
-        run.write({"critic/rewards/zero_std_ratio": 0.5 if step == steps[0] else 1.0})
+        run.log({"critic/rewards/zero_std_ratio": 0.5 if step == steps[0] else 1.0})
 
 
 @pytest.mark.fast
 def test_training_is_announced_and_its_end_as_well(tmp_path, capsys):
-    run = Run(tmp_path, {"image_size": (32, 96)}, num_images=256, num_steps=13)
+    run = new_run(tmp_path, image_size=(32, 96), num_images=256, num_steps=13)
     take_steps(run, range(11, 13))
     shown = capsys.readouterr()
     assert shown.out.startswith("training: steps 11 to 13, 256 of 32 x 96 pixels each\n")
@@ -78,13 +77,13 @@ def test_training_is_announced_and_its_end_as_well(tmp_path, capsys):
     assert capsys.readouterr().out == stopped
 
     finished = "finished all {} steps; to continue, pass --resume latest and a larger --num_steps\n"
-    run = Run(tmp_path, num_steps=13)
+    run = new_run(tmp_path, num_steps=13)
     take_steps(run, range(13, 14))
     run.close()
     assert capsys.readouterr().out.endswith(finished.format(13))
 
     for last_step in (30, 40):  # the run was finished before; it has more steps than are asked for now
-        run = Run(tmp_path, num_steps=30)
+        run = new_run(tmp_path, num_steps=30)
         run.step = last_step
         run.close()
         shown = capsys.readouterr()
@@ -94,7 +93,7 @@ def test_training_is_announced_and_its_end_as_well(tmp_path, capsys):
 
 @pytest.mark.fast
 def test_rollouts_of_equal_rewards_are_reported_once(tmp_path, capsys):
-    take_steps(Run(tmp_path, num_steps=3), range(1, 4))
+    take_steps(new_run(tmp_path, num_steps=3), range(1, 4))
     warning = "step 2: every image scores as the others of its prompt do: nothing is learned from them\n"
     shown = capsys.readouterr().out
     assert shown.count(warning) == 1 and shown.count("nothing is learned") == 1

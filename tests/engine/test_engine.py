@@ -21,7 +21,6 @@ from common.engine import client, launch, messages
 from common.engine.client import EngineError, VLLMEngine
 from common.process import catch_stop_signals
 from common.rollout import RolloutRequest
-from common.user_code import load_function
 from common.weights.adapter_files import read_lora
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
@@ -71,8 +70,8 @@ def bf16_engine(tmp_path_factory):
 
 def request_for(model, args, sde_steps=(0, 1, 2, 3, 4), seeds=range(7)):
     prompt_index = torch.arange(len(seeds)) % len(PROMPTS)
-    encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS))
-    return flow_grpo.make_request(args, model, encoded, prompt_index, list(seeds), sde_steps=sde_steps)
+    drawn = prompt_set(PROMPTS)
+    return flow_grpo.make_request(args, model, drawn, prompt_index, list(seeds), sde_steps=sde_steps)
 
 
 def pixels(image):
@@ -115,10 +114,11 @@ def test_parity_with_a_negative_prompt_for_each_prompt(engine):
     """Guidance moves each image away from its own prompt's; and it is another image without them."""
     model, args, _ = policy_without_fsdp(trained=False, guidance_scale=3.0)
     records = [{"negative_prompt": text} for text in ("a blue sign", "", "text")]
-    encoded = flow_grpo.encode_prompts(args, model, PromptSet(PROMPTS, records))
-    assert all(len(tensor) == len(PROMPTS) for tensor in encoded["negative_conditioning"].values())
+    negatives = PromptSet(PROMPTS, records).negatives(args.negative_prompt)
     plain = request_for(model, args)
-    request = replace(plain, negative_conditioning=encoded["negative_conditioning"])
+    negative_conditioning = model.encode_negative(negatives, args.guidance_scale, args.max_sequence_length)
+    assert all(len(tensor) == len(PROMPTS) for tensor in negative_conditioning.values())
+    request = replace(plain, negative_conditioning=negative_conditioning)
     assert_parity(engine, model, args, request, lora=False)
     with_them, without = (flow_grpo.rollout(args, model, None, one).latents[:, -1] for one in (request, plain))
     is_alike = (with_them - without).abs().amax((1, 2, 3)) < 1e-4
@@ -134,44 +134,6 @@ def test_parity_of_a_step_from_a_users_file(engine, tmp_path):
     model, args, config = policy_without_fsdp(sde_type=f"{tmp_path / 'steps.py'}:small")
     engine.push(tensors_on_rank_0(model)[0], config)
     assert_parity(engine, model, args, request_for(model, args), lora=True)
-
-
-ADAMS = """
-from common.sde import SDEStepOutput
-
-
-def adams(x, v, sigma, sigma_next, v_before):
-    \"""The two-step method of Adams and Bashforth; Euler's step first.\"""
-    slope = v if v_before is None else 1.5 * v - 0.5 * v_before
-    x_next = x + slope * (sigma_next - sigma)
-    return SDEStepOutput(x_next, None, x_next, x.new_zeros(len(x))), v
-"""
-
-
-def test_a_solver_from_a_users_file_takes_the_steps_behind_the_window(engine, tmp_path):
-    """From the engine's own latents, with the trainer's velocity. It hands its state from step to step, and begins
-    without one in each chunk. A request without SDE steps, as in evaluation, is Euler's."""
-    model, args, _ = policy_without_fsdp(trained=False)
-    (tmp_path / "solvers.py").write_text(ADAMS)
-    location = f"{tmp_path / 'solvers.py'}:adams"
-    solver = load_function(location, "solver")
-    by_euler = request_for(model, args, sde_steps=(1, 2))
-    request = replace(by_euler, solver=location)
-    theirs = engine.generate(request, lora=False)
-    conditioning = request.select(torch.arange(7)).conditioning
-    state = None
-    for i in (3, 4, 5):
-        x = theirs.latents[:, i]
-        with torch.no_grad():
-            v = model.predict_velocity(x, request.timesteps[i], conditioning)
-        out, state = solver(x, v, *request.sigmas[i : i + 2].tolist(), state)
-        torch.testing.assert_close(theirs.latents[:, i + 1], out.prev_sample, rtol=0, atol=1e-5)
-    others = engine.generate(by_euler, lora=False)
-    assert torch.equal(theirs.latents[:, :4], others.latents[:, :4])
-    assert (theirs.latents[:, 5] - others.latents[:, 5]).abs().max() > 1e-3  # the solver's first step is Euler's
-
-    without_sde_steps = engine.generate(replace(request, sde_steps=()), lora=False)
-    assert torch.equal(without_sde_steps.latents, engine.generate(replace(by_euler, sde_steps=()), lora=False).latents)
 
 
 def test_parity_with_a_window_and_other_batches(engine):

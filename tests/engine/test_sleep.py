@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from common.engine.launch import engine_environment
-from common.models.family import family_class
+from common.models.loading import family_class
 from common.options import SharedArgs
 from common.plan.memory import Blueprint
 from common.weights.lora import make_lora

@@ -8,8 +8,8 @@ import flow_grpo
 from common.cpu import is_amd
 from common.engine import launch, messages
 from common.engine.client import EngineError, VLLMEngine
-from common.models.family import family_class, load_model
 from common.models.krea2 import Krea2
+from common.models.loading import family_class, load_model
 from common.weights.policy import add_policies, tensors_on_rank_0
 from tests.conftest import EMBEDDED, needs_engine, policy_without_fsdp, prompt_set, run_here, skip_without_engine
 from tests.tiny_models import make_checkpoint
@@ -85,9 +85,9 @@ def engine(tmp_path_factory):
 
 
 def request_for(model, args):
-    encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS))
+    drawn = prompt_set(PROMPTS)
     prompt_index = torch.arange(6) % 3
-    return flow_grpo.make_request(args, model, encoded, prompt_index, list(range(6)), sde_steps=(0, 1, 2, 3, 4))
+    return flow_grpo.make_request(args, model, drawn, prompt_index, list(range(6)), sde_steps=(0, 1, 2, 3, 4))
 
 
 def assert_parity(engine, model, args, lora):
@@ -170,8 +170,8 @@ def test_full_weights_of_a_family(family, tmp_path):
     args = flow_grpo.Args(image_size=(32, 32), max_sequence_length=8, num_inference_steps=3, rollout="local")
     if family == "wan":
         args.num_frames = 5
-    encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS[:1]))
-    request = flow_grpo.make_request(args, model, encoded, torch.tensor([0]), [0], sde_steps=(0, 1))
+    drawn = prompt_set(PROMPTS[:1])
+    request = flow_grpo.make_request(args, model, drawn, torch.tensor([0]), [0], sde_steps=(0, 1))
     engine.verify_push(*tensors_on_rank_0(model), request)
     torch.manual_seed(3)
     for parameter in model.transformer.parameters():

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import flow_grpo
 from common.data import PromptSet
-from common.models.family import load_model
+from common.inputs import Inputs, check_inputs
+from common.models.loading import load_model
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.plan.memory import Blueprint
 from common.plan.needs import waiting_parts, weight_parts, workload_of
-from common.run import Inputs
-from common.weights.base_weights import WEIGHT_BYTES, check_base_weights, linear_layers
+from common.weights.base_weights import WEIGHT_BYTES, check_base_weights, linear_layers, quantise_encoders
 from common.weights.prompt_cache import cache_prompts, encoders_key
 from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, read_metrics, torchrun
 from tests.models.test_models import FakeGPU
@@ -54,7 +54,7 @@ def test_without_torchao_a_run_is_refused_before_its_model_loads(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     inputs = Inputs(StableDiffusion3, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=None)
     with pytest.raises(ValueError, match=r"^--base_weights: needs torchao, .*: pip install torchao==\d+\.\d+\.\d+$"):
-        inputs.settle({"reward": (), "eval_reward": (), "base_weights": "int8"})
+        check_inputs(flow_grpo.Args(base_weights="int8", rollout="local"), inputs)
 
 
 @pytest.mark.fast
@@ -142,7 +142,8 @@ class OneBlock(torch.nn.Module):
 @needs_torchao
 def test_quantised_text_encoders_are_near_the_whole_ones_and_come_to_the_device(monkeypatch):
     whole = embedded_model()
-    model = load_model(StableDiffusion3, EMBEDDED, torch.float32, "cpu", "nf4")
+    model = load_model(StableDiffusion3, EMBEDDED, torch.float32, "cpu")
+    quantise_encoders(model)
     conditioning = model.encode_prompts(PROMPTS, LENGTH)
     for name, expected in whole.encode_prompts(PROMPTS, LENGTH).items():
         assert 0.001 < (conditioning[name] - expected).norm() / expected.norm() < 0.01
@@ -166,13 +167,16 @@ def test_a_prompt_cache_of_whole_encoders_is_not_read_with_quantised_ones(one_ra
     whole = embedded_model()
     cache_prompts(whole, PROMPTS, LENGTH, tmp_path)
     num_files = len(list(tmp_path.rglob("*.safetensors")))
-    model = load_model(StableDiffusion3, EMBEDDED, torch.float32, "cpu", "int8")
+    model = load_model(StableDiffusion3, EMBEDDED, torch.float32, "cpu")
+    quantise_encoders(model)
     expected = model.encode_prompts(PROMPTS[:1], LENGTH)
     cache_prompts(model, PROMPTS, LENGTH, tmp_path)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2 * num_files
     for name, tensor in model.encode_prompts(PROMPTS[:1], LENGTH).items():
         assert torch.equal(tensor, expected[name])
-    assert encoders_key(load_model(StableDiffusion3, EMBEDDED, torch.float32, "cpu", "fp8")) == encoders_key(model)
+    again = load_model(StableDiffusion3, EMBEDDED, torch.float32, "cpu")
+    quantise_encoders(again)
+    assert encoders_key(again) == encoders_key(model)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import shutil
-import sys
 from unittest import mock
 
 import flow_grpo
@@ -15,10 +14,11 @@ from common.data import PromptSet
 from common.engine.client import VLLMEngine
 from common.engine.launch import check_engine
 from common.engine.mismatch import check_mismatch
-from common.models.family import both_branches, family_class, load_model
+from common.images import StoredImage
+from common.models.family import both_branches
+from common.models.loading import family_class, load_model
 from common.models.qwen_image_edit_plus import QwenImageEditPlus, size_to_see
 from common.options import SharedArgs
-from common.source_images import SourceImage
 from common.weights.adapter_files import read_lora
 from common.weights.lora import make_lora, save_weights
 from common.weights.policy import acting, add_policies, tensors_on_rank_0
@@ -95,10 +95,6 @@ def load_as(name, checkpoint):
     return model
 
 
-def makes_videos(model):
-    return model.encode_images is None
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, checkpoint):
     return load_as(request.param, checkpoint)
@@ -132,7 +128,7 @@ def with_pictures(pictures):
         for one in of_prompt:
             file = io.BytesIO()
             one.save(file, "PNG")
-            sources.append(SourceImage(prompt, file.getvalue()))
+            sources.append(StoredImage(prompt, file.getvalue()))
         records.append({"image": sources})
     return PromptSet(list(pictures), records)
 
@@ -141,12 +137,12 @@ def request_for(
     model, sde_steps=(), num_inference_steps=4, guidance_scale=GUIDANCE, size=(HEIGHT, WIDTH), prompts=None
 ):
     options = {"image_size": size, "max_sequence_length": LENGTH, "guidance_scale": guidance_scale}
-    if makes_videos(model):
+    if model.makes_videos:
         options["num_frames"] = NUM_FRAMES
     args = flow_grpo.Args(rollout="local", num_inference_steps=num_inference_steps, **options)
     with torch.no_grad():
-        encoded = flow_grpo.encode_prompts(args, model, prompts or prompts_for(model))
-        request = flow_grpo.make_request(args, model, encoded, torch.tensor([0, 1, 0]), SEEDS, sde_steps=sde_steps)
+        drawn = prompts or prompts_for(model)
+        request = flow_grpo.make_request(args, model, drawn, torch.tensor([0, 1, 0]), SEEDS, sde_steps=sde_steps)
     return args, request
 
 
@@ -278,7 +274,7 @@ def test_schedule_velocity_and_image_are_the_stock_pipelines(model):
     assert_same_steps(model, request, steps)
     ours = flow_grpo.rollout(args, model, None, request).images
     assert_same_images(ours, images)
-    if makes_videos(model):
+    if model.makes_videos:
         assert [len(video) for video in ours] == [NUM_FRAMES] * 3
 
 
@@ -315,7 +311,7 @@ def test_the_schedule_at_other_sizes(model, monkeypatch, height, width, num_infe
         options["image"] = pictures if model.num_pictures > 1 else pictures[0]
     if isinstance(model.pipe, diffusers.FluxKontextPipeline):
         options["max_area"] = height * width
-    elif model.num_pictures and makes_videos(model):
+    elif model.num_pictures and model.makes_videos:
         options["num_frames"] = NUM_FRAMES
     with pytest.raises(Caught), pictures_at(HEIGHT, WIDTH):
         model.pipe(prompt=PROMPTS[0], **options)
@@ -348,8 +344,7 @@ def test_prompts_do_not_see_each_other(model):
 @with_references
 def test_both_branches_of_guidance_are_one_batch(model, monkeypatch):
     """Velocity and gradient equal those of two passes, but there is one call, with the negative rows last."""
-    module = sys.modules[type(model).predict_velocity.__module__]
-    if not hasattr(module, "both_branches"):
+    if not model.has_negative_prompt:
         pytest.skip("guidance takes no second pass")
     _, request = request_for(model)
     images = request.select(torch.arange(3))
@@ -367,8 +362,8 @@ def test_both_branches_of_guidance_are_one_batch(model, monkeypatch):
 
     velocities = []
     gradients = []
-    for way in (module.both_branches, of_two_passes):
-        monkeypatch.setattr(module, "both_branches", way)
+    for way in (both_branches, of_two_passes):
+        monkeypatch.setattr("common.models.family.both_branches", way)
         velocities.append(model.predict_velocity(inputs[0], *guided))
         weights = torch.randn(velocities[0].shape, generator=torch.Generator().manual_seed(0))
         gradients.append(torch.autograd.grad((velocities[-1] * weights).sum(), inputs, allow_unused=True))
@@ -394,9 +389,9 @@ def test_an_edit_of_several_pictures_is_the_stock_pipelines(num_pictures, height
     options = {"image_size": (height, width), "max_sequence_length": LENGTH, "num_inference_steps": 3, **guided}
     args = flow_grpo.Args(rollout="local", **options)
     with torch.no_grad():
-        encoded = flow_grpo.encode_prompts(args, model, with_pictures({"a red sign": pictures}))
-        request = flow_grpo.make_request(args, model, encoded, torch.tensor([0]), [3])
-    assert encoded["conditioning"]["source_latents"].shape[1] == num_pictures
+        drawn = with_pictures({"a red sign": pictures})
+        request = flow_grpo.make_request(args, model, drawn, torch.tensor([0]), [3])
+    assert request.conditioning["source_latents"].shape[1] == num_pictures
     ours = flow_grpo.rollout(args, model, None, request)
     theirs = model.pipe(
         image=pictures,
@@ -451,7 +446,7 @@ def test_the_vae_decodes_and_encodes_a_few_images_at_a_time(model, monkeypatch):
     latents = first_latents(request)
     whole = model.decode(latents)
     pixels = HEIGHT * WIDTH
-    if makes_videos(model):
+    if model.makes_videos:
         pixels *= latents.shape[2] * model.pipe.vae_scale_factor_temporal
     monkeypatch.setattr("common.models.vae.PIXELS_AT_ONCE", int(2.5 * pixels))
     in_slices = model.decode(latents)
@@ -460,7 +455,7 @@ def test_the_vae_decodes_and_encodes_a_few_images_at_a_time(model, monkeypatch):
     monkeypatch.setattr("common.models.vae.PIXELS_AT_ONCE", 1)  # less than an image
     assert_same_images(model.decode(latents), whole)
     assert seen == [3, 2, 1, 1, 1, 1]
-    if not makes_videos(model):
+    if not model.makes_videos:
         seen.clear()
         one_by_one = model.encode_images(whole, HEIGHT, WIDTH)
         monkeypatch.undo()
@@ -470,7 +465,7 @@ def test_the_vae_decodes_and_encodes_a_few_images_at_a_time(model, monkeypatch):
 
 def test_images_and_latents(model):
     """encode_images is the reverse of decode: decoding an image's latents gives the VAE's reconstruction of it."""
-    if makes_videos(model):
+    if model.makes_videos:
         pytest.skip("videos are decoded, and compared with the stock pipeline's above, and never encoded")
     generator = np.random.default_rng(0)
     image = diffusers.utils.numpy_to_pil(generator.random((1, HEIGHT, WIDTH, 3)))[0]
@@ -582,10 +577,10 @@ def test_compiled_in_bf16_the_first_ratio_is_exactly_1(checkpoint, one_rank):
     torch._dynamo.utils.counters.clear()
     flow_grpo.shard(args, model, torch.device("cpu"))
     with torch.no_grad():
-        encoded = flow_grpo.encode_prompts(args, model, prompt_set(PROMPTS))
-        request = flow_grpo.make_request(args, model, encoded, torch.tensor([0, 1]), SEEDS[:2], sde_steps=(0, 1))
+        drawn = prompt_set(PROMPTS)
+        request = flow_grpo.make_request(args, model, drawn, torch.tensor([0, 1]), SEEDS[:2], sde_steps=(0, 1))
     trajectories = flow_grpo.rollout(args, model, None, request)
-    old, _ = flow_grpo.recompute_old_log_probs(args, model, None, request, trajectories)
+    old, _ = flow_grpo.find_old_policy(args, model, None, request, trajectories)
     batch = flow_grpo.Batch(request, trajectories, old, torch.tensor([1.0, -1.0]))
     trained = [parameter for parameter in model.transformer.parameters() if parameter.requires_grad]
     metrics = flow_grpo.update(args, model, torch.optim.SGD(trained, lr=1.0), batch)
@@ -659,8 +654,8 @@ def test_the_engine_takes_full_weights(family, checkpoint, tmp_path):
     model = load_as(family, checkpoint)
     add_policies(model, None, ["default"], seed=0)
     args, request = request_for(model)
-    encoded = flow_grpo.encode_prompts(args, model, prompts_for(model, PROMPTS[:1]))
-    one_image = flow_grpo.make_request(args, model, encoded, torch.tensor([0]), seeds=[0])  # equal to the bit
+    drawn = prompts_for(model, PROMPTS[:1])
+    one_image = flow_grpo.make_request(args, model, drawn, torch.tensor([0]), seeds=[0])  # equal to the bit
     engine.verify_push(*tensors_on_rank_0(model), one_image)
     torch.manual_seed(3)
     for parameter in model.transformer.parameters():
@@ -877,7 +872,7 @@ def test_a_published_step_at_512(name, checkpoint, monkeypatch):
     expected_shape, tokens, _ = GEOMETRY[name]
     model = published(name, checkpoint, depth=2)
     model.pipe.vae_scale_factor = VAE_FACTOR
-    if makes_videos(model):
+    if model.makes_videos:
         model.pipe.vae_scale_factor_spatial = 16 if "2.2" in name else VAE_FACTOR
         model.pipe.vae_scale_factor_temporal = 4
     takes_two_passes = model.encode_negative(prompt_set([""]), GUIDANCE, LENGTH) is not None
@@ -895,7 +890,7 @@ def test_a_published_step_at_512(name, checkpoint, monkeypatch):
         shapes.append((args[0] if args else kwargs["hidden_states"]).shape)
 
     first_block.register_forward_pre_hook(keep_shape, with_kwargs=True)
-    timesteps, _, latent_shape = model.schedule(10, 512, 512, 33 if makes_videos(model) else 1)
+    timesteps, _, latent_shape = model.schedule(10, 512, 512, 33 if model.makes_videos else 1)
     assert latent_shape == expected_shape
     with mode, torch.device("meta"):
         latents = torch.empty(2, *latent_shape)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from common.engine import launch
 from common.errors import RunError
-from common.models import layout
-from common.models.family import find_family, load_model
+from common.models import loading
+from common.models.loading import find_family, load_model
 from tests.conftest import EMBEDDED
 
 import pytest
@@ -202,5 +202,5 @@ def test_names_of_files_and_their_variants():
         "pytorch_model.bin": "",
     }
     for name, variant in names.items():
-        assert (layout.WEIGHTS.fullmatch(name)[1] or "") == variant, name
-    assert layout.WEIGHTS.fullmatch("model.safetensors.index.json") is None
+        assert (loading.WEIGHTS.fullmatch(name)[1] or "") == variant, name
+    assert loading.WEIGHTS.fullmatch("model.safetensors.index.json") is None

@@ -1,11 +1,12 @@
 """LoRAs in files: we read them as peft and diffusers do, and write them so that diffusers reads them."""
 
 import json
+from pathlib import Path
 
 from common.weights.adapter_files import read_lora
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
-from tests.conftest import embedded_model, policy_without_fsdp
+from tests.conftest import EMBEDDED, embedded_model, policy_without_fsdp
 
 import pytest
 import torch
@@ -71,6 +72,19 @@ def test_what_a_run_saves_is_read_as_diffusers_reads_it(trained, tmp_path):
     ours = velocity_with(*read_lora(tmp_path))
     assert_as_in_diffusers(ours, tmp_path)
     torch.testing.assert_close(ours, velocity(model), rtol=0, atol=0)
+    assert (ours - velocity(embedded_model())).abs().max() > 0.01  # the adapter acts
+
+
+@torch.no_grad()
+def test_an_adapter_of_commit_f9bd441_is_read():
+    """A step of `flow_grpo.py --rollout local --num_steps 1 --lora_rank 4 --lora_alpha 8 --learning_rate 1e-2`."""
+    folder = Path(__file__).parent / "adapter_f9bd441"
+    tensors, config = read_lora(folder, EMBEDDED)
+    stored = load_file(folder / FILE)
+    assert_same_lora((tensors, config), {name.removeprefix("transformer."): stored[name] for name in stored}, 4, 4)
+    assert len(tensors) == 62
+    ours = velocity_with(tensors, config)
+    assert_as_in_diffusers(ours, folder)
     assert (ours - velocity(embedded_model())).abs().max() > 0.01  # the adapter acts
 
 

@@ -5,7 +5,8 @@ import sys
 from types import SimpleNamespace
 
 from common import models
-from common.models.family import Family, family_class, find_family, on_device
+from common.models.family import Family, on_device
+from common.models.loading import family_class, find_family
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.models.vae import decode_in_slices, encode_in_slices, pil_images
 from common.options import SharedArgs
@@ -38,12 +39,12 @@ def test_a_family_without_a_method_is_no_model(tmp_path):
     class Nothing(Family):
         pass
 
-    with pytest.raises(TypeError, match="abstract methods? .*check.*decode.*predict_velocity.*schedule"):
+    with pytest.raises(TypeError, match="abstract methods? .*check.*encode_batch.*forward.*schedule"):
         Nothing(None)
     model = embedded_model()
+    assert model.has_engine_pipeline() and not Nothing.has_engine_pipeline()
     add_policies(model, make_lora(SharedArgs(lora_rank=4), type(model)), ["default"], seed=0)
     assert {name for name in Family.__annotations__ if not hasattr(model, name)} == set()
-    assert callable(model.encode_images) and callable(model.engine_pipeline) and model.frozen_tensors()
 
 
 def test_finding_a_family_checks_size_frames_and_guidance(tmp_path):
@@ -65,7 +66,7 @@ def test_a_new_file_is_a_new_family_and_nothing_else_changes(tmp_path, monkeypat
     (tmp_path / "pixart_alpha.py").write_text(
         "from common.models.family import Family\n\n\nclass PixArtAlpha(Family):\n    pass\n"
     )
-    monkeypatch.setattr(models.family, "__file__", str(tmp_path / "family.py"))
+    monkeypatch.setattr(models.loading, "__file__", str(tmp_path / "loading.py"))
     monkeypatch.setattr(models, "__path__", [str(tmp_path), *models.__path__])
     family = family_class(pipeline_folder(tmp_path, "PixArtAlphaPipeline"))
     assert family.__name__ == "PixArtAlpha"

@@ -15,7 +15,7 @@ from common.data import PromptSet
 from common.errors import RunError
 from common.pairs.made_pairs import best_and_worst
 from common.plots import save_samples
-from common.run import one_line
+from common.run import friendly_errors
 from common.scoring import (
     Scorer,
     count_failed,
@@ -264,7 +264,7 @@ def test_what_a_reward_raises_as_it_loads_is_told_by_the_rank_it_happens_on(caus
     """Missing files and settings are missed by all ranks, and told once."""
     for rank, tells in (("0", True), ("1", rank_1_tells)):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit) as ended, one_line():
+        with pytest.raises(SystemExit) as ended, friendly_errors():
             raise ValueError("--reward clip_score: it did not load") from cause
         assert str(ended.value).endswith("error: --reward clip_score: it did not load") == tells
 
@@ -396,9 +396,9 @@ def test_a_filled_image_changes_no_gradient(script):
     """Whatever the image is, and in micro-batches of one image as of four."""
     model, _, _ = policy_without_fsdp()
     args = script.Args(rollout="local", num_inference_steps=4, micro_batch_size=4)
-    encoded = script.encode_prompts(args, model, prompt_set(WORDS))
+    drawn = prompt_set(WORDS)
     prompt_index = torch.tensor([0, 0, 1, 1])
-    request = script.make_request(args, model, encoded, prompt_index, [1, 2, 3, 4], sde_steps=(1, 2))
+    request = script.make_request(args, model, drawn, prompt_index, [1, 2, 3, 4], sde_steps=(1, 2))
     sampled = script.rollout(args, model, None, request)
     others = sampled.latents.clone()
     others[[1, 3]] = others[[3, 1]]
@@ -423,8 +423,8 @@ def test_a_filled_image_changes_no_gradient_of_diffusion_nft():
     """Its weight of 0 takes it out of both terms of the loss."""
     model, _, _ = policy_without_fsdp()
     args = diffusion_nft.Args(rollout="local", num_inference_steps=4, kl_coef=0.3, micro_batch_size=4)
-    encoded = diffusion_nft.encode_prompts(args, model, prompt_set(WORDS))
-    request = diffusion_nft.make_request(args, model, encoded, torch.tensor([0, 0, 1, 1]), [1, 2, 3, 4])
+    drawn = prompt_set(WORDS)
+    request = diffusion_nft.make_request(args, model, drawn, torch.tensor([0, 0, 1, 1]), [1, 2, 3, 4])
     x0 = diffusion_nft.rollout(args, model, None, request).latents[:, -1]
     r = diffusion_nft.optimality(ADVANTAGES, "continuous", 5.0)
     assert r.tolist() == pytest.approx([0.6, 0.5, 0.55, 0.5])

@@ -10,11 +10,12 @@ from pathlib import Path
 from assets.sign_colour import COLOURS, sign_colour
 from common import watch
 from common.data import GroupSampler, PromptSet, read_prompts, share_of_rank
-from common.plots import drawn_metrics, open_png, plot_curves, save_png, save_samples
+from common.images import open_png, save_png
+from common.plots import drawn_metrics, plot_curves, save_samples
 from common.run import Run
 from common.scoring import Reward, eval_metrics, load_rewards, sample_records
 from common.stop_rules import check_stop_rules, read_stop_rules
-from tests.conftest import ROOT, TINY, assert_one_line, few_eval_prompts, on_ranks, read_metrics, run_here
+from tests.conftest import ROOT, TINY, assert_one_line, few_eval_prompts, new_run, on_ranks, read_metrics, run_here
 
 import pytest
 import torch
@@ -286,11 +287,11 @@ def test_a_malformed_stop_rule_is_refused(text):
 
 def train(folder: Path, curve: dict[int, float], stop_if: list[str]) -> Run:
     """A run of four steps as the scripts make it, after evaluations at some steps, {step: val/a/mean}."""
-    run = Run(folder, num_steps=4, num_images=1, stop_if=tuple(stop_if))
-    run.write({"val/a/mean": curve[0], "val/a/stderr": 0.0})
+    run = new_run(folder, num_steps=4, num_images=1, stop_if=tuple(stop_if))
+    run.log({"val/a/mean": curve[0], "val/a/stderr": 0.0})
     for step in range(1, 5):
         run.begin_step(step)
-        run.write({"loss": 1.0} | ({"val/a/mean": curve[step]} if step in curve else {}))
+        run.log({"loss": 1.0} | ({"val/a/mean": curve[step]} if step in curve else {}))
         if run.should_stop():
             break
     run.close()
@@ -365,10 +366,10 @@ def test_a_rule_of_no_metric_is_refused():
 
 @fast
 def test_a_rule_whose_metric_could_not_be_measured_is_named_in_a_line(one_rank, tmp_path, capfd):
-    run = Run(tmp_path, num_steps=8, num_images=1, stop_if=("val/drift_from_base>0.5", "val/a/mean<0.5"))
+    run = new_run(tmp_path, num_steps=8, num_images=1, stop_if=("val/drift_from_base>0.5", "val/a/mean<0.5"))
     for step in (6, 7):
         run.begin_step(step)
-        run.write({"loss": 1.0} | ({"val/a/mean": 0.1} if step == 7 else {}))
+        run.log({"loss": 1.0} | ({"val/a/mean": 0.1} if step == 7 else {}))
         assert run.should_stop() == (step == 7)
     run.close()
     out = capfd.readouterr().out

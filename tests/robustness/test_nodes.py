@@ -231,8 +231,8 @@ def test_torchrun_restarts_what_was_lost(one_node, tmp_path):
 
 HANGS = """import datetime, os, time
 from common.distributed import gather_objects, limit_collectives, setup_distributed
-from common.run import one_line
-with one_line():
+from common.run import friendly_errors
+with friendly_errors():
     setup_distributed()
     limit_collectives(3 / 60)
     gather_objects("all are here")

@@ -1,6 +1,7 @@
 """Interrupted, killed and full-disk runs resume as if nothing had happened: the five scripts, under torchrun."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -10,13 +11,12 @@ import time
 from dataclasses import asdict
 
 import flow_grpo
-from benchmarks.kill_campaign import NAME, Kill, campaign, processes
-from common.checkpoints import load_checkpoint, saved_checkpoints
+from common.checkpoints import checkpoint_path, checkpoint_step, load_checkpoint, saved_checkpoints
+from common.command_line import parse_args
 from common.errors import RunError
-from common.options import parse_args
 from common.plots import save_samples
-from common.resuming import rewind
-from common.run import Run, create_run_folder
+from common.resuming import find_checkpoint, rewind
+from common.run import create_run_folder
 from common.weights.lora import save_weights
 from tests.conftest import (
     ROOT,
@@ -24,18 +24,21 @@ from tests.conftest import (
     assert_same,
     brightness_reward,
     embedded_model,
+    new_run,
     read_metrics,
     torchrun,
     whole_checkpoint,
     without_times,
 )
 
+import psutil
 import pytest
 import torch
 from peft import LoraConfig
 from PIL import Image
 from safetensors.torch import load_file
 
+NAME = "interrupted"
 POLICIES = {"diffusion_nft.py": ["default", "old", "ema"]}  # in a checkpoint; the others have no `old`
 FULL = ["--lora_rank", 0, "--learning_rate", 1e-4, "--reward_weights", 0, 1]  # noise: the best is anywhere
 NOISE = """import random, numpy, torch
@@ -78,7 +81,20 @@ def wait_for(root, condition):
     end = time.monotonic() + 300
     while not condition():
         assert root.poll() is None and time.monotonic() < end
-        time.sleep(0.005)
+        time.sleep(0.001)
+
+
+def processes(root):
+    """All processes of a run, the workers first. torchrun gives each worker a session, so no process group holds them
+    all."""
+    parent = psutil.Process(root.pid)
+    return [*parent.children(recursive=True)[::-1], parent]
+
+
+def is_alive(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def assert_equal_runs(run, expected, first=0, step=4):
@@ -145,12 +161,51 @@ def interrupt(script, folder, options, whole):
     return 0
 
 
-def killed_in_a_write(script, folder, options, times=1):
-    """Kill all of a run, each time in the write after the first one of its start, and resume it a last time."""
-    kills = [Kill(script, "local", 1, "everything", "writing")] * times
-    records = campaign(kills, folder, extra=options, new_checkpoints=(1, 1))
-    assert [record["problems"] for record in records] == [[]] * times
-    return records
+def newest_step(run):
+    """The step of the newest checkpoint that can be loaded, -1 where there is none."""
+    checkpoint = find_checkpoint(run)
+    return checkpoint_step(checkpoint) if checkpoint else -1
+
+
+def metrics_up_to(run, step):
+    """The bytes of metrics.jsonl that a run keeps if it resumes from `step`; a kill may cut the last line short."""
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True) if step >= 0 else []
+    whole = [line for line in lines if line.endswith(b"\n")]
+    return b"".join(line for line in whole if json.loads(line)["training/global_step"] <= step)
+
+
+def kill_in_a_write(script, folder, options):
+    """Resume a run, and kill all its processes in the write of a checkpoint after the first one of this start.
+
+    It must have continued from the newest whole checkpoint, and left no process. Returns the step of the newest now.
+    """
+    run = folder / "runs" / NAME
+    found = newest_step(run)
+    before = metrics_up_to(run, found)
+    root = launch(folder, script, *options, "--name", NAME, "--resume", "latest", "--num_steps", 1000)
+
+    def is_writing():
+        saved = checkpoint_step(saved_checkpoints(run)[-1]) if saved_checkpoints(run) else -1
+        following = checkpoint_path(run, saved + 1)
+        return saved > found and following.with_name(f".{following.name}.new").exists()
+
+    try:
+        wait_for(root, is_writing)
+    finally:
+        killed = processes(root)
+        for process in killed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    assert root.wait(30) == -signal.SIGKILL
+    end = time.monotonic() + 30
+    while any(map(is_alive, killed)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    if found >= 0:
+        assert f"loaded runs/{NAME}/checkpoints/step_{found:06d}.pt\n" in (folder / "output.txt").read_text()
+    assert (run / "metrics.jsonl").read_bytes().startswith(before)
+    assert newest_step(run) > found
+    return newest_step(run)
 
 
 @pytest.mark.parametrize("script", SIBLINGS)
@@ -162,10 +217,10 @@ def test_stopped_then_resumed_equals_uninterrupted(options, uninterrupted, tmp_p
     stopped_at = load_checkpoint(saved_checkpoints(run)[-1])["step"]
     assert stopped_at in (2, 3) and read_metrics(run)[-1]["training/global_step"] == stopped_at
     before = (run / "metrics.jsonl").read_bytes()
+    newest = stopped_at
     if script == "diffusion_nft.py":
-        (record,) = killed_in_a_write(script, tmp_path, options[script])
-        assert record["found"] > stopped_at
-    else:
+        newest = kill_in_a_write(script, tmp_path, options[script])
+    if newest < 4:
         torchrun(tmp_path, script, *options[script], "--name", NAME, "--resume", "latest", "--num_steps", 4)
     assert (run / "metrics.jsonl").read_bytes().startswith(before)
     assert_equal_runs(run, whole, first)
@@ -191,10 +246,10 @@ def test_stopped_then_resumed_to_the_end_equals_uninterrupted(options, uninterru
         assert (run / file).exists()
 
 
-def test_three_kills(options, uninterrupted, tmp_path):
-    """From nothing, with --resume latest from the first start on: what three kills leave is what none would have."""
-    records = killed_in_a_write("flow_grpo.py", tmp_path, options["flow_grpo.py"], times=3)
-    assert len(records) == 3 and records[2]["found"] >= 3
+def test_kills_from_the_first_start_on(options, uninterrupted, tmp_path):
+    """From nothing, with --resume latest from the first start on: what the kills leave is what none would have."""
+    while kill_in_a_write("flow_grpo.py", tmp_path, options["flow_grpo.py"]) < 4:
+        pass
     run, whole = tmp_path / "runs" / NAME, uninterrupted("flow_grpo.py")
     assert_equal_runs(run, whole)
     states = [load_checkpoint(folder / "checkpoints" / "step_000003.pt")["policies"] for folder in (run, whole)]
@@ -396,7 +451,7 @@ def test_every_other_file_that_does_not_fit_is_an_error_of_one_line(small_disk, 
     lora = LoraConfig(r=1)
     record = {"prompt": "a", "seed": 1, "ocr": 1.0}
     writers = {
-        disk: lambda: Run(disk).write({f"m{i}": i for i in range(9000)}),
+        disk: lambda: new_run(disk).log({f"m{i}": i for i in range(9000)}),
         disk / "samples": lambda: save_samples(disk / "samples", [0], [image], [record]),
         disk / "adapter" / "pytorch_lora_weights.safetensors": lambda: save_weights(
             disk / "adapter", pipe, tensors, lora

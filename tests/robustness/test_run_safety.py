@@ -1,5 +1,6 @@
 """A run is neither lost nor mixed with another: its folder, its processes, its name, what its reward may do."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,12 +11,12 @@ from types import SimpleNamespace
 
 import flow_grpo
 from common.checkpoints import check_unchanged, lock_run, save_checkpoint, saved_checkpoints
+from common.command_line import check_options
 from common.data import PromptSet
 from common.errors import NothingBegun, RunError
-from common.options import check_options
-from common.run import Run, _begun, create_run_folder, one_line, open_run
+from common.run import _begun, create_run_folder, friendly_errors, open_run
 from common.scoring import score_images
-from tests.conftest import ROOT, TINY, few_eval_prompts, good_state
+from tests.conftest import ROOT, TINY, few_eval_prompts, good_state, new_run
 
 import psutil
 import pytest
@@ -70,13 +71,13 @@ def test_another_scripts_checkpoint_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.fast
 def test_metrics_that_are_gone_end_the_run(tmp_path):
-    run = Run(tmp_path)
+    run = new_run(tmp_path)
     for run.step in (0, 1):
-        run.write({"a": 1.0})
+        run.log({"a": 1.0})
     (tmp_path / "metrics.jsonl").unlink()
     run.step = 2
     with pytest.raises(RunError, match=r"^step 2: \S+/metrics.jsonl, which this run has written, is gone$"):
-        run.write({"a": 3.0})
+        run.log({"a": 3.0})
 
 
 @pytest.mark.fast
@@ -113,6 +114,18 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path):
     holder.wait()
     lock_run(folder)
     lock_run(folder)  # this process has it already
+
+
+@pytest.mark.fast
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capfd):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    lock_run(tmp_path / "run")
+    line = capfd.readouterr().err
+    assert line.startswith(f"{tmp_path}/run cannot be locked (")
+    assert line.endswith("): make sure yourself that no other run writes to it\n") and line.count("\n") == 1
 
 
 def test_ranks_end_with_torchrun_however_it_ends(tmp_path):
@@ -158,7 +171,7 @@ def test_ranks_end_with_torchrun_also_while_they_import(tmp_path):
 # ---- the last line ---------------------------------------------------------------------------------------------------
 def last_line(error, begun_in=None):
     """What a script that raises `error` exits with, perhaps once its run had begun in a folder."""
-    with pytest.raises(SystemExit) as ended, one_line():
+    with pytest.raises(SystemExit) as ended, friendly_errors():
         if begun_in:
             _begun.append(SimpleNamespace(folder=begun_in, bar=None))  # as much of a Run as is asked
         raise error
@@ -170,7 +183,7 @@ def last_line(error, begun_in=None):
 def test_a_lost_rank_is_one_line_and_a_bug_keeps_its_traceback(said):
     line = last_line(RuntimeError(f"[../third_party/gloo/gloo/transport/tcp/pair.cc:547] {said}"))
     assert "error: another rank was lost; " in line and "\n" not in line
-    with pytest.raises(RuntimeError, match="a bug"), one_line():
+    with pytest.raises(RuntimeError, match="a bug"), friendly_errors():
         raise RuntimeError("a bug")
 
 
@@ -178,8 +191,8 @@ def test_a_lost_rank_is_one_line_and_a_bug_keeps_its_traceback(said):
 def test_a_bad_option_is_printed_once_and_a_later_value_error_is_a_bug(tmp_path, monkeypatch):
     line = last_line(ValueError("--seed -1: must be at least 0"))
     assert line.endswith("error: --seed -1: must be at least 0")
-    with pytest.raises(ValueError, match="^torch's$"), one_line():
-        _begun.append(tmp_path)
+    with pytest.raises(ValueError, match="^torch's$"), friendly_errors():
+        _begun.append(SimpleNamespace(folder=tmp_path, bar=None))
         raise ValueError("torch's")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert last_line(ValueError("--seed -1: must be at least 0")) == 1  # rank 0 prints it

@@ -3,7 +3,7 @@
 import json
 import re
 
-from common.models.family import family_class
+from common.models.loading import family_class
 from common.weights.adapter_files import read_lora
 from common.weights.adapter_names import linear_shapes
 from common.weights.lora import save_weights

@@ -8,7 +8,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from common.data import PromptSet
-from common.models.family import family_class
+from common.models.family import Family
+from common.models.loading import family_class
 from common.options import SharedArgs
 from common.plan import needs
 from common.plan.devices import Device
@@ -465,8 +466,7 @@ def test_a_run_on_gpus_counts_the_pictures_of_its_records(one_rank, monkeypatch)
     monkeypatch.setattr(needs, "choose_options", lambda *given, **more: {"shard_ranks": 0, "micro_batch_size": 4})
     options = {"model": "klein", "dtype": "bfloat16", "shard_ranks": 0, "micro_batch_size": 0}
     for record in ({"image": ["a.png", "b.png"]}, {}):
-        inputs = SimpleNamespace(family=None, lora=None, checkpoint=None, eval_set=PromptSet(["a sign"], [record]))
-        assert needs.fit_to_gpus(inputs, options)["micro_batch_size"] == 4
+        assert needs.fit_to_gpus(Family, None, PromptSet(["a sign"], [record]), None, options)["micro_batch_size"] == 4
     assert counted == [2, 0]
 
 

@@ -4,7 +4,8 @@ import json
 from dataclasses import asdict, replace
 
 import flow_grpo
-from common.plots import open_png
+from common.checkpoints import FORMAT
+from common.images import open_png
 from common.sde import image_seed
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
@@ -24,7 +25,7 @@ def run(tmp_path):
     model, args, config = policy_without_fsdp()
     folder = tmp_path / "mine"
     save_weights(folder / "adapter", model.pipe, tensors_on_rank_0(model)[0], config)
-    (folder / "args.json").write_text(json.dumps({"args": asdict(args)}))
+    (folder / "args.json").write_text(json.dumps({"args": asdict(args), "format": FORMAT}))
     (tmp_path / "own.txt").write_text("\n".join(PROMPTS))
     return folder, model, args
 
@@ -32,9 +33,9 @@ def run(tmp_path):
 @torch.no_grad()
 def images_of(model, args, seeds, prompts):
     """The evaluation's images, as flow_grpo.py samples them."""
-    conditioning = flow_grpo.encode_prompts(args, model, prompt_set(prompts))
+    drawn = prompt_set(prompts)
     args = replace(args, num_inference_steps=args.eval_num_inference_steps)
-    request = flow_grpo.make_request(args, model, conditioning, torch.arange(len(prompts)), seeds)
+    request = flow_grpo.make_request(args, model, drawn, torch.arange(len(prompts)), seeds)
     return flow_grpo.sample_locally(model, request).images
 
 
@@ -48,7 +49,7 @@ def test_the_options_of_a_resumed_run_are_those_of_its_highest_step(run):
     folder, _, args = run
     assert sample.read_options(folder)["seed"] == args.seed
     for step in (30, 5):
-        record = {"args": asdict(args) | {"seed": step}, "format": 2}
+        record = {"args": asdict(args) | {"seed": step}, "format": FORMAT}
         (folder / f"args_step_{step:06d}.json").write_text(json.dumps(record))
     assert sample.read_options(folder)["seed"] == 30
 
@@ -84,7 +85,7 @@ def test_another_size_and_several_sources(run, tmp_path):
 def test_size_and_guidance_are_the_evaluations(run, tmp_path, monkeypatch):
     folder, _, args = run
     own = asdict(args) | {"eval_image_size": (64, 96), "eval_guidance_scale": 3.0, "eval_num_inference_steps": 1}
-    (folder / "args.json").write_text(json.dumps({"args": own}))
+    (folder / "args.json").write_text(json.dumps({"args": own, "format": FORMAT}))
     used = []
     real = sample.sample
 

@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks.throughput import TensorLike, count_flops, covered, fake_copy
+from benchmarks.throughput import Meter, TensorLike, count_flops, covered, fake_copy, measured_rows
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import SharedArgs
 from common.weights.lora import make_lora
@@ -39,6 +39,18 @@ def test_flops_of_sd35_medium_at_512():
 def test_seconds_covered_by_intervals_that_overlap():
     assert covered([(7, 8), (1, 3), (2, 5), (2.5, 3), (3.5, 5.5)]) == 4.5 + 1
     assert covered([]) == 0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("rows, last", [([0, 1], 1), ([], 0)])
+def test_a_run_that_stopped_before_a_step_that_counts(rows, last, tmp_path):
+    """One line, as the first step warms up."""
+    lines = [json.dumps({"training/global_step": step}) + "\n" for step in rows]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    with pytest.raises(SystemExit, match=f"throughput.py: error: the run stopped after step {last}: no step"):
+        measured_rows(Meter(num_steps=4), tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"training/global_step": 2}\n')
+    assert measured_rows(Meter(num_steps=4), tmp_path) == [{"training/global_step": 2}]
 
 
 @pytest.mark.parametrize("with_engine", [False, True])

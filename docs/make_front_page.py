@@ -1,6 +1,6 @@
 """The two pictures on the README's first screen, from the records: docs/before_after.png and docs/curve.png.
 
-    python -m tools.front_page
+    python -m docs.make_front_page
 
 The first shows the first images of one seed's grids, before training and after 30 rollouts, from the same prompts and
 noise. The second shows the evaluation reward of three seeds of flow_grpo.py's default run over seconds of training.
@@ -16,7 +16,7 @@ matplotlib.use("Agg")  # files only: no window, so no display is needed
 import matplotlib.pyplot as plt
 from PIL import Image, ImageDraw, ImageFont
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parent
 RECORDS = DOCS / "lab" / "records"
 GRIDS = RECORDS / "flow_grpo-local-seed2"
 CELL = (196, 82)  # pixels of an image of a grid with its caption and margins

@@ -1,11 +1,11 @@
-"""tools/options.py: docs/options.md is what the sources say, and the words for a type are right."""
+"""docs/make_options.py: docs/options.md is what the sources say, and the words for a type are right."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from common.options import Bound, PositiveFloat, SharedArgs
+from docs import make_options
 from tests.conftest import ROOT
-from tools import options
 
 import pytest
 
@@ -33,7 +33,7 @@ class Small:
 
 
 def test_rows_by_hand() -> None:
-    rows = list(map(str, options.rows_of(Small).values()))
+    rows = list(map(str, make_options.rows_of(Small).values()))
     assert rows == [
         r"| `--kind` | `a` or `b\|c` | `a` | one of two, for runs/\<name> |",
         "| `--limit` | number, above 0 | none | a bound |",
@@ -42,18 +42,18 @@ def test_rows_by_hand() -> None:
         "| `--path` | text | `assets/embedded` | in the checkout |",
         "| `--track` | `True` or `False` | `False` | a switch |",
     ]
-    lines = options.tables(list(options.rows_of(Small).values()), 2)
+    lines = make_options.tables(list(make_options.rows_of(Small).values()), 2)
     assert [line for line in lines if line.startswith("#")] == ["## run", "## extra"]
 
 
 def test_the_page_has_every_option_of_every_script() -> None:
-    page = options.page()
-    for script in options.SCRIPTS:
+    page = make_options.page()
+    for script in make_options.SCRIPTS:
         section = page.split(f"\n## {script}\n")[1].split("\n## ")[0]
-        above = page.split(f"\n## {options.BASE}\n")[0]
+        above = page.split(f"\n## {make_options.BASE}\n")[0]
         missing = [
             option.name
-            for option in fields(options.args_class(script))
+            for option in fields(make_options.args_class(script))
             if f"`--{option.name}`" not in section and f"| `--{option.name}` |" not in above
         ]
         assert missing == []
@@ -61,11 +61,11 @@ def test_the_page_has_every_option_of_every_script() -> None:
 
 
 def test_a_script_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    options.main(["mix_grpo.py"])
+    make_options.main(["mix_grpo.py"])
     printed = capsys.readouterr().out
     assert printed.startswith("# mix_grpo.py\n\n## run\n")
-    assert all(f"| `--{option.name}` |" in printed for option in fields(options.args_class("mix_grpo.py")))
+    assert all(f"| `--{option.name}` |" in printed for option in fields(make_options.args_class("mix_grpo.py")))
 
 
 def test_the_page_is_current() -> None:
-    assert (ROOT / "docs" / "options.md").read_text() == options.page()
+    assert (ROOT / "docs" / "options.md").read_text() == make_options.page()
