@@ -1,17 +1,18 @@
-"""What only a GPU can confirm, each fact as held or not, in under ten minutes. No download.
+"""What only a GPU can confirm, each fact as held or not, in under six minutes. No download.
 
-    python benchmarks/first_gpu.py                 # on a machine with a GPU
-    python benchmarks/first_gpu.py --fake          # tries this file on the device made of host memory (tests/fake_cuda)
+    python benchmarks/gpu/facts.py                   # on a machine with a GPU
+    python benchmarks/gpu/facts.py --device fake     # tries this file on the device of tests/fake_cuda
+    python benchmarks/gpu/facts.py --device cpu --only bf16      # tries the facts that have this word, on a CPU
 
 Our tests run the CUDA path on a CPU, where some things cannot show: a GPU's kernels and their rounding, the compiler,
 vLLM-Omni beside the trainer on one GPU. Every run is flow_grpo.py on the embedded model, or on random weights of 255 M
-parameters. The report is gpu_results/first_gpu.md, with the logs beside it. Please send it to us in an issue: the
-project was made without a GPU.
+parameters where vLLM-Omni is installed. The table is printed; the runs and their logs are in the folder of --results.
 """
 
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -21,8 +22,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).parents[2]
 SECONDS = 600  # in all; a fact that is not reached is "not tried"
 SMALL = ["--num_steps", "2", "--num_prompts", "8", "--group_size", "4", "--updates_per_rollout", "2"]
 SMALL += ["--micro_batch_size", "8", "--max_prompts", "16", "--reward", "jpeg_incompressibility"]
@@ -49,14 +49,18 @@ class NotTried(Exception):
 class Check:
     """Runs of the scripts in a folder, until the time is over, and what they show."""
 
-    def __init__(self, folder: Path, is_fake: bool) -> None:
+    def __init__(self, folder: Path, device: str, only: str = "") -> None:
+        """device: "cuda", "fake" or "cpu". only: enter the facts that have this word in their text."""
         self.folder = folder
-        self.is_fake = is_fake
-        self.end = time.monotonic() + (3600 if is_fake else SECONDS)
+        self.device = device
+        self.only = only
+        self.end = time.monotonic() + (SECONDS if device == "cuda" else 3600)
         self.rows: list[tuple[str, str, str]] = []  # fact, verdict, figure
 
     def fact(self, text: str, show: Callable[..., tuple[bool, str]], *arguments: str) -> None:
         """Enter whether `show`, called with the arguments, finds that the fact holds. It returns (held, figure)."""
+        if self.only not in text:
+            return
         try:
             is_held, figure = show(*arguments)
             verdict = "held" if is_held else "NOT HELD"
@@ -65,59 +69,62 @@ class Check:
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             verdict, figure = "NOT HELD", last_line(error.output)
         self.rows.append((text, verdict, figure))
-        print(f"{verdict:9}  {text}: {figure}", flush=True)
+        print(f"| {text} | {verdict} | {figure} |", flush=True)
 
-    def python(self, name: str, *arguments: str | Path) -> None:
-        """Run a program with the device; its output is NAME.log."""
+    def python(self, name: str, *arguments: str | Path, device: str = "") -> None:
+        """Run a program with the device, by default this check's; its output is NAME.log."""
         left = self.end - time.monotonic()
         if left < 20:
-            raise NotTried("the ten minutes are over")
+            raise NotTried("the time is over")
         command = [sys.executable]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        if self.is_fake:
+        paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+        device = device or self.device
+        if device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        if device == "fake":
             command.append(str(ROOT / "tests" / "fake_cuda" / "launch.py"))
-            environment |= {"OMP_NUM_THREADS": "1"}
-        from tests.conftest import one_rank_environment
+            environment["OMP_NUM_THREADS"] = "1"
+        log = self.folder / f"{name}.log"
+        with log.open("w") as output:  # a file, so that a run that is stopped leaves it
+            try:
+                subprocess.run(
+                    [*command, *map(str, arguments)],
+                    cwd=self.folder,
+                    env=environment | one_rank_environment(),
+                    timeout=left,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    check=True,
+                )
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                error.output = log.read_text(errors="replace")
+                raise
 
-        done = subprocess.run(
-            [*command, *map(str, arguments)],
-            cwd=self.folder,
-            env=environment | one_rank_environment(),
-            timeout=left,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        (self.folder / f"{name}.log").write_text(done.stdout)
-        done.check_returncode()
-
-    def run(self, name: str, *options: str) -> list[dict]:
+    def run(self, name: str, *options: str, device: str = "") -> list[dict]:
         """The metrics of a run of flow_grpo.py."""
-        self.python(name, ROOT / "flow_grpo.py", "--name", name, *SMALL, *options)
+        self.python(name, ROOT / "flow_grpo.py", "--name", name, *SMALL, *options, device=device)
         lines = (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
     # ---- facts -------------------------------------------------------------------------------------------------------
     def hashes_are_equal(self) -> tuple[bool, str]:
+        self.needs_device()
         program = self.folder / "hashes.py"
         program.write_text(HASHED)
         self.python("hashes", program)
         return True, "five dtypes, four shapes and their transposes"
 
     def first_ratio_is_1(self, name: str, *options: str) -> tuple[bool, str]:
-        if self.is_fake and "compile" in options:
+        if self.device == "fake" and "compile" in options:
             raise NotTried("no compiler on the fake device")
         row = self.run(name, "--rollout", "local", *options)[1]
         mean, std = row["actor/on_policy_ratio_mean"], row["actor/on_policy_ratio_std"]
         return (mean, std) == (1, 0), f"mean {mean}, deviation {std}"
 
     def equals_the_cpu(self) -> tuple[bool, str]:
-        with without_gpu():
-            was_fake, self.is_fake = self.is_fake, False
-            try:
-                expected = self.run("cpu", "--rollout", "local")
-            finally:
-                self.is_fake = was_fake
+        self.needs_device()
+        expected = self.run("cpu", "--rollout", "local", device="cpu")
         rows = self.run("gpu", "--rollout", "local")
         names = ("val/jpeg_incompressibility/mean", "critic/rewards/mean", "actor/grad_norm")
         steps = [(row, other, name) for row, other in zip(rows, expected, strict=True) for name in names if name in row]
@@ -129,9 +136,8 @@ class Check:
         self.needs_engine()
         rows = self.run(f"vllm_{dtype}", "--rollout", "vllm", "--dtype", dtype)[1:]
         worst = max(row["rollout_corr/logprob_abs_diff_max"] for row in rows)
-        return worst <= LOG_PROB_LIMIT[
-            dtype
-        ], f"log-probs differ by at most {worst:.1e}; pushed weights show to the bit"
+        is_held = worst <= LOG_PROB_LIMIT[dtype]
+        return is_held, f"log-probs differ by at most {worst:.1e}; pushed weights show to the bit"
 
     def sleep_gives_memory_back(self) -> tuple[bool, str]:
         self.needs_engine()
@@ -145,22 +151,15 @@ class Check:
         given_back = (least["awake"] - least["asleep"]) / 1e9
         return given_back > 0.3, f"{given_back:.2f} GB of an engine with 0.5 GB of weights"
 
+    def needs_device(self) -> None:
+        if self.device == "cpu":
+            raise NotTried("a CPU is compared with a GPU")
+
     def needs_engine(self) -> None:
-        if self.is_fake or not find_spec("vllm_omni"):
-            raise NotTried("vLLM-Omni is not installed" if not self.is_fake else "no engine on the fake device")
-
-
-@contextmanager
-def without_gpu() -> Iterator[None]:
-    """Processes that start within the block see no GPU."""
-    saved = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        if saved is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = saved
+        if self.device != "cuda":
+            raise NotTried("an engine on a GPU is meant")
+        if not find_spec("vllm_omni"):
+            raise NotTried("vLLM-Omni is not installed")
 
 
 @contextmanager
@@ -187,43 +186,38 @@ def least_memory_used() -> Iterator[list[int]]:
         found.append(min(seen[seen.index(max(seen)) : -20] or seen))  # the last second is of processes that end
 
 
-def last_line(output: str | bytes | None) -> str:
+def one_rank_environment() -> dict[str, str]:
+    """The variables that torchrun sets for the only rank of a run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def last_line(output: str | None) -> str:
     """The line of a log that says what went wrong."""
-    text = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
-    lines = [line for line in text.splitlines() if "error" in line.lower()] or text.splitlines()
+    lines = (output or "").splitlines()
+    lines = [line for line in lines if "error" in line.lower()] or lines
     return lines[-1][:200] if lines else "no output"
 
 
-def versions(is_fake: bool) -> list[str]:
-    """The hardware and the software, a line each."""
-    import torch
-
-    lines = ["the fake device" if is_fake else "no GPU"]
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        lines = [f"{torch.cuda.device_count()} x {properties.name}, {properties.total_memory / 1e9:.0f} GB"]
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        lines.append(f"driver {subprocess.run(asked, capture_output=True, text=True).stdout.splitlines()[0]}")
-    lines.append(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
-    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return [*lines, f"commit {commit.stdout.strip() or 'unknown'}"]
-
-
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fake", action="store_true", help="on the device made of host memory: tries this file")
-    parser.add_argument("--results", type=Path, default=Path("gpu_results"), help="folder of the report and logs")
-    asked = parser.parse_args()
+    parser.add_argument("--device", choices=["cuda", "fake", "cpu"], default="cuda")
+    parser.add_argument("--only", default="", help="the facts with this word")
+    parser.add_argument("--results", type=Path, default=Path("gpu_results/facts"), help="folder of the runs and logs")
+    asked = parser.parse_args(argv)
     import torch
 
-    if not asked.fake and not torch.cuda.is_available():
-        sys.exit("first_gpu.py: torch sees no GPU (--fake tries this file without one)")
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("facts.py: error: torch sees no GPU (--device fake or cpu tries this file without one)")
     folder = asked.results.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "runs").exists():
-        sys.exit(f"first_gpu.py: {folder}/runs exists: remove it, or choose another --results")
-    began = time.monotonic()
-    check = Check(folder, asked.fake)
+        sys.exit(f"facts.py: error: {folder}/runs exists: remove it, or choose another --results")
+    print("| fact | verdict | figure |\n|---|---|---|", flush=True)
+    check = Check(folder, asked.device, asked.only)
     check.fact("a tensor's hash is the same on both devices", check.hashes_are_equal)
     check.fact("the CPU's numbers in fp32", check.equals_the_cpu)
     half = ("--dtype", "bfloat16")
@@ -236,13 +230,6 @@ def main() -> None:
     for dtype in ("float32", "bfloat16"):
         check.fact(f"engine and trainer agree in {dtype}", check.engine_is_the_trainer, dtype)
     check.fact("--engine_with sleep gives memory back", check.sleep_gives_memory_back)
-
-    lines = ["# benchmarks/first_gpu.py", "", *(f"- {line}" for line in versions(asked.fake)), ""]
-    lines += ["| fact | verdict | figure |", "|---|---|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in check.rows]
-    lines += ["", f"{time.monotonic() - began:.0f} s."]
-    (folder / "first_gpu.md").write_text("\n".join(lines) + "\n")
-    print(f"{folder / 'first_gpu.md'}: please send it to us")
     sys.exit(any(verdict == "NOT HELD" for _, verdict, _ in check.rows))
 
 

@@ -1,0 +1,169 @@
+"""benchmarks/gpu: its programs run at tiny size on a CPU, from the checkout and as carried; and what they compute."""
+
+import json
+import os
+import re
+import subprocess
+import tarfile
+import types
+from pathlib import Path
+
+from benchmarks.gpu import facts, learned, sized, trace_table
+from tests.conftest import ROOT
+
+import pytest
+import torch
+
+PROGRAMS = ROOT / "benchmarks" / "gpu"
+
+
+def run_program(program: Path, folder: Path, parts: str, **variables: str) -> str:
+    """Run some parts of a program at tiny size. Returns its report, which shows no folder of this machine."""
+    environment = os.environ | {"TINY": "1", "PARTS": parts, "OUT": str(folder / "out"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", str(program)],
+        cwd=folder,
+        env=environment | variables,
+        text=True,
+        timeout=1200,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    report = (folder / "out" / f"{program.stem}.md").read_text()
+    logs = folder / "out" / f"{program.stem}.tar.gz"
+    with tarfile.open(logs) as tar:
+        names = [name for name in tar.getnames() if re.fullmatch(r"logs/\w+\.log", name)]
+        packed = {name: tar.extractfile(name).read().decode() for name in names}
+    assert done.returncode == 0 and "FAILED" not in report, done.stdout + "".join(packed.values())[-6000:]
+    assert sorted(packed) == sorted(f"logs/{part}.log" for part in parts.split())
+    assert not re.search(r"(^|[\s\"'=(])/\w+/", report), report
+    return report
+
+
+# ---- at tiny size ----------------------------------------------------------------------------------------------------
+def test_plan_peers_and_a_step_of_ours(tmp_path):
+    """With SIZED_FROZEN=whole, and random weights that are drawn instead of read."""
+    report = run_program(PROGRAMS / "call2.sh", tmp_path, "plan peers frozen")
+    told = {row["what"]: row for row in map(json.loads, re.findall(r"^\{.*\}$", report, re.MULTILINE))}
+    for what in (
+        "decode 4 images, fp32",
+        "decode 4 images, bf16, channels last",
+        "diffusers pipeline, 3 steps, pil",
+        "forward, LoRA in fp32, autocast, no FSDP",
+        "forward and backward, LoRA in fp32, autocast, no FSDP",
+        "forward and backward, LoRA in bf16, no FSDP",
+        "clip and AdamW, LoRA in bf16, no FSDP",
+    ):
+        assert told[what]["s"] > 0
+    assert "B of each of 1 GPUs, h100-80" in report and "it/s" not in report
+    assert 0 < told["levels of 255 off fp32, bf16, random weights"]["mean"] < 16
+    assert re.search(r"^\| update_actor \| [\d.]+ \|", report, re.MULTILINE), report
+    assert "--model tiny-sd35m" in report and "compile" not in report
+
+
+def test_facts_in_a_carried_checkout(tmp_path):
+    """As carry.sh leaves one, with a copy of the program in .gpu/, and no git: carried packages reach every process."""
+    tree = tmp_path / "tree"
+    (tree / ".gpu").mkdir(parents=True)
+    for name in ("flow_grpo.py", "common", "assets", "benchmarks"):
+        (tree / name).symlink_to(ROOT / name)
+    (tree / ".gpu" / "call1.sh").write_text((PROGRAMS / "call1.sh").read_text())
+    (tree / ".gpu" / "COMMIT").write_text("1234abc\n")
+    carried = tmp_path / "sitecustomize.py"  # which every Python imports that finds it
+    carried.write_text("import os, sys\nprint(sys.orig_argv[1:], file=open(os.environ['MARKS'], 'a'))\n")
+    with tarfile.open(tree / ".gpu" / "site.tar.xz", "w:xz") as tar:
+        tar.add(carried, "sitecustomize.py")
+    marks = tmp_path / "marks"
+    report = run_program(
+        tree / ".gpu" / "call1.sh", tmp_path, "facts", ONLY="fp32", MARKS=str(marks), TMPDIR=str(tmp_path)
+    )
+    assert "commit 1234abc, " in report
+    assert "| the CPU's numbers in fp32 | not tried | a CPU is compared with a GPU |" in report
+    assert "| the first ratio is exactly 1: fp32 | held | mean 1.0, deviation 0.0 |" in report
+    assert str(tree / "flow_grpo.py") in marks.read_text()
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_a_part_that_fails_and_one_without_time(tmp_path):
+    """Each is a line of the report, without this machine's folders, and the next part is run."""
+    program = f"""
+        ROOT={ROOT}; LIMIT=100; . {PROGRAMS}/env.sh
+        try bad 10 bash -c 'echo "ValueError: /some/where/x.py is bad"; echo after; exit 3'
+        try slow 1 sleep 5
+        try good 10 echo fine
+        ENDS=0; try late 10 echo fine
+        end
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in ("TINY", "PARTS", "ENDS")}
+    subprocess.run(["bash", "-c", program, "call9.sh"], env=environment | {"OUT": str(tmp_path)}, check=True)
+    report = (tmp_path / "call9.md").read_text()
+    assert re.search(r"^- bad: FAILED, status 3 after \d+ s: ValueError: x.py is bad$", report, re.MULTILINE)
+    assert re.search(r"^- slow: FAILED, its time was over after \d+ s$", report, re.MULTILINE)
+    assert re.search(r"^- good: \d+ s$", report, re.MULTILINE)
+    assert "- late: not run, no time left\n" in report
+    with tarfile.open(tmp_path / "call9.tar.gz") as tar:
+        assert tar.extractfile("logs/good.log").read() == b"fine\n"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("where", ["whole", "sharded"])
+def test_where_frozen_weights_go(where, monkeypatch):
+    """Whatever the script asks for, of a module with a LoRA; a module without one stays as the script has it."""
+    calls = []
+    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda module, **options: calls.append(options))
+    sized.choose_frozen(where)
+    block = torch.nn.ModuleDict({"base": torch.nn.Linear(2, 2), "lora_A": torch.nn.Linear(2, 2)})
+    asked = {block["lora_A"].weight}
+    mesh = types.SimpleNamespace(device_type="cpu")
+    torch.distributed.fsdp.fully_shard(block, mesh=mesh, ignored_params=asked)
+    torch.distributed.fsdp.fully_shard(block["base"], mesh=mesh, ignored_params=asked)
+    expected = {"whole": {block["base"].weight, block["base"].bias}, "sharded": set()}
+    assert [options["ignored_params"] for options in calls] == [expected[where], asked]
+
+
+@pytest.mark.fast
+def test_children_of_facts_keep_the_python_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    program = "import os, sys; sys.exit(os.environ['PYTHONPATH'])"
+    check = facts.Check(tmp_path, "cpu")
+    check.fact("a path", lambda: check.python("path", "-c", program))
+    assert check.rows == [("a path", "NOT HELD", f"{ROOT}{os.pathsep}/elsewhere")]
+
+
+@pytest.mark.fast
+def test_table_of_a_trace():
+    """Two kernels of which the second one overlaps the first, a pause, and a copy: busy 4 + 2 of 10 ms."""
+    events = [
+        {"cat": "kernel", "name": "sm90_gemm_bf16", "ts": 1000, "dur": 3000},
+        {"cat": "kernel", "name": "vectorized_elementwise_kernel", "ts": 3000, "dur": 2000},
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 9000, "dur": 2000},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0, "dur": 5},
+        {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": 9, "dur": 5},
+        {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 50},
+    ]
+    lines = trace_table.as_table(events)
+    assert lines[0] == ("10.0 ms, of which a kernel runs in 60.0%; 3 kernels, 1 launches; waits of the host: 1")
+    assert "| matrix products | 3.00 | 50.0% | 1 |" in lines
+    assert "| pointwise | 2.00 | 33.3% | 1 |" in lines
+    assert "| copies and casts | 2.00 | 33.3% | 1 |" in lines
+    assert "| `Memcpy HtoD` | 2.00 | 1 |" in lines
+    with pytest.raises(ValueError, match="no trace of a GPU"):
+        trace_table.as_table(events[3:])
+
+
+@pytest.mark.fast
+def test_line_of_a_run(tmp_path):
+    rows = [{"training/global_step": 0, "val/ocr/mean": 0.25}]
+    for step, std in ((1, 0.0), (2, 0.5), (3, 0.0)):
+        ratio = {"actor/on_policy_ratio_mean": 1.0, "actor/on_policy_ratio_std": std}
+        rows.append({"training/global_step": step, "timing_s/step": float(step), "perf/max_memory_gb": 2.5, **ratio})
+    rows[-1]["val/ocr/mean"] = 0.75
+    folder = tmp_path / "bf16"
+    folder.mkdir()
+    assert learned.line_of(folder) == "- bf16: no step"
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert learned.line_of(folder) == (
+        "- bf16: 3 steps; held-out reward 0.250, 0.750; step 2.00 s; first ratio exactly 1 in 2 of 3 steps; "
+        "first one off: mean 1.0, deviation 0.5; 2.50 GB"
+    )
