@@ -96,7 +96,7 @@ plan() {
     local name=$1 model=$2
     shift 2
     CUDA_VISIBLE_DEVICES='' try "$name" 150 python "$KIT/sized.py" "${TINY:+tiny-}$model" tools.plan \
-        "${PLAN:-h100-80}" "$ROOT/flow_grpo.py" "$@" && fenced < "$LOGS/$name.log"
+        "${PLAN:-h100-80}" "$ROOT/flow_grpo.py" "$@" && grep -v 'it/s\]' "$LOGS/$name.log" | fenced  # no progress bars
 }
 
 # peers NAME MODEL LIMIT OPTIONS...: what others do with the same weights
