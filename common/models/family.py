@@ -85,7 +85,7 @@ class Family(ABC):
     def __init__(self, pipe: "diffusers.DiffusionPipeline") -> None:
         self.pipe = pipe
         self.transformer = pipe.transformer
-        self.unsharded: set[torch.nn.Parameter] = set()  # quantised weights, which FSDP leaves whole (--base_weights)
+        self.unsharded: set[torch.nn.Parameter] = set()  # frozen weights that FSDP leaves out, as each rank has all
         self.negative: dict[tuple[str, int], Conditioning] = {}  # by prompt and length; encode_negative fills it
 
     def keep_embeddings(self, prompts: list[str], max_sequence_length: int, folder: str | None) -> None:
