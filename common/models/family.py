@@ -70,7 +70,7 @@ class Family(ABC):
     def __init__(self, pipe: "diffusers.DiffusionPipeline") -> None:
         self.pipe = pipe
         self.transformer = pipe.transformer
-        self.unsharded: set[torch.nn.Parameter] = set()  # quantised weights, which FSDP leaves whole (--base_weights)
+        self.unsharded: set[torch.nn.Parameter] = set()  # frozen weights that FSDP leaves out, as each rank has all
         self.negative: dict[tuple[str, int], Conditioning] = {}  # by prompt and length; encode_negative fills it
         # --prompt_cache: B prompts, length -> what encode_prompts gave for them; `prepare_prompts` sets it
         self.kept_conditioning: Callable[[list[str], int], Conditioning] | None = None

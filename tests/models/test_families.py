@@ -575,13 +575,13 @@ def test_compiled_in_bf16_the_first_ratio_is_exactly_1(checkpoint, one_rank):
     give_lora(model)
     torch._dynamo.utils.counters.clear()
     flow_grpo.shard(args, model, torch.device("cpu"))
+    trained = [parameter for parameter in model.transformer.parameters() if parameter.requires_grad]
     with torch.no_grad():
         drawn = prompt_set(PROMPTS)
         request = flow_grpo.make_request(args, model, drawn, torch.tensor([0, 1]), SEEDS[:2], sde_steps=(0, 1))
     trajectories = flow_grpo.rollout(args, model, None, request)
     old, _ = flow_grpo.find_old_policy(args, model, None, request, trajectories)
     batch = flow_grpo.Batch(request, trajectories, old, torch.tensor([1.0, -1.0]))
-    trained = [parameter for parameter in model.transformer.parameters() if parameter.requires_grad]
     metrics = flow_grpo.update(args, model, torch.optim.SGD(trained, lr=1.0), batch)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 8  # so it did compile
     assert metrics["actor/ratio_mean"] == 1 and metrics["actor/ratio_std"] == 0

@@ -197,10 +197,25 @@ def test_weights_are_whole_to_sample_where_ranks_share_them_and_no_engine_sample
     two = by_name(needs.pass_parts(blueprint, shared, COSTS))
     assert two[whole].num_bytes == num_bytes + 4 * blueprint.largest_block
     assert two[whole].phases == ("rollout",) and two[blocks].phases == ("update",)
-    others = [{"rollout": "vllm"}, {"gather_for_sampling": False}, {"shard_ranks": 1}, {"ranks": 1, "ranks_here": 1}]
-    for changes in [*others, {"train_with": ("cpu_offload",)}]:
+    for changes in ({"rollout": "vllm"}, {"gather_for_sampling": False}, {"train_with": ("cpu_offload",)}):
         alone = by_name(needs.pass_parts(blueprint, replace(shared, **changes), COSTS))
         assert whole not in alone and alone[blocks].phases == ("rollout", "update"), changes
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("sharing", [{"shard_ranks": 1}, {"ranks": 1, "ranks_here": 1}])
+def test_no_frozen_weight_is_held_twice_where_a_rank_has_all_of_them(sharing):
+    """What FSDP holds beside its shards is then the LoRA of the trained and the average policy, in bf16. Offloaded
+    weights and full weights come a block at a time."""
+    blocks, lora = "blocks as FSDP gathers them", "the LoRA as passes read it"
+    w = replace(SMALL, **{"ranks": 2, "ranks_here": 2, "policies": ("trained", "average", "reference"), **sharing})
+    blueprint = blueprint_of(EMBEDDED, 16)
+    parts = by_name(needs.pass_parts(blueprint, w, COSTS))
+    assert blocks not in parts and parts[lora].num_bytes == 2 * 2 * blueprint.num_trained
+    offloaded = by_name(needs.pass_parts(blueprint, replace(w, train_with=("cpu_offload",)), COSTS))
+    full = by_name(needs.pass_parts(blueprint_of(EMBEDDED, 0), w, COSTS))
+    for found in (offloaded, full):
+        assert lora not in found and found[blocks].num_bytes > 2 * 2 * blueprint.largest_block
 
 
 @pytest.mark.fast
