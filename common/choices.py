@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from common.eval_by import check_field
 from common.process import say
 from common.source_images import check_sources, say_stretched
+from common.weights.adapter_files import check_modules, meta_transformer
 from common.weights.base_weights import check_base_weights
 
 if TYPE_CHECKING:
@@ -70,9 +71,6 @@ def watch_preservation(inputs: "Inputs") -> None:
 def check_lora_modules(lora: "LoRA | None", options: dict[str, Any]) -> None:
     """RunError: --lora_target_modules or --lora_exclude_modules name what the model's transformer lacks."""
     if lora and (options.get("lora_target_modules") or options.get("lora_exclude_modules")):
-        from common.weights.adapter_files import check_modules
-        from common.weights.adapter_names import meta_transformer
-
         check_modules(meta_transformer(options["model"]), lora.config, "--lora_target_modules")
 
 
