@@ -12,8 +12,7 @@ from common.pairs.pair_files import Pair, pair_prompts
 from common.process import say
 from common.rewards.preservation import check_metadata, preservation
 from common.scoring import Reward
-from common.weights.adapter_files import check_modules
-from common.weights.adapter_names import meta_transformer
+from common.weights.adapter_files import check_modules, meta_transformer
 from common.weights.base_weights import check_base_weights
 from common.weights.lora import LoRA
 
