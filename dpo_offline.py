@@ -51,12 +51,11 @@ from common.weights.policy import (
     choose_kernels,
     follow,
     keep_frozen_whole,
-    load_training_state,
     reshard,
     sampling,
-    training_state,
 )
 from common.weights.prompt_cache import prepare_prompts
+from common.weights.training_state import load_training_state, training_state
 
 import torch
 import torch.nn.functional as F

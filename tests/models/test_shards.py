@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from common.checkpoints import checkpoint_path, load_checkpoint, save_checkpoint, saved_checkpoints, shards_of
 from common.errors import NothingBegun, RunError
 from common.weights import shards
-from common.weights.policy import load_training_state, training_state
+from common.weights.training_state import load_training_state, training_state
 from tests.conftest import good_state
 
 import pytest
