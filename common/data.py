@@ -2,12 +2,14 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.distributed import gather, launched_world_size
-from common.errors import refusing
+from common.errors import brief, refusing
+from common.images import find_pictures
+from common.parquet import read_chats
 from common.process import say
 from common.sde import image_seed
 
@@ -63,7 +65,7 @@ class PromptSet:
 def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, max_prompts: int = 0) -> PromptSet:
     """Read prompts from a .txt file (one a line), a .jsonl file ({"prompt": ..., anything else is metadata}) or a
     .parquet file with a column `prompt`, of strings or of chats as VeRL-Omni writes them; other columns are metadata.
-    "image" names the pictures that an editing model gets, and "mask" where they change (models/source_images.py).
+    "image" names the pictures that an editing model gets, and "mask" where they change (common/images.py).
 
     Blank lines are skipped; with max_prompts only the first so many prompts are taken. Each prompt is shown to the
     rewards ({name: function}) that have a `check`, its metadata to those that have a `check_metadata`.
@@ -82,8 +84,6 @@ def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, m
         prompt = record.pop("prompt")
         with refusing(where):
             if {"image", "images", "media", "media_refs"} & record.keys():
-                from common.source_images import find_pictures  # only edits have them
-
                 record = find_pictures(record, Path(path), where)
             for check in checks:
                 check(prompt)
@@ -103,8 +103,6 @@ def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, m
 def read_records(path: Path) -> list[tuple[str, dict]]:
     """[("file:line", {"prompt": ..., more})] of a prompt file; raises ValueError as read_prompts does."""
     if path.suffix == ".parquet":
-        from common.parquet import read_chats  # needs pyarrow
-
         return read_chats(path)
     with refusing(path):
         lines = _read_lines(path)
@@ -117,6 +115,51 @@ def read_records(path: Path) -> list[tuple[str, dict]]:
             record = _parse_record(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
         records.append((where, record))
     return records
+
+
+def count_sources(num_sources: tuple[int, int], path: Path | str) -> int:
+    """Condition images of each prompt: where the model lets the records decide, as many as the file's first has.
+
+    num_sources: the fewest and the most that the model takes.
+
+    Raises:
+        ValueError: that record cannot be read, or names a picture that cannot be used.
+    """
+    least, most = num_sources
+    if least == most:
+        return least
+    where, record = read_records(Path(path))[0]  # all files of a run have equally many pictures
+    with refusing(where):
+        found = len(find_pictures(record, Path(path), where).get("image", ()))
+        if found > most:
+            raise ValueError(f'has {found} "image"; the model takes {least} to {most}')
+    return max(least, found)  # a plan may be asked for before there are records
+
+
+def check_sources(num_sources: tuple[int, int], prompt_sets: Sequence[tuple[str, PromptSet]]) -> int:
+    """Compare the pictures of each record with those that the model takes. Returns how many each record has.
+
+    num_sources: the fewest and the most that the model takes. prompt_sets: with the options that named them.
+
+    Raises:
+        ValueError: in one line that names the option and the prompt.
+    """
+    least, most = num_sources
+    taken = str(most or "none") if least == most else f"{least} to {most}"
+    records = [
+        (option, number, prompt, len(metadata.get("image", ())))
+        for option, prompts in prompt_sets
+        for number, (prompt, metadata) in enumerate(zip(prompts.prompts, prompts.metadata, strict=True), start=1)
+    ]
+    first = records[0][-1] if records else 0
+    for option, number, prompt, count in records:
+        pictures = f"{count or 'no'} picture{'s' if count > 1 else ''}"
+        found = f'{option}: record {number}, {prompt!r}, has {pictures} ("image")'
+        if not least <= count <= most:
+            raise ValueError(brief(f"{found}; the model takes {taken}"))
+        if count != first:
+            raise ValueError(brief(f"{found}; the first of all has {first or 'none'}, and each must have as many"))
+    return first
 
 
 def _read_lines(path: Path) -> list[str]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from common.choices import check_choices
+from common.choices import check_choices, watched_rewards
 from common.data import PromptSet
 from common.models.family import Family
 from common.options import ArgsClass, SharedArgs
@@ -43,8 +43,13 @@ def check_inputs(args: SharedArgs, inputs: Inputs) -> Inputs:
         ValueError, RunError: in one line: an option or a record's field that cannot have its effect, or a reward that
             fails on a grey image.
     """
-    check_choices(inputs, vars(args))
-    try_rewards(inputs, vars(args))
+    check_choices(vars(args), inputs.family, inputs.lora, inputs.train_set, inputs.eval_set, inputs.pairs)
+    for name, reward in watched_rewards(inputs.eval_set, args.num_frames).items():
+        inputs.eval_rewards.setdefault(name, reward)
+    own = {name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward) if ":" in name}
+    if own:
+        tried = {name: function for name, function in inputs.eval_rewards.items() if name in own}
+        try_rewards(tried, inputs.eval_set, args.image_size, args.num_frames)
     return inputs
 
 

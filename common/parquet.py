@@ -1,86 +1,36 @@
-"""Rows of parquet files, and prompts in them. Only runs that name such a file import this one, and pyarrow."""
+"""Rows of parquet files, and prompts in them."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from common.errors import refusing
 from common.process import say
 
-ROWS_AT_ONCE = 64  # in memory: rows of pick-a-pic hold two images each
 
+def read_rows(path: Path, *layouts: Sequence[str], also: Sequence[str] | None = None) -> list[tuple[str, dict]]:
+    """[("FILE, row N", {column: value})] of every row, N from 0.
 
-class Blob(NamedTuple):
-    """Bytes of a row, under the names by which those of a file are read from its Path."""
-
-    where: str  # "FILE, row N, COLUMN"
-    content: bytes
-
-    def __str__(self) -> str:
-        return self.where
-
-    def read_bytes(self) -> bytes:
-        """Its content."""
-        return self.content
-
-
-def column_names(path: Path) -> list[str]:
-    """The columns of a file; [] of one that cannot be read, which read_rows then names."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.read_schema(path).names
-    except (OSError, pyarrow.ArrowException):
-        return []
-
-
-def read_rows(
-    path: Path, needed: Sequence[str], columns: Sequence[str] | None = None, groups: Collection[int] | None = None
-) -> Iterator[tuple[str, int, dict]]:
-    """Yield ("FILE, row N", row group, {column: value}) of every row, N from 0.
-
-    needed: the columns that the file must have. columns: those to read, None for all. groups: numbers of the row groups
-    to read, None for all.
+    layouts: lists of columns; the file must have all of one of these lists, and the first such list is read. also:
+    further columns that are read if the file has them, None for all.
 
     Raises:
-        ValueError: naming the file: it is missing, no parquet, damaged, or lacks one of those columns.
+        ValueError: naming the file: it is missing, no parquet, damaged, or lacks those columns.
     """
-    with refusing(path):
+    import pyarrow.parquet  # optional
+
+    with refusing(path, Exception):  # whatever a damaged file makes pyarrow raise
         if not path.is_file():
             raise ValueError("no such file")
-    batches = _read_batches(path, needed, columns, groups)
-    while True:
-        with refusing(path, Exception):  # whatever a damaged file makes pyarrow raise
-            batch = next(batches, None)
-        if batch is None:
-            return
-        group, first, rows = batch
-        for number, row in enumerate(rows, first):
-            yield f"{path}, row {number}", group, row
+        with pyarrow.parquet.ParquetFile(path) as file:
+            found = file.schema_arrow.names
+            needed = next((layout for layout in layouts if set(layout) <= set(found)), None)
+            if needed is None:
+                raise ValueError(f"expected the columns {', '.join(layouts[-1])}; found {', '.join(found) or 'none'}")
+            columns = None if also is None else [*needed, *(column for column in also if column in found)]
+            rows = file.read(columns).to_pylist()
+    return [(f"{path}, row {number}", row) for number, row in enumerate(rows)]
 
 
-def _read_batches(
-    path: Path, needed: Sequence[str], columns: Sequence[str] | None, groups: Collection[int] | None
-) -> Iterator[tuple[int, int, list[dict]]]:
-    """Yield (row group, number of the first row, rows); raises whatever pyarrow does."""
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(path) as file:
-        found = file.schema_arrow.names
-        if not set(needed) <= set(found):
-            raise ValueError(f"expected the columns {', '.join(needed)}; found {', '.join(found) or 'none'}")
-        end = 0
-        for group in range(file.num_row_groups):
-            first = end
-            end += file.metadata.row_group(group).num_rows
-            if groups is None or group in groups:
-                for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns):
-                    yield group, first, batch.to_pylist()
-                    first += batch.num_rows
-
-
-# ---- what the rows are -----------------------------------------------------------------------------------------------
 def read_chats(path: Path) -> list[tuple[str, dict]]:
     """[("file, row N", {"prompt": ..., more})] of rows as VeRL-Omni's, whose `prompt` and `negative_prompt` are chats.
 
@@ -89,7 +39,7 @@ def read_chats(path: Path) -> list[tuple[str, dict]]:
     """
     records = []
     num_systems = 0
-    for where, _, row in read_rows(path, ["prompt"]):
+    for where, row in read_rows(path, ["prompt"]):
         with refusing(where):
             chat = _read_chat("prompt", row["prompt"])
             if not chat["user"].strip():

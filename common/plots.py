@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from common.checkpoints import atomic_file, writing
 from common.distributed import gather_objects_on_rank_0
+from common.images import as_one_picture, save_png, show_sources
 from common.rollout import Images
 
 import torch.distributed as dist
-from PIL import Image, ImageDraw, ImageFont, ImageSequence
+from PIL import Image, ImageDraw, ImageFont
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,32 +119,6 @@ def _draw_curve(panel: "Axes", label: str, name: str, rows: list[dict], colour: 
     panel.errorbar(steps, values, label=label, zorder=3, marker="o", markersize=4, capsize=2, color=colour, yerr=errors)
 
 
-def save_png(path: Path | str, image: Image.Image | list[Image.Image]) -> None:
-    """Write a PIL image, or a video (a list of PIL frames) as an animated PNG, which holds every frame to the bit."""
-    first, *others = image if isinstance(image, list) else [image]
-    several: dict = {"save_all": True, "append_images": others} if others else {}
-    first.save(path, compress_level=1, **several)  # faster than the default level, for larger files
-
-
-def open_png(path: Path | str) -> Image.Image | list[Image.Image]:
-    """The PIL image, or the list of PIL frames, that save_png wrote there."""
-    with Image.open(path) as file:
-        frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(file)]
-    return frames[0] if len(frames) == 1 else frames
-
-
-def as_one_picture(image: Image.Image | list[Image.Image]) -> Image.Image:
-    """A PIL image as it is; a video as its first, middle and last frame, one below the other."""
-    if not isinstance(image, list):
-        return image
-    shown = sorted({0, len(image) // 2, len(image) - 1})
-    width, height = image[0].size
-    picture = Image.new("RGB", (width, len(shown) * height))
-    for row, number in enumerate(shown):
-        picture.paste(image[number], (0, row * height))
-    return picture
-
-
 def _end_that_fits(draw: ImageDraw.ImageDraw, line: str, width: int) -> str:
     """The end of a line of a caption that is at most `width` pixels long; no letter before it is measured."""
     line = " ".join(line.split())[-width:]  # no letter is narrower than a pixel
@@ -210,8 +185,6 @@ def save_samples(
             files[path] = image
             picture = as_one_picture(image) if place < shown else None
             if "image" in record:
-                from common.source_images import show_sources  # an editing model's
-
                 record, picture = show_sources(record, picture, image)
             samples[place] = (record, picture)
     with writing(folder), ThreadPoolExecutor(4) as threads:

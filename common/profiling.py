@@ -5,11 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
-
-if TYPE_CHECKING:
-    from common.options import SharedArgs
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +25,11 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
     config: the run's options by name. Counted by a pass of each kind without weights, as the plan does; of the
     transformer alone. {} for a GPU whose peak we do not know.
     """
+    from common.data import count_sources
     from common.models.loading import find_family
     from common.plan.devices import find_device  # the plan's rooms, which a trace needs none of
     from common.plan.memory import Blueprint
     from common.plan.needs import measure, work, workload_of
-    from common.source_images import count_sources
     from common.weights.lora import make_lora
 
     device = find_device(torch.cuda.get_device_name())
@@ -42,11 +38,21 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
         return {}
     height, width = config["image_size"]
     family = find_family(config["model"], height, width, config["num_frames"], config.get("guidance_scale", 1.0))
-    lora = make_lora(cast("SharedArgs", SimpleNamespace(**config)), family)
+    lora = make_lora(
+        family,
+        model=config["model"],
+        path=config["lora_path"],
+        rank=config["lora_rank"],
+        alpha=config["lora_alpha"],
+        target_modules=config["lora_target_modules"],
+        exclude_modules=config["lora_exclude_modules"],
+        base_weights=config["base_weights"],
+    )
     ranks, ranks_here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     w = workload_of(config | {"train_with": ()}, 0, ranks, ranks_here)  # recomputed activations are no model FLOPs
     dtype = getattr(torch, config["dtype"])
-    blueprint = Blueprint(family, config["model"], lora, dtype, count_sources(family, config))
+    prompts = config["eval_prompts"] if config.get("pairs") else config["train_prompts"]
+    blueprint = Blueprint(family, config["model"], lora, dtype, count_sources(family.num_sources, prompts))
     counted = work(w, measure(blueprint, w))
     named = {timed: name for timed, (name, _) in PHASES.items() if name in counted}
     return {timed: counted[name].transformer / (1e12 * peak) for timed, name in named.items()}

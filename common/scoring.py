@@ -26,7 +26,6 @@ The built-in reward NAME is function NAME of common/rewards/NAME.py; your own is
 """
 
 import copy
-import importlib
 import math
 import os
 import queue
@@ -34,11 +33,13 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from common.cpu import leave_cores_to_this_thread
 from common.data import PromptSet, gather_shares
 from common.distributed import gather, gather_objects, use_own_gpu
 from common.errors import RunError, brief, reason, refusing
 from common.process import say
 from common.rollout import Images
+from common.user_code import check_arguments, describe, load_function, load_module, own_folder
 
 import torch
 
@@ -100,16 +101,13 @@ def load_rewards(
 def find_reward(name: str, option: str = "--reward") -> Reward:
     """The function of one reward; raises load_rewards' ValueError where there is none."""
     if ":" in name:
-        from common.trial import check_arguments
-        from common.user_code import load_function
-
         function = load_function(name, option)
         check_arguments(function, f"{option} {name}")
         return function
     if name not in built_in_rewards():
         known = ", ".join(built_in_rewards())
         raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
-    module = importlib.import_module(f"common.rewards.{name}")
+    module = load_module(f"common.rewards.{name}")
     if not hasattr(module, name):
         raise ValueError(f"{option} {name}: common/rewards/{name}.py has no function {name}")
     return getattr(module, name)
@@ -186,8 +184,6 @@ class Scorer:
     def _score(self) -> None:
         use_own_gpu()  # which is set for each thread
         if self.early and not torch.cuda.is_available():
-            from common.cpu import leave_cores_to_this_thread  # a GPU needs none of it
-
             leave_cores_to_this_thread()
         try:
             for rows, images in iter(self.finished.get, None):
@@ -225,8 +221,6 @@ def score_images(
             copies = copy.deepcopy(images)
             returned = function(copies, list(prompt_set.prompts), prompt_set.for_rewards())
         except (Exception, SystemExit) as error:  # sys.exit(0) would otherwise end the run as a success
-            from common.user_code import describe, own_folder
-
             told = describe(error, own_folder(function))
             raise RunError(f"reward {name} raised {told}") from error
         if os.getcwd() != began_in:

@@ -1,9 +1,11 @@
 """A user's own function, path/to/file.py:function: a reward or a kind of sampling step; and its errors."""
 
+import contextlib
 import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -66,6 +68,22 @@ def _import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def check_arguments(function: Callable, reward: str) -> None:
+    """Raise ValueError where a function cannot be called as a reward is; it names `reward`, the file and the line."""
+    signature = None
+    with contextlib.suppress(ValueError, TypeError):  # some callables of C have none
+        signature = inspect.signature(function)
+    if signature is None:
+        return
+    try:
+        signature.bind([], [], [])
+    except TypeError as error:
+        code = getattr(function, "__code__", None)
+        place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        called = "it is called with images, prompts and metadata"
+        raise ValueError(f"{reward}: takes {signature}, and {called}: {error}{place}") from None
 
 
 def own_folder(function: Callable) -> Path | None:

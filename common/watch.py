@@ -8,7 +8,7 @@ from pathlib import Path
 from common.data import GroupSampler, gather_shares
 from common.distributed import gather, gather_objects, on_rank_0
 from common.errors import UNREADABLE, brief, reason
-from common.plots import as_one_picture, open_png
+from common.images import as_one_picture, open_png
 from common.process import say
 from common.rollout import Images
 

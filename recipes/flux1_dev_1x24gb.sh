@@ -6,7 +6,7 @@
 # steps per rollout, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: a
 # window of two trained steps, 16 x 16 images (there 48 x 24), a LoRA of the attention alone, 256 tokens (there 128),
 # and memory settings, with the base in int8.
-# To see its memory before you start: LAUNCH="python -m tools.plan rtx4090" bash recipes/flux1_dev_1x24gb.sh
+# To see its memory before you start: python -m tools.plan rtx4090 recipes/flux1_dev_1x24gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model black-forest-labs/FLUX.1-dev --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --base_weights int8 --train_with activation_checkpointing --prompt_cache embeddings \

@@ -5,7 +5,7 @@
 # steps per rollout, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: a
 # window of two trained steps, 16 x 16 images (there 48 x 24), a LoRA of the attention alone, 256 tokens (there 128),
 # and memory settings.
-# To see its memory before you start: LAUNCH="python -m tools.plan a100-40" bash recipes/flux1_dev_1x40gb.sh
+# To see its memory before you start: python -m tools.plan a100-40 recipes/flux1_dev_1x40gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model black-forest-labs/FLUX.1-dev --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --train_with activation_checkpointing --prompt_cache embeddings \

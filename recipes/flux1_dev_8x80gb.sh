@@ -5,7 +5,7 @@
 # steps except the last, 48 x 24 images, two optimizer steps per rollout, learning rate, Adam's epsilon, clip range,
 # average (0.9 every eighth optimizer step), micro-batch. Ours: a LoRA of the attention alone, 256 tokens (there 128),
 # the engine's batch, prompt cache.
-# To see its memory before you start: LAUNCH="python -m tools.plan h100-80 --ranks 8" bash recipes/flux1_dev_8x80gb.sh
+# To see its memory before you start: python -m tools.plan h100-80 recipes/flux1_dev_8x80gb.sh
 ${LAUNCH:-torchrun --standalone --nproc_per_node 8} flow_grpo.py \
     --model black-forest-labs/FLUX.1-dev --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout_batch_size 8 --prompt_cache embeddings \

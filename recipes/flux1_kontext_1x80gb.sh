@@ -6,7 +6,7 @@
 # guidance, noise, one trained step, drawn from the second to the fourth, group, two optimizer steps per rollout,
 # advantages, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: 16 prompts
 # (there 48), a LoRA of the attention alone, 256 tokens, 28 steps in evaluation (there 20), and memory settings.
-# To see its memory before you start: LAUNCH="python -m tools.plan h100-80" bash recipes/flux1_kontext_1x80gb.sh
+# To see its memory before you start: python -m tools.plan h100-80 recipes/flux1_kontext_1x80gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model black-forest-labs/FLUX.1-Kontext-dev --dtype bfloat16 --image_size 384 384 --max_sequence_length 256 \
     --rollout local --train_with activation_checkpointing \

@@ -5,7 +5,7 @@
 # guidance, noise, one trained step, drawn from the second to the fourth, group, two optimizer steps per rollout,
 # advantages, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: 16 prompts
 # (there 48), a LoRA of the attention alone, and memory settings.
-# To see its memory before you start: LAUNCH="python -m tools.plan rtx4090" bash recipes/flux2_klein_1x24gb.sh
+# To see its memory before you start: python -m tools.plan rtx4090 recipes/flux2_klein_1x24gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model black-forest-labs/FLUX.2-klein-base-4B --dtype bfloat16 --image_size 384 384 --max_sequence_length 512 \
     --rollout local --train_with activation_checkpointing --prompt_cache embeddings \

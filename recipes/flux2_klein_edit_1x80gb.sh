@@ -10,7 +10,7 @@
 # Flow-Factory's example for text to image. Also ours: 16 prompts (there 64), the trained steps in a row (there any
 # three), images of a group that start from different noise (there from one), a LoRA of the attention alone, 28 steps in
 # evaluation, and memory settings.
-# To see its memory before you start: LAUNCH="python -m tools.plan h100-80" bash recipes/flux2_klein_edit_1x80gb.sh
+# To see its memory before you start: python -m tools.plan h100-80 recipes/flux2_klein_edit_1x80gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model black-forest-labs/FLUX.2-klein-base-4B --dtype bfloat16 --image_size 512 512 --max_sequence_length 512 \
     --rollout local --train_with activation_checkpointing \

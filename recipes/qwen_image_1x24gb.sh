@@ -5,7 +5,7 @@
 # From VeRL-Omni's script for text in pictures: size, the LoRA's rank, steps, guidance, noise, window, group, two
 # optimizer steps per rollout, learning rate, Adam's epsilon, clip range (Flow-GRPO's pickscore_qwenimage: 1e-4). Ours:
 # 16 prompts (there 32), a LoRA of the attention alone, and memory settings, with the base in nf4.
-# To see its memory before you start: LAUNCH="python -m tools.plan rtx4090" bash recipes/qwen_image_1x24gb.sh
+# To see its memory before you start: python -m tools.plan rtx4090 recipes/qwen_image_1x24gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model Qwen/Qwen-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --base_weights nf4 --train_with activation_checkpointing --prompt_cache embeddings \

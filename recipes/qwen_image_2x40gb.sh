@@ -4,7 +4,7 @@
 # From VeRL-Omni's script for text in pictures: size, the LoRA's rank, steps, guidance, noise, window, group, two
 # optimizer steps per rollout, learning rate, Adam's epsilon, clip range (Flow-GRPO's pickscore_qwenimage: 1e-4). Ours:
 # 16 prompts (there 32), a LoRA of the attention alone, and memory settings.
-# To see its memory before you start: LAUNCH="python -m tools.plan a100-40 --ranks 2" bash recipes/qwen_image_2x40gb.sh
+# To see its memory before you start: python -m tools.plan a100-40 recipes/qwen_image_2x40gb.sh
 ${LAUNCH:-torchrun --standalone --nproc_per_node 2} flow_grpo.py \
     --model Qwen/Qwen-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --train_with activation_checkpointing --gather_for_sampling False --prompt_cache embeddings \

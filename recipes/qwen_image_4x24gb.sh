@@ -5,7 +5,7 @@
 # optimizer steps per rollout, learning rate, Adam's epsilon, clip range (Flow-GRPO's pickscore_qwenimage: 1e-4). Ours:
 # 16 prompts (there 32), a LoRA of the attention alone, and memory settings: it gathers a block at a time, because the
 # transformer does not fit on one GPU.
-# To see its memory before you start: LAUNCH="python -m tools.plan rtx4090 --ranks 4" bash recipes/qwen_image_4x24gb.sh
+# To see its memory before you start: python -m tools.plan rtx4090 recipes/qwen_image_4x24gb.sh
 ${LAUNCH:-torchrun --standalone --nproc_per_node 4} flow_grpo.py \
     --model Qwen/Qwen-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --train_with activation_checkpointing --gather_for_sampling False --prompt_cache embeddings \

@@ -5,7 +5,7 @@
 # two optimizer steps per rollout, learning rate, Adam's epsilon, clip range (Flow-GRPO's pickscore_qwenimage: 1e-4).
 # Ours: a LoRA of the attention alone, batches, activation checkpointing, and no prompt cache: at the start its text
 # encoders could stand on a GPU beside the engine's own, 76 GB in all. Now they come to the GPU once per rollout.
-# To see its memory before you start: LAUNCH="python -m tools.plan h100-80 --ranks 8" bash recipes/qwen_image_8x80gb.sh
+# To see its memory before you start: python -m tools.plan h100-80 recipes/qwen_image_8x80gb.sh
 ${LAUNCH:-torchrun --standalone --nproc_per_node 8} flow_grpo.py \
     --model Qwen/Qwen-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout_batch_size 4 --train_with activation_checkpointing \

@@ -4,7 +4,7 @@
 # From Flow-GRPO's code (config/grpo.py, general_ocr_sd3_4gpu): size, LoRA, steps, guidance, noise, 16 x 16 images, two
 # optimizer steps per rollout, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step).
 # Ours: a window of two trained steps, no KL, bf16 (there fp16), 256 tokens (there 128), micro-batch, prompt cache.
-# To see its memory before you start: LAUNCH="python -m tools.plan rtx4090" bash recipes/sd35_medium_1x24gb.sh
+# To see its memory before you start: python -m tools.plan rtx4090 recipes/sd35_medium_1x24gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --prompt_cache embeddings \

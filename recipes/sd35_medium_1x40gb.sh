@@ -5,7 +5,7 @@
 # steps except the last, 16 x 16 images, two optimizer steps per rollout, learning rate, Adam's epsilon, clip range,
 # average (0.9 every eighth optimizer step). Ours: no KL, bf16 (there fp16), 256 tokens (there 128), batches, prompt
 # cache.
-# To see its memory before you start: LAUNCH="python -m tools.plan a100-40" bash recipes/sd35_medium_1x40gb.sh
+# To see its memory before you start: python -m tools.plan a100-40 recipes/sd35_medium_1x40gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout_batch_size 8 --prompt_cache embeddings \

@@ -5,7 +5,7 @@
 # step, drawn from the second to the fourth, group, two optimizer steps per rollout, advantages, learning rate, Adam's
 # epsilon, clip range, average (0.9 every eighth optimizer step). Its guidance of 4 is 5 here, because ours counts from
 # 1. Ours: 16 prompts (there 48), a LoRA of the attention alone, 256 tokens, and memory settings.
-# To see its memory before you start: LAUNCH="python -m tools.plan rtx4090" bash recipes/z_image_1x24gb.sh
+# To see its memory before you start: python -m tools.plan rtx4090 recipes/z_image_1x24gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model Tongyi-MAI/Z-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --train_with activation_checkpointing --prompt_cache embeddings \

@@ -6,7 +6,7 @@
 # step, drawn from the second to the fourth, 48 x 16 images, two optimizer steps per rollout, advantages, learning rate,
 # Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Its guidance of 4 is 5 here, because ours
 # counts from 1. Ours: a LoRA of the attention alone, 256 tokens, and memory settings.
-# To see its memory before you start: LAUNCH="python -m tools.plan h100-80 --ranks 8" bash recipes/z_image_8x80gb.sh
+# To see its memory before you start: python -m tools.plan h100-80 recipes/z_image_8x80gb.sh
 ${LAUNCH:-torchrun --standalone --nproc_per_node 8} flow_grpo.py \
     --model Tongyi-MAI/Z-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout local --train_with activation_checkpointing \

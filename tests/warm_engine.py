@@ -23,6 +23,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 MOST_BYTES = 1 << 16  # of a request
+# variables that act as soon as Python, torch or a library is imported; a forked engine takes the others when it begins
+ACT_AT_IMPORT = ("OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES")
 
 
 # ---- in the process of a rank ----------------------------------------------------------------------------------------
@@ -52,15 +54,18 @@ class ForkedEngine:
 
 
 def fork_engines(path: str, environment: dict[str, str]) -> None:
-    """Have the engines of this process forked by the warm process that listens at `path` and has this environment."""
+    """Have the engines of this process forked by the warm process that listens at `path` and began in this environment.
+
+    An engine that needs another one, such as that of compiled blocks, is started as a user's run starts it.
+    """
     client = importlib.import_module("common.engine.client")
 
     def start(command: list[str], env: dict[str, str], stdout: Any, pass_fds: list[int], **options: Any) -> Any:
-        if env != environment:
+        if any(env.get(name) != environment.get(name) for name in ACT_AT_IMPORT):
             return subprocess.Popen(command, env=env, stdout=stdout, pass_fds=pass_fds, **options)
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # the pid and the exit code are two messages
         link.connect(path)
-        request = {"folder": os.getcwd(), "parent": os.getpid()}
+        request = {"folder": os.getcwd(), "parent": os.getpid(), "environment": env}
         socket.send_fds(link, [json.dumps(request).encode()], [*pass_fds, stdout.fileno()])
         return ForkedEngine(link)
 
@@ -69,13 +74,15 @@ def fork_engines(path: str, environment: dict[str, str]) -> None:
 
 # ---- in the warm process ---------------------------------------------------------------------------------------------
 def become_engine(request: dict[str, Any], pipe: int, log: int) -> None:
-    """Take the folder, the arguments and the output that Popen would give this engine."""
+    """Take the folder, the variables, the arguments and the output that Popen would give this engine."""
     os.setsid()
     for number in (1, 2):
         os.dup2(log, number)
     print("forked by tests/warm_engine.py", flush=True)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
     random.seed()  # as a new process would be
     importlib.import_module("numpy").random.seed()
     parent = request["parent"]

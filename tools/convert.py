@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.checkpoints import atomic_file
 from common.errors import RunError, refusing
-from common.pairs.pair_files import ParquetPairs
+from common.pairs.pair_files import read_pairs
 from common.parquet import read_chats
 
 from PIL import Image
@@ -47,10 +47,9 @@ def convert_pairs(source: Path, target: Path) -> int:
     Raises:
         ValueError, RunError: a file cannot be read; in one line that names it.
     """
-    files = sorted(source.glob("*.parquet")) if source.is_dir() else [source]
-    if not files:
+    if source.is_dir() and not any(source.glob("*.parquet")):
         raise ValueError(f"{source}: has no .parquet files")
-    pairs = ParquetPairs(files)
+    pairs = read_pairs(source)
     (target / "images").mkdir(parents=True)
     lines = []
     for number, pair in enumerate(pairs):

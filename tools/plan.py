@@ -2,16 +2,19 @@
 
     python -m tools.plan h100-80 flow_grpo.py --model stabilityai/stable-diffusion-3.5-medium --image_size 512 512
     python -m tools.plan h100-80 flow_grpo.py --ranks 16 --ranks_per_node 8 OPTIONS
-    LAUNCH="python -m tools.plan a100-40" bash recipes/flux1_dev_1x40gb.sh
+    python -m tools.plan a100-40 recipes/flux1_dev_1x40gb.sh OPTIONS
 
-The options are those of the script, which may be one of ours or a fork of yours. Nothing loads: no weights, no reward
-and no engine, and no GPU is needed. It exits with 1, and one line on what to change, where the run does not fit.
-docs/models.md says what is counted and what is assumed.
+The options are those of the script, which may be one of ours or a fork of yours, or those added to a recipe. Nothing
+loads: no weights, no reward and no engine, and no GPU is needed. It exits with 1, and one line on what to change, where
+the run does not fit. docs/models.md says what is counted and what is assumed.
 """
 
 import argparse
 import importlib.util
 import os
+import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,7 +24,7 @@ from typing import Any, NamedTuple
 from common.choices import check_lora_modules
 from common.command_line import parse_args
 from common.cpu import repair_torchvision
-from common.data import read_prompts
+from common.data import count_sources, read_prompts
 from common.errors import RunError, refusing
 from common.models.loading import find_family
 from common.plan.devices import DEVICES
@@ -46,7 +49,6 @@ from common.plan.needs import (
     workload_of,
 )
 from common.scoring import find_reward
-from common.source_images import count_sources
 from common.weights.base_weights import check_base_weights
 from common.weights.lora import make_lora
 
@@ -124,10 +126,27 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     family = find_family(args.model, height, width, args.num_frames, guidance_scale, args.max_sequence_length)
     if w.has_engine and not family.has_engine_pipeline():
         raise ValueError(f"--rollout vllm: {family.__name__} has no engine: pass --rollout local")
-    check_base_weights(options)
-    lora = make_lora(args, family)
+    lora = make_lora(
+        family,
+        model=args.model,
+        path=args.lora_path,
+        rank=args.lora_rank,
+        alpha=args.lora_alpha,
+        target_modules=args.lora_target_modules,
+        exclude_modules=args.lora_exclude_modules,
+        base_weights=args.base_weights,
+    )
+    check_base_weights(
+        args.base_weights,
+        trains_lora=lora is not None,
+        rollout=options.get("rollout", "local"),
+        shard_ranks=args.shard_ranks,
+        train_with=args.train_with,
+    )
     check_lora_modules(lora, options)
-    num_sources = count_sources(family, options)
+    # a run with --pairs does not read --train_prompts
+    prompts = options["eval_prompts"] if options.get("pairs") else options["train_prompts"]
+    num_sources = count_sources(family.num_sources, prompts)
     if num_sources and w.prompt_cache is not None:
         raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
     with refusing(f"--model {args.model}", Exception):  # whatever a library raises over a stranger's configs
@@ -283,6 +302,21 @@ def work_table(w: Workload, costs: Costs, device: str) -> list[str]:
     return lines
 
 
+def plan_recipe(device: str, recipe: Path, options: list[str], ranks: int | None, ranks_per_node: int | None) -> int:
+    """Plan the command that a recipe starts, with as many ranks as it starts unless `ranks` says otherwise.
+
+    Returns the exit status.
+    """
+    if not recipe.is_file():
+        sys.exit(f"tools.plan: error: {recipe}: no such file")
+    started = re.search(r"LAUNCH:-[^}]*--nproc_per_node (\d+)", recipe.read_text(encoding="utf-8"))
+    ranks = ranks or (int(started[1]) if started else 1)
+    launch = [sys.executable, "-m", "tools.plan", device, "--ranks", str(ranks)]
+    launch += ["--ranks_per_node", str(ranks_per_node or ranks)]
+    environment = os.environ | {"LAUNCH": shlex.join(launch)}
+    return subprocess.run(["bash", str(recipe), *options], env=environment).returncode
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.plan",
@@ -291,13 +325,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         allow_abbrev=False,  # --rank, say, must not become our --ranks: unknown options are the script's
     )
     parser.add_argument("device", choices=DEVICES, help="what each rank runs on")
-    parser.add_argument("script", metavar="SCRIPT.py", help="flow_grpo.py, for example; its options come behind it")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of all nodes (default 1)")
+    parser.add_argument("script", help="flow_grpo.py or recipes/NAME.sh, for example; its options come behind it")
+    parser.add_argument("--ranks", type=int, help="ranks of all nodes (default: a recipe's, otherwise 1)")
     parser.add_argument("--ranks_per_node", type=int, help="ranks of a node (default: all of them)")
     asked, options = parser.parse_known_args(argv)
+    if asked.script.endswith(".sh"):
+        sys.exit(plan_recipe(asked.device, Path(asked.script), options, asked.ranks, asked.ranks_per_node))
     repair_torchvision()  # before the model's family imports diffusers
+    ranks = asked.ranks or 1
     try:
-        plan(asked.device, asked.script, options, asked.ranks, asked.ranks_per_node or asked.ranks)
+        plan(asked.device, asked.script, options, ranks, asked.ranks_per_node or ranks)
     except (ValueError, RunError) as error:
         sys.exit(f"tools.plan: error: {error}")
 

@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common.plots import as_one_picture, open_png, read_metrics
+from common.images import as_one_picture, open_png
+from common.plots import read_metrics
 from common.resuming import newest_record
 from tools.plot_runs import labels_of, overlay
 

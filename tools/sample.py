@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from common.cpu import repair_torchvision
-from common.data import PromptSet, read_prompts
+from common.data import PromptSet, check_sources, read_prompts
 from common.errors import RunError
+from common.images import as_one_picture, save_png
 from common.models.family import Family, Images, on_device
 from common.models.loading import find_family, load_model
 from common.models.long_prompts import count_long_prompts
-from common.plots import as_one_picture, save_grid, save_png
+from common.plots import save_grid
 from common.resuming import check_format, newest_record
 from common.sde import draw_noise, image_seed
-from common.source_images import check_sources
 from common.weights.adapter_files import read_lora
 from common.weights.base_weights import quantise, quantise_encoders
 
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> Path:
     guided = {"guidance_scale": options["guidance_scale"]}
     length = options["max_sequence_length"]
     family = find_family(options["model"], height, width, options["num_frames"], **guided, max_sequence_length=length)
-    check_sources(family, [("--prompts", lines)])
+    check_sources(family.num_sources, [("--prompts", lines)])
     short = [source.name for source in args.sources]
     names = short if len({*short, "before"}) > len(short) else [str(source) for source in args.sources]
     policies = {name: read_policy(source, options["model"]) for name, source in zip(names, args.sources, strict=True)}

@@ -70,18 +70,10 @@ class Family(ABC):
     def __init__(self, pipe: "diffusers.DiffusionPipeline") -> None:
         self.pipe = pipe
         self.transformer = pipe.transformer
-        self.unsharded: set[torch.nn.Parameter] = set()  # quantised weights, which FSDP leaves whole (--base_weights)
+        self.unsharded: set[torch.nn.Parameter] = set()  # frozen weights that FSDP leaves out, as each rank has all
         self.negative: dict[tuple[str, int], Conditioning] = {}  # by prompt and length; encode_negative fills it
-
-    def keep_embeddings(self, prompts: list[str], max_sequence_length: int, folder: str | None) -> None:
-        """Say how many prompts are too long. Encode them into `folder`, unless it is None. A collective."""
-        from common.models.long_prompts import count_long_prompts
-
-        count_long_prompts(self.pipe, prompts, max_sequence_length)
-        if folder is not None:
-            from common.weights.prompt_cache import cache_prompts  # only --prompt_cache needs it
-
-            cache_prompts(self, prompts, max_sequence_length, folder)
+        # --prompt_cache: B prompts, length -> what encode_prompts gave for them; `prepare_prompts` sets it
+        self.kept_conditioning: Callable[[list[str], int], Conditioning] | None = None
 
     # ---- what each family defines ----
     @staticmethod
@@ -128,11 +120,18 @@ class Family(ABC):
                 batches.append(self.encode_batch(prompts[i : i + PROMPTS_AT_ONCE], max_sequence_length))
         return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
+    def embed_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+        """encode_prompts, or what --prompt_cache has of it."""
+        if self.kept_conditioning is None:
+            return self.encode_prompts(prompts, max_sequence_length)
+        kept = self.kept_conditioning(prompts, max_sequence_length)
+        return {field: tensor.to(self.device) for field, tensor in kept.items()}
+
     def encode(
         self, prompts: PromptSet, max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
     ) -> Conditioning:
         """Conditioning of B prompts and their pictures, brought to image_size. WanImageToVideo reads num_frames."""
-        conditioning = self.encode_prompts(prompts.prompts, max_sequence_length)
+        conditioning = self.embed_prompts(prompts.prompts, max_sequence_length)
         if "image" in prompts.metadata[0]:
             conditioning |= self.encode_sources(prompts.sources(), *image_size)
         return conditioning
@@ -149,10 +148,10 @@ class Family(ABC):
         if guidance_scale <= 1 or not self.has_negative_prompt:
             return None
         if len(set(prompts)) > 1:
-            return self.encode_prompts(prompts, max_sequence_length)
+            return self.embed_prompts(prompts, max_sequence_length)
         key = (prompts[0], max_sequence_length)
         if key not in self.negative:  # the last one alone is kept: each prompt may have its own
-            self.negative = {key: self.encode_prompts(prompts[:1], max_sequence_length)}
+            self.negative = {key: self.embed_prompts(prompts[:1], max_sequence_length)}
         return self.negative[key]
 
     # ---- the pictures of a model that edits, which sets num_sources and defines both ----

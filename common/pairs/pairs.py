@@ -1,55 +1,23 @@
 """The latents on disk of offline DPO's preference pairs. Where pairs come from: pair_files.py, made_pairs.py."""
 
 import hashlib
-import io
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from common.checkpoints import atomic_file
-from common.data import PromptSet
 from common.distributed import gather_objects
-from common.errors import RunError, refusing
+from common.errors import refusing
 from common.models.family import Family, hash_bits
+from common.pairs.pair_files import Pair, pair_prompts, refusing_alone
+from common.phases import with_bar
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image, ImageOps
-
-if TYPE_CHECKING:
-    from common.pairs.pair_files import Pair, PairImage, Pairs
 
 
-@contextmanager
-def refusing_alone() -> Iterator[None]:
-    """ValueErrors in the block become RunErrors, which each rank prints: only this rank may know of the fault."""
-    try:
-        yield
-    except ValueError as error:
-        raise RunError(str(error)) from None
-
-
-def open_image(source: "Path | PairImage") -> Image.Image:
-    """The image of a file or a pair, RGB, 8 bits a channel, upright as its EXIF orientation says.
-
-    Raises:
-        ValueError: naming it: not a readable image.
-    """
-    with refusing(f"not a readable image: {source}", Exception), Image.open(io.BytesIO(source.read_bytes())) as opened:
-        opened.load()
-        image: Image.Image = opened
-        if image.mode.startswith("I;16"):  # 16 bits: convert() would clip them to white
-            eight_bits = np.asarray(image).astype(np.float64) / 257
-            image = Image.fromarray(eight_bits.round().clip(0, 255).astype(np.uint8))
-        return ImageOps.exif_transpose(image).convert("RGB")
-
-
-# ---- their latents on disk -------------------------------------------------------------------------------------------
 def encode_pairs(
     model: Family,
-    pairs: "Pairs",
+    pairs: Sequence[Pair],
     rows: Collection[int],
     *,
     folder: str | Path,
@@ -64,17 +32,16 @@ def encode_pairs(
     Raises:
         RunError: naming an image that cannot be read, or a pair whose images are the same.
     """
-    from common.phases import with_bar
-
     bits = [hash_bits(tensor) for tensor in model.frozen_tensors()]
     frozen_key = hashlib.blake2b(repr(bits).encode())
     own: dict[int, Path] = {}
     shared = sorted(rows)[dist.get_rank() :: dist.get_world_size()]
-    for row, pair in with_bar(pairs.select(shared), "reading pairs", len(shared)):
+    for row in with_bar(shared, "reading pairs", len(shared)):
+        pair = pairs[row]
         key = frozen_key.copy()
         key.update(repr((pair.prompt, *image_size, max_sequence_length)).encode())
         for image in (pair.chosen, pair.rejected, *pair.sources):
-            with refusing_alone(), refusing(f"not a readable image: {image}"):
+            with refusing_alone(), refusing(f"{image}: not a readable image"):
                 key.update(image.read_bytes())
         own[row] = Path(folder) / f"{key.hexdigest()[:32]}.pt"
     files = {row: file for of_rank in gather_objects(own) for row, file in of_rank.items()}
@@ -82,21 +49,20 @@ def encode_pairs(
     for row in sorted(files):
         first_row.setdefault(files[row], row)
     missing = [row for row, file in own.items() if first_row[file] == row and not is_encoded(file)]
-    for row, pair in with_bar(pairs.select(missing), f"encoding pairs into {folder}", len(missing)):
-        encode_pair(model, pair, files[row], image_size, max_sequence_length)
+    for row in with_bar(missing, f"encoding pairs into {folder}", len(missing)):
+        encode_pair(model, pairs[row], files[row], image_size, max_sequence_length)
     dist.barrier()  # a rank reads what others have encoded
     return files
 
 
-def encode_pair(model: Family, pair: "Pair", file: Path, image_size: tuple[int, int], max_sequence_length: int) -> None:
+def encode_pair(model: Family, pair: Pair, file: Path, image_size: tuple[int, int], max_sequence_length: int) -> None:
     """Write a pair's latents (2, C, h, w) and conditioning to `file`; raises encode_pairs' RunError."""
     with refusing_alone():
-        images = [open_image(pair.chosen), open_image(pair.rejected)]
+        images = [pair.chosen.decode_for_pair(), pair.rejected.decode_for_pair()]
         if images[0].size == images[1].size and images[0].tobytes() == images[1].tobytes():
             raise ValueError(f"{pair.chosen}: chosen and rejected are the same image")
     encoded = {"latents": model.encode_images(images, *image_size)}
-    prompt = PromptSet([pair.prompt], [{"image": pair.sources} if pair.sources else {}])
-    encoded |= model.encode(prompt, max_sequence_length, image_size)
+    encoded |= model.encode(pair_prompts([pair]), max_sequence_length, image_size)
     with atomic_file(file, shared=True) as temporary, open(temporary, "wb") as opened:
         torch.save({name: tensor.cpu() for name, tensor in encoded.items()}, opened)
 

@@ -252,13 +252,10 @@ def pass_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     if "activation_checkpointing" not in w.train_with:
         to_train += ", or --train_with activation_checkpointing"
     both = ("rollout", "update")
-    block_by_block = ("update",) if w.gathers_whole else both  # in a rollout of whole weights no block is gathered
     activations = n * costs.training.peak_bytes
     kept = trajectory_bytes(blueprint, w)
     parts = [
-        Part(
-            "blocks as FSDP gathers them", block_bytes(blueprint, w), block_by_block, "device", "use --dtype bfloat16"
-        ),
+        part_of_fsdp(blueprint, w),
         Part(f"activations of {images}", activations, ("update",), "device", to_train),
         Part("trajectories and embeddings", kept, both, "device", "use more ranks, or fewer images a step"),
     ]
@@ -273,17 +270,34 @@ def pass_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     return parts
 
 
-def block_bytes(blueprint: Blueprint, w: Workload) -> int:
-    """The blocks that FSDP holds whole: it gathers the next one early, and from several ranks into a buffer first."""
+def part_of_fsdp(blueprint: Blueprint, w: Workload) -> Part:
+    """What FSDP holds whole for a pass, beside its shards.
+
+    Of a LoRA that each rank has whole: its tensors in the dtype of the pass, from the first pass after an optimizer
+    step to the next one. Otherwise blocks: it gathers the next one early, and from several ranks into a buffer first.
+    """
+    advice = "use --dtype bfloat16"
+    itemsize = blueprint.dtype.itemsize
+    if is_lora(blueprint) and w.shards == 1 and "cpu_offload" not in w.train_with:
+        num_bytes = itemsize * num_adapted(blueprint, w)
+        return Part("the LoRA as passes read it", num_bytes, ("encode", "rollout", "update"), "device", advice)
+    # in a rollout of whole weights no block is gathered
+    phases = ("update",) if w.gathers_whole else ("rollout", "update")
     num_blocks = 2 if w.shards == 1 else 3
-    return blueprint.dtype.itemsize * (blueprint.outside_blocks + num_blocks * blueprint.largest_block)
+    num_bytes = itemsize * (blueprint.outside_blocks + num_blocks * blueprint.largest_block)
+    return Part("blocks as FSDP gathers them", num_bytes, phases, "device", advice)
+
+
+def num_adapted(blueprint: Blueprint, w: Workload) -> int:
+    """The numbers in the adapters of all policies."""
+    return blueprint.num_trained * sum(policy != "reference" for policy in w.policies)
 
 
 def whole_bytes(blueprint: Blueprint, w: Workload) -> int:
     """The whole transformer with the adapters of all policies, and one more block in a buffer."""
     num_gathered = blueprint.num_weights + blueprint.largest_block
     if is_lora(blueprint):
-        num_gathered += blueprint.num_trained * sum(policy != "reference" for policy in w.policies)
+        num_gathered += num_adapted(blueprint, w)
     return blueprint.dtype.itemsize * num_gathered
 
 

@@ -3,28 +3,29 @@
 This is no reward; `vlm_judge` and `http_scorer` use it.
 """
 
+import asyncio
 import base64
-import http.client
+import functools
 import io
 import json
 import math
 import os
-import queue
-import threading
-import time
-import urllib.error
+import ssl
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from common.errors import brief, reason
 from common.process import say
 
+import httpx
 from PIL.Image import Image
 
 BACK_OFF_S = 1.0  # the pause before the first retry, doubled before each further retry
 LONGEST_BACK_OFF_S = 30.0
 LARGEST_ANSWER = 64_000_000  # bytes
+LARGEST_EXCERPT = 1000  # bytes of an error's text that are read
 RETRIED = (408, 425, 429, 500, 502, 503, 504)  # HTTP codes of a server that is busy or was interrupted
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -55,7 +56,7 @@ class Server(NamedTuple):
     concurrency: int  # a rank's requests under way at once
     timeout_s: float  # from an attempt's connection to the last byte of its answer
     retries: int  # further attempts if there is no answer, or an HTTP code of RETRIED
-    api_key: str  # sent to this address as a bearer token if it is not empty; a redirect does not take it along
+    api_key: str  # sent as a bearer token if it is not empty; a redirect to another host does not take it along
 
 
 def read_server(prefix: str, example_url: str, concurrency: int) -> Server:
@@ -79,20 +80,17 @@ def read_server(prefix: str, example_url: str, concurrency: int) -> Server:
     )
 
 
-def ask(server: Server, path: str, payload: dict | None = None) -> Any:  # any JSON
+async def ask(server: Server, path: str, payload: dict | None = None) -> Any:  # any JSON
     """POST `payload` as JSON to the server's url + path, or GET if there is none, and parse the answer.
 
     Raises:
         ServerError: one line with the address and the outcome of the last attempt.
     """
     url = server.url + path
-    data = None if payload is None else json.dumps(payload).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    if server.api_key:
-        request.add_unredirected_header("Authorization", f"Bearer {server.api_key}")
+    content = None if payload is None else json.dumps(payload).encode()
     for attempt in range(server.retries + 1):
         try:
-            body = _read(request, server.timeout_s)
+            body = await _exchange(server, url, content)
         except _Unavailable as error:
             fault = str(error)
         else:
@@ -102,7 +100,7 @@ def ask(server: Server, path: str, payload: dict | None = None) -> Any:  # any J
             if url not in _unanswered:  # one line for all requests under way
                 _unanswered.add(url)
                 say(f"{url}: {fault}; asking again, up to {server.retries} times")
-            time.sleep(min(BACK_OFF_S * 2**attempt, LONGEST_BACK_OFF_S))
+            await asyncio.sleep(min(BACK_OFF_S * 2**attempt, LONGEST_BACK_OFF_S))
     attempts = f", in each of {server.retries + 1} attempts" if server.retries else ""
     raise ServerError(f"{url}: {fault}{attempts}")
 
@@ -116,7 +114,7 @@ def ask_for_names(server: Server, path: str, read_names: Callable[[Any], Iterabl
         ValueError: the server does not answer, or its answer has no names.
     """
     try:
-        answer = ask(server._replace(retries=0, timeout_s=min(server.timeout_s, 30.0)), path)
+        answer = asyncio.run(ask(server._replace(retries=0, timeout_s=min(server.timeout_s, 30.0)), path))
     except NotFound:
         return None
     except ServerError as error:
@@ -127,62 +125,91 @@ def ask_for_names(server: Server, path: str, read_names: Callable[[Any], Iterabl
         raise ValueError(f"{server.url}{path}: not a list of names: {str(answer)[:200]}") from None
 
 
+def ask_for_each(ask_for: Callable[[Item], Awaitable[Result]], items: Sequence[Item], concurrency: int) -> list[Result]:
+    """[await ask_for(item) for item in items], in that order, at most `concurrency` of them under way at once.
+
+    The first exception is raised at once: no further item is begun, and requests under way are given up.
+    """
+    waiting = iter(enumerate(items))
+    results: dict[int, Result] = {}  # by place
+
+    async def work() -> None:
+        for place, item in waiting:
+            results[place] = await ask_for(item)
+
+    async def work_together() -> None:
+        await asyncio.gather(*[work() for _ in range(min(concurrency, len(items)))])
+
+    asyncio.run(work_together())
+    return [results[place] for place in range(len(items))]
+
+
 class _Unavailable(Exception):
     """A fault that another attempt may mend."""
 
 
-def _read(request: urllib.request.Request, timeout_s: float) -> bytes:
-    """The bytes of the server's answer, within timeout_s.
+_certificates = functools.cache(ssl.create_default_context)  # what this machine trusts; httpx has a list of its own
 
-    A socket's own time-out begins again with every byte, so a thread waits at the socket and we wait for the thread. A
-    thread that we no longer wait for ends with its connection.
-    """
-    outcomes: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
 
-    def read() -> None:
-        try:
-            outcomes.put(_read_all(request, timeout_s))
-        except Exception as error:
-            outcomes.put(error)
-
-    threading.Thread(target=read, daemon=True).start()
+async def _exchange(server: Server, url: str, content: bytes | None) -> bytes:
+    """The bytes of the server's answer to one attempt."""
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # as LARGEST_ANSWER counts its bytes
+    if server.api_key:
+        headers["Authorization"] = f"Bearer {server.api_key}"
+    client = httpx.AsyncClient(
+        verify=_certificates(),
+        proxy=_proxy(url),
+        trust_env=False,
+        timeout=None,  # httpx's begins again with every byte
+        follow_redirects=True,
+    )
+    method = "GET" if content is None else "POST"
     try:
-        outcome = outcomes.get(timeout=timeout_s)
-    except queue.Empty:
-        raise _Unavailable(f"no answer within {timeout_s:g} s") from None
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
-
-
-def _read_all(request: urllib.request.Request, timeout_s: float) -> bytes:
-    """The bytes of the server's answer, of which each comes within timeout_s."""
-    try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            body: bytes = response.read(LARGEST_ANSWER + 1)
-            if response.length and len(body) <= LARGEST_ANSWER:  # bytes that were announced and did not come
-                raise http.client.IncompleteRead(body, response.length)
-    except urllib.error.HTTPError as error:
-        fault = f"HTTP {error.code}: {_excerpt(_body(error))}"
-        if error.code in RETRIED:
-            raise _Unavailable(fault) from None
-        raise KINDS.get(error.code, ServerError)(f"{request.full_url}: {fault}") from None
-    except (OSError, http.client.HTTPException) as error:
-        cause = getattr(error, "reason", error)  # a URLError's
-        if isinstance(cause, TimeoutError):
-            raise _Unavailable(f"no answer within {timeout_s:g} s") from None
-        raise _Unavailable(f"no answer ({reason(cause)})") from None
+        async with (
+            asyncio.timeout(server.timeout_s),
+            client,
+            client.stream(method, url, content=content, headers=headers) as response,
+        ):
+            largest = LARGEST_ANSWER if response.is_success else LARGEST_EXCERPT
+            body = bytearray()
+            async for part in response.aiter_raw():
+                body += part
+                if len(body) > largest:
+                    break
+    except TimeoutError:
+        raise _Unavailable(f"no answer within {server.timeout_s:g} s") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise _Unavailable(f"no answer ({_cause(error)})") from None
+    if not response.is_success:
+        fault = f"HTTP {response.status_code}: {_excerpt(body)}"
+        if response.status_code in RETRIED:
+            raise _Unavailable(fault)
+        raise KINDS.get(response.status_code, ServerError)(f"{url}: {fault}")
     if len(body) > LARGEST_ANSWER:
-        raise ServerError(f"{request.full_url}: the answer has more than {LARGEST_ANSWER} bytes")
-    return body
+        raise ServerError(f"{url}: the answer has more than {LARGEST_ANSWER} bytes")
+    return bytes(body)
 
 
-def _body(error: urllib.error.HTTPError) -> bytes:
-    """The first bytes that came with an HTTP error."""
-    try:
-        return error.read(1000)
-    except (OSError, http.client.HTTPException):
-        return b""
+def _proxy(url: str) -> str | None:
+    """The proxy to an address by HTTP_PROXY, HTTPS_PROXY and NO_PROXY. ALL_PROXY, often a SOCKS one, does not count."""
+    address = urlsplit(url)
+    proxy = urllib.request.getproxies().get(address.scheme)
+    if not proxy or urllib.request.proxy_bypass(address.netloc):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _cause(error: Exception) -> str:
+    """What the operating system says of a lost connection, which lies below the libraries' own exceptions."""
+    below: BaseException | None = error
+    while below and not isinstance(below, OSError):
+        below = below.__context__
+    cause = below.__cause__ if below else None
+    if isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]  # one for each address of the host
+    if isinstance(cause, OSError) and cause.errno:
+        return os.strerror(cause.errno)
+    return reason(below or error)
 
 
 def _parse(url: str, body: bytes) -> Any:  # any JSON
@@ -192,51 +219,20 @@ def _parse(url: str, body: bytes) -> Any:  # any JSON
         raise ServerError(f"{url}: the answer is not JSON: {_excerpt(body)}") from None
 
 
-def _excerpt(body: bytes) -> str:
+def _excerpt(body: bytes | bytearray) -> str:
     text = body.decode(errors="replace").strip()
     return brief(text[:200]) if text else "nothing"
 
 
-def in_threads(function: Callable[[Item], Result], items: Sequence[Item], num_threads: int) -> list[Result]:
-    """[function(item) for item in items], in that order, computed by at most num_threads threads.
+async def png_base64(image: Image) -> str:
+    """A PIL image as a PNG, in base64. It takes long, so a thread does it while other requests go on."""
 
-    The first exception is raised at once, and no further item is begun. The threads are daemons, so that a server that
-    hangs cannot keep a run from ending.
-    """
-    waiting: queue.SimpleQueue[tuple[int, Item]] = queue.SimpleQueue()  # (place, item)
-    finished: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()  # one for each item, None for success
-    results: dict[int, Result] = {}  # by place
-    for place, item in enumerate(items):
-        waiting.put((place, item))
-    has_ended = threading.Event()
+    def encode() -> str:
+        buffer = io.BytesIO()
+        image.save(buffer, format="PNG")
+        return base64.b64encode(buffer.getvalue()).decode()
 
-    def work() -> None:
-        while not has_ended.is_set():
-            try:
-                place, item = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                results[place] = function(item)
-                finished.put(None)
-            except Exception as error:
-                has_ended.set()
-                finished.put(error)
-
-    for _ in range(min(num_threads, len(items))):
-        threading.Thread(target=work, daemon=True).start()
-    for _ in items:
-        error = finished.get()
-        if error:
-            raise error
-    return [results[place] for place in range(len(items))]
-
-
-def png_base64(image: Image) -> str:
-    """A PIL image as a PNG, in base64."""
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return base64.b64encode(buffer.getvalue()).decode()
+    return await asyncio.to_thread(encode)
 
 
 # ---- settings, environment variables ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ needs the server and these environment variables, the same for all ranks; defaul
     HTTP_SCORER_CONCURRENCY  a rank's requests under way at once; 4
     HTTP_SCORER_TIMEOUT_S    seconds from a request to the last byte of its answer; 120
     HTTP_SCORER_RETRIES      further attempts after no answer or a server's error, after 1, 2, 4 ... 30 s; 4
-    HTTP_SCORER_API_KEY      sent as a bearer token, to this address alone; none
+    HTTP_SCORER_API_KEY      sent as a bearer token, to this host alone; none
 
 A request is POSTed to URL/score:
 
@@ -45,8 +45,8 @@ from common.rewards._json_http import (
     Server,
     ServerError,
     ask,
+    ask_for_each,
     ask_for_names,
-    in_threads,
     number_setting,
     png_base64,
     read_server,
@@ -69,20 +69,20 @@ def http_scorer(images: list[Image], prompts: list[str], metadata: list[dict]) -
     turns = list(zip(images, prompts, metadata, strict=True))
     size = settings.batch_size
     batches = [turns[i : i + size] for i in range(0, len(turns), size)]
-    scored = in_threads(lambda batch: ask_for(settings, batch), batches, settings.server.concurrency)
+    scored = ask_for_each(lambda batch: ask_for(settings, batch), batches, settings.server.concurrency)
     return [score for batch in scored for score in batch]
 
 
-def ask_for(settings: Settings, batch: list[tuple[Image, str, dict]]) -> list[float | Exception]:
+async def ask_for(settings: Settings, batch: list[tuple[Image, str, dict]]) -> list[float | Exception]:
     """The scores of a batch of (image, prompt, metadata): a float or an exception each."""
     requests = []
     for image, prompt, data in batch:
-        turn = {"text": prompt, "image_b64": png_base64(image)}
+        turn = {"text": prompt, "image_b64": await png_base64(image)}
         request = {"history": [turn], "required_rewards": [settings.reward], "metadata": sent_fields(data)}
         if "image" in data:
-            request["sources_b64"] = [png_base64(source) for source in data["image"]]
+            request["sources_b64"] = [await png_base64(source) for source in data["image"]]
         requests.append(request)
-    answer = ask(settings.server, "/score", {"requests": requests})
+    answer = await ask(settings.server, "/score", {"requests": requests})
     url = f"{settings.server.url}/score"
     columns = []
     for field in ("results", "errors"):

@@ -16,7 +16,7 @@ environment variables, the same for all ranks; defaults stand at the end of the 
     VLM_JUDGE_CONCURRENCY  a rank's questions under way at once; 16
     VLM_JUDGE_TIMEOUT_S    seconds from a request to the last byte of its answer; 120
     VLM_JUDGE_RETRIES      further attempts after no answer or a server's error, after 1, 2, 4 ... 30 s; 4
-    VLM_JUDGE_API_KEY      sent as a bearer token, to this address alone; none
+    VLM_JUDGE_API_KEY      sent as a bearer token, to this host alone; none
 
 They are read once, before any model loads. Then the server is asked whether it has the model.
 """
@@ -34,8 +34,8 @@ from common.rewards._json_http import (
     Server,
     ServerError,
     ask,
+    ask_for_each,
     ask_for_names,
-    in_threads,
     number_setting,
     png_base64,
     read_server,
@@ -75,17 +75,17 @@ def vlm_judge(images: list[Image], prompts: list[str], metadata: list[dict]) -> 
         (image, prompt, record.get("image", []))
         for image, prompt, record in zip(images, prompts, metadata, strict=True)
     ]
-    return in_threads(lambda one: judge(settings, *one), shown, settings.server.concurrency)
+    return ask_for_each(lambda one: judge(settings, *one), shown, settings.server.concurrency)
 
 
-def judge(settings: Settings, image: Image, prompt: str, sources: list[Image]) -> dict | Exception:
+async def judge(settings: Settings, image: Image, prompt: str, sources: list[Image]) -> dict | Exception:
     """The score of one image and the judge's `answer`; or the ValueError or RefusedRequest that says why not.
 
     sources: what it is an edit of; [] where it is none.
     """
     content: list[dict] = []
     for picture in (*sources, image):
-        url = f"data:image/png;base64,{png_base64(picture)}"
+        url = f"data:image/png;base64,{await png_base64(picture)}"
         content.append({"type": "image_url", "image_url": {"url": url}})
     question = settings.question_of_edits if sources else settings.question
     content.append({"type": "text", "text": question.replace("{prompt}", prompt)})
@@ -96,7 +96,7 @@ def judge(settings: Settings, image: Image, prompt: str, sources: list[Image]) -
         "max_tokens": settings.max_tokens,
     }
     try:
-        answer = ask(settings.server, "/chat/completions", payload)
+        answer = await ask(settings.server, "/chat/completions", payload)
     except RefusedRequest as error:
         return error
     try:

@@ -125,6 +125,31 @@ def acting(
         engine.push(*policy_tensors(model, in_engine))
 
 
+@torch.no_grad()
+def keep_frozen_whole(model: "Family", dtype: torch.dtype) -> None:
+    """Put a LoRA's frozen weights on model.device in `dtype`, and into `model.unsharded`, which FSDP leaves out.
+
+    They are copied one at a time, out of the checkpoint's mapped file. Quantised weights are there already.
+    """
+    for name, parameter in model.transformer.named_parameters():
+        if "lora_" not in name and parameter not in model.unsharded:
+            parameter.data = parameter.data.to(model.device, dtype, copy=True)
+            model.unsharded.add(parameter)
+    for buffer in model.transformer.buffers():
+        buffer.data = buffer.data.to(model.device)
+
+
+def reshard(transformer: torch.nn.Module) -> None:
+    """Put FSDP's shards back in the place of whole weights, in all modules where a pass has left those.
+
+    The optimizer's tensors are the shards. A pass leaves the root's weights whole if it has no gradient, and a LoRA of
+    which each rank has all in any case.
+    """
+    for module in transformer.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @contextmanager
 def gathered(model: "Family", is_wanted: bool) -> Iterator[None]:
     """Let every rank keep the acting transformer's weights whole within the block, from its first pass on.
@@ -160,8 +185,7 @@ def follow(model: "Family", name: str, decay: float) -> None:
     default = model.policies["default"]
     policy = model.policies[name]
     for transformer in (default, policy):
-        if isinstance(transformer, FSDPModule):  # a forward pass without a backward leaves the root's weights unsharded
-            transformer.reshard()
+        reshard(transformer)
     source = dict(default.named_parameters())
     for key, target in policy.named_parameters():
         if not model.is_lora:

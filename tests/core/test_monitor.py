@@ -12,7 +12,7 @@ from common.plan.devices import DEVICES, find_device
 from common.plan.memory import Blueprint
 from common.profiling import count_flops, utilisation
 from common.tracking import check_tracker, start_tracker
-from common.weights.lora import make_lora
+from tests.conftest import lora_of
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_flops_are_those_of_a_ranks_passes(monkeypatch, module):
     args = module.Args()
     seconds = count_flops(asdict(args))
     family = find_family(args.model, *args.image_size, 1, 1.0)
-    lora = make_lora(args, family)
+    lora = lora_of(args, family)
     blueprint = Blueprint(family, args.model, lora, torch.float32)
     cost = blueprint.velocity(args.image_size, 1, args.max_sequence_length, 1.0, train=True)
     share = args.num_prompts * args.group_size // 2

@@ -206,9 +206,9 @@ def attempt_pairs(example):
         for (prompt, chosen, rejected, _), (_, line) in zip(found, lines, strict=True):
             record = json.loads(line)
             assert prompt == record["prompt"] and prompt.strip() and prompt.encode()
-            assert chosen.path == folder / record["chosen"] and rejected.path == folder / record["rejected"]
+            assert chosen.content == folder / record["chosen"] and rejected.content == folder / record["rejected"]
             for image in (chosen, rejected):
-                Image.open(image.path).close()
+                image.open().close()
             assert chosen.read_bytes() != rejected.read_bytes()
             scores = [record.get(name) for name in ("chosen_score", "rejected_score") if record.get(name) is not None]
             assert all(type(score) in (int, float) and -math.inf < score < math.inf for score in scores)

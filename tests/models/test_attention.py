@@ -5,8 +5,8 @@ import io
 from types import SimpleNamespace
 
 from common.data import PromptSet
+from common.images import StoredImage
 from common.models.loading import family_class, load_model
-from common.source_images import SourceImage
 from common.weights import attention
 from common.weights.attention import check_attention, use_attention
 from tests.conftest import EMBEDDED, TINY, forked_engines, run_here
@@ -58,7 +58,7 @@ def velocity_of(folder, prompts):
     latents = torch.randn(len(prompts), *shape, generator=torch.Generator().manual_seed(0))
     picture = io.BytesIO()
     Image.new("RGB", (64, 32), "red").save(picture, "PNG")
-    record = {"image": [SourceImage("red.png", picture.getvalue())]} if max(model.num_sources) else {}
+    record = {"image": [StoredImage("red.png", picture.getvalue())]} if max(model.num_sources) else {}
     with torch.no_grad():
         encoded = model.encode(PromptSet(prompts, [record] * len(prompts)), 160, (32, 64), frames)
 

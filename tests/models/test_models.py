@@ -9,10 +9,9 @@ from common.models.family import Family, on_device
 from common.models.loading import family_class, find_family
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.models.vae import decode_in_slices, encode_in_slices, pil_images
-from common.options import SharedArgs
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
-from common.weights.prompt_cache import cache_prompts
+from common.weights.prompt_cache import prepare_prompts
 from tests.conftest import EMBEDDED, embedded_model, prompt_set
 
 import diffusers
@@ -43,7 +42,7 @@ def test_a_family_without_a_method_is_no_model(tmp_path):
         Nothing(None)
     model = embedded_model()
     assert model.has_engine_pipeline() and not Nothing.has_engine_pipeline()
-    add_policies(model, make_lora(SharedArgs(lora_rank=4), type(model)), ["default"], seed=0)
+    add_policies(model, make_lora(type(model), rank=4, alpha=32), ["default"], seed=0)
     assert {name for name in Family.__annotations__ if not hasattr(model, name)} == set()
 
 
@@ -256,12 +255,12 @@ def test_a_prompt_cache_brings_the_encoders_for_all_its_prompts_at_once(one_rank
     monkeypatch.setattr(
         "common.weights.prompt_cache.encoders_key", lambda model: gpu.events.append("key, " + gpu.places())
     )
-    cache_prompts(model, ["a sign", "another"], 16, tmp_path)
+    prepare_prompts(model, ["a sign", "another"], 16, tmp_path)
     there = "encoders there, VAE waiting"
     emptied = "emptied, encoders waiting, VAE waiting"
     assert gpu.events == [f"key, {there}", there, there, there, emptied]  # the third prompt is the empty one
     gpu.events.clear()
-    model.encode_prompts(["another"], 16)
+    model.embed_prompts(["another"], 16)
     assert gpu.events == []
 
 

@@ -6,9 +6,9 @@ import shutil
 
 import flow_grpo
 from common.data import PromptSet
+from common.images import StoredImage
 from common.models.loading import family_class, find_family, load_model
 from common.models.wan_image_to_video import IMAGE_TOKENS, WanImageToVideo
-from common.source_images import SourceImage
 from tests.conftest import read_metrics, run_here, torchrun
 from tests.models.test_source_images import gradient, options_of, png
 from tests.tiny_models import make_checkpoint
@@ -75,7 +75,7 @@ def video_model(folder):
 
 def video_request(model, size, num_frames, sde_steps=(), **changes):
     """A request for one video of each of two prompts, whose pictures have another shape than the video."""
-    records = [{"image": [SourceImage("a.png", png(gradient(*shape)))]} for shape in ((48, 40), (30, 70))]
+    records = [{"image": [StoredImage("a.png", png(gradient(*shape)))]} for shape in ((48, 40), (30, 70))]
     prompts = PromptSet(["a sign", "a red sign that turns"], records)
     options = {"num_inference_steps": 4, "guidance_scale": 2.5, "max_sequence_length": 32, **changes}
     args = flow_grpo.Args(rollout="local", image_size=size, num_frames=num_frames, **options)

@@ -5,7 +5,8 @@ import json
 from common.data import PromptSet
 from common.errors import RunError
 from common.eval_by import check_field, metrics_by_field
-from common.plots import open_png, save_samples
+from common.images import open_png
+from common.plots import save_samples
 from common.scoring import Scorer, detail_metrics, load_rewards, sample_records, score_images
 from tests.conftest import TINY, few_eval_prompts, on_ranks, read_metrics, run_here
 

@@ -1,7 +1,5 @@
 """A user's own reward, tried on grey images before a model loads."""
 
-from types import SimpleNamespace
-
 from common.data import PromptSet
 from common.errors import RunError
 from common.trial import try_rewards
@@ -10,14 +8,12 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.fast
-OPTIONS = {"image_size": (8, 24), "num_frames": 1, "reward": ("mine.py:mine", "ocr"), "eval_reward": ()}
 
 
 def tried(function):
-    """Try the reward `mine` of a run that has another one, which must not be called."""
-    rewards = {"mine": function, "ocr": lambda images, prompts, metadata: 1 / 0}
-    inputs = SimpleNamespace(eval_rewards=rewards, eval_set=PromptSet(["a", "b"], [{"kind": 1}, {"kind": 2}]))
-    try_rewards(inputs, OPTIONS)
+    """Try the reward `mine`."""
+    eval_set = PromptSet(["a", "b"], [{"kind": 1}, {"kind": 2}])
+    try_rewards({"mine": function}, eval_set, image_size=(8, 24), num_frames=1)
 
 
 def test_a_reward_gets_a_grey_image_of_the_first_prompt():

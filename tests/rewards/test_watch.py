@@ -10,7 +10,8 @@ from pathlib import Path
 from assets.sign_colour import COLOURS, sign_colour
 from common import watch
 from common.data import GroupSampler, PromptSet, read_prompts, share_of_rank
-from common.plots import drawn_metrics, open_png, plot_curves, save_png, save_samples
+from common.images import open_png, save_png
+from common.plots import drawn_metrics, plot_curves, save_samples
 from common.run import Run
 from common.scoring import Reward, eval_metrics, load_rewards, sample_records
 from common.stop_rules import check_stop_rules, read_stop_rules

@@ -10,8 +10,9 @@ import textwrap
 from common.checkpoints import FORMAT
 from common.data import PromptSet, read_prompts
 from common.errors import LONGEST, RunError, brief
+from common.images import StoredImage
 from common.pairs.pair_files import read_pairs
-from common.pairs.pairs import is_encoded, open_image
+from common.pairs.pairs import is_encoded
 from common.resuming import find_checkpoint, rewind
 from common.run import open_run
 from common.scoring import load_rewards, score_images
@@ -145,7 +146,11 @@ def test_one_reward_does_not_change_what_the_next_one_sees():
 def test_16_bits_are_not_clipped_to_white(tmp_path):
     grey = np.array([[0, 257 * 100], [257 * 200, 65535]], dtype=np.uint16)
     Image.fromarray(grey).save(tmp_path / "grey.png")
-    assert np.asarray(open_image(tmp_path / "grey.png"))[:, :, 0].tolist() == [[0, 100], [200, 255]]
+    eight_bits = np.asarray(StoredImage("", tmp_path / "grey.png").decode_for_pair())
+    assert eight_bits[:, :, 0].tolist() == [
+        [0, 100],
+        [200, 255],
+    ]
 
 
 def test_a_photo_stands_upright(tmp_path):
@@ -154,7 +159,7 @@ def test_a_photo_stands_upright(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees, clockwise: what is left comes to the top
     photo.save(tmp_path / "photo.png", exif=exif)
-    upright = open_image(tmp_path / "photo.png")
+    upright = StoredImage("", tmp_path / "photo.png").decode_for_pair()
     assert upright.size == (20, 40)
     assert upright.getpixel((10, 5)) == (255, 0, 0) and upright.getpixel((10, 35)) == (255, 255, 255)
 
@@ -204,12 +209,12 @@ IMAGE = '{{"prompt": "p", "chosen": {}, "rejected": "b.png"}}'
         (SCORED.format("true"), "must be numbers, and finite"),
         (SCORED.format("9" * 10_000), "not JSON that can be read: Exceeds the limit"),
         (SCORED.format("-" + "9" * 4_000)[:-1] + ', "rejected_score": 1}', "chosen is scored -999"),
-        (IMAGE.format(f'"{"a" * 300}"'), "chosen: File name too long"),
-        (IMAGE.format(f'"{"a/" * 3000}"'), "chosen: File name too long"),
-        (IMAGE.format(r'"nul\u0000"'), r"chosen: no such file: .*/nul\\x00$"),
-        (IMAGE.format(r'"half\ud800"'), r"chosen: no such file: .*/half\\ud800$"),
-        (IMAGE.format('".."'), "chosen: no such file: "),
-        (IMAGE.format('"pairs.jsonl"'), "chosen: not a readable image: "),
+        (IMAGE.format(f'"{"a" * 300}"'), "chosen: .*: File name too long"),
+        (IMAGE.format(f'"{"a/" * 3000}"'), "chosen: .*: File name too long"),
+        (IMAGE.format(r'"nul\u0000"'), r"chosen: .*/nul\\x00: no such file$"),
+        (IMAGE.format(r'"half\ud800"'), r"chosen: .*/half\\ud800: no such file$"),
+        (IMAGE.format('".."'), r"chosen: .*/\.\.: no such file$"),
+        (IMAGE.format('"pairs.jsonl"'), "chosen: .*/pairs.jsonl: not a readable image: "),
     ],
 )
 def test_a_pair_that_cannot_be_used_is_named(line, fault, tmp_path):

@@ -9,6 +9,7 @@ from common.command_line import parse_args
 from common.scoring import built_in_rewards
 from tests.conftest import ROOT, SCRIPTS
 from tests.published_models import DEVICES, PUBLISHED, recipe_commands, started_by
+from tools import plan
 from tools.plan import DEVICES as PLANNED
 
 import pytest
@@ -126,3 +127,16 @@ def test_another_launcher(tmp_path) -> None:
     assert done.returncode == 2 and done.stderr == "recipes/wan21.sh has no settings for dpo_offline.py\n"
     done = subprocess.run(["bash", recipe], env=launch, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode != 0 and "which script" in done.stderr
+
+
+@pytest.mark.fast
+def test_a_recipe_is_planned_with_the_ranks_that_it_starts(tmp_path) -> None:
+    recipe, told = tmp_path / "recipe.sh", tmp_path / "told"
+    recipe.write_text(f'echo "${{LAUNCH:-torchrun --nproc_per_node 8}}" flow_grpo.py "$@" > {told}\n')
+    for options, ranks in (([], "--ranks 8 --ranks_per_node 8"), (["--ranks", "2"], "--ranks 2 --ranks_per_node 2")):
+        with pytest.raises(SystemExit) as ended:
+            plan.main(["h100-80", str(recipe), *options, "--name", "a"])
+        assert ended.value.code == 0
+        assert told.read_text().endswith(f"-m tools.plan h100-80 {ranks} flow_grpo.py --name a\n")
+    with pytest.raises(SystemExit, match=r"error: none\.sh: no such file"):
+        plan.main(["h100-80", "none.sh"])

@@ -3,7 +3,7 @@
 import json
 from html.parser import HTMLParser
 
-from common.plots import save_png
+from common.images import save_png
 from tests.conftest import ROOT
 from tools import report
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import flow_grpo
 from common.checkpoints import FORMAT
-from common.plots import open_png
+from common.images import open_png
 from common.sde import image_seed
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0

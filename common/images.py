@@ -1,20 +1,16 @@
-"""Condition images: the pictures that a prompt's record names, for a model that edits them."""
+"""Images on disk: those that records name, their headers checked, decoded where they are used; and those of a run."""
 
+import functools
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from common.data import PromptSet, read_records
 from common.errors import RunError, brief, reason, refusing
 from common.process import say
 
 import numpy as np
-from PIL import Image, ImageOps
-
-if TYPE_CHECKING:
-    from common.models.family import Family
-    from common.pairs.pair_files import Pairs
+from PIL import Image, ImageOps, ImageSequence
 
 SIDES = (16, 8192)  # pixels; a larger picture would take seconds and hundreds of MB to decode
 SAME_SHAPE = 0.05  # relative: the most by which two aspect ratios differ that pass as one
@@ -23,30 +19,12 @@ QUARTER_TURNS = (5, 6, 7, 8)  # its values for pictures that lie on their side
 OTHER_NAMES = ("images", "media", "media_refs")  # of a record's field "image", elsewhere
 
 
-class SourceImage:
-    """A picture of a record. Its header has been read; it is decoded where it is used, and not kept."""
+@dataclass(frozen=True)
+class StoredImage:
+    """An image in a file, or in the bytes of a parquet row. It is read where it is used, and not kept."""
 
-    def __init__(self, where: str, content: Path | bytes, field: str = "image") -> None:
-        """where: how messages and samples.jsonl name it. content: its file, or the bytes of a parquet row.
-
-        Raises:
-            ValueError: it is missing, no picture, animated, or has a side out of SIDES.
-        """
-        self.where = where
-        self.content = content
-        found_at = f'"{field}": {self.place}'
-        try:
-            with self._file() as image:
-                self.size = _upright_size(image)
-                frames = getattr(image, "n_frames", 1)
-                is_photo = image.format == "MPO"  # cameras' JPEG, with a preview or depth map behind the picture
-        except Exception as error:  # Pillow raises nearly anything over a damaged header
-            raise ValueError(f"{found_at}: {reason(error)}") from error
-        if frames > 1 and not is_photo:
-            raise ValueError(f"{found_at}: has {frames} frames")
-        if min(self.size) < SIDES[0] or max(self.size) > SIDES[1]:
-            size = " x ".join(map(str, self.size))
-            raise ValueError(f"{found_at}: {size} pixels; sides have {SIDES[0]} to {SIDES[1]}")
+    where: str  # how messages and samples.jsonl name it
+    content: Path | bytes
 
     def __str__(self) -> str:
         return self.where
@@ -56,12 +34,24 @@ class SourceImage:
         """Its file, or the row that has its bytes."""
         return self.content if isinstance(self.content, Path) else self.where
 
-    def _file(self) -> Image.Image:
-        return Image.open(self.content if isinstance(self.content, Path) else io.BytesIO(self.content))
+    @property
+    def num_bytes(self) -> int:
+        """The length of its content."""
+        return self.content.stat().st_size if isinstance(self.content, Path) else len(self.content)
 
     def read_bytes(self) -> bytes:
-        """Its file's content."""
+        """Its content."""
         return self.content.read_bytes() if isinstance(self.content, Path) else self.content
+
+    def open(self) -> Image.Image:
+        """The image as Pillow has it before it is decoded: its header."""
+        return Image.open(self.content if isinstance(self.content, Path) else io.BytesIO(self.content))
+
+    @functools.cached_property
+    def size(self) -> tuple[int, int]:
+        """(width, height) once it is turned as its EXIF says, which is read from the header."""
+        with self.open() as image:
+            return _upright_size(image)
 
     def decode(self) -> Image.Image:
         """The picture as RGB with 8 bits, turned upright as its EXIF says, on white where it is transparent.
@@ -70,7 +60,7 @@ class SourceImage:
             RunError: it is damaged behind its header.
         """
         try:
-            with self._file() as image:
+            with self.open() as image:
                 upright = ImageOps.exif_transpose(image)
                 if upright.mode.startswith("I"):  # 16 bits, which convert would clip
                     upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
@@ -82,9 +72,22 @@ class SourceImage:
         except Exception as error:
             raise RunError(brief(f"{self.place}: cannot be decoded ({reason(error)})")) from error
 
+    def decode_for_pair(self) -> Image.Image:
+        """The image of a preference pair: RGB with 8 bits, upright as its EXIF says; transparency is ignored.
+
+        Raises:
+            ValueError: naming it: not a readable image.
+        """
+        with refusing(f"{self}: not a readable image", Exception), self.open() as opened:
+            opened.load()
+            image: Image.Image = opened
+            if image.mode.startswith("I;16"):  # 16 bits: convert() would clip them to white
+                eight_bits = np.asarray(image).astype(np.float64) / 257
+                image = Image.fromarray(eight_bits.round().clip(0, 255).astype(np.uint8))
+            return ImageOps.exif_transpose(image).convert("RGB")
+
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
-    """(width, height) once the picture is turned as its EXIF says, which is read from the header."""
     # without EXIF in its header, getexif would decode a whole PNG to look behind the pixels
     has_exif = image.format != "PNG" or "exif" in image.info
     orientation = image.getexif().get(ORIENTATION, 1) if has_exif else 1
@@ -92,8 +95,21 @@ def _upright_size(image: Image.Image) -> tuple[int, int]:
     return (height, width) if orientation in QUARTER_TURNS else (width, height)
 
 
+# ---- condition images, of a model that edits -------------------------------------------------------------------------
+def check_header(image: StoredImage) -> None:
+    """Raise ValueError, without its place: it is missing, no picture, animated, or has a side out of SIDES."""
+    with image.open() as opened:
+        frames = getattr(opened, "n_frames", 1)
+        is_photo = opened.format == "MPO"  # cameras' JPEG, with a preview or depth map behind the picture
+    if frames > 1 and not is_photo:
+        raise ValueError(f"has {frames} frames")
+    if min(image.size) < SIDES[0] or max(image.size) > SIDES[1]:
+        size = " x ".join(map(str, image.size))
+        raise ValueError(f"{size} pixels; sides have {SIDES[0]} to {SIDES[1]}")
+
+
 def find_pictures(record: dict, prompts: Path, where: str) -> dict:
-    """A record whose fields "image" and "mask", as far as it has them, are lists of SourceImage (`find_images`).
+    """A record whose fields "image" and "mask", as far as it has them, are lists of StoredImage (`find_images`).
 
     Other systems' names of "image" are read too: a column `images` (verl), and `media` or `media_refs`, lists of
     {"modality": "image", "role": ..., "uri": path} (UniRL). A field of another form is metadata, as without pictures. A
@@ -132,24 +148,27 @@ def _names_pictures(name: str, value: str | bytes | dict | list | None) -> bool:
     return all(isinstance(one, dict) and "modality" in one for one in value)
 
 
-def find_images(field: str, value: str | bytes | dict | list, prompts: Path, where: str) -> list[SourceImage]:
+def find_images(field: str, value: str | bytes | dict | list, prompts: Path, where: str) -> list[StoredImage]:
     """The pictures of a record's field, "image" or "mask": a path relative to the prompt file, or bytes as `datasets`
     writes them to parquet, {"bytes": ..., "path": ...}; or a list of these.
 
     where: "file:line" or "file, row N" of the record.
 
     Raises:
-        ValueError: a path or bytes are missing, or as SourceImage.
+        ValueError: a path or bytes are missing, or as check_header.
     """
     found = []
     for i, one in enumerate(value if isinstance(value, list) else [value]):
         content = one.get("bytes") or one.get("path") if isinstance(one, dict) else one
         if isinstance(content, str) and content:
-            found.append(SourceImage(content, prompts.parent / content, field))
+            found.append(StoredImage(content, prompts.parent / content))
         elif isinstance(content, bytes):
-            found.append(SourceImage(f"{where}, {field} {i}", content, field))
+            found.append(StoredImage(f"{where}, {field} {i}", content))
         else:
             raise ValueError(f'"{field}": must be a path, or bytes in a parquet file, or a list of these')
+        # over a damaged header Pillow raises nearly anything
+        with refusing(f'"{field}": {found[-1].place}', Exception):
+            check_header(found[-1])
     if not found:
         raise ValueError(f'"{field}": must not be empty')
     return found
@@ -173,63 +192,9 @@ def show_sources(
     return named, beside
 
 
-def count_sources(family: "type[Family]", options: dict[str, Any]) -> int:  # a run's options, of any type
-    """Condition images of each prompt: where the family lets the records decide, as many as the first record has.
-
-    Raises:
-        ValueError: that record cannot be read, or names a picture that cannot be used.
-    """
-    least, most = family.num_sources
-    if least == most:
-        return least
-    # all files of a run have equally many pictures; a run with --pairs does not read --train_prompts
-    path = Path(options["eval_prompts"] if options.get("pairs") else options["train_prompts"])
-    where, record = read_records(path)[0]
-    with refusing(where):
-        found = len(find_pictures(record, path, where).get("image", ()))
-        if found > most:
-            raise ValueError(f'has {found} "image"; {family.__name__} takes {least} to {most}')
-    return max(least, found)  # a plan may be asked for before there are records
-
-
-def check_sources(
-    family: "type[Family]",
-    prompt_sets: Sequence[tuple[str, PromptSet]],
-    pairs: "Pairs | None" = None,
-    prompt_cache: str | None = None,
-) -> None:
-    """Compare the number of pictures of each record with the number that the model takes.
-
-    prompt_sets: with the options that named them. pairs: those of --pairs.
-
-    Raises:
-        ValueError: in one line that names the option and the prompt.
-    """
-    least, most = family.num_sources
-    counts = [
-        (option, prompts.prompts, [len(record.get("image", ())) for record in prompts.metadata])
-        for option, prompts in prompt_sets
-    ]
-    if pairs is not None:
-        counts.append(("--pairs", pairs.prompts, pairs.num_sources))
-    taken = str(most or "none") if least == most else f"{least} to {most}"
-    first = next((of_records[0] for _, _, of_records in counts if of_records), 0)
-    if first and prompt_cache is not None:
-        raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
-    for option, prompts, of_records in counts:
-        for number, (prompt, count) in enumerate(zip(prompts, of_records, strict=True), start=1):
-            pictures = f"{count or 'no'} picture{'s' if count > 1 else ''}"
-            found = f'{option}: record {number}, {prompt!r}, has {pictures} ("image")'
-            if not least <= count <= most:
-                raise ValueError(brief(f"{found}; {family.__name__} takes {taken}"))
-            if count != first:
-                raise ValueError(brief(f"{found}; the first of all has {first or 'none'}, and each must have as many"))
-
-
-def say_stretched(option: str, prompts: PromptSet, image_size: tuple[int, int]) -> None:
+def say_stretched(option: str, sources: Sequence[StoredImage], image_size: tuple[int, int]) -> None:
     """Report the pictures whose aspect ratio differs from that of (height, width), to which they will be brought."""
     height, width = image_size
-    sources = [source for record in prompts.metadata for source in record.get("image", ())]
     stretched = []
     for source in sources:
         stretch = (source.size[0] / source.size[1]) / (width / height)
@@ -241,3 +206,32 @@ def say_stretched(option: str, prompts: PromptSet, image_size: tuple[int, int]) 
         shape = f"the image, {width} wide and {height} high"
         advice = f"they are stretched to it ({first}): crop them first, or change the size"
         say(f"{option}: {counts} have another shape than {shape}; {advice}")
+
+
+# ---- images and videos of a run --------------------------------------------------------------------------------------
+def save_png(path: Path | str, image: Image.Image | list[Image.Image]) -> None:
+    """Write a PIL image, or a video (a list of PIL frames) as an animated PNG, which holds every frame to the bit."""
+    first, *others = image if isinstance(image, list) else [image]
+    if others:
+        first.save(path, compress_level=1, save_all=True, append_images=others)
+    else:
+        first.save(path, compress_level=1)  # faster than the default level, for larger files
+
+
+def open_png(path: Path | str) -> Image.Image | list[Image.Image]:
+    """The PIL image, or the list of PIL frames, that save_png wrote there."""
+    with Image.open(path) as file:
+        frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(file)]
+    return frames[0] if len(frames) == 1 else frames
+
+
+def as_one_picture(image: Image.Image | list[Image.Image]) -> Image.Image:
+    """A PIL image as it is; a video as its first, middle and last frame, one below the other."""
+    if not isinstance(image, list):
+        return image
+    shown = sorted({0, len(image) // 2, len(image) - 1})
+    width, height = image[0].size
+    picture = Image.new("RGB", (width, len(shown) * height))
+    for row, number in enumerate(shown):
+        picture.paste(image[number], (0, row * height))
+    return picture
