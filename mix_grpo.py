@@ -593,23 +593,21 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[st
         with acting(model, "reference"):
             ref_means = recompute_log_probs(args, model, batch.request, batch.trajectories).prev_sample_means
     # consecutive, not shuffled: GroupSampler dealt them so that a mini-batch is the same on any number of ranks
-    mini_batches = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
+    mini_batches = args.epochs_per_rollout * torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
     grad_norms = []
     finite_passes = []  # of the optimizer steps whose gradient is finite
     metrics: dict[str, float] = {}
-    for _ in range(args.epochs_per_rollout):
-        for mini_batch in mini_batches:
-            passes = accumulate_gradients(args, model, batch, mini_batch, ref_means)
-            if not metrics:  # on-policy: the ratio is 1 to the bit, except with an engine and --old_log_prob rollout
-                means = mean_over_ranks(passes)
-                metrics["actor/on_policy_ratio_mean"] = means["actor/ratio_mean"]
-                metrics["actor/on_policy_ratio_std"] = means["actor/ratio_std"]
-            grad_norm = optimizer_step(args, model, optimizer)
-            if math.isfinite(grad_norm):  # it is over all ranks: they skip together
-                grad_norms.append(grad_norm)
-                finite_passes += passes
-    num_updates = args.epochs_per_rollout * len(mini_batches)
-    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # norms not finite; those of 0 are not counted
+    for number, mini_batch in enumerate(mini_batches):
+        passes = accumulate_gradients(args, model, batch, mini_batch, ref_means)
+        if number == 0:  # on-policy: the ratio is 1 to the bit, except with an engine and --old_log_prob rollout
+            means = mean_over_ranks(passes)
+            metrics["actor/on_policy_ratio_mean"] = means["actor/ratio_mean"]
+            metrics["actor/on_policy_ratio_std"] = means["actor/ratio_std"]
+        grad_norm = optimizer_step(args, model, optimizer)
+        if math.isfinite(grad_norm):  # it is over all ranks: they skip together
+            grad_norms.append(grad_norm)
+            finite_passes += passes
+    metrics["actor/skipped_steps"] = len(mini_batches) - len(grad_norms)  # norms not finite; those of 0 do not count
     metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
     if grad_norms:
         metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
