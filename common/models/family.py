@@ -295,8 +295,6 @@ def on_device(model: Family, prefix: str) -> Iterator[None]:
     yield
     for tensor, data in waiting:
         tensor.data = data
-    if waiting and model.device.type == "cuda":
-        torch.cuda.empty_cache()  # so that the engine, another process on this GPU, can use the memory
 
 
 # ---- what several families need --------------------------------------------------------------------------------------
