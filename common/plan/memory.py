@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.models.family import Conditioning, Family
+from common.models.family import ENCODERS, Conditioning, Family, pinned_bytes
 from common.weights.base_weights import linear_layers
 from common.weights.lora import LoRA
 from common.weights.policy import add_policies
@@ -125,6 +125,10 @@ class Blueprint:
         transformer = self.pipe.transformer
         # a model of videos from pictures has an image encoder, which is used beside them
         self.text_encoder_bytes = sum(count(encoder) for encoder in encoders.values()) * dtype.itemsize
+        self.pinned_encoder_bytes = 0  # as they wait for a GPU
+        for encoder in encoders.values():
+            encoder.to(dtype)
+            self.pinned_encoder_bytes += pinned_bytes([*encoder.parameters(), *encoder.buffers()])
         self.num_encoder_linear = sum(num_linear(encoder) for encoder in text_encoders)
         self.vae_bytes = 4 * count(self.pipe.vae)  # fp32
         self.num_weights = count(transformer)  # of the model itself, without a LoRA
@@ -252,7 +256,7 @@ def build_pipeline(source: str) -> "tuple[diffusers.DiffusionPipeline, dict[str,
             parts[name] = None if is_component else value
     encoders = {}
     for name, value in index.items():
-        if name.startswith(("text_encoder", "image_encoder")) and value[1]:
+        if name.startswith(ENCODERS) and value[1]:
             config = transformers.AutoConfig.from_pretrained(source, subfolder=name)
             with torch.device("meta"):
                 encoders[name] = getattr(transformers, value[1])(config)

@@ -355,6 +355,9 @@ def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     parts.append(Part("text encoders, in use", text_encoders, encoded, "device", "pass --prompt_cache FOLDER"))
     parts.append(Part("VAE, in use", blueprint.vae_bytes, decoded, "device", "pass --rollout vllm"))
     parts.append(Part("text encoders and VAE, waiting", waiting, PHASES, "host", fewer))
+    if w.prompt_cache is None:
+        rounding = text_encoders * (blueprint.pinned_encoder_bytes / blueprint.text_encoder_bytes - 1)
+        parts.append(Part("text encoders, rounded up as pinned", rounding, PHASES, "host", fewer))
     parts.append(Part("text encoders, until they are in int8", freed_by_int8, ("start",), "host", fewer))
     parts.append(Part("process", TRAINER_PROCESS, PHASES, "host", fewer))
     parts.append(Part("the transformer's files, mapped", files, ("start",), "node", larger))
@@ -366,8 +369,8 @@ def on_one_memory(parts: Iterable[Part]) -> list[Part]:
     """The Parts of a run on a CPU: nothing waits elsewhere, nothing is CUDA's, and all memory is the host's."""
     kept = []
     for part in parts:
-        # what is "in use" on a GPU has come from the host, where it is counted as waiting
-        if not part.name.endswith(("CUDA", "in use")):
+        # what is "in use" on a GPU has come from the host, where it is counted as waiting; nothing is pinned
+        if not part.name.endswith(("CUDA", "in use", "pinned")):
             kept.append(part._replace(place="host" if part.place in ("device", "engine") else part.place))
     return kept
 
