@@ -33,6 +33,7 @@ from common.distributed import end_distributed, gather_objects, limit_collective
 from common.errors import RunError
 from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid, save_samples
 from common.process import catch_stop_signals, stop_requested
+from common.profiling import Utilisation, profiled_step
 from common.scoring import Reward, Scorer, detail_metrics, eval_metrics, reward_settings, sample_records
 from common.watch import rollout_diversity, watch_metrics
 from common.weights.lora import save_policy
@@ -176,6 +177,10 @@ class Run:
             catch_stop_signals(max_minutes)
             _begun.append(self)
             create_run_folder(self.folder, self.config, script, self.checkpoint)
+        self._utilisation: Utilisation | None = None
+        trains = script and num_steps and not self.config.get("eval_only")
+        if trains and self._writes and torch.cuda.is_available():  # a CPU's peak is not known
+            self._utilisation = Utilisation(self.config)
         self._tracker: Tracker | None = None
         if track and self._writes:
             from common.tracking import start_tracker  # only runs with --track need it
@@ -217,8 +222,6 @@ class Run:
             self.bar = tqdm(initial=step - 1, total=self._num_steps, disable=not self._writes)
         self._trace.close()  # writes the previous step's trace
         if self.config.get("profile_steps"):
-            from common.profiling import profiled_step  # only these runs need it
-
             trace = profiled_step(self.folder, step, self.config["profile_steps"])
             self._trace.enter_context(trace)
         self.step = step
@@ -325,10 +328,8 @@ class Run:
         metrics["perf/time_per_step"] = self._timing["step"]
         metrics["perf/throughput"] = self._num_images / self._timing["step"] / world_size
         metrics["perf/total_num_images"] = step * self._num_images
-        if self._writes and torch.cuda.is_available():
-            from common.profiling import utilisation  # a CPU's peak is not known
-
-            metrics |= utilisation(self.config, self._timing)
+        if self._utilisation:
+            metrics |= self._utilisation.metrics(self._timing)
         return metrics
 
     # ---- samples, checkpoints and the end ----
