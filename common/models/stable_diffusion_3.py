@@ -24,7 +24,7 @@ from PIL.Image import Image
 
 class StableDiffusion3(Family):
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-    attention_kernels = ("native",)
+    attention_kernels = ("native", "cudnn")
 
     @staticmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
