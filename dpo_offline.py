@@ -259,7 +259,8 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     prompts = drawn.prompts + drawn.negatives(args.negative_prompt).prompts
     prompts += inputs.eval_set.prompts
     prompts += inputs.eval_set.negatives(args.negative_prompt).prompts
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
+    dtype = getattr(torch, args.dtype)
+    model = load_model(inputs.family, args.model, dtype, device, args.base_weights, args.vae_dtype)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "reference"]  # the former is peft's name for the trained one
     if args.ema_decay > 0:

@@ -51,8 +51,8 @@ def use_own_gpu() -> None:
 def use_expandable_segments() -> None:
     """Let torch's allocator of GPU memory grow its segments, so that memory freed in one phase serves the next.
 
-    A user's own PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF stays as it is. torch has read these variables when it
-    was imported, and the engine's process would inherit them: so this process alone is told, and not by its environment.
+    A user's own PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF stays as it is. This sets no such variable: torch has
+    read them when it was imported, and the engine's process would inherit it.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

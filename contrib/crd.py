@@ -233,7 +233,8 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained."""
     num_drawn = args.num_steps * args.num_prompts  # embeddings are cached, too long ones counted
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.base_weights)
+    dtype = getattr(torch, args.dtype)
+    model = load_model(inputs.family, args.model, dtype, device, args.base_weights, args.vae_dtype)
     model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "old", "sampling"]  # the first is peft's name for the trained one
     if args.ema_decay > 0:

@@ -148,7 +148,8 @@ def run(args: argparse.Namespace) -> Path:
     names = short if len({*short, "before"}) > len(short) else [str(source) for source in args.sources]
     policies = {name: read_policy(source, options["model"]) for name, source in zip(names, args.sources, strict=True)}
     base_weights = options.get("base_weights")
-    model = load_model(family, options["model"], getattr(torch, options["dtype"]), args.device, base_weights)
+    dtype, vae_dtype = getattr(torch, options["dtype"]), options.get("vae_dtype", "float32")
+    model = load_model(family, options["model"], dtype, args.device, base_weights, vae_dtype)
     if base_weights:
         from common.weights.base_weights import quantise  # needs torchao
 

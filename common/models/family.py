@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import RunError, refusing
-from common.models.vae import pil_images
+from common.models.vae import pil_images, to_bfloat16
 from common.process import say
 
 import PIL.Image
@@ -247,11 +247,12 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     base_weights: str | None = None,
+    vae_dtype: str = "float32",
 ) -> Family:
     """Load a pipeline, frozen and in eval mode, and give it to its family.
 
     Everything stays on the CPU. Later fully_shard moves the transformer to `device`, block by block, and `on_device`
-    moves the rest. The VAE stays fp32: its rounding would show. With base_weights the text encoders are int8.
+    moves the rest. The VAE is fp32, or bf16 by vae_dtype. With base_weights the text encoders are int8.
     """
     from common.models.layout import load_pipeline
 
@@ -270,6 +271,8 @@ def load_model(
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval()
+    if vae_dtype == "bfloat16":
+        to_bfloat16(pipe.vae)
     # For --train_with compile: SD3.5 has three kinds of block, each with three graphs (with gradient, without, and
     # recomputed by activation checkpointing). By default dynamo stops compiling after 8.
     torch._dynamo.config.recompile_limit = 64

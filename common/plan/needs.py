@@ -52,6 +52,7 @@ class Workload:
     trained_guidance: float
     """guidance_scale in the trained passes"""
     dtype: str = "float32"
+    vae_dtype: str = "float32"
     base_weights: str | None = None
     train_with: tuple[str, ...] = ()
     image_size: tuple[int, int] = (512, 512)
@@ -449,7 +450,8 @@ def fit_to_gpus(inputs: "Inputs", options: dict[str, Any]) -> dict[str, int]:
     if on_rank_0() and (may_copy or not options["micro_batch_size"]):
         num_sources = len(inputs.eval_set.metadata[0].get("image", ()))  # all records have as many (check_sources)
         dtype = getattr(torch, options["dtype"])
-        blueprint = Blueprint(inputs.family, options["model"], inputs.lora, dtype, num_sources)
+        vae_dtype = getattr(torch, options["vae_dtype"])
+        blueprint = Blueprint(inputs.family, options["model"], inputs.lora, dtype, num_sources, vae_dtype)
         world = {"ranks": int(os.environ["WORLD_SIZE"]), "ranks_here": ranks_here}
         gpu_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         saved = inputs.checkpoint and inputs.checkpoint.parents[1] / "args.json"
@@ -473,7 +475,7 @@ class Work(NamedTuple):
     """FLOPs of a phase. Their rates differ."""
 
     transformer: float  # in --dtype
-    vae: float = 0  # in fp32, whose convolutions torch does in TF32 on a GPU
+    vae: float = 0  # in --vae_dtype; convolutions in fp32 torch does in TF32 on a GPU
 
     def seconds(self, rate: float, vae_rate: float) -> float:
         """At so many FLOPs a second of the one and of the other."""

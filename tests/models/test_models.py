@@ -5,7 +5,7 @@ import sys
 from types import SimpleNamespace
 
 from common import models
-from common.models.family import Family, family_class, find_family, on_device
+from common.models.family import Family, family_class, find_family, load_model, on_device
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.models.vae import decode_in_slices, encode_in_slices, pil_images
 from common.options import SharedArgs
@@ -13,12 +13,15 @@ from common.weights.lora import make_lora
 from common.weights.policy import add_policies
 from common.weights.prompt_cache import cache_prompts
 from tests.conftest import EMBEDDED, embedded_model, prompt_set
+from tests.tiny_models import FAMILIES, make_checkpoint
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 import transformers
 from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
 
 pytestmark = pytest.mark.fast
 
@@ -297,6 +300,37 @@ def test_a_prompt_cache_brings_the_encoders_for_all_its_prompts_at_once(one_rank
     gpu.events.clear()
     model.encode_prompts(["another"], 16)
     assert gpu.events == []
+
+
+def test_a_vae_in_bf16_moves_pixels_by_three_of_255_at_most():
+    """As docs/lab/performance.md says of the embedded model. Latents are fp32 with both."""
+    whole = embedded_model()
+    rounded = load_model(type(whole), EMBEDDED, torch.float32, "cpu", vae_dtype="bfloat16")
+    assert {p.dtype for p in rounded.pipe.vae.parameters()} == {torch.bfloat16}
+    convolution = rounded.pipe.vae.decoder.conv_in.weight
+    assert convolution.is_contiguous(memory_format=torch.channels_last) and not convolution.is_contiguous()
+    assert whole.pipe.vae.dtype == rounded.transformer.dtype == torch.float32
+    images = [Image.linear_gradient("L").resize((96, 32)).convert("RGB"), Image.new("RGB", (96, 32), "teal")]
+    latents = whole.encode_images(images, 32, 96)
+    of_rounded = rounded.encode_images(images, 32, 96)
+    assert of_rounded.dtype == torch.float32
+    assert 0 < (of_rounded - latents).abs().max() < 0.05 * latents.abs().max()
+    pixels = [np.stack([np.asarray(image, dtype=int) for image in model.decode(latents)]) for model in (whole, rounded)]
+    distance = abs(pixels[0] - pixels[1])
+    assert 0 < distance.max() <= 3 and distance.mean() < 0.5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_vae_of_every_family_decodes_and_encodes_in_bf16(name, tmp_path):
+    folder = str(make_checkpoint(name, tmp_path))
+    model = load_model(family_class(folder), folder, torch.float32, "cpu", vae_dtype="bfloat16")
+    frames = 5 if model.encode_images is None else 1
+    shape = model.schedule(2, 32, 64, frames)[2]
+    images = model.decode(torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)))
+    assert len(images) == 1
+    if model.encode_images:
+        latents = model.encode_images(images, 32, 64)
+        assert latents.dtype == torch.float32 and latents.shape == (1, *shape)
 
 
 def test_pixels_become_images_as_in_diffusers():

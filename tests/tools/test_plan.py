@@ -357,6 +357,22 @@ def test_text_encoders_are_on_the_gpu_when_prompts_are_encoded():
 
 
 @pytest.mark.fast
+def test_a_vae_in_bf16_takes_half_the_memory_and_the_rate_of_bf16():
+    whole = blueprint_of(EMBEDDED, 16, torch.float32)
+    lora = make_lora(SharedArgs(lora_rank=16, lora_alpha=32), family_class(EMBEDDED))
+    rounded = Blueprint(family_class(EMBEDDED), str(EMBEDDED), lora, torch.float32, vae_dtype=torch.bfloat16)
+    assert rounded.vae_bytes == whole.vae_bytes / 2
+    cost, of_rounded = whole.decoding(2, (32, 96), 1), rounded.decoding(2, (32, 96), 1)
+    assert of_rounded.flops == cost.flops and of_rounded.peak_bytes < 0.8 * cost.peak_bytes
+    costs = COSTS._replace(decoding=Cost(flops=int(1e18), peak_bytes=1))
+    seconds = []
+    for dtype in ("float32", "bfloat16"):
+        rows = plan.work_table(replace(SMALL, vae_dtype=dtype), costs, "h100-80")
+        seconds += [float(row.split()[-1]) for row in rows if row.startswith("  rollout ")]
+    assert seconds[0] / seconds[1] == pytest.approx(989 / 494, rel=1e-3)
+
+
+@pytest.mark.fast
 def test_pinned_encoders_take_a_power_of_two_of_bytes_for_each_tensor():
     """They wait in pinned memory where they come to a GPU for each rollout, and not on a CPU."""
     blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
