@@ -244,7 +244,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     prompts = drawn.prompts + drawn.negatives(args.negative_prompt).prompts
     prompts += inputs.eval_set.prompts
     prompts += inputs.eval_set.negatives(args.negative_prompt).prompts
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
         quantise_encoders(model)
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)

@@ -203,7 +203,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained."""
     num_drawn = args.num_steps * args.num_prompts  # embeddings are cached, too long ones counted
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
         quantise_encoders(model)
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)

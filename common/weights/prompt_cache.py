@@ -16,7 +16,7 @@ from pathlib import Path
 from common.checkpoints import writing
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError, brief
-from common.models.family import Conditioning, Family, hash_bits, on_device
+from common.models.family import Conditioning, Family, hash_bits, on_device, pin_encoders
 from common.models.long_prompts import count_long_prompts
 from common.phases import with_bar
 from common.process import say
@@ -41,6 +41,7 @@ def prepare_prompts(model: Family, prompts: list[str], max_sequence_length: int,
     """
     count_long_prompts(model.pipe, prompts, max_sequence_length)
     if folder is None:
+        pin_encoders(model)  # which come to the device for each rollout
         return
     with on_device(model, "text_encoder"):  # a GPU hashes gigabytes faster
         cache = PromptCache(Path(folder), encoders_key(model), model.encode_prompts)

@@ -114,7 +114,9 @@ def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
 def test_a_checkpoint_from_before_an_option_has_the_score_of_its_default(capfd):
     saved = {"reward": ("ocr",), "resume": "latest"}
     now = saved | {"negative_prompt": "", "eval_image_size": None, "eval_guidance_scale": None, "base_weights": None}
+    now["vae_dtype"] = "float32"
     assert say_resumed("c.pt", saved, now)
+    assert not say_resumed("c.pt", saved, now | {"vae_dtype": "bfloat16"})
     assert not say_resumed("c.pt", saved, now | {"base_weights": "int8"})
     assert not say_resumed("c.pt", saved, now | {"negative_prompt": "blurry"})
 
