@@ -43,12 +43,13 @@ from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, friendly_errors, open_run
 from common.scoring import Scorer, load_rewards, offload_rewards
 from common.sde import draw_noise, image_seed, sde_step
+from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
 from common.weights.policy import (
     acting,
     add_policies,
-    choose_kernels,
+    choose_adam_kernel,
     follow,
     keep_frozen_whole,
     reshard,
@@ -253,6 +254,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
         policies.append("ema")
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
+    use_attention(model, args.attention)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
 
 
@@ -456,7 +458,7 @@ def main(args: Args, inputs: Inputs) -> None:
     run = Run(args, inputs.eval_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_kernels(optimizer, model, args.attention)  # of AdamW and of the attention
+    choose_adam_kernel(optimizer, model)
     pairs = None if args.eval_only else find_pairs(args, run, model, inputs)
     num_found = len(pairs) if pairs else 0
     sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.seed)  # of pairs

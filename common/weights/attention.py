@@ -5,13 +5,12 @@ is not 1, so one option sets both.
 """
 
 import importlib.util
-from typing import TYPE_CHECKING
+
+from common.models.family import Family
+from common.models.loading import family_class
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-if TYPE_CHECKING:
-    from common.models.family import Family
 
 DIFFUSERS_NAMES = {"native": "native", "cudnn": "_native_cudnn", "flash": "flash"}
 SDPA_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION}  # of torch, for Stable Diffusion 3, which calls torch directly
@@ -26,8 +25,6 @@ def check_attention(attention: str, model: str, dtype: str) -> None:
     Raises:
         ValueError: in one line that names the option and what it needs.
     """
-    from common.models.loading import family_class  # diffusers, which takes seconds to import
-
     given = f"--attention {attention}"
     if not torch.cuda.is_available():
         raise ValueError(f"{given}: needs a GPU; a CPU has native alone")
@@ -40,8 +37,10 @@ def check_attention(attention: str, model: str, dtype: str) -> None:
         raise ValueError(f"{given}: {family.__name__} takes {' or '.join(family.attention_kernels)}")
 
 
-def use_attention(model: "Family", attention: str) -> None:
+def use_attention(model: Family, attention: str) -> None:
     """Let the transformers of all policies compute attention by that kernel. Call it before the first pass."""
+    if attention == "native":
+        return
     from diffusers.models.attention_processor import JointAttnProcessor2_0
     from diffusers.utils import logging
 
