@@ -192,7 +192,9 @@ def encode_drawn(args: Args, run: Run, model: Family, pairs: "Pairs", rows: set[
             image_size=args.image_size,
             max_sequence_length=args.max_sequence_length,
         )
-    run.say(f"{len(pairs)} pairs; of the {len(files)} that are drawn, {len(set(files.values()))} are distinct")
+    run.print_message(
+        f"{len(pairs)} pairs; of the {len(files)} that are drawn, {len(set(files.values()))} are distinct"
+    )
     return files
 
 
@@ -219,7 +221,7 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
         totals = (scores * weights).sum(1)  # (G,), NaN for failed images
         save_pair(run.folder, row, prompts, images, totals)
     offload_rewards(inputs.rewards)  # networks of rewards leave the GPU to the training, if asked
-    run.say(write_pairs(run.folder, num_prompts))
+    run.print_message(write_pairs(run.folder, num_prompts))
 
 
 def draw_training_noise(

@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 from common.help import help_text
 from common.option_files import defaults_of_checkpoint, words_of_file
 from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs
-from common.process import say
+from common.process import print_message
 from common.profiling import traced_steps
 from common.stop_rules import check_stop_rules
 from common.tracking import check_tracker
@@ -37,7 +37,7 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
     known = {field.name: field for field in fields(args_class)}
     argv = words_of_file(argv, known) + argv
     args = _parse(args_class, argv, {})
-    say(f"{args.run_folder}: checking options and files")
+    print_message(f"{args.run_folder}: checking options and files")
     if args.resume:
         args = _parse(args_class, argv, defaults_of_checkpoint(args))
     check_options(args)

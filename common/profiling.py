@@ -16,7 +16,7 @@ from common.models.loading import find_family
 from common.plan.devices import find_device
 from common.plan.memory import Blueprint
 from common.plan.needs import measure, work, workload_of
-from common.process import end_with_parent, say
+from common.process import end_with_parent, print_message
 from common.weights.lora import make_lora
 
 import torch
@@ -80,7 +80,7 @@ def _send_flops(sender: Connection, config: dict[str, Any]) -> None:
     try:
         sender.send(count_flops(config))
     except Exception as error:  # the run can do without
-        say(f"perf/mfu is not logged: {type(error).__name__}: {' '.join(str(error).split())}")
+        print_message(f"perf/mfu is not logged: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
 class Utilisation:

@@ -39,7 +39,7 @@ from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid
 from common.process import catch_stop_signals, stop_requested
 from common.profiling import Utilisation, profiled_step
 from common.ranks import over_ranks
-from common.resuming import checkpoint_of, rewind, say_resumed
+from common.resuming import checkpoint_of, report_resumed, rewind
 from common.scoring import Reward, reward_settings
 from common.stop_rules import met_rules, read_stop_rules
 from common.tracking import start_tracker
@@ -166,14 +166,16 @@ class Run:
         if self.bar is None:
             height, width = self.args.image_size
             num_steps = self.args.num_steps
-            self.say(f"training: steps {step} to {num_steps}, {self._num_images} of {height} x {width} pixels each")
+            self.print_message(
+                f"training: steps {step} to {num_steps}, {self._num_images} of {height} x {width} pixels each"
+            )
             self.bar = tqdm(initial=step - 1, total=num_steps, disable=not self._writes)
         self._trace.close()  # writes the previous step's trace
         self._trace.enter_context(profiled_step(self.folder, step, self.args.profile_steps))
         self.step = step
         self._step_began = self._begun_at = time.perf_counter()
 
-    def say(self, line: str) -> None:
+    def print_message(self, line: str) -> None:
         """Print a line, once for all ranks."""
         if self._writes:
             tqdm.write(line)
@@ -202,7 +204,7 @@ class Run:
             )
         metrics = metrics | self._speed_metrics(step)
         if self.args.stop_if and self.bar is not None:  # an evaluation before training ends nothing
-            met, self._stop_reason = met_rules(read_stop_rules(self.args.stop_if), step, metrics, self.say)
+            met, self._stop_reason = met_rules(read_stop_rules(self.args.stop_if), step, metrics, self.print_message)
             metrics |= met
         self._timing = {}
         if not self._writes:
@@ -240,11 +242,13 @@ class Run:
             self.bar.update(step - self.bar.n)
         if metrics.get("critic/rewards/zero_std_ratio") == 1 and not self._has_warned:
             self._has_warned = True
-            self.say(f"step {step}: every image scores as the others of its prompt do: nothing is learned from them")
+            self.print_message(
+                f"step {step}: every image scores as the others of its prompt do: nothing is learned from them"
+            )
         if has_grid:
             told = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]
             told += [f"{name} {value:g}" for name, value in metrics.items() if name.endswith("/failed") and value > 0]
-            self.say(f"step {step}: {', '.join(told)}")
+            self.print_message(f"step {step}: {', '.join(told)}")
 
     def _speed_metrics(self, step: int) -> dict[str, float]:
         """Seconds by phase; for a training step also milliseconds per image, and images per second and rank.
@@ -302,7 +306,7 @@ class Run:
             is_file = Path(str(self.args.resume)).suffix == ".pt"
             self.checkpoint, state = first_intact(self.checkpoint, state, may_be_earlier=not is_file)
         state["path"] = self.checkpoint
-        is_comparable = say_resumed(self.checkpoint, state["args"], self.config)
+        is_comparable = report_resumed(self.checkpoint, state["args"], self.config)
         self.step = state["step"]
         self._best_step = state.get("best_step") if is_comparable else None
         self._resumed_from = self.step
@@ -331,14 +335,16 @@ class Run:
             self.bar.close()
         if self.args.num_steps and not self.args.eval_only:
             if self._best_step is not None:
-                self.say(f"best evaluation: step {self._best_step}, in {self.folder}/best_adapter")
+                self.print_message(f"best evaluation: step {self._best_step}, in {self.folder}/best_adapter")
             told = f"stopped after step {self.step} of {self.args.num_steps}"
             if self._stop_reason:
-                self.say(f"{told}: {self._stop_reason}; to continue, pass --resume latest without it")
+                self.print_message(f"{told}: {self._stop_reason}; to continue, pass --resume latest without it")
             elif self.step < self.args.num_steps:
-                self.say(f"{told}; to continue, give the same command with --resume latest")
+                self.print_message(f"{told}; to continue, give the same command with --resume latest")
             else:
-                self.say(f"finished all {self.step} steps; to continue, pass --resume latest and a larger --num_steps")
+                self.print_message(
+                    f"finished all {self.step} steps; to continue, pass --resume latest and a larger --num_steps"
+                )
         if self._tracker:
             self._tracker.finish()
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import RunError, refusing
+from common.errors import RunError, error_prefix
 from common.models.family import Family
 from common.models.vae import to_bfloat16
-from common.process import say
+from common.process import print_message
 from common.user_code import load_module
 
 import torch
@@ -49,7 +49,7 @@ def find_family(
             config that cannot be read, or what `check` refuses.
     """
     family = family_class(model)
-    with refusing(f"--model {model}", (OSError, KeyError)):
+    with error_prefix(f"--model {model}", (OSError, KeyError)):
         check_layout(model)
         family.check(model, height, width, num_frames, guidance_scale)
     check_sizes(family, model, (height, width), max_sequence_length)
@@ -69,7 +69,7 @@ def family_class(model: str | Path) -> type[Family]:
             raise ValueError(f"--model {model}: not a diffusers pipeline (no model_index.json)")
     else:
         index = download_index(str(model))
-    with refusing(f"--model {model}: model_index.json", Exception):
+    with error_prefix(f"--model {model}: model_index.json", Exception):
         pipeline = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     wanted = str(pipeline).lower().removesuffix("pipeline")
     files = sorted(Path(__file__).parent.glob("*.py"))
@@ -101,7 +101,7 @@ def download_index(model: str) -> Path:
     try:
         if model.startswith((".", "/", "~")) or model.count("/") > 1:  # a path, and no hub id
             raise ValueError(f"--model {model}: no such folder")
-        with refusing(f"--model {model}: no such folder, and no model that can be downloaded"):
+        with error_prefix(f"--model {model}: no such folder, and no model that can be downloaded"):
             return Path(hf_hub_download(model, "model_index.json"))
     except ValueError as error:
         if OTHER_KINDS.search(model.lower()):
@@ -133,7 +133,7 @@ def components(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in json.loads((folder / "model_index.json").read_text(encoding="utf-8")):
         config = folder / name / "config.json"
         if config.is_file():
-            with refusing(config):
+            with error_prefix(config):
                 yield name, json.loads(config.read_text(encoding="utf-8"))
 
 
@@ -179,7 +179,9 @@ def check_sizes(family: type[Family], model: str | Path, image_size: tuple[int, 
             f"--max_sequence_length {max_sequence_length}: {family.__name__} takes {longest} tokens at most"
         )
     if not Path(model).is_dir() and image_size == SMALL_SIZE:
-        say(f"--model {model}: --image_size 32 96 is the embedded model's; docs/models.md has what this one needs")
+        print_message(
+            f"--model {model}: --image_size 32 96 is the embedded model's; docs/models.md has what this one needs"
+        )
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -198,12 +200,12 @@ def load_model(
     import transformers  # slow, as diffusers is
     from diffusers.utils.logging import disable_progress_bar
 
-    say(f"loading {model}")
+    print_message(f"loading {model}")
     disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # whose output is a view; we do not write into it
     try:
-        with refusing(f"--model {model}", Exception):  # whatever a library raises over a stranger's files
+        with error_prefix(f"--model {model}", Exception):  # whatever a library raises over a stranger's files
             pipe = load_pipeline(model, dtype)
     except ValueError as error:
         raise RunError(str(error)) from error
@@ -240,7 +242,7 @@ def loading_options(model: str | Path) -> dict[str, Any]:
         if found and "" not in found:
             options["variant"] = sorted(found)[0]
         if any(dtype.startswith("F8") for dtype in stored_dtypes(folder / name)):
-            say(f"--model {model}: {name} is stored in float8, and loaded in --dtype")
+            print_message(f"--model {model}: {name} is stored in float8, and loaded in --dtype")
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     options |= {name: None for name, value in index.items() if value == [None, None]}
     return options
@@ -250,7 +252,7 @@ def stored_dtypes(folder: Path) -> set[str]:
     """The dtypes, by safetensors' names for them, of the tensors in a folder's files; reads the headers alone."""
     found = set()
     for path in folder.glob("*.safetensors"):
-        with refusing(path), open(path, "rb") as file:
+        with error_prefix(path), open(path, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
             found |= {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
     return found

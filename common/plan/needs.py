@@ -18,7 +18,7 @@ from common.errors import RunError
 from common.models.family import Family
 from common.models.vae import PIXELS_AT_ONCE
 from common.plan.memory import Blueprint, Cost
-from common.process import say
+from common.process import print_message
 from common.weights.base_weights import WEIGHT_BYTES
 from common.weights.lora import LoRA
 
@@ -485,7 +485,7 @@ def fit_to_gpus(
             ranks_here=ranks_here,
             saved_size=saved_size,
         )
-        say(describe(chosen, ranks_here))
+        print_message(describe(chosen, ranks_here))
     return gather_objects(chosen)[0]
 
 
