@@ -27,7 +27,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.cpu import repair_torchvision
 from common.models.loading import family_class
-from common.options import SharedArgs
 from common.plan import needs
 from common.plan.memory import Blueprint
 from common.weights.lora import make_lora
@@ -157,7 +156,7 @@ def main():
     folder = Path(tempfile.mkdtemp())
     family = family_class(write_configs(MODEL, folder))
     for kind, rank in (("LoRA of rank 32", 32), ("full weights", 0)):
-        lora = make_lora(SharedArgs(lora_rank=rank, lora_alpha=2 * rank or 1), family)
+        lora = make_lora(family, rank=rank, alpha=2 * rank or 1)
         blueprint: Any = Blueprint(family, str(folder), lora, torch.bfloat16)
         for counted in ("velocity", "decoding"):  # each kind of pass once, as the rows share them
             setattr(blueprint, counted, functools.cache(getattr(blueprint, counted)))

@@ -12,8 +12,7 @@ from common.pairs.pair_files import Pair, pair_prompts
 from common.process import say
 from common.rewards.preservation import check_metadata, preservation
 from common.scoring import Reward
-from common.weights.adapter_files import check_modules
-from common.weights.adapter_names import meta_transformer
+from common.weights.adapter_files import check_modules, meta_transformer
 from common.weights.base_weights import check_base_weights
 from common.weights.lora import LoRA
 
@@ -32,7 +31,13 @@ def check_choices(
     """
     if options.get("base_weights") and importlib.util.find_spec("torchao") is None:
         raise ValueError("--base_weights: needs torchao, which is not installed: pip install torchao==0.18.0")
-    check_base_weights(options)
+    check_base_weights(
+        options.get("base_weights"),
+        trains_lora=lora is not None,
+        rollout=options.get("rollout", "local"),
+        shard_ranks=options.get("shard_ranks", 1),
+        train_with=options.get("train_with", ()),
+    )
     if options.get("eval_by"):
         check_field(eval_set, options["eval_by"])
     check_pictures(options, family.num_sources, train_set, eval_set, pairs)

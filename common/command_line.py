@@ -70,6 +70,8 @@ def check_options(args: SharedArgs) -> None:
     name = args.name
     if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 200:
         raise ValueError(f"--name {name}: must be the name of one folder, of at most 200 bytes")
+    if isinstance(args, EngineArgs) and args.rollout == "vllm" and args.vae_dtype != "float32":
+        raise ValueError(f"--vae_dtype {args.vae_dtype}: needs --rollout local; the engine's VAE is float32")
     if isinstance(args, EngineArgs) and args.rollout == "local":
         if args.engine_devices:
             devices = " ".join(map(str, args.engine_devices))

@@ -156,6 +156,7 @@ def resume_differences(saved_options: dict, options: dict, ignore: Collection[st
 def of_the_score(options: dict) -> dict:
     """{name: value} of the options and settings that the weighted total of an evaluation depends on."""
     found = {name: options.get(name) or None for name in OF_THE_SCORE}  # an older checkpoint lacks some
+    found["vae_dtype"] = options.get("vae_dtype", "float32")
     settings = options.get("reward_settings", {})
     for reward in options.get("reward", ()):
         for variable, value in (settings.get(reward) or settings.get(reward.rpartition(":")[2], {})).items():

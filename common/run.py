@@ -37,7 +37,7 @@ from common.models.family import Family
 from common.options import SharedArgs
 from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid
 from common.process import catch_stop_signals, stop_requested
-from common.profiling import profiled_step, utilisation
+from common.profiling import Utilisation, profiled_step
 from common.ranks import over_ranks
 from common.resuming import checkpoint_of, rewind, say_resumed
 from common.scoring import Reward, reward_settings
@@ -128,6 +128,10 @@ class Run:
             catch_stop_signals(args.max_minutes)
             _begun.append(self)
             create_run_folder(self.folder, self.config, script, self.checkpoint)
+        self._utilisation: Utilisation | None = None
+        trains = script and args.num_steps and not args.eval_only
+        if trains and self._writes and torch.cuda.is_available():  # a CPU's peak is not known
+            self._utilisation = Utilisation(self.config)
         self._tracker = start_tracker(args.track, self.folder, self.config) if args.track and self._writes else None
 
     # ---- the clock ----
@@ -265,8 +269,8 @@ class Run:
         metrics["perf/time_per_step"] = self._timing["step"]
         metrics["perf/throughput"] = self._num_images / self._timing["step"] / world_size
         metrics["perf/total_num_images"] = step * self._num_images
-        if self._writes and torch.cuda.is_available():
-            metrics |= utilisation(self.config, self._timing)
+        if self._utilisation:
+            metrics |= self._utilisation.metrics(self._timing)
         return metrics
 
     # ---- samples, checkpoints and the end ----

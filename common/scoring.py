@@ -26,7 +26,6 @@ The built-in reward NAME is function NAME of common/rewards/NAME.py; your own is
 """
 
 import copy
-import importlib
 import math
 import os
 import queue
@@ -40,7 +39,7 @@ from common.distributed import gather, gather_objects, use_own_gpu
 from common.errors import RunError, brief, reason, refusing
 from common.process import say
 from common.rollout import Images
-from common.user_code import check_arguments, describe, load_function, own_folder
+from common.user_code import check_arguments, describe, load_function, load_module, own_folder
 
 import torch
 
@@ -108,7 +107,7 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
     if name not in built_in_rewards():
         known = ", ".join(built_in_rewards())
         raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
-    module = importlib.import_module(f"common.rewards.{name}")
+    module = load_module(f"common.rewards.{name}")
     if not hasattr(module, name):
         raise ValueError(f"{option} {name}: common/rewards/{name}.py has no function {name}")
     return getattr(module, name)

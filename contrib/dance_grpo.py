@@ -36,17 +36,20 @@ from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, friendly_errors, open_run
 from common.scoring import Scorer, fill_failed, load_rewards, reward_metrics
 from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
+from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
 from common.weights.policy import (
     acting,
     add_policies,
-    choose_kernels,
+    choose_adam_kernel,
     follow,
-    load_training_state,
+    keep_frozen_whole,
+    reshard,
     sampling,
-    training_state,
 )
+from common.weights.prompt_cache import prepare_prompts
+from common.weights.training_state import load_training_state, training_state
 
 import torch
 import torch.distributed as dist
@@ -149,7 +152,17 @@ def prepare(args: Args) -> Inputs:
             tensor_parallel=args.engine_tensor_parallel,
             rollout_correction=args.rollout_correction,
         )
-    lora = make_lora(args, family, checkpoint)
+    lora = make_lora(
+        family,
+        model=args.model,
+        path=args.lora_path,
+        rank=args.lora_rank,
+        alpha=args.lora_alpha,
+        target_modules=args.lora_target_modules,
+        exclude_modules=args.lora_exclude_modules,
+        base_weights=args.base_weights,
+        checkpoint=checkpoint,
+    )
     inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
     return check_inputs(args, inputs)
 
@@ -215,10 +228,10 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained."""
     num_drawn = args.num_steps * args.num_prompts  # embeddings are cached, too long ones counted
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
         quantise_encoders(model)
-    model.keep_embeddings(prompts, args.max_sequence_length, args.prompt_cache)
+    prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default"]  # peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")
@@ -226,6 +239,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
         policies.append("reference")
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
+    use_attention(model, args.attention)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
 
 
@@ -236,8 +250,11 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
-    options: dict = {"mesh": shard_mesh(device, args.shard_ranks), "mp_policy": precision, "offload_policy": offload}
-    options["ignored_params"] = model.unsharded  # quantised weights; empty without --base_weights
+    mesh = shard_mesh(device, args.shard_ranks)
+    # FSDP copies and casts its weights in every pass even where a rank has all of them, so it gets a LoRA alone then
+    is_whole = model.is_lora and mesh.size(-1) == 1 and not on_cpu
+    if is_whole:
+        keep_frozen_whole(model, dtype)
     # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
@@ -250,7 +267,10 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
                 module.compile(options={"emulate_precision_casts": True})
             if not model.is_lora and transformer is not model.policies.get("reference"):
                 module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
-            fully_shard(module, **options)
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=model.unsharded)
+        if is_whole:  # the LoRA is cast in the first pass after an optimizer step, and stays so until the next one
+            transformer.set_reshard_after_forward(False)
+            transformer.set_reshard_after_backward(False)
 
 
 # ==== 5 ENGINE ========================================================================================================
@@ -527,6 +547,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
+    reshard(model.transformer)  # the optimizer changes the shards: weights that passes have cast are out of date then
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
@@ -548,23 +569,21 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[st
         with acting(model, "reference"):
             ref_means = recompute_log_probs(args, model, batch.request, batch.trajectories).prev_sample_means
     # consecutive, not shuffled: GroupSampler dealt them so that a mini-batch is the same on any number of ranks
-    mini_batches = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
+    mini_batches = args.epochs_per_rollout * torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
     grad_norms = []
     finite_passes = []  # of the optimizer steps whose gradient is finite
     metrics: dict[str, float] = {}
-    for _ in range(args.epochs_per_rollout):
-        for mini_batch in mini_batches:
-            passes = accumulate_gradients(args, model, batch, mini_batch, ref_means)
-            if not metrics:  # on-policy: the ratio is 1 to the bit, except with an engine and --old_log_prob rollout
-                means = mean_over_ranks(passes)
-                metrics["actor/on_policy_ratio_mean"] = means["actor/ratio_mean"]
-                metrics["actor/on_policy_ratio_std"] = means["actor/ratio_std"]
-            grad_norm = optimizer_step(args, model, optimizer)
-            if math.isfinite(grad_norm):  # it is over all ranks: they skip together
-                grad_norms.append(grad_norm)
-                finite_passes += passes
-    num_updates = args.epochs_per_rollout * len(mini_batches)
-    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # norms not finite; those of 0 are not counted
+    for number, mini_batch in enumerate(mini_batches):
+        passes = accumulate_gradients(args, model, batch, mini_batch, ref_means)
+        if number == 0:  # on-policy: the ratio is 1 to the bit, except with an engine and --old_log_prob rollout
+            means = mean_over_ranks(passes)
+            metrics["actor/on_policy_ratio_mean"] = means["actor/ratio_mean"]
+            metrics["actor/on_policy_ratio_std"] = means["actor/ratio_std"]
+        grad_norm = optimizer_step(args, model, optimizer)
+        if math.isfinite(grad_norm):  # it is over all ranks: they skip together
+            grad_norms.append(grad_norm)
+            finite_passes += passes
+    metrics["actor/skipped_steps"] = len(mini_batches) - len(grad_norms)  # norms not finite; those of 0 do not count
     metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
     if grad_norms:
         metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
@@ -622,7 +641,7 @@ def main(args: Args, inputs: Inputs) -> None:
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_kernels(optimizer, model, args.attention)  # of AdamW and of the attention
+    choose_adam_kernel(optimizer, model)
     num_rows = len(inputs.train_set)
     sampler = GroupSampler(num_rows, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
     run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")

@@ -45,13 +45,13 @@ from common.run import Run
 from common.scoring import Reward
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
-from common.weights.shards import Reader
 from tests.warm_engine import fork_engines
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 repair_torchvision()  # as the scripts do
 use_onednn()
@@ -298,9 +298,9 @@ def whole_checkpoint(path: Path) -> dict[str, Any]:
     """A checkpoint's state and, in place of the shards of full weights, their whole "tensors" by name."""
     state = checkpoints.load_checkpoint(path)
     if state.pop("shards", None):
-        reader = Reader(checkpoints.shards_of(path))
+        reader = HuggingFaceStorageReader(str(checkpoints.shards_of(path)))
         sizes = reader.read_metadata().state_dict_metadata
-        state["tensors"] = {name: torch.empty(found.size) for name, found in sizes.items()}
+        state["tensors"] = {name: torch.empty(sizes[name].size) for name in sorted(sizes)}
         dcp.load(state["tensors"], storage_reader=reader, no_dist=True)
     return state
 
@@ -462,6 +462,20 @@ def embedded_model(dtype: torch.dtype = torch.float32) -> Family:
     return load_model(family_class(EMBEDDED), EMBEDDED, dtype, torch.device("cpu"))
 
 
+def lora_of(args: Any, family: type[Family]) -> Any:
+    """The LoRA that a script's options ask for, as its `prepare` makes it."""
+    return make_lora(
+        family,
+        model=args.model,
+        path=args.lora_path,
+        rank=args.lora_rank,
+        alpha=args.lora_alpha,
+        target_modules=args.lora_target_modules,
+        exclude_modules=args.lora_exclude_modules,
+        base_weights=args.base_weights,
+    )
+
+
 def policy_without_fsdp(trained: bool = True, **changes: Any) -> tuple[Family, Any, Any]:
     """The embedded model with flow_grpo's LoRA, unsharded; `trained` gives it a LoRA that acts. `changes` are options.
 
@@ -470,7 +484,7 @@ def policy_without_fsdp(trained: bool = True, **changes: Any) -> tuple[Family, A
     flow_grpo = importlib.import_module("flow_grpo")
     args = dataclasses.replace(flow_grpo.Args(), num_inference_steps=6, eval_num_inference_steps=6, **changes)
     model = embedded_model()
-    lora = make_lora(args, type(model))
+    lora = lora_of(args, type(model))
     add_policies(model, lora, ["default"], args.seed)
     if trained:
         for name, p in model.transformer.named_parameters():

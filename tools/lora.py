@@ -17,8 +17,7 @@ from pathlib import Path
 
 from common.cpu import repair_torchvision
 from common.models.loading import family_class, load_pipeline
-from common.weights.adapter_files import read_file
-from common.weights.adapter_names import is_of_text_encoder, linear_shapes, translate
+from common.weights.adapter_files import TEXT_ENCODERS, linear_shapes, read_file, translate
 
 import torch
 from safetensors.torch import save_file
@@ -106,20 +105,18 @@ def read_matrices(path: str | Path, model: str) -> dict[str, Matrices]:
         ValueError: it is not such a LoRA.
     """
     tensors, settings = read_file(Path(path))
-    encoders = [key for key in tensors if is_of_text_encoder(key)]
+    encoders = [key for key in tensors if TEXT_ENCODERS.match(key)]
     if encoders:
         print(f"left out: {len(encoders)} tensors of text encoders")
-    named = translate({key: tensor for key, tensor in tensors.items() if key not in encoders}, model)
+    weights, alphas = translate({key: tensor for key, tensor in tensors.items() if key not in encoders}, model)
     found: dict[str, Matrices] = {}
-    for module in sorted({name.rpartition(".lora_A.")[0] for name in named if ".lora_A." in name}):
-        a = named[f"{module}.lora_A.weight"].float()
-        b = named[f"{module}.lora_B.weight"].float()
+    for module in sorted({name.rpartition(".lora_A.")[0] for name in weights if ".lora_A." in name}):
+        a = weights[f"{module}.lora_A.weight"]
+        b = weights[f"{module}.lora_B.weight"]
         own_alpha = settings.get("alpha_pattern", {}).get(module, settings.get("lora_alpha", len(a)))
-        alpha = float(named[f"{module}.alpha"]) if f"{module}.alpha" in named else own_alpha
+        alpha = alphas.get(module, own_alpha)
         root = len(a) ** 0.5 if settings.get("use_rslora") else len(a)
         found[module] = (a, b * (alpha / root))
-    if not found:
-        raise ValueError("it has no matrices of a transformer")
     rank = max(len(a) for a, _ in found.values())
     return {module: padded(a, b, rank) for module, (a, b) in found.items()}
 

@@ -126,8 +126,23 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     family = find_family(args.model, height, width, args.num_frames, guidance_scale, args.max_sequence_length)
     if w.has_engine and not family.has_engine_pipeline():
         raise ValueError(f"--rollout vllm: {family.__name__} has no engine: pass --rollout local")
-    check_base_weights(options)
-    lora = make_lora(args, family)
+    lora = make_lora(
+        family,
+        model=args.model,
+        path=args.lora_path,
+        rank=args.lora_rank,
+        alpha=args.lora_alpha,
+        target_modules=args.lora_target_modules,
+        exclude_modules=args.lora_exclude_modules,
+        base_weights=args.base_weights,
+    )
+    check_base_weights(
+        args.base_weights,
+        trains_lora=lora is not None,
+        rollout=options.get("rollout", "local"),
+        shard_ranks=args.shard_ranks,
+        train_with=args.train_with,
+    )
     check_lora_modules(lora, options)
     # a run with --pairs does not read --train_prompts
     prompts = options["eval_prompts"] if options.get("pairs") else options["train_prompts"]
@@ -135,7 +150,8 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     if num_sources and w.prompt_cache is not None:
         raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
     with refusing(f"--model {args.model}", Exception):  # whatever a library raises over a stranger's configs
-        blueprint = Blueprint(family, args.model, lora, getattr(torch, w.dtype), num_sources)
+        dtype, vae_dtype = getattr(torch, w.dtype), getattr(torch, w.vae_dtype)
+        blueprint = Blueprint(family, args.model, lora, dtype, num_sources, vae_dtype)
     if family.num_sources[1]:
         print(f"counted: {num_sources} picture{'' if num_sources == 1 else 's'} for each record")
     print_uncounted([*args.reward, *args.eval_reward])
@@ -270,7 +286,7 @@ def check_fits(memory: Memory, device: str) -> str:
 def work_table(w: Workload, costs: Costs, device: str) -> list[str]:
     """Lines of FLOPs and, where the device's matrix rate is known, seconds."""
     rate = getattr(DEVICES[device], w.dtype)
-    vae_rate = DEVICES[device].tf32
+    vae_rate = DEVICES[device].bfloat16 if w.vae_dtype == "bfloat16" else DEVICES[device].tf32
     title = f"a step of a rank, {w.images_of_a_rank} images"
     assumed = f"at {UTILISATION:.0%} of {rate} TFLOP/s, the VAE of {vae_rate}" if rate else ""
     phases = work(w, costs)

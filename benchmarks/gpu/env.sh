@@ -37,7 +37,7 @@ KIT=$ROOT/benchmarks/gpu
 
 # The project before and after a change that FSDP's pairs measure: what it does by default is in every other part, and
 # the pair's other side is this. "whole" leaves a LoRA's frozen weights out of FSDP, "sharded" gives them to it.
-FROZEN=${FROZEN:-whole}
+FROZEN=${FROZEN:-sharded}
 
 # Lines for the report, on stdin, without the folders of this machine: the last name of an absolute path stays
 report() { sed -E 's#(^|[^A-Za-z0-9._/-])(/[A-Za-z0-9._+-]+)+/#\1#g' | tee -a "$REPORT"; }
@@ -96,7 +96,7 @@ plan() {
     local name=$1 model=$2
     shift 2
     CUDA_VISIBLE_DEVICES='' try "$name" 150 python "$KIT/sized.py" "${TINY:+tiny-}$model" tools.plan \
-        "${PLAN:-h100-80}" "$ROOT/flow_grpo.py" "$@" && fenced < "$LOGS/$name.log"
+        "${PLAN:-h100-80}" "$ROOT/flow_grpo.py" "$@" && grep -v 'it/s\]' "$LOGS/$name.log" | fenced  # no progress bars
 }
 
 # peers NAME MODEL LIMIT OPTIONS...: what others do with the same weights

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from common.engine.messages import fingerprint
@@ -150,6 +151,7 @@ class SDERolloutMixin(CFGParallelMixin):
     """
 
     supports_request_batch = True
+    as_one_request = False  # the native pipeline takes a batch's prompts as one request's, and gives one output for all
     timestep_unit = 1  # the transformer takes t divided by this, t in (0, 1000]
     no_text_encoder = NoTextEncoder  # for a native pipeline that loads one in a way of its own
     bound_lora_modules = 0
@@ -178,11 +180,16 @@ class SDERolloutMixin(CFGParallelMixin):
         starts = [prompt["initial_latents"] for prompt in batch.prompts if "initial_latents" in prompt]
         settings = params.extra_args["rollout"]
         run = BatchUnderWay(**settings, prompts=batch.prompts, generators=generators, starts=starts)
+        native: Any = batch
+        if self.as_one_request:
+            native = SimpleNamespace(prompts=batch.prompts, sampling_params=params)
         self._run = run
         try:
-            outputs = super().forward(batch, *args, **kwargs)
+            outputs = super().forward(native, *args, **kwargs)
         finally:
             self._run = None
+        if self.as_one_request:
+            outputs = [DiffusionOutput(output=image[None]) for image in outputs.output]
         if run.step != len(run.timesteps):
             raise RuntimeError(f"the pipeline took {run.step} steps, the schedule has {len(run.timesteps)}")
         if not isinstance(outputs, list):  # the pipeline takes one request at a time

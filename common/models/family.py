@@ -8,8 +8,9 @@ inherits from `Family`, which says what each method takes and gives. Five method
 """
 
 import itertools
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ Schedule = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
 # B images, or B videos, each a list of frames.
 Images = list[PIL.Image.Image] | list[list[PIL.Image.Image]]
 
+ENCODERS = ("text_encoder", "image_encoder")  # how the names of a pipeline's encoders begin
 PROMPTS_AT_ONCE = 32  # per call of the text encoders: thousands at once would not fit on a GPU
 
 
@@ -70,18 +72,10 @@ class Family(ABC):
     def __init__(self, pipe: "diffusers.DiffusionPipeline") -> None:
         self.pipe = pipe
         self.transformer = pipe.transformer
-        self.unsharded: set[torch.nn.Parameter] = set()  # quantised weights, which FSDP leaves whole (--base_weights)
+        self.unsharded: set[torch.nn.Parameter] = set()  # frozen weights that FSDP leaves out, as each rank has all
         self.negative: dict[tuple[str, int], Conditioning] = {}  # by prompt and length; encode_negative fills it
-
-    def keep_embeddings(self, prompts: list[str], max_sequence_length: int, folder: str | None) -> None:
-        """Say how many prompts are too long. Encode them into `folder`, unless it is None. A collective."""
-        from common.models.long_prompts import count_long_prompts
-
-        count_long_prompts(self.pipe, prompts, max_sequence_length)
-        if folder is not None:
-            from common.weights.prompt_cache import cache_prompts  # only --prompt_cache needs it
-
-            cache_prompts(self, prompts, max_sequence_length, folder)
+        # --prompt_cache: B prompts, length -> what encode_prompts gave for them; `prepare_prompts` sets it
+        self.kept_conditioning: Callable[[list[str], int], Conditioning] | None = None
 
     # ---- what each family defines ----
     @staticmethod
@@ -128,11 +122,18 @@ class Family(ABC):
                 batches.append(self.encode_batch(prompts[i : i + PROMPTS_AT_ONCE], max_sequence_length))
         return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
+    def embed_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+        """encode_prompts, or what --prompt_cache has of it."""
+        if self.kept_conditioning is None:
+            return self.encode_prompts(prompts, max_sequence_length)
+        kept = self.kept_conditioning(prompts, max_sequence_length)
+        return {field: tensor.to(self.device) for field, tensor in kept.items()}
+
     def encode(
         self, prompts: PromptSet, max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
     ) -> Conditioning:
         """Conditioning of B prompts and their pictures, brought to image_size. WanImageToVideo reads num_frames."""
-        conditioning = self.encode_prompts(prompts.prompts, max_sequence_length)
+        conditioning = self.embed_prompts(prompts.prompts, max_sequence_length)
         if "image" in prompts.metadata[0]:
             conditioning |= self.encode_sources(prompts.sources(), *image_size)
         return conditioning
@@ -149,10 +150,10 @@ class Family(ABC):
         if guidance_scale <= 1 or not self.has_negative_prompt:
             return None
         if len(set(prompts)) > 1:
-            return self.encode_prompts(prompts, max_sequence_length)
+            return self.embed_prompts(prompts, max_sequence_length)
         key = (prompts[0], max_sequence_length)
         if key not in self.negative:  # the last one alone is kept: each prompt may have its own
-            self.negative = {key: self.encode_prompts(prompts[:1], max_sequence_length)}
+            self.negative = {key: self.embed_prompts(prompts[:1], max_sequence_length)}
         return self.negative[key]
 
     # ---- the pictures of a model that edits, which sets num_sources and defines both ----
@@ -259,20 +260,42 @@ def on_device(model: Family, prefix: str) -> Iterator[None]:
 
     Outside it they wait on the CPU, which leaves the GPU's memory to training. The GPU gets a copy, which is dropped at
     the end: the weights are frozen, so nothing needs to be copied back. T5-XXL's 10 GB take a second or more over PCIe,
-    once per rollout and once per evaluation; --prompt_cache saves that. Put one block around many calls: inner blocks
-    find the components on the device already. On the CPU nothing moves.
+    once per rollout and once per evaluation; --prompt_cache saves that, and pinned memory (pin_encoders) is faster. Put
+    one block around many calls: inner blocks find the components on the device already. On the CPU nothing moves.
     """
     waiting = []  # (tensor, its data on the CPU)
     for name, component in model.pipe.components.items():
         if name.startswith(prefix) and component is not None and component.device != model.device:
             for tensor in itertools.chain(component.parameters(), component.buffers()):
                 waiting.append((tensor, tensor.data))
-                tensor.data = tensor.data.to(model.device)
+                # from pinned memory the host need not wait: the pass that reads the copy is queued behind it
+                tensor.data = tensor.data.to(model.device, non_blocking=tensor.data.is_pinned())
     yield
     for tensor, data in waiting:
         tensor.data = data
-    if waiting and model.device.type == "cuda":
-        torch.cuda.empty_cache()  # so that the engine, another process on this GPU, can use the memory
+
+
+def pin_encoders(model: Family) -> None:
+    """Let the text and image encoders wait in pinned memory, which a GPU copies faster and without the host waiting.
+
+    Nothing changes on a CPU, or where the encoders of this host's ranks would take more than half of its memory: no
+    other program can have pinned memory.
+    """
+    if model.device.type != "cuda":
+        return
+    tensors = []
+    for name, component in model.pipe.components.items():
+        if name.startswith(ENCODERS) and component is not None:
+            tensors += [*component.parameters(), *component.buffers()]
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 2 * num_ranks * pinned_bytes(tensors) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        for tensor in tensors:
+            tensor.data = tensor.data.pin_memory()
+
+
+def pinned_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that tensors take in pinned memory: torch rounds each up to a power of two."""
+    return sum(1 << (tensor.nbytes - 1).bit_length() for tensor in tensors if tensor.nbytes)
 
 
 # ---- what several families need --------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ The pipeline counts guidance from 0, and we count it from 1 as in every family: 
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from common.models.family import Conditioning, Config, Family, Schedule, Shapes
@@ -105,8 +104,10 @@ class Krea2(Family):
     @staticmethod
     def engine_pipeline(mixin: type) -> type:
         """vLLM-Omni's Krea 2 with our hooks."""
+        from vllm_omni.diffusion.models.krea2.pipeline_krea2 import Krea2Pipeline as NativePipeline
 
-        class Krea2Rollout(mixin, output_per_image()):  # type: ignore[misc, valid-type]  # made at run time
+        class Krea2Rollout(mixin, NativePipeline):  # type: ignore[misc, valid-type]  # made at run time
+            as_one_request = True
             timestep_unit = 1000  # the transformer's input is t / 1000
 
             def __init__(self, **kwargs: Any) -> None:
@@ -158,19 +159,3 @@ def inputs_of(prefix: str, latents: torch.Tensor, given: dict[str, Any]) -> dict
         "encoder_attention_mask": given[f"{prefix}prompt_embeds_mask"],
         "position_ids": given["position_ids"],
     }
-
-
-def output_per_image() -> type:
-    """vLLM-Omni's pipeline, which takes a batch of one request, for batches of several: with an output for each."""
-    from vllm_omni.diffusion.data import DiffusionOutput
-    from vllm_omni.diffusion.models.krea2.pipeline_krea2 import Krea2Pipeline as NativePipeline
-    from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
-
-    class OutputPerImage(NativePipeline):
-        def forward(self, req: DiffusionRequestBatch, *args: Any, **kwargs: Any) -> list[DiffusionOutput]:
-            params = req.sampling_params_list[0]  # equal for all
-            as_one = SimpleNamespace(prompts=req.prompts, sampling_params=params)
-            images = super().forward(as_one, *args, **kwargs).output
-            return [DiffusionOutput(output=image[None]) for image in images]
-
-    return OutputPerImage

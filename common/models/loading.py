@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import RunError, refusing
 from common.models.family import Family
+from common.models.vae import to_bfloat16
 from common.process import say
 from common.user_code import load_module
 
@@ -182,11 +183,17 @@ def check_sizes(family: type[Family], model: str | Path, image_size: tuple[int, 
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
-def load_model(family: type[Family], model: str | Path, dtype: torch.dtype, device: torch.device | str) -> Family:
+def load_model(
+    family: type[Family],
+    model: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    vae_dtype: str = "float32",
+) -> Family:
     """Load a pipeline, frozen and in eval mode, and give it to its family.
 
     Everything stays on the CPU. Later fully_shard moves the transformer to `device`, block by block, and `on_device`
-    moves the rest. The VAE stays fp32: its rounding would show.
+    moves the rest. The VAE is fp32, or bf16 by vae_dtype.
     """
     import transformers  # slow, as diffusers is
     from diffusers.utils.logging import disable_progress_bar
@@ -203,6 +210,8 @@ def load_model(family: type[Family], model: str | Path, dtype: torch.dtype, devi
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval()
+    if vae_dtype == "bfloat16":
+        to_bfloat16(pipe.vae)
     # For --train_with compile: SD3.5 has three kinds of block, each with three graphs (with gradient, without, and
     # recomputed by activation checkpointing). By default dynamo stops compiling after 8.
     torch._dynamo.config.recompile_limit = 64

@@ -53,6 +53,7 @@ class Workload:
     trained_guidance: float
     """guidance_scale in the trained passes"""
     dtype: str = "float32"
+    vae_dtype: str = "float32"
     base_weights: str | None = None
     train_with: tuple[str, ...] = ()
     image_size: tuple[int, int] = (512, 512)
@@ -252,13 +253,10 @@ def pass_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     if "activation_checkpointing" not in w.train_with:
         to_train += ", or --train_with activation_checkpointing"
     both = ("rollout", "update")
-    block_by_block = ("update",) if w.gathers_whole else both  # in a rollout of whole weights no block is gathered
     activations = n * costs.training.peak_bytes
     kept = trajectory_bytes(blueprint, w)
     parts = [
-        Part(
-            "blocks as FSDP gathers them", block_bytes(blueprint, w), block_by_block, "device", "use --dtype bfloat16"
-        ),
+        part_of_fsdp(blueprint, w),
         Part(f"activations of {images}", activations, ("update",), "device", to_train),
         Part("trajectories and embeddings", kept, both, "device", "use more ranks, or fewer images a step"),
     ]
@@ -273,17 +271,34 @@ def pass_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     return parts
 
 
-def block_bytes(blueprint: Blueprint, w: Workload) -> int:
-    """The blocks that FSDP holds whole: it gathers the next one early, and from several ranks into a buffer first."""
+def part_of_fsdp(blueprint: Blueprint, w: Workload) -> Part:
+    """What FSDP holds whole for a pass, beside its shards.
+
+    Of a LoRA that each rank has whole: its tensors in the dtype of the pass, from the first pass after an optimizer
+    step to the next one. Otherwise blocks: it gathers the next one early, and from several ranks into a buffer first.
+    """
+    advice = "use --dtype bfloat16"
+    itemsize = blueprint.dtype.itemsize
+    if is_lora(blueprint) and w.shards == 1 and "cpu_offload" not in w.train_with:
+        num_bytes = itemsize * num_adapted(blueprint, w)
+        return Part("the LoRA as passes read it", num_bytes, ("encode", "rollout", "update"), "device", advice)
+    # in a rollout of whole weights no block is gathered
+    phases = ("update",) if w.gathers_whole else ("rollout", "update")
     num_blocks = 2 if w.shards == 1 else 3
-    return blueprint.dtype.itemsize * (blueprint.outside_blocks + num_blocks * blueprint.largest_block)
+    num_bytes = itemsize * (blueprint.outside_blocks + num_blocks * blueprint.largest_block)
+    return Part("blocks as FSDP gathers them", num_bytes, phases, "device", advice)
+
+
+def num_adapted(blueprint: Blueprint, w: Workload) -> int:
+    """The numbers in the adapters of all policies."""
+    return blueprint.num_trained * sum(policy != "reference" for policy in w.policies)
 
 
 def whole_bytes(blueprint: Blueprint, w: Workload) -> int:
     """The whole transformer with the adapters of all policies, and one more block in a buffer."""
     num_gathered = blueprint.num_weights + blueprint.largest_block
     if is_lora(blueprint):
-        num_gathered += blueprint.num_trained * sum(policy != "reference" for policy in w.policies)
+        num_gathered += num_adapted(blueprint, w)
     return blueprint.dtype.itemsize * num_gathered
 
 
@@ -356,6 +371,9 @@ def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     parts.append(Part("text encoders, in use", text_encoders, encoded, "device", "pass --prompt_cache FOLDER"))
     parts.append(Part("VAE, in use", blueprint.vae_bytes, decoded, "device", "pass --rollout vllm"))
     parts.append(Part("text encoders and VAE, waiting", waiting, PHASES, "host", fewer))
+    if w.prompt_cache is None:
+        rounding = text_encoders * (blueprint.pinned_encoder_bytes / blueprint.text_encoder_bytes - 1)
+        parts.append(Part("text encoders, rounded up as pinned", rounding, PHASES, "host", fewer))
     parts.append(Part("text encoders, until they are in int8", freed_by_int8, ("start",), "host", fewer))
     parts.append(Part("process", TRAINER_PROCESS, PHASES, "host", fewer))
     parts.append(Part("the transformer's files, mapped", files, ("start",), "node", larger))
@@ -367,8 +385,8 @@ def on_one_memory(parts: Iterable[Part]) -> list[Part]:
     """The Parts of a run on a CPU: nothing waits elsewhere, nothing is CUDA's, and all memory is the host's."""
     kept = []
     for part in parts:
-        # what is "in use" on a GPU has come from the host, where it is counted as waiting
-        if not part.name.endswith(("CUDA", "in use")):
+        # what is "in use" on a GPU has come from the host, where it is counted as waiting; nothing is pinned
+        if not part.name.endswith(("CUDA", "in use", "pinned")):
             kept.append(part._replace(place="host" if part.place in ("device", "engine") else part.place))
     return kept
 
@@ -451,7 +469,8 @@ def fit_to_gpus(
     if on_rank_0() and (may_copy or not options["micro_batch_size"]):
         num_sources = len(eval_set.metadata[0].get("image", ()))  # all records have as many (check_sources)
         dtype = getattr(torch, options["dtype"])
-        blueprint = Blueprint(family, options["model"], lora, dtype, num_sources)
+        vae_dtype = getattr(torch, options["vae_dtype"])
+        blueprint = Blueprint(family, options["model"], lora, dtype, num_sources, vae_dtype)
         gpu_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         saved = checkpoint and checkpoint.parents[1] / "args.json"
         saved_size = 0
@@ -482,7 +501,7 @@ class Work(NamedTuple):
     """FLOPs of a phase. Their rates differ."""
 
     transformer: float  # in --dtype
-    vae: float = 0  # in fp32, whose convolutions torch does in TF32 on a GPU
+    vae: float = 0  # in --vae_dtype; convolutions in fp32 torch does in TF32 on a GPU
 
     def seconds(self, rate: float, vae_rate: float) -> float:
         """At so many FLOPs a second of the one and of the other."""

@@ -148,6 +148,9 @@ class _Unavailable(Exception):
     """A fault that another attempt may mend."""
 
 
+_certificates = functools.cache(ssl.create_default_context)  # what this machine trusts; httpx has a list of its own
+
+
 async def _exchange(server: Server, url: str, content: bytes | None) -> bytes:
     """The bytes of the server's answer to one attempt."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # as LARGEST_ANSWER counts its bytes
@@ -185,12 +188,6 @@ async def _exchange(server: Server, url: str, content: bytes | None) -> bytes:
     if len(body) > LARGEST_ANSWER:
         raise ServerError(f"{url}: the answer has more than {LARGEST_ANSWER} bytes")
     return bytes(body)
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """The certificates that this machine trusts, those of its owner included; httpx has a list of its own."""
-    return ssl.create_default_context()
 
 
 def _proxy(url: str) -> str | None:

@@ -1,34 +1,49 @@
-"""Reading a LoRA to start from (--lora_path): a folder of peft's, or a folder or file of diffusers'.
+"""Reading a LoRA to start from (--lora_path): a folder of peft's, or a folder or file of diffusers' or another tool.
 
-Everything is read and checked before any model loads. Older key names (lora.down, lora.up) are read as diffusers reads
-them. We refuse adapters that we could not train further exactly as they are: several ranks or alphas, DoRA, rsLoRA,
-biases, and LoRAs of text encoders.
+Everything is read and checked before any model loads. Names with the prefix of a pipeline or of ComfyUI, kohya's with
+underscores for dots, and those from before peft (lora.down, lora.up) are read here, with their alphas. Names of a
+model's original code (q, k and v in one matrix, `double_blocks`) are translated by diffusers' own converters. We refuse
+adapters that we could not train further exactly as they are: several ranks or alphas, DoRA, rsLoRA, biases, and LoRAs
+of text encoders.
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import RunError, refusing
-from common.weights.adapter_names import translate
 
 import torch
 from safetensors import safe_open
 
 if TYPE_CHECKING:
-    from common.weights.lora import LoRA
-
     from peft import LoraConfig
 
 PEFT_FILE = "adapter_model.safetensors"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
-# A key in the file: the prefixes of peft and of a pipeline, which we drop; the module's name; which tensor it is.
-KEY = re.compile(r"(?:base_model\.model\.)?(?:transformer\.)?(?!text_encoder)(.+)\.(lora_[AB]\.weight|alpha)")
+# A key in the file: prefixes, which we drop; the module's name; which tensor it is
+KEY = re.compile(
+    r"(?:base_model\.model\.)?(?:transformer\.|diffusion_model\.|lora_unet_|lycoris_)?(.+?)\."
+    r"(lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up|alpha)(?:\.default)?(?:\.weight)?"
+)
+PARTS = {"lora_down": "lora_A", "lora.down": "lora_A", "lora_up": "lora_B", "lora.up": "lora_B"}
+TEXT_ENCODERS = re.compile(r"(?:base_model\.model\.)?(?:text_encoder|lora_te|text_model|conditioner)")
+# a part of a tensor's name: what it is
+OTHER_KINDS = {"dora_scale": "DoRA", "magnitude_vector": "DoRA", "lokr_": "LoKr", "hada_": "LoHa", "oft_": "OFT"}
 LARGEST = torch.finfo(torch.float32).max
-CONVERT = "`python -m tools.lora convert FILE OUT --model MODEL` gives it one"
+CONVERT = "`python -m tools.lora convert FILE OUT --model MODEL`"
 TAKEN = "in it, where only a transformer's lora_A and lora_B are taken"
+
+
+class LoRA(NamedTuple):
+    """A LoRA to train."""
+
+    config: "LoraConfig"
+    tensors: dict[str, torch.Tensor] | None  # to start from; None: new ones are drawn
+    base_weights: str | None = None  # the option: how the weights under it are kept
 
 
 def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[str, torch.Tensor], LoraConfig]":
@@ -49,13 +64,11 @@ def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[
     with refusing(f"--lora_path {path}"):
         with refusing("not a LoRA that can be read", Exception):
             tensors, settings = read_file(Path(path))
-        if model is not None:
-            tensors = translate(tensors, model)
-        weights, alphas = sort_tensors(tensors)
+        weights, alphas = translate(tensors, None if model is None else str(model))
         modules, rank = modules_and_rank(weights, settings)
         some_lack_alpha = alphas and sorted(alphas) != modules
         if len(set(alphas.values())) > 1 or some_lack_alpha or settings.get("alpha_pattern"):
-            raise ValueError(f"its alphas differ between modules: {CONVERT}")
+            raise ValueError(f"its alphas differ between modules: {CONVERT} gives it one")
         if settings.get("use_rslora"):
             raise ValueError("use_rslora, which divides alpha by the root of the rank, is not supported")
         alpha = settings.get("lora_alpha", rank)
@@ -68,9 +81,6 @@ def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[
 
 def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """All tensors of a LoRA, and its settings ({} if it has none). Raises OSError or ValueError if it is not a LoRA."""
-    from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY  # slow
-    from diffusers.utils import convert_unet_state_dict_to_peft
-
     peft_settings = path / "adapter_config.json"
     is_peft = peft_settings.is_file()
     file = path
@@ -83,31 +93,69 @@ def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     with safe_open(file, framework="pt") as opened:
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  (not a dict: no iteration)
         metadata = opened.metadata() or {}
-    settings = json.loads(metadata.get(LORA_ADAPTER_METADATA_KEY, "{}"))
+    settings = json.loads(metadata.get("lora_adapter_metadata", "{}"))  # diffusers' LORA_ADAPTER_METADATA_KEY
     if is_peft:
         settings = json.loads(peft_settings.read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
         raise ValueError("its settings are not a JSON object")
-    if not any(".lora_A." in key for key in tensors) and any(".lora.down." in key for key in tensors):
-        tensors = convert_unet_state_dict_to_peft(tensors)  # key names from before peft
     return tensors, {key.removeprefix("transformer."): value for key, value in settings.items()}
 
 
-def sort_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """A file's tensors as {"module.lora_A.weight": fp32 tensor} and {module: alpha}.
+# ---- names -----------------------------------------------------------------------------------------------------------
+def translate(
+    tensors: Mapping[str, torch.Tensor], model: str | None
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """A file's tensors with the names of the model's transformer: {"module.lora_A.weight": fp32} and {module: alpha}.
 
     Raises:
-        ValueError: names a tensor that belongs to neither, or whose shape or values cannot be a LoRA's.
+        ValueError: names a tensor that has no place in the transformer or cannot be a LoRA's, and what to do.
     """
+    for part, kind in OTHER_KINDS.items():
+        key = next((key for key in tensors if part in key), None)
+        if key:
+            tool = "diffusers (load_lora_weights, fuse_lora, save_pretrained)" if kind == "DoRA" else "its own tool"
+            merge = f"merge it with {tool} and pass that as --model"
+            raise ValueError(f"it is a {kind} ({key}), which is not trained here: {merge}")
+    encoder = next((key for key in tensors if TEXT_ENCODERS.match(key)), None)
+    if encoder:
+        raise ValueError(f"{encoder} is a text encoder's, which is not trained here: {CONVERT} leaves it out")
+    shapes = None if model is None else linear_shapes(model)
+    weights, alphas, unknown = sort_tensors(tensors, shapes)
+    if unknown and model is not None:
+        weights, alphas, unknown = sort_tensors(by_diffusers(tensors, model) or tensors, shapes)
+        if unknown:
+            advice = "is it another model's LoRA? If diffusers does not convert its names, save it with diffusers' own"
+            raise ValueError(f"{unknown[0]}: the transformer of {model} has no such module; {advice}")
+    if unknown or not weights:
+        raise ValueError(f"{unknown[0] if unknown else 'no tensor'} {TAKEN}")
+    return weights, alphas
+
+
+def sort_tensors(
+    tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, int]] | None
+) -> tuple[dict[str, torch.Tensor], dict[str, float], list[str]]:
+    """{"module.lora_A.weight": fp32}, {module: alpha} and the keys that belong to neither.
+
+    shapes: {module: (outputs, inputs)} of the transformer; None takes any module.
+
+    Raises:
+        ValueError: names a tensor whose shape or values cannot be such a LoRA's.
+    """
+    by_underscores = {module.replace(".", "_"): module for module in shapes or ()}
     weights: dict[str, torch.Tensor] = {}
     alphas: dict[str, float] = {}
+    unknown = []
     for key, tensor in tensors.items():
         match = KEY.fullmatch(key)
-        if not match:
-            raise ValueError(f"{key} {TAKEN}")
-        module, part = match.groups()
-        name = f"{module}.{part}"
-        if name in weights or module in alphas and part == "alpha":
+        module = match and match[1]
+        if shapes is not None and module not in shapes:
+            module = by_underscores.get(module or "")
+        if not match or not module:
+            unknown.append(key)
+            continue
+        part = PARTS.get(match[2], match[2])
+        name = f"{module}.{part}" if part == "alpha" else f"{module}.{part}.weight"
+        if name in weights or (part == "alpha" and module in alphas):
             raise ValueError(f"{name} is in it twice, with a prefix and without")
         if part == "alpha":
             if tensor.numel() != 1 or not is_alpha(tensor.item()):
@@ -118,14 +166,48 @@ def sort_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.T
             raise ValueError(f"{key} has the shape {tuple(tensor.shape)}, where matrices are taken")
         if not tensor.is_floating_point():
             raise ValueError(f"{key} is of {tensor.dtype}, where floating-point numbers are taken")
+        size = tensor.shape[1] if part == "lora_A" else tensor.shape[0]  # A is (rank, inputs), B is (outputs, rank)
+        if shapes is not None and size != shapes[module][part == "lora_A"]:
+            expected = shapes[module][part == "lora_A"]
+            raise ValueError(f"{key} is for {size} features, where the transformer has {expected}")
         weights[name] = tensor.float()
         if not weights[name].isfinite().all():
             raise ValueError(f"{key} has values that are NaN or infinite")
-    if not weights:
-        raise ValueError(f"no tensor {TAKEN}")
-    return weights, alphas
+    return weights, alphas, unknown
 
 
+def by_diffusers(tensors: Mapping[str, torch.Tensor], model: str) -> dict[str, torch.Tensor] | None:
+    """The tensors as the pipeline's `lora_state_dict` names and scales them; None where it does not know their names.
+
+    It is asked last: it drops the alphas of files that have diffusers' names (Qwen-Image) or gives them apart (FLUX.1).
+    """
+    import diffusers  # slow
+
+    pipeline_class = getattr(diffusers, diffusers.DiffusionPipeline.load_config(model)["_class_name"])
+    try:
+        return pipeline_class.lora_state_dict(dict(tensors))
+    except Exception:  # whatever a converter raises over names that it does not know
+        return None
+
+
+def meta_transformer(model: str) -> torch.nn.Module:
+    """A model's transformer without memory, from its configs alone."""
+    import diffusers  # slow
+
+    index = diffusers.DiffusionPipeline.load_config(model)
+    transformer_class = getattr(diffusers, index["transformer"][1])
+    with torch.device("meta"):
+        return transformer_class.from_config(transformer_class.load_config(model, subfolder="transformer"))
+
+
+@functools.cache
+def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
+    """{module: (outputs, inputs)} of the linear layers of a model's transformer, from its configs alone."""
+    layers = {name: m for name, m in meta_transformer(model).named_modules() if isinstance(m, torch.nn.Linear)}
+    return {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
 def is_alpha(value: object) -> bool:  # whatever a JSON file says
     """Whether the value is a number above 0 that fp32 can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LARGEST
@@ -145,12 +227,12 @@ def modules_and_rank(weights: Mapping[str, torch.Tensor], settings: Mapping[str,
     ranks = {tensor.shape[0 if ".lora_A." in name else 1] for name, tensor in weights.items()}
     rank = min(ranks)
     if len(ranks) > 1 or settings.get("r", rank) != rank or settings.get("rank_pattern"):
-        raise ValueError(f"its ranks differ, between modules or from its settings: {CONVERT}")
+        raise ValueError(f"its ranks differ, between modules or from its settings: {CONVERT} gives it one")
     return modules, rank
 
 
 # ---- a checkpoint to resume from -------------------------------------------------------------------------------------
-def check_policy(checkpoint: Path, lora: "LoRA | None") -> None:
+def check_policy(checkpoint: Path, lora: LoRA | None) -> None:
     """Hold the LoRA that is trained (None: full weights) against the policy of the checkpoint to resume from.
 
     Raises:

@@ -8,31 +8,32 @@ blocks stay as they are. The saved LoRA is one of the model itself.
 
 import math
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Collection
+
+from common.models.family import Family
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx
 
-if TYPE_CHECKING:
-    from common.models.family import Family
-
 # of a weight: nf4 has half a byte, a scale in a byte for 64 weights, and a factor for 256 scales
 WEIGHT_BYTES = {"int8": 1.0, "fp8": 1.0, "nf4": 0.516}
 
 
-def check_base_weights(options: dict) -> None:
-    """Refuse what quantised weights cannot do. ValueError, in one line that names the options {name: value}."""
-    if not options.get("base_weights"):
+def check_base_weights(
+    base_weights: str | None, trains_lora: bool, rollout: str, shard_ranks: int, train_with: Collection[str]
+) -> None:
+    """Refuse what quantised weights cannot do. ValueError, in one line that names the options."""
+    if not base_weights:
         return
-    given = f"--base_weights {options['base_weights']}"
-    if not options["lora_rank"] and not options["lora_path"]:
+    given = f"--base_weights {base_weights}"
+    if not trains_lora:
         raise ValueError(f"{given}: needs a LoRA, as quantised weights cannot be trained")
-    if options.get("rollout", "local") == "vllm":
+    if rollout == "vllm":
         raise ValueError(f"{given}: needs --rollout local, as the engine would sample with other weights")
-    if options["shard_ranks"] > 1:
+    if shard_ranks > 1:
         raise ValueError(f"{given}: needs --shard_ranks 1, as every rank has all quantised weights")
-    refused = {"cpu_offload", "compile"} & set(options["train_with"])
+    refused = {"cpu_offload", "compile"} & set(train_with)
     if refused:
         raise ValueError(f"{given}: --train_with {sorted(refused)[0]} cannot be used with it")
 
@@ -51,7 +52,7 @@ def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 
 
 # ---- the transformer -------------------------------------------------------------------------------------------------
-def quantise(model: "Family", base_weights: str) -> None:
+def quantise(model: Family, base_weights: str) -> None:
     """Quantise the transformer's linear layers, one at a time, and put them on model.device.
 
     Call it before the transformer gets a LoRA and is sharded. model.unsharded becomes what FSDP must leave whole.
@@ -100,7 +101,7 @@ class FrozenProduct(torch.autograd.Function):
 
 
 # ---- the text encoders -----------------------------------------------------------------------------------------------
-def quantise_encoders(model: "Family") -> None:
+def quantise_encoders(model: Family) -> None:
     """Quantise the linear layers of the text encoders' blocks to int8, on model.device. They wait on the CPU as before.
 
     A layer keeps plain tensors, values and scales, and makes torchao's tensor of them for a pass. on_device would move

@@ -3,55 +3,52 @@
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from common.checkpoints import atomic_file
 from common.distributed import on_rank_0
 from common.models.family import Family
 from common.process import say
+from common.weights.adapter_files import LoRA, check_policy, read_lora
 from common.weights.policy import tensors_on_rank_0
 
 import torch
 from safetensors.torch import save_file
 
 if TYPE_CHECKING:  # importing these takes seconds
-    from common.options import SharedArgs
-
     import diffusers
     import peft
 
 
-class LoRA(NamedTuple):
-    """A LoRA to train."""
+def make_lora(
+    family: type[Family],
+    *,
+    rank: int,
+    alpha: float,
+    model: str | None = None,
+    path: str | None = None,
+    target_modules: Collection[str] = (),
+    exclude_modules: Collection[str] = (),
+    base_weights: str | None = None,
+    checkpoint: Path | None = None,
+) -> LoRA | None:
+    """The LoRA to train: that of `path` for `model`, which decides rank, alpha and modules; otherwise a new one.
 
-    config: "peft.LoraConfig"
-    tensors: dict[str, torch.Tensor] | None  # to start from; None: new ones are drawn
-    base_weights: str | None = None  # the option: how the weights under it are kept
-
-
-def make_lora(args: "SharedArgs", family: type[Family], checkpoint: Path | None = None) -> LoRA | None:
-    """The LoRA to train: that of --lora_path, which decides rank, alpha and modules; otherwise a new one.
-
-    Returns None for --lora_rank 0, which trains full weights. checkpoint: the one to resume from, whose policy must be
-    alike.
+    Returns None for rank 0, which trains full weights. target_modules: none means the family's. checkpoint: the one to
+    resume from, whose policy must be alike.
 
     Raises:
         ValueError: one line that names the option, and what is wrong with the file or differs from the checkpoint.
     """
     lora = None
-    if args.lora_path:
-        from common.weights.adapter_files import read_lora  # only --lora_path needs it
-
-        tensors, config = read_lora(args.lora_path, args.model)
-        say(f"--lora_path {args.lora_path}: rank {config.r}, alpha {config.lora_alpha}")
-        lora = LoRA(config, tensors, args.base_weights)
-    elif args.lora_rank > 0:
-        targets = args.lora_target_modules or family.lora_target_modules
-        config = new_config(args.lora_rank, args.lora_alpha, targets, args.lora_exclude_modules)
-        lora = LoRA(config, None, args.base_weights)
+    if path:
+        tensors, config = read_lora(path, model)
+        say(f"--lora_path {path}: rank {config.r}, alpha {config.lora_alpha}")
+        lora = LoRA(config, tensors, base_weights)
+    elif rank > 0:
+        config = new_config(rank, alpha, target_modules or family.lora_target_modules, exclude_modules)
+        lora = LoRA(config, None, base_weights)
     if checkpoint is not None:
-        from common.weights.adapter_files import check_policy  # only --resume needs it
-
         check_policy(checkpoint, lora)
     return lora
 

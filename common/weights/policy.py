@@ -1,4 +1,4 @@
-"""The policies of a run on one base model, which of them acts, and what a checkpoint holds of them.
+"""The policies of a run on one base model, which of them acts, and their tensors.
 
 `default`, peft's name, is the trained policy. The others are `ema` (its average), `old` (which follows it) and
 `reference` (which stays as it is). With a LoRA every policy is an adapter of the one transformer, and the base model is
@@ -9,28 +9,23 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from common.distributed import gather_objects, on_rank_0, rng_states, set_seed
+from common.distributed import on_rank_0, set_seed
 from common.errors import NothingBegun, RunError
-from common.models.family import on_device
+from common.models.family import Family, on_device
+from common.weights.adapter_files import LoRA
+from common.weights.base_weights import quantise
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 if TYPE_CHECKING:
-    from common.engine.client import VLLMEngine
-    from common.models.family import Family
-    from common.weights.lora import LoRA
-
     from peft import LoraConfig
 
 
-def add_policies(model: "Family", lora: "LoRA | None", names: Sequence[str], seed: int) -> None:
+def add_policies(model: Family, lora: LoRA | None, names: Sequence[str], seed: int) -> None:
     """Give `model` the policies `names`, equal at first; `default` is the first of them and the only trainable one.
 
     lora: make_lora's value; None: full weights. seed: of the global generators, and so of a new LoRA's weights, which
@@ -40,8 +35,6 @@ def add_policies(model: "Family", lora: "LoRA | None", names: Sequence[str], see
     set_seed(seed)
     model.is_lora = lora is not None
     if lora and lora.base_weights:
-        from common.weights.base_weights import quantise  # needs torchao
-
         quantise(model, lora.base_weights)
     if lora:
         _add_adapters(model, lora.config, lora.tensors, names)
@@ -50,7 +43,7 @@ def add_policies(model: "Family", lora: "LoRA | None", names: Sequence[str], see
     use_policy(model, "default")
 
 
-def _copy_transformer(model: "Family", names: Sequence[str]) -> None:
+def _copy_transformer(model: Family, names: Sequence[str]) -> None:
     """Give each policy a transformer; `default` has the pipeline's own. The others share its memory until they are
     sharded. Sharding copies, so that a rank never holds two whole models."""
     transformer = model.transformer
@@ -63,7 +56,7 @@ def _copy_transformer(model: "Family", names: Sequence[str]) -> None:
 
 
 def _add_adapters(
-    model: "Family", lora_config: "LoraConfig", lora_tensors: dict[str, torch.Tensor] | None, names: Sequence[str]
+    model: Family, lora_config: "LoraConfig", lora_tensors: dict[str, torch.Tensor] | None, names: Sequence[str]
 ) -> None:
     """Give each policy an adapter of the one transformer: a new one or, where they are given, the `lora_tensors`."""
     from peft import set_peft_model_state_dict
@@ -89,7 +82,7 @@ def _add_adapters(
             follow(model, name, 0.0)
 
 
-def use_policy(model: "Family", name: str) -> None:
+def use_policy(model: Family, name: str) -> None:
     """Let policy `name` act in `model.transformer`; only `default` ever requires a gradient. Random states stay.
 
     `reference` is the base model where the policies are LoRAs without one of that name.
@@ -107,10 +100,15 @@ def use_policy(model: "Family", name: str) -> None:
         model.transformer.requires_grad_(name == "default")
 
 
+class Engine(Protocol):
+    """As much of a rollout engine as `acting` needs."""
+
+    def push(self, tensors: Mapping[str, torch.Tensor], config: "LoraConfig | None") -> object:
+        """Let the engine sample by these weights: a LoRA's, or all of them (None)."""
+
+
 @contextmanager
-def acting(
-    model: "Family", name: str, engine: "VLLMEngine | None" = None, in_engine: str = "default"
-) -> Iterator[None]:
+def acting(model: Family, name: str, engine: Engine | None = None, in_engine: str = "default") -> Iterator[None]:
     """Let policy `name` act within the block, and `default` again after it.
 
     Where an engine is given, `name` is pushed to it for the block. The engine holds the policy `in_engine` before the
@@ -125,8 +123,33 @@ def acting(
         engine.push(*policy_tensors(model, in_engine))
 
 
+@torch.no_grad()
+def keep_frozen_whole(model: Family, dtype: torch.dtype) -> None:
+    """Put a LoRA's frozen weights on model.device in `dtype`, and into `model.unsharded`, which FSDP leaves out.
+
+    They are copied one at a time, out of the checkpoint's mapped file. Quantised weights are there already.
+    """
+    for name, parameter in model.transformer.named_parameters():
+        if "lora_" not in name and parameter not in model.unsharded:
+            parameter.data = parameter.data.to(model.device, dtype, copy=True)
+            model.unsharded.add(parameter)
+    for buffer in model.transformer.buffers():
+        buffer.data = buffer.data.to(model.device)
+
+
+def reshard(transformer: torch.nn.Module) -> None:
+    """Put FSDP's shards back in the place of whole weights, in all modules where a pass has left those.
+
+    The optimizer's tensors are the shards. A pass leaves the root's weights whole if it has no gradient, and a LoRA of
+    which each rank has all in any case.
+    """
+    for module in transformer.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @contextmanager
-def gathered(model: "Family", is_wanted: bool) -> Iterator[None]:
+def gathered(model: Family, is_wanted: bool) -> Iterator[None]:
     """Let every rank keep the acting transformer's weights whole within the block, from its first pass on.
 
     Passes in the block take no gradient. Without this, every pass gathers the weights a block at a time; the numbers
@@ -148,20 +171,19 @@ def gathered(model: "Family", is_wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def sampling(model: "Family", gathers: bool) -> Iterator[None]:
+def sampling(model: Family, gathers: bool) -> Iterator[None]:
     """Let the VAE stay on the device within the block and, where `gathers`, the acting transformer's weights whole."""
     with on_device(model, "vae"), gathered(model, gathers):
         yield
 
 
 @torch.no_grad()
-def follow(model: "Family", name: str, decay: float) -> None:
+def follow(model: Family, name: str, decay: float) -> None:
     """policy <- decay policy + (1 - decay) trained, on each rank's shards; decay 0 copies to the bit."""
     default = model.policies["default"]
     policy = model.policies[name]
     for transformer in (default, policy):
-        if isinstance(transformer, FSDPModule):  # a forward pass without a backward leaves the root's weights unsharded
-            transformer.reshard()
+        reshard(transformer)
     source = dict(default.named_parameters())
     for key, target in policy.named_parameters():
         if not model.is_lora:
@@ -171,7 +193,7 @@ def follow(model: "Family", name: str, decay: float) -> None:
             target.lerp_(source[key_of_default], 1 - decay)
 
 
-def local_tensors(model: "Family", name: str) -> dict[str, torch.Tensor]:
+def local_tensors(model: Family, name: str) -> dict[str, torch.Tensor]:
     """{key: this rank's tensor of policy `name`}, sharing its memory; peft's keys have no adapter name."""
     if model.is_lora:
         from peft import get_peft_model_state_dict
@@ -204,7 +226,7 @@ class PolicyTensors(Mapping[str, torch.Tensor]):
         return self.of_this_rank[name].numel()
 
 
-def policy_tensors(model: "Family", name: str = "default") -> "tuple[PolicyTensors, LoraConfig | None]":
+def policy_tensors(model: Family, name: str = "default") -> "tuple[PolicyTensors, LoraConfig | None]":
     """The unsharded tensors of policy `name`, as a PolicyTensors; and its LoraConfig, or None for full weights.
 
     Names are relative to the transformer: "module.lora_A.weight", or a parameter's own name.
@@ -214,7 +236,7 @@ def policy_tensors(model: "Family", name: str = "default") -> "tuple[PolicyTenso
 
 
 def tensors_on_rank_0(
-    model: "Family", name: str = "default", dtype: torch.dtype | None = None
+    model: Family, name: str = "default", dtype: torch.dtype | None = None
 ) -> "tuple[dict[str, torch.Tensor], LoraConfig | None]":
     """{name: copy on the CPU} of all tensors of a policy on rank 0, {} on the others; its LoraConfig. A collective."""
     tensors, lora_config = policy_tensors(model, name)
@@ -225,72 +247,17 @@ def tensors_on_rank_0(
     return kept, lora_config
 
 
-def choose_kernels(optimizer: torch.optim.AdamW, model: "Family", attention: str = "native") -> None:
-    """AdamW's kernel, and that of the transformer's attention (--attention).
+def choose_adam_kernel(optimizer: torch.optim.AdamW, model: Family) -> None:
+    """One kernel for all tensors of a LoRA (foreach), and on a GPU for full weights one that needs no room (fused).
 
-    AdamW gets one kernel for all tensors of a LoRA (foreach), and on a GPU for full weights one that needs no room
-    (fused). By default it takes FSDP's tensors one after the other. foreach gives the same numbers to the bit.
+    By default AdamW takes FSDP's tensors one after the other. foreach gives the same numbers to the bit.
     """
-    if attention != "native":
-        from common.weights.attention import use_attention  # torch's own needs none of it
-
-        use_attention(model, attention)
     for group in optimizer.param_groups:
         group["foreach"] = model.is_lora
         group["fused"] = not model.is_lora and model.device.type == "cuda"
 
 
-# ---- what a checkpoint holds of them ---------------------------------------------------------------------------------
-def training_state(model: "Family", optimizer: torch.optim.Optimizer, path: Path) -> dict:
-    """All that training changes in this process, for any number of ranks to resume from. A collective.
-
-    {"policies": tensors of every policy that is not frozen, "optimizer": Adam's moments, "rng": every rank's random
-    states}. A LoRA's tensors are on rank 0's CPU, and not there on other ranks. Full weights are written beside the
-    checkpoint's `path`, by each rank its own (common/weights/shards.py).
-    """
-    rng = gather_objects(rng_states())
-    if not model.is_lora:
-        from common.weights.shards import save_shards  # a LoRA needs none of it
-
-        return {"rng": rng, **save_shards(path, model, optimizer)}
-    policies = {}
-    # before the optimizer's state: this shards again what a forward pass without a backward left whole
-    for name in model.policies:
-        if name not in model.frozen:
-            policies[name], _ = tensors_on_rank_0(model, name)
-    moments = {}  # none before the first optimizer step
-    if optimizer.state:
-        unsharded = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        moments = get_optimizer_state_dict(model.transformer, optimizer, options=unsharded)
-    return {"rng": rng, "policies": policies, "optimizer": moments}
-
-
-def load_training_state(model: "Family", optimizer: torch.optim.AdamW, state: dict) -> None:
-    """The reverse of training_state. A policy that the saved run did not have begins as its trained policy.
-
-    state: as Run.load_checkpoint returns it, with the checkpoint's "path".
-
-    Raises:
-        NothingBegun: naming a tensor that only one of the two has, or that has another shape.
-    """
-    from common.distributed import restore_rng_states
-
-    policies = state["policies"]
-    for name in model.policies:
-        if name not in model.frozen and "shards" not in state:
-            load_policy_tensors(model, name, policies.get(name, policies["default"]))
-    if "shards" in state:
-        from common.weights.shards import load_shards
-
-        load_shards(state, model, optimizer)
-    elif state["optimizer"]:
-        # not strict: a last block may feed nothing, so that its LoRA has no gradient and Adam no state of it
-        unsharded = StateDictOptions(full_state_dict=True, strict=False)
-        set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=unsharded)
-        choose_kernels(optimizer, model)  # not those of the saved run
-    restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
-
-
+# ---- tensors of a checkpoint -----------------------------------------------------------------------------------------
 def check_same_tensors(name: str, own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
     """Raises NothingBegun, naming a tensor of policy `name` that only one side has, or that has another shape."""
     differing = own.keys() ^ saved.keys()  # in one of them only
@@ -303,7 +270,7 @@ def check_same_tensors(name: str, own: dict[str, torch.Tensor], saved: dict[str,
 
 
 @torch.no_grad()
-def load_policy_tensors(model: "Family", name: str, tensors: dict[str, torch.Tensor]) -> None:
+def load_policy_tensors(model: Family, name: str, tensors: dict[str, torch.Tensor]) -> None:
     """Copy whole tensors into policy `name`; every rank is given all of them, and keeps its shards.
 
     Raises:

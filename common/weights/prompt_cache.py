@@ -16,7 +16,8 @@ from pathlib import Path
 from common.checkpoints import writing
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError, brief
-from common.models.family import Conditioning, Family, hash_bits, on_device
+from common.models.family import Conditioning, Family, hash_bits, on_device, pin_encoders
+from common.models.long_prompts import count_long_prompts
 from common.phases import with_bar
 from common.process import say
 
@@ -28,8 +29,9 @@ from safetensors.torch import save_file
 FORMAT = 2  # part of every name: files of another format are not found, and their prompts encoded again
 
 
-def cache_prompts(model: Family, prompts: list[str], max_sequence_length: int, folder: str | Path) -> None:
-    """Encode the prompts that `folder` lacks, the empty prompt included, and let model.encode_prompts read the folder.
+def prepare_prompts(model: Family, prompts: list[str], max_sequence_length: int, folder: str | Path | None) -> None:
+    """Report the prompts that are too long. Encode into `folder`, unless it is None, those that it lacks, the empty
+    prompt included, and let the model read the folder.
 
     The text encoders come to the device once for all prompts; later they come again only for a prompt that was not
     among these, or whose file is damaged. A collective: the ranks share the work.
@@ -37,17 +39,15 @@ def cache_prompts(model: Family, prompts: list[str], max_sequence_length: int, f
     Raises:
         RunError: the disk has no room for the prompts.
     """
+    count_long_prompts(model.pipe, prompts, max_sequence_length)
+    if folder is None:
+        pin_encoders(model)  # which come to the device for each rollout
+        return
     with on_device(model, "text_encoder"):  # a GPU hashes gigabytes faster
         cache = PromptCache(Path(folder), encoders_key(model), model.encode_prompts)
         cache.add_missing([*prompts, ""], max_sequence_length)  # "": the negative prompt of guidance
     dist.barrier()  # a rank reads what the others have encoded
-
-    def encode_prompts(prompts: list[str], max_sequence_length: int) -> Conditioning:
-        conditioning = cache.read(prompts, max_sequence_length)
-        return {field: tensor.to(model.device) for field, tensor in conditioning.items()}
-
-    # of this object alone: the class keeps its method
-    model.encode_prompts = encode_prompts  # type: ignore[method-assign]
+    model.kept_conditioning = cache.read
 
 
 class PromptCache:

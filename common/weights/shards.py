@@ -2,16 +2,14 @@
 
 checkpoints/step_000030.pt is then small. It holds the tensors' shapes, and bytes and CRC32 of every file of the folder
 step_000030.shards beside it. It is written last: shards without it are no checkpoint. torch.distributed.checkpoint
-(DCP) writes and reads the shards, for any number of ranks. It has no checksums, and its metadata is a pickle, from
-which only DCP's own classes are made here. A LoRA is small and stays in one file.
+(DCP) writes and reads the shards as safetensors, for any number of ranks; a file's header says which part of each
+tensor it has. DCP has no checksums. A LoRA is small and stays in one file.
 """
 
-import enum
-import pickle
 import shutil
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.checkpoints import (
     checkpoint_step,
@@ -23,36 +21,24 @@ from common.checkpoints import (
 )
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError, reason
+from common.models.family import Family
 from common.process import say
 from common.weights.policy import check_same_tensors, follow, local_tensors
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter, Metadata
+from safetensors import safe_open
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.checkpoint.storage import StorageMeta
 from torch.distributed.fsdp import FSDPModule
 
-if TYPE_CHECKING:
-    from common.models.family import Family
-
-# what the metadata file may name, beside dtypes
-KNOWN = {
-    "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-        *("ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size",),
-    "pathlib": ("PosixPath",),
-}
+FILE_BYTES = 1 << 32  # of whole tensors in the ranks' files of one number: DCP makes up a file in memory
 AT_ONCE = 1 << 24  # bytes
 
 
 # ---- the tensors -----------------------------------------------------------------------------------------------------
-def own_tensors(model: "Family", optimizer: torch.optim.Optimizer, with_moments: bool) -> dict[str, torch.Tensor]:
+def own_tensors(model: Family, optimizer: torch.optim.Optimizer, with_moments: bool) -> dict[str, torch.Tensor]:
     """{name: this rank's shard} of every policy but the reference and, with_moments, of Adam's moments.
 
     They share the memory of the model and the optimizer. An optimizer without moments gets them, zeros. A collective.
@@ -81,7 +67,7 @@ def outline(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tenso
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
-def save_shards(path: Path, model: "Family", optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def save_shards(path: Path, model: Family, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Write the tensors beside the checkpoint `path`, which does not exist yet. A collective.
 
     Returns what the checkpoint's own file has of them: {"policies": their outline, "optimizer": {"names": the tensors
@@ -97,13 +83,17 @@ def save_shards(path: Path, model: "Family", optimizer: torch.optim.Optimizer) -
             shutil.rmtree(folder, ignore_errors=True)  # of a save that was killed
             folder.mkdir(parents=True)
         dist.barrier()
+        writer = HuggingFaceStorageWriter(str(folder), file_numbers(tensors), save_distributed=True)
         try:
-            dcp.save(tensors, storage_writer=FileSystemWriter(folder))  # each file is on disk when this returns
-            own = list(folder.glob(f"__{dist.get_rank()}_*"))
-            if on_rank_0():
-                own.append(folder / ".metadata")
-            sums = {f"{folder.name}/{file.name}": [file.stat().st_size, crc32(file)] for file in own}
+            dcp.save(tensors, storage_writer=writer)  # each file is on disk when this returns
+            sums = {}
+            for file in sorted(folder.glob(f"shard-{dist.get_rank() + 1:05d}-*")):
+                with writing(file), safe_open(file, framework="pt"):  # before an older checkpoint goes: it can be read
+                    sums[f"{folder.name}/{file.name}"] = [file.stat().st_size, crc32(file)]
             sync(folder)
+        except RunError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         except CheckpointException as error:
             shutil.rmtree(folder, ignore_errors=True)
             fault = next(iter(error.failures.values()))[0]
@@ -111,6 +101,16 @@ def save_shards(path: Path, model: "Family", optimizer: torch.optim.Optimizer) -
     names = [name for name in tensors if name.startswith("optimizer/")]
     shards = {name: known for of_rank in gather_objects(sums) for name, known in of_rank.items()}
     return {"policies": outline(tensors), "optimizer": {"names": names}, "shards": shards}
+
+
+def file_numbers(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """{name: number of the file that has a rank's shard of the tensor}, from 1; a number has about FILE_BYTES."""
+    numbers = {}
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        numbers[name] = 1 + num_bytes // FILE_BYTES
+        num_bytes += tensor.numel() * tensor.element_size()
+    return numbers
 
 
 def crc32(file: Path) -> int:
@@ -158,8 +158,15 @@ def newest_before(path: Path) -> Path | None:
 
 
 def find_fault(path: Path, shards: dict[str, list[int]]) -> str | None:
-    """Which file of a checkpoint's shards has another CRC32, or cannot be read; None if all are whole. A collective."""
+    """What is wrong with the files of a checkpoint's shards; None if all are whole. A collective.
+
+    A file has another CRC32 or cannot be read, or it is not listed: DCP would read it with the others.
+    """
+    found = {f"{shards_of(path).name}/{file.name}" for file in shards_of(path).glob("*.safetensors")}
+    strange = sorted(found ^ shards.keys())  # with the files of other formats that `shards` may list
     fault = None
+    if strange:
+        fault = f"{path} is not a whole checkpoint ({strange[0]} is no file of this version's checkpoints)"
     for name in sorted(shards)[dist.get_rank() :: dist.get_world_size()]:
         try:
             if crc32(path.parent / name) != shards[name][1]:
@@ -169,7 +176,7 @@ def find_fault(path: Path, shards: dict[str, list[int]]) -> str | None:
     return next((each for each in gather_objects(fault) if each), None)
 
 
-def load_shards(state: dict, model: "Family", optimizer: torch.optim.Optimizer) -> None:
+def load_shards(state: dict, model: Family, optimizer: torch.optim.Optimizer) -> None:
     """Read the tensors of a checkpoint into the model and the optimizer, each rank its own. A collective.
 
     A policy that the saved run did not have begins as its trained policy.
@@ -188,41 +195,10 @@ def load_shards(state: dict, model: "Family", optimizer: torch.optim.Optimizer) 
         kind, policy, _ = name.split("/", 2)
         if name in moments or (kind == "policies" and policy in saved):
             known[name] = tensor
-    dcp.load(known, storage_reader=Reader(shards_of(state["path"])))
+    dcp.load(known, storage_reader=HuggingFaceStorageReader(str(shards_of(state["path"]))))
     for name, parameter in model.transformer.named_parameters():
         if f"optimizer/{name}/step" not in moments:
             optimizer.state.pop(parameter, None)  # a last block may feed nothing, and has no moments
     for name in model.policies:
         if name not in saved and name != "reference":
             follow(model, name, 0.0)
-
-
-class Reader(FileSystemReader):
-    """DCP's reader, which makes nothing but DCP's own classes from the metadata."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = Unpickler(file).load()
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class Unpickler(pickle.Unpickler):
-    """Refuses whatever is not in KNOWN: a pickle may call what it names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 pickle a member of an enum
-            return member_of_enum
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in KNOWN.get(module, ()):
-            raise pickle.UnpicklingError(f"a checkpoint's metadata names {module}.{name}")
-        return super().find_class(module, name)
-
-
-def member_of_enum(kind: type, name: str) -> enum.Enum:
-    """A member of an enum by its name; UnpicklingError for an attribute of anything else."""
-    if not isinstance(kind, enum.EnumType) or name not in kind.__members__:
-        raise pickle.UnpicklingError(f"a checkpoint's metadata names {name} of {kind}")
-    return kind[name]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import flow_grpo
+from benchmarks import fsdp_kernels
 from common import distributed as sharding
 from common.data import GroupSampler, PromptSet
 from common.errors import RunError
@@ -28,6 +29,7 @@ from tests.conftest import (
     brightness_reward,
     embedded_model,
     few_eval_prompts,
+    lora_of,
     new_run,
     prompt_set,
     read_metrics,
@@ -52,7 +54,7 @@ def lora_file(tmp_path_factory):
     """A LoRA of rank 4 that acts, in a folder as a run saves it."""
     folder = tmp_path_factory.mktemp("lora")
     model = embedded_model()
-    add_policies(model, make_lora(SharedArgs(lora_rank=4, lora_alpha=8), type(model)), ["default"], seed=1)
+    add_policies(model, make_lora(type(model), rank=4, alpha=8), ["default"], seed=1)
     disturb(model, "default", 0.05)
     save_policy(folder, model, "default")
     return folder
@@ -74,7 +76,7 @@ def model(request, lora_file):
     model = embedded_model()
     path = lora_file if request.param == "lora_path" else None
     rank = 0 if request.param == "full" else 4
-    add_policies(model, make_lora(SharedArgs(lora_path=path, lora_rank=rank, lora_alpha=8), type(model)), NAMES, seed=1)
+    add_policies(model, make_lora(type(model), path=path, rank=rank, alpha=8), NAMES, seed=1)
     if request.param == "full":  # what sharding does: until then they share their memory
         for policy in model.policies.values():
             for parameter in policy.parameters():
@@ -217,8 +219,8 @@ def test_exactly_those_modules_get_a_lora(target, exclude, count):
         )
 
     expected = {name for name, module in model.transformer.named_modules() if chosen(name, module)}
-    args = SharedArgs(lora_rank=4, lora_target_modules=ends, lora_exclude_modules=exclude)
-    add_policies(model, make_lora(args, type(model)), ["default"], seed=1)
+    lora = make_lora(type(model), rank=4, alpha=32, target_modules=ends, exclude_modules=exclude)
+    add_policies(model, lora, ["default"], seed=1)
     got = {key.rpartition(".lora_")[0] for key in tensors_on_rank_0(model)[0]}
     assert got == expected and len(got) == (count or len(got))
 
@@ -242,7 +244,7 @@ def test_a_module_that_cannot_get_a_lora_is_named(options, message):
     targets, excluded = options
     args = SharedArgs(lora_rank=4, lora_target_modules=targets, lora_exclude_modules=excluded)
     no_prompts = PromptSet([], [])
-    lora = make_lora(args, StableDiffusion3)
+    lora = lora_of(args, StableDiffusion3)
     inputs = Inputs(StableDiffusion3, {}, {}, no_prompts, no_prompts, lora=lora, checkpoint=None)
     with pytest.raises(RunError, match=f"^{message}$"):
         check_inputs(args, inputs)  # before a model loads
@@ -299,7 +301,7 @@ def rollout_of(args, model, sde_steps=(1, 2)):
 def inputs_of(args, rewards=None):
     """What `prepare` would load, except for the prompts."""
     family = family_class(EMBEDDED)
-    lora = make_lora(args, family)
+    lora = lora_of(args, family)
     prompts = PromptSet(PROMPTS, [{}] * len(PROMPTS))
     return Inputs(family, rewards, rewards, train_set=prompts, eval_set=prompts, lora=lora, checkpoint=None)
 
@@ -507,7 +509,7 @@ def test_weights_are_gathered_once_to_sample(tmp_path):
     assert found["gathers"] == {"once": 4 + 1, "by block": 4 * 2 * 3 + 1, "cpu_offload": 4 * 2 * 3 + 1}
 
     model, args = embedded_model(), flow_grpo.Args()
-    lora = make_lora(args, type(model))
+    lora = lora_of(args, type(model))
     add_policies(model, lora, ["default", "ema"], seed=1)
     num_bytes = sum(p.nbytes for p in model.transformer.parameters())  # with both adapters, whichever acts
     assert found["bytes"] == pytest.approx(num_bytes, rel=0.002)  # FSDP pads
@@ -524,6 +526,54 @@ def test_over_which_ranks_the_weights_are_sharded(world, of_a_node, shard_ranks,
     monkeypatch.setattr(sharding, "init_device_mesh", lambda device, shape, mesh_dim_names: (shape, mesh_dim_names))
     names = ("replicate", "shard")[-len(shape) :]
     assert sharding.shard_mesh(torch.device("cpu"), shard_ranks) == (shape, names)
+
+
+def test_fsdp_adds_few_operators_to_a_lora_that_a_rank_has_whole(one_rank):
+    """At SD3.5-medium's module count it was 1.61 and 1.51 while frozen weights were FSDP's, and 1.33 and 1.29 while the
+    LoRA was cast in every pass."""
+    bare = fsdp_kernels.count_passes(fsdp_kernels.without_fsdp)
+    sharded = fsdp_kernels.count_passes(fsdp_kernels.as_flow_grpo)
+    assert bare["forward"] > 3000
+    for kind in ("forward", "forward and backward", "last of a step"):
+        assert sharded[kind] <= 1.06 * bare[kind], kind
+    assert sharded["first forward"] <= 1.34 * bare["first forward"]  # which casts the LoRA
+
+
+@pytest.mark.parametrize(("changes", "is_out"), [({}, True), ({"train_with": ("cpu_offload",)}, False)])
+def test_frozen_weights_are_left_out_of_fsdp_in_the_dtype_of_a_pass(changes, is_out, one_rank):
+    """Those of a LoRA that a rank has whole; offloaded ones come from the CPU, block by block."""
+    _, model, trained = policy(dtype="bfloat16", ema_decay=0.5, **changes)
+    frozen = [p for name, p in model.transformer.named_parameters() if "lora_" not in name]
+    assert {isinstance(p, DTensor) for p in frozen} == {not is_out}
+    assert {p.dtype for p in frozen} == {torch.bfloat16} and (set(frozen) == model.unsharded) == is_out
+    assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in trained)
+
+
+def test_what_passes_have_cast_is_not_what_is_stepped_averaged_or_saved(one_rank):
+    """In bf16, where the two differ: a pass leaves the LoRA cast, and the fp32 one stays the policy."""
+    args, model, trained = policy(dtype="bfloat16", ema_decay=0.5, learning_rate=0.1)
+    disturb(model, "default", 0.05)
+    optimizer = torch.optim.AdamW(trained, lr=0.1)
+    own = tensors_on_rank_0(model)[0]
+    before = velocity(model, "default")
+    assert not any(isinstance(p, DTensor) for p in model.transformer.parameters())  # the cast ones
+    assert same(tensors_on_rank_0(model)[0], own) and not same({k: v.bfloat16().float() for k, v in own.items()}, own)
+
+    velocity(model, "default")
+    follow(model, "ema", 0.0)
+    assert same(tensors_on_rank_0(model, "ema")[0], own)
+    assert torch.equal(velocity(model, "ema"), before)
+
+    for p in trained:
+        p.grad = torch.ones_like(p)
+    velocity(model, "default")
+    flow_grpo.optimizer_step(args, model, optimizer)
+    stepped = tensors_on_rank_0(model)[0]
+    assert all(not torch.equal(stepped[key], own[key]) for key in own)
+    assert not torch.equal(velocity(model, "default"), before)
+
+    load_policy_tensors(model, "default", own)  # as a resumed run does
+    assert torch.equal(velocity(model, "default"), before)
 
 
 def test_policies_of_full_weights_share_their_memory_until_they_are_sharded():

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import flow_grpo
-from common.checkpoints import save_checkpoint
+from common.checkpoints import FORMAT, save_checkpoint
 from common.command_line import parse_args
 from common.resuming import say_resumed
 from tests.conftest import ROOT, new_run
@@ -114,7 +114,9 @@ def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
 def test_a_checkpoint_from_before_an_option_has_the_score_of_its_default(capfd):
     saved = {"reward": ("ocr",), "resume": "latest"}
     now = saved | {"negative_prompt": "", "eval_image_size": None, "eval_guidance_scale": None, "base_weights": None}
+    now["vae_dtype"] = "float32"
     assert say_resumed("c.pt", saved, now)
+    assert not say_resumed("c.pt", saved, now | {"vae_dtype": "bfloat16"})
     assert not say_resumed("c.pt", saved, now | {"base_weights": "int8"})
     assert not say_resumed("c.pt", saved, now | {"negative_prompt": "blurry"})
 
@@ -164,7 +166,7 @@ def test_evaluation_only_takes_the_options_of_the_checkpoint(tmp_path, monkeypat
     saved = {"name": "long", "lora_rank": 4, "image_size": (64, 96), "reward": ("a.py:b", "ocr"), "num_steps": 7}
     saved |= {"an option of before": 1, "track": True}
     state = {"step": 3, "best": 0.5, "args": saved, "sampler": {}, "rng": [{}], "policies": {"default": {}}}
-    save_checkpoint(tmp_path / "runs" / "long", 3, state | {"optimizer": {}}, 1)
+    save_checkpoint(tmp_path / "runs" / "long", 3, state | {"optimizer": {}, "format": FORMAT}, 1)
     args = parse("--resume", "runs/long", "--eval_only", "True", "--name", "look", "--reward", "ocr")
     expected = flow_grpo.Args(name="look", resume="runs/long", eval_only=True, lora_rank=4, image_size=(64, 96))
     assert args == expected

@@ -6,7 +6,6 @@ import sys
 
 from common.engine.launch import engine_environment
 from common.models.loading import family_class
-from common.options import SharedArgs
 from common.plan.memory import Blueprint
 from common.weights.lora import make_lora
 from tests.conftest import needs_engine
@@ -37,6 +36,6 @@ def test_the_pool_that_sleeps_holds_the_transformer_and_the_vae_alone(name, tmp_
     assert found["dropped"] <= 8000  # the scheduler's first timesteps and sigmas, a thousand each
     # the VAE and the transformer; tiny text encoders are a few hundred kilobytes
     family = family_class(model)
-    blueprint = Blueprint(family, model, make_lora(SharedArgs(lora_rank=4, lora_alpha=8), family), torch.float32)
+    blueprint = Blueprint(family, model, make_lora(family, rank=4, alpha=8), torch.float32)
     expected = 4 * blueprint.num_weights + blueprint.fp32_buffer_bytes + blueprint.vae_bytes
     assert expected <= found["pooled"] < expected + 0.1 * blueprint.text_encoder_bytes

@@ -14,8 +14,7 @@ from common.data import read_prompts
 from common.models.loading import find_family
 from common.plan.memory import Blueprint
 from common.plan.needs import measure, memory_parts, phase_sums, workload_of
-from common.weights.lora import make_lora
-from tests.conftest import ROOT, one_rank_environment
+from tests.conftest import ROOT, lora_of, one_rank_environment
 from tools.plan import load_script
 
 import torch
@@ -114,7 +113,7 @@ def planned_bytes(script: str, options: list[str]) -> dict[str, float]:
     eval_set = read_prompts(args.eval_prompts, max_prompts=args.max_prompts)
     w = workload_of(vars(args), len(eval_set), ranks=1, ranks_per_node=1)
     family = find_family(args.model, *args.image_size, args.num_frames, args.guidance_scale, args.max_sequence_length)
-    lora = make_lora(args, family)
+    lora = lora_of(args, family)
     blueprint = Blueprint(family, args.model, lora, getattr(torch, args.dtype))
     parts = memory_parts(blueprint, w, measure(blueprint, w))
     return phase_sums(part for part in parts if part.place == "device" and part.name != "CUDA")

@@ -15,8 +15,8 @@ from common.models.stable_diffusion_3 import StableDiffusion3
 from common.plan.memory import Blueprint
 from common.plan.needs import waiting_parts, weight_parts, workload_of
 from common.weights.base_weights import WEIGHT_BYTES, check_base_weights, linear_layers, quantise_encoders
-from common.weights.prompt_cache import cache_prompts, encoders_key
-from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, read_metrics, torchrun
+from common.weights.prompt_cache import encoders_key, prepare_prompts
+from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, lora_of, read_metrics, torchrun
 from tests.models.test_models import FakeGPU
 
 import pytest
@@ -33,7 +33,7 @@ PROMPTS = ['a red sign that says "4711"', "a blue sign"]
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"lora_rank": 0}, "needs a LoRA, as quantised weights cannot be trained"),
+        ({"trains_lora": False}, "needs a LoRA, as quantised weights cannot be trained"),
         ({"rollout": "vllm"}, "needs --rollout local, as the engine would sample with other weights"),
         ({"shard_ranks": 2}, "needs --shard_ranks 1, as every rank has all quantised weights"),
         ({"train_with": ("cpu_offload",)}, "--train_with cpu_offload cannot be used with it"),
@@ -41,12 +41,11 @@ PROMPTS = ['a red sign that says "4711"', "a blue sign"]
     ],
 )
 def test_what_quantised_weights_cannot_do_is_refused(changes, told):
-    options = {"base_weights": "int8", "rollout": "local"} | changes
+    allowed = {"trains_lora": True, "rollout": "local", "shard_ranks": 1, "train_with": ("activation_checkpointing",)}
     with pytest.raises(ValueError, match=f"^--base_weights int8: {told}$"):
-        check_base_weights(vars(flow_grpo.Args(**options)))
-    check_base_weights(vars(flow_grpo.Args(**options | {"base_weights": None})))
-    allowed = {"base_weights": "nf4", "rollout": "local", "train_with": ("activation_checkpointing",)}
-    check_base_weights(vars(flow_grpo.Args(**allowed)))
+        check_base_weights("int8", **allowed | changes)
+    check_base_weights(None, **allowed | changes)
+    check_base_weights("nf4", **allowed)
 
 
 @pytest.mark.fast
@@ -62,7 +61,7 @@ def test_without_torchao_a_run_is_refused_before_its_model_loads(monkeypatch):
 def test_the_plan_counts_the_quantised_weights_of_the_blocks(base_weights, num_bytes):
     """On two ranks: the quantised weights on both, and half of the rest in bf16. Encoders' blocks: a byte a weight."""
     args = flow_grpo.Args(base_weights=base_weights, rollout="local", dtype="bfloat16")
-    lora = flow_grpo.make_lora(args, StableDiffusion3)
+    lora = lora_of(args, StableDiffusion3)
     assert lora.base_weights == base_weights
     blueprint = Blueprint(StableDiffusion3, str(EMBEDDED), lora, torch.bfloat16)
     layers = linear_layers(embedded_model().transformer).values()
@@ -165,14 +164,14 @@ def test_quantised_text_encoders_are_near_the_whole_ones_and_come_to_the_device(
 @needs_torchao
 def test_a_prompt_cache_of_whole_encoders_is_not_read_with_quantised_ones(one_rank, tmp_path):
     whole = embedded_model()
-    cache_prompts(whole, PROMPTS, LENGTH, tmp_path)
+    prepare_prompts(whole, PROMPTS, LENGTH, tmp_path)
     num_files = len(list(tmp_path.rglob("*.safetensors")))
     model = load_model(StableDiffusion3, EMBEDDED, torch.float32, "cpu")
     quantise_encoders(model)
     expected = model.encode_prompts(PROMPTS[:1], LENGTH)
-    cache_prompts(model, PROMPTS, LENGTH, tmp_path)
+    prepare_prompts(model, PROMPTS, LENGTH, tmp_path)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2 * num_files
-    for name, tensor in model.encode_prompts(PROMPTS[:1], LENGTH).items():
+    for name, tensor in model.embed_prompts(PROMPTS[:1], LENGTH).items():
         assert torch.equal(tensor, expected[name])
     again = load_model(StableDiffusion3, EMBEDDED, torch.float32, "cpu")
     quantise_encoders(again)

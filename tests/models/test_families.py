@@ -18,7 +18,6 @@ from common.images import StoredImage
 from common.models.family import both_branches
 from common.models.loading import family_class, load_model
 from common.models.qwen_image_edit_plus import QwenImageEditPlus, size_to_see
-from common.options import SharedArgs
 from common.weights.adapter_files import read_lora
 from common.weights.lora import make_lora, save_weights
 from common.weights.policy import acting, add_policies, tensors_on_rank_0
@@ -489,7 +488,7 @@ def test_images_and_latents(model):
 # ---- LoRA ------------------------------------------------------------------------------------------------------------
 def give_lora(model):
     """A LoRA of rank 4 and alpha 8 on the family's targets, whose B matrices are not 0."""
-    add_policies(model, make_lora(SharedArgs(lora_rank=4, lora_alpha=8), type(model)), ["default"], seed=7)
+    add_policies(model, make_lora(type(model), rank=4, alpha=8), ["default"], seed=7)
     for name, parameter in model.transformer.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -578,13 +577,13 @@ def test_compiled_in_bf16_the_first_ratio_is_exactly_1(checkpoint, one_rank):
     give_lora(model)
     torch._dynamo.utils.counters.clear()
     flow_grpo.shard(args, model, torch.device("cpu"))
+    trained = [parameter for parameter in model.transformer.parameters() if parameter.requires_grad]
     with torch.no_grad():
         drawn = prompt_set(PROMPTS)
         request = flow_grpo.make_request(args, model, drawn, torch.tensor([0, 1]), SEEDS[:2], sde_steps=(0, 1))
     trajectories = flow_grpo.rollout(args, model, None, request)
     old, _ = flow_grpo.find_old_policy(args, model, None, request, trajectories)
     batch = flow_grpo.Batch(request, trajectories, old, torch.tensor([1.0, -1.0]))
-    trained = [parameter for parameter in model.transformer.parameters() if parameter.requires_grad]
     metrics = flow_grpo.update(args, model, torch.optim.SGD(trained, lr=1.0), batch)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 8  # so it did compile
     assert metrics["actor/ratio_mean"] == 1 and metrics["actor/ratio_std"] == 0
@@ -879,7 +878,7 @@ def test_a_published_step_at_512(name, checkpoint, monkeypatch):
         model.pipe.vae_scale_factor_temporal = 4
     takes_two_passes = model.encode_negative(prompt_set([""]), GUIDANCE, LENGTH) is not None
     with torch.device("meta"):
-        add_policies(model, make_lora(SharedArgs(lora_rank=32, lora_alpha=64), type(model)), ["default"], seed=0)
+        add_policies(model, make_lora(type(model), rank=32, alpha=64), ["default"], seed=0)
     # as on a GPU, a tensor on another device, here the timestep, is an error unless it is moved
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):

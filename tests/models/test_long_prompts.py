@@ -3,6 +3,7 @@
 import logging
 
 from common.models.long_prompts import count_long_prompts, is_no_truncation
+from common.weights.prompt_cache import prepare_prompts
 from tests.conftest import embedded_model
 
 import pytest
@@ -53,7 +54,7 @@ def test_the_libraries_say_nothing_of_it(one_rank, capfd, caplog):
     model = embedded_model()
     long = "a red sign that says " + "4711 " * 40
     with caplog.at_level(logging.WARNING):
-        model.keep_embeddings([long, "a sign"], 16, None)
+        prepare_prompts(model, [long, "a sign"], 16, None)
         model.encode_prompts([long, "a sign"], 16)
     said = capfd.readouterr().err
     assert "prompts cut off, of 2: 1 by " in said

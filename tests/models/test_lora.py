@@ -157,10 +157,10 @@ def settings(**values):
 
 OTHER = "transformer.transformer_blocks.1.attn.to_q"
 REFUSED = {
-    "a text encoder's": (pair() | pair("text_encoder.layers.0.q_proj"), None, "text_encoder.*only a transformer's"),
-    "only a text encoder's": (pair("text_encoder_2.layers.0.q_proj"), None, "text_encoder_2.*only a transformer's"),
+    "a text encoder's": (pair() | pair("text_encoder.layers.0.q_proj"), None, "text_encoder.*is a text encoder's"),
+    "only a text encoder's": (pair("text_encoder_2.layers.0.q_proj"), None, "text_encoder_2.*is a text encoder's"),
     "not a LoRA": ({"transformer.proj_out.weight": torch.ones(2, 2)}, None, "transformer.proj_out.weight in it"),
-    "DoRA": (pair() | {f"{OTHER}.lora_magnitude_vector": torch.ones(4)}, None, "magnitude_vector in it"),
+    "DoRA": (pair() | {f"{OTHER}.lora_magnitude_vector": torch.ones(4)}, None, "it is a DoRA .*magnitude_vector"),
     "a bias": (pair() | {f"{OTHER}.lora_B.bias": torch.ones(4)}, None, "lora_B.bias in it"),
     "empty": ({}, None, "no tensor in it"),
     "only alphas": ({f"{OTHER}.alpha": torch.tensor(1.0)}, None, "no tensor in it"),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from common.errors import RunError
 from common.process import catch_stop_signals
 from common.weights import prompt_cache
-from common.weights.prompt_cache import cache_prompts
+from common.weights.prompt_cache import prepare_prompts
 from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, on_ranks, prompt_set, run_here
 
 import pytest
@@ -38,9 +38,9 @@ def test_every_prompt_is_encoded_once_and_alone_and_then_read(one_rank, tmp_path
     model = embedded_model(torch.bfloat16)
     alone = [model.encode_prompts([prompt], LENGTH) for prompt in PROMPTS]
     calls = counting(model, monkeypatch)
-    cache_prompts(model, [*PROMPTS[:2], PROMPTS[0]], LENGTH, tmp_path / "cache")
+    prepare_prompts(model, [*PROMPTS[:2], PROMPTS[0]], LENGTH, tmp_path / "cache")
     assert calls == [[prompt] for prompt in PROMPTS]  # the longest first
-    together = model.encode_prompts([PROMPTS[1], PROMPTS[0], PROMPTS[1]], LENGTH)
+    together = model.embed_prompts([PROMPTS[1], PROMPTS[0], PROMPTS[1]], LENGTH)
     assert len(calls) == 3
     assert_equal(together, {name: torch.cat([alone[i][name] for i in (1, 0, 1)]) for name in together})
     assert_equal(model.encode_negative(prompt_set([""]), 4.5, LENGTH), alone[2])
@@ -49,8 +49,8 @@ def test_every_prompt_is_encoded_once_and_alone_and_then_read(one_rank, tmp_path
     calls = counting(another, monkeypatch)
     # short, although it covers vocabularies: it is hashed for every prompt
     assert len(prompt_cache.encoders_key(another)) == 128
-    cache_prompts(another, PROMPTS, LENGTH, tmp_path / "cache")
-    assert_equal(another.encode_prompts(PROMPTS[:1], LENGTH), alone[0])
+    prepare_prompts(another, PROMPTS, LENGTH, tmp_path / "cache")
+    assert_equal(another.embed_prompts(PROMPTS[:1], LENGTH), alone[0])
     assert calls == []
 
 
@@ -62,7 +62,7 @@ def test_what_embeddings_depend_on_is_in_the_key(one_rank, tmp_path, monkeypatch
     model = embedded_model()
     for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
         getattr(model.pipe, name).bfloat16().float()  # as if from files in bf16: only the dtype differs then
-    cache_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
+    prepare_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
     model = embedded_model(torch.bfloat16 if change == "dtype" else torch.float32)
     if change != "dtype":
         for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
@@ -75,7 +75,7 @@ def test_what_embeddings_depend_on_is_in_the_key(one_rank, tmp_path, monkeypatch
     if change == "a token more":
         model.pipe.tokenizer_3.add_tokens(["zzz"])
     calls = counting(model, monkeypatch)
-    cache_prompts(model, PROMPTS[:1], LENGTH - 1 if change == "length" else LENGTH, tmp_path)
+    prepare_prompts(model, PROMPTS[:1], LENGTH - 1 if change == "length" else LENGTH, tmp_path)
     assert len(calls) == (0 if change == "nothing" else 2)  # the prompt and the empty prompt
 
 
@@ -87,8 +87,8 @@ FLIPPED = ["a bit of an embedding", "a bit of the length of a row", "a letter of
 def test_a_prompt_whose_file_is_damaged_is_encoded_again_when_it_is_read(one_rank, tmp_path, monkeypatch, capfd, fault):
     """And not at the start, which would read the whole folder."""
     model = embedded_model()
-    cache_prompts(model, PROMPTS[:2], LENGTH, tmp_path)
-    expected = model.encode_prompts(PROMPTS[:1], LENGTH)
+    prepare_prompts(model, PROMPTS[:2], LENGTH, tmp_path)
+    expected = model.embed_prompts(PROMPTS[:1], LENGTH)
     file = file_of(model, tmp_path, PROMPTS[0])
     content = bytearray(file.read_bytes())
     if fault in FLIPPED:
@@ -99,10 +99,10 @@ def test_a_prompt_whose_file_is_damaged_is_encoded_again_when_it_is_read(one_ran
     reads = []
     own = prompt_cache.read_conditioning
     monkeypatch.setattr(prompt_cache, "read_conditioning", lambda file: reads.append(file) or own(file))
-    cache_prompts(model, PROMPTS[:2], LENGTH, tmp_path)
+    prepare_prompts(model, PROMPTS[:2], LENGTH, tmp_path)
     assert calls == [] and reads == []
     capfd.readouterr()
-    assert_equal(model.encode_prompts([PROMPTS[0], PROMPTS[1], PROMPTS[0]], LENGTH), three(expected, model))
+    assert_equal(model.embed_prompts([PROMPTS[0], PROMPTS[1], PROMPTS[0]], LENGTH), three(expected, model))
     told = f"--prompt_cache {tmp_path}: encoding a prompt whose file is damaged: {PROMPTS[0]}\n"
     assert calls == [[PROMPTS[0]]] and capfd.readouterr().err == told
     assert own(file) is not None
@@ -129,7 +129,7 @@ def place_of(fault, content):
 
 def three(one, model):
     """The first prompt's conditioning, the second's, and the first's again."""
-    other = model.encode_prompts(PROMPTS[1:2], LENGTH)
+    other = model.embed_prompts(PROMPTS[1:2], LENGTH)
     return {name: torch.cat([one[name], other[name], one[name]]) for name in one}
 
 
@@ -161,7 +161,7 @@ def test_files_are_spread_over_sub_folders_and_nothing_waits_for_the_disk(one_ra
     """50,000 files in one folder are slow. A file that a power cut has damaged is found when it is read."""
     monkeypatch.setattr("os.fsync", lambda descriptor: pytest.fail("waited"))
     folder = tmp_path / "kept"
-    cache_prompts(embedded_model(), [f"{i}" for i in range(9)], LENGTH, folder)
+    prepare_prompts(embedded_model(), [f"{i}" for i in range(9)], LENGTH, folder)
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) == 10 and len({file.parent for file in files}) > 5
     assert all(file.parent.parent == folder and file.name[:2] == file.parent.name for file in files)
@@ -170,11 +170,11 @@ def test_files_are_spread_over_sub_folders_and_nothing_waits_for_the_disk(one_ra
 @pytest.mark.fast
 def test_files_of_the_format_before_are_not_read(one_rank, tmp_path, monkeypatch):
     model = embedded_model()
-    cache_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
+    prepare_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
     monkeypatch.setattr(prompt_cache, "FORMAT", prompt_cache.FORMAT + 1)
     model = embedded_model()
     calls = counting(model, monkeypatch)
-    cache_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
+    prepare_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
     assert len(calls) == 2
 
 
@@ -191,7 +191,7 @@ def test_a_disk_without_room_is_named_before_the_prompts_are_encoded(one_rank, t
 
     monkeypatch.setattr("shutil.disk_usage", disk_usage)
     with pytest.raises(RunError) as error:
-        cache_prompts(model, ["a", "bb", "a longer one"], LENGTH, tmp_path)
+        prepare_prompts(model, ["a", "bb", "a longer one"], LENGTH, tmp_path)
     needed = f"at most {3 * size[0] / 1e9:.3g} GB of the {(3 * size[0] - 1) / 1e9:.3g} GB that are free"
     assert str(error.value) == f"--prompt_cache {tmp_path}: has no room for 4 prompts: {needed}"
     assert calls == [["a longer one"]]
@@ -251,16 +251,16 @@ def test_only_what_the_run_will_draw_is_encoded(tmp_path):
 @pytest.mark.fast
 def test_a_prompt_that_is_not_in_the_cache_is_encoded_and_reported(one_rank, tmp_path, monkeypatch, capfd):
     model = embedded_model()
-    cache_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
+    prepare_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
     loading, encoding = capfd.readouterr().err.splitlines()[:2]  # a progress bar follows
     assert loading == f"loading {EMBEDDED}"
     sizes = r"at most \S+ GB of the \S+ GB that are free"
     assert re.fullmatch(f"--prompt_cache {tmp_path}: encoding 2 prompts that it lacks: {sizes}", encoding)
     expected = embedded_model().encode_prompts([PROMPTS[1]], LENGTH)
     capfd.readouterr()
-    assert_equal(model.encode_prompts([PROMPTS[1]], LENGTH), expected)
+    assert_equal(model.embed_prompts([PROMPTS[1]], LENGTH), expected)
     assert capfd.readouterr().err == f"--prompt_cache {tmp_path}: encoding a prompt that is not in it: {PROMPTS[1]}\n"
-    model.encode_prompts([PROMPTS[1]], LENGTH)
+    model.embed_prompts([PROMPTS[1]], LENGTH)
     assert capfd.readouterr().err == ""
 
 

@@ -1,20 +1,16 @@
 """common/weights/shards.py: what ranks write of full weights is whole or not there, and read by any number of ranks."""
 
-import io
-import os
-import pickle
 import random
 from types import SimpleNamespace
 
 from common.checkpoints import checkpoint_path, load_checkpoint, save_checkpoint, saved_checkpoints, shards_of
 from common.errors import NothingBegun, RunError
 from common.weights import shards
-from common.weights.policy import load_training_state, training_state
+from common.weights.training_state import load_training_state, training_state
 from tests.conftest import good_state
 
 import pytest
 import torch
-from torch.distributed.checkpoint import metadata
 from torch.distributed.fsdp import fully_shard
 
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("one_rank")]
@@ -69,9 +65,11 @@ def load(path, model, optimizer):
 
 
 # ---- saving and loading ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("file_bytes", [shards.FILE_BYTES, 20])
 @pytest.mark.parametrize("has_stepped", [True, False])
-def test_what_is_loaded_is_what_was_saved(tmp_path, has_stepped):
+def test_what_is_loaded_is_what_was_saved(tmp_path, monkeypatch, has_stepped, file_bytes):
     """Also moments, of the layer alone that has a gradient; and a run that has not stepped yet loads none."""
+    monkeypatch.setattr(shards, "FILE_BYTES", file_bytes)
     model, optimizer = tiny_model(1)
     if has_stepped:
         step(model, optimizer)
@@ -126,12 +124,13 @@ def test_shards_without_their_file_are_no_checkpoint_and_go(tmp_path):
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
-def test_200_damaged_shards_are_200_named(tmp_path):
+def test_200_damaged_shards_are_200_named(tmp_path, monkeypatch):
     """Cut short, or with a flipped bit, at any place of any file."""
+    monkeypatch.setattr(shards, "FILE_BYTES", 100)
     path = save(tmp_path, *tiny_model(1), 3)
     chance = random.Random(1)
     files = sorted(shards_of(path).iterdir())
-    assert len(files) == 2
+    assert len(files) == 3  # of 232 bytes of tensors
     for number in range(200):
         file = chance.choice(files)
         content = file.read_bytes()
@@ -153,7 +152,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used(tmp_path, capfd):
     model, optimizer = tiny_model(1)
     paths = [save(tmp_path, model, optimizer, number) for number in (1, 2, 3)]
     for path in paths[1:]:
-        [file] = shards_of(path).glob("__0_*")
+        [file] = shards_of(path).iterdir()
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
@@ -166,40 +165,31 @@ def test_the_checkpoint_before_a_damaged_one_is_used(tmp_path, capfd):
         shards.first_intact(paths[2], state, may_be_earlier=False)
 
 
-def test_metadata_can_neither_import_nor_call(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path}/called",)
+def test_a_file_that_cannot_be_read_back_is_named_and_nothing_stays(tmp_path, monkeypatch):
+    """DCP writes a number in front of the header, and says nothing."""
+    model, optimizer = tiny_model(1)
+    own = shards.own_tensors
+    monkeypatch.setattr(shards, "own_tensors", lambda *args, **kwargs: own(*args, **kwargs) | {"optimizer/x/step": 3.0})
+    monkeypatch.setattr(shards, "file_numbers", lambda tensors: None)
+    path = checkpoint_path(tmp_path, 1)
+    file = shards_of(path) / "shard-00001-model-00001-of-00001.safetensors"
+    with pytest.raises(RunError, match=rf"^{file} could not be written \(Error while deserializing header"):
+        training_state(model, optimizer, path)
+    assert not shards_of(path).exists()
 
+
+def test_a_file_that_is_not_listed_or_of_another_format_is_named(tmp_path):
     path = save(tmp_path, *tiny_model(1), 3)
-    # protocol 4 looks up dotted names, and DCP's file imports os
-    module, name = b"torch.distributed.checkpoint.filesystem", b"os.system"
-    dotted = b"\x80\x04\x8c" + bytes([len(module)]) + module + b"\x8c" + bytes([len(name)]) + name + b"\x93."
-    for content in (pickle.dumps(Evil()), dotted):
-        (shards_of(path) / ".metadata").write_bytes(content)
-        with pytest.raises(pickle.UnpicklingError, match="a checkpoint's metadata names .*system"):
-            shards.Reader(shards_of(path)).read_metadata()
-    assert not (tmp_path / "called").exists()
-
-
-class Attribute:
-    """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an enum: by a call of getattr."""
-
-    def __init__(self, owner, name):
-        self.owner, self.name = owner, name
-
-    def __reduce__(self):
-        return getattr, (self.owner, self.name)
-
-
-def test_getattr_gives_members_of_enums_alone():
-    kind = metadata._MEM_FORMAT_ENCODING
-    member = shards.Unpickler(io.BytesIO(pickle.dumps(Attribute(kind, "TORCH_PRESERVE_FORMAT")))).load()
-    assert member is kind.TORCH_PRESERVE_FORMAT
-    others = ((metadata.Metadata, "__init__"), (kind, "__class__"), (torch.float32, "itemsize"), ("", "join"))
-    for owner, name in others:
-        with pytest.raises(pickle.UnpicklingError, match=f"a checkpoint's metadata names {name} of "):
-            shards.Unpickler(io.BytesIO(pickle.dumps(Attribute(owner, name)))).load()
+    folder = shards_of(path).name
+    listed = load_checkpoint(path)["shards"]
+    assert shards.find_fault(path, listed) is None
+    [file] = shards_of(path).iterdir()
+    file.with_name("copy.safetensors").write_bytes(file.read_bytes())
+    fault = f"{path} is not a whole checkpoint ({folder}/copy.safetensors is no file of this version's checkpoints)"
+    assert shards.find_fault(path, listed) == fault
+    file.with_name("copy.safetensors").rename(file.with_name(".metadata"))
+    fault = f"{path} is not a whole checkpoint ({folder}/.metadata is no file of this version's checkpoints)"
+    assert shards.find_fault(path, listed | {f"{folder}/.metadata": listed[f"{folder}/{file.name}"]}) == fault
 
 
 def test_a_disk_that_fails_is_named_and_nothing_stays(tmp_path, monkeypatch):
@@ -207,7 +197,7 @@ def test_a_disk_that_fails_is_named_and_nothing_stays(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     model, optimizer = tiny_model(1)
-    monkeypatch.setattr(shards.FileSystemWriter, "write_data", full)
+    monkeypatch.setattr(shards.HuggingFaceStorageWriter, "write_data", full)
     path = checkpoint_path(tmp_path, 1)
     with pytest.raises(RunError, match=rf"^{shards_of(path)} could not be written \(.*No space left on device"):
         training_state(model, optimizer, path)

@@ -14,7 +14,6 @@ from common.models.flux_kontext import FluxKontext
 from common.models.loading import family_class, load_model
 from common.models.qwen_image_edit_plus import QwenImageEditPlus
 from common.models.stable_diffusion_3 import StableDiffusion3
-from common.options import SharedArgs
 from common.pairs.pair_files import Pair, pair_prompts, read_pairs
 from common.plan.memory import Blueprint
 from common.scoring import sample_records, score_images
@@ -485,7 +484,7 @@ def test_records_with_different_numbers_of_pictures_are_refused_before_the_model
 def test_the_plan_counts_the_pictures_of_a_record(editor):
     """The conditioning that it counts has the shapes that are encoded."""
     family = family_class(editor)
-    lora = make_lora(SharedArgs(lora_rank=4, lora_alpha=8), family)
+    lora = make_lora(family, rank=4, alpha=8)
     model = load_model(family, str(editor), torch.float32, "cpu")
     flops = []
     for count in (1, 2) if takes_several(editor) else (1,):

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +11,6 @@ from types import SimpleNamespace
 from common.data import PromptSet
 from common.models.family import Family
 from common.models.loading import family_class
-from common.options import SharedArgs
 from common.plan import needs
 from common.plan.devices import Device
 from common.plan.memory import Blueprint, Cost, Meter
@@ -34,7 +34,7 @@ COSTS = needs.Costs(COST, Cost(7, 90), Cost(30, 500), Cost(37, 50), COST, Cost(2
 def blueprint_of(source, rank, dtype=torch.bfloat16, num_sources=None):
     """The Blueprint of a model with a LoRA of that rank, or for 0 with full weights. Each pass is counted once."""
     family = family_class(source)
-    lora = make_lora(SharedArgs(lora_rank=rank, lora_alpha=2 * rank or 1), family)
+    lora = make_lora(family, rank=rank, alpha=2 * rank or 1)
     blueprint = Blueprint(family, str(source), lora, dtype, num_sources)
     for name in ("velocity", "decoding"):
         setattr(blueprint, name, functools.cache(getattr(blueprint, name)))
@@ -88,7 +88,7 @@ def test_the_tokens_of_references_are_counted(published):
     source = published("black-forest-labs/FLUX.2-klein-base-4B")
     text = blueprint_of(source, 16)
     family = family_class(source)
-    three = Blueprint(family, str(source), make_lora(SharedArgs(lora_rank=16), family), torch.bfloat16, num_sources=3)
+    three = Blueprint(family, str(source), make_lora(family, rank=16, alpha=32), torch.bfloat16, num_sources=3)
     small, large = (256, 256), (512, 512)
     assert three.velocity(small, 1, 512, 4.0).flops == text.velocity(large, 1, 512, 4.0).flops
     training = three.velocity(small, 1, 512, 4.0, train=True)
@@ -191,17 +191,32 @@ def test_weights_are_whole_to_sample_where_ranks_share_them_and_no_engine_sample
     """They are whole with the adapters of all policies; the reference of a new LoRA has no adapter."""
     blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
     model = embedded_model()
-    add_policies(model, make_lora(SharedArgs(), type(model)), ["default", "ema", "reference"], seed=1)
+    add_policies(model, make_lora(type(model), rank=16, alpha=32), ["default", "ema", "reference"], seed=1)
     num_bytes = sum(p.nbytes for p in model.transformer.parameters())
     blocks, whole = "blocks as FSDP gathers them", "weights gathered to sample"
     shared = replace(SMALL, ranks=2, ranks_here=2, policies=("trained", "average", "reference"))
     two = by_name(needs.pass_parts(blueprint, shared, COSTS))
     assert two[whole].num_bytes == num_bytes + 4 * blueprint.largest_block
     assert two[whole].phases == ("rollout",) and two[blocks].phases == ("update",)
-    others = [{"rollout": "vllm"}, {"gather_for_sampling": False}, {"shard_ranks": 1}, {"ranks": 1, "ranks_here": 1}]
-    for changes in [*others, {"train_with": ("cpu_offload",)}]:
+    for changes in ({"rollout": "vllm"}, {"gather_for_sampling": False}, {"train_with": ("cpu_offload",)}):
         alone = by_name(needs.pass_parts(blueprint, replace(shared, **changes), COSTS))
         assert whole not in alone and alone[blocks].phases == ("rollout", "update"), changes
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("sharing", [{"shard_ranks": 1}, {"ranks": 1, "ranks_here": 1}])
+def test_no_frozen_weight_is_held_twice_where_a_rank_has_all_of_them(sharing):
+    """What FSDP holds beside its shards is then the LoRA of the trained and the average policy, in bf16. Offloaded
+    weights and full weights come a block at a time."""
+    blocks, lora = "blocks as FSDP gathers them", "the LoRA as passes read it"
+    w = replace(SMALL, **{"ranks": 2, "ranks_here": 2, "policies": ("trained", "average", "reference"), **sharing})
+    blueprint = blueprint_of(EMBEDDED, 16)
+    parts = by_name(needs.pass_parts(blueprint, w, COSTS))
+    assert blocks not in parts and parts[lora].num_bytes == 2 * 2 * blueprint.num_trained
+    offloaded = by_name(needs.pass_parts(blueprint, replace(w, train_with=("cpu_offload",)), COSTS))
+    full = by_name(needs.pass_parts(blueprint_of(EMBEDDED, 0), w, COSTS))
+    for found in (offloaded, full):
+        assert lora not in found and found[blocks].num_bytes > 2 * 2 * blueprint.largest_block
 
 
 @pytest.mark.fast
@@ -353,6 +368,38 @@ def test_text_encoders_are_on_the_gpu_when_prompts_are_encoded():
     assert found["frozen weights, float32"].phases == needs.PHASES[1:]  # the transformer comes when they have left
     on_host = by_name(needs.weight_parts(blueprint, replace(cached, train_with=("cpu_offload",))))
     assert on_host["frozen weights, float32"].phases == needs.PHASES
+
+
+@pytest.mark.fast
+def test_a_vae_in_bf16_takes_half_the_memory_and_the_rate_of_bf16():
+    whole = blueprint_of(EMBEDDED, 16, torch.float32)
+    lora = make_lora(family_class(EMBEDDED), rank=16, alpha=32)
+    rounded = Blueprint(family_class(EMBEDDED), str(EMBEDDED), lora, torch.float32, vae_dtype=torch.bfloat16)
+    assert rounded.vae_bytes == whole.vae_bytes / 2
+    cost, of_rounded = whole.decoding(2, (32, 96), 1), rounded.decoding(2, (32, 96), 1)
+    assert of_rounded.flops == cost.flops and of_rounded.peak_bytes < 0.8 * cost.peak_bytes
+    costs = COSTS._replace(decoding=Cost(flops=int(1e18), peak_bytes=1))
+    seconds = []
+    for dtype in ("float32", "bfloat16"):
+        rows = plan.work_table(replace(SMALL, vae_dtype=dtype), costs, "h100-80")
+        seconds += [float(row.split()[-1]) for row in rows if row.startswith("  rollout ")]
+    assert seconds[0] / seconds[1] == pytest.approx(989 / 494, rel=1e-3)
+
+
+@pytest.mark.fast
+def test_pinned_encoders_take_a_power_of_two_of_bytes_for_each_tensor():
+    """They wait in pinned memory where they come to a GPU for each rollout, and not on a CPU."""
+    blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
+    name = "text encoders, rounded up as pinned"
+    held = 0
+    pipe = embedded_model().pipe
+    for encoder in (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
+        held += sum(2 ** math.ceil(math.log2(t.nbytes)) for t in (*encoder.parameters(), *encoder.buffers()))
+    parts = needs.waiting_parts(blueprint, SMALL)
+    assert blueprint.pinned_encoder_bytes == held
+    assert by_name(parts)[name].num_bytes == pytest.approx(held - blueprint.text_encoder_bytes)
+    assert by_name(parts)[name].place == "host" and name not in by_name(needs.on_one_memory(parts))
+    assert name not in by_name(needs.waiting_parts(blueprint, replace(SMALL, prompt_cache="folder")))
 
 
 @pytest.mark.fast

@@ -4,7 +4,6 @@ import json
 
 from benchmarks.throughput import Meter, TensorLike, count_flops, covered, fake_copy, measured_rows
 from common.models.stable_diffusion_3 import StableDiffusion3
-from common.options import SharedArgs
 from common.weights.lora import make_lora
 from tests.conftest import brightness_reward, torchrun
 from tests.published_models import GEOMETRY, PUBLISHED
@@ -29,7 +28,7 @@ def test_flops_of_sd35_medium_at_512():
         "pooled_projections": (2, *conditioning["pooled_prompt_embeds"]),
     }
     call = {name: TensorLike(shape, torch.bfloat16) for name, shape in call.items()}
-    lora_config = make_lora(SharedArgs(lora_rank=32, lora_alpha=64), StableDiffusion3).config
+    lora_config = make_lora(StableDiffusion3, rank=32, alpha=64).config
     copied, mode = fake_copy(transformer, torch.bfloat16, lora_config)
     of_one_image = [count_flops(copied, mode, ((), call), backward) / 2 / 1e12 for backward in (False, True)]
     assert [round(tflop, 2) for tflop in of_one_image] == [2.48, 5.31]

@@ -1,0 +1,56 @@
+"""What a checkpoint holds of training: the policies' tensors, Adam's moments and random states."""
+
+from pathlib import Path
+
+from common.distributed import gather_objects, restore_rng_states, rng_states
+from common.models.family import Family
+from common.weights.policy import choose_adam_kernel, load_policy_tensors, tensors_on_rank_0
+from common.weights.shards import load_shards, save_shards
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+
+def training_state(model: Family, optimizer: torch.optim.Optimizer, path: Path) -> dict:
+    """All that training changes in this process, for any number of ranks to resume from. A collective.
+
+    {"policies": tensors of every policy that is not frozen, "optimizer": Adam's moments, "rng": every rank's random
+    states}. A LoRA's tensors are on rank 0's CPU, and not there on other ranks. Full weights are written beside the
+    checkpoint's `path`, by each rank its own (common/weights/shards.py).
+    """
+    rng = gather_objects(rng_states())
+    if not model.is_lora:
+        return {"rng": rng, **save_shards(path, model, optimizer)}
+    policies = {}
+    # before the optimizer's state: this shards again what a forward pass without a backward left whole
+    for name in model.policies:
+        if name not in model.frozen:
+            policies[name], _ = tensors_on_rank_0(model, name)
+    moments = {}  # none before the first optimizer step
+    if optimizer.state:
+        unsharded = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        moments = get_optimizer_state_dict(model.transformer, optimizer, options=unsharded)
+    return {"rng": rng, "policies": policies, "optimizer": moments}
+
+
+def load_training_state(model: Family, optimizer: torch.optim.AdamW, state: dict) -> None:
+    """The reverse of training_state. A policy that the saved run did not have begins as its trained policy.
+
+    state: as Run.load_checkpoint returns it, with the checkpoint's "path".
+
+    Raises:
+        NothingBegun: naming a tensor that only one of the two has, or that has another shape.
+    """
+    policies = state["policies"]
+    for name in model.policies:
+        if name not in model.frozen and "shards" not in state:
+            load_policy_tensors(model, name, policies.get(name, policies["default"]))
+    if "shards" in state:
+        load_shards(state, model, optimizer)
+    elif state["optimizer"]:
+        # not strict: a last block may feed nothing, so that its LoRA has no gradient and Adam no state of it
+        unsharded = StateDictOptions(full_state_dict=True, strict=False)
+        set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=unsharded)
+        choose_adam_kernel(optimizer, model)  # not those of the saved run
+    restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])
