@@ -100,7 +100,7 @@ class SharedArgs:
     image_size: Annotated[tuple[int, int], Bound(at_least=1)] = (32, 96)
     """height and width of images in pixels"""
     num_frames: PositiveInt = 1
-    """frames of a video, for models that make videos (docs/models.md); 1 for images"""
+    """frames of a video, for models that make videos (docs/editing_and_video.md); 1 for images"""
     max_sequence_length: PositiveInt = 16
     """tokens per prompt; longer prompts are cut (SD3.5: 256 of T5; others: docs/models.md)"""
     prompt_cache: str | None = None
@@ -123,7 +123,7 @@ class SharedArgs:
     # ---- data
     train_prompts: str = str(ASSETS / "train_prompts.txt")
     """prompts to train on: .txt, one per line; .jsonl, {"prompt": ...} with any metadata for the rewards; or .parquet,
-    as VeRL-Omni writes it (docs/flow_grpo.md); edits also have an "image" (docs/models.md)"""
+    as VeRL-Omni writes it (docs/flow_grpo.md); edits also have an "image" (docs/editing_and_video.md)"""
     eval_prompts: str = str(ASSETS / "eval_prompts.txt")
     """held-out prompts, sampled at every evaluation: a file like train_prompts"""
     negative_prompt: str = ""

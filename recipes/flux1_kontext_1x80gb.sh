@@ -1,7 +1,7 @@
 #!/bin/bash
 # FLUX.1 Kontext by Flow-GRPO on one 80 GB GPU (H100); the trainer samples. Never run by us on a GPU.
 # Add your own --name, --train_prompts, --eval_prompts and --reward; options that you add override those in this file.
-# Each record names the picture that is edited (docs/models.md).
+# Each record names the image that is edited (docs/editing_and_video.md).
 # From Flow-Factory's example (examples/grpo/lora/flux1_kontext): size of image and picture, the LoRA's rank, steps,
 # guidance, noise, one trained step, drawn from the second to the fourth, group, two optimizer steps per rollout,
 # advantages, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step). Ours: 16 prompts

@@ -2,8 +2,8 @@
 # FLUX.2-klein base 4B, edits of a picture, by Flow-GRPO on one 80 GB GPU (H100); the trainer samples.
 # Never run by us on a GPU.
 # Add your own --name, --train_prompts, --eval_prompts and --reward; options that you add override those in this file.
-# Each record names its picture (docs/models.md). Give the plan your --train_prompts: it counts the pictures of the
-# first record, and otherwise none.
+# Each record names its source image (docs/editing_and_video.md). Give the plan your --train_prompts: it counts the
+# source images of the first record, and otherwise none.
 # From UniRL's example (examples/diffusion/flux2_klein/flux2_klein_4b_editreward.yaml): size, tokens, the LoRA's rank,
 # steps, no guidance, step kind and noise, three trained steps in the first half, group, two optimizer steps per
 # rollout, learning rate, Adam's epsilon. Its clip range of 5e-3 is of log-probs in another unit; ours is that of

@@ -1,8 +1,8 @@
 #!/bin/bash
 # Qwen-Image-Edit-2509 by Flow-GRPO on one 80 GB GPU (H100); the trainer samples. Never run by us on a GPU.
 # Add your own --name, --train_prompts, --eval_prompts and --reward; options that you add override those in this file.
-# Each record names the pictures that are edited, one to four (docs/models.md). The plan counts those of the first
-# record of --train_prompts, and otherwise one.
+# Each record names the images that are edited, one to four (docs/editing_and_video.md). The plan counts those of the
+# first record of --train_prompts, and otherwise one.
 # From Flow-Factory's example (examples/grpo/lora/qwen_image_edit_plus): size of image and picture, the LoRA's rank,
 # steps, guidance, noise, one trained step, drawn from the second to the fourth, group, two optimizer steps per rollout,
 # advantages, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step), 40 steps in

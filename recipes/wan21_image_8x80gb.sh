@@ -2,7 +2,7 @@
 # Wan 2.1 14B, video from a picture, by Flow-GRPO on eight 80 GB GPUs (H100); the trainer samples.
 # Never run by us on a GPU.
 # Add your own --name, --train_prompts, --eval_prompts and --reward; options that you add override those in this file.
-# Each record names the picture that its video starts with (docs/models.md).
+# Each record names the image that its video starts with (docs/editing_and_video.md).
 # From Flow-Factory's example (examples/grpo/lora/wan21/i2v.yaml): size, frames, the LoRA's rank, steps, guidance,
 # noise, one trained step, drawn from the second to the fourth, 48 x 16 videos, two optimizer steps per rollout,
 # advantages, learning rate, Adam's epsilon, clip range, average (0.9 every eighth optimizer step), 28 steps in

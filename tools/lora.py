@@ -3,9 +3,9 @@
     python -m tools.lora convert FILE OUT.safetensors --model MODEL [--to diffusers | comfyui | kohya] [--scale 0.8]
     python -m tools.lora merge FILE FOLDER --model MODEL [--scale 0.8] [--dtype bfloat16]
 
-FILE is a run's adapter/ folder, or a LoRA of another tool (docs/models.md has what is read). `convert` drops a text
-encoder's part, gives all modules one rank and multiplies alpha / rank into the B matrices. `merge` writes the pipeline
-with the LoRA in its transformer's weights, for --model.
+FILE is a run's adapter/ folder, or a LoRA of another tool (docs/adapters_and_checkpoints.md has what is read).
+`convert` drops a text encoder's part, gives all modules one rank and multiplies alpha / rank into the B matrices.
+`merge` writes the pipeline with the LoRA in its transformer's weights, for --model.
 """
 
 import argparse
