@@ -43,12 +43,13 @@ from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, friendly_errors, open_run
 from common.scoring import Scorer, fill_failed, load_rewards, reward_metrics
 from common.sde import image_seed, sde_step
+from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
 from common.weights.policy import (
     acting,
     add_policies,
-    choose_kernels,
+    choose_adam_kernel,
     follow,
     keep_frozen_whole,
     reshard,
@@ -203,7 +204,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained."""
     num_drawn = args.num_steps * args.num_prompts  # embeddings are cached, too long ones counted
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
         quantise_encoders(model)
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
@@ -214,6 +215,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
         policies.append("reference")
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
+    use_attention(model, args.attention)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
 
 
@@ -604,10 +606,10 @@ def main(args: Args, inputs: Inputs) -> None:
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_kernels(optimizer, model, args.attention)  # of AdamW and of the attention
+    choose_adam_kernel(optimizer, model)
     num_rows = len(inputs.train_set)
     sampler = GroupSampler(num_rows, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
-    run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
+    run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
     if engine:  # push the policy for the first time, and prove that a push changes the engine's images
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
         engine.verify_policy(model, one_image)

@@ -43,12 +43,13 @@ from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, friendly_errors, open_run
 from common.scoring import Scorer, load_rewards, offload_rewards
 from common.sde import draw_noise, image_seed, sde_step
+from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
 from common.weights.policy import (
     acting,
     add_policies,
-    choose_kernels,
+    choose_adam_kernel,
     follow,
     keep_frozen_whole,
     reshard,
@@ -191,7 +192,9 @@ def encode_drawn(args: Args, run: Run, model: Family, pairs: "Pairs", rows: set[
             image_size=args.image_size,
             max_sequence_length=args.max_sequence_length,
         )
-    run.say(f"{len(pairs)} pairs; of the {len(files)} that are drawn, {len(set(files.values()))} are distinct")
+    run.print_message(
+        f"{len(pairs)} pairs; of the {len(files)} that are drawn, {len(set(files.values()))} are distinct"
+    )
     return files
 
 
@@ -218,7 +221,7 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
         totals = (scores * weights).sum(1)  # (G,), NaN for failed images
         save_pair(run.folder, row, prompts, images, totals)
     offload_rewards(inputs.rewards)  # networks of rewards leave the GPU to the training, if asked
-    run.say(write_pairs(run.folder, num_prompts))
+    run.print_message(write_pairs(run.folder, num_prompts))
 
 
 def draw_training_noise(
@@ -244,7 +247,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     prompts = drawn.prompts + drawn.negatives(args.negative_prompt).prompts
     prompts += inputs.eval_set.prompts
     prompts += inputs.eval_set.negatives(args.negative_prompt).prompts
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
         quantise_encoders(model)
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
@@ -253,6 +256,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
         policies.append("ema")
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
+    use_attention(model, args.attention)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
 
 
@@ -456,7 +460,7 @@ def main(args: Args, inputs: Inputs) -> None:
     run = Run(args, inputs.eval_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_kernels(optimizer, model, args.attention)  # of AdamW and of the attention
+    choose_adam_kernel(optimizer, model)
     pairs = None if args.eval_only else find_pairs(args, run, model, inputs)
     num_found = len(pairs) if pairs else 0
     sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.seed)  # of pairs

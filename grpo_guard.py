@@ -37,12 +37,13 @@ from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, friendly_errors, open_run
 from common.scoring import Scorer, fill_failed, load_rewards, reward_metrics
 from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
+from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
 from common.weights.policy import (
     acting,
     add_policies,
-    choose_kernels,
+    choose_adam_kernel,
     follow,
     keep_frozen_whole,
     reshard,
@@ -215,7 +216,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained."""
     num_drawn = args.num_steps * args.num_prompts  # embeddings are cached, too long ones counted
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
         quantise_encoders(model)
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
@@ -226,6 +227,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
         policies.append("reference")
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
+    use_attention(model, args.attention)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
 
 
@@ -580,23 +582,21 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[st
         with acting(model, "reference"):
             ref_means = recompute_log_probs(args, model, batch.request, batch.trajectories).prev_sample_means
     # consecutive, not shuffled: GroupSampler dealt them so that a mini-batch is the same on any number of ranks
-    mini_batches = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
+    mini_batches = args.epochs_per_rollout * torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
     grad_norms = []
     finite_passes = []  # of the optimizer steps whose gradient is finite
     metrics: dict[str, float] = {}
-    for _ in range(args.epochs_per_rollout):
-        for mini_batch in mini_batches:
-            passes = accumulate_gradients(args, model, batch, mini_batch, ref_means)
-            if not metrics:  # on-policy: the ratio is 1 to the bit, except with an engine and --old_log_prob rollout
-                means = mean_over_ranks(passes)
-                metrics["actor/on_policy_ratio_mean"] = means["actor/ratio_mean"]
-                metrics["actor/on_policy_ratio_std"] = means["actor/ratio_std"]
-            grad_norm = optimizer_step(args, model, optimizer)
-            if math.isfinite(grad_norm):  # it is over all ranks: they skip together
-                grad_norms.append(grad_norm)
-                finite_passes += passes
-    num_updates = args.epochs_per_rollout * len(mini_batches)
-    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # norms not finite; those of 0 are not counted
+    for number, mini_batch in enumerate(mini_batches):
+        passes = accumulate_gradients(args, model, batch, mini_batch, ref_means)
+        if number == 0:  # on-policy: the ratio is 1 to the bit, except with an engine and --old_log_prob rollout
+            means = mean_over_ranks(passes)
+            metrics["actor/on_policy_ratio_mean"] = means["actor/ratio_mean"]
+            metrics["actor/on_policy_ratio_std"] = means["actor/ratio_std"]
+        grad_norm = optimizer_step(args, model, optimizer)
+        if math.isfinite(grad_norm):  # it is over all ranks: they skip together
+            grad_norms.append(grad_norm)
+            finite_passes += passes
+    metrics["actor/skipped_steps"] = len(mini_batches) - len(grad_norms)  # norms not finite; those of 0 do not count
     metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
     if grad_norms:
         metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
@@ -654,10 +654,10 @@ def main(args: Args, inputs: Inputs) -> None:
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_kernels(optimizer, model, args.attention)  # of AdamW and of the attention
+    choose_adam_kernel(optimizer, model)
     num_rows = len(inputs.train_set)
     sampler = GroupSampler(num_rows, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
-    run.say(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
+    run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
     if engine:  # push the policy for the first time, and prove that a push changes the engine's images
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
         engine.verify_policy(model, one_image)

@@ -93,8 +93,8 @@ MUTATIONS = [
     ("dpo_offline.py", "s = sigmas[rows].to(model.device)", "s = sigmas[rows]", ROWS[16]),
     ("dpo_offline.py", "eps = noise[rows].to(model.device)", "eps = noise[rows]", ROWS[16]),
     ("common/sde.py", "drawn.pin_memory().to(device, non_blocking=True)", "drawn", ROWS[0]),
-    ("common/models/family.py", "tensor.data.to(model.device)", "tensor.data", ROWS[0]),
-    ("common/models/vae.py", "pixels.to(vae.device, vae.dtype)", "pixels.to(vae.dtype)", ROWS[16]),
+    ("common/models/family.py", "tensor.data.to(model.device, non", "tensor.data.to(non", ROWS[0]),
+    ("common/models/vae.py", "pixels.to(vae.device)", "pixels", ROWS[16]),
     ("common/pairs/pairs.py", "for pair in pairs], 1).to(device)", "for pair in pairs], 1)", ROWS[16]),
     ("common/rewards/clip_score.py", "pixels.to(model.device)", "pixels", ROWS[9]),
 ]  # fmt: skip

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common.distributed import on_rank_0
-from common.errors import NothingBegun, RunError, brief, reason
-from common.process import say
+from common.errors import NothingBegun, RunError, reason, truncate
+from common.process import print_message
 
 import torch
 from filelock import FileLock, Timeout
@@ -109,7 +109,7 @@ def read_checkpoint(path: Path | str) -> tuple[str, dict]:
         return saved.pop("script"), saved
     except Exception as error:  # a flipped byte can make the readers of zip and pickle raise nearly anything
         first_line = reason(error).strip().partition("\n")[0]
-        raise ValueError(brief(f"{path} is not a whole checkpoint ({first_line})")) from error
+        raise ValueError(truncate(f"{path} is not a whole checkpoint ({first_line})")) from error
 
 
 _checked: set[tuple] = set()  # files whose bytes this process has checked already: name, size, time, inode
@@ -220,7 +220,7 @@ def lock_run(folder: Path | str) -> None:
         advice = "wait for it, or end it, or choose another --name"
         raise NothingBegun(f"{folder} is being written by another process ({holder}): {advice}") from None
     except (OSError, NotImplementedError) as error:
-        say(f"{path} cannot be locked ({error}): make sure yourself that no other run writes to it")
+        print_message(f"{path} cannot be locked ({error}): make sure yourself that no other run writes to it")
         return
     record = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     holder_file.write_text(json.dumps(record) + "\n")

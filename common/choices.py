@@ -6,10 +6,10 @@ from typing import Any
 
 from common.data import PromptSet, check_sources
 from common.eval_by import check_field
-from common.images import StoredImage, say_stretched
+from common.images import StoredImage, warn_stretched
 from common.models.family import Family
 from common.pairs.pair_files import Pair, pair_prompts
-from common.process import say
+from common.process import print_message
 from common.rewards.preservation import check_metadata, preservation
 from common.scoring import Reward
 from common.weights.adapter_files import check_modules, meta_transformer
@@ -65,12 +65,14 @@ def check_pictures(
         raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
     if max(num_sources):
         size = options["image_size"]
-        say_stretched("--train_prompts", sources_of(train_set), size)
-        say_stretched("--eval_prompts", sources_of(eval_set), options.get("eval_image_size") or size)
+        warn_stretched("--train_prompts", sources_of(train_set), size)
+        warn_stretched("--eval_prompts", sources_of(eval_set), options.get("eval_image_size") or size)
         num_masks = sum("mask" in record for record in eval_set.metadata)
         if 0 < num_masks < len(eval_set):
             of_all = f"{num_masks} of {len(eval_set)} records have a mask"
-            say(f"--eval_prompts: {of_all}; preservation compares the others as a whole, which gives other scores")
+            print_message(
+                f"--eval_prompts: {of_all}; preservation compares the others as a whole, which gives other scores"
+            )
 
 
 def sources_of(prompts: PromptSet) -> list[StoredImage]:

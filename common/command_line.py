@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 from common.help import help_text
 from common.option_files import defaults_of_checkpoint, words_of_file
 from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs
-from common.process import say
+from common.process import print_message
 from common.profiling import traced_steps
 from common.stop_rules import check_stop_rules
 from common.tracking import check_tracker
@@ -37,7 +37,7 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
     known = {field.name: field for field in fields(args_class)}
     argv = words_of_file(argv, known) + argv
     args = _parse(args_class, argv, {})
-    say(f"{args.run_folder}: checking options and files")
+    print_message(f"{args.run_folder}: checking options and files")
     if args.resume:
         args = _parse(args_class, argv, defaults_of_checkpoint(args))
     check_options(args)
@@ -70,6 +70,8 @@ def check_options(args: SharedArgs) -> None:
     name = args.name
     if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 200:
         raise ValueError(f"--name {name}: must be the name of one folder, of at most 200 bytes")
+    if isinstance(args, EngineArgs) and args.rollout == "vllm" and args.vae_dtype != "float32":
+        raise ValueError(f"--vae_dtype {args.vae_dtype}: needs --rollout local; the engine's VAE is float32")
     if isinstance(args, EngineArgs) and args.rollout == "local":
         if args.engine_devices:
             devices = " ".join(map(str, args.engine_devices))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.distributed import gather, launched_world_size
-from common.errors import brief, refusing
+from common.errors import error_prefix, truncate
 from common.images import find_pictures
 from common.parquet import read_chats
-from common.process import say
+from common.process import print_message
 from common.sde import image_seed
 
 import torch
@@ -82,7 +82,7 @@ def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, m
     metadata = []
     for where, record in read_records(Path(path)):
         prompt = record.pop("prompt")
-        with refusing(where):
+        with error_prefix(where):
             if {"image", "images", "media", "media_refs"} & record.keys():
                 record = find_pictures(record, Path(path), where)
             for check in checks:
@@ -95,7 +95,7 @@ def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, m
         prompts.append(prompt)
         metadata.append(record)
     if 0 < max_prompts < len(prompts):
-        say(f"{path}: the first {max_prompts} of its {len(prompts)} prompts (--max_prompts)")
+        print_message(f"{path}: the first {max_prompts} of its {len(prompts)} prompts (--max_prompts)")
         return PromptSet(prompts[:max_prompts], metadata[:max_prompts])
     return PromptSet(prompts, metadata)
 
@@ -104,14 +104,14 @@ def read_records(path: Path) -> list[tuple[str, dict]]:
     """[("file:line", {"prompt": ..., more})] of a prompt file; raises ValueError as read_prompts does."""
     if path.suffix == ".parquet":
         return read_chats(path)
-    with refusing(path):
+    with error_prefix(path):
         lines = _read_lines(path)
     records = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        with refusing(where):
+        with error_prefix(where):
             record = _parse_record(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
         records.append((where, record))
     return records
@@ -129,7 +129,7 @@ def count_sources(num_sources: tuple[int, int], path: Path | str) -> int:
     if least == most:
         return least
     where, record = read_records(Path(path))[0]  # all files of a run have equally many pictures
-    with refusing(where):
+    with error_prefix(where):
         found = len(find_pictures(record, Path(path), where).get("image", ()))
         if found > most:
             raise ValueError(f'has {found} "image"; the model takes {least} to {most}')
@@ -156,9 +156,9 @@ def check_sources(num_sources: tuple[int, int], prompt_sets: Sequence[tuple[str,
         pictures = f"{count or 'no'} picture{'s' if count > 1 else ''}"
         found = f'{option}: record {number}, {prompt!r}, has {pictures} ("image")'
         if not least <= count <= most:
-            raise ValueError(brief(f"{found}; the model takes {taken}"))
+            raise ValueError(truncate(f"{found}; the model takes {taken}"))
         if count != first:
-            raise ValueError(brief(f"{found}; the first of all has {first or 'none'}, and each must have as many"))
+            raise ValueError(truncate(f"{found}; the first of all has {first or 'none'}, and each must have as many"))
     return first
 
 

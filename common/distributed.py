@@ -4,6 +4,7 @@ One rank alone exchanges nothing. Gloo's threads would copy with OpenMP threads 
 of those than cores, libgomp puts all of them to sleep while they wait, which makes an update a quarter slower.
 """
 
+import functools
 import gc
 import math
 import os
@@ -40,11 +41,23 @@ def launched_world_size() -> int:
 def use_own_gpu() -> None:
     """Make this rank's GPU, where there are GPUs, the thread's current device. ValueError: fewer GPUs than ranks."""
     if torch.cuda.is_available():
+        use_expandable_segments()  # before CUDA starts
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         num_gpus = torch.cuda.device_count()
         if num_ranks > num_gpus:
             raise ValueError(f"torchrun --nproc_per_node {num_ranks}: each rank needs a GPU; here are {num_gpus}")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+@functools.cache  # once, although threads of rewards call use_own_gpu while the GPU works
+def use_expandable_segments() -> None:
+    """Let torch's allocator of GPU memory grow its segments, so that memory freed in one phase serves the next.
+
+    A user's own PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF stays as it is. This sets no such variable: torch has
+    read them when it was imported, and the engine's process would inherit it.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def cores_of_this_rank() -> int:

@@ -19,7 +19,9 @@ UNREADABLE = (ValueError, OSError, RecursionError)  # raised by reading text and
 
 
 @contextmanager
-def refusing(subject: str | Path, errors: type[Exception] | tuple[type[Exception], ...] = UNREADABLE) -> Iterator[None]:
+def error_prefix(
+    subject: str | Path, errors: type[Exception] | tuple[type[Exception], ...] = UNREADABLE
+) -> Iterator[None]:
     """Errors of these types in the block become ValueError("subject: reason"), on one line.
 
     subject: a file, perhaps with a line, or an option. errors: Exception where a library reads the file, which can
@@ -28,7 +30,7 @@ def refusing(subject: str | Path, errors: type[Exception] | tuple[type[Exception
     try:
         yield
     except errors as error:
-        raise ValueError(brief(f"{subject}: {reason(error)}")) from error
+        raise ValueError(truncate(f"{subject}: {reason(error)}")) from error
 
 
 def reason(error: BaseException) -> str:
@@ -36,7 +38,7 @@ def reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def brief(text: str) -> str:
+def truncate(text: str) -> str:
     """`text` on one line: letters that do not print are escaped, and the middle of a long text is left out."""
     printable = [letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text]
     line = "".join(printable)

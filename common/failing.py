@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.checkpoints import saved_checkpoints
-from common.errors import UNREADABLE, NothingBegun, RunError, brief
+from common.errors import UNREADABLE, NothingBegun, RunError, truncate
 from common.process import caught_signals
 from common.ranks import missing_ranks
 
@@ -39,14 +39,14 @@ def exit_value(error: Exception, folder: Path | None, *, is_training: bool) -> s
 
 def last_line(message: str, error: Exception, folder: Path | None) -> str:
     """The message and, where a run had begun, what its folder holds of use now."""
-    line = f"{Path(sys.argv[0]).name}: error: {brief(message)}"
+    line = f"{Path(sys.argv[0]).name}: error: {truncate(message)}"
     if folder is None or isinstance(error, NothingBegun) or not folder.is_dir():
         return line
     if error.__cause__:  # what a user's reward raised, for example
         path = folder / f"traceback_rank{os.environ.get('RANK', '0')}.txt"
         with suppress(OSError):  # a full disk, which may be the error itself
             path.write_text("".join(traceback.format_exception(error)))
-            line += f"; traceback: {brief(str(path))}"
+            line += f"; traceback: {truncate(str(path))}"
     saved = saved_checkpoints(folder)
     if saved:
         line += f"; to resume from {saved[-1].name}, give the same command with --resume latest"

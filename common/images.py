@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import RunError, brief, reason, refusing
-from common.process import say
+from common.errors import RunError, error_prefix, reason, truncate
+from common.process import print_message
 
 import numpy as np
 from PIL import Image, ImageOps, ImageSequence
@@ -70,7 +70,7 @@ class StoredImage:
                 on_white = Image.new("RGBA", layer.size, "white")
                 return Image.alpha_composite(on_white, layer).convert("RGB")
         except Exception as error:
-            raise RunError(brief(f"{self.place}: cannot be decoded ({reason(error)})")) from error
+            raise RunError(truncate(f"{self.place}: cannot be decoded ({reason(error)})")) from error
 
     def decode_for_pair(self) -> Image.Image:
         """The image of a preference pair: RGB with 8 bits, upright as its EXIF says; transparency is ignored.
@@ -78,7 +78,7 @@ class StoredImage:
         Raises:
             ValueError: naming it: not a readable image.
         """
-        with refusing(f"{self}: not a readable image", Exception), self.open() as opened:
+        with error_prefix(f"{self}: not a readable image", Exception), self.open() as opened:
             opened.load()
             image: Image.Image = opened
             if image.mode.startswith("I;16"):  # 16 bits: convert() would clip them to white
@@ -167,7 +167,7 @@ def find_images(field: str, value: str | bytes | dict | list, prompts: Path, whe
         else:
             raise ValueError(f'"{field}": must be a path, or bytes in a parquet file, or a list of these')
         # over a damaged header Pillow raises nearly anything
-        with refusing(f'"{field}": {found[-1].place}', Exception):
+        with error_prefix(f'"{field}": {found[-1].place}', Exception):
             check_header(found[-1])
     if not found:
         raise ValueError(f'"{field}": must not be empty')
@@ -192,7 +192,7 @@ def show_sources(
     return named, beside
 
 
-def say_stretched(option: str, sources: Sequence[StoredImage], image_size: tuple[int, int]) -> None:
+def warn_stretched(option: str, sources: Sequence[StoredImage], image_size: tuple[int, int]) -> None:
     """Report the pictures whose aspect ratio differs from that of (height, width), to which they will be brought."""
     height, width = image_size
     stretched = []
@@ -205,7 +205,7 @@ def say_stretched(option: str, sources: Sequence[StoredImage], image_size: tuple
         counts = f"{len(stretched)} of {len(sources)} pictures"
         shape = f"the image, {width} wide and {height} high"
         advice = f"they are stretched to it ({first}): crop them first, or change the size"
-        say(f"{option}: {counts} have another shape than {shape}; {advice}")
+        print_message(f"{option}: {counts} have another shape than {shape}; {advice}")
 
 
 # ---- images and videos of a run --------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.checkpoints import load_checkpoint, saved_checkpoints
-from common.errors import refusing
-from common.process import say
+from common.errors import error_prefix
+from common.process import print_message
 from common.resuming import EXPECTED_TO_DIFFER, check_format, find_checkpoint, saved_options
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def words_of_file(argv: list[str], fields: dict[str, Field]) -> list[str]:
     if not named:
         return []
     path = Path(named[-1])
-    with refusing(f"--args {path}", Exception):  # whatever a YAML library raises
+    with error_prefix(f"--args {path}", Exception):  # whatever a YAML library raises
         text = path.read_text(encoding="utf-8")
         if path.suffix in (".yaml", ".yml"):
             import yaml  # slow, and seldom asked for
@@ -86,7 +86,7 @@ def words_of_file(argv: list[str], fields: dict[str, Field]) -> list[str]:
             script = re.search(r"[^/\s'\"]+\.py\b", given.get("command") or "")
             if script and script[0] != Path(sys.argv[0]).name != "plan.py":
                 told = "options such as clip_range may have other units there"
-                say(f"--args {path}: a run of {script[0]} wrote it; {told}")
+                print_message(f"--args {path}: a run of {script[0]} wrote it; {told}")
             check_format(given, "the file")
             given = {name: value for name, value in given["args"].items() if name not in OF_ONE_START}
         unknown = [name for name in given if name not in fields]
@@ -98,7 +98,7 @@ def words_of_file(argv: list[str], fields: dict[str, Field]) -> list[str]:
         values = value if isinstance(value, list) else [value]
         if default is MISSING or value != (list(default) if isinstance(default, tuple) else default):
             words += [f"--{name}", *map(str, values)]
-    say(f"--args {path}: {len(given)} options; those on the command line win")
+    print_message(f"--args {path}: {len(given)} options; those on the command line win")
     return words
 
 
@@ -115,7 +115,7 @@ def defaults_of_checkpoint(args: "SharedArgs") -> dict[str, Any]:
         return {name: value for name, value in saved.items() if name not in EXPECTED_TO_DIFFER}
     folder = args.run_folder
     if args.resume == "latest" and not args.eval_only and saved_checkpoints(folder):
-        say("--resume latest: options that are not given are the checkpoint's")
+        print_message("--resume latest: options that are not given are the checkpoint's")
         left_out: tuple[str, ...] = ("name", "max_minutes", "stop_if", *OF_ONE_START)
         saved = saved_options(str(folder))
         newest = find_checkpoint(folder)

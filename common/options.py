@@ -78,7 +78,10 @@ class SharedArgs:
     cpu_threads: NonNegativeInt = 0
     """threads of a rank's work on the CPU; 0: its share of the cores, or OMP_NUM_THREADS if that is above 1"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of frozen weights and forward passes; trained weights, Adam, sampling and the VAE are always fp32"""
+    """dtype of frozen weights and forward passes; trained weights, Adam and sampling are always fp32"""
+    vae_dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype of the VAE; bfloat16 needs --rollout local, computes in channels_last, and moves pixels by 0.2 (embedded
+    model) or 0.7 (random weights of SD3.5's shape) of 255 on average, and by 3 or 7 at most"""
     attention: Literal["native", "cudnn", "flash"] = "native"
     """attention kernel of the transformer, here and in the engine: native (torch chooses), cudnn (in torch, bfloat16 on
     a GPU) or flash (the package flash-attn); not every model takes all three (docs/engine.md)"""

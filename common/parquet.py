@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.errors import refusing
-from common.process import say
+from common.errors import error_prefix
+from common.process import print_message
 
 
 def read_rows(path: Path, *layouts: Sequence[str], also: Sequence[str] | None = None) -> list[tuple[str, dict]]:
@@ -18,7 +18,7 @@ def read_rows(path: Path, *layouts: Sequence[str], also: Sequence[str] | None = 
     """
     import pyarrow.parquet  # optional
 
-    with refusing(path, Exception):  # whatever a damaged file makes pyarrow raise
+    with error_prefix(path, Exception):  # whatever a damaged file makes pyarrow raise
         if not path.is_file():
             raise ValueError("no such file")
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -40,7 +40,7 @@ def read_chats(path: Path) -> list[tuple[str, dict]]:
     records = []
     num_systems = 0
     for where, row in read_rows(path, ["prompt"]):
-        with refusing(where):
+        with error_prefix(where):
             chat = _read_chat("prompt", row["prompt"])
             if not chat["user"].strip():
                 raise ValueError("prompt: must not be blank")
@@ -56,7 +56,7 @@ def read_chats(path: Path) -> list[tuple[str, dict]]:
     if not records:
         raise ValueError(f"{path}: no prompts")
     if num_systems:
-        say(f"{path}: {num_systems} system messages are left out: what the user says is the prompt")
+        print_message(f"{path}: {num_systems} system messages are left out: what the user says is the prompt")
     return records
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from common.distributed import on_rank_0
-from common.process import caught_signals, say
+from common.process import caught_signals, print_message
 
 from tqdm import tqdm
 
@@ -21,6 +21,6 @@ def with_bar(items: Iterable[T], doing: str, total: int) -> Iterator[T]:
         for item in bar:
             if caught_signals:
                 bar.close()
-                say(f"stopped while {doing}; to continue, give the same command with --resume latest")
+                print_message(f"stopped while {doing}; to continue, give the same command with --resume latest")
                 raise SystemExit(0)
             yield item

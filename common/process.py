@@ -14,7 +14,7 @@ caught_signals: list[int] = []  # the numbers of the signals that asked for a st
 _deadline = math.inf  # by perf_counter
 
 
-def say(line: str) -> None:
+def print_message(line: str) -> None:
     """Print `line` to stderr, once a node; safe in a signal handler, where print may not be re-entered."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with contextlib.suppress(OSError):  # a terminal that has gone must not end the run
@@ -53,7 +53,7 @@ def catch_stop_signals(max_minutes: float) -> None:
         caught_signals.append(number)
         if len(caught_signals) == 1:  # torchrun passes on what a terminal has sent to all, so that one may come twice
             outlive_parent()  # torchrun, which a second signal ends at once, must not take the save with it
-            say(f"{signal.Signals(number).name}: finishing this step, then saving")
+            print_message(f"{signal.Signals(number).name}: finishing this step, then saving")
 
     signal.signal(signal.SIGTERM, remember)
     signal.signal(signal.SIGINT, remember)

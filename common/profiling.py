@@ -1,11 +1,23 @@
 """How well a run uses its GPUs: the share of their peak that each phase reaches, and traces of the update."""
 
+import multiprocessing
 import os
 import re
+import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from common.cpu import repair_torchvision
+from common.data import count_sources
+from common.models.loading import find_family
+from common.plan.devices import find_device
+from common.plan.memory import Blueprint
+from common.plan.needs import measure, work, workload_of
+from common.process import end_with_parent, print_message
+from common.weights.lora import make_lora
 
 import torch
 import torch.distributed as dist
@@ -15,27 +27,15 @@ from torch.profiler import profile, record_function
 
 PHASES = {"update_actor": ("update", "actor"), "old_log_prob": ("old log-probs", "actor_infer")}
 TRACED_PASSES = 2
-_counted: dict[str, dict[str, float]] = {}  # count_flops' value of the runs of this process, by name
 
 
 # ---- the share of the peak -------------------------------------------------------------------------------------------
 def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any type
-    """{timed phase: seconds that its matrix products would take this GPU at its peak}, for a rank's training step.
+    """{timed phase: FLOPs of the transformer's matrix products}, for a rank's training step.
 
-    config: the run's options by name. Counted by a pass of each kind without weights, as the plan does; of the
-    transformer alone. {} for a GPU whose peak we do not know.
+    config: the run's options by name. Counted by a pass of each kind without weights, as the plan does. Recomputed
+    activations are not counted.
     """
-    from common.data import count_sources
-    from common.models.loading import find_family
-    from common.plan.devices import find_device  # the plan's rooms, which a trace needs none of
-    from common.plan.memory import Blueprint
-    from common.plan.needs import measure, work, workload_of
-    from common.weights.lora import make_lora
-
-    device = find_device(torch.cuda.get_device_name())
-    peak = device and (device.bfloat16 if config["dtype"] == "bfloat16" else device.float32)
-    if not peak:
-        return {}
     height, width = config["image_size"]
     family = find_family(config["model"], height, width, config["num_frames"], config.get("guidance_scale", 1.0))
     lora = make_lora(
@@ -51,24 +51,62 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
     ranks, ranks_here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     w = workload_of(config | {"train_with": ()}, 0, ranks, ranks_here)  # recomputed activations are no model FLOPs
     dtype = getattr(torch, config["dtype"])
-    prompts = config["eval_prompts"] if config.get("pairs") else config["train_prompts"]
-    blueprint = Blueprint(family, config["model"], lora, dtype, count_sources(family.num_sources, prompts))
+    blueprint = Blueprint(
+        family, config["model"], lora, dtype, count_sources(family.num_sources, config["train_prompts"])
+    )
     counted = work(w, measure(blueprint, w))
-    named = {timed: name for timed, (name, _) in PHASES.items() if name in counted}
-    return {timed: counted[name].transformer / (1e12 * peak) for timed, name in named.items()}
+    return {timed: counted[name].transformer for timed, (name, _) in PHASES.items() if name in counted}
 
 
-def utilisation(config: dict[str, Any], timing: dict[str, float]) -> dict[str, float]:
-    """perf/mfu/actor of the update and perf/mfu/actor_infer of the old log-probs: model FLOPs utilisation, 0 to 1.
+def count_in_process(config: dict[str, Any]) -> Connection:
+    """Call count_flops in a process of its own, which ends with this one. Returns the pipe that will bring its value.
 
-    config: the run's options, whose FLOPs are counted once. timing: the seconds of the phases.
+    For a large model it takes half a minute of Python, in which a GPU would wait for its next kernels. It also seeds
+    the global generators.
     """
-    name = config.get("name", "")
-    if name not in _counted:
-        _counted[name] = count_flops(config) if "model" in config else {}  # a Run need not be a script's
-    at_peak = _counted[name]
-    phases = [phase for phase in at_peak if timing.get(phase)]
-    return {f"perf/mfu/{PHASES[phase][1]}": at_peak[phase] / timing[phase] for phase in phases}
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    context.Process(target=_send_flops, args=(sender, config), daemon=True).start()
+    sender.close()
+    return receiver
+
+
+def _send_flops(sender: Connection, config: dict[str, Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to this process as well
+    end_with_parent()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the passes have no memory, and need no GPU
+    torch.set_num_threads(1)
+    repair_torchvision()  # before the model's family imports diffusers
+    try:
+        sender.send(count_flops(config))
+    except Exception as error:  # the run can do without
+        print_message(f"perf/mfu is not logged: {type(error).__name__}: {' '.join(str(error).split())}")
+
+
+class Utilisation:
+    """The share of this GPU's peak that the phases of a run reach: model FLOPs utilisation, 0 to 1."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """config: the run's options by name, whose FLOPs are being counted from now on."""
+        device = find_device(torch.cuda.get_device_name())
+        self.peak = device and (device.bfloat16 if config["dtype"] == "bfloat16" else device.float32)  # in TFLOP/s
+        self.flops: dict[str, float] = {}  # by timed phase
+        self.counting = count_in_process(config) if self.peak else None
+
+    def metrics(self, timing: dict[str, float]) -> dict[str, float]:
+        """perf/mfu/actor of the update and perf/mfu/actor_infer of the old log-probs. timing: seconds of the phases.
+
+        {} until the FLOPs are counted, which is not waited for, and for a GPU whose peak we do not know.
+        """
+        if self.counting and self.counting.poll():
+            with suppress(EOFError):  # the process has said why
+                self.flops = self.counting.recv()
+            self.counting = None
+        found = {}
+        for phase, flops in self.flops.items():
+            if self.peak and timing.get(phase):
+                found[f"perf/mfu/{PHASES[phase][1]}"] = flops / (1e12 * self.peak) / timing[phase]
+        return found
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from common.checkpoints import (
     saved_checkpoints,
 )
 from common.distributed import on_rank_0
-from common.errors import UNREADABLE, RunError, brief, refusing
-from common.process import say
+from common.errors import UNREADABLE, RunError, error_prefix, truncate
+from common.process import print_message
 
 # what every script saves, and resumes from
 STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
@@ -44,7 +44,7 @@ def find_checkpoint(path: Path | str) -> Path | None:
         ValueError: `path` is a bad file, or a run folder whose checkpoints are all bad.
     """
     path = Path(path)
-    with refusing(path):
+    with error_prefix(path):
         is_file = path.suffix == ".pt" or path.is_file()
         newest_first = [path] if is_file else saved_checkpoints(path)[::-1]
     problems = []
@@ -55,10 +55,10 @@ def find_checkpoint(path: Path | str) -> Path | None:
             problems.append(str(error))
             continue
         for problem in problems:
-            say(f"{problem}: using {candidate.name}")
+            print_message(f"{problem}: using {candidate.name}")
         return candidate
     if problems:
-        raise ValueError(brief("no checkpoint to resume from: " + "; ".join(problems)))
+        raise ValueError(truncate("no checkpoint to resume from: " + "; ".join(problems)))
     return None
 
 
@@ -74,13 +74,13 @@ def checkpoint_of(path: Path | str) -> Path | None:
     script = Path(sys.argv[0]).stem
     written_by, state = read_checkpoint(checkpoint)
     if written_by != script:
-        raise ValueError(brief(f"--resume: {checkpoint} was written by {written_by}.py, not by {script}.py"))
+        raise ValueError(truncate(f"--resume: {checkpoint} was written by {written_by}.py, not by {script}.py"))
     check_format(state, f"--resume: {checkpoint}")
     wrong = [name for name, kind in STATE.items() if not isinstance(state.get(name), kind)]
     if wrong:
-        raise ValueError(brief(f"--resume: {checkpoint} is no run's: `{wrong[0]}` is missing or of another type"))
+        raise ValueError(truncate(f"--resume: {checkpoint} is no run's: `{wrong[0]}` is missing or of another type"))
     if state["step"] < 0 or "default" not in state["policies"] or not state["rng"]:
-        raise ValueError(brief(f"--resume: {checkpoint} is no run's: a step, a policy or random states are missing"))
+        raise ValueError(truncate(f"--resume: {checkpoint} is no run's: a step, a policy or random states are missing"))
     return checkpoint
 
 
@@ -92,7 +92,7 @@ def saved_options(resume: str) -> dict:
     """
     checkpoint = checkpoint_of(resume)
     if checkpoint is None:
-        raise ValueError(brief(f"--resume {resume}: no checkpoint there"))
+        raise ValueError(truncate(f"--resume {resume}: no checkpoint there"))
     return dict(load_checkpoint(checkpoint)["args"])
 
 
@@ -100,7 +100,7 @@ def check_format(record: dict[str, Any], source: Path | str) -> None:
     """Raises ValueError where a version whose files have another format wrote this args.json or checkpoint."""
     if record.get("format") != FORMAT:
         fault = f"its format is {record.get('format')}, and this version reads format {FORMAT}"
-        raise ValueError(brief(f"{source} was written by another version of CleanFlow: {fault}"))
+        raise ValueError(truncate(f"{source} was written by another version of CleanFlow: {fault}"))
 
 
 def newest_record(run: Path) -> Path:
@@ -128,13 +128,13 @@ def rewind(run: Path | str, step: int) -> None:
             up_to_step = [line for line in complete if json.loads(line)["training/global_step"] <= step]
         except (*UNREADABLE, KeyError, TypeError) as error:
             fault = f"{metrics}: a line is not a step's metrics ({error!r}); repair or remove it"
-            raise RunError(brief(fault)) from error
+            raise RunError(truncate(fault)) from error
         with atomic_file(metrics) as temporary:
             temporary.write_bytes(b"".join(up_to_step))
     for path in saved_checkpoints(run):
         if checkpoint_step(path) > step:
             remove_checkpoint(path)
-            say(f"continuing from step {step}: the later {path} is removed")
+            print_message(f"continuing from step {step}: the later {path} is removed")
 
 
 def resume_differences(saved_options: dict, options: dict, ignore: Collection[str] = ()) -> list[str]:
@@ -156,6 +156,7 @@ def resume_differences(saved_options: dict, options: dict, ignore: Collection[st
 def of_the_score(options: dict) -> dict:
     """{name: value} of the options and settings that the weighted total of an evaluation depends on."""
     found = {name: options.get(name) or None for name in OF_THE_SCORE}  # an older checkpoint lacks some
+    found["vae_dtype"] = options.get("vae_dtype", "float32")
     settings = options.get("reward_settings", {})
     for reward in options.get("reward", ()):
         for variable, value in (settings.get(reward) or settings.get(reward.rpartition(":")[2], {})).items():
@@ -164,7 +165,7 @@ def of_the_score(options: dict) -> dict:
     return found
 
 
-def say_resumed(path: Path | str, saved_options: dict, options: dict) -> bool:
+def report_resumed(path: Path | str, saved_options: dict, options: dict) -> bool:
     """Print, on rank 0, which checkpoint the run resumes from, and which options differ from the recorded ones.
 
     Returns whether later evaluations can be compared with the best one before: same run, same scoring.
@@ -180,5 +181,5 @@ def say_resumed(path: Path | str, saved_options: dict, options: dict) -> bool:
     if is_same_run and rescored:
         differences.append(f"{rescored[0]} changes the score: best_adapter is chosen again")
     if on_rank_0():
-        say("; ".join([f"loaded {path}", *differences]))
+        print_message("; ".join([f"loaded {path}", *differences]))
     return is_same_run and not rescored

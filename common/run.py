@@ -37,9 +37,9 @@ from common.models.family import Family
 from common.options import SharedArgs
 from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid
 from common.process import catch_stop_signals, stop_requested
-from common.profiling import profiled_step, utilisation
+from common.profiling import Utilisation, profiled_step
 from common.ranks import over_ranks
-from common.resuming import checkpoint_of, rewind, say_resumed
+from common.resuming import checkpoint_of, report_resumed, rewind
 from common.scoring import Reward, reward_settings
 from common.stop_rules import met_rules, read_stop_rules
 from common.tracking import start_tracker
@@ -128,6 +128,10 @@ class Run:
             catch_stop_signals(args.max_minutes)
             _begun.append(self)
             create_run_folder(self.folder, self.config, script, self.checkpoint)
+        self._utilisation: Utilisation | None = None
+        trains = script and args.num_steps and not args.eval_only
+        if trains and self._writes and torch.cuda.is_available():  # a CPU's peak is not known
+            self._utilisation = Utilisation(self.config)
         self._tracker = start_tracker(args.track, self.folder, self.config) if args.track and self._writes else None
 
     # ---- the clock ----
@@ -162,14 +166,16 @@ class Run:
         if self.bar is None:
             height, width = self.args.image_size
             num_steps = self.args.num_steps
-            self.say(f"training: steps {step} to {num_steps}, {self._num_images} of {height} x {width} pixels each")
+            self.print_message(
+                f"training: steps {step} to {num_steps}, {self._num_images} of {height} x {width} pixels each"
+            )
             self.bar = tqdm(initial=step - 1, total=num_steps, disable=not self._writes)
         self._trace.close()  # writes the previous step's trace
         self._trace.enter_context(profiled_step(self.folder, step, self.args.profile_steps))
         self.step = step
         self._step_began = self._begun_at = time.perf_counter()
 
-    def say(self, line: str) -> None:
+    def print_message(self, line: str) -> None:
         """Print a line, once for all ranks."""
         if self._writes:
             tqdm.write(line)
@@ -198,7 +204,7 @@ class Run:
             )
         metrics = metrics | self._speed_metrics(step)
         if self.args.stop_if and self.bar is not None:  # an evaluation before training ends nothing
-            met, self._stop_reason = met_rules(read_stop_rules(self.args.stop_if), step, metrics, self.say)
+            met, self._stop_reason = met_rules(read_stop_rules(self.args.stop_if), step, metrics, self.print_message)
             metrics |= met
         self._timing = {}
         if not self._writes:
@@ -236,11 +242,13 @@ class Run:
             self.bar.update(step - self.bar.n)
         if metrics.get("critic/rewards/zero_std_ratio") == 1 and not self._has_warned:
             self._has_warned = True
-            self.say(f"step {step}: every image scores as the others of its prompt do: nothing is learned from them")
+            self.print_message(
+                f"step {step}: every image scores as the others of its prompt do: nothing is learned from them"
+            )
         if has_grid:
             told = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]
             told += [f"{name} {value:g}" for name, value in metrics.items() if name.endswith("/failed") and value > 0]
-            self.say(f"step {step}: {', '.join(told)}")
+            self.print_message(f"step {step}: {', '.join(told)}")
 
     def _speed_metrics(self, step: int) -> dict[str, float]:
         """Seconds by phase; for a training step also milliseconds per image, and images per second and rank.
@@ -265,8 +273,8 @@ class Run:
         metrics["perf/time_per_step"] = self._timing["step"]
         metrics["perf/throughput"] = self._num_images / self._timing["step"] / world_size
         metrics["perf/total_num_images"] = step * self._num_images
-        if self._writes and torch.cuda.is_available():
-            metrics |= utilisation(self.config, self._timing)
+        if self._utilisation:
+            metrics |= self._utilisation.metrics(self._timing)
         return metrics
 
     # ---- samples, checkpoints and the end ----
@@ -298,7 +306,7 @@ class Run:
             is_file = Path(str(self.args.resume)).suffix == ".pt"
             self.checkpoint, state = first_intact(self.checkpoint, state, may_be_earlier=not is_file)
         state["path"] = self.checkpoint
-        is_comparable = say_resumed(self.checkpoint, state["args"], self.config)
+        is_comparable = report_resumed(self.checkpoint, state["args"], self.config)
         self.step = state["step"]
         self._best_step = state.get("best_step") if is_comparable else None
         self._resumed_from = self.step
@@ -327,14 +335,16 @@ class Run:
             self.bar.close()
         if self.args.num_steps and not self.args.eval_only:
             if self._best_step is not None:
-                self.say(f"best evaluation: step {self._best_step}, in {self.folder}/best_adapter")
+                self.print_message(f"best evaluation: step {self._best_step}, in {self.folder}/best_adapter")
             told = f"stopped after step {self.step} of {self.args.num_steps}"
             if self._stop_reason:
-                self.say(f"{told}: {self._stop_reason}; to continue, pass --resume latest without it")
+                self.print_message(f"{told}: {self._stop_reason}; to continue, pass --resume latest without it")
             elif self.step < self.args.num_steps:
-                self.say(f"{told}; to continue, give the same command with --resume latest")
+                self.print_message(f"{told}; to continue, give the same command with --resume latest")
             else:
-                self.say(f"finished all {self.step} steps; to continue, pass --resume latest and a larger --num_steps")
+                self.print_message(
+                    f"finished all {self.step} steps; to continue, pass --resume latest and a larger --num_steps"
+                )
         if self._tracker:
             self._tracker.finish()
 

@@ -36,8 +36,8 @@ from pathlib import Path
 from common.cpu import leave_cores_to_this_thread
 from common.data import PromptSet, gather_shares
 from common.distributed import gather, gather_objects, use_own_gpu
-from common.errors import RunError, brief, reason, refusing
-from common.process import say
+from common.errors import RunError, error_prefix, reason, truncate
+from common.process import print_message
 from common.rollout import Images
 from common.user_code import check_arguments, describe, load_function, load_module, own_folder
 
@@ -93,7 +93,7 @@ def load_rewards(
         )
     for name, function in functions.items():
         if load and hasattr(function, "load"):
-            with refusing(f"{option} {name}", Exception):
+            with error_prefix(f"{option} {name}", Exception):
                 function.load()
     return (trained or {}) | functions
 
@@ -256,7 +256,7 @@ def _split_details(name: str, returned: Sequence) -> tuple[Sequence, dict[int, d
             if key in LOGGED or not (is_number or (isinstance(value, str) and key != "score")):
                 what = "be called otherwise" if key in LOGGED else "be a finite number"
                 what += "" if key == "score" or key in LOGGED else " or a string"
-                raise RunError(f'reward {name}: image {i}: "{key}" must {what}, got {brief(repr(value))}')
+                raise RunError(f'reward {name}: image {i}: "{key}" must {what}, got {truncate(repr(value))}')
             values[key] = value
         scores[i] = values.pop("score")
         details[i] = values
@@ -288,7 +288,7 @@ def _as_scores(name: str, returned: object, prompts: list[str], reward_failure: 
             raise RunError(
                 f"reward {name} failed on {first}; --reward_failure mask continues without such images"
             ) from failure
-        say(brief(f"reward {name} failed on {len(failures)} of {len(prompts)} images: {first}"))
+        print_message(truncate(f"reward {name} failed on {len(failures)} of {len(prompts)} images: {first}"))
     return scores
 
 

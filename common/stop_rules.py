@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from common.errors import brief
+from common.errors import truncate
 from common.plots import VAL_TOTAL
 from common.scoring import TOTAL
 
@@ -37,7 +37,7 @@ def read_stop_rules(texts: Sequence[str]) -> list[StopRule]:
     for text in texts:
         match = re.fullmatch(r"\s*(val/[^<>]+?)\s*([<>])\s*([-+.\d][^\s<>]*)\s*", text)
         must = "must be like 'val/ocr/mean<0.5': a metric of val/, < or >, a number; in quotes"
-        fault = brief(f"--stop_if {text}: {must}")
+        fault = truncate(f"--stop_if {text}: {must}")
         if not match:
             raise ValueError(fault)
         try:
@@ -69,21 +69,23 @@ def check_stop_rules(texts: Sequence[str], rewards: Sequence[str], num_images: i
         of_a_value = rule.metric.removeprefix("val/")  # VALUE/REWARD/mean@n
         is_of_field = eval_by is not None and of_a_value.endswith(ends) and not of_a_value.startswith("/")
         if rule.metric not in known + more and not is_of_field and not rule.metric.startswith(own):
-            raise ValueError(brief(f"--stop_if {rule}: no evaluation logs {rule.metric}; there are {', '.join(known)}"))
+            raise ValueError(
+                truncate(f"--stop_if {rule}: no evaluation logs {rule.metric}; there are {', '.join(known)}")
+            )
 
 
 def met_rules(
-    rules: Sequence[StopRule], step: int, metrics: dict, say: Callable[[str], None]
+    rules: Sequence[StopRule], step: int, metrics: dict, print_message: Callable[[str], None]
 ) -> tuple[dict[str, float], str | None]:
     """The rules that a step's metrics meet, as metrics, and why the run ends; ({}, None) where there is no evaluation.
 
-    say: prints a line, which names an evaluation that lacks the metric of a rule.
+    print_message: called with a line, which names an evaluation that lacks the metric of a rule.
     """
     if not any(name.startswith("val/") for name in metrics):
         return {}, None
     missing = [rule for rule in rules if rule.metric not in metrics]
     for rule in missing:
-        say(f"step {step}: --stop_if {rule} cannot end the run: the evaluation lacks {rule.metric}")
+        print_message(f"step {step}: --stop_if {rule} cannot end the run: the evaluation lacks {rule.metric}")
     met = [rule for rule in rules if rule not in missing and rule.holds(float(metrics[rule.metric]))]
     told = [f"{rule.metric} is {float(metrics[rule.metric]):.4g} (--stop_if {rule})" for rule in met]
     return {f"training/stop_if/{rule}": 1.0 for rule in met}, ", ".join(told) or None

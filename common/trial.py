@@ -5,7 +5,7 @@ from typing import Any
 
 from common.data import PromptSet
 from common.errors import RunError
-from common.process import say
+from common.process import print_message
 from common.scoring import Reward, offload_rewards, score_images
 
 from PIL import Image
@@ -28,7 +28,7 @@ def try_rewards(
     # several greys: where all images are equal, a reward that divides by their deviation would have none
     greys = [Image.new("RGB", (width, height), (128 + 20 * i,) * 3) for i in range(WHOLE_BATCH)]
     images: Any = greys if num_frames == 1 else [[grey] * num_frames for grey in greys]
-    say(f"trying reward {', '.join(rewards)} on grey images")
+    print_message(f"trying reward {', '.join(rewards)} on grey images")
     for name, function in rewards.items():
         count = WHOLE_BATCH if getattr(function, "whole_batch", False) else 1
         try:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from common.data import GroupSampler, gather_shares
 from common.distributed import gather, gather_objects, on_rank_0
-from common.errors import UNREADABLE, brief, reason
+from common.errors import UNREADABLE, reason, truncate
 from common.images import as_one_picture, open_png
-from common.process import say
+from common.process import print_message
 from common.rollout import Images
 
 import numpy as np
@@ -117,7 +117,7 @@ def watch_metrics(folder: Path, places: list[int], images: Images, images_per_pr
     problems = [text for text in gather_objects(problem) if text]
     if problems:
         if on_rank_0():
-            say(brief(f"no val/drift_from_base: {problems[0]}"))
+            print_message(truncate(f"no val/drift_from_base: {problems[0]}"))
         return metrics
     moved = gather_shares(rms_difference(pictures, before), num_images)  # (all images,)
     metrics["val/drift_from_base"] = moved.mean()

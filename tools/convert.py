@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from common.checkpoints import atomic_file
-from common.errors import RunError, refusing
+from common.errors import RunError, error_prefix
 from common.pairs.pair_files import read_pairs
 from common.parquet import read_chats
 
@@ -31,7 +31,7 @@ def convert_prompts(source: Path, target: Path) -> int:
     for where, record in read_chats(source):
         for column, value in record.items():
             # each column by itself, to name the one at fault: bytes and dates are not JSON, for example
-            with refusing(f"{where}, {column}", TypeError):
+            with error_prefix(f"{where}, {column}", TypeError):
                 json.dumps(value)
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     with atomic_file(target) as temporary:

@@ -25,7 +25,7 @@ from common.choices import check_lora_modules
 from common.command_line import parse_args
 from common.cpu import repair_torchvision
 from common.data import count_sources, read_prompts
-from common.errors import RunError, refusing
+from common.errors import RunError, error_prefix
 from common.models.loading import find_family
 from common.plan.devices import DEVICES
 from common.plan.memory import Blueprint
@@ -149,8 +149,9 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     num_sources = count_sources(family.num_sources, prompts)
     if num_sources and w.prompt_cache is not None:
         raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
-    with refusing(f"--model {args.model}", Exception):  # whatever a library raises over a stranger's configs
-        blueprint = Blueprint(family, args.model, lora, getattr(torch, w.dtype), num_sources)
+    with error_prefix(f"--model {args.model}", Exception):  # whatever a library raises over a stranger's configs
+        dtype, vae_dtype = getattr(torch, w.dtype), getattr(torch, w.vae_dtype)
+        blueprint = Blueprint(family, args.model, lora, dtype, num_sources, vae_dtype)
     if family.num_sources[1]:
         print(f"counted: {num_sources} picture{'' if num_sources == 1 else 's'} for each record")
     print_uncounted([*args.reward, *args.eval_reward])
@@ -285,7 +286,7 @@ def check_fits(memory: Memory, device: str) -> str:
 def work_table(w: Workload, costs: Costs, device: str) -> list[str]:
     """Lines of FLOPs and, where the device's matrix rate is known, seconds."""
     rate = getattr(DEVICES[device], w.dtype)
-    vae_rate = DEVICES[device].tf32
+    vae_rate = DEVICES[device].bfloat16 if w.vae_dtype == "bfloat16" else DEVICES[device].tf32
     title = f"a step of a rank, {w.images_of_a_rank} images"
     assumed = f"at {UTILISATION:.0%} of {rate} TFLOP/s, the VAE of {vae_rate}" if rate else ""
     phases = work(w, costs)

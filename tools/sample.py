@@ -154,7 +154,8 @@ def run(args: argparse.Namespace) -> Path:
     names = short if len({*short, "before"}) > len(short) else [str(source) for source in args.sources]
     policies = {name: read_policy(source, options["model"]) for name, source in zip(names, args.sources, strict=True)}
     base_weights = options.get("base_weights")
-    model = load_model(family, options["model"], getattr(torch, options["dtype"]), args.device)
+    dtype, vae_dtype = getattr(torch, options["dtype"]), options.get("vae_dtype", "float32")
+    model = load_model(family, options["model"], dtype, args.device, vae_dtype)
     if base_weights:
         quantise_encoders(model)
         quantise(model, base_weights)

@@ -22,7 +22,7 @@ from common.engine import messages
 from common.engine.launch import engine_environment
 from common.errors import RunError
 from common.models.family import Family, Images
-from common.process import caught_signals, say
+from common.process import caught_signals, print_message
 from common.rollout import RolloutRequest, Trajectories
 from common.weights.attention import ENGINE_NAMES
 from common.weights.policy import policy_tensors
@@ -88,10 +88,10 @@ class VLLMEngine:
         self.is_asleep = False
         self.num_asked = 0
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        say(f"starting the rollout engine; its log: {self.log_file}")
+        print_message(f"starting the rollout engine; its log: {self.log_file}")
         num_threads = num_threads or max(1, torch.get_num_threads() // len(gpus))
         if self.sleeps and gpus[0] is None:
-            say("--engine_with sleep: on a CPU the engine has no GPU memory to give back")
+            print_message("--engine_with sleep: on a CPU the engine has no GPU memory to give back")
         self.connection, child = Pipe()
         # -P: import nothing from the directory in which the run was started
         command = [sys.executable, "-P", "-m", "common.engine.server", str(child.fileno()), str(os.getpid())]
@@ -430,7 +430,9 @@ class VLLMEngine:
             thread.join(min(1.0, self.timeout_s))
             if operation == "start" and caught_signals:  # no step has begun: there is nothing to finish
                 self._kill()
-                say("stopped while the rollout engine starts; to continue, give the same command with --resume latest")
+                print_message(
+                    "stopped while the rollout engine starts; to continue, give the same command with --resume latest"
+                )
                 raise SystemExit(0)
         if thread.is_alive():
             self._kill()

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recvfds, sendfds
 from typing import Any
 
-from common.errors import brief
+from common.errors import truncate
 from common.rollout import RolloutRequest
 
 import torch
@@ -84,7 +84,7 @@ class TensorPickler(pickle.Pickler):
 
     def reducer_override(self, value: object) -> Any:  # NotImplemented, whose type has no name here
         if value is not RolloutRequest and type(value) is not RolloutRequest:
-            raise TypeError(f"{brief(repr(value))} cannot be sent between trainer and engine: it is no plain data")
+            raise TypeError(f"{truncate(repr(value))} cannot be sent between trainer and engine: it is no plain data")
         return NotImplemented
 
 

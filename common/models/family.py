@@ -8,8 +8,9 @@ inherits from `Family`, which says what each method takes and gives. Five method
 """
 
 import itertools
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ Schedule = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
 # B images, or B videos, each a list of frames.
 Images = list[PIL.Image.Image] | list[list[PIL.Image.Image]]
 
+ENCODERS = ("text_encoder", "image_encoder")  # how the names of a pipeline's encoders begin
 PROMPTS_AT_ONCE = 32  # per call of the text encoders: thousands at once would not fit on a GPU
 
 
@@ -258,20 +260,42 @@ def on_device(model: Family, prefix: str) -> Iterator[None]:
 
     Outside it they wait on the CPU, which leaves the GPU's memory to training. The GPU gets a copy, which is dropped at
     the end: the weights are frozen, so nothing needs to be copied back. T5-XXL's 10 GB take a second or more over PCIe,
-    once per rollout and once per evaluation; --prompt_cache saves that. Put one block around many calls: inner blocks
-    find the components on the device already. On the CPU nothing moves.
+    once per rollout and once per evaluation; --prompt_cache saves that, and pinned memory (pin_encoders) is faster. Put
+    one block around many calls: inner blocks find the components on the device already. On the CPU nothing moves.
     """
     waiting = []  # (tensor, its data on the CPU)
     for name, component in model.pipe.components.items():
         if name.startswith(prefix) and component is not None and component.device != model.device:
             for tensor in itertools.chain(component.parameters(), component.buffers()):
                 waiting.append((tensor, tensor.data))
-                tensor.data = tensor.data.to(model.device)
+                # from pinned memory the host need not wait: the pass that reads the copy is queued behind it
+                tensor.data = tensor.data.to(model.device, non_blocking=tensor.data.is_pinned())
     yield
     for tensor, data in waiting:
         tensor.data = data
-    if waiting and model.device.type == "cuda":
-        torch.cuda.empty_cache()  # so that the engine, another process on this GPU, can use the memory
+
+
+def pin_encoders(model: Family) -> None:
+    """Let the text and image encoders wait in pinned memory, which a GPU copies faster and without the host waiting.
+
+    Nothing changes on a CPU, or where the encoders of this host's ranks would take more than half of its memory: no
+    other program can have pinned memory.
+    """
+    if model.device.type != "cuda":
+        return
+    tensors = []
+    for name, component in model.pipe.components.items():
+        if name.startswith(ENCODERS) and component is not None:
+            tensors += [*component.parameters(), *component.buffers()]
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 2 * num_ranks * pinned_bytes(tensors) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        for tensor in tensors:
+            tensor.data = tensor.data.pin_memory()
+
+
+def pinned_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that tensors take in pinned memory: torch rounds each up to a power of two."""
+    return sum(1 << (tensor.nbytes - 1).bit_length() for tensor in tensors if tensor.nbytes)
 
 
 # ---- what several families need --------------------------------------------------------------------------------------

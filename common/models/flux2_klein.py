@@ -111,7 +111,7 @@ class Flux2Klein(Family):
         """Latents (B, ...) -> pixels (B, 3, H, W), as the pipeline decodes them."""
         vae = self.pipe.vae
         mean, std = self._latent_statistics()
-        latents = self.pipe._unpatchify_latents(latents.to(vae.device, vae.dtype) * std + mean)
+        latents = self.pipe._unpatchify_latents(latents.to(vae.device) * std + mean)
         return decode_in_slices(vae, latents, scale=self.pipe.vae_scale_factor**2)
 
     @torch.no_grad()
@@ -120,7 +120,7 @@ class Flux2Klein(Family):
         vae = self.pipe.vae
         pixels = self.pipe.image_processor.preprocess(images, height, width)
         mean, std = self._latent_statistics()
-        latents = encode_in_slices(vae, pixels.to(vae.device, vae.dtype))
+        latents = encode_in_slices(vae, pixels.to(vae.device))
         return (self.pipe._patchify_latents(latents) - mean) / std
 
     @staticmethod

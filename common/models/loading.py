@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import RunError, refusing
+from common.errors import RunError, error_prefix
 from common.models.family import Family
-from common.process import say
+from common.models.vae import to_bfloat16
+from common.process import print_message
 from common.user_code import load_module
 
 import torch
@@ -48,7 +49,7 @@ def find_family(
             config that cannot be read, or what `check` refuses.
     """
     family = family_class(model)
-    with refusing(f"--model {model}", (OSError, KeyError)):
+    with error_prefix(f"--model {model}", (OSError, KeyError)):
         check_layout(model)
         family.check(model, height, width, num_frames, guidance_scale)
     check_sizes(family, model, (height, width), max_sequence_length)
@@ -68,7 +69,7 @@ def family_class(model: str | Path) -> type[Family]:
             raise ValueError(f"--model {model}: not a diffusers pipeline (no model_index.json)")
     else:
         index = download_index(str(model))
-    with refusing(f"--model {model}: model_index.json", Exception):
+    with error_prefix(f"--model {model}: model_index.json", Exception):
         pipeline = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     wanted = str(pipeline).lower().removesuffix("pipeline")
     files = sorted(Path(__file__).parent.glob("*.py"))
@@ -100,7 +101,7 @@ def download_index(model: str) -> Path:
     try:
         if model.startswith((".", "/", "~")) or model.count("/") > 1:  # a path, and no hub id
             raise ValueError(f"--model {model}: no such folder")
-        with refusing(f"--model {model}: no such folder, and no model that can be downloaded"):
+        with error_prefix(f"--model {model}: no such folder, and no model that can be downloaded"):
             return Path(hf_hub_download(model, "model_index.json"))
     except ValueError as error:
         if OTHER_KINDS.search(model.lower()):
@@ -132,7 +133,7 @@ def components(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in json.loads((folder / "model_index.json").read_text(encoding="utf-8")):
         config = folder / name / "config.json"
         if config.is_file():
-            with refusing(config):
+            with error_prefix(config):
                 yield name, json.loads(config.read_text(encoding="utf-8"))
 
 
@@ -178,31 +179,41 @@ def check_sizes(family: type[Family], model: str | Path, image_size: tuple[int, 
             f"--max_sequence_length {max_sequence_length}: {family.__name__} takes {longest} tokens at most"
         )
     if not Path(model).is_dir() and image_size == SMALL_SIZE:
-        say(f"--model {model}: --image_size 32 96 is the embedded model's; docs/models.md has what this one needs")
+        print_message(
+            f"--model {model}: --image_size 32 96 is the embedded model's; docs/models.md has what this one needs"
+        )
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
-def load_model(family: type[Family], model: str | Path, dtype: torch.dtype, device: torch.device | str) -> Family:
+def load_model(
+    family: type[Family],
+    model: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    vae_dtype: str = "float32",
+) -> Family:
     """Load a pipeline, frozen and in eval mode, and give it to its family.
 
     Everything stays on the CPU. Later fully_shard moves the transformer to `device`, block by block, and `on_device`
-    moves the rest. The VAE stays fp32: its rounding would show.
+    moves the rest. The VAE is fp32, or bf16 by vae_dtype.
     """
     import transformers  # slow, as diffusers is
     from diffusers.utils.logging import disable_progress_bar
 
-    say(f"loading {model}")
+    print_message(f"loading {model}")
     disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # whose output is a view; we do not write into it
     try:
-        with refusing(f"--model {model}", Exception):  # whatever a library raises over a stranger's files
+        with error_prefix(f"--model {model}", Exception):  # whatever a library raises over a stranger's files
             pipe = load_pipeline(model, dtype)
     except ValueError as error:
         raise RunError(str(error)) from error
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval()
+    if vae_dtype == "bfloat16":
+        to_bfloat16(pipe.vae)
     # For --train_with compile: SD3.5 has three kinds of block, each with three graphs (with gradient, without, and
     # recomputed by activation checkpointing). By default dynamo stops compiling after 8.
     torch._dynamo.config.recompile_limit = 64
@@ -231,7 +242,7 @@ def loading_options(model: str | Path) -> dict[str, Any]:
         if found and "" not in found:
             options["variant"] = sorted(found)[0]
         if any(dtype.startswith("F8") for dtype in stored_dtypes(folder / name)):
-            say(f"--model {model}: {name} is stored in float8, and loaded in --dtype")
+            print_message(f"--model {model}: {name} is stored in float8, and loaded in --dtype")
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     options |= {name: None for name, value in index.items() if value == [None, None]}
     return options
@@ -241,7 +252,7 @@ def stored_dtypes(folder: Path) -> set[str]:
     """The dtypes, by safetensors' names for them, of the tensors in a folder's files; reads the headers alone."""
     found = set()
     for path in folder.glob("*.safetensors"):
-        with refusing(path), open(path, "rb") as file:
+        with error_prefix(path), open(path, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
             found |= {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
     return found

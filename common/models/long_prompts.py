@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from common.distributed import on_rank_0
-from common.process import say
+from common.process import print_message
 
 if TYPE_CHECKING:
     import diffusers
@@ -38,7 +38,7 @@ def count_long_prompts(pipe: "diffusers.DiffusionPipeline", prompts: list[str], 
             cut[f"{num_cut:,} by {encoder} (after {limit} tokens)"] = max(distinct, key=lengths.__getitem__)
     if cut:
         longest = next(iter(cut.values()))
-        say(f"prompts cut off, of {len(distinct):,}: {', '.join(cut)}; the longest starts {longest[:60]!r}")
+        print_message(f"prompts cut off, of {len(distinct):,}: {', '.join(cut)}; the longest starts {longest[:60]!r}")
 
 
 def is_no_truncation(record: logging.LogRecord) -> bool:

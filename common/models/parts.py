@@ -77,7 +77,7 @@ def latent_statistics(vae: "diffusers.AutoencoderKLQwenImage") -> torch.Tensor:
 def decode_frames(pipe: "diffusers.DiffusionPipeline", latents: torch.Tensor) -> torch.Tensor:
     """Latents (B, C, h, w) -> pixels (B, 3, H, W), as the pipeline decodes them."""
     mean, std = latent_statistics(pipe.vae)
-    latents = latents.to(pipe.vae.device, pipe.vae.dtype)[:, :, None] * std + mean  # (B, C, 1 frame, h, w)
+    latents = latents.to(pipe.vae.device)[:, :, None] * std + mean  # (B, C, 1 frame, h, w)
     return decode_in_slices(pipe.vae, latents, scale=pipe.vae_scale_factor**2)[:, :, 0]
 
 
@@ -85,6 +85,6 @@ def decode_frames(pipe: "diffusers.DiffusionPipeline", latents: torch.Tensor) ->
 def encode_frames(pipe: "diffusers.DiffusionPipeline", images: list[Image], height: int, width: int) -> torch.Tensor:
     """B PIL images -> latents (B, C, h, w), the mode of the VAE's posterior. Images of another size are resized."""
     pixels = pipe.image_processor.preprocess(images, height, width)
-    pixels = pixels.to(pipe.vae.device, pipe.vae.dtype)[:, :, None]  # (B, 3, 1 frame, height, width)
+    pixels = pixels.to(pipe.vae.device)[:, :, None]  # (B, 3, 1 frame, height, width)
     mean, std = latent_statistics(pipe.vae)
     return ((encode_in_slices(pipe.vae, pixels) - mean) / std)[:, :, 0]

@@ -13,7 +13,7 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import c
 
 class StableDiffusion3(Family):
     lora_target_modules = JOINT_ATTENTION
-    attention_kernels = ("native",)
+    attention_kernels = ("native", "cudnn")
 
     @staticmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:

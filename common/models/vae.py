@@ -21,15 +21,25 @@ def decode_in_slices(vae: "diffusers.ModelMixin", latents: torch.Tensor, scale: 
     pixels_of_one = scale * latents.shape[2:].numel()
     num_images = max(1, PIXELS_AT_ONCE // pixels_of_one)
     slices = latents.split(num_images)
-    return torch.cat([vae.decode(images, return_dict=False)[0] for images in slices])
+    return torch.cat([vae.decode(images.to(vae.dtype), return_dict=False)[0] for images in slices])
 
 
 @torch.no_grad()
 def encode_in_slices(vae: "diffusers.ModelMixin", pixels: torch.Tensor) -> torch.Tensor:
-    """Pixels (B, 3, ...) -> the VAE's latents (B, ...), the mode of its posterior, in calls as large as decoding's."""
+    """Pixels (B, 3, ...) -> the VAE's latents (B, ...) in fp32, the mode of its posterior, in calls as decoding's."""
     num_images = max(1, PIXELS_AT_ONCE // pixels.shape[2:].numel())
     slices = pixels.split(num_images)
-    return torch.cat([vae.encode(images).latent_dist.mode() for images in slices])
+    return torch.cat([vae.encode(images.to(vae.dtype)).latent_dist.mode().float() for images in slices])
+
+
+def to_bfloat16(vae: "diffusers.ModelMixin") -> None:
+    """Let the VAE compute in bf16, with its 2D convolutions in channels_last, the format of a GPU's bf16 kernels.
+
+    Buffers, among them FLUX.2's statistics of latents, stay in fp32.
+    """
+    for parameter in vae.parameters():
+        memory_format = torch.channels_last if parameter.dim() == 4 else torch.preserve_format
+        parameter.data = parameter.data.to(torch.bfloat16, memory_format=memory_format)
 
 
 def quantize(pixels: torch.Tensor) -> torch.Tensor:
@@ -53,7 +63,7 @@ def decode_latents(pipe: "diffusers.DiffusionPipeline", latents: torch.Tensor) -
     """Latents (B, C, h, w) -> pixels (B, 3, H, W) in about [-1, 1], as the pipeline decodes them."""
     vae = pipe.vae
     config = vae.config
-    latents = latents.to(vae.device, vae.dtype)
+    latents = latents.to(vae.device)
     latents = latents / config.scaling_factor + (config.shift_factor or 0)
     return decode_in_slices(vae, latents, scale=pipe.vae_scale_factor**2)
 
@@ -63,5 +73,5 @@ def encode_pixels(pipe: "diffusers.DiffusionPipeline", images: list[Image], heig
     vae = pipe.vae
     config = vae.config
     pixels = pipe.image_processor.preprocess(images, height, width)
-    latents = encode_in_slices(vae, pixels.to(vae.device, vae.dtype))
+    latents = encode_in_slices(vae, pixels.to(vae.device))
     return (latents - (config.shift_factor or 0)) * config.scaling_factor

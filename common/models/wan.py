@@ -74,7 +74,7 @@ class Wan(Family):
         vae = self.pipe.vae
         scale = self.pipe.vae_scale_factor_spatial**2 * self.pipe.vae_scale_factor_temporal
         mean, std = latent_statistics(vae)  # (C, 1, 1, 1) each
-        return decode_in_slices(vae, latents.to(vae.device, vae.dtype) * std + mean, scale)
+        return decode_in_slices(vae, latents.to(vae.device) * std + mean, scale)
 
     @staticmethod
     def engine_pipeline(mixin: type) -> type:

@@ -103,7 +103,7 @@ class WanImageToVideo(Wan):
         with on_device(self, "vae"):
             mean, std = latent_statistics(vae)  # (C, 1, 1, 1) each
             for picture in pictures:  # one at a time: the pixels of 81 frames of 480 x 832 take 400 MB
-                pixels = self.pipe.video_processor.preprocess(picture, *image_size).to(vae.device, vae.dtype)
+                pixels = self.pipe.video_processor.preprocess(picture, *image_size).to(vae.device)
                 frames = pixels.new_zeros(1, 3, num_frames, *image_size)
                 frames[:, :, 0] = pixels
                 latents.append((encode_in_slices(vae, frames) - mean) / std)

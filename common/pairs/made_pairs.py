@@ -13,7 +13,7 @@ from common.errors import RunError
 from common.images import save_png
 from common.pairs.pair_files import Pairs, read_pairs
 from common.phases import with_bar
-from common.process import say
+from common.process import print_message
 from common.rollout import Images
 
 import torch
@@ -51,7 +51,9 @@ def rows_to_make(folder: Path, num_prompts: int, options: dict[str, Any]) -> Ite
                 known.write_text(made_by)
     missing = gather_objects([row for row in range(num_prompts) if not record_file(folder, row).exists()])[0]
     if len(missing) < num_prompts and on_rank_0():
-        say(f"of {num_prompts} prompts, {num_prompts - len(missing)} made their pairs before the run was interrupted")
+        print_message(
+            f"of {num_prompts} prompts, {num_prompts - len(missing)} made their pairs before the run was interrupted"
+        )
     share = share_of_rank(len(missing)) if missing else []
     own = range(dist.get_rank(), len(missing), dist.get_world_size())
     return with_bar([(missing[place], i < len(own)) for i, place in enumerate(share)], "making pairs", len(share))

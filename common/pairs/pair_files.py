@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.data import PromptSet, read_records
-from common.errors import RunError, refusing
+from common.errors import RunError, error_prefix
 from common.images import StoredImage, find_images
 from common.parquet import read_rows
-from common.process import say
+from common.process import print_message
 
 TRL = ("prompt", "chosen", "rejected")  # TRL's columns of preferences; an image as bytes, or as datasets store it
 PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")  # columns of its rows that are read
@@ -48,7 +48,7 @@ def read_pairs(path: Path | str) -> Pairs:
     """
     path = Path(path)
     files = [path]
-    with refusing(path):
+    with error_prefix(path):
         if path.is_dir():
             files = sorted(path.glob("*.parquet"))
             if (path / "pairs.jsonl").exists() or not files:
@@ -80,7 +80,7 @@ def refusing_alone() -> Iterator[None]:
 
 def _read_jsonl(path: Path) -> Iterator[Pair]:
     for where, record in read_records(path):
-        with refusing(where):
+        with error_prefix(where):
             images = []
             for kind in ("chosen", "rejected"):
                 if not isinstance(record.get(kind), str):
@@ -98,7 +98,7 @@ def _read_parquet(path: Path) -> Iterator[Pair]:
     rows = read_rows(path, TRL, PICK_A_PIC, also=["image"])
     num_ties = 0
     for where, row in rows:
-        with refusing(where):
+        with error_prefix(where):
             prompt, *columns = TRL
             if "caption" in row:
                 labels = (row["label_0"], row["label_1"])
@@ -123,7 +123,7 @@ def _read_parquet(path: Path) -> Iterator[Pair]:
             pair = Pair(row[prompt], chosen, rejected, _find_sources(row, path, where))
         yield pair
     if num_ties:
-        say(f"{path}: {num_ties} of its {len(rows)} pairs are ties, which are left out")
+        print_message(f"{path}: {num_ties} of its {len(rows)} pairs are ties, which are left out")
 
 
 def _find_sources(record: dict, file: Path, where: str) -> list[StoredImage]:
@@ -143,10 +143,10 @@ def _check_scores(chosen: float | None, rejected: float | None) -> None:
 def _check_images(pair: Pair) -> None:
     """Raise ValueError for what can be seen without decoding a pair's images."""
     for image in (pair.chosen, pair.rejected):
-        with refusing(str(image)):
+        with error_prefix(str(image)):
             if isinstance(image.content, Path) and not image.content.is_file():
                 raise ValueError("no such file")
-            with refusing("not a readable image", Exception):  # whatever a library raises
+            with error_prefix("not a readable image", Exception):  # whatever a library raises
                 image.open().close()  # reads the header alone
     if pair.chosen.num_bytes == pair.rejected.num_bytes and pair.chosen.read_bytes() == pair.rejected.read_bytes():
         raise ValueError(f"{pair.chosen}: chosen and rejected are the same image")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.checkpoints import atomic_file
 from common.distributed import gather_objects
-from common.errors import refusing
+from common.errors import error_prefix
 from common.models.family import Family, hash_bits
 from common.pairs.pair_files import Pair, pair_prompts, refusing_alone
 from common.phases import with_bar
@@ -41,7 +41,7 @@ def encode_pairs(
         key = frozen_key.copy()
         key.update(repr((pair.prompt, *image_size, max_sequence_length)).encode())
         for image in (pair.chosen, pair.rejected, *pair.sources):
-            with refusing_alone(), refusing(f"{image}: not a readable image"):
+            with refusing_alone(), error_prefix(f"{image}: not a readable image"):
                 key.update(image.read_bytes())
         own[row] = Path(folder) / f"{key.hexdigest()[:32]}.pt"
     files = {row: file for of_rank in gather_objects(own) for row, file in of_rank.items()}

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.models.family import Conditioning, Family
+from common.models.family import ENCODERS, Conditioning, Family, pinned_bytes
 from common.weights.base_weights import linear_layers
 from common.weights.lora import LoRA
 from common.weights.policy import add_policies
@@ -114,6 +114,7 @@ class Blueprint:
         lora: LoRA | None,
         dtype: torch.dtype,
         num_sources: int | None = None,
+        vae_dtype: torch.dtype = torch.float32,
     ) -> None:
         """source: a folder or hub id; lora: what make_lora returns; dtype: of the forward pass; num_sources: condition
         images of a prompt, by default the least that the family takes."""
@@ -125,8 +126,12 @@ class Blueprint:
         transformer = self.pipe.transformer
         # a model of videos from pictures has an image encoder, which is used beside them
         self.text_encoder_bytes = sum(count(encoder) for encoder in encoders.values()) * dtype.itemsize
+        self.pinned_encoder_bytes = 0  # as they wait for a GPU
+        for encoder in encoders.values():
+            encoder.to(dtype)
+            self.pinned_encoder_bytes += pinned_bytes([*encoder.parameters(), *encoder.buffers()])
         self.num_encoder_linear = sum(num_linear(encoder) for encoder in text_encoders)
-        self.vae_bytes = 4 * count(self.pipe.vae)  # fp32
+        self.vae_bytes = vae_dtype.itemsize * count(self.pipe.vae)
         self.num_weights = count(transformer)  # of the model itself, without a LoRA
         self.num_linear = num_linear(transformer)
         self.num_split = 0  # the share of num_weights that --engine_tensor_parallel divides
@@ -158,7 +163,7 @@ class Blueprint:
 
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake(transformer, self.mode, dtype)  # the dtype in which FSDP gathers weights
-        fake(self.pipe.vae, self.mode, torch.float32)
+        fake(self.pipe.vae, self.mode, vae_dtype)
 
     def latent_shape(self, image_size: tuple[int, int], num_frames: int) -> tuple[int, ...]:
         """(C, h, w) of an image's latents, or (C, f, h, w) of a video's."""
@@ -190,7 +195,7 @@ class Blueprint:
         return conditioning
 
     def conditioning_bytes(self, length: int, image_size: tuple[int, int], num_frames: int = 1) -> int:
-        """Bytes of one prompt's conditioning; latents of pictures are fp32, as the VAE is."""
+        """Bytes of one prompt's conditioning; latents of pictures are fp32."""
         size = 0
         for name, shape in self.conditioning_shapes(length, image_size, num_frames).items():
             size += torch.Size(shape).numel() * (4 if name == "source_latents" else self.dtype.itemsize)
@@ -252,7 +257,7 @@ def build_pipeline(source: str) -> "tuple[diffusers.DiffusionPipeline, dict[str,
             parts[name] = None if is_component else value
     encoders = {}
     for name, value in index.items():
-        if name.startswith(("text_encoder", "image_encoder")) and value[1]:
+        if name.startswith(ENCODERS) and value[1]:
             config = transformers.AutoConfig.from_pretrained(source, subfolder=name)
             with torch.device("meta"):
                 encoders[name] = getattr(transformers, value[1])(config)

@@ -18,7 +18,7 @@ from common.errors import RunError
 from common.models.family import Family
 from common.models.vae import PIXELS_AT_ONCE
 from common.plan.memory import Blueprint, Cost
-from common.process import say
+from common.process import print_message
 from common.weights.base_weights import WEIGHT_BYTES
 from common.weights.lora import LoRA
 
@@ -53,6 +53,7 @@ class Workload:
     trained_guidance: float
     """guidance_scale in the trained passes"""
     dtype: str = "float32"
+    vae_dtype: str = "float32"
     base_weights: str | None = None
     train_with: tuple[str, ...] = ()
     image_size: tuple[int, int] = (512, 512)
@@ -370,6 +371,9 @@ def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     parts.append(Part("text encoders, in use", text_encoders, encoded, "device", "pass --prompt_cache FOLDER"))
     parts.append(Part("VAE, in use", blueprint.vae_bytes, decoded, "device", "pass --rollout vllm"))
     parts.append(Part("text encoders and VAE, waiting", waiting, PHASES, "host", fewer))
+    if w.prompt_cache is None:
+        rounding = text_encoders * (blueprint.pinned_encoder_bytes / blueprint.text_encoder_bytes - 1)
+        parts.append(Part("text encoders, rounded up as pinned", rounding, PHASES, "host", fewer))
     parts.append(Part("text encoders, until they are in int8", freed_by_int8, ("start",), "host", fewer))
     parts.append(Part("process", TRAINER_PROCESS, PHASES, "host", fewer))
     parts.append(Part("the transformer's files, mapped", files, ("start",), "node", larger))
@@ -381,8 +385,8 @@ def on_one_memory(parts: Iterable[Part]) -> list[Part]:
     """The Parts of a run on a CPU: nothing waits elsewhere, nothing is CUDA's, and all memory is the host's."""
     kept = []
     for part in parts:
-        # what is "in use" on a GPU has come from the host, where it is counted as waiting
-        if not part.name.endswith(("CUDA", "in use")):
+        # what is "in use" on a GPU has come from the host, where it is counted as waiting; nothing is pinned
+        if not part.name.endswith(("CUDA", "in use", "pinned")):
             kept.append(part._replace(place="host" if part.place in ("device", "engine") else part.place))
     return kept
 
@@ -465,7 +469,8 @@ def fit_to_gpus(
     if on_rank_0() and (may_copy or not options["micro_batch_size"]):
         num_sources = len(eval_set.metadata[0].get("image", ()))  # all records have as many (check_sources)
         dtype = getattr(torch, options["dtype"])
-        blueprint = Blueprint(family, options["model"], lora, dtype, num_sources)
+        vae_dtype = getattr(torch, options["vae_dtype"])
+        blueprint = Blueprint(family, options["model"], lora, dtype, num_sources, vae_dtype)
         gpu_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         saved = checkpoint and checkpoint.parents[1] / "args.json"
         saved_size = 0
@@ -480,7 +485,7 @@ def fit_to_gpus(
             ranks_here=ranks_here,
             saved_size=saved_size,
         )
-        say(describe(chosen, ranks_here))
+        print_message(describe(chosen, ranks_here))
     return gather_objects(chosen)[0]
 
 
@@ -496,7 +501,7 @@ class Work(NamedTuple):
     """FLOPs of a phase. Their rates differ."""
 
     transformer: float  # in --dtype
-    vae: float = 0  # in fp32, whose convolutions torch does in TF32 on a GPU
+    vae: float = 0  # in --vae_dtype; convolutions in fp32 torch does in TF32 on a GPU
 
     def seconds(self, rate: float, vae_rate: float) -> float:
         """At so many FLOPs a second of the one and of the other."""

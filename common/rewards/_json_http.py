@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from common.errors import brief, reason
-from common.process import say
+from common.errors import reason, truncate
+from common.process import print_message
 
 import httpx
 from PIL.Image import Image
@@ -99,7 +99,7 @@ async def ask(server: Server, path: str, payload: dict | None = None) -> Any:  #
         if attempt < server.retries:
             if url not in _unanswered:  # one line for all requests under way
                 _unanswered.add(url)
-                say(f"{url}: {fault}; asking again, up to {server.retries} times")
+                print_message(f"{url}: {fault}; asking again, up to {server.retries} times")
             await asyncio.sleep(min(BACK_OFF_S * 2**attempt, LONGEST_BACK_OFF_S))
     attempts = f", in each of {server.retries + 1} attempts" if server.retries else ""
     raise ServerError(f"{url}: {fault}{attempts}")
@@ -221,7 +221,7 @@ def _parse(url: str, body: bytes) -> Any:  # any JSON
 
 def _excerpt(body: bytes | bytearray) -> str:
     text = body.decode(errors="replace").strip()
-    return brief(text[:200]) if text else "nothing"
+    return truncate(text[:200]) if text else "nothing"
 
 
 async def png_base64(image: Image) -> str:

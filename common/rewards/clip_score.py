@@ -16,8 +16,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from common.errors import refusing
-from common.process import say
+from common.errors import error_prefix
+from common.process import print_message
 
 import torch
 from PIL.Image import Image
@@ -73,7 +73,7 @@ def _read_clip(name: str) -> "CLIPModel":
     from transformers import CLIPModel  # slow
     from transformers.utils import logging
 
-    say(f"loading {name}")
+    print_message(f"loading {name}")
     logging.disable_progress_bar()
     # fp32, because "auto" would take the checkpoint's dtype
     model, found = CLIPModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
@@ -117,7 +117,7 @@ def load_processor(source: Source) -> "CLIPProcessor":
 def refusing_weights(source: Source) -> AbstractContextManager[None]:
     """Inside the block, any error over missing or broken weights becomes a ValueError of one line."""
     variable, name = source
-    return refusing(f"cannot load {variable}={name}, set it to a hub id or a folder", Exception)
+    return error_prefix(f"cannot load {variable}={name}, set it to a hub id or a folder", Exception)
 
 
 def own_device() -> torch.device:

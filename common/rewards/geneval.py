@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.process import say
+from common.process import print_message
 from common.rewards.clip_score import (
     embed_images,
     embed_prompts,
@@ -185,7 +185,7 @@ def read_detector(name: str) -> "tuple[Mask2FormerForUniversalSegmentation, Any]
     """The Mask2Former of a hub id or folder, frozen, and its image processor."""
     from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation  # slow
 
-    say(f"loading {name}")
+    print_message(f"loading {name}")
     model, found = Mask2FormerForUniversalSegmentation.from_pretrained(name, output_loading_info=True)
     if found["missing_keys"]:
         raise ValueError(f"not a whole Mask2Former: {len(found['missing_keys'])} of its tensors are missing")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.process import say
+from common.process import print_message
 from common.rewards.clip_score import (
     LOADED,
     embed_images,
@@ -99,7 +99,7 @@ def read_open_clip(file: Path, config: str) -> "CLIPModel":
     folder or hub id."""
     from transformers import CLIPConfig, CLIPModel  # slow
 
-    say(f"loading {file}")
+    print_message(f"loading {file}")
     checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     model = CLIPModel(CLIPConfig.from_pretrained(config))
     model.load_state_dict(rename(checkpoint.get("state_dict", checkpoint)), strict=True)

@@ -28,7 +28,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from common.errors import refusing
+from common.errors import error_prefix
 from common.rewards._json_http import (
     RefusedRequest,
     Server,
@@ -153,7 +153,7 @@ def read_settings() -> Settings:
     given = os.environ.get("VLM_JUDGE_PROMPT", "").strip()
     questions = []
     for path in (Path(given), Path(given)) if given else (QUESTION, QUESTION_OF_EDITS):
-        with refusing(f"VLM_JUDGE_PROMPT={path}"):
+        with error_prefix(f"VLM_JUDGE_PROMPT={path}"):
             questions.append(path.read_text(encoding="utf-8"))
             if "{prompt}" not in questions[-1]:
                 raise ValueError("the question must contain {prompt}, for which we put the image's prompt")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.errors import RunError, refusing
+from common.errors import RunError, error_prefix
 
 import torch
 from safetensors import safe_open
@@ -61,8 +61,8 @@ def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[
     """
     from peft import LoraConfig  # slow
 
-    with refusing(f"--lora_path {path}"):
-        with refusing("not a LoRA that can be read", Exception):
+    with error_prefix(f"--lora_path {path}"):
+        with error_prefix("not a LoRA that can be read", Exception):
             tensors, settings = read_file(Path(path))
         weights, alphas = translate(tensors, None if model is None else str(model))
         modules, rank = modules_and_rank(weights, settings)
@@ -238,7 +238,7 @@ def check_policy(checkpoint: Path, lora: LoRA | None) -> None:
     Raises:
         ValueError: one of them is a LoRA and the other full weights, or the LoRAs are of other ranks or modules.
     """
-    with refusing(f"--resume {checkpoint}", Exception):  # it was checked, but may be a stranger's
+    with error_prefix(f"--resume {checkpoint}", Exception):  # it was checked, but may be a stranger's
         state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
         tensors = state["policies"]["default"].items()
         saved = {name.rpartition(".lora_")[0]: len(tensor) for name, tensor in tensors if ".lora_A." in name}

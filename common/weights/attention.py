@@ -5,14 +5,15 @@ is not 1, so one option sets both.
 """
 
 import importlib.util
-from typing import TYPE_CHECKING
+
+from common.models.family import Family
+from common.models.loading import family_class
 
 import torch
-
-if TYPE_CHECKING:
-    from common.models.family import Family
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DIFFUSERS_NAMES = {"native": "native", "cudnn": "_native_cudnn", "flash": "flash"}
+SDPA_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION}  # of torch, for Stable Diffusion 3, which calls torch directly
 ENGINE_NAMES = {"native": "TORCH_SDPA", "cudnn": "CUDNN_ATTN", "flash": "FLASH_ATTN"}  # vLLM-Omni's
 
 
@@ -24,8 +25,6 @@ def check_attention(attention: str, model: str, dtype: str) -> None:
     Raises:
         ValueError: in one line that names the option and what it needs.
     """
-    from common.models.loading import family_class  # diffusers, which takes seconds to import
-
     given = f"--attention {attention}"
     if not torch.cuda.is_available():
         raise ValueError(f"{given}: needs a GPU; a CPU has native alone")
@@ -38,10 +37,32 @@ def check_attention(attention: str, model: str, dtype: str) -> None:
         raise ValueError(f"{given}: {family.__name__} takes {' or '.join(family.attention_kernels)}")
 
 
-def use_attention(model: "Family", attention: str) -> None:
+def use_attention(model: Family, attention: str) -> None:
     """Let the transformers of all policies compute attention by that kernel. Call it before the first pass."""
+    if attention == "native":
+        return
+    from diffusers.models.attention_processor import JointAttnProcessor2_0
     from diffusers.utils import logging
+
+    class JointAttnProcessor(JointAttnProcessor2_0):
+        """Stable Diffusion 3's, which diffusers' set_attention_backend does not reach.
+
+        The kernel is chosen here, in each call, so that activation checkpointing computes again with the same one.
+        """
+
+        def __call__(
+            self,
+            attn: torch.nn.Module,
+            hidden_states: torch.Tensor,
+            encoder_hidden_states: torch.Tensor | None = None,
+            attention_mask: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            with sdpa_kernel(SDPA_BACKENDS[attention]):
+                return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask)
 
     logging.get_logger("diffusers.models.modeling_utils").setLevel(logging.ERROR)  # it warns of an experiment
     for transformer in model.policies.values():
         transformer.set_attention_backend(DIFFUSERS_NAMES[attention])
+        for module in transformer.modules():
+            if isinstance(getattr(module, "processor", None), JointAttnProcessor2_0):
+                module.processor = JointAttnProcessor()

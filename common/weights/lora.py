@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from common.checkpoints import atomic_file
 from common.distributed import on_rank_0
 from common.models.family import Family
-from common.process import say
+from common.process import print_message
 from common.weights.adapter_files import LoRA, check_policy, read_lora
 from common.weights.policy import tensors_on_rank_0
 
@@ -43,7 +43,7 @@ def make_lora(
     lora = None
     if path:
         tensors, config = read_lora(path, model)
-        say(f"--lora_path {path}: rank {config.r}, alpha {config.lora_alpha}")
+        print_message(f"--lora_path {path}: rank {config.r}, alpha {config.lora_alpha}")
         lora = LoRA(config, tensors, base_weights)
     elif rank > 0:
         config = new_config(rank, alpha, target_modules or family.lora_target_modules, exclude_modules)

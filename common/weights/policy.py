@@ -247,16 +247,11 @@ def tensors_on_rank_0(
     return kept, lora_config
 
 
-def choose_kernels(optimizer: torch.optim.AdamW, model: Family, attention: str = "native") -> None:
-    """AdamW's kernel, and that of the transformer's attention (--attention).
+def choose_adam_kernel(optimizer: torch.optim.AdamW, model: Family) -> None:
+    """One kernel for all tensors of a LoRA (foreach), and on a GPU for full weights one that needs no room (fused).
 
-    AdamW gets one kernel for all tensors of a LoRA (foreach), and on a GPU for full weights one that needs no room
-    (fused). By default it takes FSDP's tensors one after the other. foreach gives the same numbers to the bit.
+    By default AdamW takes FSDP's tensors one after the other. foreach gives the same numbers to the bit.
     """
-    if attention != "native":
-        from common.weights.attention import use_attention  # torch's own needs none of it
-
-        use_attention(model, attention)
     for group in optimizer.param_groups:
         group["foreach"] = model.is_lora
         group["fused"] = not model.is_lora and model.device.type == "cuda"

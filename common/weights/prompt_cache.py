@@ -15,11 +15,11 @@ from pathlib import Path
 
 from common.checkpoints import writing
 from common.distributed import gather_objects, on_rank_0
-from common.errors import RunError, brief
-from common.models.family import Conditioning, Family, hash_bits, on_device
+from common.errors import RunError, truncate
+from common.models.family import Conditioning, Family, hash_bits, on_device, pin_encoders
 from common.models.long_prompts import count_long_prompts
 from common.phases import with_bar
-from common.process import say
+from common.process import print_message
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ def prepare_prompts(model: Family, prompts: list[str], max_sequence_length: int,
     """
     count_long_prompts(model.pipe, prompts, max_sequence_length)
     if folder is None:
+        pin_encoders(model)  # which come to the device for each rollout
         return
     with on_device(model, "text_encoder"):  # a GPU hashes gigabytes faster
         cache = PromptCache(Path(folder), encoders_key(model), model.encode_prompts)
@@ -105,7 +106,7 @@ class PromptCache:
         if needed > free:
             raise RunError(f"--prompt_cache {self.folder}: has no room for {num_missing} prompts: {sizes}")
         if num_missing and on_rank_0():
-            say(f"--prompt_cache {self.folder}: encoding {num_missing:,} prompts that it lacks: {sizes}")
+            print_message(f"--prompt_cache {self.folder}: encoding {num_missing:,} prompts that it lacks: {sizes}")
 
     def read(self, prompts: Sequence[str], max_sequence_length: int) -> Conditioning:
         """The conditioning of prompts. One that has no file, or a damaged one, is encoded, which a line says."""
@@ -115,7 +116,7 @@ class PromptCache:
             conditioning = read_conditioning(file)
             if conditioning is None:
                 fault = "whose file is damaged" if file.is_file() else "that is not in it"
-                say(brief(f"--prompt_cache {self.folder}: encoding a prompt {fault}: {prompt}"))
+                print_message(truncate(f"--prompt_cache {self.folder}: encoding a prompt {fault}: {prompt}"))
                 conditioning = self.add(prompt, max_sequence_length)
             found[prompt] = {field: tensor.cpu() for field, tensor in conditioning.items()}
         fields = found[prompts[0]]

@@ -22,7 +22,7 @@ from common.checkpoints import (
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError, reason
 from common.models.family import Family
-from common.process import say
+from common.process import print_message
 from common.weights.policy import check_same_tensors, follow, local_tensors
 
 import torch
@@ -140,7 +140,7 @@ def first_intact(path: Path, state: dict, may_be_earlier: bool) -> tuple[Path, d
             earlier = gather_objects(newest_before(path))[0]
         if earlier is None:
             raise RunError(f"no checkpoint to resume from: {fault}")
-        say(f"{fault}: using {earlier.name}")
+        print_message(f"{fault}: using {earlier.name}")
         path = earlier
         state = load_checkpoint(earlier)
 
@@ -153,7 +153,7 @@ def newest_before(path: Path) -> Path | None:
                 if "shards" in load_checkpoint(candidate):
                     return candidate
             except ValueError as error:
-                say(str(error))
+                print_message(str(error))
     return None
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from common.distributed import gather_objects, restore_rng_states, rng_states
 from common.models.family import Family
-from common.weights.policy import choose_kernels, load_policy_tensors, tensors_on_rank_0
+from common.weights.policy import choose_adam_kernel, load_policy_tensors, tensors_on_rank_0
 from common.weights.shards import load_shards, save_shards
 
 import torch
@@ -52,5 +52,5 @@ def load_training_state(model: Family, optimizer: torch.optim.AdamW, state: dict
         # not strict: a last block may feed nothing, so that its LoRA has no gradient and Adam no state of it
         unsharded = StateDictOptions(full_state_dict=True, strict=False)
         set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=unsharded)
-        choose_kernels(optimizer, model)  # not those of the saved run
+        choose_adam_kernel(optimizer, model)  # not those of the saved run
     restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])

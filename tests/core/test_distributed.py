@@ -5,6 +5,7 @@ import resource
 
 from common import distributed
 from common import ranks as ranks_module
+from common.engine.launch import engine_environment
 from common.scoring import load_rewards
 
 import pytest
@@ -44,6 +45,28 @@ def test_more_ranks_than_gpus_are_refused_by_each_of_them(local_rank, monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     load_rewards(["jpeg_compressibility"], (1.0,))
     assert used == [int(local_rank)]
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", None])
+def test_segments_expand_in_the_trainer_alone_unless_the_user_has_set_the_allocator(variable, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: settings.append("CUDA starts"))
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "max_split_size_mb:512")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda setting: settings.append(setting))
+    settings = []
+    distributed.use_expandable_segments.cache_clear()
+    for _ in range(2):
+        distributed.use_own_gpu()
+    expected = [] if variable else ["expandable_segments:True"]
+    assert settings == [*expected, "CUDA starts", "CUDA starts"]
+    environment = engine_environment("model", [0], num_threads=1)
+    assert {name: value for name, value in environment.items() if "ALLOC_CONF" in name} == (
+        {variable: "max_split_size_mb:512"} if variable else {}
+    )
 
 
 @pytest.mark.parametrize(

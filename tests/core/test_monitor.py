@@ -1,5 +1,6 @@
 """common/monitor: the share of a GPU's peak, trackers. Traces are in test_run.py, missing ranks in test_nodes.py."""
 
+import multiprocessing
 import sys
 from dataclasses import asdict
 from types import ModuleType, SimpleNamespace
@@ -10,7 +11,7 @@ from common import profiling
 from common.models.loading import find_family
 from common.plan.devices import DEVICES, find_device
 from common.plan.memory import Blueprint
-from common.profiling import count_flops, utilisation
+from common.profiling import Utilisation
 from common.tracking import check_tracker, start_tracker
 from tests.conftest import lora_of
 
@@ -28,28 +29,55 @@ def test_gpus_are_known_by_cudas_names():
     assert find_device("NVIDIA H100 PCIe") is None and find_device("Tesla T4") is None
 
 
+@pytest.fixture
+def has_h100(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+
+
 @pytest.mark.fast
-def test_utilisation_by_hand(monkeypatch):
-    """2 s at the peak in 8 s; a phase that a step does not have is not logged. It is counted once."""
-    counts = [{"update_actor": 2.0, "old_log_prob": 1.0}]
-    monkeypatch.setattr(profiling, "count_flops", lambda config: counts.pop())
-    config = {"name": "by hand", "model": "any"}
-    assert utilisation({}, {"update_actor": 8.0}) == {}
-    assert utilisation(config, {"update_actor": 8.0, "gen": 3.0}) == {"perf/mfu/actor": 0.25}
-    assert utilisation(config, {"update_actor": 4.0, "old_log_prob": 4.0}) == {
+def test_utilisation_by_hand(has_h100, monkeypatch):
+    """2 s at the peak in 8 s; a phase that a step does not have is not logged. Nobody waits for the count."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    monkeypatch.setattr(profiling, "count_in_process", lambda config: receiver)
+    utilisation = Utilisation({"dtype": "bfloat16"})
+    assert utilisation.metrics({"update_actor": 8.0}) == {}
+    sender.send({"update_actor": 2.0 * 989e12, "old_log_prob": 1.0 * 989e12})
+    sender.close()
+    assert utilisation.metrics({"update_actor": 8.0, "gen": 3.0}) == {"perf/mfu/actor": 0.25}
+    assert utilisation.metrics({"update_actor": 4.0, "old_log_prob": 4.0}) == {
         "perf/mfu/actor": 0.5,
         "perf/mfu/actor_infer": 0.25,
     }
 
 
+@pytest.mark.fast
+def test_a_gpu_that_we_do_not_know_has_no_utilisation(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU of next year")
+    monkeypatch.setattr(profiling, "count_in_process", lambda config: pytest.fail("counted"))
+    assert Utilisation({"dtype": "float32"}).metrics({"update_actor": 8.0}) == {}
+
+
+def test_what_cannot_be_counted_is_said_and_ends_no_run(has_h100, capfd):
+    utilisation = Utilisation(asdict(flow_grpo.Args(model="nowhere/at-all")))
+    assert utilisation.counting.poll(timeout=120)
+    assert utilisation.metrics({"update_actor": 8.0}) == {}
+    assert utilisation.metrics({"update_actor": 8.0}) == {}
+    assert "perf/mfu is not logged: " in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("module", [flow_grpo, diffusion_nft])
-def test_flops_are_those_of_a_ranks_passes(monkeypatch, module):
-    """A rank's step of the default run: images x passes x the FLOPs of a pass."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+def test_flops_are_those_of_a_ranks_passes(has_h100, monkeypatch, module):
+    """A rank's step of the default run: images x passes x the FLOPs of a pass. A process of its own counts them, which
+    leaves this one's random states alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     args = module.Args()
-    seconds = count_flops(asdict(args))
+    state = torch.get_rng_state()
+    utilisation = Utilisation(asdict(args))
+    assert utilisation.counting.poll(timeout=120)
+    assert set(utilisation.metrics({"update_actor": 1.0})) == {"perf/mfu/actor"}
+    assert torch.equal(torch.get_rng_state(), state)
+    flops = utilisation.flops
     family = find_family(args.model, *args.image_size, 1, 1.0)
     lora = lora_of(args, family)
     blueprint = Blueprint(family, args.model, lora, torch.float32)
@@ -57,13 +85,11 @@ def test_flops_are_those_of_a_ranks_passes(monkeypatch, module):
     share = args.num_prompts * args.group_size // 2
     if module is flow_grpo:
         passes = share * args.epochs_per_rollout * (args.sde_window_size or args.num_inference_steps - 1)
-        assert seconds["update_actor"] == pytest.approx(passes * cost.flops / 67e12)
-        assert set(seconds) == {"update_actor", "old_log_prob"}
-        assert seconds["old_log_prob"] < seconds["update_actor"] / 2  # a backward pass is more than a forward pass
+        assert flops["update_actor"] == passes * cost.flops
+        assert set(flops) == {"update_actor", "old_log_prob"}
+        assert flops["old_log_prob"] < flops["update_actor"] / 2  # a backward pass is more than a forward pass
     else:
-        assert set(seconds) == {"update_actor"}
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU of next year")
-    assert count_flops(asdict(args)) == {}
+        assert set(flops) == {"update_actor"}
 
 
 # ---- trackers --------------------------------------------------------------------------------------------------------

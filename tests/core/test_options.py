@@ -343,6 +343,14 @@ def test_evaluations_of_another_size_no_first_one_and_checkpoints_between_them(t
     assert [row["training/global_step"] for row in read_metrics(folder)] == [1, 2, 3, 4]
 
 
+@pytest.mark.fast
+def test_a_vae_in_bf16_is_refused_where_the_engine_decodes():
+    with pytest.raises(ValueError, match="^--vae_dtype bfloat16: needs --rollout local; the engine's VAE is float32$"):
+        check_options(flow_grpo.Args(vae_dtype="bfloat16"))
+    check_options(flow_grpo.Args(vae_dtype="bfloat16", rollout="local"))
+    check_options(dpo_offline.Args(vae_dtype="bfloat16"))  # which has no engine
+
+
 def test_an_evaluation_that_the_model_cannot_make_is_refused_before_it_loads(tmp_path, capfd):
     line = run_here(tmp_path, "flow_grpo.py", *LOCAL, "--eval_image_size", 33, 96)
     assert line == "flow_grpo.py: error: evaluation: --image_size 33 96: must be multiples of 8"

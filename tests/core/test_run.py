@@ -286,7 +286,7 @@ def test_the_other_ranks_write_nothing(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("common.run.limit_collectives", lambda minutes: None)
     create_run_folder(tmp_path / "run", OPTIONS, __file__)
     run = new_run(tmp_path, profile_steps=("1",), track=True, num_images=4, num_steps=2)
-    run.say("of rank 0")
+    run.print_message("of rank 0")
     for step in (1, 2):
         run.begin_step(step)
         with run.timed("gen"):

@@ -6,7 +6,7 @@ import sys
 import flow_grpo
 from common.checkpoints import FORMAT, save_checkpoint
 from common.command_line import parse_args
-from common.resuming import say_resumed
+from common.resuming import report_resumed
 from tests.conftest import ROOT, new_run
 
 import pytest
@@ -102,10 +102,10 @@ def test_rollouts_of_equal_rewards_are_reported_once(tmp_path, capsys):
 @pytest.mark.fast
 def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
     saved = {"reward": ("ocr",), "reward_weights": (1.0,), "eval_prompts": "a.txt", "resume": "latest"}
-    assert say_resumed("c.pt", saved, saved)
+    assert report_resumed("c.pt", saved, saved)
     assert capfd.readouterr().err == "loaded c.pt\n"
-    assert not say_resumed("c.pt", saved, saved | {"resume": "runs/other"})
-    assert not say_resumed("c.pt", saved, saved | {"reward_weights": (2.0,)})
+    assert not report_resumed("c.pt", saved, saved | {"resume": "runs/other"})
+    assert not report_resumed("c.pt", saved, saved | {"reward_weights": (2.0,)})
     told = "reward_weights: [1.0] -> [2.0]; reward_weights changes the score: best_adapter is chosen again\n"
     assert capfd.readouterr().err.endswith(f"loaded c.pt; {told}")
 
@@ -114,18 +114,20 @@ def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
 def test_a_checkpoint_from_before_an_option_has_the_score_of_its_default(capfd):
     saved = {"reward": ("ocr",), "resume": "latest"}
     now = saved | {"negative_prompt": "", "eval_image_size": None, "eval_guidance_scale": None, "base_weights": None}
-    assert say_resumed("c.pt", saved, now)
-    assert not say_resumed("c.pt", saved, now | {"base_weights": "int8"})
-    assert not say_resumed("c.pt", saved, now | {"negative_prompt": "blurry"})
+    now["vae_dtype"] = "float32"
+    assert report_resumed("c.pt", saved, now)
+    assert not report_resumed("c.pt", saved, now | {"vae_dtype": "bfloat16"})
+    assert not report_resumed("c.pt", saved, now | {"base_weights": "int8"})
+    assert not report_resumed("c.pt", saved, now | {"negative_prompt": "blurry"})
 
 
 @pytest.mark.fast
 def test_more_steps_are_told_where_they_change_the_learning_rate(capfd):
     saved = {"resume": "latest", "num_steps": 100, "lr_schedule": "constant"}
-    say_resumed("c.pt", saved, saved | {"num_steps": 200})
+    report_resumed("c.pt", saved, saved | {"num_steps": 200})
     assert capfd.readouterr().err == "loaded c.pt\n"
     linear = saved | {"lr_schedule": "linear"}
-    say_resumed("c.pt", linear, linear | {"num_steps": 200})
+    report_resumed("c.pt", linear, linear | {"num_steps": 200})
     assert capfd.readouterr().err == "loaded c.pt; num_steps: 100 -> 200\n"
 
 
@@ -137,7 +139,7 @@ def test_another_judge_is_another_score_and_another_address_or_watched_reward_is
 
     def resume(**changes):
         settings = saved["reward_settings"] | changes
-        is_comparable = say_resumed("c.pt", saved, saved | {"reward_settings": settings})
+        is_comparable = report_resumed("c.pt", saved, saved | {"reward_settings": settings})
         return is_comparable, capfd.readouterr().err
 
     assert resume() == (True, "loaded c.pt\n")

@@ -241,6 +241,7 @@ def test_heads_that_cannot_be_dealt_out_are_refused(tmp_path):
     assert line == "flow_grpo.py: error: --engine_tensor_parallel 3: does not divide the model's 4 heads"
 
 
+@needs_engine
 @pytest.mark.fast
 def test_a_family_that_vllm_omni_does_not_split_is_refused():
     line = "--engine_tensor_parallel 2: vLLM-Omni does not split Krea2, so each worker would have all of it"

@@ -18,6 +18,7 @@ import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from PIL import Image
+from torch.nn.attention import SDPBackend
 
 WITH_KERNELS = [name for name in FAMILIES if name != "stable_diffusion_3"]
 
@@ -35,8 +36,7 @@ def test_a_machine_that_cannot_take_the_kernel_is_named(tmp_path):
 def test_options_that_do_not_fit_the_kernel_are_named(has_gpu, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="^--attention cudnn: needs --dtype bfloat16$"):
         check_attention("cudnn", EMBEDDED, "float32")
-    with pytest.raises(ValueError, match="^--attention cudnn: StableDiffusion3 takes native$"):
-        check_attention("cudnn", EMBEDDED, "bfloat16")
+    check_attention("cudnn", EMBEDDED, "bfloat16")
     flux = str(make_checkpoint("flux", tmp_path))
     check_attention("cudnn", flux, "bfloat16")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -44,6 +44,8 @@ def test_options_that_do_not_fit_the_kernel_are_named(has_gpu, monkeypatch, tmp_
         check_attention("flash", flux, "bfloat16")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
     check_attention("flash", flux, "bfloat16")
+    with pytest.raises(ValueError, match="^--attention flash: StableDiffusion3 takes native or cudnn$"):
+        check_attention("flash", EMBEDDED, "bfloat16")
     with pytest.raises(ValueError, match="^--attention flash: QwenImage takes native or cudnn$"):
         check_attention("flash", str(make_checkpoint("qwen_image", tmp_path / "masked")), "bfloat16")
 
@@ -90,6 +92,7 @@ def test_flash_is_offered_where_no_mask_is_passed(name, tmp_path, monkeypatch):
 def test_the_kernel_is_taken_by_every_family_that_says_so(name, tmp_path, monkeypatch):
     """torch's plain products stand for a GPU's kernel here: they run on a CPU, and calls of them can be counted."""
     monkeypatch.setitem(attention.DIFFUSERS_NAMES, "cudnn", "_native_math")
+    monkeypatch.setitem(attention.SDPA_BACKENDS, "cudnn", SDPBackend.MATH)
     monkeypatch.setattr(
         attention_dispatch._AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE
     )  # use_attention sets it for the process
@@ -108,7 +111,40 @@ def test_the_kernel_is_taken_by_every_family_that_says_so(name, tmp_path, monkey
     use_attention(model, "cudnn")
     other = velocity()
     torch.testing.assert_close(other, native, rtol=1e-4, atol=1e-5)
-    assert bool(calls) == ("cudnn" in model.attention_kernels) == (name in WITH_KERNELS)
+    assert bool(calls) == (name in WITH_KERNELS)
+    assert "cudnn" in model.attention_kernels
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_stable_diffusion_3_computes_with_the_kernel_in_every_pass(checkpoints, tmp_path, monkeypatch):
+    """The plain products stand for cuDNN's again. With activation checkpointing they are computed again, by the same
+    kernel, and the gradient is that of torch's own kernel."""
+    monkeypatch.setitem(attention.SDPA_BACKENDS, "cudnn", SDPBackend.MATH)
+    _, model = velocity_of(str(make_checkpoint("stable_diffusion_3", tmp_path)), ["a sign"])
+    if checkpoints:
+        model.transformer.enable_gradient_checkpointing()
+    model.transformer.requires_grad_(True)
+    timesteps, _, shape = model.schedule(2, 32, 64, 1)
+    latents = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    encoded = model.encode_prompts(["a sign"], 16)
+    kernels = []
+
+    def gradient_and_kernels():
+        """The gradient of a weight before the attention, and the names of the attention kernels that ran."""
+        model.transformer.zero_grad()
+        with torch.profiler.profile() as profiler:
+            model.predict_velocity(latents, timesteps[0], encoded).square().mean().backward()
+        ran = {event.name for event in profiler.events() if "_scaled_dot_product" in event.name}
+        kernels.append({name.removesuffix("_backward") for name in ran})
+        return next(model.transformer.parameters()).grad.clone()
+
+    native = gradient_and_kernels()
+    use_attention(model, "cudnn")
+    other = gradient_and_kernels()
+    native_names, other_names = kernels
+    assert native_names == {"aten::_scaled_dot_product_flash_attention_for_cpu"}
+    assert other_names == {"aten::_scaled_dot_product_attention_math"}
+    torch.testing.assert_close(other, native, rtol=1e-3, atol=1e-6)
 
 
 def test_the_engine_gets_the_same_kernel(tmp_path):

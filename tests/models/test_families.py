@@ -45,7 +45,6 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_p
 from PIL import Image
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 PROMPTS = ['a red sign that says "123"', "a sign"]
 SEEDS = [3, 4, 5]  # for images of the first, the second and again the first prompt
@@ -420,6 +419,9 @@ def test_a_long_prompt_of_an_edit_is_cut_and_its_pictures_are_not(checkpoint):
 @pytest.mark.fast
 def test_a_picture_of_any_shape_has_room_among_the_tokens():
     """And each shape is one that the text encoder's processor takes."""
+    pytest.importorskip("torchvision", reason="torchvision, which comes with vLLM-Omni, is not installed")
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
     most = 0
     for ratio in np.geomspace(1 / 512, 512, 3001):
         width, height = max(16, round(16 * ratio)), max(16, round(16 / ratio))

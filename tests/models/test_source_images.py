@@ -8,7 +8,7 @@ import re
 import flow_grpo
 from common.data import PromptSet, check_sources, read_prompts
 from common.errors import RunError
-from common.images import StoredImage, find_images, say_stretched, show_sources
+from common.images import StoredImage, find_images, show_sources, warn_stretched
 from common.models.flux2_klein import Flux2Klein
 from common.models.flux_kontext import FluxKontext
 from common.models.loading import family_class, load_model
@@ -190,11 +190,11 @@ def test_pictures_of_another_shape_are_reported(capfd, monkeypatch):
     near = StoredImage("near.png", png(gradient(20, 31)))  # 3 % less high: no one sees it
     assert (lying.size, wide.size) == ((20, 32), (32, 20)) and lying.decode().size == lying.size
     monkeypatch.setattr(Image.Image, "load", None)  # the sizes are those of headers
-    say_stretched("--train_prompts", [lying, wide, near], (64, 40))
+    warn_stretched("--train_prompts", [lying, wide, near], (64, 40))
     line = "--train_prompts: 1 of 3 pictures have another shape than the image, 40 wide and 64 high; they are stretched"
     first = "wide.png is 32 wide and 20 high"
     assert capfd.readouterr().err == f"{line} to it ({first}): crop them first, or change the size\n"
-    say_stretched("--train_prompts", [lying, near], (64, 40))
+    warn_stretched("--train_prompts", [lying, near], (64, 40))
     assert capfd.readouterr().err == ""
 
 

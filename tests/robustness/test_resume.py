@@ -57,10 +57,11 @@ def options(tmp_path_factory):
     noise = folder / "noise.py"
     noise.write_text(NOISE)
     common = ["--eval_every", 1, "--keep_checkpoints", 9, "--max_prompts", 2, "--ema_decay", 0.9]
+    common += ["--eval_num_inference_steps", 3]
     common += ["--lr_warmup_steps", 6, "--reward", brightness_reward(folder), f"{noise}:noise"]
     common += ["--reward_weights", 1, 0]
     online = [*common, "--rollout", "local", "--kl_coef", 0.1, "--num_prompts", 4, "--group_size", 4]
-    online += ["--updates_per_rollout", 2]
+    online += ["--updates_per_rollout", 2, "--num_inference_steps", 5]
     return {
         "flow_grpo.py": [*online, "--sde_window_range", 0, 2],  # drawn again every step
         "grpo_guard.py": [*online, "--sde_window_range", 0, 2],

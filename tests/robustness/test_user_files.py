@@ -9,7 +9,7 @@ import textwrap
 
 from common.checkpoints import FORMAT
 from common.data import PromptSet, read_prompts
-from common.errors import LONGEST, RunError, brief
+from common.errors import LONGEST, RunError, truncate
 from common.images import StoredImage
 from common.pairs.pair_files import read_pairs
 from common.pairs.pairs import is_encoded
@@ -331,7 +331,7 @@ def test_a_metric_line_of_brackets_and_a_step_in_other_digits(tmp_path):
 
 # ---- the line of an error --------------------------------------------------------------------------------------------
 def test_brief():
-    assert brief("Grüße, 日本 \\n") == "Grüße, 日本 \\n"
-    assert brief("a\nb\tc\0\x1b[31m\u2028\udcff\ud800") == r"a\nb\tc\x00\x1b[31m\u2028\udcff\ud800"
-    assert brief("a" * LONGEST) == "a" * LONGEST
-    assert brief("a" * LONGEST + "b") == "a" * (LONGEST // 2) + " ... " + "a" * (LONGEST // 2 - 1) + "b"
+    assert truncate("Grüße, 日本 \\n") == "Grüße, 日本 \\n"
+    assert truncate("a\nb\tc\0\x1b[31m\u2028\udcff\ud800") == r"a\nb\tc\x00\x1b[31m\u2028\udcff\ud800"
+    assert truncate("a" * LONGEST) == "a" * LONGEST
+    assert truncate("a" * LONGEST + "b") == "a" * (LONGEST // 2) + " ... " + "a" * (LONGEST // 2 - 1) + "b"

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -367,6 +368,38 @@ def test_text_encoders_are_on_the_gpu_when_prompts_are_encoded():
     assert found["frozen weights, float32"].phases == needs.PHASES[1:]  # the transformer comes when they have left
     on_host = by_name(needs.weight_parts(blueprint, replace(cached, train_with=("cpu_offload",))))
     assert on_host["frozen weights, float32"].phases == needs.PHASES
+
+
+@pytest.mark.fast
+def test_a_vae_in_bf16_takes_half_the_memory_and_the_rate_of_bf16():
+    whole = blueprint_of(EMBEDDED, 16, torch.float32)
+    lora = make_lora(family_class(EMBEDDED), rank=16, alpha=32)
+    rounded = Blueprint(family_class(EMBEDDED), str(EMBEDDED), lora, torch.float32, vae_dtype=torch.bfloat16)
+    assert rounded.vae_bytes == whole.vae_bytes / 2
+    cost, of_rounded = whole.decoding(2, (32, 96), 1), rounded.decoding(2, (32, 96), 1)
+    assert of_rounded.flops == cost.flops and of_rounded.peak_bytes < 0.8 * cost.peak_bytes
+    costs = COSTS._replace(decoding=Cost(flops=int(1e18), peak_bytes=1))
+    seconds = []
+    for dtype in ("float32", "bfloat16"):
+        rows = plan.work_table(replace(SMALL, vae_dtype=dtype), costs, "h100-80")
+        seconds += [float(row.split()[-1]) for row in rows if row.startswith("  rollout ")]
+    assert seconds[0] / seconds[1] == pytest.approx(989 / 494, rel=1e-3)
+
+
+@pytest.mark.fast
+def test_pinned_encoders_take_a_power_of_two_of_bytes_for_each_tensor():
+    """They wait in pinned memory where they come to a GPU for each rollout, and not on a CPU."""
+    blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
+    name = "text encoders, rounded up as pinned"
+    held = 0
+    pipe = embedded_model().pipe
+    for encoder in (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
+        held += sum(2 ** math.ceil(math.log2(t.nbytes)) for t in (*encoder.parameters(), *encoder.buffers()))
+    parts = needs.waiting_parts(blueprint, SMALL)
+    assert blueprint.pinned_encoder_bytes == held
+    assert by_name(parts)[name].num_bytes == pytest.approx(held - blueprint.text_encoder_bytes)
+    assert by_name(parts)[name].place == "host" and name not in by_name(needs.on_one_memory(parts))
+    assert name not in by_name(needs.waiting_parts(blueprint, replace(SMALL, prompt_cache="folder")))
 
 
 @pytest.mark.fast
