@@ -45,7 +45,7 @@ CHANGED = {
     "contrib/crd.py": 115,
     "contrib/dance_grpo.py": 18,
     "contrib/dgpo.py": 77,
-    "contrib/diffusion_opd.py": 151,
+    "contrib/diffusion_opd.py": 153,
     "contrib/flow_dppo.py": 46,
     "contrib/online_dpo.py": 81,
     "contrib/tempflow_grpo.py": 48,
