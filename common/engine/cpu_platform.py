@@ -58,24 +58,12 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
         return os.environ.get("TORCHDYNAMO_DISABLE") != "1"
 
     @classmethod
-    def supports_cpu_offload(cls) -> bool:
-        return False
-
-    @classmethod
     def get_torch_device(cls, local_rank: int | None = None) -> torch.device:
         return torch.device("cpu")
 
     @classmethod
-    def set_device(cls, device: torch.device) -> None:
-        return None
-
-    @classmethod
     def get_device_count(cls) -> int:
         return 64  # a CPU takes any number of workers; this is more than anyone asks for
-
-    @classmethod
-    def get_device_version(cls) -> str | None:
-        return None
 
     @classmethod
     def synchronize(cls) -> None:
@@ -88,11 +76,6 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     @classmethod
     def get_free_memory(cls, device: torch.device | None = None) -> int:
         return psutil.virtual_memory().available
-
-    @classmethod
-    def get_device_memory(cls, device: torch.device | None = None) -> tuple[int, int]:
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
@@ -109,7 +92,3 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     @classmethod
     def max_memory_allocated(cls, device: torch.device | None = None) -> int:
         return 0
-
-    @classmethod
-    def get_current_memory_usage(cls, device: torch.device | None = None) -> int:
-        return psutil.Process().memory_info().rss

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-from vllm_omni.diffusion.attention.backends.abstract import AttentionMetadata
 from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind, DiffusionOutput
 from vllm_omni.diffusion.ipc import pack_diffusion_output_shm
@@ -16,14 +14,7 @@ from vllm_omni.diffusion.worker.utils import BatchRunnerOutput
 class CpuSDPAImpl(SDPAImpl):
     """torch's scaled-dot-product attention. The base class knows a few accelerators alone."""
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_metadata: AttentionMetadata | None = None,
-    ) -> torch.Tensor:
-        return self._forward_impl(query, key, value, attn_metadata)
+    forward = SDPAImpl._forward_impl
 
 
 class CpuSDPABackend(SDPABackend):

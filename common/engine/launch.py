@@ -28,7 +28,6 @@ ENGINE_VARIABLES = re.compile(
     "(CUDA|NVIDIA|NCCL|CUBLAS|CUDNN|GOMP|KMP|MKL|MALLOC|GLIBC)_.*|"
     "OMP_(WAIT_POLICY|PROC_BIND|PLACES)"
 )
-HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # a model that is a folder needs none
 
 
 # ---- what must be there ----------------------------------------------------------------------------------------------
@@ -85,9 +84,10 @@ def check_devices(engine_devices: Sequence[int], tensor_parallel: int = 1) -> No
     num_gpus = torch.cuda.device_count()
     if not engine_devices:
         if num_gpus and tensor_parallel > 1:
-            option = f"--engine_tensor_parallel {tensor_parallel}"
-            each = f"{tensor_parallel} for each of the {num_ranks} ranks here"
-            raise ValueError(f"{option}: needs --engine_devices, {each}")
+            raise ValueError(
+                f"--engine_tensor_parallel {tensor_parallel}: needs --engine_devices, {tensor_parallel} for each of "
+                f"the {num_ranks} ranks here"
+            )
         return
     option = f"--engine_devices {' '.join(map(str, engine_devices))}"
     needed = num_ranks * tensor_parallel
@@ -133,10 +133,7 @@ def engine_environment(
 
     gpus: as from engine_gpus. num_threads: of each of its processes, on a CPU. compiles: whether torch.compile works.
     """
-    env = {}
-    for name, value in os.environ.items():
-        if ENGINE_VARIABLES.fullmatch(name):
-            env[name] = value
+    env = {name: value for name, value in os.environ.items() if ENGINE_VARIABLES.fullmatch(name)}
     here = Path(__file__).parent
     python_path = [str(here.parents[1]), str(here / "plugin"), *env.get("PYTHONPATH", "").split(os.pathsep)]
     # without the empty ones, which would be the working directory
@@ -144,8 +141,8 @@ def engine_environment(
     env["VLLM_NO_USAGE_STATS"] = "1"
     if Path(model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
-        for name in HUB_TOKENS:
-            env.pop(name, None)
+        env.pop("HF_TOKEN", None)  # a model that is a folder needs none
+        env.pop("HUGGING_FACE_HUB_TOKEN", None)
     if gpus[0] is None:
         env["GLOO_SOCKET_IFNAME"] = "lo"  # all its workers are on this machine
         env["TORCHDYNAMO_DISABLE"] = "0" if compiles else "1"
@@ -155,8 +152,6 @@ def engine_environment(
         env["OMP_NUM_THREADS"] = str(num_threads)
     else:
         visible = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        devices = []
-        for index in gpus:
-            devices.append(visible[index] if index is not None and index < len(visible) else str(index))
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        own = [visible[i] if i is not None and i < len(visible) else str(i) for i in gpus]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     return env

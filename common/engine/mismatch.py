@@ -45,28 +45,22 @@ def parse_correction(text: str) -> list[Factor]:
         except ValueError:
             threshold = math.nan
         factor = Factor(name.removesuffix("_trajectory"), name.endswith("_trajectory"), threshold)
-        fault = _fault(factor, factors, name, number)
+        fault = None
+        if factor.kind not in KINDS:
+            fault = f"unknown kind {name!r}"
+        elif not 0 < threshold < math.inf:
+            fault = f"{name} needs a threshold above 0, not {number!r}"
+        elif any(factor[:2] == other[:2] for other in factors):
+            fault = f"{name} is given twice"
+        elif factor.kind in IMPORTANCE_WEIGHTS and any(other.kind in IMPORTANCE_WEIGHTS for other in factors):
+            fault = "two of tis and icepop would weight by the ratio twice"
         if fault:
-            accepted = "none, or KIND:THRESHOLD, several joined by commas, KIND being"
-            kinds = ", ".join(KINDS)
             raise ValueError(
-                f"--rollout_correction {text}: {fault}; accepted: {accepted} {kinds}, each also as KIND_trajectory"
+                f"--rollout_correction {text}: {fault}; accepted: none, or KIND:THRESHOLD, several joined by commas, "
+                f"KIND being {', '.join(KINDS)}, each also as KIND_trajectory"
             )
         factors.append(factor)
     return factors
-
-
-def _fault(factor: Factor, earlier: list[Factor], name: str, number: str) -> str | None:
-    """The fault of a factor, given the factors before it, or None."""
-    if factor.kind not in KINDS:
-        return f"unknown kind {name!r}"
-    if not 0 < factor.threshold < math.inf:
-        return f"{name} needs a threshold above 0, not {number!r}"
-    if (factor.kind, factor.per_trajectory) in [(other.kind, other.per_trajectory) for other in earlier]:
-        return f"{name} is given twice"
-    if factor.kind in IMPORTANCE_WEIGHTS and any(other.kind in IMPORTANCE_WEIGHTS for other in earlier):
-        return "two of tis and icepop would weight by the ratio twice"
-    return None
 
 
 # ---- correct for the mismatch: weights of the loss -------------------------------------------------------------------
@@ -80,9 +74,12 @@ def rollout_weights(
     factors = parse_correction(text)
     if not factors:
         return torch.ones_like(recomputed.log_probs), {}
-    prev_samples = trajectories.latents[:, [i + 1 for i in request.sde_steps]]  # (B, W, ...)
-    engine_means = trajectories.prev_sample_means
-    lr = log_ratios(prev_samples, recomputed.prev_sample_means, engine_means, trajectories.transition_stds)
+    lr = log_ratios(
+        prev_samples=trajectories.latents[:, [i + 1 for i in request.sde_steps]],
+        means=recomputed.prev_sample_means,
+        engine_means=trajectories.prev_sample_means,
+        stds=trajectories.transition_stds,
+    )
     weights, metrics = correction_weights(lr, factors, clip_range)
     return weights.float(), metrics
 
@@ -192,31 +189,43 @@ def check_mismatch(
     noise = gather(noise_differences(request, trajectories)).flatten(0, 1)  # (all M, W)
     velocity = gather(velocity_differences(request, trajectories, recomputed.prev_sample_means)).flatten(0, 1)
     log_prob = gather((recomputed.log_probs - trajectories.log_probs).abs()).flatten(0, 1)
-    noise_fault = "samples are {} off mean + std x the noise of their seeds, more than {}: does it keep fp32 latents?"
-    velocity_fault = (
-        "velocity is {} off the trainer's, more than --max_velocity_mismatch {}: they do not run the same policy. "
-        "Compare sigmas, number of steps, guidance and weights with --rollout local, which is right. Raise "
-        "--max_velocity_mismatch only if this is the round-off of --dtype"
-    )
-    log_prob_fault = (
-        "log-prob is {} off the trainer's, more than half of --clip_range, {}: the ratio would start there. Pass "
-        "--old_log_prob recompute"
-    )
     if velocity_limit is None:
         velocity_limit = default_mismatch_limit(dtype, request.guidance_scale)
-    _stop_above(NOISE_LIMIT, noise, request.step_numbers, noise_fault)
-    _stop_above(velocity_limit, velocity, request.step_numbers, velocity_fault)
-    _stop_above(log_prob_limit, log_prob, request.step_numbers, log_prob_fault)
-    return mismatch_metrics(velocity, log_prob, request.step_numbers)
-
-
-def _stop_above(limit: float, differences: torch.Tensor, step_numbers: tuple[int, ...], fault: str) -> None:
-    """Raises RunError with the largest of `differences` (M, W) if it is above `limit`, or NaN."""
-    worst = differences.amax(0)  # (W,); amax and argmax take NaN for the largest
-    w = int(worst.argmax())
-    if not worst[w] <= limit:
-        text = fault.format(f"{worst[w].item():.1e}", f"{limit:.1e}")
-        raise RunError(f"at sampling step {step_numbers[w]} the engine's {text}")
+    faults = [
+        (
+            noise,
+            NOISE_LIMIT,
+            "samples are {} off mean + std x the noise of their seeds, more than {}: does it keep fp32 latents?",
+        ),
+        (
+            velocity,
+            velocity_limit,
+            "velocity is {} off the trainer's, more than --max_velocity_mismatch {}: they do not run the same policy. "
+            "Compare sigmas, number of steps, guidance and weights with --rollout local, which is right. Raise "
+            "--max_velocity_mismatch only if this is the round-off of --dtype",
+        ),
+        (
+            log_prob,
+            log_prob_limit,
+            "log-prob is {} off the trainer's, more than half of --clip_range, {}: the ratio would start there. Pass "
+            "--old_log_prob recompute",
+        ),
+    ]
+    for differences, limit, fault in faults:
+        worst = differences.amax(0)  # (W,); amax and argmax take NaN for the largest
+        w = int(worst.argmax())
+        if not worst[w] <= limit:
+            text = fault.format(f"{worst[w].item():.1e}", f"{limit:.1e}")
+            raise RunError(f"at sampling step {request.step_numbers[w]} the engine's {text}")
+    metrics = {
+        "velocity_diff_max": velocity.max(),
+        "logprob_abs_diff_mean": log_prob.mean(),
+        "logprob_abs_diff_max": log_prob.max(),
+    }
+    for w, i in enumerate(request.step_numbers):
+        metrics[f"velocity_diff_max/{i}"] = velocity[:, w].max()
+        metrics[f"logprob_abs_diff_max/{i}"] = log_prob[:, w].max()
+    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
 def velocity_differences(request: RolloutRequest, trajectories: Trajectories, means: torch.Tensor) -> torch.Tensor:
@@ -267,18 +276,3 @@ def noise_differences(request: RolloutRequest, trajectories: Trajectories) -> to
 def _rms(x: torch.Tensor) -> torch.Tensor:
     """Root mean square (B,) of (B, ...) over all dimensions except the first, in fp64."""
     return x.double().square().flatten(1).mean(1).sqrt()
-
-
-def mismatch_metrics(
-    velocity: torch.Tensor, log_prob: torch.Tensor, step_numbers: tuple[int, ...]
-) -> dict[str, torch.Tensor]:
-    """Scalars of relative differences of velocities and differences of log-probs, (M, W) each; also per step."""
-    metrics = {
-        "rollout_corr/velocity_diff_max": velocity.max(),
-        "rollout_corr/logprob_abs_diff_mean": log_prob.mean(),
-        "rollout_corr/logprob_abs_diff_max": log_prob.max(),
-    }
-    for w, i in enumerate(step_numbers):
-        metrics[f"rollout_corr/velocity_diff_max/{i}"] = velocity[:, w].max()
-        metrics[f"rollout_corr/logprob_abs_diff_max/{i}"] = log_prob[:, w].max()
-    return metrics

@@ -1,6 +1,7 @@
 """The trainer's calls as vLLM-Omni takes them: load an engine, sample a request's images, call its workers."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 from common.engine import pipelines
@@ -11,7 +12,6 @@ import torch
 from tqdm import tqdm
 from vllm_omni.entrypoints import Omni
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
-from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.platforms import current_omni_platform
 
 
@@ -68,50 +68,34 @@ def generate(
         means: whether prev_sample_means are returned.
         is_last: no chunk follows, so the GPU memory that is cached for the next one is released.
     """
+    # what the images share; the tensors of each are in its prompt
+    settings = replace(request, conditioning={}, negative_conditioning=None, initial_latents=None)
     params = OmniDiffusionSamplingParams(
         height=request.height,
         width=request.width,
         num_inference_steps=len(request.timesteps),
         guidance_scale=request.guidance_scale,
         true_cfg_scale=request.guidance_scale,  # Qwen-Image's name for it; FLUX.1 takes it with a negative prompt only
-        lora_request=pipelines.policy_lora() if lora else None,
-        extra_args={"rollout": rollout_settings(request, means)},
+        lora_request=pipelines.POLICY_LORA if lora else None,
+        extra_args={"request": settings, "means": means},
     )
     pipelines.RolloutDiffusionEngine.images_to_come = len(request.seeds)
     outputs = omni.generate(image_prompts(request), params, use_tqdm=False)
-    outputs = sorted(outputs, key=image_number)  # they come in the order in which they were completed
-    latents = [output.trajectory_latents for output in outputs]
-    log_probs = [output.trajectory_log_probs for output in outputs]
-    images = [quantize(image) for output in outputs for image in output.images]
+    # they come in the order in which they were completed; an id begins with the number of the image
+    outputs = sorted(outputs, key=lambda output: int(output.request_id.split("_")[0]))
     rollouts = [output.multimodal_output["metadata"]["rollout"] for output in outputs]
-    stds = [rollout["transition_stds"] for rollout in rollouts]
-    num_steps = [rollout["num_steps"].item() for rollout in rollouts]
-    fields = {
-        "latents": torch.stack(latents),
-        "log_probs": torch.stack(log_probs),
-        "transition_stds": torch.stack(stds),
-        "num_steps": min(num_steps),
-        "images": torch.cat(images),
+    fields: dict[str, torch.Tensor | int] = {
+        "latents": torch.stack([output.trajectory_latents for output in outputs]),
+        "log_probs": torch.stack([output.trajectory_log_probs for output in outputs]),
+        "transition_stds": torch.stack([rollout["transition_stds"] for rollout in rollouts]),
+        "num_steps": len(request.timesteps),  # the pipeline took them all
+        "images": torch.cat([quantize(image) for output in outputs for image in output.images]),
     }
     if means:
         fields["prev_sample_means"] = torch.stack([rollout["prev_sample_means"] for rollout in rollouts])
     if is_last:
         current_omni_platform.empty_cache()
     return fields
-
-
-def rollout_settings(request: RolloutRequest, means: bool) -> dict[str, Any]:
-    """The settings that all images of a request share, as the pipeline's hooks read them (pipelines.BatchUnderWay)."""
-    return {
-        "timesteps": request.timesteps,
-        "sigmas": request.sigmas.tolist(),
-        "sde_steps": request.sde_steps,
-        "noise_level": request.noise_level,
-        "sde_type": request.sde_type,
-        "latent_shape": request.latent_shape,
-        "sigma_max": request.sigma_max,
-        "means": means,
-    }
 
 
 def image_prompts(request: RolloutRequest) -> list[dict[str, Any]]:
@@ -121,15 +105,9 @@ def image_prompts(request: RolloutRequest) -> list[dict[str, Any]]:
     for image, row in enumerate(request.prompt_index.tolist()):
         prompt: dict[str, Any] = {name: tensor[row] for name, tensor in request.conditioning.items()}
         for name, tensor in negative.items():
-            own = image % len(tensor)  # it has one row for all images, or a row for each
-            prompt[f"negative_{name}"] = tensor[own]
+            prompt[f"negative_{name}"] = tensor[image % len(tensor)]  # a row for all images, or for each
         prompt["seed"] = request.seeds[image]
         if request.initial_latents is not None:
             prompt["initial_latents"] = request.initial_latents[image]
         prompts.append(prompt)
     return prompts
-
-
-def image_number(output: OmniRequestOutput) -> int:
-    """The number, in the request, of an output's image: vLLM-Omni's request ids begin with it."""
-    return int(output.request_id.split("_")[0])

@@ -11,15 +11,15 @@ import operator
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 from common.engine.messages import fingerprint
 from common.models.loading import family_class
 from common.models.vae import PIXELS_AT_ONCE
-from common.rollout import Trajectories
-from common.sde import SDEStepOutput, draw_noise, sde_step
+from common.rollout import RolloutRequest, Trajectories
+from common.sde import SDEStepOutput, sde_step
 
 import torch
 from torch.distributed import TCPStore
@@ -30,13 +30,13 @@ from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine
 from vllm_omni.diffusion.distributed.cfg_parallel import CFGParallelMixin
 from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
-from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension, _run_and_gather_rank_values
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from vllm_omni.diffusion.worker.utils import BatchRunnerOutput
 from vllm_omni.lora.request import LoRARequest
 
-LORA_ID = 1
+# the adapter that was pushed; vLLM-Omni asks for a path, which nobody opens
+POLICY_LORA = LoRARequest(lora_name="policy", lora_int_id=1, lora_path="/pushed-as-tensors")
 RolloutPipeline: "type[SDERolloutMixin]"  # the class of the model's family; vLLM-Omni imports it by this name
 
 Tensors = dict[str, torch.Tensor]
@@ -76,10 +76,7 @@ def use_pipeline_of(model: str) -> None:
     """Define RolloutPipeline by the family of `model`, in this process: the engine's own, or a worker's."""
     global RolloutPipeline
     load_no_text_encoders()
-    family = family_class(model)
-    if not family.has_engine_pipeline():
-        raise ValueError(f"{model}: its family has no hooks into vLLM-Omni's steps")
-    RolloutPipeline = family.engine_pipeline(SDERolloutMixin)
+    RolloutPipeline = family_class(model).engine_pipeline(SDERolloutMixin)
 
 
 def listen_on_loopback() -> None:
@@ -98,56 +95,28 @@ def listen_on_loopback() -> None:
     rendezvous.TCPStore = loopback_store
 
 
-def policy_lora() -> LoRARequest:
-    """vLLM-Omni's name for the adapter that was pushed. It asks for a path, which nobody opens."""
-    return LoRARequest(lora_name="policy", lora_int_id=LORA_ID, lora_path="/pushed-as-tensors")
-
-
 @dataclass
 class BatchUnderWay:
-    """B images that are being sampled: their common settings, as in RolloutRequest, and their steps so far."""
+    """B images that are being sampled, and their steps so far."""
 
-    timesteps: torch.Tensor  # (T,)
-    sigmas: list[float]  # T + 1
-    sde_steps: tuple[int, ...]
-    sde_type: str
-    noise_level: float
-    latent_shape: tuple[int, ...]
-    sigma_max: float
+    request: RolloutRequest  # the settings that they share; it has no conditioning
     means: bool  # whether the trainer asks for prev_sample_means
     prompts: list[dict[str, Any]]  # B, from omni.image_prompts
     generators: list[torch.Generator]  # B
-    starts: list[torch.Tensor]  # B initial latents, or none where they are drawn
-    initial: torch.Tensor | None = None  # (B, ...), the latents of the first step
+    initial: torch.Tensor  # (B, ...), the latents of the first step
     outputs: list[SDEStepOutput] = field(default_factory=list)  # of the steps taken
 
     @property
-    def step(self) -> int:
-        """Index of the step that comes next."""
-        return len(self.outputs)
-
-    def take_step(self, x: torch.Tensor, v: torch.Tensor) -> SDEStepOutput:
-        """Take the next step from latents x (B, ...) with velocity v (B, ...)."""
-        i = self.step
-        out = sde_step(
-            x,
-            v,
-            self.sigmas[i],
-            self.sigmas[i + 1],
-            self.noise_level if i in self.sde_steps else 0.0,
-            sde_type=self.sde_type,
-            sigma_max=self.sigma_max,
-            generator=self.generators,
-        )
-        self.outputs.append(out)
-        return out
+    def timestep(self) -> torch.Tensor:
+        """() of the step that comes next, in (0, 1000]."""
+        return self.request.timesteps[len(self.outputs)]
 
 
 class SDERolloutMixin(CFGParallelMixin):
     """Gives a native pipeline stochastic steps, fp32 latents and exact timesteps, and returns what it sampled.
 
-    Requests carry their common settings in extra_args["rollout"], and their own seed in the prompt. They bring prompt
-    embeddings, not prompts. The VAE is fp32, like the trainer's.
+    A vLLM-Omni request is one image. It carries the settings that all images share in extra_args, and its seed in the
+    prompt. It brings prompt embeddings, not a prompt. The VAE is fp32, like the trainer's.
     """
 
     supports_request_batch = True
@@ -155,7 +124,7 @@ class SDERolloutMixin(CFGParallelMixin):
     timestep_unit = 1  # the transformer takes t divided by this, t in (0, 1000]
     no_text_encoder = NoTextEncoder  # for a native pipeline that loads one in a way of its own
     bound_lora_modules = 0
-    _run: BatchUnderWay | None = None
+    _run: BatchUnderWay  # within `forward`
     # adapter and config, from push_lora to vLLM-Omni's hook
     _pending_lora: tuple[Tensors, dict[str, Any]] | None = None
     weights_sources: list[Any]  # what the native pipeline asks its loader for, set by its __init__
@@ -167,81 +136,66 @@ class SDERolloutMixin(CFGParallelMixin):
         self.weights_sources = [part for part in self.weights_sources if not part.prefix.startswith("text_encoder")]
         self.vae.float()
 
-    def forward(
-        self, req: OmniDiffusionRequest | DiffusionRequestBatch, *args: Any, **kwargs: Any
-    ) -> DiffusionOutput | list[DiffusionOutput]:
-        batch = req
-        if not isinstance(req, DiffusionRequestBatch):
-            batch = DiffusionRequestBatch(requests=[req])
+    def forward(self, batch: DiffusionRequestBatch, *args: Any, **kwargs: Any) -> list[DiffusionOutput]:
         params = batch.sampling_params_list[0]
+        prompts = batch.prompts
         # decode one image at a time where all at once would take gigabytes
-        self.vae.use_slicing = len(batch.prompts) * params.height * params.width > PIXELS_AT_ONCE
-        generators = [torch.Generator().manual_seed(prompt["seed"]) for prompt in batch.prompts]
-        starts = [prompt["initial_latents"] for prompt in batch.prompts if "initial_latents" in prompt]
-        settings = params.extra_args["rollout"]
-        run = BatchUnderWay(**settings, prompts=batch.prompts, generators=generators, starts=starts)
+        self.vae.use_slicing = len(prompts) * params.height * params.width > PIXELS_AT_ONCE
+        request = params.extra_args["request"]
+        if "initial_latents" in prompts[0]:
+            starts = torch.stack([prompt["initial_latents"] for prompt in prompts]).to(self.device)
+            request = replace(request, initial_latents=starts)
+        generators = [torch.Generator().manual_seed(prompt["seed"]) for prompt in prompts]
+        initial = request.first_latents(generators, self.device)
+        self._run = BatchUnderWay(request, params.extra_args["means"], prompts, generators, initial)
         native: Any = batch
         if self.as_one_request:
-            native = SimpleNamespace(prompts=batch.prompts, sampling_params=params)
-        self._run = run
+            native = SimpleNamespace(prompts=prompts, sampling_params=params)
         try:
             outputs = super().forward(native, *args, **kwargs)
+            if not isinstance(outputs, list):  # of all images
+                outputs = [DiffusionOutput(output=image[None]) for image in outputs.output]
+            return self._with_trajectories(outputs, self._run)
         finally:
-            self._run = None
-        if self.as_one_request:
-            outputs = [DiffusionOutput(output=image[None]) for image in outputs.output]
-        if run.step != len(run.timesteps):
-            raise RuntimeError(f"the pipeline took {run.step} steps, the schedule has {len(run.timesteps)}")
-        if not isinstance(outputs, list):  # the pipeline takes one request at a time
-            return self._with_trajectories([outputs], run)[0]
-        return self._with_trajectories(outputs, run)
+            del self._run
 
     def _with_trajectories(self, outputs: list[DiffusionOutput], run: BatchUnderWay) -> list[DiffusionOutput]:
         """The B outputs of the native pipeline, each with the trajectory of its image."""
-        assert run.initial is not None  # the first step set it
+        num_steps = len(run.request.timesteps)
+        if len(run.outputs) != num_steps:
+            raise RuntimeError(f"the pipeline took {len(run.outputs)} steps, the schedule has {num_steps}")
         trajectories = Trajectories.from_steps(run.initial, run.outputs, images=[])
-        latents = trajectories.latents.cpu()  # all images at once, as each copy waits for the GPU
-        log_probs = trajectories.log_probs.cpu()
-        transition_stds = trajectories.transition_stds.cpu()
-        means = trajectories.prev_sample_means.cpu() if run.means else None
-        num_steps = torch.tensor(run.step)
+        if not run.means:
+            trajectories.prev_sample_means = run.initial.new_zeros(len(outputs), 0)
+        trajectories = trajectories.to("cpu")  # all images at once, as each copy waits for the GPU
         results = []
         for image, output in enumerate(outputs):
-            rollout = {"transition_stds": transition_stds[image], "num_steps": num_steps}
-            if means is not None:
-                rollout["prev_sample_means"] = means[image]
+            rollout = {
+                "transition_stds": trajectories.transition_stds[image],
+                "prev_sample_means": trajectories.prev_sample_means[image],
+            }
             result = DiffusionOutput(
                 output={"payload": {"image": self.pixels(output)}, "metadata": {"rollout": rollout}},
-                trajectory_latents=latents[image],
-                trajectory_log_probs=log_probs[image],
+                trajectory_latents=trajectories.latents[image],
+                trajectory_log_probs=trajectories.log_probs[image],
                 to_cpu=True,
             )
             results.append(result)
         return results
 
     def prepare_latents(self, *args: Any, **kwargs: Any) -> torch.Tensor | tuple:
-        run = self._run
-        if run is None:
-            return super().prepare_latents(*args, **kwargs)
-        if run.starts:
-            run.initial = torch.stack(run.starts).to(self.device)
-        else:
-            shape = (len(run.generators), *run.latent_shape)
-            run.initial = draw_noise(shape, run.generators, self.device)
         native = super().prepare_latents(*args, **kwargs)
-        latents = self.pack(run.initial)
+        latents = self.pack(self._run.initial)
         return (latents, *native[1:]) if isinstance(native, tuple) else latents
 
     # ---- what a family reads ----
     @property
     def latent_shape(self) -> tuple[int, ...]:
         """(C, h, w), or (C, f, h, w) of videos, in the batch under way."""
-        assert self._run is not None
-        return self._run.latent_shape
+        return self._run.request.latent_shape
 
     def conditioning(self, name: str) -> torch.Tensor:
         """(B, ...), a part of the conditioning of the batch under way, such as "negative_prompt_embeds"."""
-        assert self._run is not None
         return torch.stack([prompt[name] for prompt in self._run.prompts]).to(self.device)
 
     # ---- what a family overrides if its pipeline differs ----
@@ -275,14 +229,10 @@ class SDERolloutMixin(CFGParallelMixin):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        run = self._run
-        if run is not None:
-            branches = [positive_kwargs]
-            if do_true_cfg and negative_kwargs is not None:
-                branches.append(negative_kwargs)
-            # in fp32, where the native loop rounds it to the model's dtype
-            timestep = run.timesteps[run.step].to(self.device) / self.timestep_unit
-            for branch in branches:
+        # in fp32, where the native loop rounds it to the model's dtype
+        timestep = self._run.timestep.to(self.device) / self.timestep_unit
+        for branch in (positive_kwargs, negative_kwargs if do_true_cfg else None):
+            if branch is not None:
                 latents = branch["hidden_states"]
                 branch["timestep"] = timestep.expand(len(latents))
                 branch["hidden_states"] = latents.to(self.od_config.dtype)
@@ -291,23 +241,26 @@ class SDERolloutMixin(CFGParallelMixin):
         )
 
     def predict_noise(self, **kwargs: Any) -> torch.Tensor:
-        velocity = super().predict_noise(**kwargs)
-        if self._run is None:
-            return velocity
-        return velocity.float()  # guidance is combined in fp32, as in the trainer
+        return super().predict_noise(**kwargs).float()  # guidance is combined in fp32, as in the trainer
 
     def scheduler_step_maybe_with_cfg(
-        self,
-        noise_pred: torch.Tensor,
-        t: torch.Tensor,
-        latents: torch.Tensor,
-        do_true_cfg: bool,
-        *args: Any,
-        **kwargs: Any,
+        self, noise_pred: torch.Tensor, t: torch.Tensor, latents: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if self._run is None:
-            return super().scheduler_step_maybe_with_cfg(noise_pred, t, latents, do_true_cfg, *args, **kwargs)
-        out = self._run.take_step(self.unpack(latents), self.unpack(noise_pred))
+        run = self._run
+        request = run.request
+        i = len(run.outputs)
+        sigma, sigma_next = request.sigmas[i : i + 2].tolist()
+        out = sde_step(
+            self.unpack(latents),
+            self.unpack(noise_pred),
+            sigma,
+            sigma_next,
+            request.noise_level if i in request.sde_steps else 0.0,
+            sde_type=request.sde_type,
+            sigma_max=request.sigma_max,
+            generator=run.generators,
+        )
+        run.outputs.append(out)
         return self.pack(out.prev_sample)
 
     # ---- taking an adapter ----
@@ -419,26 +372,22 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return of_all_workers("push_weights", lambda: self._push_weights(tensors))
 
     def _push_lora(self, tensors: Tensors, config: dict[str, Any]) -> tuple[int, Parts]:
-        """push_lora in this worker."""
         pipeline = self.model_runner.pipeline
         names = {"transformer." + pipeline.module_name(name): name for name in tensors}
-        prefix = "base_model.model."
         targets = [pipeline.module_name(target) for target in config["target_modules"]]
-        prefixed = {prefix + name: tensors[names[name]] for name in names}
+        prefixed = {"base_model.model." + name: tensors[own] for name, own in names.items()}
         pipeline._pending_lora = (prefixed, config | {"target_modules": targets})
-        request = policy_lora()
         try:
-            self.remove_lora(LORA_ID)
-            if not self.add_lora(request):
+            self.remove_lora(POLICY_LORA.lora_int_id)
+            if not self.add_lora(POLICY_LORA):
                 raise RuntimeError("vLLM-Omni did not take the adapter")
-            self.lora_manager.set_active_adapter(request)
+            self.lora_manager.set_active_adapter(POLICY_LORA)
         finally:
             pipeline._pending_lora = None
         held = {}
         for full_name, matrix in self._lora_matrices().items():
             name = names.get(full_name, full_name)
-            # compare the side that is not the rank, as the rank is padded
-            side = 1 if "lora_A" in name else 0
+            side = 1 if "lora_A" in name else 0  # not the rank's, which is padded
             is_split = name in tensors and matrix.shape[side] < tensors[name].shape[side]
             held[name] = (fingerprint(matrix), is_split)
         return pipeline.bound_lora_modules, held
@@ -468,7 +417,6 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return found
 
     def _push_weights(self, tensors: Tensors) -> tuple[int, Parts]:
-        """push_weights in this worker."""
         pipeline = self.model_runner.pipeline
         weights = [(f"transformer.{name}", tensor) for name, tensor in tensors.items()]
         try:
@@ -493,9 +441,8 @@ def of_all_workers(operation: str, push: Callable[[], tuple[int, Parts]]) -> tup
     """Run a worker's `push`, and join the results of all workers: the fewest modules or tensors that one has bound, and
     the fingerprint of each whole tensor. A collective."""
     workers = _run_and_gather_rank_values(operation, push)
-    held: Held = {}
-    for name in dict.fromkeys(name for _, parts in workers for name in parts):
-        held[name] = whole_fingerprint([parts.get(name) for _, parts in workers])
+    names = dict.fromkeys(name for _, parts in workers for name in parts)
+    held = {name: whole_fingerprint([parts.get(name) for _, parts in workers]) for name in names}
     return min(bound for bound, _ in workers), held
 
 
@@ -506,13 +453,10 @@ def whole_fingerprint(parts: list[tuple[int, bool] | None]) -> int | None:
     differ, or a worker has nothing.
     """
     present = [part for part in parts if part is not None]
-    if len(present) < len(parts):
-        return None
-    values = [value for value, _ in present]
-    is_split = [is_part for _, is_part in present]
-    if all(is_split):
-        return functools.reduce(operator.xor, values)
-    return values[0] if len(set(values)) == 1 and not any(is_split) else None
+    if len(present) == len(parts) and all(is_part for _, is_part in present):
+        return functools.reduce(operator.xor, [value for value, _ in present])
+    value, is_part = present[0]
+    return value if not is_part and parts == [present[0]] * len(parts) else None
 
 
 def parameter_slice(pipeline: SDERolloutMixin, name: str) -> tuple[str, int | None]:

@@ -177,7 +177,7 @@ class WanImageToVideo(Wan):
                 **kwargs: Any,
             ) -> torch.Tensor:
                 if self.expand_timesteps:
-                    timestep = self._run.timesteps[self._run.step].to(self.device)
+                    timestep = self._run.timestep.to(self.device)
                     source = self.conditioning("source_latents").to(latents)
                     noise_pred = towards_source(noise_pred, latents, timestep, source)
                 return super().scheduler_step_maybe_with_cfg(noise_pred, t, latents, *args, **kwargs)
