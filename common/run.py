@@ -81,8 +81,6 @@ class Run:
         best_score: the highest weighted total of an evaluation so far.
     """
 
-    _best_step: int | None = None  # of the best evaluation; None: unknown
-
     def __init__(
         self,
         args: SharedArgs,
@@ -109,6 +107,7 @@ class Run:
         self.checkpoint = gather_objects(checkpoint)[0] if script else checkpoint
         self.step = 0
         self.best_score = -math.inf
+        self._best_step: int | None = None  # of the best evaluation; None: unknown
         self._num_images = num_images
         self._writes = on_rank_0()
         self._stop_reason: str | None = None  # the rule that the last evaluation met
@@ -258,11 +257,13 @@ class Run:
         Of several ranks also each phase's slowest one, and its seconds. A collective.
         """
         metrics = {f"timing_s/{name}": seconds for name, seconds in self._timing.items()}
-        peaks = {"perf/max_memory_gb": max_memory_gb()}
-        if torch.cuda.is_available():
+        if torch.cuda.is_available():  # of this process, and of all on its GPU
+            peaks = {"perf/max_memory_gb": torch.cuda.max_memory_allocated() / 1e9}
             peaks["perf/max_device_memory_gb"] = self._device_memory_gb
             self._device_memory_gb = 0.0
             torch.cuda.reset_peak_memory_stats()
+        else:  # of this process on the host; Linux counts in kB
+            peaks = {"perf/max_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
         metrics |= peaks
         if dist.is_initialized() and dist.get_world_size() > 1:
             metrics |= over_ranks(gather_objects((self._timing, peaks)))
@@ -362,17 +363,12 @@ def open_run(run: Path | str, resume: str | None, eval_only: bool = False) -> Pa
         advice = "let --resume name the run or checkpoint to evaluate"
         raise ValueError(f"--eval_only writes under a new --name: {advice}")
     if resume == "latest":
-        return checkpoint_of(run)
+        return checkpoint_of(run) if saved_checkpoints(run) else None
     found = [name for name in RESULTS if (Path(run) / name).exists()]
     if found:
         advice = "choose another --name" + ("" if eval_only else ", or continue it with --resume latest")
         raise ValueError(f"{run} already holds a run: {advice} (found {found[0]})")
-    if not resume:
-        return None
-    checkpoint = checkpoint_of(resume)
-    if checkpoint is None:
-        raise ValueError(f"--resume {resume}: no checkpoint there")
-    return checkpoint
+    return checkpoint_of(resume) if resume else None
 
 
 def create_run_folder(folder: Path, config: dict, script: Path | str, checkpoint: Path | None = None) -> None:
@@ -415,13 +411,6 @@ def over_ranks(by_rank: Sequence[tuple[dict[str, float], dict[str, float]]]) -> 
         metrics[f"timing_s/{name}/max"] = max(seconds)
         metrics[f"timing_s/{name}/slowest_rank"] = seconds.index(max(seconds))
     return metrics
-
-
-def max_memory_gb() -> float:
-    """Peak memory of this process: allocated on its GPU since the last reset or, without one, resident on the host."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # Linux counts in kB
 
 
 # ---- a whole script --------------------------------------------------------------------------------------------------
