@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from common.cpu import prepare_cpu
+from common.cpu import refuse_an_old_driver, use_onednn
 from common.process import caught_signals, end_with_parent, print_message
 
 import numpy as np
@@ -88,7 +88,8 @@ def setup_distributed(shard_ranks: int = 0, cpu_threads: int = 0) -> torch.devic
         device = torch.device("cuda", torch.cuda.current_device())
         backend = "cpu:gloo,cuda:nccl"
     else:
-        prepare_cpu()
+        refuse_an_old_driver()
+        use_onednn()
         device = torch.device("cpu")
         backend = "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
