@@ -426,8 +426,7 @@ def friendly_errors() -> Iterator[None]:
     exception is a bug and keeps its traceback.
     """
     _begun.clear()
-    if torch.version.cuda is None:  # beside a CPU build of torch, diffusers cannot import torchvision as it is
-        repair_torchvision()
+    repair_torchvision()  # before diffusers is imported
     try:
         yield
     except (ValueError, RuntimeError) as error:  # a RunError is a RuntimeError, as what torch raises
