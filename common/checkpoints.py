@@ -98,7 +98,16 @@ def load_checkpoint(path: Path | str) -> dict:
 def read_checkpoint(path: Path | str) -> tuple[str, dict]:
     """The name of the script that wrote a checkpoint, and its state; as load_checkpoint."""
     try:
-        check_archive(path)
+        if Path(path).exists() and not Path(path).is_file():
+            raise ValueError("it is no file")  # a pipe would be waited for
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+            if damaged:
+                raise ValueError(f"bad CRC32 of {damaged}")
+            # the one flag outside the checksums that harms: torch takes the record for a folder and reads none of it
+            for record in archive.infolist():
+                if record.external_attr & IS_FOLDER:
+                    raise ValueError(f"{record.filename} is marked as a folder")
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(saved, dict) or not isinstance(saved.get("script"), str):
             raise ValueError("torch saved it, but no script of ours")
@@ -110,29 +119,6 @@ def read_checkpoint(path: Path | str) -> tuple[str, dict]:
     except Exception as error:  # a flipped byte can make the readers of zip and pickle raise nearly anything
         first_line = reason(error).strip().partition("\n")[0]
         raise ValueError(truncate(f"{path} is not a whole checkpoint ({first_line})")) from error
-
-
-_checked: set[tuple] = set()  # files whose bytes this process has checked already: name, size, time, inode
-
-
-def check_archive(path: Path | str) -> None:
-    """Raises ValueError, or what zipfile raises, where the zip file at `path` is damaged. Reads a file once."""
-    if Path(path).exists() and not Path(path).is_file():
-        raise ValueError("it is no file")  # a pipe would be waited for
-    found = Path(path).stat()
-    version = (str(path), found.st_size, found.st_mtime_ns, found.st_ino)
-    if version in _checked:
-        return
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-        if damaged:
-            raise ValueError(f"bad CRC32 of {damaged}")
-        # the one flag outside the checksums that harms: torch takes the record for a folder and reads nothing of it
-        for record in archive.infolist():
-            if record.external_attr & IS_FOLDER:
-                raise ValueError(f"{record.filename} is marked as a folder")
-    if time.time_ns() - found.st_mtime_ns > 2e9:  # a younger file may change again at the same time of its clock
-        _checked.add(version)
 
 
 # ---- a run's folder --------------------------------------------------------------------------------------------------

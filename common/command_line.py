@@ -1,21 +1,52 @@
 """The command line of a script: its options, from there, from a file and from a checkpoint, and their checks."""
 
+import json
 import math
 import os
+import re
 import sys
-from dataclasses import fields
-from typing import get_args, get_type_hints
+from dataclasses import MISSING, Field, fields, make_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
-from common.help import help_text
-from common.option_files import defaults_of_checkpoint, words_of_file
+from common.checkpoints import load_checkpoint, saved_checkpoints
+from common.errors import error_prefix
 from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs
 from common.process import print_message
 from common.profiling import traced_steps
+from common.resuming import EXPECTED_TO_DIFFER, check_format, checkpoint_of
 from common.stop_rules import check_stop_rules
 from common.tracking import check_tracker
 from common.weights.attention import check_attention
 
 import tyro
+import yaml
+
+# the options that people set first
+FIRST = (
+    *("name", "model", "image_size", "train_prompts", "eval_prompts", "pairs", "reward", "rollout"),
+    *("num_steps", "num_prompts", "group_size", "learning_rate"),
+)
+
+# what other trainers call our options
+OTHER_NAMES = {
+    "lr": "learning_rate",
+    "max_train_steps": "num_steps",
+    "max_steps": "num_steps",
+    "train_batch_size": "micro_batch_size",
+    "resolution": "image_size",
+    "rank": "lora_rank",
+    "pretrained_model_name_or_path": "model",
+    "output_dir": "name",
+    "resume_from_checkpoint": "resume",
+    "report_to": "track",
+    "gradient_checkpointing": "train_with",
+    "num_generations": "group_size",
+    "config": "args",
+}
+# recorded as they were fitted to a rank's share of the images, or to its GPU
+OF_ITS_RANKS = ("micro_batch_size", "rollout_batch_size", "shard_ranks")
+OF_ONE_START = ("resume", "eval_only", "args", "reward_settings")  # in a run's args.json, and not to be repeated
 
 
 def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | None = None) -> ArgsClass:
@@ -28,20 +59,32 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
         ValueError: an option is out of bounds, or there is no good file or checkpoint to take options from.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        print(help_text(args_class, description))
-        raise SystemExit(0)
-    if "--help_all" in argv:
-        config = (tyro.conf.FlagConversionOff,)
-        tyro.cli(args_class, args=["--help"], description=description, use_underscores=True, config=config)
+    if {"-h", "--help", "--help_all"} & set(argv):
+        _print_help(args_class, description, only_first="--help_all" not in argv)
     known = {field.name: field for field in fields(args_class)}
-    argv = words_of_file(argv, known) + argv
+    _suggest(argv, known)
+    argv = _words_of_file(argv, known) + argv
     args = _parse(args_class, argv, {})
     print_message(f"{args.run_folder}: checking options and files")
     if args.resume:
-        args = _parse(args_class, argv, defaults_of_checkpoint(args))
+        args = _parse(args_class, argv, _defaults_of_checkpoint(args))
     check_options(args)
     return args
+
+
+def _print_help(args_class: type[ArgsClass], description: str, *, only_first: bool) -> None:
+    """Print the script's header and tyro's help, of the options in FIRST or of all; exit."""
+    print(f"{description.strip()}\n")
+    shown: type = args_class
+    text = ""
+    if only_first:
+        text = f"--help_all shows all {len(fields(args_class))} options."
+        suppress: Any = tyro.conf.Suppress  # a generic alias, to be given types at run time
+        others = [field for field in fields(args_class) if field.name not in FIRST]
+        hidden = [(field.name, suppress[field.type], field) for field in others]
+        shown = make_dataclass(args_class.__name__, hidden, bases=(args_class,))
+    config = (tyro.conf.FlagConversionOff,)
+    tyro.cli(shown, args=["--help"], description=text, use_underscores=True, config=config)
 
 
 def _parse(args_class: type[ArgsClass], argv: list[str], defaults: dict) -> ArgsClass:
@@ -50,6 +93,88 @@ def _parse(args_class: type[ArgsClass], argv: list[str], defaults: dict) -> Args
     default = args_class(**{name: value for name, value in defaults.items() if name in known})
     config = (tyro.conf.FlagConversionOff,)
     return tyro.cli(args_class, args=argv, default=default, use_underscores=True, config=config, add_help=False)
+
+
+# ---- options that are not typed --------------------------------------------------------------------------------------
+def _suggest(argv: list[str], known: dict[str, Field]) -> None:
+    """ValueError: an option has another trainer's name, and we have one that means it; or it has no value."""
+    for word, following in zip(argv, [*argv[1:], "--"], strict=False):
+        if not word.startswith("--"):
+            continue
+        name, has_value, _ = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if word == "--plan":
+            raise ValueError("--plan: no such option; `python -m tools.plan --help` plans a run")
+        if name not in known and OTHER_NAMES.get(name) in known:
+            raise ValueError(f"{word}: no such option; here it is --{OTHER_NAMES[name]}")
+        # a list of any length takes none
+        if name in known and not has_value and following.startswith("--") and "..." not in str(known[name].type):
+            default = known[name].default
+            example = not default if isinstance(default, bool) else default
+            values = " ".join(map(str, example)) if isinstance(example, tuple) else example
+            raise ValueError(f"{word}: needs a value" + (f", such as {values}" if values not in (None, "") else ""))
+
+
+def _words_of_file(argv: list[str], known: dict[str, Field]) -> list[str]:
+    """The options in the file of --args, as words of a command line to be put before the given ones, which win.
+
+    The file is an args.json, of which a start's own options are left out (--resume ...), or a JSON or YAML file of
+    names and values.
+
+    Raises:
+        ValueError: naming the file: it cannot be read, has an option that the script has not, or is another version's.
+    """
+    named = [word.partition("=")[2] for word in argv if word.startswith("--args=")]
+    named += [value for word, value in zip(argv, argv[1:], strict=False) if word == "--args"]
+    if not named:
+        return []
+    path = Path(named[-1])
+    with error_prefix(f"--args {path}", Exception):  # whatever a YAML library raises
+        text = path.read_text(encoding="utf-8")
+        given = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError("expected names and values")
+        if isinstance(given.get("args"), dict):
+            script = re.search(r"[^/\s'\"]+\.py\b", given.get("command") or "")
+            if script and script[0] != Path(sys.argv[0]).name != "plan.py":
+                told = "options such as clip_range may have other units there"
+                print_message(f"--args {path}: a run of {script[0]} wrote it; {told}")
+            check_format(given, "the file")
+            given = {name: value for name, value in given["args"].items() if name not in OF_ONE_START}
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ValueError(f"no such option: {', '.join(unknown)}; take it out of the file")
+    words = []
+    for name, value in given.items():
+        default = known[name].default
+        values = value if isinstance(value, list) else [value]
+        if default is MISSING or value != (list(default) if isinstance(default, tuple) else default):
+            words += [f"--{name}", *map(str, values)]
+    print_message(f"--args {path}: {len(given)} options; those on the command line win")
+    return words
+
+
+def _defaults_of_checkpoint(args: SharedArgs) -> dict[str, Any]:
+    """{name: value} of the checkpoint that --eval_only evaluates or --resume latest resumes; {} where there is none.
+
+    An option that is given wins. An evaluation may have other prompts and steps; a resumed run has all of them again.
+
+    Raises:
+        ValueError: there is no good checkpoint to take options from.
+    """
+    left_out: tuple[str, ...]
+    if args.eval_only and args.resume != "latest":
+        state = load_checkpoint(checkpoint_of(str(args.resume)))
+        left_out = EXPECTED_TO_DIFFER
+    elif args.resume == "latest" and not args.eval_only and saved_checkpoints(args.run_folder):
+        print_message("--resume latest: options that are not given are the checkpoint's")
+        state = load_checkpoint(checkpoint_of(args.run_folder))
+        left_out = ("name", "max_minutes", "stop_if", *OF_ONE_START)
+        if len(state["rng"]) != int(os.environ.get("WORLD_SIZE", "1")):
+            left_out += OF_ITS_RANKS
+    else:
+        return {}
+    return {name: value for name, value in state["args"].items() if name not in left_out}
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -49,12 +49,6 @@ def refuse_an_old_driver() -> None:
             ) from error
 
 
-def prepare_cpu() -> None:
-    """What a run on the CPU needs before it starts: that no GPU was meant, and fast matrix products."""
-    refuse_an_old_driver()
-    use_onednn()
-
-
 LEAST = 2**20  # multiplications from which oneDNN's call is worth its microseconds
 overrides = torch.library.Library("aten", "IMPL")  # an override lasts as long as this object
 

@@ -1,6 +1,7 @@
 """Prompts from files, whose faults are named by file and line or row before a model loads; and the images of a step."""
 
 import copy
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from common.distributed import gather, launched_world_size
 from common.errors import error_prefix, truncate
-from common.images import find_pictures
+from common.images import StoredImage, find_pictures
 from common.parquet import read_chats
 from common.process import print_message
 from common.sde import image_seed
@@ -39,15 +40,12 @@ class PromptSet:
 
     def for_rewards(self) -> list[dict]:
         """A copy of the metadata, for rewards to read and change, with the pictures of an edit decoded."""
-        copies = []
-        decoded: dict[object, Image] = {}  # the images of a prompt share its pictures
-        for record in self.metadata:
-            copies.append(copy.deepcopy(record))
-            for name in {"image", "mask"} & record.keys() if "image" in record else ():
-                for picture in record[name]:
-                    if picture not in decoded:
-                        decoded[picture] = picture.decode()
-                copies[-1][name] = [decoded[picture].copy() for picture in record[name]]
+        decode = functools.cache(StoredImage.decode)  # the images of a prompt share its pictures
+        copies = [copy.deepcopy(record) for record in self.metadata]  # one each: a record may be there twice
+        for record in copies:
+            if "image" in record:
+                for name in {"image", "mask"} & record.keys():
+                    record[name] = [decode(picture).copy() for picture in record[name]]
         return copies
 
     def first_drawn(self, count: int, seed: int) -> "PromptSet":
@@ -189,6 +187,7 @@ def _parse_record(line: str) -> dict:
 
 
 # ---- which images a rollout makes, and which of them are a rank's ----------------------------------------------------
+@functools.lru_cache(maxsize=2)
 def epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
     """The rows of all prompts in the order in which an epoch draws them."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
@@ -237,8 +236,6 @@ class GroupSampler:
         # global numbers of this rank's images, (B,)
         self.image_index = (starts[:, None] + torch.arange(share)).flatten()
         self.position = 0
-        self._epoch_of_order: int | None = None
-        self._order: list[int] = []
 
     def __str__(self) -> str:
         num_images = self.prompts_per_step * self.group_size
@@ -274,10 +271,7 @@ class GroupSampler:
 
     def _prompt_row(self, position: int) -> int:
         epoch = position // self.num_prompts
-        if self._epoch_of_order != epoch:
-            self._order = epoch_order(self.num_prompts, self.seed, epoch)
-            self._epoch_of_order = epoch
-        return self._order[position % self.num_prompts]
+        return epoch_order(self.num_prompts, self.seed, epoch)[position % self.num_prompts]
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}

@@ -1,4 +1,4 @@
-"""Torchrun's world and this machine: joining it, gathering over the ranks, the mesh of FSDP, random states.
+"""Torchrun's world and this machine: joining it, waiting in it, gathering over the ranks, FSDP's mesh, random states.
 
 One rank alone exchanges nothing. Gloo's threads would copy with OpenMP threads of their own, and where there are more
 of those than cores, libgomp puts all of them to sleep while they wait, which makes an update a quarter slower.
@@ -9,20 +9,22 @@ import gc
 import math
 import os
 import random
+import resource
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from common.cpu import prepare_cpu
-from common.process import end_with_parent
-from common.ranks import allow_connections
+from common.cpu import refuse_an_old_driver, use_onednn
+from common.process import caught_signals, end_with_parent, print_message
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout  # which has no public name
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout  # which have no public names
+from tqdm import tqdm
 
 T = TypeVar("T")
 
@@ -86,7 +88,8 @@ def setup_distributed(shard_ranks: int = 0, cpu_threads: int = 0) -> torch.devic
         device = torch.device("cuda", torch.cuda.current_device())
         backend = "cpu:gloo,cuda:nccl"
     else:
-        prepare_cpu()
+        refuse_an_old_driver()
+        use_onednn()
         device = torch.device("cpu")
         backend = "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -96,10 +99,62 @@ def setup_distributed(shard_ranks: int = 0, cpu_threads: int = 0) -> torch.devic
     return device
 
 
+def allow_connections(world_size: int) -> None:
+    """Raise the limit of open files, often 1,024: gloo takes one or two for each other rank."""
+    needed = 512 + 4 * world_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft not in (resource.RLIM_INFINITY, hard) and soft < needed:
+        needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+# ---- waiting ---------------------------------------------------------------------------------------------------------
 def limit_collectives(minutes: float) -> None:
     """From now on a collective fails on a rank that has waited so many minutes for another one."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         _set_pg_timeout(timedelta(minutes=minutes))
+
+
+def missing_ranks(patience_s: float = 10.0) -> str:
+    """The line for a collective that timed out: which ranks were not in it. "" on ranks that another speaks for.
+
+    The first rank that gives up closes its connections, so that all that waited fail within seconds. Each says so in
+    torchrun's store, and the lowest of them reads who did not. A NCCL collective that times out ends the process
+    before this can run.
+    """
+    store = _get_default_store()
+    world_size = dist.get_world_size()
+    missing = list(range(world_size))
+    try:
+        store.set(f"timed out {dist.get_rank()}", "it has")
+        deadline = time.monotonic() + patience_s
+        while missing and time.monotonic() < deadline:
+            time.sleep(0.5)
+            missing = [rank for rank in missing if not store.check([f"timed out {rank}"])]
+    except dist.DistError as error:
+        return f"a collective timed out, and torchrun's store, on the first node, does not answer: {error}"
+    if any(rank not in missing for rank in range(dist.get_rank())):
+        time.sleep(2)  # until the other has spoken: torchrun ends all ranks when one has ended
+        return ""
+    if not missing:
+        return "a collective timed out on all ranks: is the network down?"
+    return f"rank {', '.join(map(str, missing))} of {world_size} did not arrive where the others waited"
+
+
+def with_bar(items: Iterable[T], doing: str, total: int) -> Iterator[T]:
+    """Yield the `total` items, under a progress bar on rank 0 that says what it is `doing`: what can take hours before
+    the first step.
+
+    SIGTERM or SIGINT ends the process before the next item. What was done until then lies in files: the next start
+    continues behind it.
+    """
+    with tqdm(items, desc=doing, total=total, disable=not on_rank_0() or not total) as bar:
+        for item in bar:
+            if caught_signals:
+                bar.close()
+                print_message(f"stopped while {doing}; to continue, give the same command with --resume latest")
+                raise SystemExit(0)
+            yield item
 
 
 def end_distributed() -> None:

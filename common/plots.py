@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from common.checkpoints import atomic_file, writing
 from common.distributed import gather_objects_on_rank_0
@@ -14,9 +13,6 @@ from common.rollout import Images
 
 import torch.distributed as dist
 from PIL import Image, ImageDraw, ImageFont
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 WATCHED = ("val/diversity", "val/drift_from_base")
 PANELS = {  # title -> metrics drawn in it; a name that ends with a slash stands for every reward's mean below it
@@ -96,7 +92,25 @@ def draw_panels(panels: dict[str, list[Curve]], path: Path | str) -> None:
     for number, (title, curves) in enumerate(panels.items(), 1):
         panel = figure.add_subplot(num_rows, 2, number)
         for label, name, rows, colour in curves:
-            _draw_curve(panel, label, name, [row for row in rows if name in row], colour)
+            measured = [row for row in rows if name in row]
+            steps = [row["training/global_step"] for row in measured]
+            values = [row[name] for row in measured]
+            if name.startswith("val/"):
+                found: list = [row.get(name.removesuffix("/mean") + "/stderr") for row in measured]
+                panel.errorbar(
+                    steps,
+                    values,
+                    yerr=None if None in found else found,  # only a mean has them
+                    label=label,
+                    zorder=3,
+                    marker="o",
+                    markersize=4,
+                    capsize=2,
+                    color=colour,
+                )
+            else:
+                dashes = "--" if name.startswith("critic/rewards/") and name.endswith("mean") else "-"
+                panel.plot(steps, values, dashes, linewidth=1.5, label=label, color=colour)
         panel.set_title(title)
         panel.set_xlabel("step", loc="right")  # the legend hides the middle where it is long
         panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
@@ -106,39 +120,15 @@ def draw_panels(panels: dict[str, list[Curve]], path: Path | str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _draw_curve(panel: "Axes", label: str, name: str, rows: list[dict], colour: str) -> None:
-    """Draw the metric `name` over the steps of the `rows`, all of which hold it."""
-    steps = [row["training/global_step"] for row in rows]
-    values = [row[name] for row in rows]
-    if not name.startswith("val/"):
-        dashes = "--" if name.startswith("critic/rewards/") and name.endswith("mean") else "-"
-        panel.plot(steps, values, dashes, linewidth=1.5, label=label, color=colour)
-        return
-    found: list = [row.get(name.removesuffix("/mean") + "/stderr") for row in rows]
-    errors = None if None in found else found  # only a mean has them
-    panel.errorbar(steps, values, label=label, zorder=3, marker="o", markersize=4, capsize=2, color=colour, yerr=errors)
-
-
-def _end_that_fits(draw: ImageDraw.ImageDraw, line: str, width: int) -> str:
-    """The end of a line of a caption that is at most `width` pixels long; no letter before it is measured."""
-    line = " ".join(line.split())[-width:]  # no letter is narrower than a pixel
-    while draw.textlength(line) > width:
-        line = line[1:]
-    return line
-
-
-def save_grid(
-    path: Path | str, images: Sequence[Image.Image], captions: Sequence[str], columns: int = 8, scale: int | None = None
-) -> None:
+def save_grid(path: Path | str, images: Sequence[Image.Image], captions: Sequence[str], columns: int = 8) -> None:
     """Write a PNG of `images` (PIL, equal sizes), at most `columns` in a row, each above its caption of any lines.
 
-    A line that is too long shows its end. Small images are enlarged `scale` times; None: to about 200 pixels.
+    A line that is too long shows its end. Small images are enlarged to about 200 pixels.
     """
     from matplotlib import get_data_path  # slow
 
     width, height = images[0].size
-    if scale is None:
-        scale = max(1, 200 // width)
+    scale = max(1, 200 // width)
     width *= scale
     height *= scale
     cell_width = width + GAP
@@ -155,8 +145,10 @@ def save_grid(
         top = row * cell_height
         sheet.paste(image.resize((width, height), Image.Resampling.NEAREST), (left, top))
         for number, line in enumerate(caption):
-            corner = (left + 1, top + height + number * LINE_HEIGHT)
-            draw.text(corner, _end_that_fits(draw, line, width), fill="black")
+            line = " ".join(line.split())[-width:]  # no letter is narrower than a pixel: those before are not measured
+            while draw.textlength(line) > width:
+                line = line[1:]
+            draw.text((left + 1, top + height + number * LINE_HEIGHT), line, fill="black")
     sheet.save(path)
 
 

@@ -31,11 +31,6 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def outlive_parent() -> None:
-    """The reverse of end_with_parent."""
-    _set_parent_death_signal(0)
-
-
 def _set_parent_death_signal(number: int) -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # of prctl(2)
@@ -52,7 +47,7 @@ def catch_stop_signals(max_minutes: float) -> None:
     def remember(number: int, frame: FrameType | None) -> None:
         caught_signals.append(number)
         if len(caught_signals) == 1:  # torchrun passes on what a terminal has sent to all, so that one may come twice
-            outlive_parent()  # torchrun, which a second signal ends at once, must not take the save with it
+            _set_parent_death_signal(0)  # torchrun, which a second signal ends at once, must not take the save with it
             print_message(f"{signal.Signals(number).name}: finishing this step, then saving")
 
     signal.signal(signal.SIGTERM, remember)

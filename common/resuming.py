@@ -62,15 +62,16 @@ def find_checkpoint(path: Path | str) -> Path | None:
     return None
 
 
-def checkpoint_of(path: Path | str) -> Path | None:
+def checkpoint_of(path: Path | str) -> Path:
     """The checkpoint that find_checkpoint finds. It must be of this script.
 
     Raises:
-        ValueError: as find_checkpoint; or another script, none, or a version with another format wrote it.
+        ValueError: as find_checkpoint; or there is none, or another script, none, or a version with another format
+            wrote it.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
-        return None
+        raise ValueError(truncate(f"--resume {path}: no checkpoint there"))
     script = Path(sys.argv[0]).stem
     written_by, state = read_checkpoint(checkpoint)
     if written_by != script:
@@ -82,18 +83,6 @@ def checkpoint_of(path: Path | str) -> Path | None:
     if state["step"] < 0 or "default" not in state["policies"] or not state["rng"]:
         raise ValueError(truncate(f"--resume: {checkpoint} is no run's: a step, a policy or random states are missing"))
     return checkpoint
-
-
-def saved_options(resume: str) -> dict:
-    """{name: value} of the options of the run that wrote the checkpoint of --resume, a file or a run folder.
-
-    Raises:
-        ValueError: there is no good checkpoint, or it is of another script.
-    """
-    checkpoint = checkpoint_of(resume)
-    if checkpoint is None:
-        raise ValueError(truncate(f"--resume {resume}: no checkpoint there"))
-    return dict(load_checkpoint(checkpoint)["args"])
 
 
 def check_format(record: dict[str, Any], source: Path | str) -> None:

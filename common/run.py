@@ -13,8 +13,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -30,15 +31,13 @@ from common.checkpoints import (
     writing,
 )
 from common.cpu import repair_torchvision
-from common.distributed import end_distributed, gather_objects, limit_collectives, on_rank_0
-from common.errors import RunError
-from common.failing import exit_value
+from common.distributed import end_distributed, gather_objects, limit_collectives, missing_ranks, on_rank_0
+from common.errors import UNREADABLE, NothingBegun, RunError, truncate
 from common.models.family import Family
 from common.options import SharedArgs
 from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid
-from common.process import catch_stop_signals, stop_requested
+from common.process import catch_stop_signals, caught_signals, stop_requested
 from common.profiling import Utilisation, profiled_step
-from common.ranks import over_ranks
 from common.resuming import checkpoint_of, report_resumed, rewind
 from common.scoring import Reward, reward_settings
 from common.stop_rules import met_rules, read_stop_rules
@@ -56,6 +55,9 @@ RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples",
 LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 PATIENT_PHASES = ("reward", "testing", "save_checkpoint")  # in which one rank may take long, and the others wait
 SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar
+# what gloo and NCCL say of a rank that has ended
+RANK_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
+ANOTHER_RANK_LOST = "another rank was lost; if it left no line above, it was killed, most often for memory (see dmesg)"
 
 
 class Run:
@@ -78,8 +80,6 @@ class Run:
         checkpoint: the checkpoint that this run resumes from, the same on all ranks; or None.
         best_score: the highest weighted total of an evaluation so far.
     """
-
-    _best_step: int | None = None  # of the best evaluation; None: unknown
 
     def __init__(
         self,
@@ -107,6 +107,7 @@ class Run:
         self.checkpoint = gather_objects(checkpoint)[0] if script else checkpoint
         self.step = 0
         self.best_score = -math.inf
+        self._best_step: int | None = None  # of the best evaluation; None: unknown
         self._num_images = num_images
         self._writes = on_rank_0()
         self._stop_reason: str | None = None  # the rule that the last evaluation met
@@ -256,11 +257,13 @@ class Run:
         Of several ranks also each phase's slowest one, and its seconds. A collective.
         """
         metrics = {f"timing_s/{name}": seconds for name, seconds in self._timing.items()}
-        peaks = {"perf/max_memory_gb": max_memory_gb()}
-        if torch.cuda.is_available():
+        if torch.cuda.is_available():  # of this process, and of all on its GPU
+            peaks = {"perf/max_memory_gb": torch.cuda.max_memory_allocated() / 1e9}
             peaks["perf/max_device_memory_gb"] = self._device_memory_gb
             self._device_memory_gb = 0.0
             torch.cuda.reset_peak_memory_stats()
+        else:  # of this process on the host; Linux counts in kB
+            peaks = {"perf/max_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
         metrics |= peaks
         if dist.is_initialized() and dist.get_world_size() > 1:
             metrics |= over_ranks(gather_objects((self._timing, peaks)))
@@ -360,17 +363,12 @@ def open_run(run: Path | str, resume: str | None, eval_only: bool = False) -> Pa
         advice = "let --resume name the run or checkpoint to evaluate"
         raise ValueError(f"--eval_only writes under a new --name: {advice}")
     if resume == "latest":
-        return checkpoint_of(run)
+        return checkpoint_of(run) if saved_checkpoints(run) else None
     found = [name for name in RESULTS if (Path(run) / name).exists()]
     if found:
         advice = "choose another --name" + ("" if eval_only else ", or continue it with --resume latest")
         raise ValueError(f"{run} already holds a run: {advice} (found {found[0]})")
-    if not resume:
-        return None
-    checkpoint = checkpoint_of(resume)
-    if checkpoint is None:
-        raise ValueError(f"--resume {resume}: no checkpoint there")
-    return checkpoint
+    return checkpoint_of(resume) if resume else None
 
 
 def create_run_folder(folder: Path, config: dict, script: Path | str, checkpoint: Path | None = None) -> None:
@@ -400,11 +398,19 @@ def create_run_folder(folder: Path, config: dict, script: Path | str, checkpoint
         shutil.copy(script, folder / f"source{suffix}.py")
 
 
-def max_memory_gb() -> float:
-    """Peak memory of this process: allocated on its GPU since the last reset or, without one, resident on the host."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # Linux counts in kB
+def over_ranks(by_rank: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict[str, float]:
+    """The largest of every rank's memory peaks, and each phase's slowest rank and its seconds.
+
+    by_rank: each rank's seconds by phase, and its peaks by metric. A straggler is long in one phase, and all others in
+    the next, where they wait for it.
+    """
+    timing, peaks = by_rank[0]
+    metrics = {name: max(of_rank[name] for _, of_rank in by_rank) for name in peaks}
+    for name in timing:
+        seconds = [of_rank.get(name, 0.0) for of_rank, _ in by_rank]
+        metrics[f"timing_s/{name}/max"] = max(seconds)
+        metrics[f"timing_s/{name}/slowest_rank"] = seconds.index(max(seconds))
+    return metrics
 
 
 # ---- a whole script --------------------------------------------------------------------------------------------------
@@ -420,16 +426,53 @@ def friendly_errors() -> Iterator[None]:
     exception is a bug and keeps its traceback.
     """
     _begun.clear()
-    if torch.version.cuda is None:  # beside a CPU build of torch, diffusers cannot import torchvision as it is
-        repair_torchvision()
+    repair_torchvision()  # before diffusers is imported
     try:
         yield
     except (ValueError, RuntimeError) as error:  # a RunError is a RuntimeError, as what torch raises
         run = _begun[0] if _begun else None
+        is_training = run is not None and run.bar is not None
         if run and run.bar is not None:
             run.bar.close()  # the last line is one of its own
-        value = exit_value(error, run.folder if run else None, is_training=run is not None and run.bar is not None)
+        value = exit_value(error, run.folder if run else None, is_training)
         if value is None:
             raise
         raise SystemExit(value) from None
     end_distributed()
+
+
+def exit_value(error: Exception, folder: Path | None, is_training: bool) -> str | int | None:
+    """What the script exits with: a line for the screen, or a status. None where the error is a bug.
+
+    folder: the run's; None before the run has begun. is_training: a training step has begun.
+    """
+    if isinstance(error, ValueError | RunError):
+        if isinstance(error, ValueError) and folder:
+            return None
+        # bad options are the same on every rank, and printed once; a reward may fail to load on this rank alone
+        is_everywhere = isinstance(error, ValueError) and isinstance(error.__cause__ or error, UNREADABLE)
+        silent = is_everywhere and os.environ.get("LOCAL_RANK", "0") != "0"
+        return 1 if silent else last_line(str(error), error, folder)
+    if "Timed out waiting" in str(error):  # gloo's words
+        missing = missing_ranks()
+        return last_line(missing, error, folder) if missing else 1
+    if not any(sign in str(error) for sign in RANK_IS_GONE):
+        return None
+    has_stopped = bool(caught_signals) and not is_training  # while prompts were encoded, say
+    return 0 if has_stopped else last_line(ANOTHER_RANK_LOST, error, folder)
+
+
+def last_line(message: str, error: Exception, folder: Path | None) -> str:
+    """The message and, where a run had begun, what its folder holds of use now."""
+    line = f"{Path(sys.argv[0]).name}: error: {truncate(message)}"
+    if folder is None or isinstance(error, NothingBegun) or not folder.is_dir():
+        return line
+    if error.__cause__:  # what a user's reward raised, for example
+        path = folder / f"traceback_rank{os.environ.get('RANK', '0')}.txt"
+        with suppress(OSError):  # a full disk, which may be the error itself
+            path.write_text("".join(traceback.format_exception(error)))
+            line += f"; traceback: {truncate(str(path))}"
+    saved = saved_checkpoints(folder)
+    if saved:
+        line += f"; to resume from {saved[-1].name}, give the same command with --resume latest"
+    return line

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from common.plots import Picture
 
@@ -11,26 +11,11 @@ import numpy as np
 from PIL import Image
 
 
-class Tracker(Protocol):
-    """Where a run's metrics also go."""
-
-    def log(self, step: int, metrics: dict[str, float], grid: list[Picture] | None) -> None:
-        """Add the metrics of a step and, after an evaluation, its captioned images."""
-
-    def finish(self) -> None:
-        """Wait until everything has arrived."""
-
-
 def check_tracker(track: str | bool) -> None:
     """ValueError: the package that --track needs is not installed."""
     package = "wandb" if track is True else track
     if package and importlib.util.find_spec(str(package)) is None:
         raise ValueError(f"--track {track}: needs a package that is not installed: pip install {package}")
-
-
-def start_tracker(track: str | bool, folder: Path, config: dict) -> Tracker:
-    """The tracker that --track names; True is wandb. A resumed run goes on in the one that it had."""
-    return TensorBoard(folder) if track == "tensorboard" else Wandb(folder, config)
 
 
 class Wandb:
@@ -49,6 +34,7 @@ class Wandb:
         wandb.init(project="cleanflow", name=folder.name, id=run_id, resume="allow", dir=place, config=config)
 
     def log(self, step: int, metrics: dict[str, float], grid: list[Picture] | None) -> None:
+        """Add the metrics of a step and, after an evaluation, its captioned images."""
         table = {}
         if grid:
             rows = [[step, caption, self._wandb.Image(image)] for image, caption in grid]
@@ -56,6 +42,7 @@ class Wandb:
         self._wandb.log(metrics | table, step=step)
 
     def finish(self) -> None:
+        """Wait until everything has arrived."""
         self._wandb.finish()
 
 
@@ -84,3 +71,8 @@ class TensorBoard:
     def finish(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def start_tracker(track: str | bool, folder: Path, config: dict) -> Wandb | TensorBoard:
+    """The tracker that --track names; True is wandb. A resumed run goes on in the one that it had."""
+    return TensorBoard(folder) if track == "tensorboard" else Wandb(folder, config)

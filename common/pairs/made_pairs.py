@@ -8,11 +8,10 @@ from typing import Any
 
 from common.checkpoints import atomic_file, writing
 from common.data import PromptSet, share_of_rank
-from common.distributed import gather_objects, on_rank_0
+from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import RunError
 from common.images import save_png
 from common.pairs.pair_files import Pairs, read_pairs
-from common.phases import with_bar
 from common.process import print_message
 from common.rollout import Images
 

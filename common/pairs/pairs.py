@@ -5,11 +5,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from common.checkpoints import atomic_file
-from common.distributed import gather_objects
+from common.distributed import gather_objects, with_bar
 from common.errors import error_prefix
 from common.models.family import Family, hash_bits
 from common.pairs.pair_files import Pair, pair_prompts, refusing_alone
-from common.phases import with_bar
 
 import torch
 import torch.distributed as dist

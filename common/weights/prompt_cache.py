@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.checkpoints import writing
-from common.distributed import gather_objects, on_rank_0
+from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import RunError, truncate
 from common.models.family import Conditioning, Family, hash_bits, on_device, pin_encoders
 from common.models.long_prompts import count_long_prompts
-from common.phases import with_bar
 from common.process import print_message
 
 import torch

@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import time
-import zipfile
 from contextlib import contextmanager
 
 from common.checkpoints import load_checkpoint, save_checkpoint, saved_checkpoints
@@ -44,30 +43,6 @@ def save_three(run):
     for step in (5, 10, 15):
         save_checkpoint(run, step, state_of(step), 3)
     return [run / "checkpoints" / f"step_{step:06d}.pt" for step in (5, 10, 15)]
-
-
-# ---- read once -------------------------------------------------------------------------------------------------------
-def test_the_bytes_of_a_file_are_checked_once_and_again_where_it_changes(tmp_path, monkeypatch):
-    """A resume asks for its checkpoint three times. A file of the last two seconds is checked each time."""
-    checked = []
-    testzip = zipfile.ZipFile.testzip
-    monkeypatch.setattr(
-        zipfile.ZipFile, "testzip", lambda archive: checked.append(archive.filename) or testzip(archive)
-    )
-    path = save_three(tmp_path)[2]
-    load_checkpoint(path)
-    checked.clear()
-    load_checkpoint(path)
-    assert len(checked) == 1
-    os.utime(path, (1e9, 1e9))
-    for _ in range(3):
-        assert load_checkpoint(path)["step"] == 15
-    assert len(checked) == 2
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="is not a whole checkpoint"):
-        load_checkpoint(path)
 
 
 # ---- whole ones ------------------------------------------------------------------------------------------------------

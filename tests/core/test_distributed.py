@@ -4,7 +4,6 @@ import contextlib
 import resource
 
 from common import distributed
-from common import ranks as ranks_module
 from common.engine.launch import engine_environment
 from common.scoring import load_rewards
 
@@ -85,5 +84,5 @@ def test_connections_to_many_ranks_are_allowed(ranks, limits, expected, monkeypa
     raised = []
     monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda what, pair: raised.append(pair))
-    ranks_module.allow_connections(ranks)
+    distributed.allow_connections(ranks)
     assert raised == ([] if expected is None else [(expected, limits[1])])

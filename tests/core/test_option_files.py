@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import flow_grpo
 from common.checkpoints import FORMAT
@@ -116,11 +117,10 @@ def test_a_resumed_run_has_the_checkpoints_options_unless_they_are_given(here, m
     given = ["--guidance_scale", 2, "--num_steps", 40, "--max_minutes", 5, "--micro_batch_size", 4]
     saved = vars(parse("--name", "mine", *given, "--stop_if", "val/ocr/mean<0.1"))
     (here / "runs" / "mine" / "checkpoints").mkdir(parents=True)
-    monkeypatch.setattr("common.option_files.saved_options", lambda folder: {"runs/mine": saved}[folder])
     ranks = [1]
-    options = "common.option_files"
-    monkeypatch.setattr(f"{options}.find_checkpoint", lambda folder: folder)
-    monkeypatch.setattr(f"{options}.load_checkpoint", lambda path: {"rng": [{}] * ranks[0]})
+    states = {Path("runs/mine"): {"args": saved}}
+    monkeypatch.setattr("common.command_line.checkpoint_of", lambda run: run)
+    monkeypatch.setattr("common.command_line.load_checkpoint", lambda run: states[run] | {"rng": [{}] * ranks[0]})
     assert parse("--name", "mine", "--resume", "latest").num_steps == flow_grpo.Args.num_steps  # nothing is saved yet
     (here / "runs" / "mine" / "checkpoints" / "step_000005.pt").touch()
     capfd.readouterr()

@@ -105,7 +105,7 @@ def weighted_total(images, prompts, metadata):
         ((96, 32), 32, {}, (8 * 196, 4 * 82)),  # enlarged 200 // 96 = 2 times; a line of 14 below each, gaps of 4
         ((32, 16), 10, {}, (5 * 196, 2 * 114)),  # enlarged 6 times; two rows of five, not of eight and two
         ((512, 512), 1, {}, (516, 530)),
-        ((10, 10), 3, {"columns": 2, "scale": 2}, (2 * 24, 2 * 38)),
+        ((10, 10), 3, {"columns": 2}, (2 * 204, 2 * 218)),
         ((96, 32), 3, {"caption": "a prompt\nits scores"}, (3 * 196, 96)),
     ],
 )
@@ -117,9 +117,10 @@ def test_save_grid_size(tmp_path, size, count, options, expected):
 
 def test_save_grid_places_images_row_by_row(tmp_path):
     colours = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
-    save_grid(tmp_path / "grid.png", [Image.new("RGB", (10, 10), c) for c in colours], [""] * 3, columns=2, scale=1)
-    grid = Image.open(tmp_path / "grid.png")  # cells of 14 x 28
-    assert [grid.getpixel(place) for place in ((5, 5), (19, 5), (5, 33), (19, 33))] == [*colours, (255, 255, 255)]
+    save_grid(tmp_path / "grid.png", [Image.new("RGB", (10, 10), c) for c in colours], [""] * 3, columns=2)
+    grid = Image.open(tmp_path / "grid.png")  # cells of 204 x 218
+    places = ((5, 5), (209, 5), (5, 223), (209, 223))
+    assert [grid.getpixel(place) for place in places] == [*colours, (255, 255, 255)]
     with pytest.raises(ValueError):
         save_grid(tmp_path / "grid.png", [Image.new("RGB", (10, 10))], ["a", "b"])
 

@@ -23,8 +23,7 @@ from common.models.family import Family
 from common.options import SharedArgs
 from common.plan import needs
 from common.profiling import profiled_step, traced_steps
-from common.ranks import over_ranks
-from common.run import Run, create_run_folder, open_run
+from common.run import Run, create_run_folder, open_run, over_ranks
 from common.scoring import Scorer, load_rewards
 from common.weights.adapter_files import read_lora
 from tests.conftest import ROOT, new_run, read_metrics
