@@ -139,7 +139,7 @@ def encoders_key(model: Family) -> str:
 
 # ---- a file ----------------------------------------------------------------------------------------------------------
 def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """A hash of the names, shapes, dtypes and bits of tensors. Safetensors itself has none, and checks lengths alone."""
+    """A hash of the names, shapes, dtypes and bits of tensors. Safetensors itself checks lengths alone."""
     return hashlib.blake2b(save(tensors)).hexdigest()
 
 
