@@ -75,35 +75,26 @@ class PromptCache:
         Raises:
             RunError: the disk has no room for them.
         """
-        distinct = list(dict.fromkeys(prompts))
-        own = distinct[dist.get_rank() :: dist.get_world_size()]
+        own = list(dict.fromkeys(prompts))[dist.get_rank() :: dist.get_world_size()]
         missing = [prompt for prompt in own if not self.file_of(prompt, max_sequence_length).is_file()]
         needed = 0
         for prompt in missing[:1]:  # all files are as large as the first
             self.add(prompt, max_sequence_length)
             needed = self.file_of(prompt, max_sequence_length).stat().st_size * (len(missing) - 1)
-        self.check_room(needed, len(missing))
-        for prompt in with_bar(missing[1:], f"encoding prompts into {self.folder}", len(missing[1:])):
-            self.add(prompt, max_sequence_length)
-
-    def check_room(self, needed: int, num_missing: int) -> None:
-        """Say what all ranks are about to write, in bytes and prompts. A collective.
-
-        Raises:
-            RunError: the disk has no room for it.
-        """
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
-        ranks = gather_objects((needed, free, num_missing))
-        needed = sum(of_rank for of_rank, _, _ in ranks)
-        free = min(of_rank for _, of_rank, _ in ranks)
-        num_missing = sum(of_rank for _, _, of_rank in ranks)
+        of_ranks = gather_objects((needed, free, len(missing)))
+        needed = sum(needed for needed, _, _ in of_ranks)
+        free = min(free for _, free, _ in of_ranks)
+        num_missing = sum(count for _, _, count in of_ranks)
         sizes = f"{needed / 1e9:.3g} GB of the {free / 1e9:.3g} GB that are free"
         if needed > free:
             raise RunError(f"--prompt_cache {self.folder}: has no room for {num_missing} prompts: {sizes}")
         if num_missing and on_rank_0():
             print_message(f"--prompt_cache {self.folder}: encoding {num_missing:,} prompts that it lacks: {sizes}")
+        for prompt in with_bar(missing[1:], f"encoding prompts into {self.folder}", len(missing[1:])):
+            self.add(prompt, max_sequence_length)
 
     def read(self, prompts: Sequence[str], max_sequence_length: int) -> Conditioning:
         """The conditioning of prompts. One that has no file, or a damaged one, is encoded, which a line says."""
