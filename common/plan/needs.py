@@ -98,11 +98,6 @@ class Workload:
     def images_of_a_rank(self) -> int:
         return -(-self.num_images // self.ranks)
 
-    @property
-    def engine_batch(self) -> int:
-        """Images that the engine samples at once."""
-        return min(self.rollout_batch_size, self.images_of_a_rank)
-
 
 def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option may be of any type
     """How many images and passes an algorithm takes, and what its policies are: fields of Workload.
@@ -306,7 +301,7 @@ def engine_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
         advice = "raise --engine_tensor_parallel, with more --engine_devices"
     workers = w.engine_tensor_parallel
     here = 1 if w.engine_devices else workers  # workers of this place; on a CPU all of them
-    n = w.engine_batch
+    n = min(w.rollout_batch_size, w.images_of_a_rank)  # images that the engine samples at once
     fits_at_once = n * w.image_size[0] * w.image_size[1] <= PIXELS_AT_ONCE
     num_decoded = n if fits_at_once else 1  # as in common/engine/pipelines.py
     taken = max(n * costs.sampling.peak_bytes, num_decoded * costs.decoding.peak_bytes)
