@@ -96,7 +96,7 @@ def watched_rewards(eval_set: PromptSet, num_frames: int) -> dict[str, Reward]:
 def check_lora_modules(lora: LoRA | None, options: dict[str, Any]) -> None:
     """RunError: --lora_target_modules or --lora_exclude_modules name what the model's transformer lacks."""
     if lora and (options.get("lora_target_modules") or options.get("lora_exclude_modules")):
-        check_modules(meta_transformer(options["model"]), lora.config, "--lora_target_modules")
+        check_modules(meta_transformer(options["model"]), lora.config)
 
 
 def check_negative_prompts(

@@ -279,7 +279,7 @@ GEOMETRY = {
     "black-forest-labs/FLUX.1-Kontext-dev": (
         IMAGE,
         (2048, 3072),  # those of the source behind those of the image
-        {"prompt_embeds": (256, 4096), "pooled_prompt_embeds": (768,), "source_latents": IMAGE},
+        {"prompt_embeds": (256, 4096), "pooled_prompt_embeds": (768,), "source_latents": (1, *IMAGE)},
     ),
     "black-forest-labs/FLUX.2-klein-base-4B": ((128, 32, 32), (1024, 3072), {"prompt_embeds": (512, 3 * 2560)}),
     "Qwen/Qwen-Image": (IMAGE, (1024, 3072), {"prompt_embeds": (256, 3584), "prompt_embeds_mask": (256,)}),

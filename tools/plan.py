@@ -39,7 +39,6 @@ from common.plan.needs import (
     Workload,
     choose_options,
     describe,
-    is_lora,
     measure,
     memory_parts,
     on_one_memory,
@@ -168,7 +167,7 @@ def disk_line(blueprint: Blueprint, w: Workload, options: dict[str, Any], num_ev
     """What the run's folder and --prompt_cache take, in a line. Samples and logs are not counted."""
     averages = sum(policy not in ("trained", "reference") for policy in w.policies)
     trained = 4 * blueprint.num_trained * (3 + averages)  # fp32: the weights, Adam's two moments, and other policies'
-    adapter = 4 * blueprint.num_trained if is_lora(blueprint) else blueprint.dtype.itemsize * blueprint.num_weights
+    adapter = 4 * blueprint.num_trained if blueprint.is_lora else blueprint.dtype.itemsize * blueprint.num_weights
     kept = options["keep_checkpoints"]
     parts = [f"checkpoints {kept} x {size(trained)}", f"adapter/ and best_adapter/ {size(2 * adapter)}"]
     if w.prompt_cache is not None:

@@ -156,17 +156,18 @@ class Family(ABC):
             self.negative = {key: self.embed_prompts(prompts[:1], max_sequence_length)}
         return self.negative[key]
 
-    # ---- the pictures of a model that edits, which sets num_sources and defines both ----
+    # ---- the pictures of a model that edits, which sets num_sources ----
     def encode_sources(self, sources: list[list[PIL.Image.Image]], height: int, width: int) -> Conditioning:
-        """Conditioning of S pictures of each of B prompts, in names that begin with source_.
+        """S pictures of each of B prompts, at the image's size -> {"source_latents": (B, S, C, h, w)}, fp32 as the VAE.
 
-        Both branches of guidance get it.
+        Both branches of guidance get what has a name that begins with source_.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes no pictures")
+        latents = self.encode_images([picture for of_record in sources for picture in of_record], height, width)
+        return {"source_latents": latents.unflatten(0, (len(sources), -1))}
 
     def source_shapes(self, latent_shape: tuple[int, ...], count: int) -> Shapes:
         """{name: shape} of what encode_sources gives of one prompt's `count` pictures, for latents of this shape."""
-        raise NotImplementedError(f"{type(self).__name__} takes no pictures")
+        return {"source_latents": (count, *latent_shape)}
 
     # ---- the velocity, with guidance ----
     def predict_velocity(
@@ -179,7 +180,7 @@ class Family(ABC):
     ) -> torch.Tensor:
         """The velocity v (B, ...) in fp32, at fp32 latents (B, ...), with the guidance that the model is made for.
 
-        A scale above 1 takes a second pass, with the negative prompts. The gradient goes through both.
+        A scale above 1 takes the negative prompts' velocity as well. The gradient goes through both.
 
         timestep: 1000 sigma, one number or (B,). negative_conditioning: of the negative prompts, (B, ...) each, or of
         the one for all B, (1, ...).
@@ -187,8 +188,20 @@ class Family(ABC):
         timestep = timestep.to(latents.device).expand(len(latents))
         if guidance_scale <= 1:
             return self.forward(latents, timestep, conditioning)
-        velocity, negative = both_branches(self.forward, latents, timestep, conditioning, negative_conditioning)
-        return self.guide(velocity, negative, guidance_scale)
+        if negative_conditioning is None:
+            raise ValueError("guidance above 1 needs the negative prompt's conditioning")
+        # one batch of 2B rows, the prompts' first, keeps a GPU busier than two of B, and FSDP gathers the weights once
+        both = {}
+        for name, tensor in conditioning.items():  # (B, ...)
+            # (B, ...) or (1, ...); both branches see the same condition images
+            negative = tensor if name.startswith("source_") else negative_conditioning[name]
+            if negative.shape[1:] != tensor.shape[1:]:
+                shapes = f"{tuple(tensor.shape)} of the prompts, {tuple(negative.shape)} of the negative"
+                raise ValueError(f"{name}: {shapes}")
+            both[name] = torch.cat([tensor, negative.expand_as(tensor)])
+        velocities = self.forward(torch.cat([latents, latents]), timestep.repeat(2), both)
+        velocity, negative_velocity = velocities.chunk(2)
+        return self.guide(velocity, negative_velocity, guidance_scale)
 
     def guide(self, velocity: torch.Tensor, negative: torch.Tensor, guidance_scale: float) -> torch.Tensor:
         """The guided velocity v_neg + g (v_pos - v_neg), (B, ...), at scale g above 1.
@@ -296,35 +309,6 @@ def pin_encoders(model: Family) -> None:
 def pinned_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that tensors take in pinned memory: torch rounds each up to a power of two."""
     return sum(1 << (tensor.nbytes - 1).bit_length() for tensor in tensors if tensor.nbytes)
-
-
-# ---- what several families need --------------------------------------------------------------------------------------
-def both_branches(
-    forward: Callable[[torch.Tensor, torch.Tensor, Conditioning], torch.Tensor],
-    latents: torch.Tensor,
-    timestep: torch.Tensor,
-    conditioning: Conditioning,
-    negative_conditioning: Conditioning | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The prompts' velocity and the negative prompt's at the same latents, (B, ...) each, from one call of `forward`.
-
-    One batch of 2B rows keeps a GPU busier than two batches of B, and FSDP gathers the weights once. The prompts' rows
-    come first; then come the negative prompts', of which one row serves all B. Both see the same condition images.
-    forward: (latents, timestep, conditioning) -> v.
-    """
-    if negative_conditioning is None:
-        raise ValueError("guidance above 1 needs the negative prompt's conditioning")
-    batch = len(latents)
-    both = {}
-    for name, tensor in conditioning.items():  # (B, ...)
-        # (B, ...) or (1, ...)
-        negative = tensor if name.startswith("source_") else negative_conditioning[name]
-        if negative.shape[1:] != tensor.shape[1:]:
-            raise ValueError(f"{name}: {tuple(tensor.shape)} of the prompts, {tuple(negative.shape)} of the negative")
-        both[name] = torch.cat([tensor, negative.expand_as(tensor)])
-    timestep = timestep.expand(batch).repeat(2)
-    velocity, negative_velocity = forward(torch.cat([latents, latents]), timestep, both).chunk(2)
-    return velocity, negative_velocity
 
 
 def hash_bits(tensor: torch.Tensor) -> str:

@@ -42,8 +42,7 @@ class Flux(Family):
 
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
         """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
-        h = height // self.pipe.vae_scale_factor
-        w = width // self.pipe.vae_scale_factor
+        h, w = height // self.pipe.vae_scale_factor, width // self.pipe.vae_scale_factor
         unshifted = even_sigmas(num_inference_steps)
         timesteps, sigmas = shifted_schedule(self.pipe.scheduler, unshifted, num_tokens=(h // 2) * (w // 2))
         return timesteps, sigmas, (self.transformer.config.in_channels // 4, h, w)

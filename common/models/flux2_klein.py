@@ -62,21 +62,10 @@ class Flux2Klein(Family):
         embeds, _ = self.pipe.encode_prompt(prompts, device=self.device, max_sequence_length=max_sequence_length)
         return {"prompt_embeds": embeds}
 
-    @staticmethod
-    def source_shapes(latent_shape: tuple[int, ...], count: int) -> Shapes:
-        """{name: shape} of what encode_sources gives of a record with `count` pictures, each as large as the image."""
-        return {"source_latents": (count, *latent_shape)}
-
-    def encode_sources(self, sources: list[list[Image]], height: int, width: int) -> Conditioning:
-        """The S pictures of each of B records -> {"source_latents": (B, S, C, h, w)}, fp32 as the VAE is."""
-        latents = self.encode_images([image for of_record in sources for image in of_record], height, width)
-        return {"source_latents": latents.unflatten(0, (len(sources), -1))}
-
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
         """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
         unit = 2 * self.pipe.vae_scale_factor
-        h = height // unit
-        w = width // unit
+        h, w = height // unit, width // unit
         mu = compute_empirical_mu(image_seq_len=h * w, num_steps=num_inference_steps)
         timesteps, sigmas = sigma_schedule(self.pipe.scheduler, mu=mu, sigmas=even_sigmas(num_inference_steps))
         return timesteps, sigmas, (self.transformer.config.in_channels, h, w)

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from common.models.family import Conditioning, Shapes
+from common.models.family import Conditioning
 from common.models.flux import Flux
 
 import torch
-from PIL.Image import Image
 
 
 class FluxKontext(Flux):
@@ -18,20 +17,11 @@ class FluxKontext(Flux):
 
     num_sources = (1, 1)
 
-    @staticmethod
-    def source_shapes(latent_shape: tuple[int, ...], count: int) -> Shapes:
-        """{name: shape} of what encode_sources gives of one picture, which is as large as the image."""
-        return {"source_latents": latent_shape}
-
-    def encode_sources(self, sources: list[list[Image]], height: int, width: int) -> Conditioning:
-        """The pictures of B records, one each -> {"source_latents": (B, C, h, w)}, fp32 as the VAE is."""
-        return {"source_latents": self.encode_images([of_record[0] for of_record in sources], height, width)}
-
     def pack(self, latents: torch.Tensor, conditioning: Conditioning) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens (B, 2 n, 4 C) of latents and picture, and their positions (2 n, 3), whose first axis tells them
         apart."""
         tokens, positions = super().pack(latents, conditioning)
-        of_source, at = super().pack(conditioning["source_latents"].to(latents), conditioning)
+        of_source, at = super().pack(conditioning["source_latents"][:, 0].to(latents), conditioning)
         at[:, 0] = 1
         return torch.cat([tokens, of_source], 1), torch.cat([positions, at])
 
@@ -41,7 +31,7 @@ class FluxKontext(Flux):
 
         class FluxKontextRollout(Flux.engine_pipeline(mixin)):  # type: ignore[misc]  # made at run time
             def predict_noise(self, hidden_states: torch.Tensor, img_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-                tokens = self.pack(self.conditioning("source_latents").to(hidden_states))
+                tokens = self.pack(self.conditioning("source_latents")[:, 0].to(hidden_states))
                 at = img_ids.clone()  # the picture is as large as the image
                 at[..., 0] = 1
                 both = {"hidden_states": torch.cat([hidden_states, tokens], 1), "img_ids": torch.cat([img_ids, at])}

@@ -20,7 +20,6 @@ from common.models.parts import (
 
 import torch
 from diffusers import AutoencoderKLQwenImage, Krea2Pipeline
-from PIL.Image import Image
 
 DISTILLED_MU = 1.15  # the shift of a distilled model's schedule at every size, a number of the pipeline's __call__
 
@@ -93,13 +92,8 @@ class Krea2(Family):
         )[0]
         return self.pipe._unpack_latents(velocity.float(), scale * h, scale * w)[:, :, 0]
 
-    def to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents (B, ...) -> pixels (B, 3, H, W), as the pipeline decodes them."""
-        return decode_frames(self.pipe, latents)
-
-    def to_latents(self, images: list[Image], height: int, width: int) -> torch.Tensor:
-        """B PIL images -> latents (B, ...), the mode of the VAE's posterior."""
-        return encode_frames(self.pipe, images, height, width)
+    to_pixels = decode_frames
+    to_latents = encode_frames
 
     @staticmethod
     def engine_pipeline(mixin: type) -> type:

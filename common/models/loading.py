@@ -46,13 +46,21 @@ def find_family(
 
     Raises:
         ValueError: one line that names the option and what is wrong: a model that is missing or not supported, a
-            config that cannot be read, or what `check` refuses.
+            config that cannot be read, what `check` refuses, or more tokens than the family takes.
     """
     family = family_class(model)
     with error_prefix(f"--model {model}", (OSError, KeyError)):
         check_layout(model)
         family.check(model, height, width, num_frames, guidance_scale)
-    check_sizes(family, model, (height, width), max_sequence_length)
+    longest = family.longest_prompt
+    if max_sequence_length > longest:
+        raise ValueError(
+            f"--max_sequence_length {max_sequence_length}: {family.__name__} takes {longest} tokens at most"
+        )
+    if not Path(model).is_dir() and (height, width) == SMALL_SIZE:  # the defaults, for a published model
+        print_message(
+            f"--model {model}: --image_size 32 96 is the embedded model's; docs/models.md has what this one needs"
+        )
     return family
 
 
@@ -165,23 +173,6 @@ def check_layout(model: str | Path) -> None:
             raise ValueError(f"--model {model}: {name} is quantised ({method}): {FULL}")
         if folder == Path(model) and not variants(folder / name):
             raise ValueError(f"--model {model}: {name} has no weights (*.safetensors or *.bin)")
-
-
-def check_sizes(family: type[Family], model: str | Path, image_size: tuple[int, int], max_sequence_length: int) -> None:
-    """Warn where a published model gets the embedded model's sizes, which are the defaults.
-
-    Raises:
-        ValueError: more tokens than the family takes.
-    """
-    longest = family.longest_prompt
-    if max_sequence_length > longest:
-        raise ValueError(
-            f"--max_sequence_length {max_sequence_length}: {family.__name__} takes {longest} tokens at most"
-        )
-    if not Path(model).is_dir() and image_size == SMALL_SIZE:
-        print_message(
-            f"--model {model}: --image_size 32 96 is the embedded model's; docs/models.md has what this one needs"
-        )
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------

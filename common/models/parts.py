@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from common.models.family import Family
 from common.models.vae import decode_in_slices, encode_in_slices
 
 import numpy as np
@@ -66,7 +67,7 @@ def shifted_schedule(
     return sigma_schedule(scheduler, mu=mu, sigmas=sigmas)
 
 
-# ---- AutoencoderKLQwenImage, to which an image is a video of one frame -----------------------------------------------
+# ---- AutoencoderKLQwenImage, to which an image is a video of one frame: methods of a family --------------------------
 def latent_statistics(vae: "diffusers.AutoencoderKLQwenImage") -> torch.Tensor:
     """Mean and standard deviation of the VAE's latents, stacked: (2, C, 1, 1, 1)."""
     statistics = torch.tensor([vae.config.latents_mean, vae.config.latents_std], device=vae.device)
@@ -74,16 +75,18 @@ def latent_statistics(vae: "diffusers.AutoencoderKLQwenImage") -> torch.Tensor:
 
 
 @torch.no_grad()
-def decode_frames(pipe: "diffusers.DiffusionPipeline", latents: torch.Tensor) -> torch.Tensor:
-    """Latents (B, C, h, w) -> pixels (B, 3, H, W), as the pipeline decodes them."""
+def decode_frames(model: Family, latents: torch.Tensor) -> torch.Tensor:
+    """A family's `to_pixels`: latents (B, C, h, w) -> pixels (B, 3, H, W), as the pipeline decodes them."""
+    pipe = model.pipe
     mean, std = latent_statistics(pipe.vae)
     latents = latents.to(pipe.vae.device)[:, :, None] * std + mean  # (B, C, 1 frame, h, w)
     return decode_in_slices(pipe.vae, latents, scale=pipe.vae_scale_factor**2)[:, :, 0]
 
 
 @torch.no_grad()
-def encode_frames(pipe: "diffusers.DiffusionPipeline", images: list[Image], height: int, width: int) -> torch.Tensor:
-    """B PIL images -> latents (B, C, h, w), the mode of the VAE's posterior. Images of another size are resized."""
+def encode_frames(model: Family, images: list[Image], height: int, width: int) -> torch.Tensor:
+    """A family's `to_latents`: B PIL images -> latents (B, C, h, w), the mode of the VAE's posterior."""
+    pipe = model.pipe
     pixels = pipe.image_processor.preprocess(images, height, width)
     pixels = pixels.to(pipe.vae.device)[:, :, None]  # (B, 3, 1 frame, height, width)
     mean, std = latent_statistics(pipe.vae)

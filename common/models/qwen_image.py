@@ -16,7 +16,6 @@ from common.models.parts import (
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage
-from PIL.Image import Image
 
 
 class QwenImage(Family):
@@ -54,8 +53,7 @@ class QwenImage(Family):
 
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
         """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
-        h = height // self.pipe.vae_scale_factor
-        w = width // self.pipe.vae_scale_factor
+        h, w = height // self.pipe.vae_scale_factor, width // self.pipe.vae_scale_factor
         unshifted = even_sigmas(num_inference_steps)
         timesteps, sigmas = shifted_schedule(self.pipe.scheduler, unshifted, num_tokens=(h // 2) * (w // 2))
         return timesteps, sigmas, (self.transformer.config.in_channels // 4, h, w)
@@ -93,13 +91,8 @@ class QwenImage(Family):
         """The latents (B, C, h, w) of tokens (B, h w / 4, 4 C)."""
         return self.pipe._unpack_latents(tokens, 2 * h, 2 * w, vae_scale_factor=2)[:, :, 0]
 
-    def to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents (B, ...) -> pixels (B, 3, H, W), as the pipeline decodes them."""
-        return decode_frames(self.pipe, latents)
-
-    def to_latents(self, images: list[Image], height: int, width: int) -> torch.Tensor:
-        """B PIL images -> latents (B, ...), the mode of the VAE's posterior."""
-        return encode_frames(self.pipe, images, height, width)
+    to_pixels = decode_frames
+    to_latents = encode_frames
 
     @staticmethod
     def engine_pipeline(mixin: type) -> type:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from common.data import PromptSet
-from common.models.family import Conditioning, Shapes, on_device
+from common.models.family import Conditioning, on_device
 from common.models.qwen_image import QwenImage
 
 import torch
@@ -27,11 +27,6 @@ class QwenImageEditPlus(QwenImage):
 
     num_sources = (1, 4)
     source_tokens = 256  # at most 235 of 28 x 28 pixels each, whatever a picture's shape, and its label
-
-    @staticmethod
-    def source_shapes(latent_shape: tuple[int, ...], count: int) -> Shapes:
-        """{name: shape} of what encode_sources gives of `count` pictures, each as large as the image."""
-        return {"source_latents": (count, *latent_shape)}
 
     def encode(
         self, prompts: PromptSet, max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
@@ -68,12 +63,6 @@ class QwenImageEditPlus(QwenImage):
                 prompt_embeds.append(F.pad(embeds, (0, 0, 0, missing)))
                 masks.append(F.pad(mask, (0, missing)))
         return {"prompt_embeds": torch.cat(prompt_embeds), "prompt_embeds_mask": torch.cat(masks)}
-
-    def encode_sources(self, sources: list[list[Image]], height: int, width: int) -> Conditioning:
-        """S pictures of each of B records -> {"source_latents": (B, S, C, h, w)}, fp32 as the VAE is."""
-        pictures = [picture for of_record in sources for picture in of_record]
-        latents = self.encode_images(pictures, height, width)
-        return {"source_latents": latents.unflatten(0, (len(sources), -1))}
 
     def pack(self, latents: torch.Tensor, conditioning: Conditioning) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
         """The tokens (B, (1 + S) n, 4 C) of latents and S pictures, and the 1 + S (frames, rows, columns) of these."""

@@ -31,15 +31,14 @@ def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
-def attention_backward_flops(
-    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-) -> int:
+def attention_backward_flops(grad_out: torch.Tensor, *args: Any, **kwargs: Any) -> int:
     """FLOPs of the four products that the gradient needs. A flash kernel's recomputed product is not counted."""
-    return 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
+    return 2 * attention_flops(*args)
 
 
-# The attention kernel that torch chooses for fake CPU tensors. It keeps as much for the backward pass as a GPU's.
-ATTENTION_FLOPS: dict[torch._ops.OpOverloadPacket, Callable[..., int]] = {
+# With the attention kernel that torch chooses for fake CPU tensors. It keeps as much for the backward pass as a GPU's.
+FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
 }
@@ -57,29 +56,23 @@ class Meter(TorchDispatchMode):
         self.flops = 0
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.seen = weakref.WeakKeyDictionary({tensor.untyped_storage(): True for tensor in known})
+        self.seen = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Sequence[type], args: Sequence = (), kwargs: Mapping | None = None
     ) -> Any:  # an operator may return anything
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        kernel = func._overloadpacket
-        if kernel in ATTENTION_FLOPS:
-            self.flops += ATTENTION_FLOPS[kernel](*args, **kwargs)
-        elif kernel in flop_registry:
-            self.flops += flop_registry[kernel](*args, **kwargs, out_val=out)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._add(tensor.untyped_storage())
+        if func._overloadpacket in FLOPS:
+            self.flops += FLOPS[func._overloadpacket](*args, **kwargs, out_val=out)
+        storages = [tensor.untyped_storage() for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor)]
+        for storage in storages:
+            if storage not in self.seen:
+                self.seen.add(storage)
+                self.live_bytes += storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                weakref.finalize(storage, self._drop, storage.nbytes())
         return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage not in self.seen:
-            self.seen[storage] = True
-            self.live_bytes += storage.nbytes()
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            weakref.finalize(storage, self._drop, storage.nbytes())
 
     def _drop(self, num_bytes: int) -> None:
         self.live_bytes -= num_bytes
@@ -134,26 +127,20 @@ class Blueprint:
         self.vae_bytes = vae_dtype.itemsize * count(self.pipe.vae)
         self.num_weights = count(transformer)  # of the model itself, without a LoRA
         self.num_linear = num_linear(transformer)
-        self.num_split = 0  # the share of num_weights that --engine_tensor_parallel divides
-        for name, parameter in transformer.named_parameters():
-            if SPLIT.search(name):
-                self.num_split += parameter.numel()
+        # the share of num_weights that --engine_tensor_parallel divides
+        self.num_split = sum(p.numel() for name, p in transformer.named_parameters() if SPLIT.search(name))
         self.fp32_buffer_bytes = sum(buffer.nbytes for buffer in transformer.buffers())
-        self.buffer_bytes = 0  # rounded to dtype, as from_pretrained rounds them
-        for buffer in transformer.buffers():
-            self.buffer_bytes += buffer.numel() * min(buffer.itemsize, dtype.itemsize)
+        # rounded to dtype, as from_pretrained rounds them
+        self.buffer_bytes = sum(b.numel() * min(b.itemsize, dtype.itemsize) for b in transformer.buffers())
 
         self.model = family(self.pipe)
         self.model.device = torch.device("cpu")
         self.model.to_images = list  # type: ignore[method-assign, assignment]  # fake pixels make no PIL images
         with torch.device("meta"):
             # a LoRA's tensors count by their shapes alone, which the config says
-            add_policies(
-                self.model,
-                None if lora is None else lora._replace(tensors=None, base_weights=None),
-                ["default"],
-                seed=0,
-            )
+            new = None if lora is None else lora._replace(tensors=None, base_weights=None)
+            add_policies(self.model, new, ["default"], seed=0)
+        self.is_lora = self.model.is_lora
         transformer = self.model.transformer
         self.num_trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
         blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
@@ -177,9 +164,8 @@ class Blueprint:
         length += self.num_sources * self.model.source_tokens
         shapes = self.model.conditioning_shapes(self.pipe.transformer.config, length)
         if self.num_sources:
-            of_sources = self.model.source_shapes(self.latent_shape(image_size, num_frames), self.num_sources)
-            shapes = {**shapes, **of_sources}
-        return dict(shapes)
+            shapes |= self.model.source_shapes(self.latent_shape(image_size, num_frames), self.num_sources)
+        return shapes
 
     def conditioning(self, length: int, image_size: tuple[int, int], num_frames: int) -> Conditioning:
         """The conditioning of one prompt of `length` tokens: zeros in the model's dtype, with nothing masked."""
@@ -196,10 +182,9 @@ class Blueprint:
 
     def conditioning_bytes(self, length: int, image_size: tuple[int, int], num_frames: int = 1) -> int:
         """Bytes of one prompt's conditioning; latents of pictures are fp32."""
-        size = 0
-        for name, shape in self.conditioning_shapes(length, image_size, num_frames).items():
-            size += torch.Size(shape).numel() * (4 if name == "source_latents" else self.dtype.itemsize)
-        return size
+        shapes = self.conditioning_shapes(length, image_size, num_frames)
+        itemsizes = {name: 4 if name == "source_latents" else self.dtype.itemsize for name in shapes}
+        return sum(torch.Size(shape).numel() * itemsizes[name] for name, shape in shapes.items())
 
     def velocity(
         self,
@@ -267,8 +252,7 @@ def build_pipeline(source: str) -> "tuple[diffusers.DiffusionPipeline, dict[str,
             parts[name] = part_class.from_config(part_class.load_config(source, subfolder=name))
             parts[name].requires_grad_(False).eval()
     parts["scheduler"] = getattr(diffusers, index["scheduler"][1]).from_pretrained(source, subfolder="scheduler")
-    pipe = pipeline_class(**parts)
-    return pipe, encoders
+    return pipeline_class(**parts), encoders
 
 
 def count(module: torch.nn.Module) -> int:

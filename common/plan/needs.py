@@ -98,11 +98,6 @@ class Workload:
     def images_of_a_rank(self) -> int:
         return -(-self.num_images // self.ranks)
 
-    @property
-    def engine_batch(self) -> int:
-        """Images that the engine samples at once."""
-        return min(self.rollout_batch_size, self.images_of_a_rank)
-
 
 def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option may be of any type
     """How many images and passes an algorithm takes, and what its policies are: fields of Workload.
@@ -144,8 +139,7 @@ def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option ma
 
 def workload_of(options: dict[str, Any], num_eval_prompts: int, ranks: int, ranks_per_node: int) -> Workload:
     """The Workload of a script's options, {name: value}."""
-    known = {field.name for field in fields(Workload)}
-    shared = {name: value for name, value in options.items() if name in known}
+    shared = {field.name: options[field.name] for field in fields(Workload) if field.name in options}
     num_eval_images = num_eval_prompts * options["eval_images_per_prompt"]
     of_the_run = {"num_eval_images": num_eval_images, "ranks": ranks, "ranks_here": ranks_per_node}
     return Workload(**shared | of_the_run | algorithm_counts(options))
@@ -195,10 +189,6 @@ def memory_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     return weight_parts(blueprint, w) + pass_parts(blueprint, w, costs) + engine + waiting_parts(blueprint, w)
 
 
-def is_lora(blueprint: Blueprint) -> bool:
-    return blueprint.num_trained < blueprint.num_weights
-
-
 def latent_bytes(blueprint: Blueprint, w: Workload) -> int:
     """Bytes of the fp32 latents of an image, or of a video."""
     return 4 * torch.Size(blueprint.latent_shape(w.image_size, w.num_frames)).numel()
@@ -210,31 +200,30 @@ def weight_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     place = "host" if "cpu_offload" in w.train_with else "device"
     num_quantised = blueprint.num_linear if w.base_weights else 0  # of which every rank has all
     frozen = 0.0  # with full weights, only a reference stays as it is
-    if is_lora(blueprint) or "reference" in w.policies:
+    if blueprint.is_lora or "reference" in w.policies:
         frozen = itemsize * (blueprint.num_weights - num_quantised) / w.shards
     if w.base_weights:
         frozen += num_quantised * WEIGHT_BYTES[w.base_weights]
     trained = 4 * blueprint.num_trained / w.shards
     others = [policy for policy in w.policies if policy not in ("trained", "reference")]
     advice = "use more ranks, or --train_with cpu_offload"
-    if not is_lora(blueprint):
+    if not blueprint.is_lora:
         advice += ", or train a LoRA (--lora_rank)"
     if w.base_weights:
         smaller = "" if w.base_weights == "nf4" else "use --base_weights nf4, or "
         advice = smaller + "use a larger GPU, or shards of full weights on several (--shard_ranks)"
-    held = {
-        f"frozen weights, {w.base_weights or w.dtype}": frozen,
-        "trained weights, float32": trained,
-        f"weights of {' and '.join(others)}, float32": len(others) * trained,
-    }
     # prompts are cached before the transformer comes to the GPU, when the text encoders have left it
     is_late = w.prompt_cache is not None and place == "device"
     phases = PHASES[1:] if is_late else PHASES
-    parts = [Part(name, num_bytes, phases, place, advice) for name, num_bytes in held.items()]
-    # the first optimizer step makes them, so that there are none at the start
-    parts.append(Part("Adam's two moments, float32", 2 * trained, PHASES[1:], place, advice))
-    parts.append(Part("buffers of the transformer", blueprint.buffer_bytes, PHASES, "device", advice))
-    if is_lora(blueprint):  # whole on each rank until the last pass of an optimizer step
+    parts = [
+        Part(f"frozen weights, {w.base_weights or w.dtype}", frozen, phases, place, advice),
+        Part("trained weights, float32", trained, phases, place, advice),
+        Part(f"weights of {' and '.join(others)}, float32", len(others) * trained, phases, place, advice),
+        # the first optimizer step makes them, so that there are none at the start
+        Part("Adam's two moments, float32", 2 * trained, PHASES[1:], place, advice),
+        Part("buffers of the transformer", blueprint.buffer_bytes, PHASES, "device", advice),
+    ]
+    if blueprint.is_lora:  # whole on each rank until the last pass of an optimizer step
         parts.append(Part("gradients, float32", 4 * blueprint.num_trained, ("update",), "device", advice))
     else:
         # a block's gradients in the dtype of the pass and in fp32, while those of the block before are still exchanged
@@ -252,12 +241,15 @@ def pass_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     to_train = advice
     if "activation_checkpointing" not in w.train_with:
         to_train += ", or --train_with activation_checkpointing"
+    # a rank's share of a rollout: latents, the means of two policies at the trained steps, and embeddings
+    num_tensors = w.sampled_steps + 1 + 2 * w.trained_steps
+    num_prompts = min(w.num_prompts, w.images_of_a_rank)
+    kept = num_tensors * latent_bytes(blueprint, w) * w.images_of_a_rank
+    kept += num_prompts * blueprint.conditioning_bytes(w.max_sequence_length, w.image_size, w.num_frames)
     both = ("rollout", "update")
-    activations = n * costs.training.peak_bytes
-    kept = trajectory_bytes(blueprint, w)
     parts = [
         part_of_fsdp(blueprint, w),
-        Part(f"activations of {images}", activations, ("update",), "device", to_train),
+        Part(f"activations of {images}", n * costs.training.peak_bytes, ("update",), "device", to_train),
         Part("trajectories and embeddings", kept, both, "device", "use more ranks, or fewer images a step"),
     ]
     if not w.has_engine:
@@ -265,7 +257,10 @@ def pass_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
         taken = max(n * costs.sampling.peak_bytes, costs.decoding_batch.peak_bytes)
         parts.append(Part(f"sampling and decoding {images}", taken, ("rollout",), "device", advice))
     if w.gathers_whole:
-        gathered = whole_bytes(blueprint, w)
+        num_gathered = blueprint.num_weights + blueprint.largest_block  # one more block, in a buffer
+        if blueprint.is_lora:
+            num_gathered += num_adapted(blueprint, w)
+        gathered = blueprint.dtype.itemsize * num_gathered
         by_block = "pass --gather_for_sampling False"
         parts.append(Part("weights gathered to sample", gathered, ("rollout",), "device", by_block))
     return parts
@@ -279,7 +274,7 @@ def part_of_fsdp(blueprint: Blueprint, w: Workload) -> Part:
     """
     advice = "use --dtype bfloat16"
     itemsize = blueprint.dtype.itemsize
-    if is_lora(blueprint) and w.shards == 1 and "cpu_offload" not in w.train_with:
+    if blueprint.is_lora and w.shards == 1 and "cpu_offload" not in w.train_with:
         num_bytes = itemsize * num_adapted(blueprint, w)
         return Part("the LoRA as passes read it", num_bytes, ("encode", "rollout", "update"), "device", advice)
     # in a rollout of whole weights no block is gathered
@@ -294,22 +289,6 @@ def num_adapted(blueprint: Blueprint, w: Workload) -> int:
     return blueprint.num_trained * sum(policy != "reference" for policy in w.policies)
 
 
-def whole_bytes(blueprint: Blueprint, w: Workload) -> int:
-    """The whole transformer with the adapters of all policies, and one more block in a buffer."""
-    num_gathered = blueprint.num_weights + blueprint.largest_block
-    if is_lora(blueprint):
-        num_gathered += num_adapted(blueprint, w)
-    return blueprint.dtype.itemsize * num_gathered
-
-
-def trajectory_bytes(blueprint: Blueprint, w: Workload) -> int:
-    """A rank's share of a rollout: latents, the means of two policies at the trained steps, and embeddings."""
-    tensors = w.sampled_steps + 1 + 2 * w.trained_steps
-    num_prompts = min(w.num_prompts, w.images_of_a_rank)
-    embeddings = num_prompts * blueprint.conditioning_bytes(w.max_sequence_length, w.image_size, w.num_frames)
-    return tensors * latent_bytes(blueprint, w) * w.images_of_a_rank + embeddings
-
-
 def engine_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     """A rank's engine, a process on the rank's GPU or on GPUs of its own, where each Part is one GPU's.
 
@@ -322,31 +301,28 @@ def engine_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
         advice = "raise --engine_tensor_parallel, with more --engine_devices"
     workers = w.engine_tensor_parallel
     here = 1 if w.engine_devices else workers  # workers of this place; on a CPU all of them
-    n = w.engine_batch
+    n = min(w.rollout_batch_size, w.images_of_a_rank)  # images that the engine samples at once
     fits_at_once = n * w.image_size[0] * w.image_size[1] <= PIXELS_AT_ONCE
     num_decoded = n if fits_at_once else 1  # as in common/engine/pipelines.py
     taken = max(n * costs.sampling.peak_bytes, num_decoded * costs.decoding.peak_bytes)
-    weights = engine_weight_bytes(blueprint, workers)
+    # of a worker: its share of the transformer, the LoRA and the VAE
+    num_weights = blueprint.num_weights - blueprint.num_split + blueprint.num_split / workers
+    if blueprint.is_lora:
+        num_weights += blueprint.num_trained
+    weights = blueprint.dtype.itemsize * num_weights + blueprint.fp32_buffer_bytes + blueprint.vae_bytes
     # an engine that sleeps is awake when it loads, when it samples, and for a push at the end of the update; otherwise
     # its weights wait in the node's memory
     awake = ("start", "rollout") if "sleep" in w.engine_with else PHASES
     asleep = tuple(phase for phase in PHASES if phase not in awake)
     to_sample = "lower --rollout_batch_size" if n > 1 else advice
     processes = ENGINE_PROCESS * (1 if workers == 1 else 1 + workers)  # its own, and its workers' if it is split
-    parts = [Part("engine: its transformer and VAE", here * weights, awake, place, advice)]
-    parts.append(Part("engine: its transformer and VAE, asleep", workers * weights, asleep, "host", advice))
-    parts.append(Part(f"engine: sampling and decoding {n} images", here * taken, ("rollout",), place, to_sample))
-    parts.append(Part("engine: CUDA", CUDA_PROCESS, PHASES, place, advice))
-    parts.append(Part("engine: process", processes, PHASES, "host", advice))
-    return parts
-
-
-def engine_weight_bytes(blueprint: Blueprint, workers: int) -> float:
-    """The weights of one worker of an engine: its share of the transformer, the LoRA and the VAE."""
-    num_weights = blueprint.num_weights - blueprint.num_split + blueprint.num_split / workers
-    if is_lora(blueprint):
-        num_weights += blueprint.num_trained
-    return blueprint.dtype.itemsize * num_weights + blueprint.fp32_buffer_bytes + blueprint.vae_bytes
+    return [
+        Part("engine: its transformer and VAE", here * weights, awake, place, advice),
+        Part("engine: its transformer and VAE, asleep", workers * weights, asleep, "host", advice),
+        Part(f"engine: sampling and decoding {n} images", here * taken, ("rollout",), place, to_sample),
+        Part("engine: CUDA", CUDA_PROCESS, PHASES, place, advice),
+        Part("engine: process", processes, PHASES, "host", advice),
+    ]
 
 
 def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
@@ -357,27 +333,25 @@ def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     decoded = () if w.has_engine else ("rollout",)  # an engine has its own VAE
     if blueprint.num_sources:  # the VAE encodes pictures with the prompts, engine or not
         decoded = ("encode", *decoded)
-    num_policies = sum(policy != "reference" for policy in w.policies)
-    saved = 4 * blueprint.num_trained * (2 + num_policies + 1)  # Adam's moments, each policy, and one for adapter/
-    if not is_lora(blueprint):  # each rank writes its shards as they are, and rank 0 gathers adapter/
+    saved = 4 * (num_adapted(blueprint, w) + 3 * blueprint.num_trained)  # each policy; Adam's moments and adapter/
+    if not blueprint.is_lora:  # each rank writes its shards as they are, and rank 0 gathers adapter/
         saved = blueprint.dtype.itemsize * blueprint.num_weights
     files = blueprint.dtype.itemsize * blueprint.num_weights + blueprint.buffer_bytes
-    freed_by_int8 = 0
-    if w.base_weights:
-        freed_by_int8 = blueprint.num_encoder_linear * (blueprint.dtype.itemsize - 1)
+    freed_by_int8 = blueprint.num_encoder_linear * (blueprint.dtype.itemsize - 1) if w.base_weights else 0
     text_encoders = blueprint.text_encoder_bytes - freed_by_int8
-    waiting = text_encoders + blueprint.vae_bytes
-    parts = [Part("CUDA", CUDA_PROCESS, PHASES, "device", fewer)]
-    parts.append(Part("text encoders, in use", text_encoders, encoded, "device", "pass --prompt_cache FOLDER"))
-    parts.append(Part("VAE, in use", blueprint.vae_bytes, decoded, "device", "pass --rollout vllm"))
-    parts.append(Part("text encoders and VAE, waiting", waiting, PHASES, "host", fewer))
+    parts = [
+        Part("CUDA", CUDA_PROCESS, PHASES, "device", fewer),
+        Part("text encoders, in use", text_encoders, encoded, "device", "pass --prompt_cache FOLDER"),
+        Part("VAE, in use", blueprint.vae_bytes, decoded, "device", "pass --rollout vllm"),
+        Part("text encoders and VAE, waiting", text_encoders + blueprint.vae_bytes, PHASES, "host", fewer),
+        Part("text encoders, until they are in int8", freed_by_int8, ("start",), "host", fewer),
+        Part("process", TRAINER_PROCESS, PHASES, "host", fewer),
+        Part("the transformer's files, mapped", files, ("start",), "node", larger),
+        Part("a checkpoint and adapter/, being saved", saved, ("save",), "node", larger),
+    ]
     if w.prompt_cache is None:
         rounding = text_encoders * (blueprint.pinned_encoder_bytes / blueprint.text_encoder_bytes - 1)
-        parts.append(Part("text encoders, rounded up as pinned", rounding, PHASES, "host", fewer))
-    parts.append(Part("text encoders, until they are in int8", freed_by_int8, ("start",), "host", fewer))
-    parts.append(Part("process", TRAINER_PROCESS, PHASES, "host", fewer))
-    parts.append(Part("the transformer's files, mapped", files, ("start",), "node", larger))
-    parts.append(Part("a checkpoint and adapter/, being saved", saved, ("save",), "node", larger))
+        parts.insert(4, Part("text encoders, rounded up as pinned", rounding, PHASES, "host", fewer))
     return parts
 
 
@@ -409,7 +383,7 @@ def choose_shard_ranks(blueprint: Blueprint, w: Workload, costs: Costs, gpu_byte
     A copy saves gathering the weights in every pass. It needs a LoRA, whose base has no gradients or moments, and nine
     tenths of a GPU.
     """
-    if w.shard_ranks or w.ranks_here == 1 or not is_lora(blueprint) or "cpu_offload" in w.train_with:
+    if w.shard_ranks or w.ranks_here == 1 or not blueprint.is_lora or "cpu_offload" in w.train_with:
         return w.shard_ranks
     if w.base_weights:  # of which every rank has all
         return 1
@@ -436,19 +410,18 @@ def choose_options(
     w = workload_of(options | {"micro_batch_size": size or 1}, num_eval_prompts, ranks, ranks_here)
     costs = measure(blueprint, w)
     shard_ranks = choose_shard_ranks(blueprint, w, costs, gpu_bytes)
-    if size:
-        return {"shard_ranks": shard_ranks, "micro_batch_size": size}
-    of_one = w.micro_batch_images  # 1, and 2 for a pair
+    of_one = w.micro_batch_images  # if size is 0: 1, and 2 for a pair
     share = w.images_of_a_rank // (of_one * options.get("updates_per_rollout", 1))
-    if saved_size and share % saved_size == 0:
-        return {"shard_ranks": shard_ranks, "micro_batch_size": saved_size}
-    divisors = [size for size in range(share, 0, -1) if share % size == 0]
-    for size in divisors:
-        w = replace(w, shard_ranks=shard_ranks, micro_batch_images=size * of_one)
-        decoding = blueprint.decoding(w.micro_batch_images, w.image_size, w.num_frames)
-        if gpu_peak(blueprint, w, costs._replace(decoding_batch=decoding)) <= (1 - FREE) * gpu_bytes:
-            return {"shard_ranks": shard_ranks, "micro_batch_size": size}
-    return {"shard_ranks": shard_ranks, "micro_batch_size": 1}
+    if not size and saved_size and share % saved_size == 0:
+        size = saved_size
+    if not size:
+        divisors = [divisor for divisor in range(share, 0, -1) if share % divisor == 0]
+        for size in divisors:  # the last one is 1, which is taken in any case
+            w = replace(w, shard_ranks=shard_ranks, micro_batch_images=size * of_one)
+            decoding = blueprint.decoding(w.micro_batch_images, w.image_size, w.num_frames)
+            if gpu_peak(blueprint, w, costs._replace(decoding_batch=decoding)) <= (1 - FREE) * gpu_bytes:
+                break
+    return {"shard_ranks": shard_ranks, "micro_batch_size": size}
 
 
 def fit_to_gpus(
@@ -468,19 +441,16 @@ def fit_to_gpus(
     may_copy = lora and ranks_here > 1 and not options["shard_ranks"]
     if on_rank_0() and (may_copy or not options["micro_batch_size"]):
         num_sources = len(eval_set.metadata[0].get("image", ()))  # all records have as many (check_sources)
-        dtype = getattr(torch, options["dtype"])
-        vae_dtype = getattr(torch, options["vae_dtype"])
-        blueprint = Blueprint(family, options["model"], lora, dtype, num_sources, vae_dtype)
-        gpu_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        saved = checkpoint and checkpoint.parents[1] / "args.json"
+        dtype, vae_dtype = (getattr(torch, options[name]) for name in ("dtype", "vae_dtype"))
         saved_size = 0
+        saved = checkpoint and checkpoint.parents[1] / "args.json"
         if saved and saved.is_file():
             saved_size = json.loads(saved.read_text(encoding="utf-8"))["args"]["micro_batch_size"]
         chosen = choose_options(
-            blueprint,
+            Blueprint(family, options["model"], lora, dtype, num_sources, vae_dtype),
             options,
             len(eval_set),
-            gpu_bytes,
+            torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
             ranks=int(os.environ["WORLD_SIZE"]),
             ranks_here=ranks_here,
             saved_size=saved_size,

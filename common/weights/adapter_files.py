@@ -71,9 +71,7 @@ def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[
             raise ValueError(f"its alphas differ between modules: {CONVERT} gives it one")
         if settings.get("use_rslora"):
             raise ValueError("use_rslora, which divides alpha by the root of the rank, is not supported")
-        alpha = settings.get("lora_alpha", rank)
-        if alphas:
-            alpha = alphas[modules[0]]
+        alpha = alphas.get(modules[0], settings.get("lora_alpha", rank))
         if not is_alpha(alpha):
             raise ValueError(f"its lora_alpha, {alpha}, is not one number above 0")
     return weights, LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules)
@@ -166,10 +164,10 @@ def sort_tensors(
             raise ValueError(f"{key} has the shape {tuple(tensor.shape)}, where matrices are taken")
         if not tensor.is_floating_point():
             raise ValueError(f"{key} is of {tensor.dtype}, where floating-point numbers are taken")
-        size = tensor.shape[1] if part == "lora_A" else tensor.shape[0]  # A is (rank, inputs), B is (outputs, rank)
-        if shapes is not None and size != shapes[module][part == "lora_A"]:
-            expected = shapes[module][part == "lora_A"]
-            raise ValueError(f"{key} is for {size} features, where the transformer has {expected}")
+        side = 1 if part == "lora_A" else 0  # A is (rank, inputs), B is (outputs, rank)
+        if shapes is not None and tensor.shape[side] != shapes[module][side]:
+            features = f"{tensor.shape[side]} features, where the transformer has {shapes[module][side]}"
+            raise ValueError(f"{key} is for {features}")
         weights[name] = tensor.float()
         if not weights[name].isfinite().all():
             raise ValueError(f"{key} has values that are NaN or infinite")
@@ -203,8 +201,8 @@ def meta_transformer(model: str) -> torch.nn.Module:
 @functools.cache
 def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
     """{module: (outputs, inputs)} of the linear layers of a model's transformer, from its configs alone."""
-    layers = {name: m for name, m in meta_transformer(model).named_modules() if isinstance(m, torch.nn.Linear)}
-    return {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+    modules = meta_transformer(model).named_modules()
+    return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, torch.nn.Linear)}
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -246,10 +244,9 @@ def check_policy(checkpoint: Path, lora: LoRA | None) -> None:
         if saved:
             raise ValueError(f"--lora_rank 0: {checkpoint} has a LoRA")
         return
-    config, given_tensors, _ = lora
-    rank_option = "--lora_rank"
-    modules_option = "--lora_target_modules"
-    if given_tensors is not None:
+    config = lora.config
+    rank_option, modules_option = "--lora_rank", "--lora_target_modules"
+    if lora.tensors is not None:
         rank_option = modules_option = "--lora_path"
     if not saved:
         raise ValueError(f"{rank_option}: {checkpoint} has full weights and no LoRA")
@@ -257,24 +254,23 @@ def check_policy(checkpoint: Path, lora: LoRA | None) -> None:
     if rank != config.r:
         raise ValueError(f"{rank_option}: of rank {config.r}, where the LoRA of {checkpoint} has the rank {rank}")
     targets = sorted(config.target_modules)
-    is_target = {(module, target): f".{module}".endswith(f".{target}") for module in saved for target in targets}
-    unknown = [module for module in saved if not any(is_target[module, target] for target in targets)]
-    missing = [target for target in targets if not any(is_target[module, target] for module in saved)]
+    unknown = [module for module in saved if not _ends_with(module, targets)]
+    missing = [target for target in targets if not any(_ends_with(module, [target]) for module in saved)]
     if unknown:
         raise ValueError(f"{modules_option}: the LoRA of {checkpoint} has {unknown[0]} among its modules")
     if missing and not config.exclude_modules:  # which may have taken out all of a target
         raise ValueError(f"{modules_option}: the LoRA of {checkpoint} has no {missing[0]} among its modules")
 
 
-def check_modules(transformer: torch.nn.Module, config: "LoraConfig", option: str) -> None:
+def check_modules(transformer: torch.nn.Module, config: "LoraConfig") -> None:
     """Raises RunError for a target or excluded module that does not exist, and where no module is left.
 
-    `option` gave the targets. A module is named by the end of its name: `to_q` means every to_q.
+    A module is named by the end of its name: `to_q` means every to_q.
     """
     targets = sorted(config.target_modules)
     excluded = sorted(config.exclude_modules or ())
     names = [name for name, _ in transformer.named_modules()]
-    for given, ends in ((option, targets), ("--lora_exclude_modules", excluded)):
+    for given, ends in (("--lora_target_modules", targets), ("--lora_exclude_modules", excluded)):
         for end in ends:
             if not any(_ends_with(name, [end]) for name in names):
                 raise RunError(f"{given} {end}: {type(transformer).__name__} has no such module")
@@ -283,7 +279,8 @@ def check_modules(transformer: torch.nn.Module, config: "LoraConfig", option: st
         module = transformer.get_submodule(name)
         if not isinstance(module, torch.nn.Linear) and not _ends_with(name, excluded):
             kind = type(module).__name__
-            raise RunError(f"{option} {' '.join(targets)}: {name or 'the whole model'} is a {kind}, not a linear layer")
+            given = f"--lora_target_modules {' '.join(targets)}"
+            raise RunError(f"{given}: {name or 'the whole model'} is a {kind}, not a linear layer")
     if all(_ends_with(name, excluded) for name in chosen):
         raise RunError(f"--lora_exclude_modules {' '.join(excluded)}: no module is left to get a LoRA")
 

@@ -46,26 +46,19 @@ def make_lora(
         print_message(f"--lora_path {path}: rank {config.r}, alpha {config.lora_alpha}")
         lora = LoRA(config, tensors, base_weights)
     elif rank > 0:
-        config = new_config(rank, alpha, target_modules or family.lora_target_modules, exclude_modules)
+        from peft import LoraConfig  # slow
+
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            init_lora_weights="gaussian",  # which changes nothing until it is trained
+            target_modules=list(target_modules or family.lora_target_modules),
+            exclude_modules=list(exclude_modules) or None,
+        )
         lora = LoRA(config, None, base_weights)
     if checkpoint is not None:
         check_policy(checkpoint, lora)
     return lora
-
-
-def new_config(
-    rank: int, alpha: float, target_modules: Collection[str], exclude_modules: Collection[str]
-) -> "peft.LoraConfig":
-    """peft's configuration of a new LoRA, which changes nothing until it is trained."""
-    from peft import LoraConfig  # slow
-
-    return LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        init_lora_weights="gaussian",
-        target_modules=list(target_modules),
-        exclude_modules=list(exclude_modules) or None,
-    )
 
 
 def save_policy(folder: str | Path, model: Family, name: str, dtype: str = "float32") -> None:

@@ -6,10 +6,8 @@ when they are read: a prompt whose file is damaged is encoded again. That is why
 """
 
 import hashlib
-import json
 import shutil
 import uuid
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,9 +21,9 @@ from common.process import print_message
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
-FORMAT = 2  # part of every name: files of another format are not found, and their prompts encoded again
+FORMAT = 3  # part of every name: files of another format are not found, and their prompts encoded again
 
 
 def prepare_prompts(model: Family, prompts: list[str], max_sequence_length: int, folder: str | Path | None) -> None:
@@ -76,36 +74,26 @@ class PromptCache:
         Raises:
             RunError: the disk has no room for them.
         """
-        distinct = list(dict.fromkeys(prompts))
-        own = distinct[dist.get_rank() :: dist.get_world_size()]
+        own = list(dict.fromkeys(prompts))[dist.get_rank() :: dist.get_world_size()]
         missing = [prompt for prompt in own if not self.file_of(prompt, max_sequence_length).is_file()]
-        missing.sort(key=len, reverse=True)  # the first file is then about the largest, and says what the others need
         needed = 0
-        for prompt in missing[:1]:
+        for prompt in missing[:1]:  # all files are as large as the first
             self.add(prompt, max_sequence_length)
             needed = self.file_of(prompt, max_sequence_length).stat().st_size * (len(missing) - 1)
-        self.check_room(needed, len(missing))
-        for prompt in with_bar(missing[1:], f"encoding prompts into {self.folder}", len(missing[1:])):
-            self.add(prompt, max_sequence_length)
-
-    def check_room(self, needed: int, num_missing: int) -> None:
-        """Say what all ranks are about to write, in bytes and prompts. A collective.
-
-        Raises:
-            RunError: the disk has no room for it.
-        """
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
-        ranks = gather_objects((needed, free, num_missing))
-        needed = sum(of_rank for of_rank, _, _ in ranks)
-        free = min(of_rank for _, of_rank, _ in ranks)
-        num_missing = sum(of_rank for _, _, of_rank in ranks)
-        sizes = f"at most {needed / 1e9:.3g} GB of the {free / 1e9:.3g} GB that are free"
+        of_ranks = gather_objects((needed, free, len(missing)))
+        needed = sum(needed for needed, _, _ in of_ranks)
+        free = min(free for _, free, _ in of_ranks)
+        num_missing = sum(count for _, _, count in of_ranks)
+        sizes = f"{needed / 1e9:.3g} GB of the {free / 1e9:.3g} GB that are free"
         if needed > free:
             raise RunError(f"--prompt_cache {self.folder}: has no room for {num_missing} prompts: {sizes}")
         if num_missing and on_rank_0():
             print_message(f"--prompt_cache {self.folder}: encoding {num_missing:,} prompts that it lacks: {sizes}")
+        for prompt in with_bar(missing[1:], f"encoding prompts into {self.folder}", len(missing[1:])):
+            self.add(prompt, max_sequence_length)
 
     def read(self, prompts: Sequence[str], max_sequence_length: int) -> Conditioning:
         """The conditioning of prompts. One that has no file, or a damaged one, is encoded, which a line says."""
@@ -140,20 +128,19 @@ def encoders_key(model: Family) -> str:
 
 
 # ---- a file ----------------------------------------------------------------------------------------------------------
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """A hash of the names, shapes, dtypes and bits of tensors. Safetensors itself checks lengths alone."""
+    return hashlib.blake2b(save(tensors)).hexdigest()
+
+
 def write_conditioning(file: Path, conditioning: Conditioning) -> None:
-    """Write one prompt's conditioning, without its padding, and with checksums. It is whole or not there."""
-    tensors: dict[str, torch.Tensor] = {}
-    facts = {}
-    for field, tensor in conditioning.items():
-        content, kept = without_zeros(tensor)
-        tensors |= {f"{field}.content": content, f"{field}.kept": kept}
-        layout = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        facts[field] = json.dumps([*layout, checksum(field, layout, content, kept)])
+    """Write one prompt's conditioning, with its digest. It is whole or not there."""
+    tensors = {field: tensor.cpu().contiguous() for field, tensor in conditioning.items()}
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.new")  # another run may write the same file
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            save_file(tensors, temporary, metadata=facts)
+            save_file(tensors, temporary, metadata={"digest": digest(tensors)})
             temporary.replace(file)
         finally:
             temporary.unlink(missing_ok=True)
@@ -161,47 +148,10 @@ def write_conditioning(file: Path, conditioning: Conditioning) -> None:
 
 def read_conditioning(file: Path) -> Conditioning | None:
     """The conditioning in a file of write_conditioning, on the CPU; None if there is none, or it is damaged."""
-    conditioning = {}
     try:
         with safe_open(file, framework="pt") as opened:
-            for field, fact in opened.metadata().items():
-                *layout, expected = json.loads(fact)
-                content = opened.get_tensor(f"{field}.content")
-                kept = opened.get_tensor(f"{field}.kept")
-                if checksum(field, layout, content, kept) != expected:
-                    return None
-                conditioning[field] = with_zeros(content, kept, *layout)
-    except (OSError, SafetensorError, ValueError, TypeError, AttributeError):
+            conditioning = {field: opened.get_tensor(field) for field in opened.keys()}  # noqa: SIM118  (not a dict)
+            expected = (opened.metadata() or {}).get("digest")
+    except (OSError, SafetensorError):
         return None
-    return conditioning
-
-
-def without_zeros(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of a tensor except those of 0 at the end of each row, and how many of each row are kept, (rows,).
-
-    A row is one of the last dimension: an embedding. Padded tokens are rows of zeros. In the conditioning of Stable
-    Diffusion 3 the embeddings of CLIP end in zeros, which make them as long as those of T5.
-    """
-    rows = tensor.cpu().contiguous().view(torch.uint8)
-    rows = rows.reshape(-1, rows.shape[-1])  # (rows, bytes)
-    last_first = (rows != 0).flip(1)
-    kept = torch.where(last_first.any(1), rows.shape[1] - last_first.to(torch.uint8).argmax(1), 0).to(torch.int32)
-    content = torch.cat([row[:end] for row, end in zip(rows, kept.tolist(), strict=True)])
-    return content, kept
-
-
-def with_zeros(content: torch.Tensor, kept: torch.Tensor, dtype: str, shape: list[int]) -> torch.Tensor:
-    """The tensor of without_zeros."""
-    row_bytes = shape[-1] * getattr(torch, dtype).itemsize
-    rows = torch.zeros(len(kept), row_bytes, dtype=torch.uint8)
-    for row, part in zip(rows, content.split(kept.tolist()), strict=True):  # a mask takes ten times as long
-        row[: len(part)] = part
-    return rows.view(getattr(torch, dtype)).reshape(shape)
-
-
-def checksum(field: str, layout: list, content: torch.Tensor, kept: torch.Tensor) -> int:
-    """The CRC32 of all that a field is read from."""
-    value = zlib.crc32(repr((field, layout)).encode())
-    for tensor in (content, kept):
-        value = zlib.crc32(tensor.numpy().data, value)
-    return value
+    return conditioning if digest(conditioning) == expected else None

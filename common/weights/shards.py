@@ -11,14 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from common.checkpoints import (
-    checkpoint_step,
-    load_checkpoint,
-    saved_checkpoints,
-    shards_of,
-    sync,
-    writing,
-)
+from common.checkpoints import checkpoint_step, load_checkpoint, saved_checkpoints, shards_of, sync, writing
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError, reason
 from common.models.family import Family
@@ -91,11 +84,10 @@ def save_shards(path: Path, model: Family, optimizer: torch.optim.Optimizer) -> 
                 with writing(file), safe_open(file, framework="pt"):  # before an older checkpoint goes: it can be read
                     sums[f"{folder.name}/{file.name}"] = [file.stat().st_size, crc32(file)]
             sync(folder)
-        except RunError:
+        except (RunError, CheckpointException) as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise
-        except CheckpointException as error:
-            shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, RunError):
+                raise
             fault = next(iter(error.failures.values()))[0]
             raise RunError(f"{folder} could not be written ({reason(fault)})") from error
     names = [name for name in tensors if name.startswith("optimizer/")]

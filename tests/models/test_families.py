@@ -15,7 +15,7 @@ from common.engine.client import VLLMEngine
 from common.engine.launch import check_engine
 from common.engine.mismatch import check_mismatch
 from common.images import StoredImage
-from common.models.family import both_branches
+from common.models.family import Family
 from common.models.loading import family_class, load_model
 from common.models.qwen_image_edit_plus import QwenImageEditPlus, size_to_see
 from common.weights.adapter_files import read_lora
@@ -340,7 +340,7 @@ def test_prompts_do_not_see_each_other(model):
 
 
 @with_references
-def test_both_branches_of_guidance_are_one_batch(model, monkeypatch):
+def test_both_branches_of_guidance_are_one_batch(model):
     """Velocity and gradient equal those of two passes, but there is one call, with the negative rows last."""
     if not model.has_negative_prompt:
         pytest.skip("guidance takes no second pass")
@@ -352,17 +352,16 @@ def test_both_branches_of_guidance_are_one_batch(model, monkeypatch):
     calls = []
     handle = model.transformer.register_forward_hook(lambda *_: calls.append(1))
 
-    def of_two_passes(forward, latents, timestep, conditioning, negative_conditioning):
-        negative = {}
-        for name, rows in negative_conditioning.items():
-            negative[name] = rows.expand(len(latents), *rows.shape[1:])
-        return forward(latents, timestep, conditioning), forward(latents, timestep, conditioning | negative)
+    negative = {name: rows.expand(3, *rows.shape[1:]) for name, rows in images.negative_conditioning.items()}
+
+    def of_two_passes(latents, timestep, conditioning, *_):
+        velocity = model.forward(latents, timestep, conditioning)
+        return model.guide(velocity, model.forward(latents, timestep, conditioning | negative), GUIDANCE)
 
     velocities = []
     gradients = []
-    for way in (both_branches, of_two_passes):
-        monkeypatch.setattr("common.models.family.both_branches", way)
-        velocities.append(model.predict_velocity(inputs[0], *guided))
+    for way in (model.predict_velocity, of_two_passes):
+        velocities.append(way(inputs[0], *guided))
         weights = torch.randn(velocities[0].shape, generator=torch.Generator().manual_seed(0))
         gradients.append(torch.autograd.grad((velocities[-1] * weights).sum(), inputs, allow_unused=True))
     handle.remove()
@@ -433,7 +432,9 @@ def test_a_picture_of_any_shape_has_room_among_the_tokens():
 def test_branches_of_two_lengths_are_no_batch():
     prompts = {"prompt_embeds": torch.ones(2, 7, 3)}
     with pytest.raises(ValueError, match=r"^prompt_embeds: \(2, 7, 3\) of the prompts, \(1, 1, 3\) of the negative$"):
-        both_branches(None, torch.ones(2, 1), torch.tensor(1.0), prompts, {"prompt_embeds": torch.ones(1, 1, 3)})
+        Family.predict_velocity(
+            None, torch.ones(2, 1), torch.tensor(1.0), prompts, {"prompt_embeds": torch.ones(1, 1, 3)}, GUIDANCE
+        )
 
 
 def test_the_vae_decodes_and_encodes_a_few_images_at_a_time(model, monkeypatch):

@@ -248,7 +248,7 @@ def test_a_block_around_all_calls_brings_a_component_once_and_copies_nothing_bac
     [("enough", 1, None, True), ("enough", 3, None, False), ("too few", 1, None, False), ("enough", 1, "cache", False)],
 )
 def test_encoders_of_every_rollout_wait_in_pinned_memory_that_takes_half_the_hosts_at_most(
-    host_bytes, ranks, folder, is_pinned, monkeypatch
+    host_bytes, ranks, folder, is_pinned, monkeypatch, one_rank, tmp_path
 ):
     """Each tensor takes a power of two of bytes there. The embedded encoders stand for larger ones."""
     model = embedded_model()
@@ -266,10 +266,10 @@ def test_encoders_of_every_rollout_wait_in_pinned_memory_that_takes_half_the_hos
     pages = 2 * needed if host_bytes == "enough" else 2 * needed - 1
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": pages}[name])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr("common.weights.prompt_cache.cache_prompts", lambda *asked: None)
+    monkeypatch.setattr("common.weights.prompt_cache.PromptCache.add_missing", lambda *asked: None)
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.clone()) or pinned[-1])
-    model.keep_embeddings(["a sign"], 16, folder)
+    prepare_prompts(model, ["a sign"], 16, folder and tmp_path / folder)
     assert len(pinned) == (len(tensors) if is_pinned else 0)
     assert all(map(torch.equal, tensors, values))
     for tensor, copy in zip(tensors, pinned, strict=False):
@@ -280,7 +280,7 @@ def test_on_the_cpu_nothing_moves(monkeypatch):
     model = embedded_model()
     monkeypatch.setattr(torch.Tensor, "to", lambda *_: pytest.fail("moved"))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda *_: pytest.fail("pinned"))
-    model.keep_embeddings(["a sign"], 16, None)
+    prepare_prompts(model, ["a sign"], 16, None)
     with on_device(model, "text_encoder"), on_device(model, "vae"):
         pass
 

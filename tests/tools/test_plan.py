@@ -506,12 +506,13 @@ def test_the_first_record_says_how_many_pictures_a_plan_counts(family, least, fo
 def test_a_run_on_gpus_counts_the_pictures_of_its_records(one_rank, monkeypatch):
     counted = []
     monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8e10))
-    monkeypatch.setattr(needs, "Blueprint", lambda *given: counted.append(given[-1]))
+    monkeypatch.setattr(needs, "Blueprint", lambda *given: counted.append(given[4]))
     monkeypatch.setattr(needs, "choose_options", lambda *given, **more: {"shard_ranks": 0, "micro_batch_size": 4})
-    options = {"model": "klein", "dtype": "bfloat16", "shard_ranks": 0, "micro_batch_size": 0}
+    options = {"model": "klein", "dtype": "bfloat16", "vae_dtype": "float32", "shard_ranks": 0, "micro_batch_size": 0}
     for record in ({"image": ["a.png", "b.png"]}, {}):
         assert needs.fit_to_gpus(Family, None, PromptSet(["a sign"], [record]), None, options)["micro_batch_size"] == 4
     assert counted == [2, 0]
