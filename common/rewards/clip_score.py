@@ -14,7 +14,8 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from common.errors import error_prefix
 from common.process import print_message
@@ -23,11 +24,11 @@ import torch
 from PIL.Image import Image
 
 if TYPE_CHECKING:  # slow
-    from transformers import CLIPModel, CLIPProcessor
+    from transformers import CLIPModel, CLIPProcessor, PreTrainedModel
 
 CHUNK = 8  # images, or prompts, in a forward pass
 MAX_TOKENS = 77  # of a prompt, both ends included: CLIP has no more positions, so longer prompts are cut
-LOADED: "dict[str, CLIPModel]" = {}  # by hub id or folder
+LOADED: dict[str, torch.nn.Module] = {}  # by hub id or folder
 Source = tuple[str, str]  # an environment variable, and the hub id or folder that it names
 
 
@@ -45,9 +46,9 @@ def clip_score(images: list[Image], prompts: list[str], metadata: list[dict]) ->
 
 
 def load() -> "tuple[CLIPModel, CLIPProcessor]":
-    """The CLIPModel and its processor."""
+    """The CLIPModel, on own_device, and its processor."""
     source = weights_of("CLIP_SCORE_MODEL", "openai/clip-vit-large-patch14")
-    return load_clip(source), load_processor(source)
+    return load_network(source, read_clip), load_processor(source)
 
 
 def weights_of(variable: str, default: str) -> Source:
@@ -55,8 +56,8 @@ def weights_of(variable: str, default: str) -> Source:
     return variable, os.environ.get(variable) or default
 
 
-def load_clip(source: Source) -> "CLIPModel":
-    """The CLIPModel of a `source`, frozen, in fp32, on own_device. It is loaded once for all rewards that use it.
+def load_network(source: Source, read: Callable[[str], torch.nn.Module]) -> Any:  # as `read` makes it
+    """What `read` makes of a source's hub id or folder, frozen, on own_device: once for all rewards that use it.
 
     Raises:
         ValueError: names the variable and what is wrong with the weights; or REWARD_OFFLOAD is neither 0 nor 1.
@@ -65,21 +66,38 @@ def load_clip(source: Source) -> "CLIPModel":
     name = source[1]
     if name not in LOADED:
         with refusing_weights(source):
-            LOADED[name] = _read_clip(name)
+            print_message(f"loading {name}")
+            LOADED[name] = read(name).requires_grad_(False).eval()
     return LOADED[name].to(own_device())
 
 
-def _read_clip(name: str) -> "CLIPModel":
+def read_clip(name: str) -> "CLIPModel":
+    """The CLIPModel of a hub id or folder, in fp32."""
     from transformers import CLIPModel  # slow
+
+    return read_whole(CLIPModel, name, "CLIP")
+
+
+def read_whole(model_class: "type[PreTrainedModel]", name: str, kind: str) -> Any:  # a model_class
+    """The model of a hub id or folder, in fp32; raises ValueError if its files lack some of its tensors."""
     from transformers.utils import logging
 
-    print_message(f"loading {name}")
     logging.disable_progress_bar()
     # fp32, because "auto" would take the checkpoint's dtype
-    model, found = CLIPModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    model, found = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
     if found["missing_keys"]:  # transformers has filled them with random numbers
-        raise ValueError(f"not a whole CLIP: {len(found['missing_keys'])} of its tensors are missing")
-    return model.requires_grad_(False).eval()
+        raise ValueError(f"not a whole {kind}: {len(found['missing_keys'])} of its tensors are missing")
+    return model
+
+
+def find_file(name: str, file: str) -> Path:
+    """`name` itself if it is a file, otherwise `file` in that folder or hub id."""
+    from huggingface_hub import hf_hub_download  # slow
+
+    path = Path(name)
+    if path.is_file():
+        return path
+    return path / file if path.is_dir() else Path(hf_hub_download(name, file))
 
 
 def offload() -> None:
@@ -104,7 +122,7 @@ def load_processor(source: Source) -> "CLIPProcessor":
     """The CLIPProcessor of a `source`. PIL resizes the images, so that scores do not depend on torchvision.
 
     Raises:
-        ValueError: as load_clip.
+        ValueError: as load_network.
     """
     from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPProcessor  # slow
 

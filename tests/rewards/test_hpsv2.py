@@ -55,7 +55,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HPSV2_MODEL", str(tmp_path))
     monkeypatch.setenv("HPSV2_PROCESSOR", str(folder))
     monkeypatch.setattr(clip_score_file, "LOADED", {})
-    monkeypatch.setattr("common.rewards.hpsv2.LOADED", clip_score_file.LOADED)
     return folder
 
 
