@@ -26,6 +26,7 @@ The built-in reward NAME is function NAME of common/rewards/NAME.py; your own is
 """
 
 import copy
+import importlib
 import math
 import os
 import queue
@@ -39,7 +40,7 @@ from common.distributed import use_own_gpu
 from common.errors import RunError, error_prefix, reason, truncate
 from common.process import print_message
 from common.rollout import Images
-from common.user_code import check_arguments, describe, load_function, load_module, own_folder
+from common.user_code import check_arguments, describe, load_function, own_folder
 
 import torch
 
@@ -107,7 +108,7 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
     if name not in built_in_rewards():
         known = ", ".join(built_in_rewards())
         raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
-    module = load_module(f"common.rewards.{name}")
+    module = importlib.import_module(f"common.rewards.{name}")
     if not hasattr(module, name):
         raise ValueError(f"{option} {name}: common/rewards/{name}.py has no function {name}")
     return getattr(module, name)
@@ -117,10 +118,8 @@ def reward_settings(rewards: dict[str, Reward]) -> dict[str, dict[str, str]]:
     """The environment variables that scores depend on, {reward: {variable: value}}, of rewards that have `settings`."""
     found = {}
     for name, function in rewards.items():
-        variables = getattr(function, "settings", ())
-        values = {variable: os.environ[variable] for variable in variables if os.environ.get(variable)}
-        if variables:
-            found[name] = values
+        if variables := getattr(function, "settings", ()):
+            found[name] = {variable: os.environ[variable] for variable in variables if os.environ.get(variable)}
     return found
 
 
