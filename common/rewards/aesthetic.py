@@ -12,19 +12,8 @@ trl-lib/ddpo-aesthetic-predictor).
 import functools
 from typing import TYPE_CHECKING
 
-from common.rewards.clip_score import (
-    Source,
-    embed_images,
-    find_file,
-    in_chunks,
-    load_network,
-    load_processor,
-    offload,
-    own_device,
-    read_clip,
-    refusing_weights,
-    weights_of,
-)
+from common.rewards._networks import Source, find_file, load_network, offload, own_device, refusing_weights, weights_of
+from common.rewards.clip_score import embed_images, in_chunks, load_processor, read_clip
 
 import torch
 from PIL.Image import Image

@@ -16,18 +16,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.rewards.clip_score import (
-    Source,
-    embed_images,
-    embed_prompts,
-    load_network,
-    load_processor,
-    offload,
-    read_clip,
-    read_whole,
-    refusing_weights,
-    weights_of,
-)
+from common.rewards._networks import Source, load_network, offload, read_whole, refusing_weights, weights_of
+from common.rewards.clip_score import embed_images, embed_prompts, load_processor, read_clip
 
 import torch
 from PIL import Image

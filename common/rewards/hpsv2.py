@@ -12,15 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.rewards.clip_score import (
-    embed_images,
-    embed_prompts,
-    find_file,
-    load_network,
-    load_processor,
-    offload,
-    weights_of,
-)
+from common.rewards._networks import find_file, load_network, offload, weights_of
+from common.rewards.clip_score import embed_images, embed_prompts, load_processor
 
 import torch
 from PIL.Image import Image

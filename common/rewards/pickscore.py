@@ -9,15 +9,8 @@ weights were trained with, PICKSCORE_PROCESSOR (default laion/CLIP-ViT-H-14-laio
 
 from typing import TYPE_CHECKING
 
-from common.rewards.clip_score import (
-    embed_images,
-    embed_prompts,
-    load_network,
-    load_processor,
-    offload,
-    read_clip,
-    weights_of,
-)
+from common.rewards._networks import load_network, offload, weights_of
+from common.rewards.clip_score import embed_images, embed_prompts, load_processor, read_clip
 
 import torch
 from PIL.Image import Image
