@@ -13,11 +13,10 @@ from common.scoring import TOTAL, Details, Scorer, count_by_reward
 from common.watch import rollout_diversity, watch_metrics
 
 import torch
-from torch import Tensor
 
 
 def evaluate_samples(
-    args: SharedArgs, run: Run, scorer: Scorer, *, places: list[int], seeds: list[int], scores: Tensor
+    args: SharedArgs, run: Run, scorer: Scorer, *, places: list[int], seeds: list[int], scores: torch.Tensor
 ) -> tuple[dict, list[Picture] | None]:
     """Metrics val/* of this rank's B evaluation images, which it also writes to samples/STEP/. A collective.
 
@@ -43,8 +42,8 @@ def log_rollout(
     sampler: GroupSampler,
     *,
     seeds: list[int],
-    scores: Tensor,
-    advantages: Tensor,
+    scores: torch.Tensor,
+    advantages: torch.Tensor,
 ) -> dict:
     """Metrics of a rollout that the loss does not read: critic/diversity, and what rewards say beside scores.
 

@@ -139,7 +139,7 @@ class Scorer:
         self.early = {name: f for name, f in rewards.items() if not getattr(f, "whole_batch", False)}
         self.images: list = [None] * len(prompt_set)
         self.details: list[Details] = [{} for _ in self.images]
-        self.scores_of_early = torch.full((len(prompt_set), len(self.early)), torch.nan, dtype=torch.float64)
+        self.scored = torch.full((len(prompt_set), len(rewards)), torch.nan, dtype=torch.float64)  # (B, R)
         self.finished: queue.SimpleQueue = queue.SimpleQueue()  # of (rows, images), and None at the end
         self.error: Exception | None = None  # that ended the thread early
         # a daemon: a reward that hangs must not keep a run from ending that has failed elsewhere
@@ -167,30 +167,27 @@ class Scorer:
         missing = sum(image is None for image in self.images)
         if missing:
             raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
-        early = iter(self.scores_of_early.T)
-        columns = []
-        for name, function in self.rewards.items():
-            if name in self.early:
-                columns.append(next(early))
-            else:
+        for r, (name, function) in enumerate(self.rewards.items()):
+            if name not in self.early:
                 alone = {name: function}
                 scores = score_images(alone, self.images, self.prompt_set, self.reward_failure, self.details)
-                columns.append(scores[:, 0])
+                self.scored[:, r] = scores[:, 0]
         if offload:
             offload_rewards(self.rewards)
-        return torch.stack(columns, 1)
+        return self.scored
 
     def _score(self) -> None:
         use_own_gpu()  # which is set for each thread
         if self.early and not torch.cuda.is_available():
             leave_cores_to_this_thread()
+        columns = torch.tensor([r for r, name in enumerate(self.rewards) if name in self.early])
         try:
             for rows, images in iter(self.finished.get, None):
                 if self.early:
                     prompts = self.prompt_set.select(rows)
                     details = [self.details[row] for row in rows]
                     scores = score_images(self.early, images, prompts, self.reward_failure, details)
-                    self.scores_of_early[rows] = scores
+                    self.scored[torch.tensor(rows, dtype=torch.long)[:, None], columns] = scores
         except Exception as error:  # raised in `scores`, in the thread that waits for them
             self.error = error
 
