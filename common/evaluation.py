@@ -1,18 +1,22 @@
-"""What evaluations and rollouts leave behind beside the update: images, samples.jsonl, diversity and drift."""
+"""What evaluations and rollouts leave behind beside the update: images, samples.jsonl and metrics."""
 
-from common.data import GroupSampler
-from common.eval_by import metrics_by_field
+import math
+from collections.abc import Iterable, Sequence
+
+from common.data import GroupSampler, PromptSet, gather_shares
+from common.distributed import gather, gather_objects
+from common.errors import RunError
 from common.options import EngineArgs, SharedArgs
 from common.plots import Picture, save_grid, save_samples
 from common.run import Run
-from common.scoring import Scorer, detail_metrics, eval_metrics, sample_records
+from common.scoring import TOTAL, Details, Scorer, count_by_reward
 from common.watch import rollout_diversity, watch_metrics
 
-from torch import Tensor
+import torch
 
 
 def evaluate_samples(
-    args: SharedArgs, run: Run, scorer: Scorer, *, places: list[int], seeds: list[int], scores: Tensor
+    args: SharedArgs, run: Run, scorer: Scorer, *, places: list[int], seeds: list[int], scores: torch.Tensor
 ) -> tuple[dict, list[Picture] | None]:
     """Metrics val/* of this rank's B evaluation images, which it also writes to samples/STEP/. A collective.
 
@@ -27,14 +31,7 @@ def evaluate_samples(
     metrics: dict = eval_metrics(scores, scorer.rewards, args.reward_weights, places, images_per_prompt)
     metrics |= detail_metrics(scorer.details, "val")
     if args.eval_by:
-        metrics |= metrics_by_field(
-            args.eval_by,
-            scorer,
-            scores,
-            places,
-            reward_weights=args.reward_weights,
-            images_per_prompt=images_per_prompt,
-        )
+        metrics |= metrics_by_field(args.eval_by, scorer, scores, args.reward_weights, places, images_per_prompt)
     return metrics | watch_metrics(folder, places, scorer.images, images_per_prompt), grid
 
 
@@ -45,8 +42,8 @@ def log_rollout(
     sampler: GroupSampler,
     *,
     seeds: list[int],
-    scores: Tensor,
-    advantages: Tensor,
+    scores: torch.Tensor,
+    advantages: torch.Tensor,
 ) -> dict:
     """Metrics of a rollout that the loss does not read: critic/diversity, and what rewards say beside scores.
 
@@ -65,3 +62,153 @@ def log_rollout(
             images, captions = zip(*grid, strict=True)
             save_grid(folder / "grid.png", images, captions)
     return {"critic/diversity": rollout_diversity(scorer.images, sampler), **detail_metrics(scorer.details, "reward")}
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+def sample_records(
+    prompts: PromptSet, seeds: list[int], scores: torch.Tensor, names: Iterable[str], details: Sequence[Details] = ()
+) -> list[dict]:
+    """The records of B images, {"prompt": ..., "seed": ..., "<reward>": score ..., "details": {"<reward>": ...}}.
+
+    A score is None where the reward failed; details, and "image" of an edit, are there where there are some.
+    """
+    names = list(names)
+    records = []
+    for prompt, metadata, seed, row in zip(prompts.prompts, prompts.metadata, seeds, scores.tolist(), strict=True):
+        by_name = {name: None if math.isnan(score) else score for name, score in zip(names, row, strict=True)}
+        sources = {"image": metadata["image"]} if "image" in metadata else {}
+        records.append({"prompt": prompt, "seed": seed, **sources, **by_name})
+    for record, detail in zip(records, details, strict=False):  # () where none are known
+        if detail:
+            record["details"] = detail
+    return records
+
+
+def detail_metrics(details: Sequence[Details], prefix: str) -> dict[str, float]:
+    """{prefix/<reward>/<key>: mean} of the numbers in the details of all ranks' images. A collective."""
+    numbers: dict[str, list[float]] = {}
+    for of_rank in gather_objects([detail for detail in details if detail]):
+        for detail in of_rank:
+            for name, said in detail.items():
+                for key, value in said.items():
+                    if not isinstance(value, str):
+                        numbers.setdefault(f"{prefix}/{name}/{key}", []).append(float(value))
+    return {name: math.fsum(values) / len(values) for name, values in sorted(numbers.items())}
+
+
+def reward_metrics(
+    scores: torch.Tensor,
+    advantages: torch.Tensor,
+    names: Iterable[str],
+    reward_weights: Sequence[float],
+    group_size: int,
+) -> dict[str, torch.Tensor | float]:
+    """Statistics of a rollout's scores (N, R), NaN where a reward failed, and of its advantages (N,).
+
+    std_mean is the mean over groups of the population standard deviation of the weighted total. zero_std_ratio is the
+    share of groups whose images all score the same, from which nothing is learned. Only whole images count, in groups
+    with at least two of them; <reward>/failed and skipped_groups count the others.
+    """
+    has_failed = scores.isnan()  # (N, R)
+    is_whole = ~has_failed.any(1).view(-1, group_size)  # (P, G)
+    is_kept = is_whole & (is_whole.sum(1, keepdim=True) >= 2)
+    totals = (scores * scores.new_tensor(reward_weights)).sum(1)  # (N,)
+    groups = [group[kept] for group, kept in zip(totals.view(-1, group_size), is_kept, strict=True)]
+    groups = [group for group in groups if len(group)]
+    kept_totals = torch.cat(groups)
+    deviations = torch.stack([group.std(correction=0) for group in groups])
+    all_equal = torch.stack([group.amax() == group.amin() for group in groups])  # the std of equal values can be 1e-17
+    metrics: dict[str, torch.Tensor | float] = {}
+    for r, name in enumerate(names):
+        metrics[f"critic/rewards/{name}/failed"] = has_failed[:, r].sum()
+        metrics[f"critic/rewards/{name}/mean"] = scores[is_kept.flatten(), r].mean()
+    metrics["critic/rewards/skipped_groups"] = (~is_kept).all(1).sum()
+    metrics["critic/rewards/mean"] = kept_totals.mean()
+    metrics["critic/rewards/max"] = kept_totals.max()
+    metrics["critic/rewards/min"] = kept_totals.min()
+    metrics["critic/rewards/std_mean"] = deviations.mean()
+    metrics["critic/rewards/zero_std_ratio"] = all_equal.double().mean()
+    metrics["critic/rewards/group_size"] = group_size
+    kept_advantages = advantages[is_kept.flatten()]
+    metrics["critic/advantages/mean"] = kept_advantages.mean()
+    metrics["critic/advantages/max"] = kept_advantages.max()
+    metrics["critic/advantages/min"] = kept_advantages.min()
+    return metrics
+
+
+def eval_metrics(
+    scores: torch.Tensor,
+    names: Iterable[str],
+    reward_weights: Sequence[float],
+    places: Sequence[int],
+    images_per_prompt: int,
+) -> dict[str, torch.Tensor]:
+    """Mean and standard error over held-out prompts of every reward and of the weighted total. A collective.
+
+    scores (B, R) are of this rank's images, places (B,) their numbers among all, prompt by prompt. The first rewards
+    have a weight and make the total; those behind them only watch. A prompt is left out of a mean if the reward scored
+    none of its images; failed images are counted.
+    """
+    names = list(names)
+    num_images = int(gather(torch.tensor(places)).max()) + 1
+    scores, metrics = count_failed(gather_shares(scores, num_images), names, len(reward_weights))
+    scores = scores.view(-1, images_per_prompt, scores.shape[1]).nanmean(1)  # (prompts, R)
+    totals = (scores[:, : len(reward_weights)] * scores.new_tensor(reward_weights)).sum(1)  # (prompts,)
+    for name, of_prompts in zip([*names, TOTAL], [*scores.T, totals], strict=True):
+        kept = of_prompts[~of_prompts.isnan()]
+        metrics[f"val/{name}/mean"] = kept.mean()
+        metrics[f"val/{name}/stderr"] = kept.std(correction=0) / len(kept) ** 0.5
+    return metrics
+
+
+def metrics_by_field(
+    field: str,
+    scorer: Scorer,
+    scores: torch.Tensor,
+    reward_weights: Sequence[float],
+    places: Sequence[int],
+    images_per_prompt: int,
+) -> dict[str, torch.Tensor]:
+    """val/<value>/<reward>/mean@n and best@n: means over the prompts of one value, of their n images' mean or best.
+
+    <value>: of a field of the prompts' records, such as data_source (--eval_by). scores (B, R), reward_weights and
+    places (B,) are eval_metrics', and so is what counts. best@n is there where n > 1. A collective.
+    """
+    names = list(scorer.rewards)
+    values = [str(record[field]) for record in scorer.prompt_set.metadata]
+    of_ranks = gather_objects(list(zip(places, values, strict=True)))
+    value_of = dict(pair for of_rank in of_ranks for pair in of_rank)  # by place
+    scores, _ = count_failed(gather_shares(scores, len(value_of)), names, len(reward_weights))  # (M, R)
+    totals = (scores[:, : len(reward_weights)] * scores.new_tensor(reward_weights)).sum(1, keepdim=True)
+    by_prompt = torch.cat([scores, totals], 1).view(-1, images_per_prompt, scores.shape[1] + 1)  # (P, n, R + 1)
+    value_of_prompt = [value_of[place] for place in range(0, len(value_of), images_per_prompt)]
+    metrics = {}
+    for value in sorted(set(value_of_prompt)):
+        rows = [row for row, other in enumerate(value_of_prompt) if other == value]
+        for name, of_prompts in zip([*names, TOTAL], by_prompt[rows].unbind(2), strict=True):  # (prompts, n)
+            kept = of_prompts[~of_prompts.isnan().all(1)]
+            if len(kept):
+                metrics[f"val/{value}/{name}/mean@{images_per_prompt}"] = kept.nanmean(1).mean()
+            if len(kept) and images_per_prompt > 1:
+                best = kept.nan_to_num(-torch.inf).amax(1)
+                metrics[f"val/{value}/{name}/best@{images_per_prompt}"] = best.mean()
+    return metrics
+
+
+def count_failed(scores: torch.Tensor, names: Sequence[str], num_trained: int) -> tuple[torch.Tensor, dict]:
+    """An evaluation's scores (M, R) and metrics, the number of images that each reward failed on.
+
+    Where one of the first num_trained rewards failed, the scores of all of these become NaN: the image is not part of
+    their means. The rewards behind them only watch, and each loses its own failures alone.
+
+    Raises:
+        RunError: a reward has no image with a score left.
+    """
+    has_failed = scores.isnan()
+    is_left_out = has_failed[:, :num_trained].any(1)
+    scores = scores.clone()
+    scores[is_left_out, :num_trained] = torch.nan
+    if scores.isnan().all(0).any():
+        raise RunError(f"no image of the evaluation has its scores: {count_by_reward(has_failed, names)}")
+    metrics = {f"val/{name}/failed": has_failed[:, r].sum() for r, name in enumerate(names)}
+    return scores, metrics

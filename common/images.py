@@ -51,7 +51,10 @@ class StoredImage:
     def size(self) -> tuple[int, int]:
         """(width, height) once it is turned as its EXIF says, which is read from the header."""
         with self.open() as image:
-            return _upright_size(image)
+            # without EXIF in its header, getexif would decode a whole PNG to look behind the pixels
+            has_exif = image.format != "PNG" or "exif" in image.info
+            orientation = image.getexif().get(ORIENTATION, 1) if has_exif else 1
+            return image.size[::-1] if orientation in QUARTER_TURNS else image.size
 
     def decode(self) -> Image.Image:
         """The picture as RGB with 8 bits, turned upright as its EXIF says, on white where it is transparent.
@@ -85,14 +88,6 @@ class StoredImage:
                 eight_bits = np.asarray(image).astype(np.float64) / 257
                 image = Image.fromarray(eight_bits.round().clip(0, 255).astype(np.uint8))
             return ImageOps.exif_transpose(image).convert("RGB")
-
-
-def _upright_size(image: Image.Image) -> tuple[int, int]:
-    # without EXIF in its header, getexif would decode a whole PNG to look behind the pixels
-    has_exif = image.format != "PNG" or "exif" in image.info
-    orientation = image.getexif().get(ORIENTATION, 1) if has_exif else 1
-    width, height = image.size
-    return (height, width) if orientation in QUARTER_TURNS else (width, height)
 
 
 # ---- condition images, of a model that edits -------------------------------------------------------------------------

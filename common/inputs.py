@@ -1,20 +1,29 @@
 """What a script loads before its model, held against the options; and the sizes that options leave open."""
 
+import importlib.util
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from common.choices import check_choices, watched_rewards
-from common.data import PromptSet
+from common.data import PromptSet, check_sources
+from common.errors import RunError
+from common.images import warn_stretched
 from common.models.family import Family
 from common.options import ArgsClass, SharedArgs
-from common.pairs.pair_files import Pairs
+from common.pairs.pair_files import Pairs, pair_prompts
 from common.plan.needs import fit_to_gpus
-from common.scoring import Reward
-from common.trial import try_rewards
+from common.process import print_message
+from common.rewards.preservation import check_metadata, preservation
+from common.scoring import Reward, offload_rewards, score_images
+from common.weights.adapter_files import check_modules, meta_transformer
+from common.weights.base_weights import check_base_weights
 from common.weights.lora import LoRA
 
 import torch
+from PIL import Image
+
+NUM_GREYS = 4  # grey images for a reward that compares images
 
 
 class Inputs(NamedTuple):
@@ -39,18 +48,125 @@ class Inputs(NamedTuple):
 def check_inputs(args: SharedArgs, inputs: Inputs) -> Inputs:
     """Hold options against the model, the prompts and the LoRA, and try users' own rewards. Returns the inputs.
 
+    An evaluation of edits gets the reward `preservation`, although no option names it: a reward of what was asked for
+    does not see what else has changed.
+
     Raises:
         ValueError, RunError: in one line: an option or a record's field that cannot have its effect, or a reward that
             fails on a grey image.
     """
-    check_choices(vars(args), inputs.family, inputs.lora, inputs.train_set, inputs.eval_set, inputs.pairs)
-    for name, reward in watched_rewards(inputs.eval_set, args.num_frames).items():
-        inputs.eval_rewards.setdefault(name, reward)
+    options = vars(args)
+    if args.base_weights and importlib.util.find_spec("torchao") is None:
+        raise ValueError("--base_weights: needs torchao, which is not installed: pip install torchao==0.18.0")
+    check_base_weights(
+        args.base_weights,
+        trains_lora=inputs.lora is not None,
+        rollout=options.get("rollout", "local"),
+        shard_ranks=args.shard_ranks,
+        train_with=args.train_with,
+    )
+    if args.eval_by:
+        check_field(inputs.eval_set, args.eval_by)
+    check_pictures(args, inputs)
+    check_negative_prompts(args, inputs)
+    check_lora_modules(inputs.lora, options)
+    if args.eval_image_size or args.eval_guidance_scale:
+        height, width = args.eval_image_size or args.image_size
+        guidance_scale = args.eval_guidance_scale or options.get("guidance_scale", 1.0)
+        try:
+            inputs.family.check(args.model, height, width, args.num_frames, guidance_scale)
+        except ValueError as error:
+            raise ValueError(f"evaluation: {error}") from None
+    if args.num_frames == 1 and any("image" in record for record in inputs.eval_set.metadata):
+        for record in inputs.eval_set.metadata:
+            check_metadata(record)
+        inputs.eval_rewards.setdefault("preservation", preservation)
     own = {name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward) if ":" in name}
     if own:
         tried = {name: function for name, function in inputs.eval_rewards.items() if name in own}
         try_rewards(tried, inputs.eval_set, args.image_size, args.num_frames)
     return inputs
+
+
+def check_field(eval_set: PromptSet, field: str) -> None:
+    """ValueError: a held-out prompt's record lacks the field, or has there what is neither a string nor a number."""
+    for prompt, record in zip(eval_set.prompts, eval_set.metadata, strict=True):
+        if not isinstance(record.get(field), str | int | float):
+            told = f"the record of the prompt {prompt!r} has no text or number of that name"
+            raise ValueError(f"--eval_by {field}: {told}; --eval_by None turns it off")
+
+
+def check_pictures(args: SharedArgs, inputs: Inputs) -> None:
+    """ValueError: a record has another number of pictures than the model takes. Reports pictures of another shape."""
+    prompt_sets = [
+        (f"--train_prompts {args.train_prompts}", inputs.train_set),
+        (f"--eval_prompts {args.eval_prompts}", inputs.eval_set),
+    ]
+    if inputs.pairs is not None:
+        prompt_sets.append(("--pairs", pair_prompts(inputs.pairs)))
+    num_sources = inputs.family.num_sources
+    if check_sources(num_sources, prompt_sets) and args.prompt_cache is not None:
+        raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
+    if max(num_sources):
+        for option, prompts, size in (
+            ("--train_prompts", inputs.train_set, args.image_size),
+            ("--eval_prompts", inputs.eval_set, args.eval_image_size or args.image_size),
+        ):
+            sources = [source for record in prompts.metadata for source in record.get("image", ())]
+            warn_stretched(option, sources, size)
+        records = inputs.eval_set.metadata
+        num_masks = sum("mask" in record for record in records)
+        if 0 < num_masks < len(records):
+            print_message(
+                f"--eval_prompts: {num_masks} of {len(records)} records have a mask; "
+                "preservation compares the others as a whole, which gives other scores"
+            )
+
+
+def check_lora_modules(lora: LoRA | None, options: Mapping[str, Any]) -> None:
+    """RunError: --lora_target_modules or --lora_exclude_modules name what the model's transformer lacks."""
+    if lora and (options["lora_target_modules"] or options["lora_exclude_modules"]):
+        check_modules(meta_transformer(options["model"]), lora.config)
+
+
+def check_negative_prompts(args: SharedArgs, inputs: Inputs) -> None:
+    """ValueError: a negative prompt, of the option or of a record, where guidance takes none or is off."""
+    given = "--negative_prompt" if args.negative_prompt else None
+    for option, prompts in (("--train_prompts", inputs.train_set), ("--eval_prompts", inputs.eval_set)):
+        for prompt, negative_prompt in zip(prompts.prompts, prompts.negatives("").prompts, strict=True):
+            if negative_prompt and not given:
+                given = f"{option}: the negative_prompt of {prompt!r}"
+    if given and not inputs.family.has_negative_prompt:
+        raise ValueError(f"{given}: {inputs.family.__name__}'s guidance takes none")
+    scales = [getattr(args, name, None) or 1 for name in ("guidance_scale", "eval_guidance_scale", "kl_guidance_scale")]
+    if given and max(scales) <= 1:
+        raise ValueError(f"{given}: needs guidance, a --guidance_scale above 1 in a script that has it")
+
+
+def try_rewards(
+    rewards: Mapping[str, Reward], eval_set: PromptSet, image_size: tuple[int, int], num_frames: int
+) -> None:
+    """Score a grey image, or video, of the first held-out prompt with each of a user's own rewards.
+
+    A reward with `whole_batch` gets several. An exception in the place of a score is no fault here: a real image may
+    have what a grey one lacks.
+
+    Raises:
+        RunError: in one line with the user's file and line: a reward raised, or did not return a score an image.
+    """
+    height, width = image_size
+    # several greys: where all images are equal, a reward that divides by their deviation would have none
+    greys = [Image.new("RGB", (width, height), (128 + 20 * i,) * 3) for i in range(NUM_GREYS)]
+    images: Any = greys if num_frames == 1 else [[grey] * num_frames for grey in greys]
+    print_message(f"trying reward {', '.join(rewards)} on grey images")
+    for name, function in rewards.items():
+        count = NUM_GREYS if getattr(function, "whole_batch", False) else 1
+        try:
+            score_images({name: function}, images[:count], eval_set.select([0] * count), "mask")
+        except RunError as error:
+            what = "a grey image" if count == 1 else f"{count} grey images"
+            raise RunError(f"tried on {what} before the run: {error}") from error.__cause__
+    offload_rewards(dict(rewards))  # networks leave the GPU to the model, if asked
 
 
 def choose_sizes(args: ArgsClass, inputs: Inputs) -> ArgsClass:

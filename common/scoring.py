@@ -26,6 +26,7 @@ The built-in reward NAME is function NAME of common/rewards/NAME.py; your own is
 """
 
 import copy
+import importlib
 import math
 import os
 import queue
@@ -34,12 +35,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from common.cpu import leave_cores_to_this_thread
-from common.data import PromptSet, gather_shares
-from common.distributed import gather, gather_objects, use_own_gpu
+from common.data import PromptSet
+from common.distributed import use_own_gpu
 from common.errors import RunError, error_prefix, reason, truncate
 from common.process import print_message
 from common.rollout import Images
-from common.user_code import check_arguments, describe, load_function, load_module, own_folder
+from common.user_code import check_arguments, describe, load_function, own_folder
 
 import torch
 
@@ -107,7 +108,7 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
     if name not in built_in_rewards():
         known = ", ".join(built_in_rewards())
         raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
-    module = load_module(f"common.rewards.{name}")
+    module = importlib.import_module(f"common.rewards.{name}")
     if not hasattr(module, name):
         raise ValueError(f"{option} {name}: common/rewards/{name}.py has no function {name}")
     return getattr(module, name)
@@ -117,10 +118,8 @@ def reward_settings(rewards: dict[str, Reward]) -> dict[str, dict[str, str]]:
     """The environment variables that scores depend on, {reward: {variable: value}}, of rewards that have `settings`."""
     found = {}
     for name, function in rewards.items():
-        variables = getattr(function, "settings", ())
-        values = {variable: os.environ[variable] for variable in variables if os.environ.get(variable)}
-        if variables:
-            found[name] = values
+        if variables := getattr(function, "settings", ()):
+            found[name] = {variable: os.environ[variable] for variable in variables if os.environ.get(variable)}
     return found
 
 
@@ -140,7 +139,7 @@ class Scorer:
         self.early = {name: f for name, f in rewards.items() if not getattr(f, "whole_batch", False)}
         self.images: list = [None] * len(prompt_set)
         self.details: list[Details] = [{} for _ in self.images]
-        self.scores_of_early = torch.full((len(prompt_set), len(self.early)), torch.nan, dtype=torch.float64)
+        self.scored = torch.full((len(prompt_set), len(rewards)), torch.nan, dtype=torch.float64)  # (B, R)
         self.finished: queue.SimpleQueue = queue.SimpleQueue()  # of (rows, images), and None at the end
         self.error: Exception | None = None  # that ended the thread early
         # a daemon: a reward that hangs must not keep a run from ending that has failed elsewhere
@@ -168,30 +167,27 @@ class Scorer:
         missing = sum(image is None for image in self.images)
         if missing:
             raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
-        early = iter(self.scores_of_early.T)
-        columns = []
-        for name, function in self.rewards.items():
-            if name in self.early:
-                columns.append(next(early))
-            else:
+        for r, (name, function) in enumerate(self.rewards.items()):
+            if name not in self.early:
                 alone = {name: function}
                 scores = score_images(alone, self.images, self.prompt_set, self.reward_failure, self.details)
-                columns.append(scores[:, 0])
+                self.scored[:, r] = scores[:, 0]
         if offload:
             offload_rewards(self.rewards)
-        return torch.stack(columns, 1)
+        return self.scored
 
     def _score(self) -> None:
         use_own_gpu()  # which is set for each thread
         if self.early and not torch.cuda.is_available():
             leave_cores_to_this_thread()
+        columns = torch.tensor([r for r, name in enumerate(self.rewards) if name in self.early])
         try:
             for rows, images in iter(self.finished.get, None):
                 if self.early:
                     prompts = self.prompt_set.select(rows)
                     details = [self.details[row] for row in rows]
                     scores = score_images(self.early, images, prompts, self.reward_failure, details)
-                    self.scores_of_early[rows] = scores
+                    self.scored[torch.tensor(rows, dtype=torch.long)[:, None], columns] = scores
         except Exception as error:  # raised in `scores`, in the thread that waits for them
             self.error = error
 
@@ -326,127 +322,11 @@ def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> 
             fill = source.mean(0).clamp(source.amin(0), source.amax(0)) if len(source) else 0.0
             filled[rows[~is_whole[rows]]] = fill
     if not is_compared.any():
-        raise RunError(f"no prompt of the rollout has two images with scores: {_count(is_failed, names)}")
+        raise RunError(f"no prompt of the rollout has two images with scores: {count_by_reward(is_failed, names)}")
     return filled, is_compared
 
 
-def count_failed(scores: torch.Tensor, names: Sequence[str], num_trained: int) -> tuple[torch.Tensor, dict]:
-    """An evaluation's scores (M, R) and metrics, the number of images that each reward failed on.
-
-    Where one of the first num_trained rewards failed, the scores of all of these become NaN: the image is not part of
-    their means. The rewards behind them only watch, and each loses its own failures alone.
-
-    Raises:
-        RunError: a reward has no image with a score left.
-    """
-    has_failed = scores.isnan()
-    is_left_out = has_failed[:, :num_trained].any(1)
-    scores = scores.clone()
-    scores[is_left_out, :num_trained] = torch.nan
-    if scores.isnan().all(0).any():
-        raise RunError(f"no image of the evaluation has its scores: {_count(has_failed, names)}")
-    metrics = {f"val/{name}/failed": has_failed[:, r].sum() for r, name in enumerate(names)}
-    return scores, metrics
-
-
-def _count(has_failed: torch.Tensor, names: Iterable[str]) -> str:
+def count_by_reward(has_failed: torch.Tensor, names: Iterable[str]) -> str:
+    """What a message says of has_failed (N, R): how many of the N images each reward failed on."""
     counts = zip(names, has_failed.sum(0).tolist(), strict=True)
     return ", ".join(f"reward {name} failed on {count} of {len(has_failed)}" for name, count in counts)
-
-
-# ---- metrics ---------------------------------------------------------------------------------------------------------
-def sample_records(
-    prompts: PromptSet, seeds: list[int], scores: torch.Tensor, names: Iterable[str], details: Sequence[Details] = ()
-) -> list[dict]:
-    """The records of B images, {"prompt": ..., "seed": ..., "<reward>": score ..., "details": {"<reward>": ...}}.
-
-    A score is None where the reward failed; details, and "image" of an edit, are there where there are some.
-    """
-    names = list(names)
-    records = []
-    for prompt, metadata, seed, row in zip(prompts.prompts, prompts.metadata, seeds, scores.tolist(), strict=True):
-        by_name = {name: None if math.isnan(score) else score for name, score in zip(names, row, strict=True)}
-        sources = {"image": metadata["image"]} if "image" in metadata else {}
-        records.append({"prompt": prompt, "seed": seed, **sources, **by_name})
-    for record, detail in zip(records, details, strict=False):  # () where none are known
-        if detail:
-            record["details"] = detail
-    return records
-
-
-def detail_metrics(details: Sequence[Details], prefix: str) -> dict[str, float]:
-    """{prefix/<reward>/<key>: mean} of the numbers in the details of all ranks' images. A collective."""
-    numbers: dict[str, list[float]] = {}
-    for of_rank in gather_objects([detail for detail in details if detail]):
-        for detail in of_rank:
-            for name, said in detail.items():
-                for key, value in said.items():
-                    if not isinstance(value, str):
-                        numbers.setdefault(f"{prefix}/{name}/{key}", []).append(float(value))
-    return {name: math.fsum(values) / len(values) for name, values in sorted(numbers.items())}
-
-
-def eval_metrics(
-    scores: torch.Tensor,
-    names: Iterable[str],
-    reward_weights: Sequence[float],
-    places: Sequence[int],
-    images_per_prompt: int,
-) -> dict[str, torch.Tensor]:
-    """Mean and standard error over held-out prompts of every reward and of the weighted total. A collective.
-
-    scores (B, R) are of this rank's images, places (B,) their numbers among all, prompt by prompt. The first rewards
-    have a weight and make the total; those behind them only watch. A prompt is left out of a mean if the reward scored
-    none of its images; failed images are counted.
-    """
-    names = list(names)
-    num_images = int(gather(torch.tensor(places)).max()) + 1
-    scores = gather_shares(scores, num_images)
-    scores, metrics = count_failed(scores, names, len(reward_weights))
-    scores = scores.view(-1, images_per_prompt, scores.shape[1]).nanmean(1)  # (prompts, R)
-    totals = (scores[:, : len(reward_weights)] * scores.new_tensor(reward_weights)).sum(1)  # (prompts,)
-    for name, of_prompts in zip([*names, TOTAL], [*scores.T, totals], strict=True):
-        kept = of_prompts[~of_prompts.isnan()]
-        metrics[f"val/{name}/mean"] = kept.mean()
-        metrics[f"val/{name}/stderr"] = kept.std(correction=0) / len(kept) ** 0.5
-    return metrics
-
-
-def reward_metrics(
-    scores: torch.Tensor,
-    advantages: torch.Tensor,
-    names: Iterable[str],
-    reward_weights: Sequence[float],
-    group_size: int,
-) -> dict[str, torch.Tensor | float]:
-    """Statistics of a rollout's scores (N, R), NaN where a reward failed, and of its advantages (N,).
-
-    std_mean is the mean over groups of the population standard deviation of the weighted total. zero_std_ratio is the
-    share of groups whose images all score the same, from which nothing is learned. Only whole images count, in groups
-    with at least two of them; <reward>/failed and skipped_groups count the others.
-    """
-    has_failed = scores.isnan()  # (N, R)
-    is_whole = ~has_failed.any(1).view(-1, group_size)  # (P, G)
-    is_kept = is_whole & (is_whole.sum(1, keepdim=True) >= 2)
-    totals = (scores * scores.new_tensor(reward_weights)).sum(1)  # (N,)
-    groups = [group[kept] for group, kept in zip(totals.view(-1, group_size), is_kept, strict=True)]
-    groups = [group for group in groups if len(group)]
-    kept_totals = torch.cat(groups)
-    deviations = torch.stack([group.std(correction=0) for group in groups])
-    all_equal = torch.stack([group.amax() == group.amin() for group in groups])  # the std of equal values can be 1e-17
-    metrics: dict[str, torch.Tensor | float] = {}
-    for r, name in enumerate(names):
-        metrics[f"critic/rewards/{name}/failed"] = has_failed[:, r].sum()
-        metrics[f"critic/rewards/{name}/mean"] = scores[is_kept.flatten(), r].mean()
-    metrics["critic/rewards/skipped_groups"] = (~is_kept).all(1).sum()
-    metrics["critic/rewards/mean"] = kept_totals.mean()
-    metrics["critic/rewards/max"] = kept_totals.max()
-    metrics["critic/rewards/min"] = kept_totals.min()
-    metrics["critic/rewards/std_mean"] = deviations.mean()
-    metrics["critic/rewards/zero_std_ratio"] = all_equal.double().mean()
-    metrics["critic/rewards/group_size"] = group_size
-    kept_advantages = advantages[is_kept.flatten()]
-    metrics["critic/advantages/mean"] = kept_advantages.mean()
-    metrics["critic/advantages/max"] = kept_advantages.max()
-    metrics["critic/advantages/min"] = kept_advantages.min()
-    return metrics

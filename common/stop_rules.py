@@ -1,7 +1,6 @@
 """Rules that end a run: --stop_if 'val/aesthetic/mean<5.2'. Only runs with that option import this file."""
 
 import math
-import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -20,8 +19,7 @@ class StopRule(NamedTuple):
 
     def holds(self, value: float) -> bool:
         """Whether the value ends the run."""
-        compare = {"<": operator.lt, ">": operator.gt}[self.sign]
-        return compare(value, self.limit)
+        return value < self.limit if self.sign == "<" else value > self.limit
 
     def __str__(self) -> str:
         return f"{self.metric}{self.sign}{self.limit:g}"
@@ -36,16 +34,13 @@ def read_stop_rules(texts: Sequence[str]) -> list[StopRule]:
     rules = []
     for text in texts:
         match = re.fullmatch(r"\s*(val/[^<>]+?)\s*([<>])\s*([-+.\d][^\s<>]*)\s*", text)
-        must = "must be like 'val/ocr/mean<0.5': a metric of val/, < or >, a number; in quotes"
-        fault = truncate(f"--stop_if {text}: {must}")
-        if not match:
-            raise ValueError(fault)
         try:
-            limit = float(match[3])
+            limit = float(match[3]) if match else math.nan
         except ValueError:
             limit = math.nan
-        if not math.isfinite(limit):
-            raise ValueError(fault)
+        if not match or not math.isfinite(limit):
+            must = "must be like 'val/ocr/mean<0.5': a metric of val/, < or >, a number; in quotes"
+            raise ValueError(truncate(f"--stop_if {text}: {must}"))
         rules.append(StopRule(match[1], match[2], limit))
     return rules
 
@@ -62,7 +57,7 @@ def check_stop_rules(texts: Sequence[str], rewards: Sequence[str], num_images: i
         known.append("val/diversity")
     more = [f"val/{name}/failed" for name in names]
     more += [name.removesuffix("mean") + "stderr" for name in known if name.endswith("/mean")]
-    own = tuple(f"val/{name.rpartition(':')[2]}/" for name in rewards if ":" in name)
+    own = tuple(f"val/{log_name}/" for name, log_name in zip(rewards, names, strict=True) if ":" in name)
     kinds = ("mean", "best") if num_images > 1 else ("mean",)
     ends = tuple(f"/{name}/{kind}@{num_images}" for name in (*names, TOTAL) for kind in kinds)
     for rule in read_stop_rules(texts):

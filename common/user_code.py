@@ -1,9 +1,7 @@
 """A user's own function, path/to/file.py:function: a reward or a kind of sampling step; and its errors."""
 
-import contextlib
 import functools
 import hashlib
-import importlib
 import importlib.util
 import inspect
 import os
@@ -12,11 +10,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-
-
-def load_module(name: str) -> ModuleType:
-    """The module of the project that an option names, such as common.models.flux: a model's family, or a reward."""
-    return importlib.import_module(name)
 
 
 @functools.cache
@@ -72,10 +65,9 @@ def _import_file(path: Path) -> ModuleType:
 
 def check_arguments(function: Callable, reward: str) -> None:
     """Raise ValueError where a function cannot be called as a reward is; it names `reward`, the file and the line."""
-    signature = None
-    with contextlib.suppress(ValueError, TypeError):  # some callables of C have none
+    try:
         signature = inspect.signature(function)
-    if signature is None:
+    except (ValueError, TypeError):  # some callables of C have none
         return
     try:
         signature.bind([], [], [])

@@ -126,7 +126,6 @@ def watch_metrics(folder: Path, places: list[int], images: Images, images_per_pr
 
 def _find_base(folder: Path) -> tuple[Path | None, str | None]:
     """The folder of step 0's images of the same prompts and seeds, and None; or None, and the reason."""
-    folder = Path(folder)
     run = folder.parents[1]
     base = base_samples(run)
     if base is None:

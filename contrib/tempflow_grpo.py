@@ -32,14 +32,14 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 from common.command_line import parse_args
 from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
 from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
-from common.evaluation import evaluate_samples, log_rollout
+from common.evaluation import evaluate_samples, log_rollout, reward_metrics
 from common.inputs import Inputs, check_inputs, choose_sizes
 from common.models.family import Family
 from common.models.loading import find_family, load_model
 from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, friendly_errors, open_run
-from common.scoring import Scorer, fill_failed, load_rewards, reward_metrics
+from common.scoring import Scorer, fill_failed, load_rewards
 from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from common.choices import check_lora_modules
 from common.command_line import parse_args
 from common.cpu import repair_torchvision
 from common.data import count_sources, read_prompts
 from common.errors import RunError, error_prefix
+from common.inputs import check_lora_modules
 from common.models.loading import find_family
 from common.plan.devices import DEVICES
 from common.plan.memory import Blueprint

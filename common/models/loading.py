@@ -4,6 +4,7 @@ A family is found by the name of its file (family.py has the rule). Checkpoints 
 files that are there, before anything is loaded.
 """
 
+import importlib
 import json
 import re
 import warnings
@@ -15,7 +16,6 @@ from common.errors import RunError, error_prefix
 from common.models.family import Family
 from common.models.vae import to_bfloat16
 from common.process import print_message
-from common.user_code import load_module
 
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -84,7 +84,7 @@ def family_class(model: str | Path) -> type[Family]:
     found = [file.stem for file in files if file.stem.replace("_", "") == wanted]
     if not found:
         raise ValueError(f"--model {model}: {pipeline} is not supported; {explain_pipeline(pipeline, files)}")
-    module = load_module(f"common.models.{found[0]}")
+    module = importlib.import_module(f"common.models.{found[0]}")
     name = pipeline.removesuffix("Pipeline")
     if not hasattr(module, name):
         raise ValueError(f"--model {model}: common/models/{found[0]}.py has no class {name}")

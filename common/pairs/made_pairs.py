@@ -26,12 +26,9 @@ DECIDING += ["negative_prompt", "base_weights"]
 
 def best_and_worst(totals: torch.Tensor) -> tuple[int, int] | None:
     """Places of the highest and the lowest of totals (G,) that are not NaN; None where none is higher than another."""
-    kept = (~totals.isnan()).nonzero().flatten()
-    if len(kept) == 0:
-        return None
-    best = int(kept[totals[kept].argmax()])
-    worst = int(kept[totals[kept].argmin()])
-    return None if totals[best] == totals[worst] else (best, worst)
+    best = int(totals.nan_to_num(-torch.inf).argmax())
+    worst = int(totals.nan_to_num(torch.inf).argmin())
+    return (best, worst) if totals[best] > totals[worst] else None  # False if all are NaN
 
 
 def rows_to_make(folder: Path, num_prompts: int, options: dict[str, Any]) -> Iterator[tuple[int, bool]]:

@@ -95,7 +95,10 @@ async def ask(server: Server, path: str, payload: dict | None = None) -> Any:  #
             fault = str(error)
         else:
             _unanswered.discard(url)
-            return _parse(url, body)
+            try:
+                return json.loads(body)
+            except (ValueError, RecursionError):
+                raise ServerError(f"{url}: the answer is not JSON: {_excerpt(body)}") from None
         if attempt < server.retries:
             if url not in _unanswered:  # one line for all requests under way
                 _unanswered.add(url)
@@ -212,13 +215,6 @@ def _cause(error: Exception) -> str:
     return reason(below or error)
 
 
-def _parse(url: str, body: bytes) -> Any:  # any JSON
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        raise ServerError(f"{url}: the answer is not JSON: {_excerpt(body)}") from None
-
-
 def _excerpt(body: bytes | bytearray) -> str:
     text = body.decode(errors="replace").strip()
     return truncate(text[:200]) if text else "nothing"
@@ -253,13 +249,11 @@ def number_setting(name: str, default: Number, at_least: float) -> Number:
     text = os.environ.get(name, "").strip()
     if not text:
         return default
-    kind = type(default)
     try:
-        value = kind(text)
-        is_valid = at_least <= value < math.inf
+        value = type(default)(text)
+        if at_least <= value < math.inf:
+            return value
     except ValueError:
-        is_valid = False
-    if not is_valid:
-        wanted = "a whole number" if kind is int else "a number"
-        raise ValueError(f"{name}={text}: must be {wanted}, at least {at_least:g}")
-    return value
+        pass
+    wanted = "a whole number" if isinstance(default, int) else "a number"
+    raise ValueError(f"{name}={text}: must be {wanted}, at least {at_least:g}")

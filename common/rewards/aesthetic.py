@@ -10,20 +10,10 @@ trl-lib/ddpo-aesthetic-predictor).
 """
 
 import functools
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.rewards.clip_score import (
-    Source,
-    embed_images,
-    in_chunks,
-    load_clip,
-    load_processor,
-    offload,
-    own_device,
-    refusing_weights,
-    weights_of,
-)
+from common.rewards._networks import Source, find_file, load_network, offload, own_device, refusing_weights, weights_of
+from common.rewards.clip_score import embed_images, in_chunks, load_processor, read_clip
 
 import torch
 from PIL.Image import Image
@@ -46,7 +36,7 @@ def aesthetic(images: list[Image], prompts: list[str], metadata: list[dict]) -> 
 def load() -> "tuple[CLIPModel, CLIPProcessor, torch.nn.Sequential]":
     """The CLIPModel, its processor, and the layers that rate its embeddings."""
     source = weights_of("AESTHETIC_CLIP", "openai/clip-vit-large-patch14")
-    model = load_clip(source)
+    model = load_network(source, read_clip)
     layers = load_layers(weights_of("AESTHETIC_MODEL", "trl-lib/ddpo-aesthetic-predictor"))
     width = model.config.projection_dim
     if layers[0].in_features != width:
@@ -61,17 +51,10 @@ def load_layers(source: Source) -> torch.nn.Sequential:
     The published predictor has dropouts between them, which have no weights and do nothing here.
 
     Raises:
-        ValueError: as load_clip.
+        ValueError: as load_network.
     """
-    from huggingface_hub import hf_hub_download  # slow
-
     with refusing_weights(source):
-        path = Path(source[1])
-        if path.is_dir():
-            path = path / "aesthetic-model.pth"
-        elif not path.is_file():
-            path = Path(hf_hub_download(source[1], "aesthetic-model.pth"))
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(find_file(source[1], "aesthetic-model.pth"), map_location="cpu", weights_only=True)
         layers = torch.nn.Sequential()
         for number in sorted({int(name.split(".")[1]) for name in tensors}):
             weight = tensors[f"layers.{number}.weight"]  # (outputs, inputs)

@@ -6,18 +6,14 @@ It needs the weights of a CLIP. The environment variable CLIP_SCORE_MODEL names 
 transformers' layout, with the files of the tokenizer and the image processor. The default is
 openai/clip-vit-large-patch14, 1.7 GB in fp32.
 
-This file also holds what all rewards with a CLIP share. REWARD_OFFLOAD=1 moves their networks from the GPU to the CPU's
-memory between rollouts.
+This file also holds what all rewards with a CLIP share.
 """
 
 import functools
-import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from common.errors import error_prefix
-from common.process import print_message
+from common.rewards._networks import Source, load_network, offload, read_whole, refusing_weights, weights_of
 
 import torch
 from PIL.Image import Image
@@ -27,8 +23,6 @@ if TYPE_CHECKING:  # slow
 
 CHUNK = 8  # images, or prompts, in a forward pass
 MAX_TOKENS = 77  # of a prompt, both ends included: CLIP has no more positions, so longer prompts are cut
-LOADED: "dict[str, CLIPModel]" = {}  # by hub id or folder
-Source = tuple[str, str]  # an environment variable, and the hub id or folder that it names
 
 
 @torch.no_grad()
@@ -45,58 +39,16 @@ def clip_score(images: list[Image], prompts: list[str], metadata: list[dict]) ->
 
 
 def load() -> "tuple[CLIPModel, CLIPProcessor]":
-    """The CLIPModel and its processor."""
+    """The CLIPModel, on own_device, and its processor."""
     source = weights_of("CLIP_SCORE_MODEL", "openai/clip-vit-large-patch14")
-    return load_clip(source), load_processor(source)
+    return load_network(source, read_clip), load_processor(source)
 
 
-def weights_of(variable: str, default: str) -> Source:
-    """An environment variable with the hub id or folder that it names."""
-    return variable, os.environ.get(variable) or default
-
-
-def load_clip(source: Source) -> "CLIPModel":
-    """The CLIPModel of a `source`, frozen, in fp32, on own_device. It is loaded once for all rewards that use it.
-
-    Raises:
-        ValueError: names the variable and what is wrong with the weights; or REWARD_OFFLOAD is neither 0 nor 1.
-    """
-    wants_offload()  # a wrong REWARD_OFFLOAD is refused here, before anything loads
-    name = source[1]
-    if name not in LOADED:
-        with refusing_weights(source):
-            LOADED[name] = _read_clip(name)
-    return LOADED[name].to(own_device())
-
-
-def _read_clip(name: str) -> "CLIPModel":
+def read_clip(name: str) -> "CLIPModel":
+    """The CLIPModel of a hub id or folder, in fp32."""
     from transformers import CLIPModel  # slow
-    from transformers.utils import logging
 
-    print_message(f"loading {name}")
-    logging.disable_progress_bar()
-    # fp32, because "auto" would take the checkpoint's dtype
-    model, found = CLIPModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-    if found["missing_keys"]:  # transformers has filled them with random numbers
-        raise ValueError(f"not a whole CLIP: {len(found['missing_keys'])} of its tensors are missing")
-    return model.requires_grad_(False).eval()
-
-
-def offload() -> None:
-    """Move the networks to the CPU until they are needed again, if REWARD_OFFLOAD is 1."""
-    if wants_offload():
-        for model in LOADED.values():
-            model.to("cpu")
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
-def wants_offload() -> bool:
-    """Whether REWARD_OFFLOAD is 1; raises ValueError if it is neither 1 nor 0."""
-    value = os.environ.get("REWARD_OFFLOAD", "").strip() or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"REWARD_OFFLOAD={value}: must be 0 or 1")
-    return value == "1"
+    return read_whole(CLIPModel, name, "CLIP")
 
 
 @functools.cache
@@ -104,7 +56,7 @@ def load_processor(source: Source) -> "CLIPProcessor":
     """The CLIPProcessor of a `source`. PIL resizes the images, so that scores do not depend on torchvision.
 
     Raises:
-        ValueError: as load_clip.
+        ValueError: as load_network.
     """
     from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPProcessor  # slow
 
@@ -112,17 +64,6 @@ def load_processor(source: Source) -> "CLIPProcessor":
     with refusing_weights(source):
         images = CLIPImageProcessorPil.from_pretrained(name)
         return CLIPProcessor(images, AutoTokenizer.from_pretrained(name))
-
-
-def refusing_weights(source: Source) -> AbstractContextManager[None]:
-    """Inside the block, any error over missing or broken weights becomes a ValueError of one line."""
-    variable, name = source
-    return error_prefix(f"cannot load {variable}={name}, set it to a hub id or a folder", Exception)
-
-
-def own_device() -> torch.device:
-    """This rank's GPU, which is the current device of every thread that calls rewards; without a GPU the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def embed_images(model: "CLIPModel", processor: "CLIPProcessor", images: list[Image]) -> torch.Tensor:

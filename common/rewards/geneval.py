@@ -16,20 +16,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.process import print_message
-from common.rewards.clip_score import (
-    embed_images,
-    embed_prompts,
-    load_clip,
-    load_processor,
-    own_device,
-    refusing_weights,
-    wants_offload,
-    weights_of,
-)
-from common.rewards.clip_score import (
-    offload as offload_clips,
-)
+from common.rewards._networks import Source, load_network, offload, read_whole, refusing_weights, weights_of
+from common.rewards.clip_score import embed_images, embed_prompts, load_processor, read_clip
 
 import torch
 from PIL import Image
@@ -71,14 +59,12 @@ Colours = Callable[[str, list[Detection]], Sequence[str]]  # of the detections o
 # ---- the reward ------------------------------------------------------------------------------------------------------
 def geneval(images: list[Image.Image], prompts: list[str], metadata: list[dict]) -> list[float]:
     """1 where the image is right by the published rules, else 0."""
-    return [score_image(image, record) for image, record in zip(images, metadata, strict=True)]
-
-
-def score_image(image: Image.Image, record: dict) -> float:
-    """1 or 0 for an image by its prompt's record."""
-    image = image.convert("RGB")
-    objects = kept(detect(image), THRESHOLD.get(record["tag"], OTHER_THRESHOLD))
-    return float(is_right(record, objects, lambda name, found: colours_of(image, name, found)))
+    scores = []
+    for image, record in zip(images, metadata, strict=True):
+        rgb = image.convert("RGB")
+        objects = kept(detect(rgb), THRESHOLD.get(record["tag"], OTHER_THRESHOLD))
+        scores.append(float(is_right(record, objects, functools.partial(colours_of, rgb))))
+    return scores
 
 
 def check_metadata(record: dict) -> None:
@@ -105,30 +91,21 @@ def is_right(record: dict, objects: Objects, colours: Colours) -> bool:
     them in its place relative to each object of an earlier clause, which must itself be fulfilled. colours(class,
     detections) names a colour for each.
     """
-    fulfilled: list[list[Detection] | None] = []
+    fulfilled: list[list[Detection]] = []  # the objects of each clause; none where it is not fulfilled
     for clause in record["include"]:
         name = clause["class"]
-        found: list[Detection] | None = objects.get(name, [])[: clause["count"]]
-        if not has_colour_and_count(clause, found or [], colours):
-            found = None
-        elif "position" in clause:
+        found = objects.get(name, [])[: clause["count"]]
+        is_fulfilled = len(found) == clause["count"]
+        if is_fulfilled and "color" in clause:
+            is_fulfilled = all(colour == clause["color"] for colour in colours(name, found))
+        if is_fulfilled and "position" in clause:
             place, number = clause["position"]
             others = fulfilled[number]
-            if others is None or any(place not in places_of(a, b) for a in found or [] for b in others):
-                found = None
-        fulfilled.append(found)
+            is_fulfilled = len(others) > 0 and all(place in places_of(a, b) for a in found for b in others)
+        fulfilled.append(found if is_fulfilled else [])
     excluded = record.get("exclude", [])
     too_many = any(len(objects.get(clause["class"], [])) >= clause["count"] for clause in excluded)
-    return None not in fulfilled and not too_many
-
-
-def has_colour_and_count(clause: dict, found: list[Detection], colours: Colours) -> bool:
-    """Whether a clause's objects are as many as it says and, where it names a colour, all of that."""
-    if len(found) < clause["count"]:
-        return False
-    if "color" not in clause:
-        return True
-    return all(colour == clause["color"] for colour in colours(clause["class"], found))
+    return all(fulfilled) and not too_many
 
 
 def places_of(one: Detection, other: Detection) -> set[str]:
@@ -161,37 +138,31 @@ def kept(objects: Objects, threshold: float) -> Objects:
 
 
 # ---- the networks ----------------------------------------------------------------------------------------------------
-DETECTORS: "dict[str, tuple[Mask2FormerForUniversalSegmentation, Any]]" = {}  # with its image processor, by source
-
-
 def load() -> "tuple[Mask2FormerForUniversalSegmentation, Any, CLIPModel, CLIPProcessor]":
-    """The detector and its image processor, the CLIP and its processor, on own_device.
-
-    Raises:
-        ValueError: names the variable and what is wrong with its files.
-    """
-    wants_offload()
+    """The detector and its image processor, the CLIP and its processor; raises load_network's ValueError."""
     source = weights_of("GENEVAL_DETECTOR", "facebook/mask2former-swin-small-coco-instance")
-    name = source[1]
-    if name not in DETECTORS:
-        with refusing_weights(source):
-            DETECTORS[name] = read_detector(name)
-    detector, processor = DETECTORS[name]
+    detector = load_network(source, read_detector)
     clip = weights_of("GENEVAL_CLIP", "openai/clip-vit-large-patch14")
-    return detector.to(own_device()), processor, load_clip(clip), load_processor(clip)
+    return detector, load_image_processor(source), load_network(clip, read_clip), load_processor(clip)
 
 
-def read_detector(name: str) -> "tuple[Mask2FormerForUniversalSegmentation, Any]":
-    """The Mask2Former of a hub id or folder, frozen, and its image processor."""
-    from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation  # slow
+def read_detector(name: str) -> "Mask2FormerForUniversalSegmentation":
+    """The Mask2Former of a hub id or folder."""
+    from transformers import Mask2FormerForUniversalSegmentation  # slow
 
-    print_message(f"loading {name}")
-    model, found = Mask2FormerForUniversalSegmentation.from_pretrained(name, output_loading_info=True)
-    if found["missing_keys"]:
-        raise ValueError(f"not a whole Mask2Former: {len(found['missing_keys'])} of its tensors are missing")
+    model = read_whole(Mask2FormerForUniversalSegmentation, name, "Mask2Former")
     if model.config.num_labels != len(CLASSES):
         raise ValueError(f"knows {model.config.num_labels} classes, where COCO has {len(CLASSES)}")
-    return model.requires_grad_(False).eval(), AutoImageProcessor.from_pretrained(name, use_fast=False)
+    return model
+
+
+@functools.cache
+def load_image_processor(source: Source) -> Any:  # of Mask2Former
+    """The detector's image processor; raises ValueError as load_network."""
+    from transformers import AutoImageProcessor  # slow
+
+    with refusing_weights(source):
+        return AutoImageProcessor.from_pretrained(source[1], use_fast=False)
 
 
 @torch.no_grad()
@@ -199,9 +170,9 @@ def detect(image: Image.Image) -> Objects:
     """All objects that the detector sees, whatever their scores."""
     detector, processor, _, _ = load()
     inputs = processor(image, return_tensors="pt").to(detector.device)
-    size = [(image.height, image.width)]
-    options = {"threshold": 0.0, "target_sizes": size, "return_binary_maps": True}
-    (result,) = processor.post_process_instance_segmentation(detector(**inputs), **options)
+    (result,) = processor.post_process_instance_segmentation(
+        detector(**inputs), threshold=0.0, target_sizes=[(image.height, image.width)], return_binary_maps=True
+    )
     objects: Objects = {}
     for entry, found in zip(result["segments_info"], result["segmentation"], strict=True):
         mask = Image.fromarray((found.cpu().numpy() > 0).astype("uint8") * 255)
@@ -235,15 +206,6 @@ def colour_embeddings(clip: str, name: str) -> torch.Tensor:
         mean = embed_prompts(model, processor, texts).mean(0)
         rows.append(mean / mean.norm())
     return torch.stack(rows)
-
-
-def offload() -> None:
-    """Move the networks to the CPU until they are needed again, if REWARD_OFFLOAD is 1."""
-    if wants_offload():
-        for detector, _ in DETECTORS.values():
-            detector.to("cpu")
-        colour_embeddings.cache_clear()
-    offload_clips()
 
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes

@@ -12,18 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.process import print_message
-from common.rewards.clip_score import (
-    LOADED,
-    embed_images,
-    embed_prompts,
-    load_processor,
-    offload,
-    own_device,
-    refusing_weights,
-    wants_offload,
-    weights_of,
-)
+from common.rewards._networks import find_file, load_network, offload, weights_of
+from common.rewards.clip_score import embed_images, embed_prompts, load_processor
 
 import torch
 from PIL.Image import Image
@@ -66,44 +56,22 @@ def hpsv2(images: list[Image], prompts: list[str], metadata: list[dict]) -> list
 
 
 def load() -> "tuple[CLIPModel, CLIPProcessor]":
-    """The CLIPModel with the published weights, on own_device, and its processor.
-
-    Raises:
-        ValueError: names the variable and what is wrong with its files; or REWARD_OFFLOAD is neither 0 nor 1.
-    """
-    wants_offload()  # a wrong REWARD_OFFLOAD is refused here, before anything loads
+    """The CLIPModel with the published weights and its processor; raises load_network's ValueError."""
     source = weights_of("HPSV2_MODEL", "xswu/HPSv2")
     clip = weights_of("HPSV2_PROCESSOR", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K")
-    name = source[1]
-    if name not in LOADED:
-        load_processor(clip)  # a megabyte, before the gigabytes
-        with refusing_weights(source):
-            LOADED[name] = read_open_clip(find_file(name), clip[1])
-    return LOADED[name].to(own_device()), load_processor(clip)
-
-
-def find_file(name: str) -> Path:
-    """The weights' file: `name` itself, or FILE in that folder or hub id."""
-    path = Path(name)
-    if path.is_file():
-        return path
-    if path.is_dir():
-        return path / FILE
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(name, FILE))
+    processor = load_processor(clip)  # a megabyte, before the gigabytes
+    return load_network(source, lambda name: read_open_clip(find_file(name, FILE), clip[1])), processor
 
 
 def read_open_clip(file: Path, config: str) -> "CLIPModel":
-    """A CLIPModel of transformers with the weights of an open_clip checkpoint, frozen, in fp32; config: its config's
-    folder or hub id."""
+    """A CLIPModel of transformers, in fp32, with the weights of an open_clip file; config: its config's hub id or
+    folder."""
     from transformers import CLIPConfig, CLIPModel  # slow
 
-    print_message(f"loading {file}")
     checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     model = CLIPModel(CLIPConfig.from_pretrained(config))
     model.load_state_dict(rename(checkpoint.get("state_dict", checkpoint)), strict=True)
-    return model.requires_grad_(False).eval()
+    return model
 
 
 def rename(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

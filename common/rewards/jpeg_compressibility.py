@@ -10,11 +10,7 @@ import io
 from PIL.Image import Image
 
 
-def jpeg_compressibility(
-    images: list[Image],
-    prompts: list[str],
-    metadata: list[dict],
-) -> list[float]:
+def jpeg_compressibility(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
     """-kB / 500 of the image as a JPEG of quality 95 (DDPO, arXiv 2305.13301). Below 0; a kB is 1000 bytes."""
     scores = []
     for image in images:

@@ -10,13 +10,6 @@ from common.rewards.jpeg_compressibility import jpeg_compressibility
 from PIL.Image import Image
 
 
-def jpeg_incompressibility(
-    images: list[Image],
-    prompts: list[str],
-    metadata: list[dict],
-) -> list[float]:
+def jpeg_incompressibility(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
     """kB / 500 of the image as a JPEG of quality 95 (DDPO, arXiv 2305.13301). Above 0; a kB is 1000 bytes."""
-    scores = []
-    for score in jpeg_compressibility(images, prompts, metadata):
-        scores.append(-score)
-    return scores
+    return [-score for score in jpeg_compressibility(images, prompts, metadata)]

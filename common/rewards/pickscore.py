@@ -9,7 +9,8 @@ weights were trained with, PICKSCORE_PROCESSOR (default laion/CLIP-ViT-H-14-laio
 
 from typing import TYPE_CHECKING
 
-from common.rewards.clip_score import embed_images, embed_prompts, load_clip, load_processor, offload, weights_of
+from common.rewards._networks import load_network, offload, weights_of
+from common.rewards.clip_score import embed_images, embed_prompts, load_processor, read_clip
 
 import torch
 from PIL.Image import Image
@@ -34,7 +35,7 @@ def load() -> "tuple[CLIPModel, CLIPProcessor]":
     """The CLIPModel and its processor."""
     model = weights_of("PICKSCORE_MODEL", "yuvalkirstain/PickScore_v1")
     processor = weights_of("PICKSCORE_PROCESSOR", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K")
-    return load_clip(model), load_processor(processor)
+    return load_network(model, read_clip), load_processor(processor)
 
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes

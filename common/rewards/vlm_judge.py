@@ -54,8 +54,7 @@ PART = re.compile(rf"^\s*(instruction|preservation):\s*({NUMBER})(?:\s*/\s*({NUM
 class Settings(NamedTuple):
     server: Server
     model: str
-    question: str  # contains {prompt}
-    question_of_edits: str
+    questions: tuple[str, str]  # of an image, and of an edit; they contain {prompt}
     least: float
     highest: float
     max_tokens: int
@@ -71,10 +70,7 @@ def vlm_judge(images: list[Image], prompts: list[str], metadata: list[dict]) -> 
     "Preservation: N" of an answer become details beside the score, in [0, 1] as well.
     """
     settings = read_settings()
-    shown = [
-        (image, prompt, record.get("image", []))
-        for image, prompt, record in zip(images, prompts, metadata, strict=True)
-    ]
+    shown = list(zip(images, prompts, [record.get("image", []) for record in metadata], strict=True))
     return ask_for_each(lambda one: judge(settings, *one), shown, settings.server.concurrency)
 
 
@@ -87,8 +83,7 @@ async def judge(settings: Settings, image: Image, prompt: str, sources: list[Ima
     for picture in (*sources, image):
         url = f"data:image/png;base64,{await png_base64(picture)}"
         content.append({"type": "image_url", "image_url": {"url": url}})
-    question = settings.question_of_edits if sources else settings.question
-    content.append({"type": "text", "text": question.replace("{prompt}", prompt)})
+    content.append({"type": "text", "text": settings.questions[bool(sources)].replace("{prompt}", prompt)})
     payload = {
         "model": settings.model,
         "messages": [{"role": "user", "content": content}],
@@ -151,12 +146,11 @@ def read_parts(text: str, least: float, highest: float) -> dict[str, float]:
 def read_settings() -> Settings:
     """The Settings in the environment; raises ValueError, which names the variable that is missing or wrong."""
     given = os.environ.get("VLM_JUDGE_PROMPT", "").strip()
-    questions = []
-    for path in (Path(given), Path(given)) if given else (QUESTION, QUESTION_OF_EDITS):
-        with error_prefix(f"VLM_JUDGE_PROMPT={path}"):
-            questions.append(path.read_text(encoding="utf-8"))
-            if "{prompt}" not in questions[-1]:
-                raise ValueError("the question must contain {prompt}, for which we put the image's prompt")
+    with error_prefix(f"VLM_JUDGE_PROMPT={given}"):
+        question = Path(given or QUESTION).read_text(encoding="utf-8")
+        question_of_edits = question if given else QUESTION_OF_EDITS.read_text(encoding="utf-8")
+        if "{prompt}" not in question:
+            raise ValueError("the question must contain {prompt}, for which we put the image's prompt")
     score_range = os.environ.get("VLM_JUDGE_RANGE", "").strip() or "0,10"
     try:
         least, highest = (float(number) for number in score_range.split(","))
@@ -167,8 +161,7 @@ def read_settings() -> Settings:
     return Settings(
         server=read_server("VLM_JUDGE", "http://127.0.0.1:8000/v1", concurrency=16),
         model=text_setting("VLM_JUDGE_MODEL", "Qwen/Qwen2.5-VL-7B-Instruct"),
-        question=questions[0],
-        question_of_edits=questions[1],
+        questions=(question, question_of_edits),
         least=least,
         highest=highest,
         max_tokens=number_setting("VLM_JUDGE_MAX_TOKENS", 512, 1),

@@ -8,6 +8,7 @@ import re
 import flow_grpo
 from common.data import PromptSet, check_sources, read_prompts
 from common.errors import RunError
+from common.evaluation import sample_records
 from common.images import StoredImage, find_images, show_sources, warn_stretched
 from common.models.flux2_klein import Flux2Klein
 from common.models.flux_kontext import FluxKontext
@@ -16,7 +17,7 @@ from common.models.qwen_image_edit_plus import QwenImageEditPlus
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.pairs.pair_files import Pair, pair_prompts, read_pairs
 from common.plan.memory import Blueprint
-from common.scoring import sample_records, score_images
+from common.scoring import score_images
 from common.weights.lora import make_lora
 from tests.conftest import ROOT, TINY, read_metrics, run_here, torchrun
 from tests.tiny_models import make_checkpoint

@@ -4,10 +4,11 @@ import json
 
 from common.data import PromptSet
 from common.errors import RunError
-from common.eval_by import check_field, metrics_by_field
+from common.evaluation import detail_metrics, metrics_by_field, sample_records
 from common.images import open_png
+from common.inputs import check_field
 from common.plots import save_samples
-from common.scoring import Scorer, detail_metrics, load_rewards, sample_records, score_images
+from common.scoring import Scorer, load_rewards, score_images
 from tests.conftest import TINY, few_eval_prompts, on_ranks, read_metrics, run_here
 
 import numpy as np
@@ -119,8 +120,7 @@ def test_rewards_of_a_fields_values_by_hand(monkeypatch):
         places = [place for place in range(8) if place % 2 == rank]
         prompts = PromptSet(["p"] * 4, [{"kind": field[place // 2]} for place in places])
         scorer = Scorer({"a": plain, "watches": plain}, prompts)
-        weights = {"reward_weights": (0.5,), "images_per_prompt": 2}
-        return metrics_by_field("kind", scorer, scores[places], places, **weights)
+        return metrics_by_field("kind", scorer, scores[places], (0.5,), places, images_per_prompt=2)
 
     (metrics, others), _ = on_ranks(monkeypatch, 2, of_rank)
     assert metrics == others

@@ -125,7 +125,7 @@ def networks(tmp_path, monkeypatch):
     make_clip(tmp_path / "clip", seed=1)
     monkeypatch.setenv("GENEVAL_DETECTOR", str(tmp_path / "detector"))
     monkeypatch.setenv("GENEVAL_CLIP", str(tmp_path / "clip"))
-    monkeypatch.setattr(geneval_file, "DETECTORS", {})
+    monkeypatch.setattr("common.rewards._networks.LOADED", {})
     geneval_file.colour_embeddings.cache_clear()
 
 

@@ -1,6 +1,5 @@
 """hpsv2: open_clip's names read into transformers' CLIP. benchmarks/hpsv2_pairs.py compares it with open_clip."""
 
-from common.rewards import clip_score as clip_score_file
 from common.rewards.hpsv2 import FILE, hpsv2
 from common.scoring import load_rewards
 from tests.tiny_models import make_clip
@@ -54,8 +53,7 @@ def folder(tmp_path, monkeypatch):
     torch.save(state, tmp_path / FILE)
     monkeypatch.setenv("HPSV2_MODEL", str(tmp_path))
     monkeypatch.setenv("HPSV2_PROCESSOR", str(folder))
-    monkeypatch.setattr(clip_score_file, "LOADED", {})
-    monkeypatch.setattr("common.rewards.hpsv2.LOADED", clip_score_file.LOADED)
+    monkeypatch.setattr("common.rewards._networks.LOADED", {})
     return folder
 
 

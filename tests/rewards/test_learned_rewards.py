@@ -5,9 +5,10 @@ import sys
 
 from common.data import PromptSet
 from common.errors import RunError
-from common.rewards import clip_score as clip_score_file
+from common.rewards import _networks as networks
+from common.rewards._networks import own_device
 from common.rewards.aesthetic import aesthetic
-from common.rewards.clip_score import CHUNK, clip_score, embed_images, embed_prompts, own_device
+from common.rewards.clip_score import CHUNK, clip_score, embed_images, embed_prompts
 from common.rewards.pickscore import pickscore
 from common.scoring import Scorer, load_rewards, score_images
 from common.user_code import load_function
@@ -285,10 +286,10 @@ def test_networks_leave_the_gpu_after_a_rollout_if_asked(asked, monkeypatch):
     """There is no GPU here: every move is recorded instead. A reward moves its network to the GPU when it is called."""
     monkeypatch.setenv("REWARD_OFFLOAD", str(int(asked)))
     model, _ = clip_score.load()
-    monkeypatch.setattr(clip_score_file, "LOADED", {str(clip_score_file.weights_of("CLIP_SCORE_MODEL", "")[1]): model})
+    monkeypatch.setattr(networks, "LOADED", {str(networks.weights_of("CLIP_SCORE_MODEL", "")[1]): model})
     moves = []
     monkeypatch.setattr(model, "to", lambda device: moves.append(str(device)) or model)
-    monkeypatch.setattr(clip_score_file, "own_device", lambda: "the GPU")
+    monkeypatch.setattr(networks, "own_device", lambda: "the GPU")
     scorer = Scorer({"clip_score": clip_score}, PromptSet(PROMPTS[:2], [{}] * 2))
     scorer.add([0], IMAGES[:1])
     scorer.add([1], IMAGES[1:2])

@@ -10,19 +10,12 @@ from common import rewards as room
 from common import scoring
 from common.data import PromptSet
 from common.errors import RunError
+from common.evaluation import eval_metrics, reward_metrics, sample_records
 from common.rewards.jpeg_compressibility import jpeg_compressibility
 from common.rewards.jpeg_incompressibility import jpeg_incompressibility
 from common.rewards.ocr import levenshtein, ocr, ocr_score, quoted_text, recognize
 from common.rewards.ocr_contains import ocr_contains
-from common.scoring import (
-    Scorer,
-    built_in_rewards,
-    eval_metrics,
-    load_rewards,
-    reward_metrics,
-    sample_records,
-    score_images,
-)
+from common.scoring import Scorer, built_in_rewards, load_rewards, score_images
 
 import pytest
 import torch
@@ -391,7 +384,7 @@ def test_a_group_of_equal_rewards_counts_whatever_the_value(value, num_prompts, 
 def test_evaluation_by_hand(monkeypatch):
     """Three prompts of two images: two ranks take the images in turn, and each prompt counts once."""
     scores = torch.tensor([[0, 5], [1, 5], [2, 5], [4, 5], [0, 5], [0, 5]], dtype=torch.float64)  # means 0.5, 3, 0
-    monkeypatch.setattr("common.scoring.gather", lambda places: torch.tensor([[0, 2, 4], [1, 3, 5]]))
+    monkeypatch.setattr("common.evaluation.gather", lambda places: torch.tensor([[0, 2, 4], [1, 3, 5]]))
     monkeypatch.setattr("common.data.gather", lambda of_rank_0: torch.stack([scores[0::2], scores[1::2]]))
     metrics = eval_metrics(scores[0::2], ["a", "b"], (2, -1), [0, 2, 4], images_per_prompt=2)
     variance = ((0.5 - 3.5 / 3) ** 2 + (3 - 3.5 / 3) ** 2 + (0 - 3.5 / 3) ** 2) / 3

@@ -2,7 +2,7 @@
 
 from common.data import PromptSet
 from common.errors import RunError
-from common.trial import try_rewards
+from common.inputs import try_rewards
 
 import pytest
 import torch

@@ -10,10 +10,11 @@ from pathlib import Path
 from assets.sign_colour import COLOURS, sign_colour
 from common import watch
 from common.data import GroupSampler, PromptSet, read_prompts, share_of_rank
+from common.evaluation import eval_metrics, sample_records
 from common.images import open_png, save_png
 from common.plots import drawn_metrics, plot_curves, save_samples
 from common.run import Run
-from common.scoring import Reward, eval_metrics, load_rewards, sample_records
+from common.scoring import Reward, load_rewards
 from common.stop_rules import check_stop_rules, read_stop_rules
 from tests.conftest import ROOT, TINY, assert_one_line, few_eval_prompts, new_run, on_ranks, read_metrics, run_here
 
