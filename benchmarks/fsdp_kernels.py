@@ -67,7 +67,7 @@ def tiny_sd35_medium(args: flow_grpo.Args) -> Family:
     pipe.register_modules(transformer=transformer.requires_grad_(False).eval())
     model = family_class(EMBEDDED)(pipe)
     model.device = CPU
-    add_policies(model, make_lora(args, type(model)), ["default"], args.seed)
+    add_policies(model, make_lora(type(model), rank=args.lora_rank, alpha=args.lora_alpha), ["default"], args.seed)
     return model
 
 

@@ -5,12 +5,13 @@ import math
 import os
 import re
 import sys
-from dataclasses import MISSING, Field, fields, make_dataclass
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from common.checkpoints import load_checkpoint, saved_checkpoints
 from common.errors import error_prefix
+from common.help import help_text
 from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs
 from common.process import print_message
 from common.profiling import traced_steps
@@ -21,12 +22,6 @@ from common.weights.attention import check_attention
 
 import tyro
 import yaml
-
-# the options that people set first
-FIRST = (
-    *("name", "model", "image_size", "train_prompts", "eval_prompts", "pairs", "reward", "rollout"),
-    *("num_steps", "num_prompts", "group_size", "learning_rate"),
-)
 
 # what other trainers call our options
 OTHER_NAMES = {
@@ -59,8 +54,12 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
         ValueError: an option is out of bounds, or there is no good file or checkpoint to take options from.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help", "--help_all"} & set(argv):
-        _print_help(args_class, description, only_first="--help_all" not in argv)
+    if {"-h", "--help"} & set(argv):
+        print(help_text(args_class, description))
+        raise SystemExit(0)
+    if "--help_all" in argv:
+        config = (tyro.conf.FlagConversionOff,)
+        tyro.cli(args_class, args=["--help"], description=description, use_underscores=True, config=config)
     known = {field.name: field for field in fields(args_class)}
     _suggest(argv, known)
     argv = _words_of_file(argv, known) + argv
@@ -70,21 +69,6 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
         args = _parse(args_class, argv, _defaults_of_checkpoint(args))
     check_options(args)
     return args
-
-
-def _print_help(args_class: type[ArgsClass], description: str, *, only_first: bool) -> None:
-    """Print the script's header and tyro's help, of the options in FIRST or of all; exit."""
-    print(f"{description.strip()}\n")
-    shown: type = args_class
-    text = ""
-    if only_first:
-        text = f"--help_all shows all {len(fields(args_class))} options."
-        suppress: Any = tyro.conf.Suppress  # a generic alias, to be given types at run time
-        others = [field for field in fields(args_class) if field.name not in FIRST]
-        hidden = [(field.name, suppress[field.type], field) for field in others]
-        shown = make_dataclass(args_class.__name__, hidden, bases=(args_class,))
-    config = (tyro.conf.FlagConversionOff,)
-    tyro.cli(shown, args=["--help"], description=text, use_underscores=True, config=config)
 
 
 def _parse(args_class: type[ArgsClass], argv: list[str], defaults: dict) -> ArgsClass:

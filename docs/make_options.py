@@ -6,18 +6,16 @@
 tests/core/test_options_page.py holds the page against the scripts.
 """
 
-import ast
 import importlib
 import inspect
 import re
 import sys
-import textwrap
 from dataclasses import MISSING, Field, fields
-from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from common.help import read_docstrings
 from common.options import Bound, EngineArgs, SharedArgs
 
 ROOT = Path(__file__).parents[1]
@@ -51,20 +49,6 @@ class Row(NamedTuple):
         # as text, not as the end of a cell or the begin of a tag
         cells = [cell.replace("|", r"\|").replace("<", r"\<") for cell in cells]
         return f"| {' | '.join(cells)} |"
-
-
-def read_docstrings(args_class: type) -> dict[str, str]:
-    """{name: docstring} of a dataclass's options, from the source of the class and of its bases."""
-    found = {}
-    for part in reversed(args_class.__mro__[:-1]):
-        (class_node,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
-        assert isinstance(class_node, ast.ClassDef)
-        for statement, below in pairwise(class_node.body):
-            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
-                continue
-            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                found[statement.target.id] = " ".join(str(below.value.value).split())
-    return found
 
 
 def args_class(script: str) -> type:

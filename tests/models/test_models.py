@@ -144,6 +144,8 @@ def test_how_many_images_a_call_of_the_vae_takes(shape, scale, expected):
     seen = []
 
     class VAE:
+        dtype = torch.float32
+
         def decode(self, latents, return_dict):
             seen.append(len(latents))
             return (latents,)
@@ -324,11 +326,11 @@ def test_a_vae_in_bf16_moves_pixels_by_three_of_255_at_most():
 def test_the_vae_of_every_family_decodes_and_encodes_in_bf16(name, tmp_path):
     folder = str(make_checkpoint(name, tmp_path))
     model = load_model(family_class(folder), folder, torch.float32, "cpu", vae_dtype="bfloat16")
-    frames = 5 if model.encode_images is None else 1
+    frames = 5 if model.makes_videos else 1
     shape = model.schedule(2, 32, 64, frames)[2]
     images = model.decode(torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)))
     assert len(images) == 1
-    if model.encode_images:
+    if not model.makes_videos:
         latents = model.encode_images(images, 32, 64)
         assert latents.dtype == torch.float32 and latents.shape == (1, *shape)
 

@@ -73,7 +73,9 @@ def test_every_rule_has_a_case_and_a_paragraph():
     begins = {rule.__name__: report.explanation(place) for rule, place in report.RULES.items()}
     assert begins["flat_reward"].startswith("zero_std_ratio near 1. All images of a prompt score the same")
     assert begins["still_ratio"].startswith("actor/grad_norm is 0, or actor/ratio_std is 0 although")
-    assert begins["clipped"].startswith("actor/pg_clipfrac above 0.3. Most of the update is cut away. --clip_range is")
+    assert begins["clipped"].startswith(
+        "actor/pg_clipfrac above 0.3. Most of the update is clipped away. --clip_range is"
+    )
     assert begins["no_gradient"] == begins["still_ratio"]
     assert begins["less_diverse"].startswith("That is reward hacking. val/drift_from_base jumps, critic/diversity")
     assert begins["held_out_falls"] == begins["less_diverse"]
