@@ -2,7 +2,7 @@
 # The second program, 9 minutes: a model of SD3.5-medium's size, 512 x 512, LoRA, bf16. The peers first, then ours: as
 # it is, with frozen weights in or out of FSDP, a trace, compiled, other kernels of attention. See README.md.
 #
-# Its parts: plan, peers, eager, frozen, trace, compile, micro_2, micro_2_frozen, sdpa_cudnn, checkpointing
+# Its parts: plan, peers, eager, frozen, trace, compile, micro_2, micro_2_frozen, cudnn, vae_bf16, checkpointing
 LIMIT=545
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 [ -f "$ROOT/flow_grpo.py" ] || ROOT=$(dirname "$ROOT")
@@ -24,16 +24,17 @@ plan plan sd35m "${OURS[@]}" &
 peers peers sd35m 110 "${PEER[@]}"
 wait
 throughput eager sd35m 120 "${OURS[@]}"
-if wanted frozen; then say "- frozen, micro_2_frozen: SIZED_FROZEN=$FROZEN; other parts as the project does by default"; fi
-SIZED_FROZEN=$FROZEN throughput frozen sd35m 100 "${OURS[@]}"
+# the other side of "frozen weights in and out of FSDP", of which every other part leaves them out
+SIZED_FROZEN=sharded throughput frozen sd35m 100 "${OURS[@]}"
 SIZED_MFU=1 sized trace sd35m 100 flow_grpo.py --name trace "${OURS[@]}" --num_steps 2 --profile_steps 2 \
     --eval_at_start False --max_prompts 2 --eval_num_inference_steps 2 &&
     { echo; python "$KIT/trace_table.py" runs/trace/trace_0002.json; echo; } 2>&1 | report
 throughput compile sd35m 200 "${OURS[@]}" --train_with compile
 # the micro-batch of recipes for small GPUs, of 8 images: the host that launches limits it, if anything does
 throughput micro_2 sd35m 90 "${OURS[@]}" "${LESS[@]}"
-SIZED_FROZEN=$FROZEN throughput micro_2_frozen sd35m 90 "${OURS[@]}" "${LESS[@]}"
-SIZED_SDPA=cudnn throughput sdpa_cudnn sd35m 80 "${OURS[@]}"
+SIZED_FROZEN=sharded throughput micro_2_frozen sd35m 90 "${OURS[@]}" "${LESS[@]}"
+throughput cudnn sd35m 80 "${OURS[@]}" --attention cudnn
+throughput vae_bf16 sd35m 80 "${OURS[@]}" --vae_dtype bfloat16
 throughput checkpointing sd35m 80 "${OURS[@]}" --train_with activation_checkpointing
 if [ -f runs/trace/trace_0002.json ]; then gzip -c runs/trace/trace_0002.json > "$OUT/call2_trace.json.gz"; fi
 end

@@ -27,8 +27,7 @@ peers flux_peers flux 100 "${PEER[@]}"
 plan flux_plan flux "${OURS[@]}" "${FLUX[@]}" &
 throughput flux flux 170 "${OURS[@]}" "${FLUX[@]}"
 wait
-if wanted flux_frozen; then say "- flux_frozen: SIZED_FROZEN=$FROZEN"; fi
-SIZED_FROZEN=$FROZEN throughput flux_frozen flux 130 "${OURS[@]}" "${FLUX[@]}"
+SIZED_FROZEN=sharded throughput flux_frozen flux 130 "${OURS[@]}" "${FLUX[@]}"
 plan qwen_plan qwen "${OURS[@]}" "${QWEN[@]}" &
 throughput qwen qwen 200 "${OURS[@]}" "${QWEN[@]}"
 wait

@@ -35,10 +35,6 @@ PYTHON
 fi
 KIT=$ROOT/benchmarks/gpu
 
-# The project before and after a change that FSDP's pairs measure: what it does by default is in every other part, and
-# the pair's other side is this. "whole" leaves a LoRA's frozen weights out of FSDP, "sharded" gives them to it.
-FROZEN=${FROZEN:-sharded}
-
 # Lines for the report, on stdin, without the folders of this machine: the last name of an absolute path stays
 report() { sed -E 's#(^|[^A-Za-z0-9._/-])(/[A-Za-z0-9._+-]+)+/#\1#g' | tee -a "$REPORT"; }
 say() { echo "$*" | report; }

@@ -9,9 +9,8 @@ MODEL stands for the folder that is made for it: configs, small text encoders an
 transformer is never on the disk: benchmarks/random_model.py writes up to 45 GB of it, and every run would read them
 again. The folder lies in $SIZED_FOLDER, by default in the temporary folder, and is made once.
 
-SIZED_FROZEN=whole leaves a LoRA's frozen weights out of FSDP, and SIZED_FROZEN=sharded gives them to it, whatever the
-project does by default; both are for one rank. SIZED_SDPA=cudnn, flash or efficient leaves torch's attention that
-kernel alone. SIZED_MFU=1 lets the run log perf/mfu, whose count takes 10 to 30 seconds of an idle GPU.
+SIZED_FROZEN=sharded gives FSDP a LoRA's frozen weights, which the project leaves out on one rank. SIZED_MFU=1 lets the
+run log perf/mfu, which a process of its own counts in 10 to 30 seconds.
 """
 
 import os
@@ -23,12 +22,13 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from common import profiling
 from common.cpu import repair_torchvision
-from common.profiling import count_flops
+from common.weights import policy
 from tests.published_models import PUBLISHED, VAES
 
 import torch
-import torch.distributed.fsdp
+from torch.distributed.fsdp import FSDPModule
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("SIZED_FOLDER") or Path(tempfile.gettempdir(), "cleanflow_sized"))
@@ -107,28 +107,14 @@ def drawn_transformer(folder, dtype):
     return transformer
 
 
-def choose_frozen(where):
-    """Give FSDP a LoRA's frozen weights ("sharded"), or leave them on the device, "whole". For shards of one rank."""
-    fully_shard = torch.distributed.fsdp.fully_shard
+def shard_frozen_weights():
+    """Let FSDP copy and cast a LoRA's frozen weights in every pass, as it does with all that it is given.
 
-    def shard(module, **options):
-        names = [name for name, _ in module.named_parameters()]
-        if any("lora_" in name for name in names):
-            frozen = {p for name, p in module.named_parameters() if "lora_" not in name}
-            if where == "whole":
-                module.to(options["mesh"].device_type)  # FSDP moves only what it shards
-            options["ignored_params"] = frozen if where == "whole" else set()
-        return fully_shard(module, **options)
-
-    torch.distributed.fsdp.fully_shard = shard  # before the script imports it
-
-
-def choose_sdpa(kernel):
-    """Leave torch's attention one kernel."""
-    torch.backends.cuda.enable_flash_sdp(kernel == "flash")
-    torch.backends.cuda.enable_mem_efficient_sdp(kernel == "efficient")
-    torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
-    torch.backends.cuda.enable_math_sdp(False)
+    The project leaves them out where a rank has all of them (`shard` of the scripts). For runs of one rank.
+    """
+    policy.keep_frozen_whole = lambda model, dtype: None  # before the script imports it
+    FSDPModule.set_reshard_after_forward = lambda module, *args, **options: None
+    FSDPModule.set_reshard_after_backward = lambda module, *args, **options: None
 
 
 def main():
@@ -136,17 +122,15 @@ def main():
         sys.exit(f"sized.py: error: sized.py NAME PROGRAM OPTIONS..., NAME one of {', '.join(NAMES)}")
     name, program, *options = sys.argv[1:]
     frozen = os.environ.get("SIZED_FROZEN")
-    if frozen not in (None, "", "whole", "sharded"):
-        sys.exit(f"sized.py: error: SIZED_FROZEN={frozen}: must be whole or sharded")
+    if frozen not in (None, "", "sharded"):
+        sys.exit(f"sized.py: error: SIZED_FROZEN={frozen}: must be sharded")
     repair_torchvision()
     folder = make_folder(name)
     draw_transformers()
     if not os.environ.get("SIZED_MFU"):
-        sys.modules[count_flops.__module__].count_flops = lambda config: {}
+        profiling.count_in_process = lambda config: None
     if frozen:
-        choose_frozen(frozen)
-    if os.environ.get("SIZED_SDPA"):
-        choose_sdpa(os.environ["SIZED_SDPA"])
+        shard_frozen_weights()
     options = [str(folder) if option == "MODEL" else option for option in options]
     if program.endswith(".py"):
         path = ROOT / program

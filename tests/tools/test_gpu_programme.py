@@ -5,14 +5,12 @@ import os
 import re
 import subprocess
 import tarfile
-import types
 from pathlib import Path
 
-from benchmarks.gpu import facts, learned, sized, trace_table
+from benchmarks.gpu import facts, learned, trace_table
 from tests.conftest import ROOT
 
 import pytest
-import torch
 
 PROGRAMS = ROOT / "benchmarks" / "gpu"
 
@@ -42,7 +40,7 @@ def run_program(program: Path, folder: Path, parts: str, **variables: str) -> st
 
 # ---- at tiny size ----------------------------------------------------------------------------------------------------
 def test_plan_peers_and_a_step_of_ours(tmp_path):
-    """With SIZED_FROZEN=whole, and random weights that are drawn instead of read."""
+    """With frozen weights given to FSDP, and random weights that are drawn instead of read."""
     report = run_program(PROGRAMS / "call2.sh", tmp_path, "plan peers frozen")
     told = {row["what"]: row for row in map(json.loads, re.findall(r"^\{.*\}$", report, re.MULTILINE))}
     for what in (
@@ -104,22 +102,6 @@ def test_a_part_that_fails_and_one_without_time(tmp_path):
     assert "- late: not run, no time left\n" in report
     with tarfile.open(tmp_path / "call9.tar.gz") as tar:
         assert tar.extractfile("logs/good.log").read() == b"fine\n"
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("where", ["whole", "sharded"])
-def test_where_frozen_weights_go(where, monkeypatch):
-    """Whatever the script asks for, of a module with a LoRA; a module without one stays as the script has it."""
-    calls = []
-    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda module, **options: calls.append(options))
-    sized.choose_frozen(where)
-    block = torch.nn.ModuleDict({"base": torch.nn.Linear(2, 2), "lora_A": torch.nn.Linear(2, 2)})
-    asked = {block["lora_A"].weight}
-    mesh = types.SimpleNamespace(device_type="cpu")
-    torch.distributed.fsdp.fully_shard(block, mesh=mesh, ignored_params=asked)
-    torch.distributed.fsdp.fully_shard(block["base"], mesh=mesh, ignored_params=asked)
-    expected = {"whole": {block["base"].weight, block["base"].bias}, "sharded": set()}
-    assert [options["ignored_params"] for options in calls] == [expected[where], asked]
 
 
 @pytest.mark.fast
