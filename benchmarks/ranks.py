@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from common import watch
-from common.data import GroupSampler, PromptSet
+from common.data import GroupSampler, PromptSet, epoch_order
 from common.weights.prompt_cache import PromptCache
 
 import torch
@@ -84,6 +84,7 @@ def count_rank(
 
     with as_rank(rank, world_size), tempfile.TemporaryDirectory() as folder:
         sampler = GroupSampler(num_prompts, prompts_per_step, group_size, seed=1, num_mini_batches=num_mini_batches)
+        epoch_order.cache_clear()  # another rank, which is another process, has not drawn it for this one
         rows, *_ = counted("draw", sampler.draw)
         own = train_set.select(rows).prompts
         counted("encode", lambda: encode(own, NUM_TOKENS))

@@ -260,7 +260,7 @@ class Meter:
     def _install_in_run(self, dtype):
         timed = runs.Run.timed
         begin_step = runs.Run.begin_step
-        write = runs.Run.write
+        write = runs.Run.log
         close = runs.Run.close
 
         @contextmanager
@@ -294,7 +294,7 @@ class Meter:
 
         runs.Run.timed = timed_and_noted
         runs.Run.begin_step = begin_step_and_note
-        runs.Run.write = write_and_note
+        runs.Run.log = write_and_note
         runs.Run.close = close_and_note
 
     def _install_in_model(self, model):

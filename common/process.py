@@ -9,7 +9,8 @@ import sys
 import time
 from types import FrameType
 
-PARENT = os.getppid()  # who started this process, noted before torch is imported, which takes seconds
+from common import PARENT
+
 caught_signals: list[int] = []  # the numbers of the signals that asked for a stop
 _deadline = math.inf  # by perf_counter
 

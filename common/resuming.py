@@ -87,8 +87,9 @@ def checkpoint_of(path: Path | str) -> Path:
 
 def check_format(record: dict[str, Any], source: Path | str) -> None:
     """Raises ValueError where a version whose files have another format wrote this args.json or checkpoint."""
-    if record.get("format") != FORMAT:
-        fault = f"its format is {record.get('format')}, and this version reads format {FORMAT}"
+    found = record.get("format")
+    if not isinstance(found, int) or found != FORMAT:
+        fault = f"its format is {found}, and this version reads format {FORMAT}"
         raise ValueError(truncate(f"{source} was written by another version of CleanFlow: {fault}"))
 
 

@@ -120,6 +120,9 @@ def test_stable_diffusion_3_computes_with_the_kernel_in_every_pass(checkpoints, 
     """The plain products stand for cuDNN's again. With activation checkpointing they are computed again, by the same
     kernel, and the gradient is that of torch's own kernel."""
     monkeypatch.setitem(attention.SDPA_BACKENDS, "cudnn", SDPBackend.MATH)
+    monkeypatch.setattr(
+        attention_dispatch._AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE
+    )  # use_attention sets it for the process
     _, model = velocity_of(str(make_checkpoint("stable_diffusion_3", tmp_path)), ["a sign"])
     if checkpoints:
         model.transformer.enable_gradient_checkpointing()
