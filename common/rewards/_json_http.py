@@ -5,6 +5,7 @@ This is no reward; `vlm_judge` and `http_scorer` use it.
 
 import asyncio
 import base64
+import contextlib
 import functools
 import io
 import json
@@ -249,11 +250,9 @@ def number_setting(name: str, default: Number, at_least: float) -> Number:
     text = os.environ.get(name, "").strip()
     if not text:
         return default
-    try:
+    with contextlib.suppress(ValueError):  # which the line below says in words of the setting
         value = type(default)(text)
         if at_least <= value < math.inf:
             return value
-    except ValueError:
-        pass
     wanted = "a whole number" if isinstance(default, int) else "a number"
     raise ValueError(f"{name}={text}: must be {wanted}, at least {at_least:g}")
