@@ -19,7 +19,7 @@ def check_tracker(track: str | bool) -> None:
 
 
 class Wandb:
-    """A run of wandb, in its project "cleanflow", with a table of validation images."""
+    """A run of wandb, with a table of validation images, in WANDB_PROJECT (cleanflow) and WANDB_RUN_GROUP."""
 
     def __init__(self, folder: Path, config: dict) -> None:
         """config: the options. The run's id stays in wandb_id.txt; wandb's files go to WANDB_DIR, or to `folder`."""
@@ -31,7 +31,8 @@ class Wandb:
         place = os.environ.get("WANDB_DIR", str(folder))
         run_id = known.read_text().strip()
         self._wandb: Any = wandb
-        wandb.init(project="cleanflow", name=folder.name, id=run_id, resume="allow", dir=place, config=config)
+        project = os.environ.get("WANDB_PROJECT", "cleanflow")
+        wandb.init(project=project, name=folder.name, id=run_id, resume="allow", dir=place, config=config)
 
     def log(self, step: int, metrics: dict[str, float], grid: list[Picture] | None) -> None:
         """Add the metrics of a step and, after an evaluation, its captioned images."""

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from common.images import as_one_picture, open_png
 from common.plots import read_metrics
 from common.resuming import newest_record
-from tools.plot_runs import labels_of, overlay
+from tools.compare import labels_of, overlay
 
 from PIL import Image, ImageChops, ImageStat
 
