@@ -342,7 +342,7 @@ def rollout(
         return engine.generate(request, finished=finished).to(model.device)
     # micro_batch_size images at once
     parts = []
-    gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
+    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
     with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))

@@ -313,7 +313,7 @@ def rollout(
         finished = scorer.add if scorer else None
         return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
     parts = []
-    gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
+    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
     with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
         # the update's own micro-batches, so that its first log-probs equal these to the bit and the ratio is exactly 1
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):

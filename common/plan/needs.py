@@ -75,7 +75,6 @@ class Workload:
     ranks_here: int = 1
     """ranks of a node"""
     shard_ranks: int = 0
-    gather_for_sampling: bool = True
     acting_epochs: int = 1
     """epochs in which each policy that only acts makes its passes; 1: once per rollout"""
 
@@ -91,7 +90,7 @@ class Workload:
     @property
     def gathers_whole(self) -> bool:
         """Whether ranks gather the whole transformer to sample, once per rollout."""
-        may_gather = self.gather_for_sampling and "cpu_offload" not in self.train_with
+        may_gather = not {"cpu_offload", "gather_blocks"} & set(self.train_with)
         return may_gather and self.shards > 1 and not self.has_engine
 
     @property
@@ -261,7 +260,7 @@ def pass_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
         if blueprint.is_lora:
             num_gathered += num_adapted(blueprint, w)
         gathered = blueprint.dtype.itemsize * num_gathered
-        by_block = "pass --gather_for_sampling False"
+        by_block = "add --train_with gather_blocks"
         parts.append(Part("weights gathered to sample", gathered, ("rollout",), "device", by_block))
     return parts
 

@@ -198,7 +198,7 @@ def test_weights_are_whole_to_sample_where_ranks_share_them_and_no_engine_sample
     two = by_name(needs.pass_parts(blueprint, shared, COSTS))
     assert two[whole].num_bytes == num_bytes + 4 * blueprint.largest_block
     assert two[whole].phases == ("rollout",) and two[blocks].phases == ("update",)
-    for changes in ({"rollout": "vllm"}, {"gather_for_sampling": False}, {"train_with": ("cpu_offload",)}):
+    for changes in ({"rollout": "vllm"}, {"train_with": ("gather_blocks",)}, {"train_with": ("cpu_offload",)}):
         alone = by_name(needs.pass_parts(blueprint, replace(shared, **changes), COSTS))
         assert whole not in alone and alone[blocks].phases == ("rollout", "update"), changes
 
