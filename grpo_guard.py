@@ -146,13 +146,7 @@ def prepare(args: Args) -> Inputs:
     if args.rollout == "vllm":
         from common.engine.launch import check_engine
 
-        check_engine(
-            family,
-            args.model,
-            args.engine_devices,
-            tensor_parallel=args.engine_tensor_parallel,
-            rollout_correction=args.rollout_correction,
-        )
+        check_engine(family, args.model, args.engine_devices, args.rollout_correction)
     lora = make_lora(
         family,
         model=args.model,
@@ -270,7 +264,7 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
     from common.engine.launch import engine_gpus
 
     log_file = folder / f"engine_rank{dist.get_rank()}.log"
-    gpus = engine_gpus(args.engine_devices, args.engine_tensor_parallel, device)
+    gpus = engine_gpus(args.engine_devices, device)
     return VLLMEngine(
         args.model,
         args.dtype,

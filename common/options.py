@@ -242,10 +242,9 @@ class EngineArgs(SharedArgs):
     """sleep moves the engine's weights out of GPU memory after each rollout, which takes seconds and makes room for the
     update; compile compiles its blocks, which takes a minute or more at the first rollout"""
     engine_devices: Annotated[tuple[int, ...], Bound(at_least=0)] = ()
-    """GPUs for the engines alone, after the ranks' own: as many neighbouring indices as --engine_tensor_parallel for
-    each rank of a node. If none are given, each engine shares its rank's GPU"""
-    engine_tensor_parallel: PositiveInt = 1
-    """workers that an engine's transformer is split over, each on a GPU of --engine_devices; must divide its heads"""
+    """GPUs for the engines alone, by index, after the ranks' own: equally many for each rank of a node, the first
+    rank's first. An engine's transformer is split over its GPUs, whose number must divide its heads. If none are given,
+    each engine shares its rank's GPU"""
 
 
 @dataclass
