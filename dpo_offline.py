@@ -299,7 +299,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
 def sample(args: Args, model: Family, request: RolloutRequest) -> Trajectories:
     """Sample the request's B images with the training transformer, by the ODE, micro_batch_size at once."""
     parts = []
-    gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
+    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
     with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             part = request.select(rows)

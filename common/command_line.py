@@ -181,13 +181,9 @@ def check_options(args: SharedArgs) -> None:
         raise ValueError(f"--name {name}: must be the name of one folder, of at most 200 bytes")
     if isinstance(args, EngineArgs) and args.rollout == "vllm" and args.vae_dtype != "float32":
         raise ValueError(f"--vae_dtype {args.vae_dtype}: needs --rollout local; the engine's VAE is float32")
-    if isinstance(args, EngineArgs) and args.rollout == "local":
-        if args.engine_devices:
-            devices = " ".join(map(str, args.engine_devices))
-            raise ValueError(f"--engine_devices {devices}: with --rollout local there is no engine")
-        if args.engine_tensor_parallel > 1:
-            workers = args.engine_tensor_parallel
-            raise ValueError(f"--engine_tensor_parallel {workers}: with --rollout local there is no engine")
+    if isinstance(args, EngineArgs) and args.rollout == "local" and args.engine_devices:
+        devices = " ".join(map(str, args.engine_devices))
+        raise ValueError(f"--engine_devices {devices}: with --rollout local there is no engine")
     if isinstance(args, RatioArgs) and args.rollout_correction != "none":
         compares = args.rollout == "vllm" and args.old_log_prob == "recompute"
         if not compares:

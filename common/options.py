@@ -88,15 +88,13 @@ class SharedArgs:
     base_weights: Literal["int8", "fp8", "nf4"] | None = None
     """keep a LoRA's base in int8 or fp8 (a byte per weight) or nf4 (half a byte), and text encoders in int8; needs
     --rollout local"""
-    train_with: tuple[Literal["activation_checkpointing", "cpu_offload", "compile"], ...] = ()
+    train_with: tuple[Literal["activation_checkpointing", "cpu_offload", "gather_blocks", "compile"], ...] = ()
     """activation_checkpointing recomputes activations in the backward pass; cpu_offload keeps weights and Adam on the
-    CPU; compile compiles every block"""
+    CPU; gather_blocks saves memory where ranks share the weights and --rollout local (or DPO) samples: it gathers a
+    block at a time in every pass instead of the whole transformer once; compile compiles every block"""
     shard_ranks: NonNegativeInt = 0
     """ranks that share one copy of the transformer, a shard each; 1: every rank has a copy, which needs more memory and
     gathers no weights. 0: on GPUs 1 if a LoRA's base fits that way, otherwise all ranks of a node"""
-    gather_for_sampling: bool = True
-    """with --rollout local, gather the whole transformer on every rank once per rollout (DPO: once per prompt) to
-    sample with it. False saves memory by gathering a block at a time in every pass, as cpu_offload always does"""
     image_size: Annotated[tuple[int, int], Bound(at_least=1)] = (32, 96)
     """height and width of images in pixels"""
     num_frames: PositiveInt = 1
@@ -244,10 +242,9 @@ class EngineArgs(SharedArgs):
     """sleep moves the engine's weights out of GPU memory after each rollout, which takes seconds and makes room for the
     update; compile compiles its blocks, which takes a minute or more at the first rollout"""
     engine_devices: Annotated[tuple[int, ...], Bound(at_least=0)] = ()
-    """GPUs for the engines alone, after the ranks' own: as many neighbouring indices as --engine_tensor_parallel for
-    each rank of a node. If none are given, each engine shares its rank's GPU"""
-    engine_tensor_parallel: PositiveInt = 1
-    """workers that an engine's transformer is split over, each on a GPU of --engine_devices; must divide its heads"""
+    """GPUs for the engines alone, by index, after the ranks' own: equally many for each rank of a node, the first
+    rank's first. An engine's transformer is split over its GPUs, whose number must divide its heads. If none are given,
+    each engine shares its rank's GPU"""
 
 
 @dataclass

@@ -158,7 +158,7 @@ def prepare(args: Args) -> Inputs:
     if args.rollout == "vllm":
         from common.engine.launch import check_engine
 
-        check_engine(family, args.model, args.engine_devices, tensor_parallel=args.engine_tensor_parallel)
+        check_engine(family, args.model, args.engine_devices)
     lora = make_lora(
         family,
         model=args.model,
@@ -304,7 +304,7 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
     from common.engine.launch import engine_gpus
 
     log_file = folder / f"engine_rank{dist.get_rank()}.log"
-    gpus = engine_gpus(args.engine_devices, args.engine_tensor_parallel, device)
+    gpus = engine_gpus(args.engine_devices, device)
     return VLLMEngine(
         args.model,
         args.dtype,
@@ -342,7 +342,7 @@ def rollout(
         return engine.generate(request, finished=finished).to(model.device)
     # micro_batch_size images at once
     parts = []
-    gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
+    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
     with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))

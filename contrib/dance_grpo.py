@@ -145,13 +145,7 @@ def prepare(args: Args) -> Inputs:
     if args.rollout == "vllm":
         from common.engine.launch import check_engine
 
-        check_engine(
-            family,
-            args.model,
-            args.engine_devices,
-            tensor_parallel=args.engine_tensor_parallel,
-            rollout_correction=args.rollout_correction,
-        )
+        check_engine(family, args.model, args.engine_devices, args.rollout_correction)
     lora = make_lora(
         family,
         model=args.model,
@@ -282,7 +276,7 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
     from common.engine.launch import engine_gpus
 
     log_file = folder / f"engine_rank{dist.get_rank()}.log"
-    gpus = engine_gpus(args.engine_devices, args.engine_tensor_parallel, device)
+    gpus = engine_gpus(args.engine_devices, device)
     return VLLMEngine(
         args.model,
         args.dtype,
@@ -321,7 +315,7 @@ def rollout(
         finished = scorer.add if scorer else None
         return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
     parts = []
-    gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
+    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
     with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
         # the update's own micro-batches, so that its first log-probs equal these to the bit and the ratio is exactly 1
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):

@@ -219,7 +219,7 @@ def memories(blueprint: Blueprint, w: Workload, costs: Costs, device: str) -> li
     of_this_machine = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 1)
     limit_gb = DEVICES[device].memory_gb or of_this_machine
     if device == "cpu":
-        parts = on_one_memory(parts)
+        parts = on_one_memory(parts, w.engine_workers)
     of_device = [part for part in parts if part.place == "device"]
     of_engine = [part for part in parts if part.place == "engine"]
     of_node = []
@@ -233,7 +233,7 @@ def memories(blueprint: Blueprint, w: Workload, costs: Costs, device: str) -> li
     if of_device:
         found.append(Memory(f"each of {w.ranks} GPUs, {device}", "a GPU", of_device, limit_gb))
     if of_engine:
-        num_gpus = w.ranks * w.engine_tensor_parallel
+        num_gpus = w.ranks * w.engine_workers
         found.append(Memory(f"each of {num_gpus} GPUs of the engines", "an engine's GPU", of_engine, limit_gb))
     node = Memory(f"a node's memory, {w.ranks_here} ranks", "this machine", of_node, of_this_machine, free=0)
     found.append(node._replace(may_be_elsewhere=device != "cpu"))

@@ -51,7 +51,7 @@ class Family(ABC):
     has_negative_prompt = True  # whether guidance moves away from one
     makes_videos = False  # such a family has no `encode_images`, which offline DPO needs
     attention_kernels: tuple[str, ...] = ("native", "cudnn", "flash")  # that its transformer can take (--attention)
-    is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_tensor_parallel)
+    is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_devices)
     # The least and the most sources of a prompt, for a model that edits: all records of a run have equally many.
     num_sources = (0, 0)
     source_tokens = 0  # of each, beside max_sequence_length, in a text encoder that sees them

@@ -51,7 +51,7 @@ OPTIONS_BY_BOUND = {
         learning_rate micro_batch_size""",
     "at least 1": """keep_checkpoints image_size num_frames max_sequence_length lora_alpha eval_every
         eval_num_inference_steps eval_image_size eval_guidance_scale eval_images_per_prompt
-        rollout_batch_size engine_tensor_parallel num_prompts guidance_scale updates_per_rollout
+        rollout_batch_size num_prompts guidance_scale updates_per_rollout
         epochs_per_rollout iters_per_group update_interval num_pair_prompts num_pairs""",
     "at least 2": "group_size num_inference_steps",
     "above 0": """adam_eps max_grad_norm engine_timeout_s noise_level clip_range adv_clip_max max_velocity_mismatch
@@ -252,7 +252,7 @@ def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
         rollout_batch_size=5,
         engine_timeout_s=7,
         engine_with=("sleep",),
-        engine_tensor_parallel=2,
+        engine_devices=(1, 2),
         dtype="bfloat16",
         model="a/model",
     )

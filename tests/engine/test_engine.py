@@ -730,12 +730,12 @@ def test_gpus_of_the_engines_own(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
     launch.check_devices((5, 2))
-    assert launch.engine_gpus((5, 2), 1, torch.device("cuda", 1)) == (2,)
-    assert launch.engine_gpus((), 1, torch.device("cuda", 1)) == (1,)
-    assert launch.engine_gpus((), 1, torch.device("cpu")) == (None,)
+    assert launch.engine_gpus((5, 2), torch.device("cuda", 1)) == (2,)
+    assert launch.engine_gpus((), torch.device("cuda", 1)) == (1,)
+    assert launch.engine_gpus((), torch.device("cpu")) == (None,)
     refused = {
-        (2,): "2: must be a GPU for each of the 2 ranks of this machine",
-        (3, 3): "3 3: must be a GPU for each of the 2 ranks",
+        (2,): "2: must be equally many GPUs for each of the 2 ranks of this machine",
+        (3, 3): "3 3: must be equally many GPUs for each of the 2 ranks",
         (2, 6): "2 6: of the 6 GPUs seen here, from 0, the first 2 are the ranks' own; 6 is none of the others",
         (1, 2): "1 2: of the 6 GPUs .*; 1 is none of the others",
     }
