@@ -40,7 +40,7 @@ from common.models.loading import find_family, load_model
 from common.options import Bound, PositiveFloat, PositiveInt, SharedArgs
 from common.pairs.pairs import encode_pairs, load_pairs
 from common.rollout import RolloutRequest, Trajectories
-from common.run import Run, friendly_errors, open_run
+from common.run import Run, checkpoint_to_resume, friendly_errors
 from common.scoring import Scorer, load_rewards, offload_rewards
 from common.sde import draw_noise, image_seed, sde_step
 from common.weights.attention import use_attention
@@ -125,7 +125,7 @@ def prepare(args: Args) -> Inputs:
         pairs = read_pairs(args.pairs)
     train_set = PromptSet([], []) if pairs else read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
-    checkpoint = open_run(args.run_folder, args.resume, args.eval_only)  # to resume from, or None
+    checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
     family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)

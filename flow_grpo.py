@@ -50,7 +50,7 @@ from common.models.family import Family
 from common.models.loading import find_family, load_model
 from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs
 from common.rollout import RolloutRequest, Trajectories
-from common.run import Run, friendly_errors, open_run
+from common.run import Run, checkpoint_to_resume, friendly_errors
 from common.scoring import Scorer, fill_failed, load_rewards
 from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
 from common.weights.attention import use_attention
@@ -155,7 +155,7 @@ def prepare(args: Args) -> Inputs:
     eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
     train_set = read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
-    checkpoint = open_run(args.run_folder, args.resume, args.eval_only)  # to resume from, or None
+    checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
     family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
