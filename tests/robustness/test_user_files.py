@@ -14,7 +14,7 @@ from common.images import StoredImage
 from common.pairs.pair_files import read_pairs
 from common.pairs.pairs import is_encoded
 from common.resuming import find_checkpoint, rewind
-from common.run import open_run
+from common.run import checkpoint_to_resume
 from common.scoring import load_rewards, score_images
 from common.weights.adapter_files import read_lora
 from tests.conftest import good_adapter, good_state, torch_bytes
@@ -317,7 +317,7 @@ def test_what_torch_saved_and_is_no_checkpoint(value, fault, tmp_path, monkeypat
     path = tmp_path / "step_000010.pt"
     path.write_bytes(torch_bytes(value))
     with pytest.raises(ValueError) as error:
-        open_run(tmp_path / "new", str(path))
+        checkpoint_to_resume(tmp_path / "new", str(path))
     assert f"{path} {fault}" in str(error.value) and "\n" not in str(error.value)
 
 
