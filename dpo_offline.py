@@ -128,7 +128,7 @@ def prepare(args: Args) -> Inputs:
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
-    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
+    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length, args.family)
     if family.makes_videos:
         raise ValueError(f"--model {args.model}: makes videos, and dpo_offline.py takes pairs of images")
     lora = make_lora(

@@ -381,7 +381,7 @@ def score_by_own_sampler(run, adapter, chunks=8):
     args = parse_args(module.Args, module.__doc__, options_of(run, "none"))
     rewards = load_rewards([*args.reward, *args.eval_reward])
     size = (*args.image_size, args.num_frames)
-    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
+    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length, args.family)
     model = load_model(family, args.model, torch.float32, "cpu")
     if adapter:
         use(model, *read_policy(adapter, args.model))

@@ -172,7 +172,7 @@ def check_options(args: SharedArgs) -> None:
     check_tracker(args.track)
     traced_steps(args.profile_steps, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if args.attention != "native":
-        check_attention(args.attention, args.model, args.dtype)
+        check_attention(args.attention, args.model, args.dtype, args.family)
     ranks_of_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if args.shard_ranks and ranks_of_a_node % args.shard_ranks:
         raise ValueError(f"--shard_ranks {args.shard_ranks}: does not divide the {ranks_of_a_node} ranks of a node")

@@ -75,6 +75,8 @@ class SharedArgs:
     # ---- model
     model: str = str(ASSETS / "embedded")
     """diffusers pipeline: a folder or a hub id"""
+    family: str | None = None
+    """your own path/to/file.py:Class that adapts the pipeline (docs/fork.md); None: the family in common/models/"""
     cpu_threads: NonNegativeInt = 0
     """threads of a rank's work on the CPU; 0: its share of the cores, or OMP_NUM_THREADS if that is above 1"""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -156,7 +156,7 @@ def prepare(args: Args) -> Inputs:
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
-    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
+    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length, args.family)
     if args.rollout == "vllm":
         from common.engine.launch import check_engine
 
@@ -288,6 +288,7 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
         engine_with=args.engine_with,
         gpus=gpus,
         attention=args.attention,
+        family=args.family,
     )
 
 

@@ -122,7 +122,9 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
 
     height, width = args.image_size
     guidance_scale = options.get("guidance_scale", 1.0)
-    family = find_family(args.model, height, width, args.num_frames, guidance_scale, args.max_sequence_length)
+    family = find_family(
+        args.model, height, width, args.num_frames, guidance_scale, args.max_sequence_length, args.family
+    )
     if w.has_engine and not family.has_engine_pipeline():
         raise ValueError(f"--rollout vllm: {family.__name__} has no engine: pass --rollout local")
     lora = make_lora(

@@ -63,6 +63,7 @@ class VLLMEngine:
         num_threads: int | None = None,
         engine_with: Collection[str] = (),
         attention: str = "native",
+        family: str | None = None,
     ) -> None:
         """Start to load and return at once. The first call waits until the engine has loaded.
 
@@ -77,6 +78,7 @@ class VLLMEngine:
             num_threads: threads of each worker on a CPU. None: the workers share as many as this process has.
             engine_with: "sleep": the weights leave the GPU after `generate` and `push`, until the next call; "compile".
             attention: the kernel of the transformer's attention, as --attention names it.
+            family: as --family names it.
         """
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.max_num_seqs = max_num_seqs
@@ -110,6 +112,7 @@ class VLLMEngine:
         child.close()
         options = {
             "model": str(model),
+            "family": family,
             "dtype": dtype,
             "max_num_seqs": max_num_seqs,
             "enable_sleep_mode": self.sleeps,

@@ -2,9 +2,10 @@
 
 To add a family, add a file to this folder; no other file changes. The file is found by its name: a checkpoint of
 diffusers' `FluxPipeline` is served by the class `Flux` in common/models/flux.py. The class has the pipeline's name
-without "Pipeline", and the file has the class's name in lower case, with underscores wherever you like them. The class
-inherits from `Family`, which says what each method takes and gives. Five methods are a family's own: `check`,
-`conditioning_shapes`, `encode_batch`, `schedule` and `forward`. The others have a default, which suits most models.
+without "Pipeline", and the file has the class's name in lower case, with underscores wherever you like them. A class in
+any other file is named by --family. It inherits from `Family`, which says what each method takes and gives. Five
+methods are a family's own: `check`, `conditioning_shapes`, `encode_batch`, `schedule` and `forward`. The others have a
+default, which suits most models.
 """
 
 import itertools

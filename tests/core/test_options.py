@@ -255,12 +255,14 @@ def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
         engine_devices=(1, 2),
         dtype="bfloat16",
         model="a/model",
+        family="my.py:Mine",
     )
     cpu = torch.device("cpu")
     with monkeypatch.context() as patch:
         patch.setattr(client, "VLLMEngine", lambda *positional, **named: (positional, named))
         engine, named = flow_grpo.start_engine(args, tmp_path, cpu)
     assert engine == ("a/model", "bfloat16", 5, tmp_path / "engine_rank0.log")
+    assert named.pop("family") == "my.py:Mine"
     assert named == {"timeout_s": 7, "gpus": (None, None), "engine_with": ("sleep",), "attention": "native"}
 
     def start(*environment):

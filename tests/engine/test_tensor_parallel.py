@@ -64,7 +64,23 @@ def euler(x, v, sigma, sigma_next, noise_level, sigma_max=None):
 """
 
 
-def start(folder, model=EMBEDDED, num_workers=2):
+# each process that defines the engine's pipeline by it leaves a file
+OWN_FAMILY = """
+import os
+from pathlib import Path
+
+from common.models.stable_diffusion_3 import StableDiffusion3
+
+
+class Mine(StableDiffusion3):
+    @staticmethod
+    def engine_pipeline(mixin):
+        Path(__file__).with_name(f"rank_{os.environ.get('RANK')}").touch()
+        return StableDiffusion3.engine_pipeline(mixin)
+"""
+
+
+def start(folder, model=EMBEDDED, num_workers=2, family=None):
     skip_without_engine()
     return VLLMEngine(
         model,
@@ -74,6 +90,7 @@ def start(folder, model=EMBEDDED, num_workers=2):
         timeout_s=240.0,
         gpus=(None,) * num_workers,
         num_threads=1,
+        family=family,
     )
 
 
@@ -101,6 +118,14 @@ def assert_parity(engine, model, args, lora):
 
 
 # ---- two workers -----------------------------------------------------------------------------------------------------
+def test_a_family_of_ones_own_is_loaded_by_the_engine_and_its_workers(tmp_path):
+    (tmp_path / "my_family.py").write_text(OWN_FAMILY)
+    engine = start(tmp_path, family=f"{tmp_path}/my_family.py:Mine")
+    engine.wait_ready()
+    engine.close()
+    assert {path.name for path in tmp_path.glob("rank_*")} == {"rank_None", "rank_0", "rank_1"}
+
+
 def test_two_workers_sample_as_one_does(engine, tmp_path):
     """The base model and an adapter, with guidance."""
     model, args, config = policy_without_fsdp(guidance_scale=3.0)
