@@ -140,8 +140,9 @@ class Scorer:
         self.images: list = [None] * len(prompt_set)
         self.details: list[Details] = [{} for _ in self.images]
         self.scored = torch.full((len(prompt_set), len(rewards)), torch.nan, dtype=torch.float64)  # (B, R)
+        self.is_scored = torch.zeros(len(prompt_set), dtype=torch.bool)  # (B,); NaN in `scored` is a reward's failure
         self.finished: queue.SimpleQueue = queue.SimpleQueue()  # of (rows, images), and None at the end
-        self.error: Exception | None = None  # that ended the thread early
+        self.error: BaseException | None = None  # that ended the thread early
         # a daemon: a reward that hangs must not keep a run from ending that has failed elsewhere
         self.thread = threading.Thread(target=self._score, daemon=True)
         self.thread.start()
@@ -158,7 +159,8 @@ class Scorer:
         offload: then run the `offload` of those rewards that have one.
 
         Raises:
-            RunError: as score_images; or an image was never handed over, whose NaN would say that a reward failed.
+            RunError: as score_images; or an image was never handed over or never scored, whose NaN would say that a
+                reward failed.
         """
         self.finished.put(None)
         self.thread.join()
@@ -167,6 +169,8 @@ class Scorer:
         missing = sum(image is None for image in self.images)
         if missing:
             raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
+        if not self.is_scored.all():  # not even its error is known
+            raise RunError(f"{int((~self.is_scored).sum())} of {len(self.images)} images were never scored")
         for r, (name, function) in enumerate(self.rewards.items()):
             if name not in self.early:
                 alone = {name: function}
@@ -188,7 +192,8 @@ class Scorer:
                     details = [self.details[row] for row in rows]
                     scores = score_images(self.early, images, prompts, self.reward_failure, details)
                     self.scored[torch.tensor(rows, dtype=torch.long)[:, None], columns] = scores
-        except Exception as error:  # raised in `scores`, in the thread that waits for them
+                self.is_scored[rows] = True
+        except BaseException as error:  # raised in `scores`, in the thread that waits for them
             self.error = error
 
 
@@ -216,7 +221,7 @@ def score_images(
             # copies, so that no reward sees what another one did to them
             copies = copy.deepcopy(images)
             returned = function(copies, list(prompt_set.prompts), prompt_set.for_rewards())
-        except (Exception, SystemExit) as error:  # sys.exit(0) would otherwise end the run as a success
+        except BaseException as error:  # sys.exit(0) and asyncio's CancelledError are no Exception
             told = describe(error, own_folder(function))
             raise RunError(f"reward {name} raised {told}") from error
         if os.getcwd() != began_in:

@@ -1,7 +1,9 @@
 """Images on which a reward failed, --reward_failure: fills, metrics and pairs by hand, updates, and whole runs."""
 
+import asyncio
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -109,6 +111,33 @@ def test_a_scorer_marks_failures_and_never_an_image_that_it_was_not_given():
     scorer = Scorer({"judge": MIDDLE_FAILS}, PROMPTS)
     scorer.add(range(3), IMAGES)
     with pytest.raises(RunError, match="reward judge failed on image 1"):
+        scorer.scores()
+
+
+class Unraisable(BaseException):
+    """Of a kind that nobody expects."""
+
+
+@fast
+@pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, Unraisable, MemoryError])
+def test_whatever_a_reward_raises_ends_the_run_and_marks_no_image(error):
+    def judged(images, prompts, metadata):
+        raise error("of the judge")
+
+    scorer = Scorer({"judged": judged}, PROMPTS, "mask")
+    scorer.add(range(3), IMAGES)
+    with pytest.raises(RunError, match=f"reward judged raised {error.__name__}: of the judge"):
+        scorer.scores()
+
+
+@fast
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_image_that_was_never_scored_is_no_failure_of_a_reward(monkeypatch):
+    """However the thread ended: here before it could note its error."""
+    monkeypatch.setattr("common.scoring.use_own_gpu", lambda: sys.exit())
+    scorer = Scorer({"judge": reward(1, 2, 3)}, PROMPTS, "mask")
+    scorer.add(range(3), IMAGES)
+    with pytest.raises(RunError, match="3 of 3 images were never scored"):
         scorer.scores()
 
 
