@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from common.cpu import refuse_an_old_driver, use_onednn
-from common.process import caught_signals, end_with_parent, print_message
+from common.process import caught_signals, end_with_parent, outlive_terminal, print_message
 
 import numpy as np
 import torch
@@ -75,6 +75,7 @@ def setup_distributed(shard_ranks: int = 0, cpu_threads: int = 0) -> torch.devic
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
+        outlive_terminal()
     if launched_world_size() > 1:
         allow_connections(launched_world_size())
     timeout = timedelta(hours=1)  # loading, an engine's start, prompts or pairs; Run shortens it when training begins
@@ -145,7 +146,7 @@ def with_bar(items: Iterable[T], doing: str, total: int) -> Iterator[T]:
     """Yield the `total` items, under a progress bar on rank 0 that says what it is `doing`: what can take hours before
     the first step.
 
-    SIGTERM or SIGINT ends the process before the next item. What was done until then lies in files: the next start
+    A signal ends the process before the next item. What was done until then lies in files: the next start
     continues behind it.
     """
     with tqdm(items, desc=doing, total=total, disable=not on_rank_0() or not total) as bar:

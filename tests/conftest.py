@@ -108,7 +108,7 @@ def in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def own_handlers() -> Iterator[None]:
     """Puts the handlers of the stop signals back, which a Run that owns its folder replaces."""
-    saved = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    saved = {number: signal.getsignal(number) for number in process.STOP_SIGNALS}
     yield
     process.catch_stop_signals(0)
     for number, handler in saved.items():
@@ -244,7 +244,7 @@ def run_here(folder: Path, script: str, *options: object) -> str | int | None:
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     block = ast.parse((ROOT / script).read_text()).body[-1]
     assert ast.unparse(block.test) == "__name__ == '__main__'"
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in process.STOP_SIGNALS}
     try:
         with (
             mock.patch.dict(os.environ, one_rank_environment()),
