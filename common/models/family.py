@@ -212,11 +212,13 @@ class Family(ABC):
         return negative + guidance_scale * (velocity - negative)
 
     # ---- images ----
+    @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> Images:
         """Latents (B, ...) -> B PIL images, or B videos as lists of PIL frames, as the pipeline decodes them."""
         with on_device(self, "vae"):
             return self.to_images(self.to_pixels(latents))
 
+    @torch.no_grad()
     def encode_images(self, images: list[PIL.Image.Image], height: int, width: int) -> torch.Tensor:
         """B PIL images -> latents (B, ...), the mode of the VAE's posterior, the reverse of `decode`.
 
