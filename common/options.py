@@ -114,9 +114,8 @@ class SharedArgs:
     """PEFT or diffusers LoRA to start from, with its own rank, alpha and modules; it is also the reference, if there is
     one"""
     lora_target_modules: tuple[str, ...] = ()
-    """modules that get a LoRA, by the end of their names; if none are given, the attention projections"""
-    lora_exclude_modules: tuple[str, ...] = ()
-    """modules that get no LoRA although lora_target_modules names them, by the end of their names"""
+    """modules that get a LoRA, by the end of their names; if none are given, the attention projections. not:NAME leaves
+    out those that end so, as in `to_q to_k not:blocks.0.attn.to_k`"""
 
     # ---- data
     train_prompts: str = str(ASSETS / "train_prompts.txt")

@@ -155,7 +155,6 @@ def prepare(args: Args) -> Inputs:
         rank=args.lora_rank,
         alpha=args.lora_alpha,
         target_modules=args.lora_target_modules,
-        exclude_modules=args.lora_exclude_modules,
         base_weights=args.base_weights,
         checkpoint=checkpoint,
     )
