@@ -4,6 +4,7 @@ An option is a dataclass field with its docstring below it; a comment `# ---- ru
 Bounds stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`; common/command_line.py checks them.
 """
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self, TypeVar
@@ -39,6 +40,16 @@ PositiveInt = Annotated[int, Bound(at_least=1)]
 NonNegativeInt = Annotated[int, Bound(at_least=0)]
 PositiveFloat = Annotated[float, Bound(above=0)]
 NonNegativeFloat = Annotated[float, Bound(at_least=0)]
+
+
+def parse_lr_schedule(text: str) -> tuple[str, int]:
+    """The kind of --lr_schedule, and the optimizer steps of its warm-up. ValueError: there is no such schedule."""
+    found = re.fullmatch(r"(constant|linear|cosine)(?::([0-9]+))?", text)
+    if found is None:
+        raise ValueError(
+            f"--lr_schedule {text}: must be constant, linear or cosine, or with a warm-up such as linear:100"
+        )
+    return found[1], int(found[2] or 0)
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -143,11 +154,9 @@ class SharedArgs:
     """training steps of the run"""
     micro_batch_size: NonNegativeInt = 64
     """images per pass on a rank; 0: what fits on a GPU"""
-    lr_warmup_steps: NonNegativeInt = 0
-    """optimizer steps over which the learning rate rises to learning_rate"""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """the learning rate after the warm-up: constant, or falling to nearly 0 at num_steps (if you resume with more
-    steps, it rises again)"""
+    lr_schedule: str = "constant"
+    """constant, or linear or cosine, by which the learning rate falls to nearly 0 at num_steps (if you resume with more
+    steps, it rises again). constant:N, linear:N and cosine:N first let it rise over N optimizer steps"""
     weight_decay: NonNegativeFloat = 1e-4
     """weight decay of AdamW"""
     adam_eps: PositiveFloat = 1e-15
@@ -201,8 +210,9 @@ class SharedArgs:
 
     def lr_factor(self, k: int) -> float:
         """The factor of the learning rate, in (0, 1], at the k-th optimizer step of the run, counted from 1."""
-        if self.lr_schedule == "constant":
-            return min(1, k / max(1, self.lr_warmup_steps))
+        kind, num_warmup_steps = parse_lr_schedule(self.lr_schedule)
+        if kind == "constant":
+            return min(1, k / max(1, num_warmup_steps))
         from torch import zeros
         from torch.optim import SGD
         from transformers import get_scheduler  # slow
@@ -211,9 +221,9 @@ class SharedArgs:
         updates_per_step = getattr(self, "updates_per_rollout", 1) * getattr(self, "epochs_per_rollout", 1)
         num_updates = self.num_steps * updates_per_step
         schedule = get_scheduler(
-            self.lr_schedule,
+            kind,
             SGD([zeros(1)]),
-            num_warmup_steps=self.lr_warmup_steps,
+            num_warmup_steps=num_warmup_steps,
             num_training_steps=num_updates + 1,  # its factor is 0 at the step behind the last one
         )
         return schedule.lr_lambdas[0](min(k, num_updates))

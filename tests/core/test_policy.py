@@ -393,7 +393,7 @@ def test_kl_is_zero_at_first_and_its_gradient_is_not_after_a_step(kind, lora_fil
 # ---- optimizer steps -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rank", [4, 0])
 def test_average_and_warm_up_by_hand(rank, one_rank):
-    args, model, trained = policy(ema_decay=0.26, lr_warmup_steps=4, learning_rate=2e-3, lora_rank=rank)
+    args, model, trained = policy(ema_decay=0.26, lr_schedule="constant:4", learning_rate=2e-3, lora_rank=rank)
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0)
     average = tensors_on_rank_0(model, "ema")[0]
     start = copy.deepcopy(average)
