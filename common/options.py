@@ -86,8 +86,6 @@ class SharedArgs:
     # ---- model
     model: str = str(ASSETS / "embedded")
     """diffusers pipeline: a folder or a hub id"""
-    cpu_threads: NonNegativeInt = 0
-    """threads of a rank's work on the CPU; 0: its share of the cores, or OMP_NUM_THREADS if that is above 1"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of frozen weights and forward passes; trained weights, Adam and sampling are always fp32"""
     vae_dtype: Literal["float32", "bfloat16"] = "float32"
