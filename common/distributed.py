@@ -71,9 +71,9 @@ def cores_of_this_rank() -> int:
 def threads_of_this_rank() -> int:
     """OMP_NUM_THREADS if a user has set it, otherwise this rank's share of the cores."""
     chosen = int(os.environ.get("OMP_NUM_THREADS") or 0)
-    # where a node has several ranks and nobody has chosen, torchrun says 1
-    is_torchruns = chosen == 1 and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
-    return chosen if chosen > 0 and not is_torchruns else cores_of_this_rank()
+    if chosen == 1 and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":  # torchrun says 1 where nobody has chosen
+        chosen = 0
+    return chosen or cores_of_this_rank()
 
 
 def setup_distributed(shard_ranks: int = 0) -> torch.device:

@@ -46,9 +46,7 @@ def parse_lr_schedule(text: str) -> tuple[str, int]:
     """The kind of --lr_schedule, and the optimizer steps of its warm-up. ValueError: there is no such schedule."""
     found = re.fullmatch(r"(constant|linear|cosine)(?::([0-9]+))?", text)
     if found is None:
-        raise ValueError(
-            f"--lr_schedule {text}: must be constant, linear or cosine, or with a warm-up such as linear:100"
-        )
+        raise ValueError(f"--lr_schedule {text}: must be constant, linear or cosine, or with a warm-up: linear:100")
     return found[1], int(found[2] or 0)
 
 

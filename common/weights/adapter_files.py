@@ -281,8 +281,7 @@ def check_modules(transformer: torch.nn.Module, config: "LoraConfig") -> None:
             given = f"--lora_target_modules {' '.join(targets)}"
             raise RunError(f"{given}: {name or 'the whole model'} is a {kind}, not a linear layer")
     if all(_ends_with(name, excluded) for name in chosen):
-        given = " ".join(f"not:{end}" for end in excluded)
-        raise RunError(f"--lora_target_modules {given}: no module is left to get a LoRA")
+        raise RunError(f"--lora_target_modules not:{' not:'.join(excluded)}: no module is left to get a LoRA")
 
 
 def _ends_with(name: str, ends: Sequence[str]) -> bool:
