@@ -154,7 +154,6 @@ def prepare(args: Args) -> Inputs:
         rank=args.lora_rank,
         alpha=args.lora_alpha,
         target_modules=args.lora_target_modules,
-        exclude_modules=args.lora_exclude_modules,
         base_weights=args.base_weights,
         checkpoint=checkpoint,
     )
@@ -642,7 +641,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
-    device = setup_distributed(args.shard_ranks, args.cpu_threads)
+    device = setup_distributed(args.shard_ranks)
     args = choose_sizes(args, inputs)  # what fits, where an option is 0; rank and alpha of --lora_path
     num_images = args.num_prompts * args.group_size
     run = Run(args, inputs.eval_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 from common.checkpoints import load_checkpoint, saved_checkpoints
 from common.errors import error_prefix
 from common.help import help_text
-from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs
+from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs, parse_lr_schedule
 from common.process import print_message
 from common.profiling import traced_steps
 from common.resuming import EXPECTED_TO_DIFFER, check_format, checkpoint_of
@@ -168,6 +168,7 @@ def check_options(args: SharedArgs) -> None:
     Raises:
         ValueError: in one line that names the option, its value and what it must be.
     """
+    parse_lr_schedule(args.lr_schedule)
     check_stop_rules(args.stop_if, (*args.reward, *args.eval_reward), args.eval_images_per_prompt, args.eval_by)
     check_tracker(args.track)
     traced_steps(args.profile_steps, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))

@@ -68,10 +68,18 @@ def cores_of_this_rank() -> int:
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def setup_distributed(shard_ranks: int = 0, cpu_threads: int = 0) -> torch.device:
+def threads_of_this_rank() -> int:
+    """OMP_NUM_THREADS if a user has set it, otherwise this rank's share of the cores."""
+    chosen = int(os.environ.get("OMP_NUM_THREADS") or 0)
+    if chosen == 1 and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":  # torchrun says 1 where nobody has chosen
+        chosen = 0
+    return chosen or cores_of_this_rank()
+
+
+def setup_distributed(shard_ranks: int = 0) -> torch.device:
     """Join torchrun's world, where shard_ranks is shard_mesh's. Returns this rank's device.
 
-    cpu_threads: 0 for this rank's share of the cores. ValueError: each node has its own number of ranks to shard over.
+    ValueError: each node has its own number of ranks to shard over.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -79,8 +87,7 @@ def setup_distributed(shard_ranks: int = 0, cpu_threads: int = 0) -> torch.devic
     if launched_world_size() > 1:
         allow_connections(launched_world_size())
     timeout = timedelta(hours=1)  # loading, an engine's start, prompts or pairs; Run shortens it when training begins
-    chosen = int(os.environ.get("OMP_NUM_THREADS", "1"))  # torchrun says 1 where nobody has
-    torch.set_num_threads(cpu_threads or (chosen if chosen > 1 else cores_of_this_rank()))
+    torch.set_num_threads(threads_of_this_rank())
     # `torchrun --max_restarts` keeps its store, in which a rank would find where the others listened before the restart
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -124,8 +124,8 @@ def check_pictures(args: SharedArgs, inputs: Inputs) -> None:
 
 
 def check_lora_modules(lora: LoRA | None, options: Mapping[str, Any]) -> None:
-    """RunError: --lora_target_modules or --lora_exclude_modules name what the model's transformer lacks."""
-    if lora and (options["lora_target_modules"] or options["lora_exclude_modules"]):
+    """RunError: --lora_target_modules name what the model's transformer lacks."""
+    if lora and options["lora_target_modules"]:
         check_modules(meta_transformer(options["model"]), lora.config)
 
 

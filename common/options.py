@@ -4,6 +4,7 @@ An option is a dataclass field with its docstring below it; a comment `# ---- ru
 Bounds stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`; common/command_line.py checks them.
 """
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self, TypeVar
@@ -39,6 +40,14 @@ PositiveInt = Annotated[int, Bound(at_least=1)]
 NonNegativeInt = Annotated[int, Bound(at_least=0)]
 PositiveFloat = Annotated[float, Bound(above=0)]
 NonNegativeFloat = Annotated[float, Bound(at_least=0)]
+
+
+def parse_lr_schedule(text: str) -> tuple[str, int]:
+    """The kind of --lr_schedule, and the optimizer steps of its warm-up. ValueError: there is no such schedule."""
+    found = re.fullmatch(r"(constant|linear|cosine)(?::([0-9]+))?", text)
+    if found is None:
+        raise ValueError(f"--lr_schedule {text}: must be constant, linear or cosine, or with a warm-up: linear:100")
+    return found[1], int(found[2] or 0)
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -77,8 +86,6 @@ class SharedArgs:
     """diffusers pipeline: a folder or a hub id"""
     family: str | None = None
     """your own path/to/file.py:Class that adapts the pipeline (docs/fork.md); None: the family in common/models/"""
-    cpu_threads: NonNegativeInt = 0
-    """threads of a rank's work on the CPU; 0: its share of the cores, or OMP_NUM_THREADS if that is above 1"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of frozen weights and forward passes; trained weights, Adam and sampling are always fp32"""
     vae_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -116,9 +123,8 @@ class SharedArgs:
     """PEFT or diffusers LoRA to start from, with its own rank, alpha and modules; it is also the reference, if there is
     one"""
     lora_target_modules: tuple[str, ...] = ()
-    """modules that get a LoRA, by the end of their names; if none are given, the attention projections"""
-    lora_exclude_modules: tuple[str, ...] = ()
-    """modules that get no LoRA although lora_target_modules names them, by the end of their names"""
+    """modules that get a LoRA, by the end of their names; if none are given, the attention projections. not:NAME leaves
+    out those that end so, as in `to_q to_k not:blocks.0.attn.to_k`"""
 
     # ---- data
     train_prompts: str = str(ASSETS / "train_prompts.txt")
@@ -146,11 +152,9 @@ class SharedArgs:
     """training steps of the run"""
     micro_batch_size: NonNegativeInt = 64
     """images per pass on a rank; 0: what fits on a GPU"""
-    lr_warmup_steps: NonNegativeInt = 0
-    """optimizer steps over which the learning rate rises to learning_rate"""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """the learning rate after the warm-up: constant, or falling to nearly 0 at num_steps (if you resume with more
-    steps, it rises again)"""
+    lr_schedule: str = "constant"
+    """constant, or linear or cosine, by which the learning rate falls to nearly 0 at num_steps (if you resume with more
+    steps, it rises again). constant:N, linear:N and cosine:N first let it rise over N optimizer steps"""
     weight_decay: NonNegativeFloat = 1e-4
     """weight decay of AdamW"""
     adam_eps: PositiveFloat = 1e-15
@@ -204,8 +208,9 @@ class SharedArgs:
 
     def lr_factor(self, k: int) -> float:
         """The factor of the learning rate, in (0, 1], at the k-th optimizer step of the run, counted from 1."""
-        if self.lr_schedule == "constant":
-            return min(1, k / max(1, self.lr_warmup_steps))
+        kind, num_warmup_steps = parse_lr_schedule(self.lr_schedule)
+        if kind == "constant":
+            return min(1, k / max(1, num_warmup_steps))
         from torch import zeros
         from torch.optim import SGD
         from transformers import get_scheduler  # slow
@@ -214,9 +219,9 @@ class SharedArgs:
         updates_per_step = getattr(self, "updates_per_rollout", 1) * getattr(self, "epochs_per_rollout", 1)
         num_updates = self.num_steps * updates_per_step
         schedule = get_scheduler(
-            self.lr_schedule,
+            kind,
             SGD([zeros(1)]),
-            num_warmup_steps=self.lr_warmup_steps,
+            num_warmup_steps=num_warmup_steps,
             num_training_steps=num_updates + 1,  # its factor is 0 at the step behind the last one
         )
         return schedule.lr_lambdas[0](min(k, num_updates))

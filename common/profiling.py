@@ -46,7 +46,6 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
         rank=config["lora_rank"],
         alpha=config["lora_alpha"],
         target_modules=config["lora_target_modules"],
-        exclude_modules=config["lora_exclude_modules"],
         base_weights=config["base_weights"],
     )
     ranks, ranks_here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))

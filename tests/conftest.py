@@ -471,7 +471,6 @@ def lora_of(args: Any, family: type[Family]) -> Any:
         rank=args.lora_rank,
         alpha=args.lora_alpha,
         target_modules=args.lora_target_modules,
-        exclude_modules=args.lora_exclude_modules,
         base_weights=args.base_weights,
     )
 

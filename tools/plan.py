@@ -134,7 +134,6 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
         rank=args.lora_rank,
         alpha=args.lora_alpha,
         target_modules=args.lora_target_modules,
-        exclude_modules=args.lora_exclude_modules,
         base_weights=args.base_weights,
     )
     check_base_weights(

@@ -364,8 +364,7 @@ def on_one_memory(parts: Iterable[Part], engine_workers: int) -> list[Part]:
         # what is "in use" on a GPU has come from the host, where it is counted as waiting; nothing is pinned
         if not part.name.endswith(("CUDA", "in use", "pinned")):
             num_bytes = part.num_bytes * (engine_workers if part.place == "engine" else 1)
-            place = "host" if part.place in ("device", "engine") else part.place
-            kept.append(part._replace(num_bytes=num_bytes, place=place))
+            kept.append(part._replace(num_bytes=num_bytes, place="node" if part.place == "node" else "host"))
     return kept
 
 

@@ -59,7 +59,7 @@ def options(tmp_path_factory):
     noise.write_text(NOISE)
     common = ["--eval_every", 1, "--keep_checkpoints", 9, "--max_prompts", 2, "--ema_decay", 0.9]
     common += ["--eval_num_inference_steps", 3]
-    common += ["--lr_warmup_steps", 6, "--reward", brightness_reward(folder), f"{noise}:noise"]
+    common += ["--lr_schedule", "constant:6", "--reward", brightness_reward(folder), f"{noise}:noise"]
     common += ["--reward_weights", 1, 0]
     online = [*common, "--rollout", "local", "--kl_coef", 0.1, "--num_prompts", 4, "--group_size", 4]
     online += ["--updates_per_rollout", 2, "--num_inference_steps", 5]
