@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from common.errors import error_prefix
 from common.plots import Picture
 
 import numpy as np
@@ -12,10 +13,17 @@ from PIL import Image
 
 
 def check_tracker(track: str | bool) -> None:
-    """ValueError: the package that --track needs is not installed."""
+    """ValueError: the package that --track needs is not installed, or wandb cannot log in."""
     package = "wandb" if track is True else track
     if package and importlib.util.find_spec(str(package)) is None:
         raise ValueError(f"--track {track}: needs a package that is not installed: pip install {package}")
+    if package == "wandb" and os.environ.get("RANK") == "0":  # which will log; a plan needs no login
+        import wandb  # slow, and seldom asked for
+
+        with error_prefix(f"--track {track}: run `wandb login`, or set WANDB_MODE=offline", Exception):
+            is_online = wandb.setup().settings.mode in ("online", "run", "shared")
+            if is_online and not wandb.login(prompt=False):
+                raise ValueError("there is no API key")
 
 
 class Wandb:
