@@ -236,10 +236,53 @@ def test_pairs_of_pick_a_pic(tmp_path, capfd):
         assert rejected.read_bytes() == better.read_bytes() == jpg("blue")
         assert str(better) == f"{path}, row 2: jpg_1"
     both = read_pairs(tmp_path)
+    taken = f"{path.name}, train-00001-of-00002.parquet"
+    assert capfd.readouterr().err.startswith(f"--pairs {tmp_path}: takes {taken}\n")
     assert len(both) == 72 and [pair.prompt for pair in both][:3] == ["a mug", "a cup", "0"]
     (tmp_path / "pairs.jsonl").write_text("{")  # a folder of ours
     with pytest.raises(ValueError, match=r"pairs\.jsonl:1: not JSON"):
         read_pairs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "fault", "taken"),
+    [
+        (
+            ["train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001", "validation_unique-00000-of-00001"],
+            "has several splits, test, train, validation_unique; give the files of one: --pairs '{}/train-*.parquet'",
+            ["train-00000-of-00002", "train-00001-of-00002"],
+        ),
+        (
+            ["validation", "test"],
+            "has several splits, test, validation; give the files of one: --pairs '{}/test.parquet'",
+            ["test"],
+        ),
+        (["picks_a", "picks_b"], None, ["picks_a", "picks_b"]),
+    ],
+)
+def test_a_folder_of_several_splits_is_refused_and_a_pattern_names_one(tmp_path, capfd, names, fault, taken):
+    """The folder one level up, as the hub's client saves it, is refused as well."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in names:
+        write_picks(data / f"{name}.parquet", pick(1, 0, caption=name))
+    with pytest.raises(ValueError) as error:
+        read_pairs(tmp_path)
+    advice = f"{data} has some: give that folder"
+    assert str(error.value) == f"{tmp_path}: has no pairs.jsonl and no .parquet files; {advice}"
+    pattern = data
+    if fault:
+        with pytest.raises(ValueError) as error:
+            read_pairs(data)
+        assert str(error.value) == f"{data}: {fault.format(data)}"
+        pattern = fault.format(data).split("'")[1]
+        capfd.readouterr()
+    assert [pair.prompt for pair in read_pairs(pattern)] == taken
+    if len(taken) > 1:
+        files = ", ".join(f"{name}.parquet" for name in taken)
+        assert capfd.readouterr().err == f"--pairs {pattern}: takes {files}\n"
+    with pytest.raises(ValueError, match=r"none-\*.parquet: there are no such files$"):
+        read_pairs(data / "none-*.parquet")
 
 
 @pytest.mark.parametrize(
