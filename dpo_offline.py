@@ -77,8 +77,8 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     # ---- data
     pairs: str | None = None
     """.jsonl of {"prompt", "chosen", "rejected"} (image files relative to it; "chosen_score" and "rejected_score" are
-    checked if given), a .parquet with TRL's or pick-a-pic's columns, or a folder with a pairs.jsonl or .parquet files;
-    "image" is the picture of an edit. None: pairs are made from train_prompts, which are not used otherwise"""
+    checked if given), a .parquet with TRL's or pick-a-pic's columns, a pattern or folder of such, or a folder with a
+    pairs.jsonl; "image" is the picture of an edit. None: pairs are made from train_prompts, otherwise unused"""
     cache: str = "cache"
     """folder of encoded pairs, kept between runs and seen by all ranks; a changed model or image is encoded again"""
     num_pair_prompts: PositiveInt = 512

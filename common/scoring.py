@@ -30,8 +30,10 @@ import importlib
 import math
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from common.cpu import leave_cores_to_this_thread
@@ -228,7 +230,7 @@ def score_images(
             raise RunError(
                 f"reward {name} changed the working directory to {os.getcwd()}, and paths of the run with it"
             )
-        returned, said = _split_details(name, returned)
+        returned, said = _split_details(name, _as_list(name, returned, len(prompt_set)))
         columns.append(_as_scores(name, returned, prompt_set.prompts, reward_failure))
         for i, detail in said.items():
             if details is not None:
@@ -236,14 +238,34 @@ def score_images(
     return torch.stack(columns, 1)
 
 
-def _split_details(name: str, returned: Sequence) -> tuple[Sequence, dict[int, dict]]:
+def _as_list(name: str, returned: object, num_images: int) -> list:
+    """What reward `name` returned, a list with an entry for each image; raises RunError for another form or count."""
+    if hasattr(returned, "tolist"):  # an array of NumPy, a tensor
+        returned = returned.tolist()
+    if not isinstance(returned, list | tuple):
+        raise RunError(
+            f"reward {name}: it returned a {type(returned).__name__} in place of a list of a number for each image"
+        )
+    if len(returned) != num_images:
+        kinds = " and ".join(dict.fromkeys(type(entry).__name__ for entry in returned)) or "nothing"
+        form = f"{len(returned)} things for {num_images} images: a {type(returned).__name__} of {kinds}"
+        is_flow_grpos = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)
+        what = "the scores alone, as in flow_grpo's `scores, _ =`" if is_flow_grpos else "a number for each image"
+        raise RunError(f"reward {name}: it returned {form}; return {what}")
+    return list(returned)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a number that a float can hold."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
+
+
+def _split_details(name: str, returned: list) -> tuple[list, dict[int, dict]]:
     """What reward `name` returned, with the scores in the place of its dicts; and what else these hold, by image.
 
     Raises:
         RunError: a dict has no score, or holds what is neither a finite number nor a string, or a name of LOGGED.
     """
-    if not isinstance(returned, list | tuple):
-        return returned, {}
     scores = list(returned)
     details = {}
     for i, said in enumerate(returned):
@@ -253,7 +275,7 @@ def _split_details(name: str, returned: Sequence) -> tuple[Sequence, dict[int, d
         for key, value in {"score": None, **said}.items():
             if hasattr(value, "item"):  # a scalar of NumPy or torch
                 value = value.item()
-            is_number = isinstance(value, int | float) and math.isfinite(value)
+            is_number = _is_number(value) and math.isfinite(value)
             if key in LOGGED or not (is_number or (isinstance(value, str) and key != "score")):
                 what = "be called otherwise" if key in LOGGED else "be a finite number"
                 what += "" if key == "score" or key in LOGGED else " or a string"
@@ -264,20 +286,19 @@ def _split_details(name: str, returned: Sequence) -> tuple[Sequence, dict[int, d
     return scores, details
 
 
-def _as_scores(name: str, returned: object, prompts: list[str], reward_failure: str) -> torch.Tensor:
+def _as_scores(name: str, returned: list, prompts: list[str], reward_failure: str) -> torch.Tensor:
     """The scores that reward `name` returned for B images as (B,) in fp64, NaN for the exceptions among them."""
-    failures = {}  # by the image's place
-    if isinstance(returned, list | tuple):
-        failures = {i: value for i, value in enumerate(returned) if isinstance(value, Exception)}
-        returned = [math.nan if i in failures else value for i, value in enumerate(returned)]
-    try:
-        scores = torch.as_tensor(returned, dtype=torch.float64, device="cpu")
-    except Exception as error:  # whatever the object that it returned raises
-        fault = f"it returned a {type(returned).__name__} in place of a list of a number for each image"
-        raise RunError(f"reward {name}: {fault} ({type(error).__name__})") from None
-    if scores.shape != (len(prompts),):
-        got = f"shape {tuple(scores.shape)}" if scores.dim() else "a single number"
-        raise RunError(f"reward {name}: expected {len(prompts)} scores, one for each image, got {got}")
+    failures = {i: value for i, value in enumerate(returned) if isinstance(value, Exception)}  # by the image's place
+    numbers = [math.nan] * len(prompts)
+    for i, value in enumerate(returned):
+        if i not in failures:
+            with suppress(Exception):  # a scalar of NumPy or torch has it
+                value = value.item()
+            if not _is_number(value):
+                fault = f"entry {i} is a {type(value).__name__}, {truncate(repr(value))}"
+                raise RunError(f"reward {name}: {fault}; return a number for each image")
+            numbers[i] = value
+    scores = torch.tensor(numbers, dtype=torch.float64)
     for i, score in enumerate(scores.tolist()):
         if not math.isfinite(score) and i not in failures:
             told = f"reward {name}: score {score} for image {i} (prompt: {prompts[i]})"

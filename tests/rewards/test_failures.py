@@ -33,6 +33,7 @@ from tests.conftest import (
     without_times,
 )
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -79,7 +80,35 @@ def test_a_failure_of_one_image_ends_the_run_with_its_reason_or_is_marked(capfd)
 
 
 @fast
-@pytest.mark.parametrize("value", [NAN, math.inf, None, "0.5", ValueError, KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (
+            (np.array([1.0, 2, 3]), {}),
+            "it returned 2 things for 3 images: a tuple of ndarray and dict; "
+            "return the scores alone, as in flow_grpo's `scores, _ =`",
+        ),
+        (
+            ({"avg": [1.0, 2, 3]}, {}),
+            "it returned 2 things for 3 images: a tuple of dict; "
+            "return the scores alone, as in flow_grpo's `scores, _ =`",
+        ),
+        ([1.0], "it returned 1 things for 3 images: a list of float; return a number for each image"),
+        ([], "it returned 0 things for 3 images: a list of nothing; return a number for each image"),
+        ({"avg": [1.0, 2, 3]}, "it returned a dict in place of a list of a number for each image"),
+        ([1.0, "0.5", None], "entry 1 is a str, '0.5'; return a number for each image"),
+        (np.array(["a", "b", "c"]), "entry 0 is a str, 'a'; return a number for each image"),
+        ([1.0, None, 2.0], "entry 1 is a NoneType, None; return a number for each image"),
+        (torch.zeros(3, 2), "entry 0 is a list, [0.0, 0.0]; return a number for each image"),
+    ],
+)
+def test_a_return_of_another_form_is_told_by_its_count_and_then_by_its_first_entry(returned, told):
+    with pytest.raises(RunError, match=f"^{re.escape('reward odd: ' + told)}$"):
+        score_images({"odd": lambda *_: returned}, IMAGES, PROMPTS, "mask")
+
+
+@fast
+@pytest.mark.parametrize("value", [NAN, math.inf, 10**400, None, "0.5", ValueError, KeyboardInterrupt()])
 def test_nothing_but_an_exception_marks_a_failure(value):
     """A NaN of a reward's own ends the run, and so does None, which no reward may mean."""
     with pytest.raises(RunError, match="reward odd: "):
@@ -88,7 +117,7 @@ def test_nothing_but_an_exception_marks_a_failure(value):
         score_images({"odd": lambda *_: torch.tensor([0.25, NAN, 0.75])}, IMAGES, PROMPTS, "mask")
     with pytest.raises(RunError, match="reward odd: score inf for image 0"):
         score_images({"odd": lambda *_: [math.inf, ValueError("x"), 0.75]}, IMAGES, PROMPTS, "mask")
-    with pytest.raises(RunError, match=r"reward odd: expected 3 scores, one for each image, got shape \(2,\)"):
+    with pytest.raises(RunError, match="reward odd: it returned 2 things for 3 images: a list of ValueError and"):
         score_images({"odd": lambda *_: [ValueError("x"), 0.75]}, IMAGES, PROMPTS, "mask")
 
 
@@ -597,8 +626,8 @@ def test_the_arguments_of_a_reward_are_checked_when_it_is_found(tmp_path):
     ("name", "fault"),
     [
         ("Scorer", "reward Scorer: it returned a Scorer in place of a list"),
-        ("scalar", r"reward scalar: expected 1 scores, one for each image, got a single number"),
-        ("column", r"reward column: expected 1 scores, one for each image, got shape \(1, 1\)"),
+        ("scalar", r"reward scalar: it returned a float in place of a list of a number for each image"),
+        ("column", r"reward column: entry 0 is a list, \[0.0\]; return a number for each image"),
         ("nothing", "reward nothing: it returned a NoneType in place of a list"),
         ("raises", r"reward raises raised KeyError: 'answer' \(.*mine.py:19\)"),
     ],

@@ -251,7 +251,7 @@ def test_no_reward_sees_what_another_does_to_an_image_or_a_frame():
 
 @pytest.mark.parametrize("bad", [reward(1.0), reward(1.0, 2.0, 3.0), reward([1.0], [2.0]), lambda *_: 1.0])
 def test_wrong_number_of_scores(bad):
-    with pytest.raises(RunError, match="reward broken: expected 2 scores"):
+    with pytest.raises(RunError, match="reward broken: (it returned|entry 0 is a list)"):
         score_images({"fine": reward(1, 2), "broken": bad}, IMAGES, PROMPTS)
 
 
