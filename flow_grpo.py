@@ -51,7 +51,7 @@ from common.models.loading import find_family, load_model
 from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, friendly_errors, open_run
-from common.scoring import Scorer, fill_failed, load_rewards
+from common.scoring import Scorer, all_equal, fill_failed, load_rewards
 from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
@@ -367,9 +367,8 @@ def compute_advantages(
         advantages = advantages / (groups.std(correction=0) + 1e-4)
     elif scale_rewards == "group":
         advantages = advantages / (groups.std(1, correction=0, keepdim=True) + 1e-4)
-    # equal rewards give exactly 0, not their mean's round-off: with nothing to learn there must be no optimizer step
-    all_equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
-    return advantages.masked_fill(all_equal, 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
+    # equal rewards give exactly 0, not their round-off: with nothing to learn there must be no optimizer step
+    return advantages.masked_fill(all_equal(groups), 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
 
 
 def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:

@@ -295,7 +295,7 @@ def offload_rewards(rewards: dict[str, Reward]) -> None:
             function.offload()
 
 
-# ---- images that a reward failed on ----------------------------------------------------------------------------------
+# ---- groups: images that a reward failed on, and equal rewards -------------------------------------------------------
 def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill the images that a reward could not score, so that eq. 4 needs no exception for them.
 
@@ -324,6 +324,13 @@ def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> 
     if not is_compared.any():
         raise RunError(f"no prompt of the rollout has two images with scores: {count_by_reward(is_failed, names)}")
     return filled, is_compared
+
+
+def all_equal(rewards: torch.Tensor) -> torch.Tensor:
+    """Whether the rewards of a group, (G,) or (P, G), differ by round-off at most: max - min <= 1e-6 max |r|. (1,) or
+    (P, 1)."""
+    spread = rewards.amax(-1, keepdim=True) - rewards.amin(-1, keepdim=True)
+    return spread <= 1e-6 * rewards.abs().amax(-1, keepdim=True)
 
 
 def count_by_reward(has_failed: torch.Tensor, names: Iterable[str]) -> str:

@@ -35,7 +35,7 @@ from common.models.loading import find_family, load_model
 from common.options import Bound, EngineArgs, PositiveFloat, PositiveInt
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, friendly_errors, open_run
-from common.scoring import Scorer, fill_failed, load_rewards
+from common.scoring import Scorer, all_equal, fill_failed, load_rewards
 from common.sde import image_seed, sde_step
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
@@ -329,13 +329,14 @@ def compute_advantages(args: Args, scores: Tensor, is_compared: Tensor) -> Tenso
     """Advantages (N,) by the weighted sum of R rewards, scores (N, R), group by group: 1 for a group's best image, -1
     for its worst, 0 for the others.
 
-    The first of equal images counts, so that a group whose images all score the same has 0 only. Images that are not
-    compared, is_compared (N,), are neither best nor worst.
+    The first of equal images counts. A group whose images all score the same has 0 only. Images that are not compared,
+    is_compared (N,), are neither best nor worst.
     """
     totals = (scores * scores.new_tensor(args.reward_weights)).sum(1)  # (N,); @ would round equal rows differently
     best = totals.where(is_compared, -math.inf).view(-1, args.group_size).argmax(1)  # (P,)
     worst = totals.where(is_compared, math.inf).view(-1, args.group_size).argmin(1)
-    return (F.one_hot(best, args.group_size) - F.one_hot(worst, args.group_size)).double().flatten()
+    marks = (F.one_hot(best, args.group_size) - F.one_hot(worst, args.group_size)).double()  # (P, G)
+    return marks.masked_fill(all_equal(totals.view(-1, args.group_size)), 0.0).flatten()
 
 
 def pairs_of(batch: Batch, advantages: Tensor, group_size: int) -> Batch:

@@ -321,7 +321,8 @@ def test_a_failure_is_written_as_one(one_rank, tmp_path):
         ((3, NAN, 3), None),
         ((NAN, 1, NAN), None),
         ((NAN, NAN, NAN), None),
-        ((-math.inf, NAN, 0), (2, 0)),
+        ((1 / 3, NAN, 1 / 3 + 1e-8), None),  # round-off
+        ((1e9, NAN, 1e9 + 2e3), (2, 0)),
     ],
 )
 def test_a_failure_makes_no_pair(totals, places):

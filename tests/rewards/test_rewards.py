@@ -374,6 +374,7 @@ def test_reward_metrics_by_hand():
 @pytest.mark.parametrize("group_size", [3, 8, 24])
 def test_a_group_of_equal_rewards_counts_whatever_the_value(value, num_prompts, group_size):
     scores = torch.full((num_prompts * group_size, 3), value, dtype=torch.float64)
+    scores[::2] += 1e-8  # round-off
     for names, reward_weights in (("a", (1,)), ("abc", (0.3, 1.7, -0.9))):
         scores_of_these = scores[:, : len(names)]
         metrics = reward_metrics(scores_of_these, scores[:, 0], names, reward_weights, group_size)
