@@ -576,7 +576,7 @@ def evaluate(
         with acting(model, args.evaluated_policy, engine, "old"):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(eval_args, model, engine, request, scorer)
-        scores = scorer.scores()  # (B, R), of the trained rewards and then those of --eval_reward
+        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of --reward, then --eval_reward
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
@@ -642,7 +642,7 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # score them, each rank its own; most were scored while others were sampled
         with run.timed("reward"):
-            scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
+            scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)  # (N, R), NaN if one failed
 
         # compare the images of a prompt with each other (eq. 4); one without a reward or without others gets 0
         with run.timed("adv"):
