@@ -426,7 +426,7 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
         scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
         with acting(model, args.evaluated_policy):
             scorer.add(range(len(places)), sample(args, model, request).images)
-        scores = scorer.scores()  # (B, R)
+        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R)
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)

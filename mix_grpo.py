@@ -30,7 +30,7 @@ from common.models.loading import find_family, load_model
 from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, checkpoint_to_resume, friendly_errors
-from common.scoring import Scorer, fill_failed, load_rewards
+from common.scoring import Scorer, all_equal, fill_failed, load_rewards
 from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
@@ -383,9 +383,8 @@ def compute_advantages(
         advantages = advantages / (groups.std(correction=0) + 1e-4)
     elif scale_rewards == "group":
         advantages = advantages / (groups.std(1, correction=0, keepdim=True) + 1e-4)
-    # equal rewards give exactly 0, not their mean's round-off: with nothing to learn there must be no optimizer step
-    all_equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
-    return advantages.masked_fill(all_equal, 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
+    # equal rewards give exactly 0, not their round-off: with nothing to learn there must be no optimizer step
+    return advantages.masked_fill(all_equal(groups), 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
 
 
 def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
@@ -627,7 +626,7 @@ def evaluate(
         with acting(model, args.evaluated_policy, engine):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(eval_args, model, engine, request, scorer)
-        scores = scorer.scores()  # (B, R), of the trained rewards and then those of --eval_reward
+        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of --reward, then --eval_reward
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
@@ -694,7 +693,7 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # score them, each rank its own; most were scored while others were sampled
         with run.timed("reward"):
-            scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
+            scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)  # (N, R), NaN if one failed
 
         # compare the images of a prompt with each other (eq. 4); one without a reward or without others gets 0
         with run.timed("adv"):

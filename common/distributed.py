@@ -199,6 +199,38 @@ def gather_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return in_order
 
 
+def gather_groups(rows: torch.Tensor, places: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each rank's rows (B, ...) and their places (B,) among all -> whole groups (g, group_size, ...) of rows, and the
+    place of each group's first row (g,).
+
+    A group is group_size places in a row. It comes to the rank that has its first place, so that a row travels once or
+    not at all. Where several ranks have a place, as share_of_rank's surplus, the first of them counts. A collective.
+    """
+    rank = dist.get_rank()
+    of_ranks = gather(places)  # (world size, B)
+    rank_of = torch.empty(int(of_ranks.max()) + 1, dtype=torch.long)
+    for other in reversed(range(len(of_ranks))):
+        rank_of[of_ranks[other]] = other
+    counts = rank_of[places] == rank
+    rows, places = rows[counts], places[counts]
+    owners = rank_of[places - places % group_size]  # (B,)
+    firsts = places[places % group_size == 0]  # (g,), each its group's
+    sources = rank_of[(firsts[:, None] + torch.arange(group_size)).flatten()]  # (g * group_size,)
+    sent = {other: rows[owners == other] for other in owners.unique().tolist() if other != rank}
+    sending = [dist.isend(part, other) for other, part in sent.items()]
+    groups = rows.new_empty(len(sources), *rows.shape[1:])
+    groups[sources == rank] = rows[owners == rank]
+    for other in sources.unique().tolist():
+        if other != rank:
+            part = rows.new_empty(int((sources == other).sum()), *rows.shape[1:])
+            dist.recv(part, other)
+            groups[sources == other] = part
+    for work in sending:
+        assert work  # this process is in the group
+        work.wait()
+    return groups.view(len(firsts), group_size, *rows.shape[1:]), firsts
+
+
 def gather_objects(value: T) -> list[T]:
     """One picklable value of every rank -> the list of them, by rank."""
     if dist.get_world_size() == 1:

@@ -252,6 +252,11 @@ def open_png(path: Path | str) -> Image.Image | list[Image.Image]:
     return frames[0] if len(frames) == 1 else frames
 
 
+def as_images(pixels: np.ndarray) -> list:
+    """PIL images of pixels (B, H, W, 3) uint8; videos, lists of PIL frames, of (B, F, H, W, 3)."""
+    return [Image.fromarray(part) if part.ndim == 3 else as_images(part) for part in pixels]
+
+
 def as_one_picture(image: Image.Image | list[Image.Image]) -> Image.Image:
     """A PIL image as it is; a video as its first, middle and last frame, one below the other."""
     if not isinstance(image, list):

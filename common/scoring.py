@@ -10,7 +10,7 @@ pictures, and means of the numbers are logged.
 Rewards run in a thread beside the rollout, batch by batch as images are finished, so an image's score may not depend on
 the other images of the call. The function may have attributes:
 
-    whole_batch     True: it is called once, with all images of the rank
+    whole_group     True: it is called when all images are sampled, once for each group with all images of it
     check           a function (prompt), run on every prompt before any model loads; raises ValueError for a prompt that
                     the reward cannot score
     check_metadata  a function (dict), run on every prompt's metadata in the same way
@@ -38,12 +38,14 @@ from pathlib import Path
 
 from common.cpu import leave_cores_to_this_thread
 from common.data import PromptSet
-from common.distributed import use_own_gpu
+from common.distributed import gather_groups, gather_objects, use_own_gpu
 from common.errors import RunError, error_prefix, reason, truncate
+from common.images import as_images
 from common.process import print_message
 from common.rollout import Images
 from common.user_code import check_arguments, describe, load_function, own_folder
 
+import numpy as np
 import torch
 
 REWARDS = Path(__file__).parent / "rewards"  # a reward a file; those that begin with _ are helpers
@@ -106,6 +108,8 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
     if ":" in name:
         function = load_function(name, option)
         check_arguments(function, f"{option} {name}")
+        if getattr(function, "whole_batch", False):
+            raise ValueError(f"{option} {name}: has whole_batch, which cut groups: set whole_group in its place")
         return function
     if name not in built_in_rewards():
         known = ", ".join(built_in_rewards())
@@ -130,7 +134,7 @@ class Scorer:
 
     scorer = Scorer(rewards, prompts, "stop")
     scorer.add([0, 1], images)  # as often as images are finished
-    scores = scorer.scores()
+    scores = scorer.scores(places, group_size)
     """
 
     def __init__(self, rewards: dict[str, Reward], prompt_set: PromptSet, reward_failure: str = "stop") -> None:
@@ -138,7 +142,7 @@ class Scorer:
         self.rewards = rewards
         self.prompt_set = prompt_set
         self.reward_failure = reward_failure
-        self.early = {name: f for name, f in rewards.items() if not getattr(f, "whole_batch", False)}
+        self.early = {name: f for name, f in rewards.items() if not getattr(f, "whole_group", False)}
         self.images: list = [None] * len(prompt_set)
         self.details: list[Details] = [{} for _ in self.images]
         self.scored = torch.full((len(prompt_set), len(rewards)), torch.nan, dtype=torch.float64)  # (B, R)
@@ -155,10 +159,14 @@ class Scorer:
             self.images[row] = image
         self.finished.put((list(rows), images))
 
-    def scores(self, offload: bool = True) -> torch.Tensor:
+    def scores(
+        self, places: Sequence[int] | torch.Tensor | None = None, group_size: int = 0, *, offload: bool = True
+    ) -> torch.Tensor:
         """Wait for all scores: (B, R) in fp64, a column for each reward, in their order; NaN as in score_images.
 
-        offload: then run the `offload` of those rewards that have one.
+        places (B,): the images' numbers over all ranks, of which group_size in a row are a group; None: this rank's
+        images are a group of one prompt. offload: then run the `offload` of those rewards that have one. With places a
+        collective, if a reward has `whole_group`.
 
         Raises:
             RunError: as score_images; or an image was never handed over or never scored, whose NaN would say that a
@@ -173,14 +181,39 @@ class Scorer:
             raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
         if not self.is_scored.all():  # not even its error is known
             raise RunError(f"{int((~self.is_scored).sum())} of {len(self.images)} images were never scored")
-        for r, (name, function) in enumerate(self.rewards.items()):
-            if name not in self.early:
-                alone = {name: function}
-                scores = score_images(alone, self.images, self.prompt_set, self.reward_failure, self.details)
-                self.scored[:, r] = scores[:, 0]
+        of_groups = {name: function for name, function in self.rewards.items() if name not in self.early}
+        if of_groups:
+            self._score_groups(of_groups, places, group_size)
         if offload:
             offload_rewards(self.rewards)
         return self.scored
+
+    def _score_groups(
+        self, rewards: dict[str, Reward], places: Sequence[int] | torch.Tensor | None, group_size: int
+    ) -> None:
+        """Score whole groups, each on the rank that has its first image, which brings the scores back to the others."""
+        name = next(iter(rewards))
+        if places is None and len(set(self.prompt_set.prompts)) > 1:
+            raise RunError(f"reward {name} has whole_group: scores() needs the images' places and the group_size")
+        groups = {0: self.images}  # by the place of the first image
+        own_places = list(range(len(self.images))) if places is None else torch.as_tensor(places).tolist()
+        if places is not None:
+            pixels = torch.from_numpy(np.stack([np.asarray(image) for image in self.images]))  # (B, [F,] H, W, 3)
+            of_groups, firsts = gather_groups(pixels, torch.tensor(own_places), group_size)
+            groups = {first: as_images(group.numpy()) for first, group in zip(firsts.tolist(), of_groups, strict=True)}
+        own: dict[int, tuple[torch.Tensor, Details]] = {}  # by place, of this rank's groups; then of all
+        for first, images in groups.items():
+            prompts = self.prompt_set.select([own_places.index(first)] * len(images))
+            details: list[Details] = [{} for _ in images]
+            scores = score_images(rewards, images, prompts, self.reward_failure, details)
+            own |= {first + i: (scores[i], details[i]) for i in range(len(images))}
+        for of_rank in [] if places is None else gather_objects(own):
+            own = own | of_rank
+        columns = [r for r, name in enumerate(self.rewards) if name in rewards]
+        for row, place in enumerate(own_places):
+            scores, detail = own[place]
+            self.scored[row, columns] = scores
+            self.details[row] |= detail
 
     def _score(self) -> None:
         use_own_gpu()  # which is set for each thread
@@ -321,7 +354,7 @@ def offload_rewards(rewards: dict[str, Reward]) -> None:
             function.offload()
 
 
-# ---- images that a reward failed on ----------------------------------------------------------------------------------
+# ---- groups: images that a reward failed on, and equal rewards -------------------------------------------------------
 def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill the images that a reward could not score, so that eq. 4 needs no exception for them.
 
@@ -350,6 +383,13 @@ def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> 
     if not is_compared.any():
         raise RunError(f"no prompt of the rollout has two images with scores: {count_by_reward(is_failed, names)}")
     return filled, is_compared
+
+
+def all_equal(rewards: torch.Tensor) -> torch.Tensor:
+    """Whether the rewards of a group, (G,) or (P, G), differ by round-off at most: max - min <= 1e-6 max |r|. (1,) or
+    (P, 1)."""
+    spread = rewards.amax(-1, keepdim=True) - rewards.amin(-1, keepdim=True)
+    return spread <= 1e-6 * rewards.abs().amax(-1, keepdim=True)
 
 
 def count_by_reward(has_failed: torch.Tensor, names: Iterable[str]) -> str:

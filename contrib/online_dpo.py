@@ -35,7 +35,7 @@ from common.models.loading import find_family, load_model
 from common.options import Bound, EngineArgs, PositiveFloat, PositiveInt
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, checkpoint_to_resume, friendly_errors
-from common.scoring import Scorer, fill_failed, load_rewards
+from common.scoring import Scorer, all_equal, fill_failed, load_rewards
 from common.sde import image_seed, sde_step
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
@@ -329,13 +329,14 @@ def compute_advantages(args: Args, scores: Tensor, is_compared: Tensor) -> Tenso
     """Advantages (N,) by the weighted sum of R rewards, scores (N, R), group by group: 1 for a group's best image, -1
     for its worst, 0 for the others.
 
-    The first of equal images counts, so that a group whose images all score the same has 0 only. Images that are not
-    compared, is_compared (N,), are neither best nor worst.
+    The first of equal images counts. A group whose images all score the same has 0 only. Images that are not compared,
+    is_compared (N,), are neither best nor worst.
     """
     totals = (scores * scores.new_tensor(args.reward_weights)).sum(1)  # (N,); @ would round equal rows differently
     best = totals.where(is_compared, -math.inf).view(-1, args.group_size).argmax(1)  # (P,)
     worst = totals.where(is_compared, math.inf).view(-1, args.group_size).argmin(1)
-    return (F.one_hot(best, args.group_size) - F.one_hot(worst, args.group_size)).double().flatten()
+    marks = (F.one_hot(best, args.group_size) - F.one_hot(worst, args.group_size)).double()  # (P, G)
+    return marks.masked_fill(all_equal(totals.view(-1, args.group_size)), 0.0).flatten()
 
 
 def pairs_of(batch: Batch, advantages: Tensor, group_size: int) -> Batch:
@@ -558,7 +559,7 @@ def evaluate(
         with acting(model, args.evaluated_policy, engine, "old"):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(eval_args, model, engine, request, scorer)
-        scores = scorer.scores()  # (B, R), of the trained rewards and then those of --eval_reward
+        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of --reward, then --eval_reward
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
@@ -624,7 +625,7 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # score them, each rank its own; most were scored while others were sampled
         with run.timed("reward"):
-            scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
+            scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)  # (N, R), NaN if one failed
 
         # compare the images of a prompt with each other (eq. 4); one without a reward or without others gets 0
         with run.timed("adv"):

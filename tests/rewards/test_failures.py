@@ -123,16 +123,16 @@ def test_nothing_but_an_exception_marks_a_failure(value):
 
 @fast
 def test_a_scorer_marks_failures_and_never_an_image_that_it_was_not_given():
-    def whole_batch(images, prompts, metadata):
+    def whole(images, prompts, metadata):
         return [ValueError("of all"), 5.0, 6.0]
 
-    whole_batch.whole_batch = True
-    rewards = {"judge": MIDDLE_FAILS, "whole": whole_batch}
-    scorer = Scorer(rewards, PROMPTS, "mask")
+    whole.whole_group = True
+    rewards = {"judge": MIDDLE_FAILS, "whole": whole}
+    scorer = Scorer(rewards, PROMPTS.select([0, 0, 0]), "mask")
     scorer.add([2, 0], [IMAGES[2], IMAGES[0]])
     scorer.add([1], [IMAGES[1]])
     assert_close(scorer.scores(), tensor([0.25, NAN], [NAN, 5], [0.75, 6]))
-    for rewards in ({"judge": reward(1, 2, 3)}, {"whole": whole_batch}):
+    for rewards in ({"judge": reward(1, 2, 3)}, {"whole": whole}):
         scorer = Scorer(rewards, PROMPTS, "mask")
         scorer.add([2, 0], [IMAGES[2], IMAGES[0]])
         with pytest.raises(RunError, match="1 of 3 images were never handed to the rewards"):
@@ -379,7 +379,8 @@ def test_a_failure_is_written_as_one(one_rank, tmp_path):
         ((3, NAN, 3), None),
         ((NAN, 1, NAN), None),
         ((NAN, NAN, NAN), None),
-        ((-math.inf, NAN, 0), (2, 0)),
+        ((1 / 3, NAN, 1 / 3 + 1e-8), None),  # round-off
+        ((1e9, NAN, 1e9 + 2e3), (2, 0)),
     ],
 )
 def test_a_failure_makes_no_pair(totals, places):

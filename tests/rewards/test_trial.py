@@ -32,7 +32,7 @@ def test_a_reward_that_compares_images_gets_several():
         assert len(images) == len(prompts) == len(metadata) == 4
         return [1 / (len(images) - 1)] * 4
 
-    mine.whole_batch = True
+    mine.whole_group = True
     tried(mine)
 
 
@@ -43,7 +43,7 @@ def test_several_images_differ():
         levels = torch.tensor([float(image.getpixel((0, 0))[0]) for image in images])
         return (levels - levels.mean()) / levels.std()
 
-    mine.whole_batch = True
+    mine.whole_group = True
     tried(mine)
 
 
