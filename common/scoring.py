@@ -36,13 +36,14 @@ from pathlib import Path
 
 from common.cpu import leave_cores_to_this_thread
 from common.data import PromptSet
-from common.distributed import use_own_gpu
-from common.errors import RunError, error_prefix, reason, truncate
+from common.distributed import gather_objects, use_own_gpu
+from common.errors import RunError, ScoringError, error_prefix, reason, truncate
 from common.process import print_message
 from common.rollout import Images
 from common.user_code import check_arguments, describe, load_function, own_folder
 
 import torch
+import torch.distributed as dist
 
 REWARDS = Path(__file__).parent / "rewards"  # a reward a file; those that begin with _ are helpers
 TOTAL = "weighted_total"  # logged for an evaluation beside each reward
@@ -153,15 +154,31 @@ class Scorer:
             self.images[row] = image
         self.finished.put((list(rows), images))
 
-    def scores(self, offload: bool = True) -> torch.Tensor:
+    def scores(self, *, alone: bool = False) -> torch.Tensor:
         """Wait for all scores: (B, R) in fp64, a column for each reward, in their order; NaN as in score_images.
 
-        offload: then run the `offload` of those rewards that have one.
+        Then the `offload` of those rewards that have one is run. A collective.
+        alone: the other ranks do not wait for scores now, and more will follow: no collective, and no `offload`.
 
         Raises:
-            RunError: as score_images; or an image was never handed over or never scored, whose NaN would say that a
+            ScoringError: as score_images; or an image was never handed over or never scored, whose NaN would say that a
                 reward failed.
         """
+        error = None
+        try:
+            self._wait()
+        except RunError as caught:
+            error = caught
+        has_failed = [error is not None]
+        if not alone and dist.is_initialized():
+            has_failed = gather_objects(has_failed[0])
+        if any(has_failed):
+            raise ScoringError(str(error or "")) from (error and error.__cause__)
+        if not alone:
+            offload_rewards(self.rewards)
+        return self.scored
+
+    def _wait(self) -> None:
         self.finished.put(None)
         self.thread.join()
         if self.error:
@@ -176,9 +193,6 @@ class Scorer:
                 alone = {name: function}
                 scores = score_images(alone, self.images, self.prompt_set, self.reward_failure, self.details)
                 self.scored[:, r] = scores[:, 0]
-        if offload:
-            offload_rewards(self.rewards)
-        return self.scored
 
     def _score(self) -> None:
         use_own_gpu()  # which is set for each thread
@@ -311,7 +325,7 @@ def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> 
     than two whole ones. After eq. 4 their advantages must be set to exactly 0.
 
     Raises:
-        RunError: no group has two whole images.
+        ScoringError: no group has two whole images.
     """
     is_failed = scores.isnan()  # (N, R)
     is_whole = ~is_failed.any(1)  # (N,)
@@ -327,7 +341,7 @@ def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> 
             fill = source.mean(0).clamp(source.amin(0), source.amax(0)) if len(source) else 0.0
             filled[rows[~is_whole[rows]]] = fill
     if not is_compared.any():
-        raise RunError(f"no prompt of the rollout has two images with scores: {count_by_reward(is_failed, names)}")
+        raise ScoringError(f"no prompt of the rollout has two images with scores: {count_by_reward(is_failed, names)}")
     return filled, is_compared
 
 

@@ -21,6 +21,7 @@ from common.weights.lora import save_weights
 from tests.conftest import (
     ROOT,
     SIBLINGS,
+    SMALL,
     assert_same,
     brightness_reward,
     embedded_model,
@@ -125,6 +126,50 @@ def uninterrupted(tmp_path_factory, options):
         return done[name]
 
     return run
+
+
+# ---- a reward that fails ---------------------------------------------------------------------------------------------
+FAILING = """import os, random, pathlib
+def failing(images, prompts, metadata):
+    here = pathlib.Path(__file__).parent
+    calls = here / f"calls_{os.environ['RANK']}"
+    calls.write_text(calls.read_text() + "." if calls.exists() else ".")
+    score = random.random()
+    if (here / "fail.txt").read_text() == f"{len(calls.read_text())} {os.environ['RANK']}":
+        raise TimeoutError("judge")
+    return [score + i for i in range(len(images))]
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "call", "saved", "nproc", "options"),
+    [
+        ("flow_grpo.py", 4, 2, 1, []),  # the first call is the trial's; this one the rollout's of step 3
+        ("diffusion_nft.py", 5, 3, 1, []),  # of step 3's evaluation, which the resumed run does again
+        ("flow_grpo.py", 4, 2, 2, ["--lora_rank", 0]),  # on the second rank alone
+    ],
+)
+def test_a_reward_that_fails_loses_no_step_before(tmp_path, script, call, saved, nproc, options):
+    (tmp_path / "failing.py").write_text(FAILING)
+    given = [*SMALL, "--rollout", "local", "--num_steps", 4, "--eval_every", 3, "--max_prompts", 2, *options]
+    given += ["--updates_per_rollout", 1, "--micro_batch_size", 16, "--eval_at_start", False]
+    given += ["--reward", "failing.py:failing"]
+
+    def start(name, fails_at, *more):
+        for calls in tmp_path.glob("calls_*"):
+            calls.unlink()
+        (tmp_path / "fail.txt").write_text(fails_at)
+        return torchrun(tmp_path, script, *given, "--name", name, *more, nproc=nproc, check=not fails_at)
+
+    start("whole", "")
+    failed = start(NAME, f"{call} {nproc - 1}")
+    run = tmp_path / "runs" / NAME
+    assert failed.returncode == 1
+    assert f"step_{saved:06d}.pt, give the same command with --resume latest" in failed.stdout
+    assert f"traceback_rank{nproc - 1}.txt" in failed.stdout
+    assert [checkpoint_step(path) for path in saved_checkpoints(run)] == [saved]
+    start(NAME, "", "--resume", "latest")
+    assert_equal_runs(run, tmp_path / "runs" / "whole")
 
 
 # ---- stops, orderly and not ------------------------------------------------------------------------------------------
