@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +158,11 @@ def of_the_score(options: dict) -> dict:
     return found
 
 
-def report_resumed(path: Path | str, saved_options: dict, options: dict) -> bool:
-    """Print, on rank 0, which checkpoint the run resumes from, and which options differ from the recorded ones.
+def report_resumed(
+    path: Path | str, saved_options: dict, options: dict, changed: Mapping[str, bool] | None = None
+) -> bool:
+    """Print, on rank 0, which checkpoint the run resumes from, and which options differ from the recorded ones; then a
+    line for each name that is `changed`: it has other contents, and whether the score depends on them.
 
     Returns whether later evaluations can be compared with the best one before: same run, same scoring.
     """
@@ -175,4 +178,7 @@ def report_resumed(path: Path | str, saved_options: dict, options: dict) -> bool
         differences.append(f"{rescored[0]} changes the score: best_adapter is chosen again")
     if on_rank_0():
         print_message("; ".join([f"loaded {path}", *differences]))
-    return is_same_run and not rescored
+        for name, scores in (changed or {}).items():
+            told = ": best_adapter is chosen again" if is_same_run and scores else ""
+            print_message(truncate(f"{name} has other contents than when {Path(path).name} was saved{told}"))
+    return is_same_run and not rescored and not any((changed or {}).values())

@@ -8,16 +8,12 @@ import json
 import math
 import os
 import resource
-import shlex
-import shutil
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
 from common.checkpoints import (
@@ -48,6 +44,7 @@ from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid
 from common.process import catch_stop_signals, caught_signals, stop_requested
 from common.profiling import Utilisation, profiled_step
 from common.resuming import checkpoint_of, report_resumed, rewind
+from common.run_record import Contents, changed_contents, find_contents, write_record
 from common.scoring import Reward, reward_settings
 from common.stop_rules import met_rules, read_stop_rules
 from common.tracking import start_tracker
@@ -61,7 +58,6 @@ from tqdm import tqdm
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
 # files and folders that only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "rollouts", "pairs.jsonl", "pairs")
-LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 PATIENT_PHASES = ("reward", "testing", "save_checkpoint")  # in which one rank may take long, and the others wait
 SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar
 # what gloo and NCCL say of a rank that has ended
@@ -143,10 +139,12 @@ class Run:
         self._num_skipped = 0  # training steps in a row without a finite gradient
         self.bar: tqdm | None = None
         self._trace = ExitStack()  # holds the profiler of the current training step
+        self._contents: Contents = {}  # recorded as well, but not in wandb
         if script:
             catch_stop_signals(args.max_minutes)
             _begun.append(self)
-            create_run_folder(self.folder, self.config, script, self.checkpoint)
+            self._contents = gather_objects(find_contents(self.config) if self._writes else {})[0]
+            create_run_folder(self.folder, self.config, script, self.checkpoint, self._contents)
         self._utilisation: Utilisation | None = None
         trains = script and args.num_steps and not args.eval_only
         if trains and self._writes and torch.cuda.is_available():  # a CPU's peak is not known
@@ -345,7 +343,7 @@ class Run:
 
         Full weights are as large as their checkpoint: their adapter/ is written when the run ends.
         """
-        state |= {"step": self.step, "args": self.config, "format": FORMAT}
+        state |= {"step": self.step, "args": self.config, "contents": self._contents, "format": FORMAT}
         state |= {"best": self.best_score, "best_step": self._best_step, "unlogged": self.unlogged}
         with self.timed("save_checkpoint"):  # after `log`: a resumed run cuts the log back to the checkpoint
             save_checkpoint(self.folder, self.step, state, self.args.keep_checkpoints)
@@ -356,7 +354,7 @@ class Run:
     def load_checkpoint(self) -> dict:
         """The state of the checkpoint to resume from; `step` and `best_score` become its own.
 
-        The best score stays unknown where another run wrote the checkpoint or other rewards score it.
+        The best score stays unknown where another run wrote the checkpoint, or where evaluations are scored otherwise.
         """
         assert self.checkpoint
         state = load_checkpoint(self.checkpoint)
@@ -364,7 +362,8 @@ class Run:
             is_file = Path(str(self.args.resume)).suffix == ".pt"
             self.checkpoint, state = first_intact(self.checkpoint, state, may_be_earlier=not is_file)
         state["path"] = self.checkpoint
-        is_comparable = report_resumed(self.checkpoint, state["args"], self.config)
+        changed = dict(changed_contents(state.get("contents", {}), self._contents))
+        is_comparable = report_resumed(self.checkpoint, state["args"], self.config, changed)
         self.step = state["step"]
         self._best_step = state.get("best_step") if is_comparable else None
         self._saved_step = self._resumed_from = self._logged_to = self.step
@@ -430,8 +429,11 @@ def open_run(run: Path | str, resume: str | None, eval_only: bool = False) -> Pa
     return checkpoint_of(resume) if resume else None
 
 
-def create_run_folder(folder: Path, config: dict, script: Path | str, checkpoint: Path | None = None) -> None:
-    """Make `folder`, with args.json (the options, the command, the git hash, the machine) and a copy of the script.
+def create_run_folder(
+    folder: Path, config: dict, script: Path | str, checkpoint: Path | None = None, contents: Contents | None = None
+) -> None:
+    """Make `folder`, with args.json (the options, the command, the git hash, the machine), a copy of the script, and
+    what else common/run_record.py keeps.
 
     A resumed run keeps the first ones, and writes its own beside them under the checkpoint's name. Rank 0 does all
     this, and locks the folder first.
@@ -448,13 +450,7 @@ def create_run_folder(folder: Path, config: dict, script: Path | str, checkpoint
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("traceback_rank*.txt"):  # of an earlier end
             old.unlink()
-        # by a shell, which leaves the hash out where there is no git, instead of raising
-        git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(script).parent, capture_output=True, text=True)
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
-        machine = {"device": device, "format": FORMAT, "versions": {name: version(name) for name in LIBRARIES}}
-        record = {"command": shlex.join(sys.argv), "git_hash": git.stdout.strip() or None, **machine, "args": config}
-        (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
-        shutil.copy(script, folder / f"source{suffix}.py")
+        write_record(folder, suffix, config, script, contents or {})
 
 
 def over_ranks(by_rank: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict[str, float]:
