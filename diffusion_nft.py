@@ -618,12 +618,12 @@ def main(args: Args, inputs: Inputs) -> None:
         load(args, run, model, optimizer, sampler)
         if engine:  # it still holds the policy from before `load`
             engine.push_policy(model, "old")
-    if args.eval_only or (args.eval_at_start and not run.checkpoint):
+    if args.eval_only or run.unlogged or (args.eval_at_start and not run.checkpoint):
         run.log(*evaluate(args, run, model, engine, inputs))
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
-        run.begin_step(step)
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))
 
         # sample G images for each prompt with `old`, which the engine holds already (Algorithm 1, line 3)
         with run.timed("gen"):
@@ -663,10 +663,10 @@ def main(args: Args, inputs: Inputs) -> None:
                 engine.push_policy(model, "old")
 
         # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
-        metrics["training/epoch"] = sampler.epoch
+        run.end_step(metrics | {"training/epoch": sampler.epoch})
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
-        run.log(metrics | val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
         stopping = run.should_stop()
         if is_due or stopping or (args.save_every and step % args.save_every == 0):
             save(args, run, model, optimizer, sampler)

@@ -215,7 +215,7 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
             continue  # another rank's prompt, which was sampled only to keep the ranks together
         scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
         scorer.add(range(args.group_size), images)
-        scores = scorer.scores(offload=False)  # (G, R), NaN where one failed
+        scores = scorer.scores(alone=True)  # (G, R), NaN where one failed
         weights = scores.new_tensor(args.reward_weights)
         totals = (scores * weights).sum(1)  # (G,), NaN for failed images
         save_pair(run.folder, row, prompts, images, totals)
@@ -471,12 +471,12 @@ def main(args: Args, inputs: Inputs) -> None:
     files = {}
     if pairs:
         files = encode_drawn(args, run, model, pairs, sampler.upcoming(args.num_steps - run.step))
-    if args.eval_only or (args.eval_at_start and not run.checkpoint):
+    if args.eval_only or run.unlogged or (args.eval_at_start and not run.checkpoint):
         run.log(*evaluate(args, run, model, inputs))
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
-        run.begin_step(step)
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))
 
         # make the chosen images likelier than the rejected ones, relative to the reference (eq. 14)
         with run.timed("update_actor"):
@@ -486,10 +486,10 @@ def main(args: Args, inputs: Inputs) -> None:
             metrics = update(args, model, optimizer, files_of_step, sigmas=sigmas, noise=noise)
 
         # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
-        metrics["training/epoch"] = sampler.epoch
+        run.end_step(metrics | {"training/epoch": sampler.epoch})
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, inputs) if is_due else ({}, None)
-        run.log(metrics | val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
         stopping = run.should_stop()
         if is_due or stopping or (args.save_every and step % args.save_every == 0):
             save(args, run, model, optimizer, sampler)

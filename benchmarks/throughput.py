@@ -275,11 +275,11 @@ class Meter:
             self.note_memory()
             self.phase = "between" if outer == "start" else outer
 
-        def begin_step_and_note(run, step):
+        def begin_step_and_note(run, step, *args):
             if self.step is None:
                 self.matrix_rates.append(matrix_rate(dtype))
             self.step = step
-            begin_step(run, step)
+            begin_step(run, step, *args)
 
         def write_and_note(run, *args, **kwargs):
             if self.is_clocked():

@@ -9,6 +9,11 @@ class RunError(RuntimeError):
     """A run cannot continue; the message says why, and what to do about it."""
 
 
+class ScoringError(RunError):
+    """Rewards failed on this rank or, where there is no message, on another. All ranks raise it together, so that they
+    can still save."""
+
+
 class NothingBegun(RunError):
     """A run could not start: another process owns its folder, or the checkpoint is of another policy. Resuming would
     not help, and is not advised."""

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,10 @@ def newest_record(run: Path) -> Path:
 
 
 # ---- what the earlier run left ---------------------------------------------------------------------------------------
-def rewind(run: Path | str, step: int) -> None:
+def rewind(run: Path | str, step: int, logged_to: int | None = None) -> None:
     """Cut a run's folder back to the moment when it had just saved `step`: later checkpoints and metrics go. On rank 0.
+
+    logged_to: the last step whose metrics stay, by default `step`.
 
     A last line of metrics.jsonl that a kill cut short goes as well. The resumed run's file then equals the file of a
     run that was never interrupted.
@@ -114,8 +116,9 @@ def rewind(run: Path | str, step: int) -> None:
     if metrics.exists():
         try:
             lines = metrics.read_bytes().splitlines(keepends=True)
+            last_logged = step if logged_to is None else logged_to
             complete = [line for line in lines if line.endswith(b"\n")]
-            up_to_step = [line for line in complete if json.loads(line)["training/global_step"] <= step]
+            up_to_step = [line for line in complete if json.loads(line)["training/global_step"] <= last_logged]
         except (*UNREADABLE, KeyError, TypeError) as error:
             fault = f"{metrics}: a line is not a step's metrics ({error!r}); repair or remove it"
             raise RunError(truncate(fault)) from error
@@ -155,8 +158,11 @@ def of_the_score(options: dict) -> dict:
     return found
 
 
-def report_resumed(path: Path | str, saved_options: dict, options: dict) -> bool:
-    """Print, on rank 0, which checkpoint the run resumes from, and which options differ from the recorded ones.
+def report_resumed(
+    path: Path | str, saved_options: dict, options: dict, changed: Mapping[str, bool] | None = None
+) -> bool:
+    """Print, on rank 0, which checkpoint the run resumes from, and which options differ from the recorded ones; then a
+    line for each name that is `changed`: it has other contents, and whether the score depends on them.
 
     Returns whether later evaluations can be compared with the best one before: same run, same scoring.
     """
@@ -173,4 +179,7 @@ def report_resumed(path: Path | str, saved_options: dict, options: dict) -> bool
         differences.append(f"{rescored[0]} changes the score: best_adapter is chosen again")
     if on_rank_0():
         print_message("; ".join([f"loaded {path}", *differences]))
-    return is_same_run and not rescored
+        for name, scores in (changed or {}).items():
+            told = ": best_adapter is chosen again" if is_same_run and scores else ""
+            print_message(truncate(f"{name} has other contents than when {Path(path).name} was saved{told}"))
+    return is_same_run and not rescored and not any((changed or {}).values())

@@ -8,16 +8,12 @@ import json
 import math
 import os
 import resource
-import shlex
-import shutil
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
 from common.checkpoints import (
@@ -31,14 +27,24 @@ from common.checkpoints import (
     writing,
 )
 from common.cpu import repair_torchvision
-from common.distributed import end_distributed, gather_objects, limit_collectives, missing_ranks, on_rank_0
-from common.errors import UNREADABLE, NothingBegun, RunError, truncate
+from common.data import GroupSampler
+from common.distributed import (
+    end_distributed,
+    gather_objects,
+    limit_collectives,
+    missing_ranks,
+    on_rank_0,
+    restore_rng_states,
+    rng_states,
+)
+from common.errors import UNREADABLE, NothingBegun, RunError, ScoringError, truncate
 from common.models.family import Family
 from common.options import SharedArgs
 from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid
 from common.process import catch_stop_signals, caught_signals, stop_requested
 from common.profiling import Utilisation, profiled_step
 from common.resuming import checkpoint_of, report_resumed, rewind
+from common.run_record import Contents, changed_contents, find_contents, write_record
 from common.scoring import Reward, reward_settings
 from common.stop_rules import met_rules, read_stop_rules
 from common.tracking import start_tracker
@@ -52,7 +58,6 @@ from tqdm import tqdm
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
 # files and folders that only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "rollouts", "pairs.jsonl", "pairs")
-LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 PATIENT_PHASES = ("reward", "testing", "save_checkpoint")  # in which one rank may take long, and the others wait
 SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar
 # what gloo and NCCL say of a rank that has ended
@@ -65,10 +70,11 @@ class Run:
 
         run = Run(args, rewards, script=__file__, num_images=256)
         for step in range(run.step + 1, args.num_steps + 1):
-            run.begin_step(step)
+            run.begin_step(step, sampler, save)
             with run.timed("gen"):
                 ...
-            run.log({"actor/loss": loss})
+            run.end_step({"actor/loss": loss})
+            run.log(evaluate() if step % 5 == 0 else {})
             if run.should_stop():
                 break
         run.close()
@@ -79,6 +85,8 @@ class Run:
         step: the training step that began last; 0 before the first one, or the checkpoint's of a resumed run.
         checkpoint: the checkpoint that this run resumes from, the same on all ranks; or None.
         best_score: the highest weighted total of an evaluation so far.
+        unlogged: the metrics of a finished training step until they are logged. A checkpoint has them where the step's
+            evaluation failed, which a resumed run does again.
     """
 
     def __init__(
@@ -107,6 +115,11 @@ class Run:
         self.checkpoint = gather_objects(checkpoint)[0] if script else checkpoint
         self.step = 0
         self.best_score = -math.inf
+        self.unlogged: dict[str, float] = {}
+        self._saved_step = 0  # of the newest checkpoint
+        self._sampler: GroupSampler | None = None
+        self._save: Callable[[], None] | None = None
+        self._before: tuple[int, dict, dict] | None = None  # step, random states and sampler's, which the policy is of
         self._best_step: int | None = None  # of the best evaluation; None: unknown
         self._num_images = num_images
         self._writes = on_rank_0()
@@ -119,16 +132,19 @@ class Run:
         self._longest_step_s = 0.0
         self._owns_folder = bool(script)
         self._resumed_from = -1  # the step of the checkpoint; -1: nothing stays of an earlier run
+        self._logged_to = -1  # the last step whose metrics stay
         self._has_written = False
         self._is_stopping = False
         self._has_warned = False
         self._num_skipped = 0  # training steps in a row without a finite gradient
         self.bar: tqdm | None = None
         self._trace = ExitStack()  # holds the profiler of the current training step
+        self._contents: Contents = {}  # recorded as well, but not in wandb
         if script:
             catch_stop_signals(args.max_minutes)
             _begun.append(self)
-            create_run_folder(self.folder, self.config, script, self.checkpoint)
+            self._contents = gather_objects(find_contents(self.config) if self._writes else {})[0]
+            create_run_folder(self.folder, self.config, script, self.checkpoint, self._contents)
         self._utilisation: Utilisation | None = None
         trains = script and args.num_steps and not args.eval_only
         if trains and self._writes and torch.cuda.is_available():  # a CPU's peak is not known
@@ -144,6 +160,8 @@ class Run:
             self._timing["startup"] = began - self._created
             self._created = None
         self._write_heartbeat(name)
+        if name == "update_actor":
+            self._before = None  # until `end_step` the policy is of no step
         limit_collectives(60 if self.bar is None or name in PATIENT_PHASES else 15)
         yield
         if torch.cuda.is_available():
@@ -162,8 +180,14 @@ class Run:
             temporary.write_text(json.dumps(beat) + "\n")
             temporary.replace(self.folder / "heartbeat.json")
 
-    def begin_step(self, step: int) -> None:
-        """Start the clock of a training step and, where one was asked for, its profiler trace."""
+    def begin_step(
+        self, step: int, sampler: GroupSampler | None = None, save: Callable[[], None] | None = None
+    ) -> None:
+        """Start the clock of a training step and, where one was asked for, its profiler trace.
+
+        save: writes a checkpoint. It is called if rewards fail before the step trains, or in its evaluation: the steps
+        since the last checkpoint are not lost.
+        """
         if self.bar is None:
             height, width = self.args.image_size
             num_steps = self.args.num_steps
@@ -173,8 +197,34 @@ class Run:
             self.bar = tqdm(initial=step - 1, total=num_steps, disable=not self._writes)
         self._trace.close()  # writes the previous step's trace
         self._trace.enter_context(profiled_step(self.folder, step, self.args.profile_steps))
+        self._sampler, self._save = sampler, save
+        self._keep_states(step - 1)
         self.step = step
         self._step_began = self._begun_at = time.perf_counter()
+
+    def end_step(self, metrics: dict) -> None:
+        """Keep the metrics of a training step until `log`, and that the policy is of this step now."""
+        self.unlogged = {name: float(value) for name, value in metrics.items()}
+        self._keep_states(self.step)
+
+    def _keep_states(self, step: int) -> None:
+        if self._sampler:
+            self._before = (step, rng_states(), self._sampler.state_dict())
+
+    def save_after_failure(self) -> None:
+        """After a ScoringError: save what the failed rollout or evaluation began with. A collective."""
+        save, before, self._save = self._save, self._before, None
+        if save is None or before is None or before[0] == self._saved_step:
+            return
+        self.step, states, position = before
+        restore_rng_states(states)
+        assert self._sampler
+        self._sampler.load_state_dict(position)
+        try:
+            save()
+            gather_objects(None)  # torchrun ends all ranks when one has ended, which must not be while another saves
+        except RuntimeError as error:  # a full disk, or a rank that is gone
+            self.print_message(f"step {self.step} could not be saved: {truncate(str(error))}")
 
     def print_message(self, line: str) -> None:
         """Print a line, once for all ranks."""
@@ -185,9 +235,9 @@ class Run:
     def log(self, metrics: dict, grid: list[Picture] | None = None) -> None:
         """Append a line of metrics, and the seconds of every phase, to metrics.jsonl; then start a new timing.
 
-        metrics: finite numbers or scalar tensors by name. grid: an evaluation's captioned images, from which
-        grid_STEP.png and curves.png are drawn. Where an evaluation meets a rule of --stop_if, `should_stop` says so on
-        every rank; a line warns where the evaluation lacks the metric of a rule.
+        metrics: finite numbers or scalar tensors by name; to them come those of `end_step`. grid: an evaluation's
+        captioned images, from which grid_STEP.png and curves.png are drawn. Where an evaluation meets a rule of
+        --stop_if, `should_stop` says so on every rank; a line warns where the evaluation lacks the metric of a rule.
 
         Raises:
             RunError: naming the metrics that are NaN or infinite, or the folder that could not be written; or the third
@@ -197,6 +247,8 @@ class Run:
             self._timing["step"] = time.perf_counter() - self._step_began - self._timing.get("testing", 0.0)
             self._step_began = None
         step = self.step
+        metrics = self.unlogged | metrics
+        self.unlogged = {}
         if "actor/skipped_steps" in metrics:
             self._num_skipped = 0 if "actor/grad_norm" in metrics else self._num_skipped + 1
         if self._num_skipped == MAX_SKIPPED:
@@ -231,7 +283,7 @@ class Run:
         if self._has_written and not path.exists():
             raise RunError(f"step {step}: {path}, which this run has written, is gone")
         if not self._has_written and self._owns_folder and (path.exists() or saved_checkpoints(self.folder)):
-            rewind(self.folder, self._resumed_from)
+            rewind(self.folder, self._resumed_from, self._logged_to)
         self._has_written = True
         with open(path, "a") as file:
             file.write(json.dumps(row) + "\n")
@@ -291,17 +343,18 @@ class Run:
 
         Full weights are as large as their checkpoint: their adapter/ is written when the run ends.
         """
-        state |= {"step": self.step, "args": self.config, "format": FORMAT}
-        state |= {"best": self.best_score, "best_step": self._best_step}
+        state |= {"step": self.step, "args": self.config, "contents": self._contents, "format": FORMAT}
+        state |= {"best": self.best_score, "best_step": self._best_step, "unlogged": self.unlogged}
         with self.timed("save_checkpoint"):  # after `log`: a resumed run cuts the log back to the checkpoint
             save_checkpoint(self.folder, self.step, state, self.args.keep_checkpoints)
             if model.is_lora or self._is_stopping or self.step == self.args.num_steps:
                 save_policy(self.folder / "adapter", model, policy, self.args.dtype)
+        self._saved_step = self.step
 
     def load_checkpoint(self) -> dict:
         """The state of the checkpoint to resume from; `step` and `best_score` become its own.
 
-        The best score stays unknown where another run wrote the checkpoint or other rewards score it.
+        The best score stays unknown where another run wrote the checkpoint, or where evaluations are scored otherwise.
         """
         assert self.checkpoint
         state = load_checkpoint(self.checkpoint)
@@ -309,10 +362,14 @@ class Run:
             is_file = Path(str(self.args.resume)).suffix == ".pt"
             self.checkpoint, state = first_intact(self.checkpoint, state, may_be_earlier=not is_file)
         state["path"] = self.checkpoint
-        is_comparable = report_resumed(self.checkpoint, state["args"], self.config)
+        changed = dict(changed_contents(state.get("contents", {}), self._contents))
+        is_comparable = report_resumed(self.checkpoint, state["args"], self.config, changed)
         self.step = state["step"]
         self._best_step = state.get("best_step") if is_comparable else None
-        self._resumed_from = self.step
+        self._saved_step = self._resumed_from = self._logged_to = self.step
+        if self.args.resume == "latest" and state.get("unlogged"):
+            self.unlogged = state["unlogged"]
+            self._logged_to -= 1
         self.best_score = state["best"] if is_comparable else -math.inf
         return state
 
@@ -333,6 +390,7 @@ class Run:
 
     def close(self) -> None:
         """Say how the training ended, and wait for the tracker."""
+        self._save = None  # which holds the model
         self._trace.close()
         if self.bar is not None:
             self.bar.close()
@@ -371,8 +429,11 @@ def checkpoint_to_resume(run: Path | str, resume: str | None, eval_only: bool = 
     return checkpoint_of(resume) if resume else None
 
 
-def create_run_folder(folder: Path, config: dict, script: Path | str, checkpoint: Path | None = None) -> None:
-    """Make `folder`, with args.json (the options, the command, the git hash, the machine) and a copy of the script.
+def create_run_folder(
+    folder: Path, config: dict, script: Path | str, checkpoint: Path | None = None, contents: Contents | None = None
+) -> None:
+    """Make `folder`, with args.json (the options, the command, the git hash, the machine), a copy of the script, and
+    what else common/run_record.py keeps.
 
     A resumed run keeps the first ones, and writes its own beside them under the checkpoint's name. Rank 0 does all
     this, and locks the folder first.
@@ -389,13 +450,7 @@ def create_run_folder(folder: Path, config: dict, script: Path | str, checkpoint
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("traceback_rank*.txt"):  # of an earlier end
             old.unlink()
-        # by a shell, which leaves the hash out where there is no git, instead of raising
-        git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(script).parent, capture_output=True, text=True)
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
-        machine = {"device": device, "format": FORMAT, "versions": {name: version(name) for name in LIBRARIES}}
-        record = {"command": shlex.join(sys.argv), "git_hash": git.stdout.strip() or None, **machine, "args": config}
-        (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
-        shutil.copy(script, folder / f"source{suffix}.py")
+        write_record(folder, suffix, config, script, contents or {})
 
 
 def over_ranks(by_rank: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict[str, float]:
@@ -434,6 +489,8 @@ def friendly_errors() -> Iterator[None]:
         is_training = run is not None and run.bar is not None
         if run and run.bar is not None:
             run.bar.close()  # the last line is one of its own
+        if run and isinstance(error, ScoringError):
+            run.save_after_failure()
         value = exit_value(error, run.folder if run else None, is_training)
         if value is None:
             raise
@@ -449,6 +506,8 @@ def exit_value(error: Exception, folder: Path | None, is_training: bool) -> str 
     if isinstance(error, ValueError | RunError):
         if isinstance(error, ValueError) and folder:
             return None
+        if isinstance(error, ScoringError) and not str(error):  # another rank has the line
+            return 1
         # bad options are the same on every rank, and printed once; a reward may fail to load on this rank alone
         is_everywhere = isinstance(error, ValueError) and isinstance(error.__cause__ or error, UNREADABLE)
         silent = is_everywhere and os.environ.get("LOCAL_RANK", "0") != "0"

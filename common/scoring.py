@@ -32,14 +32,14 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common.cpu import leave_cores_to_this_thread
 from common.data import PromptSet
 from common.distributed import gather_groups, gather_objects, use_own_gpu
-from common.errors import RunError, error_prefix, reason, truncate
+from common.errors import RunError, ScoringError, error_prefix, reason, truncate
 from common.images import as_images
 from common.process import print_message
 from common.rollout import Images
@@ -47,6 +47,7 @@ from common.user_code import check_arguments, describe, load_function, own_folde
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 REWARDS = Path(__file__).parent / "rewards"  # a reward a file; those that begin with _ are helpers
 TOTAL = "weighted_total"  # logged for an evaluation beside each reward
@@ -129,6 +130,21 @@ def reward_settings(rewards: dict[str, Reward]) -> dict[str, dict[str, str]]:
     return found
 
 
+@contextmanager
+def failing_together(alone: bool) -> Iterator[None]:
+    """A RunError within it, on any rank, is a ScoringError on all of them; `alone`: on this rank. A collective."""
+    error = None
+    try:
+        yield
+    except RunError as caught:
+        error = caught
+    has_failed = [error is not None]
+    if not alone and dist.is_initialized():
+        has_failed = gather_objects(has_failed[0])
+    if any(has_failed):
+        raise ScoringError(str(error or "")) from (error and error.__cause__)
+
+
 class Scorer:
     """Scores the images of a rollout in a thread of its own, while the others are being sampled.
 
@@ -160,18 +176,28 @@ class Scorer:
         self.finished.put((list(rows), images))
 
     def scores(
-        self, places: Sequence[int] | torch.Tensor | None = None, group_size: int = 0, *, offload: bool = True
+        self, places: Sequence[int] | torch.Tensor | None = None, group_size: int = 0, *, alone: bool = False
     ) -> torch.Tensor:
         """Wait for all scores: (B, R) in fp64, a column for each reward, in their order; NaN as in score_images.
 
         places (B,): the images' numbers over all ranks, of which group_size in a row are a group; None: this rank's
-        images are a group of one prompt. offload: then run the `offload` of those rewards that have one. With places a
-        collective, if a reward has `whole_group`.
+        images are a group of one prompt. Then the `offload` of those rewards that have one is run. A collective.
+        alone: the other ranks do not wait for scores now, and more will follow: no collective, and no `offload`.
 
         Raises:
-            RunError: as score_images; or an image was never handed over or never scored, whose NaN would say that a
-                reward failed.
+            ScoringError: on all ranks, as score_images on one; or an image was never handed over or never scored, whose
+                NaN would say that a reward failed.
         """
+        with failing_together(alone):
+            self._wait()
+        of_groups = {name: function for name, function in self.rewards.items() if name not in self.early}
+        if of_groups:
+            self._score_groups(of_groups, places, group_size, alone=alone)
+        if not alone:
+            offload_rewards(self.rewards)
+        return self.scored
+
+    def _wait(self) -> None:
         self.finished.put(None)
         self.thread.join()
         if self.error:
@@ -181,15 +207,9 @@ class Scorer:
             raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
         if not self.is_scored.all():  # not even its error is known
             raise RunError(f"{int((~self.is_scored).sum())} of {len(self.images)} images were never scored")
-        of_groups = {name: function for name, function in self.rewards.items() if name not in self.early}
-        if of_groups:
-            self._score_groups(of_groups, places, group_size)
-        if offload:
-            offload_rewards(self.rewards)
-        return self.scored
 
     def _score_groups(
-        self, rewards: dict[str, Reward], places: Sequence[int] | torch.Tensor | None, group_size: int
+        self, rewards: dict[str, Reward], places: Sequence[int] | torch.Tensor | None, group_size: int, *, alone: bool
     ) -> None:
         """Score whole groups, each on the rank that has its first image, which brings the scores back to the others."""
         name = next(iter(rewards))
@@ -202,11 +222,12 @@ class Scorer:
             of_groups, firsts = gather_groups(pixels, torch.tensor(own_places), group_size)
             groups = {first: as_images(group.numpy()) for first, group in zip(firsts.tolist(), of_groups, strict=True)}
         own: dict[int, tuple[torch.Tensor, Details]] = {}  # by place, of this rank's groups; then of all
-        for first, images in groups.items():
-            prompts = self.prompt_set.select([own_places.index(first)] * len(images))
-            details: list[Details] = [{} for _ in images]
-            scores = score_images(rewards, images, prompts, self.reward_failure, details)
-            own |= {first + i: (scores[i], details[i]) for i in range(len(images))}
+        with failing_together(alone):
+            for first, images in groups.items():
+                prompts = self.prompt_set.select([own_places.index(first)] * len(images))
+                details: list[Details] = [{} for _ in images]
+                scores = score_images(rewards, images, prompts, self.reward_failure, details)
+                own |= {first + i: (scores[i], details[i]) for i in range(len(images))}
         for of_rank in [] if places is None else gather_objects(own):
             own = own | of_rank
         columns = [r for r, name in enumerate(self.rewards) if name in rewards]
@@ -365,7 +386,7 @@ def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> 
     than two whole ones. After eq. 4 their advantages must be set to exactly 0.
 
     Raises:
-        RunError: no group has two whole images.
+        ScoringError: no group has two whole images.
     """
     is_failed = scores.isnan()  # (N, R)
     is_whole = ~is_failed.any(1)  # (N,)
@@ -381,7 +402,7 @@ def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> 
             fill = source.mean(0).clamp(source.amin(0), source.amax(0)) if len(source) else 0.0
             filled[rows[~is_whole[rows]]] = fill
     if not is_compared.any():
-        raise RunError(f"no prompt of the rollout has two images with scores: {count_by_reward(is_failed, names)}")
+        raise ScoringError(f"no prompt of the rollout has two images with scores: {count_by_reward(is_failed, names)}")
     return filled, is_compared
 
 

@@ -1,6 +1,7 @@
 """A run and its folder: atomic writes, metrics, clocks, records, resuming; and a rank that is alone."""
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -24,7 +25,9 @@ from common.options import SharedArgs
 from common.plan import needs
 from common.profiling import profiled_step, traced_steps
 from common.run import Run, checkpoint_to_resume, create_run_folder, over_ranks
+from common.run_record import changed_contents, find_contents
 from common.scoring import Scorer, load_rewards
+from common.user_code import load_function
 from common.weights.adapter_files import read_lora
 from tests.conftest import ROOT, new_run, read_metrics
 
@@ -451,7 +454,43 @@ def test_the_settings_of_rewards_are_recorded_and_no_key(tmp_path, monkeypatch):
     assert "secret" not in text and "not asked" not in text
 
 
-def test_create_run_folder_records_the_git_hash(tmp_path):
+@pytest.mark.fast
+def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "mine_too"):
+        (tmp_path / f"{name}.py").write_text(
+            "import besides_mine\n\n\ndef mine(images, prompts, metadata):\n    return []\n"
+        )
+    (tmp_path / "besides_mine.py").write_text("x = 1\n")
+    (tmp_path / "unused.py").write_text("")
+    (tmp_path / "question.txt").write_text("{prompt}?")
+    (tmp_path / "p.txt").write_text("a sign\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "a.safetensors").write_bytes(bytes(3 * 2**20))
+    monkeypatch.setattr("common.run_record.NUM_PIECES", 2)  # a file of more than 2 MiB is read in two pieces
+    load_rewards(["mine.py:mine"], load=False)
+    load_function("mine_too.py:mine", "--sde_type")
+    options = OPTIONS | {"reward": ("mine.py:mine",), "sde_type": "mine_too.py:mine", "model": "model"}
+    options |= {"eval_prompts": "p.txt", "reward_settings": {"vlm_judge": {"VLM_JUDGE_PROMPT": "question.txt"}}}
+    contents = find_contents(options)
+    create_run_folder(tmp_path / "run", options, __file__, None, contents)
+    kept = {path.name for path in (tmp_path / "run" / "code").iterdir()}
+    assert kept == {"mine.py", "mine_too.py", "besides_mine.py", "question.txt"}
+    assert (tmp_path / "run" / "code" / "besides_mine.py").read_text() == "x = 1\n"
+    assert json.loads((tmp_path / "run" / "args.json").read_text())["contents"] == contents
+    assert contents.keys() == {*(f"code/{name}" for name in kept), "--model model", "--eval_prompts p.txt"}
+    expected = hashlib.blake2b(b"a sign\n", digest_size=16).hexdigest()
+    assert contents["--eval_prompts p.txt"] == f"7 bytes, blake2b {expected}"
+    for file, is_of_score in (("p.txt", True), ("besides_mine.py", True), ("question.txt", True)):
+        (tmp_path / file).write_text("another")
+        (changed,) = changed_contents(contents, find_contents(options))
+        assert changed[0].endswith(file) and changed[1] is is_of_score
+        contents = find_contents(options)
+    (tmp_path / "model" / "a.safetensors").write_bytes(bytes(3 * 2**20 - 1) + b"1")
+    assert list(changed_contents(contents, find_contents(options))) == [("--model model", True)]
+
+
+def test_create_run_folder_records_git(tmp_path):
     repository = tmp_path / "repository"
     repository.mkdir()
     (repository / "script.py").write_text("")
@@ -461,6 +500,15 @@ def test_create_run_folder_records_the_git_hash(tmp_path):
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     create_run_folder(tmp_path / "run", OPTIONS, repository / "script.py")
     assert json.loads((tmp_path / "run" / "args.json").read_text())["git_hash"] == head
+    (repository / "script.py").write_text("mended = True\n")
+    (repository / "new.py").write_text("")
+    (repository / "contrib").mkdir()
+    (repository / "contrib" / "fork.py").write_text("")
+    create_run_folder(tmp_path / "other", OPTIONS, repository / "contrib" / "fork.py")
+    record = json.loads((tmp_path / "other" / "args.json").read_text())
+    assert (record["git_hash"], record["untracked"]) == (f"{head}-dirty", ["contrib/fork.py", "new.py"])
+    assert (tmp_path / "other" / "uncommitted.diff").read_text().endswith("+mended = True\n")
+    assert not (tmp_path / "run" / "uncommitted.diff").exists()
 
 
 def test_a_resumed_run_keeps_the_first_record(tmp_path):

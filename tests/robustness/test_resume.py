@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import flow_grpo
 from common.checkpoints import checkpoint_path, checkpoint_step, load_checkpoint, saved_checkpoints
@@ -21,11 +22,13 @@ from common.weights.lora import save_weights
 from tests.conftest import (
     ROOT,
     SIBLINGS,
+    SMALL,
     assert_same,
     brightness_reward,
     embedded_model,
     new_run,
     read_metrics,
+    run_here,
     skip_without_engine,
     torchrun,
     whole_checkpoint,
@@ -126,6 +129,81 @@ def uninterrupted(tmp_path_factory, options):
         return done[name]
 
     return run
+
+
+# ---- a reward that fails ---------------------------------------------------------------------------------------------
+FAILING = """import os, random, pathlib
+def failing(images, prompts, metadata):
+    here = pathlib.Path(__file__).parent
+    calls = here / f"calls_{os.environ['RANK']}"
+    calls.write_text(calls.read_text() + "." if calls.exists() else ".")
+    score = random.random()
+    if (here / "fail.txt").read_text() == f"{len(calls.read_text())} {os.environ['RANK']}":
+        raise TimeoutError("judge")
+    return [score + i for i in range(len(images))]
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "call", "saved", "nproc", "options"),
+    [
+        ("flow_grpo.py", 4, 2, 1, []),  # the first call is the trial's; this one the rollout's of step 3
+        ("diffusion_nft.py", 5, 3, 1, []),  # of step 3's evaluation, which the resumed run does again
+        ("flow_grpo.py", 4, 2, 2, ["--lora_rank", 0]),  # on the second rank alone
+    ],
+)
+def test_a_reward_that_fails_loses_no_step_before(tmp_path, script, call, saved, nproc, options):
+    (tmp_path / "failing.py").write_text(FAILING)
+    given = [*SMALL, "--rollout", "local", "--num_steps", 4, "--eval_every", 3, "--max_prompts", 2, *options]
+    given += ["--updates_per_rollout", 1, "--micro_batch_size", 16, "--eval_at_start", False]
+    given += ["--reward", "failing.py:failing"]
+
+    def start(name, fails_at, *more):
+        for calls in tmp_path.glob("calls_*"):
+            calls.unlink()
+        (tmp_path / "fail.txt").write_text(fails_at)
+        return torchrun(tmp_path, script, *given, "--name", name, *more, nproc=nproc, check=not fails_at)
+
+    start("whole", "")
+    failed = start(NAME, f"{call} {nproc - 1}")
+    run = tmp_path / "runs" / NAME
+    assert failed.returncode == 1
+    assert f"step_{saved:06d}.pt, give the same command with --resume latest" in failed.stdout
+    assert f"traceback_rank{nproc - 1}.txt" in failed.stdout
+    assert [checkpoint_step(path) for path in saved_checkpoints(run)] == [saved]
+    start(NAME, "", "--resume", "latest")
+    assert_equal_runs(run, tmp_path / "runs" / "whole")
+
+
+def test_a_resumed_run_names_what_has_other_contents_and_chooses_the_best_again(tmp_path, monkeypatch, capfd):
+    """Options that are the same, and files that are not."""
+    model = shutil.copytree(ROOT / "assets" / "embedded", tmp_path / "model")
+    prompts = tmp_path / "p.txt"
+    prompts.write_text('a red sign that says "1234"\na red sign that says "4321"\n')
+    options = [*SMALL, "--rollout", "local", "--eval_every", 1, "--train_prompts", "p.txt", "--eval_prompts", "p.txt"]
+    options += ["--model", "model", "--reward", f"{Path(brightness_reward(tmp_path)).name}", "--learning_rate", 0]
+    assert run_here(tmp_path, "flow_grpo.py", *options, "--num_steps", 1) is None
+    best_step = lambda step: load_checkpoint(checkpoint_path(tmp_path / "runs" / "flow_grpo", step))["best_step"]
+    assert best_step(1) == 0  # nothing is learned, and no later one is better
+    capfd.readouterr()
+    assert run_here(tmp_path, "flow_grpo.py", *options, "--num_steps", 2, "--resume", "latest") is None
+    assert "other contents" not in capfd.readouterr().err and best_step(2) == 0
+    prompts.write_text('a red sign that says "7777"\na red sign that says "8888"\n')
+    with open(tmp_path / "brightness.py", "a") as file:
+        file.write("# on another scale\n")
+    weights = model / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x3f")
+    assert run_here(tmp_path, "flow_grpo.py", *options, "--num_steps", 3, "--resume", "latest") is None
+    told = [line for line in capfd.readouterr().err.splitlines() if "other contents" in line]
+    when = "has other contents than when step_000002.pt was saved"
+    assert told == [
+        f"--eval_prompts p.txt {when}: best_adapter is chosen again",
+        f"--model model {when}: best_adapter is chosen again",
+        f"--train_prompts p.txt {when}",
+        f"code/brightness.py {when}: best_adapter is chosen again",
+    ]
+    assert best_step(3) == 3
+    assert (tmp_path / "runs/flow_grpo/code_step_000002/brightness.py").read_text().endswith("scale\n")
 
 
 # ---- stops, orderly and not ------------------------------------------------------------------------------------------

@@ -1,0 +1,189 @@
+"""What a run keeps of what it was made of, beside its options: the user's own code, digests of what it reads, and git.
+
+It stays in the run's folder, and in its checkpoints, by which a resumed run notices what has changed.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from common.checkpoints import FORMAT
+from common.models.loading import known_folder
+
+import torch
+
+COMMON = Path(__file__).parent
+PACKAGES = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "safetensors",
+    "numpy",
+    "pillow",
+    "torchao",
+    "vllm",
+    "vllm-omni",
+)
+DATA = (
+    "model",
+    "lora_path",
+    "teachers",
+    "train_prompts",
+    "eval_prompts",
+    "pairs",
+)  # options that name files or folders
+READ = {".json", ".jsonl", ".parquet", ".txt", ".safetensors", ".bin", ".model"}  # of a folder; not its images
+PIECE = 2**20  # bytes
+NUM_PIECES = 64  # of a large file
+LONGEST_DIFF = 2**20  # bytes
+MOST_UNTRACKED = 1000  # names
+Contents = dict[str, str]  # what is read -> its size and digest
+
+
+# ---- what a run is made of -------------------------------------------------------------------------------------------
+def find_contents(options: dict[str, Any]) -> Contents:
+    """Size and digest of all that options name: {"--eval_prompts signs.txt": ..., "code/mine.py": ...}."""
+    named = {f"code/{name}": file for name, file in user_code(options).items()}
+    for option in DATA:
+        for value in values_of(options.get(option)):
+            path = Path(value.partition("=")[2] if option == "teachers" else value)
+            named[f"--{option} {value}"] = (known_folder(path) if option == "model" else None) or path
+    named |= {f"{variable}={file}": file for variable, file in setting_files(options) if not is_question(variable)}
+    found = {}
+    for name, path in named.items():
+        if path.is_dir():
+            found[name] = digest(sorted(file for file in path.rglob("*") if file.suffix in READ))
+        elif path.is_file():
+            found[name] = digest([path])
+    return found
+
+
+def setting_files(options: dict[str, Any]) -> list[tuple[str, Path]]:
+    """The files and folders that settings of rewards name, such as a judge's question, with their variables."""
+    settings = [setting for of_reward in options.get("reward_settings", {}).values() for setting in of_reward.items()]
+    return [(variable, Path(value)) for variable, value in settings if Path(value).exists()]
+
+
+def is_question(variable: str) -> bool:
+    """Whether a setting names a file that is text, and kept."""
+    return variable.endswith("_PROMPT")
+
+
+def user_code(options: dict[str, Any]) -> dict[str, Path]:
+    """By name the .py files that options name as file.py:function, what these have imported from beside them, and the
+    judge's question."""
+    named = [re.fullmatch(r"(.+\.py):\w+", text) for value in options.values() for text in values_of(value)]
+    files = {Path(match[1]).resolve() for match in named if match}
+    folders = {file.parent for file in files}
+    for module in list(sys.modules.values()):
+        file = Path(getattr(module, "__file__", None) or "/").resolve()
+        if file.suffix == ".py" and any(file.is_relative_to(folder) for folder in folders) and is_own(file):
+            files.add(file)
+    files |= {file.resolve() for variable, file in setting_files(options) if is_question(variable)}
+    here = Path.cwd()
+    by_name = {file.relative_to(here if file.is_relative_to(here) else "/"): file for file in files if file.is_file()}
+    return {str(name): by_name[name] for name in sorted(by_name)}
+
+
+def is_own(file: Path) -> bool:
+    """Whether a module's file is neither CleanFlow's, which git has, nor the script, nor installed."""
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    others = [COMMON, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()]
+    is_installed = "site-packages" in file.parts or any(file.is_relative_to(folder) for folder in others)
+    return not is_installed and file != Path(main or "/").resolve()
+
+
+def values_of(value: object) -> list[str]:
+    """The strings of an option's value."""
+    return [text for text in (value if isinstance(value, list | tuple) else [value]) if isinstance(text, str)]
+
+
+def digest(files: list[Path]) -> str:
+    """Size and BLAKE2b of files: of all their bytes, but of 64 pieces, evenly spread, where one is above 64 MiB."""
+    total = 0
+    hashed = hashlib.blake2b(digest_size=16)
+    for path in files:
+        if not path.is_file():  # a dangling link
+            continue
+        size = path.stat().st_size
+        total += size
+        hashed.update(f"{path.name} {size}\n".encode(errors="surrogateescape") if len(files) > 1 else b"")
+        with open(path, "rb") as file:
+            whole = size <= NUM_PIECES * PIECE
+            for i in range(1 if whole else NUM_PIECES):
+                file.seek(i * (size - PIECE) // (NUM_PIECES - 1) if i else 0)
+                hashed.update(file.read(size if whole else PIECE))
+    return f"{total} bytes, blake2b {hashed.hexdigest()}"
+
+
+def changed_contents(saved: Contents, now: Contents) -> Iterator[tuple[str, bool]]:
+    """(What has other contents than a checkpoint's run had, whether scores depend on it)."""
+    for name in sorted(saved.keys() & now.keys()):
+        if saved[name] != now[name]:
+            yield name, not name.startswith(("--train_prompts", "--pairs", "--lora_path", "--teachers"))
+
+
+# ---- the record ------------------------------------------------------------------------------------------------------
+def write_record(folder: Path, suffix: str, config: dict[str, Any], script: Path | str, contents: Contents) -> None:
+    """Write args.json, uncommitted.diff, source.py and code/ into a run's folder, with `suffix` in their names."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
+    commit, diff, untracked = git_state(Path(script).parent)
+    record = {
+        "command": shlex.join(sys.argv),
+        "git_hash": commit,
+        "untracked": untracked,
+        "device": device,
+        "format": FORMAT,
+        "versions": {"python": platform.python_version(), **versions()},
+        "contents": contents,
+        "args": config,
+    }
+    (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+    if diff:
+        (folder / f"uncommitted{suffix}.diff").write_bytes(diff)
+    shutil.copy(script, folder / f"source{suffix}.py")
+    for name, file in user_code(config).items():
+        copy = folder / f"code{suffix}" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
+
+
+def versions() -> dict[str, str]:
+    """The versions of those main packages that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(folder: Path) -> tuple[str | None, bytes, list[str]]:
+    """The commit, with "-dirty" where files differ from it or are not in it; the difference, of at most 1 MiB; and the
+    names of the files that git does not have. (None, b"", []) outside of a repository."""
+
+    def git(*command: str) -> bytes:
+        try:
+            done = subprocess.run(["git", "--no-optional-locks", *command], cwd=folder, capture_output=True, check=True)
+        except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+            return b""
+        return done.stdout
+
+    commit = git("rev-parse", "HEAD").decode().strip()
+    if not commit:
+        return None, b"", []
+    diff = git("diff", "--no-ext-diff", "--no-color", "HEAD")
+    names = git("ls-files", "--others", "--exclude-standard", "--full-name", ":/").decode(errors="replace").splitlines()
+    return commit + ("-dirty" if diff or names else ""), diff[:LONGEST_DIFF], names[:MOST_UNTRACKED]
