@@ -81,7 +81,7 @@ def test_records_are_checked_and_pictures_are_read(tmp_path):
     refused = {
         json.dumps({"prompt": "make it red"}): 'the reward preservation needs "image"',
         json.dumps(record | {"mask": "white.png"}): '"mask": it is white everywhere',
-        json.dumps(record | {"mask": "none.png"}): '"mask": .*/none.png: No such file',
+        json.dumps(record | {"mask": "none.png"}): '"mask": .*/none.png: no such file',
     }
     for line, message in refused.items():
         path.write_text(line + "\n")

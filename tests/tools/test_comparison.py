@@ -167,9 +167,9 @@ def test_the_window_of_mix_grpo_visits_every_position_at_any_length(monkeypatch,
 def test_tuning_and_the_table_share_no_prompt(monkeypatch, tmp_path):
     monkeypatch.setattr(comparison, "RUNS", tmp_path)
     comparison.tuning_prompts()
-    written = (tmp_path / "comparison_tuning_prompts.txt").stat()
+    written = (tmp_path / "comparison_tuning_prompts.txt").stat().st_ino
     comparison.tuning_prompts()  # another run's start leaves it as it is
-    assert (tmp_path / "comparison_tuning_prompts.txt").stat() == written
+    assert (tmp_path / "comparison_tuning_prompts.txt").stat().st_ino == written
     assert [path.name for path in tmp_path.iterdir()] == ["comparison_tuning_prompts.txt"]
     tuning = (tmp_path / "comparison_tuning_prompts.txt").read_text().splitlines()
     held_out = (comparison.ROOT / "assets/eval_prompts.txt").read_text().splitlines()
