@@ -151,11 +151,15 @@ class Family(ABC):
         if guidance_scale <= 1 or not self.has_negative_prompt:
             return None
         if len(set(prompts)) > 1:
-            return self.embed_prompts(prompts, max_sequence_length)
+            return self.embed_negative_prompts(prompts, max_sequence_length)
         key = (prompts[0], max_sequence_length)
         if key not in self.negative:  # the last one alone is kept: each prompt may have its own
-            self.negative = {key: self.embed_prompts(prompts[:1], max_sequence_length)}
+            self.negative = {key: self.embed_negative_prompts(prompts[:1], max_sequence_length)}
         return self.negative[key]
+
+    def embed_negative_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+        """As embed_prompts; a model that encodes negative prompts in another way overrides it, without the cache."""
+        return self.embed_prompts(prompts, max_sequence_length)
 
     # ---- the pictures of a model that edits, which sets num_sources ----
     def encode_sources(self, sources: list[list[PIL.Image.Image]], height: int, width: int) -> Conditioning:

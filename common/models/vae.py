@@ -26,10 +26,13 @@ def decode_in_slices(vae: "diffusers.ModelMixin", latents: torch.Tensor, scale: 
 
 @torch.no_grad()
 def encode_in_slices(vae: "diffusers.ModelMixin", pixels: torch.Tensor) -> torch.Tensor:
-    """Pixels (B, 3, ...) -> the VAE's latents (B, ...) in fp32, the mode of its posterior, in calls as decoding's."""
+    """Pixels (B, 3, ...) -> the VAE's latents (B, ...) in fp32, in calls as decoding's; of a posterior its mode."""
     num_images = max(1, PIXELS_AT_ONCE // pixels.shape[2:].numel())
     slices = pixels.split(num_images)
-    return torch.cat([vae.encode(images.to(vae.dtype)).latent_dist.mode().float() for images in slices])
+    encoded = [vae.encode(images.to(vae.dtype)) for images in slices]
+    # AutoencoderDC has no posterior
+    latents = [one.latent_dist.mode() if hasattr(one, "latent_dist") else one.latent for one in encoded]
+    return torch.cat([of_slice.float() for of_slice in latents])
 
 
 def to_bfloat16(vae: "diffusers.ModelMixin") -> None:

@@ -173,6 +173,13 @@ def made_frames(model, latents):
     return latents[:, :, 1:] if max(model.num_sources) and model.pipe.config.get("expand_timesteps") else latents
 
 
+def stock_arguments(pipe, height, width):
+    """What the stock pipeline's call needs beside what all take, such as the name of a switch that changes the size."""
+    if isinstance(pipe, diffusers.FluxKontextPipeline):
+        return {"_auto_resize": False, "max_area": height * width}
+    return {}
+
+
 def stock_call(pipe, latents, prompts, num_inference_steps, guidance=None, size=(HEIGHT, WIDTH), references=()):
     """The images or videos of the pipeline's own call, and its scheduler's latents and velocity at each step."""
     options = inspect.signature(pipe.__call__).parameters
@@ -184,9 +191,8 @@ def stock_call(pipe, latents, prompts, num_inference_steps, guidance=None, size=
         steps = [tuple(torch.cat(tensors) for tensors in zip(*of_rows, strict=True)) for of_rows in steps]
         return [video for videos, _ in rows for video in videos], steps
     frames = {"num_frames": NUM_FRAMES} if "num_frames" in options else {}
-    if "_auto_resize" in options:
-        first = [PICTURES[prompt][0] for prompt in prompts]
-        frames = {"image": first, "_auto_resize": False, "max_area": HEIGHT * WIDTH}
+    if isinstance(pipe, diffusers.FluxKontextPipeline):
+        frames = {"image": [PICTURES[prompt][0] for prompt in prompts]}
     if references:
         frames = {"image": references}
     if isinstance(pipe, diffusers.QwenImageEditPlusPipeline):
@@ -226,6 +232,7 @@ def stock_call(pipe, latents, prompts, num_inference_steps, guidance=None, size=
             max_sequence_length=512 if splits else LENGTH,
             output_type="pil",
             return_dict=False,
+            **stock_arguments(pipe, *size),
             **frames,
             **guidance,
         )
@@ -304,12 +311,11 @@ def test_the_schedule_at_other_sizes(model, monkeypatch, height, width, num_infe
 
     monkeypatch.setattr(model.transformer, "forward", first_forward)
     options = {"height": height, "width": width, "num_inference_steps": num_inference_steps}
+    options |= stock_arguments(model.pipe, height, width)
     if model.num_pictures:
         pictures = PICTURES[PROMPTS[0]][: model.num_pictures]
         options["image"] = pictures if model.num_pictures > 1 else pictures[0]
-    if isinstance(model.pipe, diffusers.FluxKontextPipeline):
-        options["max_area"] = height * width
-    elif model.num_pictures and model.makes_videos:
+    if model.num_pictures and model.makes_videos:
         options["num_frames"] = NUM_FRAMES
     with pytest.raises(Caught), pictures_at(HEIGHT, WIDTH):
         model.pipe(prompt=PROMPTS[0], **options)
@@ -369,9 +375,11 @@ def test_both_branches_of_guidance_are_one_batch(model):
     assert len(calls) == 1 + 2
     scale = velocities[1].abs().max().item()
     torch.testing.assert_close(velocities[0], velocities[1], rtol=0, atol=1e-5 * scale)
+    largest = max(gradient.abs().max().item() for gradient in gradients[1] if gradient is not None)
     for one, other in zip(*gradients, strict=True):
-        if other is not None:
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-3 * other.abs().max().item())
+        if other is not None:  # some are round-off alone
+            atol = 1e-3 * other.abs().max().item() + 1e-6 * largest
+            torch.testing.assert_close(one, other, rtol=0, atol=atol)
     assert gradients[1][0].abs().max() > 1e-2
 
 

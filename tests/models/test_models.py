@@ -214,6 +214,20 @@ def test_how_many_images_a_call_of_the_vae_takes(shape, scale, expected):
         assert encode_in_slices(VAE(), pixels).shape == pixels.shape and seen == expected
 
 
+def test_a_vae_without_a_posterior_is_encoded_in_slices(monkeypatch):
+    """AutoencoderDC, which Sana has."""
+    sizes = {}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_block_out_channels": (8, 8), f"{side}_layers_per_block": (1, 1)}
+        sizes |= {f"{side}_block_types": "ResBlock", f"{side}_qkv_multiscales": ((), ())}
+    vae = diffusers.AutoencoderDC(latent_channels=4, attention_head_dim=4, **sizes)
+    pixels = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = vae.encode(pixels).latent
+    monkeypatch.setattr("common.models.vae.PIXELS_AT_ONCE", 2 * 16 * 16)
+    torch.testing.assert_close(encode_in_slices(vae, pixels), expected, rtol=0, atol=1e-5)
+
+
 class FakeGPU:
     """A device in name only: whatever moves there is copied on the CPU, so that a model can work there.
 
@@ -424,3 +438,10 @@ def test_the_negative_prompt_is_encoded_once_and_not_without_guidance(monkeypatc
     several = model.encode_negative(prompt_set(["blurred", "", "blurred"]), 2.0, 16)  # a row for each prompt
     for name, tensor in encode(["blurred", "", "blurred"], 16).items():
         assert torch.equal(several[name], tensor)
+    # a family may encode them in its own way, and the one row is kept all the same
+    other = []
+    monkeypatch.setattr(model, "embed_negative_prompts", lambda *asked: other.append(asked) or dict(several))
+    for _ in range(2):
+        model.encode_negative(prompt_set(["ugly"] * 2), 2.0, 16)
+    model.encode_negative(prompt_set(["ugly", ""]), 2.0, 16)
+    assert other == [(["ugly"], 16), (["ugly", ""], 16)]
