@@ -367,6 +367,15 @@ def test_three_steps_without_a_finite_gradient_are_too_many(tmp_path):
         run.log({"actor/skipped_steps": 4})
 
 
+@pytest.mark.fast
+def test_a_name_does_not_act_on_the_terminal(tmp_path, capfd):
+    run = new_run(tmp_path)
+    for write in (run.print_message, process.print_message):
+        write("runs/a\x1b[31m\nb: 日本")
+        told = capfd.readouterr()
+        assert told.out + told.err == "runs/a\\x1b[31m\\nb: 日本\n"
+
+
 # ---- Run: resuming ---------------------------------------------------------------------------------------------------
 def test_a_resumed_run_cuts_its_folder_back_only_when_it_writes(tmp_path, one_rank, own_handlers):
     """Until then it may still fail, and the folder must stay as it is."""
