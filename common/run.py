@@ -216,6 +216,9 @@ class Run:
         save, before, self._save = self._save, self._before, None
         if save is None or before is None or before[0] == self._saved_step:
             return
+        is_finite = all(math.isfinite(value) for value in self.unlogged.values())
+        if not all(gather_objects(is_finite)):  # `log` would have ended the run without a checkpoint
+            return
         self.step, states, position = before
         restore_rng_states(states)
         assert self._sampler
