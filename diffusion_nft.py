@@ -40,8 +40,8 @@ from common.models.family import Family
 from common.models.loading import find_family, load_model
 from common.options import Bound, EngineArgs, PositiveFloat, PositiveInt
 from common.rollout import RolloutRequest, Trajectories
-from common.run import Run, friendly_errors, open_run
-from common.scoring import Scorer, fill_failed, load_rewards
+from common.run import Run, checkpoint_to_resume, friendly_errors
+from common.scoring import Scorer, all_equal, fill_failed, load_rewards
 from common.sde import image_seed, sde_step
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
@@ -133,18 +133,18 @@ def check(args: Args) -> Args:
 
 def prepare(args: Args) -> Inputs:
     """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
-    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)  # eval_rewards begin with these
     eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
     train_set = read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
-    checkpoint = open_run(args.run_folder, args.resume, args.eval_only)  # to resume from, or None
+    checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
-    family = find_family(args.model, *size, 1.0, args.max_sequence_length)
+    family = find_family(args.model, *size, 1.0, args.max_sequence_length, args.family)
     if args.rollout == "vllm":
         from common.engine.launch import check_engine
 
-        check_engine(family, args.model, args.engine_devices, tensor_parallel=args.engine_tensor_parallel)
+        check_engine(family, args.model, args.engine_devices)
     lora = make_lora(
         family,
         model=args.model,
@@ -152,7 +152,6 @@ def prepare(args: Args) -> Inputs:
         rank=args.lora_rank,
         alpha=args.lora_alpha,
         target_modules=args.lora_target_modules,
-        exclude_modules=args.lora_exclude_modules,
         base_weights=args.base_weights,
         checkpoint=checkpoint,
     )
@@ -164,7 +163,7 @@ def prepare(args: Args) -> Inputs:
 def make_request(
     args: Args, model: Family, prompts: PromptSet, prompt_index: Tensor, seeds: list[int]
 ) -> RolloutRequest:
-    """Encode U prompts, and ask for B ODE images: prompt_index (B,) says which prompt, seeds (B) which noise."""
+    """A request for B ODE images of U prompts, encoded: prompt_index (B,) says which prompt, seeds (B) the noise."""
     height, width = args.image_size
     timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width, args.num_frames)
     return RolloutRequest(
@@ -173,7 +172,7 @@ def make_request(
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps,  # (T,)
-        sigmas=sigmas,  # (T + 1,), s; on the CPU, as they become Python's floats
+        sigmas=sigmas,  # (T + 1,), on the CPU, as they become Python's floats
         latent_shape=latent_shape,  # (C, h, w); (C, f, h, w) for a video
         height=height,
         width=width,
@@ -188,7 +187,7 @@ def draw_training_noise(args: Args, batch: "Batch", step: int, epoch: int) -> tu
     request = batch.request
     # truncated, as in the paper's code: 0.99 of 10 timesteps are 9
     num_timesteps = max(1, int(args.timestep_fraction * args.num_inference_steps))  # K
-    purpose = f"{step} update" if epoch == 0 else f"{step} update {epoch}"
+    purpose = f"{step} update" if epoch == 0 else f"{step} update {epoch}"  # in the seed, in the step's place
     timesteps = []
     noise = []
     for index in batch.image_index.tolist():
@@ -202,7 +201,7 @@ def draw_training_noise(args: Args, batch: "Batch", step: int, epoch: int) -> tu
 # ==== 4 MODEL =========================================================================================================
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained."""
-    num_drawn = args.num_steps * args.num_prompts  # embeddings are cached, too long ones counted
+    num_drawn = args.num_steps * args.num_prompts  # in the whole run; too long ones are reported, embeddings cached
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
@@ -220,16 +219,16 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
 
 
 def shard(args: Args, model: Family, device: torch.device) -> None:
-    """FSDP2: every block of the transformer, then the rest of it."""
+    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it."""
     dtype = getattr(torch, args.dtype)
     # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
     mesh = shard_mesh(device, args.shard_ranks)
-    # FSDP copies and casts its weights in every pass even where a rank has all of them, so it gets a LoRA alone then
-    is_whole = model.is_lora and mesh.size(-1) == 1 and not on_cpu
-    if is_whole:
+    # FSDP would copy and cast all weights in every pass even where a rank has them whole: there it gets the LoRA alone
+    lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu
+    if lora_alone:
         keep_frozen_whole(model, dtype)
     # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
@@ -244,7 +243,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
             if not model.is_lora and transformer is not model.policies.get("reference"):
                 module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=model.unsharded)
-        if is_whole:  # the LoRA is cast in the first pass after an optimizer step, and stays so until the next one
+        if lora_alone:  # the LoRA is cast in the first pass after an optimizer step, and stays so until the next one
             transformer.set_reshard_after_forward(False)
             transformer.set_reshard_after_backward(False)
 
@@ -278,7 +277,7 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
     from common.engine.launch import engine_gpus
 
     log_file = folder / f"engine_rank{dist.get_rank()}.log"
-    gpus = engine_gpus(args.engine_devices, args.engine_tensor_parallel, device)
+    gpus = engine_gpus(args.engine_devices, device)
     return VLLMEngine(
         args.model,
         args.dtype,
@@ -288,6 +287,7 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
         engine_with=args.engine_with,
         gpus=gpus,
         attention=args.attention,
+        family=args.family,
     )
 
 
@@ -316,7 +316,7 @@ def rollout(
         return engine.generate(request, finished=finished).to(model.device)
     # micro_batch_size images at once
     parts = []
-    gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
+    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
     with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
@@ -350,15 +350,14 @@ def compute_advantages(
         advantages = advantages / (groups.std(correction=0) + 1e-4)
     elif scale_rewards == "group":
         advantages = advantages / (groups.std(1, correction=0, keepdim=True) + 1e-4)
-    # equal rewards give exactly 0, not their mean's round-off: with nothing to learn there must be no optimizer step
-    all_equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
-    return advantages.masked_fill(all_equal, 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
+    # equal rewards give exactly 0, not their round-off: with nothing to learn there must be no optimizer step
+    return advantages.masked_fill(all_equal(groups), 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
 
 
 def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
     """Advantages (N,) of the scores (N, R) of R rewards. sum_then_normalize takes those of the weighted sum of scores.
     normalize_then_sum adds each reward's own, unclamped, by weight, and divides this sum by its deviation over the
-    rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242)."""
+    rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py."""
     scale_rewards = args.scale_rewards
     if args.multi_objective_aggregation == "normalize_then_sum" and scores.shape[1] > 1:
         own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in scores.T]
@@ -520,14 +519,14 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
         group["lr"] = args.learning_rate * args.lr_factor(k)
         optimizer.step()
         if args.ema_decay > 0:
-            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # at first it follows faster
+            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # the average's decay, smaller at first
     optimizer.zero_grad()
     return grad_norm
 
 
 def update(args: Args, model: Family, optimizer: AdamW, batch: Batch, step: int) -> dict[str, float]:
     """epochs_per_rollout x updates_per_rollout optimizer steps on a rank's B images. Returns metrics over all ranks."""
-    # consecutive, not shuffled: GroupSampler dealt them so that a mini-batch is the same on any number of ranks
+    # a tuple of rows in order, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
     mini_batches = torch.arange(len(batch.x0)).chunk(args.updates_per_rollout)
     grad_norms = []
     finite_passes = []  # of the optimizer steps whose gradient is finite
@@ -565,14 +564,14 @@ def evaluate(
     Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
     """
     with run.timed("testing"):
-        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
+        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each, of this rank
         eval_args = args.for_evaluation
         prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
         request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
         with acting(model, args.evaluated_policy, engine, "old"):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(eval_args, model, engine, request, scorer)
-        scores = scorer.scores()  # (B, R), of the trained rewards and then those of --eval_reward
+        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of --reward, then --eval_reward
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
@@ -582,7 +581,7 @@ def evaluate(
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
     """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
-    state = training_state(model, optimizer, run.checkpoint_path)
+    state = training_state(model, optimizer, run.checkpoint_path)  # full weights are written now, beside this path
     state["sampler"] = sampler.state_dict()
     run.save_checkpoint(state, model, args.evaluated_policy)
 
@@ -599,20 +598,20 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
-    device = setup_distributed(args.shard_ranks, args.cpu_threads)
+    device = setup_distributed(args.shard_ranks)
     args = choose_sizes(args, inputs)  # what fits, where an option is 0; rank and alpha of --lora_path
     num_images = args.num_prompts * args.group_size
     run = Run(args, inputs.eval_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_adam_kernel(optimizer, model)
+    choose_adam_kernel(optimizer, model)  # foreach for a LoRA, fused for full weights
     num_rows = len(inputs.train_set)
     sampler = GroupSampler(num_rows, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
-    if engine:  # push the policy for the first time, and prove that a push changes the engine's images
+    if engine:  # push the policy for the first time, and prove that a push acts and that the engine samples as we do
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
-        engine.verify_policy(model, one_image)
+        engine.verify_policy(model, one_image, sample_locally)
 
     # RUN LOGIC, the same in all scripts: resume, or evaluate the model before training
     if run.checkpoint:
@@ -638,7 +637,7 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # score them, each rank its own; most were scored while others were sampled
         with run.timed("reward"):
-            scores = gather_rows(scorer.scores(), image_index)  # (N, R), NaN where a reward failed
+            scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)  # (N, R), NaN if one failed
 
         # compare the images of a prompt with each other (eq. 4); one without a reward or without others gets 0
         with run.timed("adv"):

@@ -40,7 +40,7 @@ from common.models.loading import find_family, load_model
 from common.options import Bound, PositiveFloat, PositiveInt, SharedArgs
 from common.pairs.pairs import encode_pairs, load_pairs
 from common.rollout import RolloutRequest, Trajectories
-from common.run import Run, friendly_errors, open_run
+from common.run import Run, checkpoint_to_resume, friendly_errors
 from common.scoring import Scorer, load_rewards, offload_rewards
 from common.sde import draw_noise, image_seed, sde_step
 from common.weights.attention import use_attention
@@ -77,8 +77,8 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     # ---- data
     pairs: str | None = None
     """.jsonl of {"prompt", "chosen", "rejected"} (image files relative to it; "chosen_score" and "rejected_score" are
-    checked if given), a .parquet with TRL's or pick-a-pic's columns, or a folder with a pairs.jsonl or .parquet files;
-    "image" is the picture of an edit. None: pairs are made from train_prompts, which are not used otherwise"""
+    checked if given), a .parquet with TRL's or pick-a-pic's columns, a pattern or folder of such, or a folder with a
+    pairs.jsonl; "image" is the picture of an edit. None: pairs are made from train_prompts, otherwise unused"""
     cache: str = "cache"
     """folder of encoded pairs, kept between runs and seen by all ranks; a changed model or image is encoded again"""
     num_pair_prompts: PositiveInt = 512
@@ -116,7 +116,7 @@ def check(args: Args) -> Args:
 
 def prepare(args: Args) -> Inputs:
     """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
-    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)  # eval_rewards begin with these
     eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
     pairs = None
     if args.pairs:
@@ -125,10 +125,10 @@ def prepare(args: Args) -> Inputs:
         pairs = read_pairs(args.pairs)
     train_set = PromptSet([], []) if pairs else read_prompts(args.train_prompts, rewards)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
-    checkpoint = open_run(args.run_folder, args.resume, args.eval_only)  # to resume from, or None
+    checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
-    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
+    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length, args.family)
     if family.makes_videos:
         raise ValueError(f"--model {args.model}: makes videos, and dpo_offline.py takes pairs of images")
     lora = make_lora(
@@ -138,7 +138,6 @@ def prepare(args: Args) -> Inputs:
         rank=args.lora_rank,
         alpha=args.lora_alpha,
         target_modules=args.lora_target_modules,
-        exclude_modules=args.lora_exclude_modules,
         base_weights=args.base_weights,
         checkpoint=checkpoint,
     )
@@ -150,7 +149,7 @@ def prepare(args: Args) -> Inputs:
 def make_request(
     args: Args, model: Family, prompts: PromptSet, prompt_index: Tensor, seeds: list[int]
 ) -> RolloutRequest:
-    """Encode U prompts, and ask for B ODE images: prompt_index (B,) says which prompt, seeds (B) which noise."""
+    """A request for B ODE images of U prompts, encoded: prompt_index (B,) says which prompt, seeds (B) the noise."""
     height, width = args.image_size
     length = args.max_sequence_length
     negatives = prompts.negatives(args.negative_prompt)
@@ -161,7 +160,7 @@ def make_request(
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps,  # (T,)
-        sigmas=sigmas,  # (T + 1,), s; on the CPU, as they become Python's floats
+        sigmas=sigmas,  # (T + 1,), on the CPU, as they become Python's floats
         latent_shape=latent_shape,  # (C, h, w)
         height=height,
         width=width,
@@ -216,7 +215,7 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
             continue  # another rank's prompt, which was sampled only to keep the ranks together
         scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
         scorer.add(range(args.group_size), images)
-        scores = scorer.scores(alone=True)  # (G, R), NaN where one failed
+        scores = scorer.scores(offload=False)  # (G, R), NaN where one failed
         weights = scores.new_tensor(args.reward_weights)
         totals = (scores * weights).sum(1)  # (G,), NaN for failed images
         save_pair(run.folder, row, prompts, images, totals)
@@ -261,16 +260,16 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
 
 
 def shard(args: Args, model: Family, device: torch.device) -> None:
-    """FSDP2: every block of the transformer, then the rest of it."""
+    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it."""
     dtype = getattr(torch, args.dtype)
     # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
     mesh = shard_mesh(device, args.shard_ranks)
-    # FSDP copies and casts its weights in every pass even where a rank has all of them, so it gets a LoRA alone then
-    is_whole = model.is_lora and mesh.size(-1) == 1 and not on_cpu
-    if is_whole:
+    # FSDP would copy and cast all weights in every pass even where a rank has them whole: there it gets the LoRA alone
+    lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu
+    if lora_alone:
         keep_frozen_whole(model, dtype)
     # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
@@ -285,7 +284,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
             if not model.is_lora and transformer is not model.policies.get("reference"):
                 module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=model.unsharded)
-        if is_whole:  # the LoRA is cast in the first pass after an optimizer step, and stays so until the next one
+        if lora_alone:  # the LoRA is cast in the first pass after an optimizer step, and stays so until the next one
             transformer.set_reshard_after_forward(False)
             transformer.set_reshard_after_backward(False)
 
@@ -299,7 +298,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
 def sample(args: Args, model: Family, request: RolloutRequest) -> Trajectories:
     """Sample the request's B images with the training transformer, by the ODE, micro_batch_size at once."""
     parts = []
-    gathers = args.gather_for_sampling and "cpu_offload" not in args.train_with
+    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
     with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             part = request.select(rows)
@@ -374,7 +373,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
         group["lr"] = args.learning_rate * args.lr_factor(k)
         optimizer.step()
         if args.ema_decay > 0:
-            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # at first it follows faster
+            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # the average's decay, smaller at first
     optimizer.zero_grad()
     return grad_norm
 
@@ -420,14 +419,14 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
     Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
     """
     with run.timed("testing"):
-        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B of this rank
+        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each, of this rank
         eval_args = args.for_evaluation
         prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
         request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
         scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
         with acting(model, args.evaluated_policy):
             scorer.add(range(len(places)), sample(args, model, request).images)
-        scores = scorer.scores()  # (B, R)
+        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R)
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
@@ -437,7 +436,7 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
     """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
-    state = training_state(model, optimizer, run.checkpoint_path)
+    state = training_state(model, optimizer, run.checkpoint_path)  # full weights are written now, beside this path
     state["sampler"] = sampler.state_dict()
     run.save_checkpoint(state, model, args.evaluated_policy)
 
@@ -454,13 +453,13 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
-    device = setup_distributed(args.shard_ranks, args.cpu_threads)
+    device = setup_distributed(args.shard_ranks)
     args = choose_sizes(args, inputs)  # what fits, where an option is 0; rank and alpha of --lora_path
     num_images = 2 * args.num_pairs
     run = Run(args, inputs.eval_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_adam_kernel(optimizer, model)
+    choose_adam_kernel(optimizer, model)  # foreach for a LoRA, fused for full weights
     pairs = None if args.eval_only else find_pairs(args, run, model, inputs)
     num_found = len(pairs) if pairs else 0
     sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.seed)  # of pairs

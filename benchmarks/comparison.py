@@ -242,7 +242,7 @@ def options_of(job, name):
     rollouts = job["rollouts"]
     every = rollouts if job["stage"] == "match" else EVAL_EVERY
     options = ["--name", name, "--seed", job["seed"], "--learning_rate", job["learning_rate"]]
-    options += ["--cpu_threads", 1, "--num_inference_steps", 10, "--eval_num_inference_steps", 10]
+    options += ["--num_inference_steps", 10, "--eval_num_inference_steps", 10]
     options += ["--max_prompts", NUM_PROMPTS, "--eval_images_per_prompt", 2]
     options += ["--eval_reward", "assets/sign_colour.py:sign_colour", "jpeg_compressibility"]
     if job["row"] == "dpo_offline":  # a step is an optimizer step, and the images are made before
@@ -381,7 +381,7 @@ def score_by_own_sampler(run, adapter, chunks=8):
     args = parse_args(module.Args, module.__doc__, options_of(run, "none"))
     rewards = load_rewards([*args.reward, *args.eval_reward])
     size = (*args.image_size, args.num_frames)
-    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length)
+    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length, args.family)
     model = load_model(family, args.model, torch.float32, "cpu")
     if adapter:
         use(model, *read_policy(adapter, args.model))

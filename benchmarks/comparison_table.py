@@ -31,24 +31,15 @@ from benchmarks.comparison import (
     matched,
     read_record,
 )
+from tools.compare import paired_interval, sign_flip_p
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}  # Student's t, by degrees of freedom
-
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
-def sign_flip_p(differences):
-    """Two-sided p of their sum among the sums of all 2^n choices of signs."""
-    observed = abs(sum(differences))
-    flips = list(itertools.product((1, -1), repeat=len(differences)))
-    sums = [abs(sum(sign * one for sign, one in zip(signs, differences, strict=True))) for signs in flips]
-    return sum(one >= observed - 1e-12 for one in sums) / len(flips)
-
-
 def holm(p_values):
     """{name: adjusted p}: the k-th smallest of m times m - k + 1, never below the one before, at most 1."""
     adjusted, largest = {}, 0.0
@@ -56,13 +47,6 @@ def holm(p_values):
         largest = max(largest, min(1.0, p * (len(p_values) - rank)))
         adjusted[name] = largest
     return adjusted
-
-
-def paired_interval(differences):
-    """(mean, low, high), 95 % by Student's t."""
-    mean = statistics.mean(differences)
-    half = T_975[len(differences) - 1] * statistics.stdev(differences) / len(differences) ** 0.5
-    return mean, mean - half, mean + half
 
 
 # ---- table and picture -----------------------------------------------------------------------------------------------

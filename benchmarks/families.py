@@ -56,7 +56,7 @@ PAGE = """# Every family with every script
   zero).
 - vllm: the largest difference of a log-prob between engine and trainer, held to 1e-6 (diffusion_nft.py has none), and
   of the first rollout's mean reward from the local run's, relative, held to 1e-3. `-`: there is no engine.
-- Two workers: an engine that is split over two (`--engine_tensor_parallel 2`). Only families that need pictures were
+- Two workers: an engine that is split over two (`--engine_devices 1 2`). Only families that need pictures were
   tried in this way here; tests/engine/test_tensor_parallel.py tries others.
 """
 
@@ -129,7 +129,7 @@ def measure(family, script, way, folder):
         ranks = run("ranks", 2, *local, nproc=2)
         found = {"metrics": metrics_difference(ranks, whole), "adapter": adapter_difference(ranks, whole)}
     else:
-        engine = ["--rollout", "vllm", *(["--engine_tensor_parallel", 2] if way == "2 workers" else [])]
+        engine = ["--rollout", "vllm", *(["--engine_devices", 1, 2] if way == "2 workers" else [])]
         rows, expected = read_metrics(run(way.replace(" ", "_"), 2, *engine)), read_metrics(whole)
         found = {"reward": abs(rows[1]["critic/rewards/mean"] / expected[1]["critic/rewards/mean"] - 1)}
         if script != "diffusion_nft.py":

@@ -1,4 +1,4 @@
-"""GenEval's published rules beside common/rewards/geneval.py, on random detections.
+"""GenEval's published rules beside common/rewards/_geneval_rules.py, on random detections.
 
     git clone https://github.com/djghosh13/geneval
     python benchmarks/geneval_pairs.py geneval
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common.rewards.geneval import COLOURS, Detection, is_right, kept, places_of
+from common.rewards._geneval_rules import COLOURS, Detection, is_right, kept, places_of
 
 import numpy as np
 

@@ -3,8 +3,7 @@
 #
 #     benchmarks/learning_curves.sh                       # all parts: engines factors siblings contrib edits
 #     CPUS=0 benchmarks/learning_curves.sh siblings       # one part on one core, beside another with CPUS=1
-#     python benchmarks/summarize.py docs/lab/records/flow_grpo-local-*          # rewards, and seconds to reach them
-#     python -m tools.plot_runs docs/lab/records/*-local-seed1 --output curves.png
+#     python -m tools.compare docs/lab/records/*-local-seed* --output curves.png   # rewards over seeds, and curves
 #
 # engines: flow_grpo.py with vLLM-Omni, with the trainer's own sampling, and on two ranks (without CPUS). factors: one
 # factor at a time from its defaults. siblings: the other four scripts at their defaults. contrib: three scripts of

@@ -74,7 +74,7 @@ def traffic(blueprint, w):
     if w.has_engine:
         times += batches * w.trained_steps  # recomputed log-probs
     else:
-        times += 1 if w.gather_for_sampling else batches * w.sampled_steps
+        times += 1 if w.gathers_whole else batches * w.sampled_steps
     gradients = 4 * blueprint.num_trained
     exchanges = UPDATES if is_lora else batches * w.trained_steps
     over_copies = 2 * gradients / w.shards * (1 - 1 / num_copies)
@@ -143,7 +143,7 @@ def workloads():
     rows["8 GPUs, 256 x 256"] = replace(PAPER, image_size=(256, 256))
     rows["8 GPUs, 1024 x 1024"] = replace(PAPER, image_size=(1024, 1024), micro_batch_images=1, rollout_batch_size=2)
     rows["8 GPUs, --rollout local"] = replace(PAPER, rollout="local")
-    by_block = {"shard_ranks": RANKS_OF_A_NODE, "gather_for_sampling": False}
+    by_block = {"shard_ranks": RANKS_OF_A_NODE, "train_with": ("gather_blocks",)}
     rows["8 GPUs, local, by block"] = replace(PAPER, rollout="local", **by_block)
     return rows
 

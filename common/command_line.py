@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -12,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 from common.checkpoints import load_checkpoint, saved_checkpoints
 from common.errors import error_prefix
 from common.help import help_text
-from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs
+from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs, parse_lr_schedule
 from common.process import print_message
 from common.profiling import traced_steps
 from common.resuming import EXPECTED_TO_DIFFER, check_format, checkpoint_of
@@ -62,7 +63,7 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
         tyro.cli(args_class, args=["--help"], description=description, use_underscores=True, config=config)
     known = {field.name: field for field in fields(args_class)}
     _suggest(argv, known)
-    argv = _words_of_file(argv, known) + argv
+    argv = _words_of_file(argv, args_class) + argv
     args = _parse(args_class, argv, {})
     print_message(f"{args.run_folder}: checking options and files")
     if args.resume:
@@ -99,23 +100,53 @@ def _suggest(argv: list[str], known: dict[str, Field]) -> None:
             raise ValueError(f"{word}: needs a value" + (f", such as {values}" if values not in (None, "") else ""))
 
 
-def _words_of_file(argv: list[str], known: dict[str, Field]) -> list[str]:
+class _TextLoader(yaml.SafeLoader):
+    """YAML whose values are texts as they are written, or None: 010 would be 8, and `no` False."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        _each_once([(str(key.value), None) for key, _ in node.value])
+        return super().construct_mapping(node, deep)
+
+
+_TextLoader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in pairs if tag == "tag:yaml.org,2002:null"]
+    for letter, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs of names and values as a dict. ValueError: a name is there twice, and one value would be lost."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name}: is given twice")
+    return dict(pairs)
+
+
+def _words_of_file(argv: list[str], args_class: type[SharedArgs]) -> list[str]:
     """The options in the file of --args, as words of a command line to be put before the given ones, which win.
 
     The file is an args.json, of which a start's own options are left out (--resume ...), or a JSON or YAML file of
     names and values.
 
     Raises:
-        ValueError: naming the file: it cannot be read, has an option that the script has not, or is another version's.
+        ValueError: naming the file: it cannot be read, has an option that the script has not, or a value that the
+            option does not take, or is another version's.
     """
     named = [word.partition("=")[2] for word in argv if word.startswith("--args=")]
     named += [value for word, value in zip(argv, argv[1:], strict=False) if word == "--args"]
     if not named:
         return []
-    path = Path(named[-1])
+    if len(named) > 1:
+        raise ValueError(f"--args {' '.join(named)}: give one file")
+    known = {field.name: field for field in fields(args_class)}
+    path = Path(named[0])
     with error_prefix(f"--args {path}", Exception):  # whatever a YAML library raises
         text = path.read_text(encoding="utf-8")
-        given = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else json.loads(text)
+        if path.suffix in (".yaml", ".yml"):
+            given = yaml.load(text, _TextLoader)
+        else:
+            given = json.loads(text, object_pairs_hook=_each_once)
         if not isinstance(given, dict):
             raise ValueError("expected names and values")
         if isinstance(given.get("args"), dict):
@@ -125,17 +156,43 @@ def _words_of_file(argv: list[str], known: dict[str, Field]) -> list[str]:
                 print_message(f"--args {path}: a run of {script[0]} wrote it; {told}")
             check_format(given, "the file")
             given = {name: value for name, value in given["args"].items() if name not in OF_ONE_START}
-        unknown = [name for name in given if name not in known]
+        unknown = [str(name) for name in given if name not in known or name == "args"]
         if unknown:
             raise ValueError(f"no such option: {', '.join(unknown)}; take it out of the file")
-    words = []
-    for name, value in given.items():
-        default = known[name].default
-        values = value if isinstance(value, list) else [value]
-        if default is MISSING or value != (list(default) if isinstance(default, tuple) else default):
-            words += [f"--{name}", *map(str, values)]
+        words = [word for name, value in given.items() for word in _words(known[name], value)]
+        if not _is_taken(args_class, words):
+            wrong = next(name for name in given if not _is_taken(args_class, _words(known[name], given[name])))
+            raise ValueError(f"{wrong}: {given[wrong]!r} is not what the option takes")
     print_message(f"--args {path}: {len(given)} options; those on the command line win")
     return words
+
+
+def _words(option: Field, value: Any) -> list[str]:  # whatever a file holds
+    """A value in a file as words of a command line; [] for the default. ValueError: no option has such a value."""
+    kind, default = str(option.type), option.default
+    if default is not MISSING and value == (list(default) if isinstance(default, tuple) else default):
+        return []
+    values = value if isinstance(value, list) and "tuple" in kind else [value]
+    words = []
+    for item in values:
+        word = str(item)
+        if not isinstance(item, str | int | float) and not (item is None and "None" in kind):
+            raise ValueError(f"{option.name}: {item!r} is not a value")
+        if len(values) > 1 and word.startswith("--"):
+            raise ValueError(f"{option.name}: {item!r} would be another option")
+        words.append(word.capitalize() if "bool" in kind and word in ("true", "false") else word)  # as YAML has them
+    name = f"--{option.name}"
+    return [f"{name}={words[0]}"] if len(words) == 1 else [name, *words]  # = because a text may begin with a dash
+
+
+def _is_taken(args_class: type[SharedArgs], words: list[str]) -> bool:
+    """Whether tyro takes these words, whose own message would not name their file."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        try:
+            _parse(args_class, words, {})
+        except SystemExit:
+            return False
+    return True
 
 
 def _defaults_of_checkpoint(args: SharedArgs) -> dict[str, Any]:
@@ -168,11 +225,12 @@ def check_options(args: SharedArgs) -> None:
     Raises:
         ValueError: in one line that names the option, its value and what it must be.
     """
+    parse_lr_schedule(args.lr_schedule)
     check_stop_rules(args.stop_if, (*args.reward, *args.eval_reward), args.eval_images_per_prompt, args.eval_by)
     check_tracker(args.track)
     traced_steps(args.profile_steps, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if args.attention != "native":
-        check_attention(args.attention, args.model, args.dtype)
+        check_attention(args.attention, args.model, args.dtype, args.family)
     ranks_of_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if args.shard_ranks and ranks_of_a_node % args.shard_ranks:
         raise ValueError(f"--shard_ranks {args.shard_ranks}: does not divide the {ranks_of_a_node} ranks of a node")
@@ -181,13 +239,9 @@ def check_options(args: SharedArgs) -> None:
         raise ValueError(f"--name {name}: must be the name of one folder, of at most 200 bytes")
     if isinstance(args, EngineArgs) and args.rollout == "vllm" and args.vae_dtype != "float32":
         raise ValueError(f"--vae_dtype {args.vae_dtype}: needs --rollout local; the engine's VAE is float32")
-    if isinstance(args, EngineArgs) and args.rollout == "local":
-        if args.engine_devices:
-            devices = " ".join(map(str, args.engine_devices))
-            raise ValueError(f"--engine_devices {devices}: with --rollout local there is no engine")
-        if args.engine_tensor_parallel > 1:
-            workers = args.engine_tensor_parallel
-            raise ValueError(f"--engine_tensor_parallel {workers}: with --rollout local there is no engine")
+    if isinstance(args, EngineArgs) and args.rollout == "local" and args.engine_devices:
+        devices = " ".join(map(str, args.engine_devices))
+        raise ValueError(f"--engine_devices {devices}: with --rollout local there is no engine")
     if isinstance(args, RatioArgs) and args.rollout_correction != "none":
         compares = args.rollout == "vllm" and args.old_log_prob == "recompute"
         if not compares:

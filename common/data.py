@@ -264,11 +264,6 @@ class GroupSampler:
         self.position += self.prompts_per_step
         return torch.tensor(rows), prompt_index, self.image_index
 
-    def rank_of(self, image_index: torch.Tensor) -> torch.Tensor:
-        """The ranks (B,) that have some of a step's images, by their numbers (B,) among the N."""
-        mini_batch = self.prompts_per_step * self.group_size // self.num_mini_batches
-        return image_index % mini_batch // (mini_batch // self.world_size)
-
     def _prompt_row(self, position: int) -> int:
         epoch = position // self.num_prompts
         return epoch_order(self.num_prompts, self.seed, epoch)[position % self.num_prompts]

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from common.cpu import refuse_an_old_driver, use_onednn
-from common.process import end_with_parent, print_message, stop_requested
+from common.process import end_with_parent, outlive_terminal, print_message, stop_requested
 
 import numpy as np
 import torch
@@ -68,18 +68,26 @@ def cores_of_this_rank() -> int:
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def setup_distributed(shard_ranks: int = 0, cpu_threads: int = 0) -> torch.device:
+def threads_of_this_rank() -> int:
+    """OMP_NUM_THREADS if a user has set it, otherwise this rank's share of the cores."""
+    chosen = int(os.environ.get("OMP_NUM_THREADS") or 0)
+    if chosen == 1 and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":  # torchrun says 1 where nobody has chosen
+        chosen = 0
+    return chosen or cores_of_this_rank()
+
+
+def setup_distributed(shard_ranks: int = 0) -> torch.device:
     """Join torchrun's world, where shard_ranks is shard_mesh's. Returns this rank's device.
 
-    cpu_threads: 0 for this rank's share of the cores. ValueError: each node has its own number of ranks to shard over.
+    ValueError: each node has its own number of ranks to shard over.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
+        outlive_terminal()
     if launched_world_size() > 1:
         allow_connections(launched_world_size())
     timeout = timedelta(hours=1)  # loading, an engine's start, prompts or pairs; Run shortens it when training begins
-    chosen = int(os.environ.get("OMP_NUM_THREADS", "1"))  # torchrun says 1 where nobody has
-    torch.set_num_threads(cpu_threads or (chosen if chosen > 1 else cores_of_this_rank()))
+    torch.set_num_threads(threads_of_this_rank())
     # `torchrun --max_restarts` keeps its store, in which a rank would find where the others listened before the restart
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -189,6 +197,38 @@ def gather_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     in_order = torch.empty_like(every_row)
     in_order[every_place] = every_row
     return in_order
+
+
+def gather_groups(rows: torch.Tensor, places: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each rank's rows (B, ...) and their places (B,) among all -> whole groups (g, group_size, ...) of rows, and the
+    place of each group's first row (g,).
+
+    A group is group_size places in a row. It comes to the rank that has its first place, so that a row travels once or
+    not at all. Where several ranks have a place, as share_of_rank's surplus, the first of them counts. A collective.
+    """
+    rank = dist.get_rank()
+    of_ranks = gather(places)  # (world size, B)
+    rank_of = torch.empty(int(of_ranks.max()) + 1, dtype=torch.long)
+    for other in reversed(range(len(of_ranks))):
+        rank_of[of_ranks[other]] = other
+    counts = rank_of[places] == rank
+    rows, places = rows[counts], places[counts]
+    owners = rank_of[places - places % group_size]  # (B,)
+    firsts = places[places % group_size == 0]  # (g,), each its group's
+    sources = rank_of[(firsts[:, None] + torch.arange(group_size)).flatten()]  # (g * group_size,)
+    sent = {other: rows[owners == other] for other in owners.unique().tolist() if other != rank}
+    sending = [dist.isend(part, other) for other, part in sent.items()]
+    groups = rows.new_empty(len(sources), *rows.shape[1:])
+    groups[sources == rank] = rows[owners == rank]
+    for other in sources.unique().tolist():
+        if other != rank:
+            part = rows.new_empty(int((sources == other).sum()), *rows.shape[1:])
+            dist.recv(part, other)
+            groups[sources == other] = part
+    for work in sending:
+        assert work  # this process is in the group
+        work.wait()
+    return groups.view(len(firsts), group_size, *rows.shape[1:]), firsts
 
 
 def gather_objects(value: T) -> list[T]:

@@ -9,7 +9,7 @@ from common.errors import RunError
 from common.options import EngineArgs, SharedArgs
 from common.plots import Picture, save_grid, save_samples
 from common.run import Run
-from common.scoring import TOTAL, Details, Scorer, count_by_reward
+from common.scoring import TOTAL, Details, Scorer, all_equal, count_by_reward
 from common.watch import rollout_diversity, watch_metrics
 
 import torch
@@ -117,7 +117,7 @@ def reward_metrics(
     groups = [group for group in groups if len(group)]
     kept_totals = torch.cat(groups)
     deviations = torch.stack([group.std(correction=0) for group in groups])
-    all_equal = torch.stack([group.amax() == group.amin() for group in groups])  # the std of equal values can be 1e-17
+    are_equal = torch.cat([all_equal(group) for group in groups])  # the std of equal values can be 1e-17
     metrics: dict[str, torch.Tensor | float] = {}
     for r, name in enumerate(names):
         metrics[f"critic/rewards/{name}/failed"] = has_failed[:, r].sum()
@@ -127,7 +127,7 @@ def reward_metrics(
     metrics["critic/rewards/max"] = kept_totals.max()
     metrics["critic/rewards/min"] = kept_totals.min()
     metrics["critic/rewards/std_mean"] = deviations.mean()
-    metrics["critic/rewards/zero_std_ratio"] = all_equal.double().mean()
+    metrics["critic/rewards/zero_std_ratio"] = are_equal.double().mean()
     metrics["critic/rewards/group_size"] = group_size
     kept_advantages = advantages[is_kept.flatten()]
     metrics["critic/advantages/mean"] = kept_advantages.mean()

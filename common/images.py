@@ -1,8 +1,12 @@
-"""Images on disk: those that records name, their headers checked, decoded where they are used; and those of a run."""
+"""Images on disk: those that records and pairs name, checked by header, decoded where used; and those of a run.
+
+One rule decodes pictures, masks and pairs alike (`StoredImage.open` and `decode`).
+"""
 
 import functools
 import io
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +14,22 @@ from common.errors import RunError, error_prefix, reason, truncate
 from common.process import print_message
 
 import numpy as np
-from PIL import Image, ImageOps, ImageSequence
+from PIL import Image, ImageSequence, UnidentifiedImageError
 
 SIDES = (16, 8192)  # pixels; a larger picture would take seconds and hundreds of MB to decode
 SAME_SHAPE = 0.05  # relative: the most by which two aspect ratios differ that pass as one
+# Pillow reads more: some by a program (EPS), some only with a plugin (HDF5), and some may hold another (IPTC)
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 ORIENTATION = 274  # the tag of EXIF
-QUARTER_TURNS = (5, 6, 7, 8)  # its values for pictures that lie on their side
+UPRIGHT = {  # what turns a picture upright, by the tag's value
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 OTHER_NAMES = ("images", "media", "media_refs")  # of a record's field "image", elsewhere
 
 
@@ -44,65 +58,83 @@ class StoredImage:
         return self.content.read_bytes() if isinstance(self.content, Path) else self.content
 
     def open(self) -> Image.Image:
-        """The image as Pillow has it before it is decoded: its header."""
-        return Image.open(self.content if isinstance(self.content, Path) else io.BytesIO(self.content))
+        """The image as Pillow has it before it is decoded: its header.
+
+        Raises:
+            ValueError: without its place: it is missing, no picture, of a format or mode that is not read, or animated.
+        """
+        if isinstance(self.content, Path) and not self.content.is_file():
+            raise ValueError("no such file")
+        try:
+            image = Image.open(self.content if isinstance(self.content, Path) else io.BytesIO(self.content))
+        except UnidentifiedImageError:
+            raise ValueError("not a readable image") from None
+        fault = None
+        # an MPO is a camera's JPEG, with a preview or depth map behind the picture
+        frames = getattr(image, "n_frames", 1) if image.format in FORMATS and image.format != "MPO" else 1
+        if image.format not in FORMATS:
+            fault = f"is {image.format}; images are read from {', '.join(FORMATS)}"
+        elif frames > 1:
+            fault = f"has {frames} frames"
+        elif image.mode == "F" or (image.mode == "I" and image.format != "PPM"):  # a PPM of 16 bits is an I
+            fault = f"has Pillow's mode {image.mode}, numbers that are not of 8 or 16 bits"
+        if fault:
+            image.close()
+            raise ValueError(fault)
+        return image
 
     @functools.cached_property
     def size(self) -> tuple[int, int]:
         """(width, height) once it is turned as its EXIF says, which is read from the header."""
         with self.open() as image:
-            # without EXIF in its header, getexif would decode a whole PNG to look behind the pixels
-            has_exif = image.format != "PNG" or "exif" in image.info
-            orientation = image.getexif().get(ORIENTATION, 1) if has_exif else 1
-            return image.size[::-1] if orientation in QUARTER_TURNS else image.size
+            turned = image.format != "TIFF" and _orientation(image) >= 5  # Pillow gives a TIFF's size once it is turned
+            return image.size[::-1] if turned else image.size
 
     def decode(self) -> Image.Image:
         """The picture as RGB with 8 bits, turned upright as its EXIF says, on white where it is transparent.
+
+        Of 16 bits the upper 8 are taken. Nothing else of EXIF is read: a broken tag does not matter.
 
         Raises:
             RunError: it is damaged behind its header.
         """
         try:
-            with self.open() as image:
-                upright = ImageOps.exif_transpose(image)
-                if upright.mode.startswith("I"):  # 16 bits, which convert would clip
-                    upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-                if not upright.has_transparency_data:
-                    return upright.convert("RGB")
-                layer = upright.convert("RGBA")
-                on_white = Image.new("RGBA", layer.size, "white")
-                return Image.alpha_composite(on_white, layer).convert("RGB")
+            with self.open() as opened:
+                opened.load()
+                image: Image.Image = opened
+                if opened.mode.startswith("I"):  # 16 bits, which convert would clip
+                    grey = np.asarray(opened)
+                    image = Image.fromarray((grey >> 8).astype(np.uint8))
+                    if "transparency" in opened.info:
+                        image.putalpha(Image.fromarray(grey != opened.info["transparency"]).convert("L"))
+                if image.has_transparency_data:
+                    layer = image.convert("RGBA")
+                    image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+                image = image.convert("RGB")
+                orientation = _orientation(opened)
+                return image.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else image
         except Exception as error:
             raise RunError(truncate(f"{self.place}: cannot be decoded ({reason(error)})")) from error
 
-    def decode_for_pair(self) -> Image.Image:
-        """The image of a preference pair: RGB with 8 bits, upright as its EXIF says; transparency is ignored.
 
-        Raises:
-            ValueError: naming it: not a readable image.
-        """
-        with error_prefix(f"{self}: not a readable image", Exception), self.open() as opened:
-            opened.load()
-            image: Image.Image = opened
-            if image.mode.startswith("I;16"):  # 16 bits: convert() would clip them to white
-                eight_bits = np.asarray(image).astype(np.float64) / 257
-                image = Image.fromarray(eight_bits.round().clip(0, 255).astype(np.uint8))
-            return ImageOps.exif_transpose(image).convert("RGB")
+def _orientation(image: Image.Image) -> int:
+    """EXIF's orientation of an opened image, 1 to 8; 1 where it has none that can be read."""
+    with suppress(Exception):  # whatever broken EXIF raises
+        # not image.getexif(): a PNG's decodes the picture, to look behind it
+        value = Image.Image.getexif(image).get(ORIENTATION)
+        if value in UPRIGHT:
+            return value
+    return 1
 
 
-# ---- condition images, of a model that edits -------------------------------------------------------------------------
 def check_header(image: StoredImage) -> None:
-    """Raise ValueError, without its place: it is missing, no picture, animated, or has a side out of SIDES."""
-    with image.open() as opened:
-        frames = getattr(opened, "n_frames", 1)
-        is_photo = opened.format == "MPO"  # cameras' JPEG, with a preview or depth map behind the picture
-    if frames > 1 and not is_photo:
-        raise ValueError(f"has {frames} frames")
+    """Raise ValueError, without its place: as `open`, or it has a side out of SIDES."""
     if min(image.size) < SIDES[0] or max(image.size) > SIDES[1]:
         size = " x ".join(map(str, image.size))
         raise ValueError(f"{size} pixels; sides have {SIDES[0]} to {SIDES[1]}")
 
 
+# ---- condition images, of a model that edits -------------------------------------------------------------------------
 def find_pictures(record: dict, prompts: Path, where: str) -> dict:
     """A record whose fields "image" and "mask", as far as it has them, are lists of StoredImage (`find_images`).
 
@@ -218,6 +250,11 @@ def open_png(path: Path | str) -> Image.Image | list[Image.Image]:
     with Image.open(path) as file:
         frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(file)]
     return frames[0] if len(frames) == 1 else frames
+
+
+def as_images(pixels: np.ndarray) -> list:
+    """PIL images of pixels (B, H, W, 3) uint8; videos, lists of PIL frames, of (B, F, H, W, 3)."""
+    return [Image.fromarray(part) if part.ndim == 3 else as_images(part) for part in pixels]
 
 
 def as_one_picture(image: Image.Image | list[Image.Image]) -> Image.Image:

@@ -81,6 +81,10 @@ def check_inputs(args: SharedArgs, inputs: Inputs) -> Inputs:
         for record in inputs.eval_set.metadata:
             check_metadata(record)
         inputs.eval_rewards.setdefault("preservation", preservation)
+    for name, function in inputs.eval_rewards.items():
+        if getattr(function, "whole_group", False) and args.eval_images_per_prompt == 1:
+            told = "compares the images of a prompt, and --eval_images_per_prompt is 1"
+            raise ValueError(f"reward {name} {told}")
     own = {name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward) if ":" in name}
     if own:
         tried = {name: function for name, function in inputs.eval_rewards.items() if name in own}
@@ -124,8 +128,8 @@ def check_pictures(args: SharedArgs, inputs: Inputs) -> None:
 
 
 def check_lora_modules(lora: LoRA | None, options: Mapping[str, Any]) -> None:
-    """RunError: --lora_target_modules or --lora_exclude_modules name what the model's transformer lacks."""
-    if lora and (options["lora_target_modules"] or options["lora_exclude_modules"]):
+    """RunError: --lora_target_modules name what the model's transformer lacks."""
+    if lora and options["lora_target_modules"]:
         check_modules(meta_transformer(options["model"]), lora.config)
 
 
@@ -148,7 +152,7 @@ def try_rewards(
 ) -> None:
     """Score a grey image, or video, of the first held-out prompt with each of a user's own rewards.
 
-    A reward with `whole_batch` gets several. An exception in the place of a score is no fault here: a real image may
+    A reward with `whole_group` gets several. An exception in the place of a score is no fault here: a real image may
     have what a grey one lacks.
 
     Raises:
@@ -160,7 +164,7 @@ def try_rewards(
     images: Any = greys if num_frames == 1 else [[grey] * num_frames for grey in greys]
     print_message(f"trying reward {', '.join(rewards)} on grey images")
     for name, function in rewards.items():
-        count = NUM_GREYS if getattr(function, "whole_batch", False) else 1
+        count = NUM_GREYS if getattr(function, "whole_group", False) else 1
         try:
             score_images({name: function}, images[:count], eval_set.select([0] * count), "mask")
         except RunError as error:

@@ -4,6 +4,7 @@ An option is a dataclass field with its docstring below it; a comment `# ---- ru
 Bounds stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`; common/command_line.py checks them.
 """
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self, TypeVar
@@ -41,6 +42,14 @@ PositiveFloat = Annotated[float, Bound(above=0)]
 NonNegativeFloat = Annotated[float, Bound(at_least=0)]
 
 
+def parse_lr_schedule(text: str) -> tuple[str, int]:
+    """The kind of --lr_schedule, and the optimizer steps of its warm-up. ValueError: there is no such schedule."""
+    found = re.fullmatch(r"(constant|linear|cosine)(?::([0-9]+))?", text)
+    if found is None:
+        raise ValueError(f"--lr_schedule {text}: must be constant, linear or cosine, or with a warm-up: linear:100")
+    return found[1], int(found[2] or 0)
+
+
 # ---- options ---------------------------------------------------------------------------------------------------------
 @dataclass
 class SharedArgs:
@@ -65,8 +74,8 @@ class SharedArgs:
     keep_checkpoints: PositiveInt = 2
     """how many of the newest checkpoints to keep"""
     max_minutes: NonNegativeFloat = 0.0
-    """finish the step, save and exit after this many minutes, as after SIGTERM or SIGINT, also before the
-    first step, while prompts are cached or pairs made; 0: no limit"""
+    """finish the step, save and exit after this many minutes, as after a signal, also before the first step, while
+    prompts are cached or pairs made; 0: no limit"""
     profile_steps: tuple[str, ...] = ()
     """training steps to trace with torch's profiler: STEP for rank 0, or STEP:RANK; trace_STEP.json holds two passes of
     the update"""
@@ -76,8 +85,8 @@ class SharedArgs:
     # ---- model
     model: str = str(ASSETS / "embedded")
     """diffusers pipeline: a folder or a hub id"""
-    cpu_threads: NonNegativeInt = 0
-    """threads of a rank's work on the CPU; 0: its share of the cores, or OMP_NUM_THREADS if that is above 1"""
+    family: str | None = None
+    """your own path/to/file.py:Class that adapts the pipeline (docs/fork.md); None: the family in common/models/"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of frozen weights and forward passes; trained weights, Adam and sampling are always fp32"""
     vae_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -89,15 +98,13 @@ class SharedArgs:
     base_weights: Literal["int8", "fp8", "nf4"] | None = None
     """keep a LoRA's base in int8 or fp8 (a byte per weight) or nf4 (half a byte), and text encoders in int8; needs
     --rollout local"""
-    train_with: tuple[Literal["activation_checkpointing", "cpu_offload", "compile"], ...] = ()
+    train_with: tuple[Literal["activation_checkpointing", "cpu_offload", "gather_blocks", "compile"], ...] = ()
     """activation_checkpointing recomputes activations in the backward pass; cpu_offload keeps weights and Adam on the
-    CPU; compile compiles every block"""
+    CPU; gather_blocks saves memory where ranks share the weights and --rollout local (or DPO) samples: it gathers a
+    block at a time in every pass instead of the whole transformer once; compile compiles every block"""
     shard_ranks: NonNegativeInt = 0
     """ranks that share one copy of the transformer, a shard each; 1: every rank has a copy, which needs more memory and
     gathers no weights. 0: on GPUs 1 if a LoRA's base fits that way, otherwise all ranks of a node"""
-    gather_for_sampling: bool = True
-    """with --rollout local, gather the whole transformer on every rank once per rollout (DPO: once per prompt) to
-    sample with it. False saves memory by gathering a block at a time in every pass, as cpu_offload always does"""
     image_size: Annotated[tuple[int, int], Bound(at_least=1)] = (32, 96)
     """height and width of images in pixels"""
     num_frames: PositiveInt = 1
@@ -117,9 +124,8 @@ class SharedArgs:
     """PEFT or diffusers LoRA to start from, with its own rank, alpha and modules; it is also the reference, if there is
     one"""
     lora_target_modules: tuple[str, ...] = ()
-    """modules that get a LoRA, by the end of their names; if none are given, the attention projections"""
-    lora_exclude_modules: tuple[str, ...] = ()
-    """modules that get no LoRA although lora_target_modules names them, by the end of their names"""
+    """modules that get a LoRA, by the end of their names; if none are given, the attention projections. not:NAME leaves
+    out those that end so, as in `to_q to_k not:blocks.0.attn.to_k`"""
 
     # ---- data
     train_prompts: str = str(ASSETS / "train_prompts.txt")
@@ -147,11 +153,9 @@ class SharedArgs:
     """training steps of the run"""
     micro_batch_size: NonNegativeInt = 64
     """images per pass on a rank; 0: what fits on a GPU"""
-    lr_warmup_steps: NonNegativeInt = 0
-    """optimizer steps over which the learning rate rises to learning_rate"""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """the learning rate after the warm-up: constant, or falling to nearly 0 at num_steps (if you resume with more
-    steps, it rises again)"""
+    lr_schedule: str = "constant"
+    """constant, or linear or cosine, by which the learning rate falls to nearly 0 at num_steps (if you resume with more
+    steps, it rises again). constant:N, linear:N and cosine:N first let it rise over N optimizer steps"""
     weight_decay: NonNegativeFloat = 1e-4
     """weight decay of AdamW"""
     adam_eps: PositiveFloat = 1e-15
@@ -205,8 +209,9 @@ class SharedArgs:
 
     def lr_factor(self, k: int) -> float:
         """The factor of the learning rate, in (0, 1], at the k-th optimizer step of the run, counted from 1."""
-        if self.lr_schedule == "constant":
-            return min(1, k / max(1, self.lr_warmup_steps))
+        kind, num_warmup_steps = parse_lr_schedule(self.lr_schedule)
+        if kind == "constant":
+            return min(1, k / max(1, num_warmup_steps))
         from torch import zeros
         from torch.optim import SGD
         from transformers import get_scheduler  # slow
@@ -215,9 +220,9 @@ class SharedArgs:
         updates_per_step = getattr(self, "updates_per_rollout", 1) * getattr(self, "epochs_per_rollout", 1)
         num_updates = self.num_steps * updates_per_step
         schedule = get_scheduler(
-            self.lr_schedule,
+            kind,
             SGD([zeros(1)]),
-            num_warmup_steps=self.lr_warmup_steps,
+            num_warmup_steps=num_warmup_steps,
             num_training_steps=num_updates + 1,  # its factor is 0 at the step behind the last one
         )
         return schedule.lr_lambdas[0](min(k, num_updates))
@@ -245,10 +250,9 @@ class EngineArgs(SharedArgs):
     """sleep moves the engine's weights out of GPU memory after each rollout, which takes seconds and makes room for the
     update; compile compiles its blocks, which takes a minute or more at the first rollout"""
     engine_devices: Annotated[tuple[int, ...], Bound(at_least=0)] = ()
-    """GPUs for the engines alone, after the ranks' own: as many neighbouring indices as --engine_tensor_parallel for
-    each rank of a node. If none are given, each engine shares its rank's GPU"""
-    engine_tensor_parallel: PositiveInt = 1
-    """workers that an engine's transformer is split over, each on a GPU of --engine_devices; must divide its heads"""
+    """GPUs for the engines alone, by index, after the ranks' own: equally many for each rank of a node, the first
+    rank's first. An engine's transformer is split over its GPUs, whose number must divide its heads. If none are given,
+    each engine shares its rank's GPU"""
 
 
 @dataclass

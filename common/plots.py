@@ -95,6 +95,11 @@ def draw_panels(panels: dict[str, list[Curve]], path: Path | str) -> None:
             measured = [row for row in rows if name in row]
             steps = [row["training/global_step"] for row in measured]
             values = [row[name] for row in measured]
+            low, high = f"{name}/low", f"{name}/high"
+            if measured and low in measured[0]:  # a mean over runs, with its range
+                panel.fill_between(
+                    steps, [r[low] for r in measured], [r[high] for r in measured], color=colour, alpha=0.2
+                )
             if name.startswith("val/"):
                 found: list = [row.get(name.removesuffix("/mean") + "/stderr") for row in measured]
                 panel.errorbar(

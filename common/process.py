@@ -2,15 +2,19 @@
 
 import contextlib
 import ctypes
+import io
 import math
 import os
 import signal
 import sys
 import time
 from types import FrameType
+from typing import Any
 
 from common import PARENT
 
+# A closed terminal sends SIGHUP; SLURM's --signal may be set to the last two. Ctrl-\ (SIGQUIT) still ends a run at once
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 caught_signals: list[int] = []  # the numbers of the signals that asked for a stop
 _deadline = math.inf  # by perf_counter
 
@@ -25,6 +29,26 @@ def print_message(line: str) -> None:
 def printable(text: str) -> str:
     """`text` with what does not print escaped, such as newlines, ESC, and bytes of a path that are not UTF-8."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+class _LosingWriter(io.FileIO):
+    """A file descriptor where what cannot be written is lost."""
+
+    def write(self, content: Any) -> int:  # any buffer
+        try:
+            return super().write(content)
+        except OSError:
+            return memoryview(content).nbytes
+
+
+def outlive_terminal() -> None:
+    """From now on what this process prints to a closed terminal, to `| tee` that Ctrl-C has ended, or to a full disk is
+    lost, where it would end the run by an OSError."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream:  # None where the process was started without it
+            file = io.BufferedWriter(_LosingWriter(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True))
 
 
 def end_with_parent() -> None:
@@ -44,8 +68,8 @@ def _set_parent_death_signal(number: int) -> None:
 
 
 def catch_stop_signals(max_minutes: float) -> None:
-    """From now on SIGTERM and SIGINT (Ctrl-C), however often they come, only ask for a stop, as does the end of
-    `max_minutes` (0: no limit). See stop_requested."""
+    """From now on a stop signal, however often it comes, only asks for a stop, as does the end of `max_minutes` (0: no
+    limit). See stop_requested."""
     global _deadline
     caught_signals.clear()
     _deadline = time.perf_counter() + 60 * max_minutes if max_minutes else math.inf
@@ -56,8 +80,8 @@ def catch_stop_signals(max_minutes: float) -> None:
             _set_parent_death_signal(0)  # torchrun, which a second signal ends at once, must not take the save with it
             print_message(f"{signal.Signals(number).name}: finishing this step, then saving")
 
-    signal.signal(signal.SIGTERM, remember)
-    signal.signal(signal.SIGINT, remember)
+    for number in STOP_SIGNALS:
+        signal.signal(number, remember)
 
 
 def stop_requested(needed_s: float = 0.0) -> bool:

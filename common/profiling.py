@@ -37,7 +37,8 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
     activations are not counted.
     """
     height, width = config["image_size"]
-    family = find_family(config["model"], height, width, config["num_frames"], config.get("guidance_scale", 1.0))
+    guidance_scale = config.get("guidance_scale", 1.0)
+    family = find_family(config["model"], height, width, config["num_frames"], guidance_scale, own=config["family"])
     lora = make_lora(
         family,
         model=config["model"],
@@ -45,7 +46,6 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
         rank=config["lora_rank"],
         alpha=config["lora_alpha"],
         target_modules=config["lora_target_modules"],
-        exclude_modules=config["lora_exclude_modules"],
         base_weights=config["base_weights"],
     )
     ranks, ranks_here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))

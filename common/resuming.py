@@ -167,7 +167,8 @@ def report_resumed(
     Returns whether later evaluations can be compared with the best one before: same run, same scoring.
     """
     ignored = set(EXPECTED_TO_DIFFER)
-    if options.get("lr_schedule", "constant") != "constant" and not options.get("eval_only"):  # it ends at num_steps
+    is_constant = options.get("lr_schedule", "constant").startswith("constant")
+    if not is_constant and not options.get("eval_only"):  # the schedule ends at num_steps
         ignored.remove("num_steps")
     differences = resume_differences(saved_options, options, ignored)
     is_same_run = options["resume"] == "latest"

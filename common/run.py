@@ -414,7 +414,7 @@ class Run:
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
-def open_run(run: Path | str, resume: str | None, eval_only: bool = False) -> Path | None:
+def checkpoint_to_resume(run: Path | str, resume: str | None, eval_only: bool = False) -> Path | None:
     """The checkpoint that --resume means, or None: `latest` is the newest of this run, if any; else a file or a run.
 
     Raises:

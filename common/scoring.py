@@ -10,7 +10,7 @@ pictures, and means of the numbers are logged.
 Rewards run in a thread beside the rollout, batch by batch as images are finished, so an image's score may not depend on
 the other images of the call. The function may have attributes:
 
-    whole_batch     True: it is called once, with all images of the rank
+    whole_group     True: it is called when all images are sampled, once for each group with all images of it
     check           a function (prompt), run on every prompt before any model loads; raises ValueError for a prompt that
                     the reward cannot score
     check_metadata  a function (dict), run on every prompt's metadata in the same way
@@ -30,20 +30,23 @@ import importlib
 import math
 import os
 import queue
+import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common.cpu import leave_cores_to_this_thread
 from common.data import PromptSet
-from common.distributed import gather_objects, use_own_gpu
+from common.distributed import gather_groups, gather_objects, use_own_gpu
 from common.errors import RunError, ScoringError, error_prefix, reason, truncate
+from common.images import as_images
 from common.process import print_message
 from common.rollout import Images
 from common.user_code import check_arguments, describe, load_function, own_folder
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
 REWARDS = Path(__file__).parent / "rewards"  # a reward a file; those that begin with _ are helpers
 TOTAL = "weighted_total"  # logged for an evaluation beside each reward
@@ -105,6 +108,8 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
     if ":" in name:
         function = load_function(name, option)
         check_arguments(function, f"{option} {name}")
+        if getattr(function, "whole_batch", False):
+            raise ValueError(f"{option} {name}: has whole_batch, which cut groups: set whole_group in its place")
         return function
     if name not in built_in_rewards():
         known = ", ".join(built_in_rewards())
@@ -129,7 +134,7 @@ class Scorer:
 
     scorer = Scorer(rewards, prompts, "stop")
     scorer.add([0, 1], images)  # as often as images are finished
-    scores = scorer.scores()
+    scores = scorer.scores(places, group_size)
     """
 
     def __init__(self, rewards: dict[str, Reward], prompt_set: PromptSet, reward_failure: str = "stop") -> None:
@@ -137,7 +142,7 @@ class Scorer:
         self.rewards = rewards
         self.prompt_set = prompt_set
         self.reward_failure = reward_failure
-        self.early = {name: f for name, f in rewards.items() if not getattr(f, "whole_batch", False)}
+        self.early = {name: f for name, f in rewards.items() if not getattr(f, "whole_group", False)}
         self.images: list = [None] * len(prompt_set)
         self.details: list[Details] = [{} for _ in self.images]
         self.scored = torch.full((len(prompt_set), len(rewards)), torch.nan, dtype=torch.float64)  # (B, R)
@@ -154,45 +159,63 @@ class Scorer:
             self.images[row] = image
         self.finished.put((list(rows), images))
 
-    def scores(self, *, alone: bool = False) -> torch.Tensor:
+    def scores(
+        self, places: Sequence[int] | torch.Tensor | None = None, group_size: int = 0, *, offload: bool = True
+    ) -> torch.Tensor:
         """Wait for all scores: (B, R) in fp64, a column for each reward, in their order; NaN as in score_images.
 
-        Then the `offload` of those rewards that have one is run. A collective.
-        alone: the other ranks do not wait for scores now, and more will follow: no collective, and no `offload`.
+        places (B,): the images' numbers over all ranks, of which group_size in a row are a group; None: this rank's
+        images are a group of one prompt. offload: then run the `offload` of those rewards that have one. With places a
+        collective.
 
         Raises:
             ScoringError: as score_images; or an image was never handed over or never scored, whose NaN would say that a
                 reward failed.
         """
-        error = None
-        try:
-            self._wait()
-        except RunError as caught:
-            error = caught
-        has_failed = [error is not None]
-        if not alone and dist.is_initialized():
-            has_failed = gather_objects(has_failed[0])
-        if any(has_failed):
-            raise ScoringError(str(error or "")) from (error and error.__cause__)
-        if not alone:
+        with raised_together(alone=places is None):
+            self.finished.put(None)
+            self.thread.join()
+            if self.error:
+                raise self.error
+            missing = sum(image is None for image in self.images)
+            if missing:
+                raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
+            if not self.is_scored.all():  # not even its error is known
+                raise RunError(f"{int((~self.is_scored).sum())} of {len(self.images)} images were never scored")
+        of_groups = {name: function for name, function in self.rewards.items() if name not in self.early}
+        if of_groups:
+            self._score_groups(of_groups, places, group_size)
+        if offload:
             offload_rewards(self.rewards)
         return self.scored
 
-    def _wait(self) -> None:
-        self.finished.put(None)
-        self.thread.join()
-        if self.error:
-            raise self.error
-        missing = sum(image is None for image in self.images)
-        if missing:
-            raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
-        if not self.is_scored.all():  # not even its error is known
-            raise RunError(f"{int((~self.is_scored).sum())} of {len(self.images)} images were never scored")
-        for r, (name, function) in enumerate(self.rewards.items()):
-            if name not in self.early:
-                alone = {name: function}
-                scores = score_images(alone, self.images, self.prompt_set, self.reward_failure, self.details)
-                self.scored[:, r] = scores[:, 0]
+    def _score_groups(
+        self, rewards: dict[str, Reward], places: Sequence[int] | torch.Tensor | None, group_size: int
+    ) -> None:
+        """Score whole groups, each on the rank that has its first image, which brings the scores back to the others."""
+        name = next(iter(rewards))
+        if places is None and len(set(self.prompt_set.prompts)) > 1:
+            raise RunError(f"reward {name} has whole_group: scores() needs the images' places and the group_size")
+        groups = {0: self.images}  # by the place of the first image
+        own_places = list(range(len(self.images))) if places is None else torch.as_tensor(places).tolist()
+        if places is not None:
+            pixels = torch.from_numpy(np.stack([np.asarray(image) for image in self.images]))  # (B, [F,] H, W, 3)
+            of_groups, firsts = gather_groups(pixels, torch.tensor(own_places), group_size)
+            groups = {first: as_images(group.numpy()) for first, group in zip(firsts.tolist(), of_groups, strict=True)}
+        own: dict[int, tuple[torch.Tensor, Details]] = {}  # by place, of this rank's groups; then of all
+        with raised_together(alone=places is None):
+            for first, images in groups.items():
+                prompts = self.prompt_set.select([own_places.index(first)] * len(images))
+                details: list[Details] = [{} for _ in images]
+                scores = score_images(rewards, images, prompts, self.reward_failure, details)
+                own |= {first + i: (scores[i], details[i]) for i in range(len(images))}
+        for of_rank in [] if places is None else gather_objects(own):
+            own = own | of_rank
+        columns = [r for r, name in enumerate(self.rewards) if name in rewards]
+        for row, place in enumerate(own_places):
+            scores, detail = own[place]
+            self.scored[row, columns] = scores
+            self.details[row] |= detail
 
     def _score(self) -> None:
         use_own_gpu()  # which is set for each thread
@@ -209,6 +232,22 @@ class Scorer:
                 self.is_scored[rows] = True
         except BaseException as error:  # raised in `scores`, in the thread that waits for them
             self.error = error
+
+
+@contextmanager
+def raised_together(alone: bool = False) -> Iterator[None]:
+    """A RunError that any rank raises in the block is raised behind it on all ranks, as a ScoringError: none waits for
+    the rank that failed. A collective, unless `alone`."""
+    error = None
+    try:
+        yield
+    except RunError as caught:
+        error = caught
+    has_failed = error is not None
+    if not alone:
+        has_failed = any(gather_objects(has_failed))
+    if has_failed:
+        raise ScoringError(str(error or "")) from (error and error.__cause__)
 
 
 @torch.no_grad()
@@ -242,7 +281,7 @@ def score_images(
             raise RunError(
                 f"reward {name} changed the working directory to {os.getcwd()}, and paths of the run with it"
             )
-        returned, said = _split_details(name, returned)
+        returned, said = _split_details(name, _as_list(name, returned, len(prompt_set)))
         columns.append(_as_scores(name, returned, prompt_set.prompts, reward_failure))
         for i, detail in said.items():
             if details is not None:
@@ -250,14 +289,34 @@ def score_images(
     return torch.stack(columns, 1)
 
 
-def _split_details(name: str, returned: Sequence) -> tuple[Sequence, dict[int, dict]]:
+def _as_list(name: str, returned: object, num_images: int) -> list:
+    """What reward `name` returned, a list with an entry for each image; raises RunError for another form or count."""
+    if hasattr(returned, "tolist"):  # an array of NumPy, a tensor
+        returned = returned.tolist()
+    if not isinstance(returned, list | tuple):
+        raise RunError(
+            f"reward {name}: it returned a {type(returned).__name__} in place of a list of a number for each image"
+        )
+    if len(returned) != num_images:
+        kinds = " and ".join(dict.fromkeys(type(entry).__name__ for entry in returned)) or "nothing"
+        form = f"{len(returned)} things for {num_images} images: a {type(returned).__name__} of {kinds}"
+        is_flow_grpos = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)
+        what = "the scores alone, as in flow_grpo's `scores, _ =`" if is_flow_grpos else "a number for each image"
+        raise RunError(f"reward {name}: it returned {form}; return {what}")
+    return list(returned)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a number that a float can hold."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
+
+
+def _split_details(name: str, returned: list) -> tuple[list, dict[int, dict]]:
     """What reward `name` returned, with the scores in the place of its dicts; and what else these hold, by image.
 
     Raises:
         RunError: a dict has no score, or holds what is neither a finite number nor a string, or a name of LOGGED.
     """
-    if not isinstance(returned, list | tuple):
-        return returned, {}
     scores = list(returned)
     details = {}
     for i, said in enumerate(returned):
@@ -267,7 +326,7 @@ def _split_details(name: str, returned: Sequence) -> tuple[Sequence, dict[int, d
         for key, value in {"score": None, **said}.items():
             if hasattr(value, "item"):  # a scalar of NumPy or torch
                 value = value.item()
-            is_number = isinstance(value, int | float) and math.isfinite(value)
+            is_number = _is_number(value) and math.isfinite(value)
             if key in LOGGED or not (is_number or (isinstance(value, str) and key != "score")):
                 what = "be called otherwise" if key in LOGGED else "be a finite number"
                 what += "" if key == "score" or key in LOGGED else " or a string"
@@ -278,20 +337,19 @@ def _split_details(name: str, returned: Sequence) -> tuple[Sequence, dict[int, d
     return scores, details
 
 
-def _as_scores(name: str, returned: object, prompts: list[str], reward_failure: str) -> torch.Tensor:
+def _as_scores(name: str, returned: list, prompts: list[str], reward_failure: str) -> torch.Tensor:
     """The scores that reward `name` returned for B images as (B,) in fp64, NaN for the exceptions among them."""
-    failures = {}  # by the image's place
-    if isinstance(returned, list | tuple):
-        failures = {i: value for i, value in enumerate(returned) if isinstance(value, Exception)}
-        returned = [math.nan if i in failures else value for i, value in enumerate(returned)]
-    try:
-        scores = torch.as_tensor(returned, dtype=torch.float64, device="cpu")
-    except Exception as error:  # whatever the object that it returned raises
-        fault = f"it returned a {type(returned).__name__} in place of a list of a number for each image"
-        raise RunError(f"reward {name}: {fault} ({type(error).__name__})") from None
-    if scores.shape != (len(prompts),):
-        got = f"shape {tuple(scores.shape)}" if scores.dim() else "a single number"
-        raise RunError(f"reward {name}: expected {len(prompts)} scores, one for each image, got {got}")
+    failures = {i: value for i, value in enumerate(returned) if isinstance(value, Exception)}  # by the image's place
+    numbers = [math.nan] * len(prompts)
+    for i, value in enumerate(returned):
+        if i not in failures:
+            with suppress(Exception):  # a scalar of NumPy or torch has it
+                value = value.item()
+            if not _is_number(value):
+                fault = f"entry {i} is a {type(value).__name__}, {truncate(repr(value))}"
+                raise RunError(f"reward {name}: {fault}; return a number for each image")
+            numbers[i] = value
+    scores = torch.tensor(numbers, dtype=torch.float64)
     for i, score in enumerate(scores.tolist()):
         if not math.isfinite(score) and i not in failures:
             told = f"reward {name}: score {score} for image {i} (prompt: {prompts[i]})"
@@ -314,7 +372,7 @@ def offload_rewards(rewards: dict[str, Reward]) -> None:
             function.offload()
 
 
-# ---- images that a reward failed on ----------------------------------------------------------------------------------
+# ---- groups: images that a reward failed on, and equal rewards -------------------------------------------------------
 def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill the images that a reward could not score, so that eq. 4 needs no exception for them.
 
@@ -343,6 +401,13 @@ def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> 
     if not is_compared.any():
         raise ScoringError(f"no prompt of the rollout has two images with scores: {count_by_reward(is_failed, names)}")
     return filled, is_compared
+
+
+def all_equal(rewards: torch.Tensor) -> torch.Tensor:
+    """Whether the rewards of a group, (G,) or (P, G), differ by round-off at most: max - min <= 1e-6 max |r|. (1,) or
+    (P, 1)."""
+    spread = rewards.amax(-1, keepdim=True) - rewards.amin(-1, keepdim=True)
+    return spread <= 1e-6 * rewards.abs().amax(-1, keepdim=True)
 
 
 def count_by_reward(has_failed: torch.Tensor, names: Iterable[str]) -> str:

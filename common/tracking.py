@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from common.errors import error_prefix
 from common.plots import Picture
 
 import numpy as np
@@ -12,14 +13,21 @@ from PIL import Image
 
 
 def check_tracker(track: str | bool) -> None:
-    """ValueError: the package that --track needs is not installed."""
+    """ValueError: the package that --track needs is not installed, or wandb cannot log in."""
     package = "wandb" if track is True else track
     if package and importlib.util.find_spec(str(package)) is None:
         raise ValueError(f"--track {track}: needs a package that is not installed: pip install {package}")
+    if package == "wandb" and os.environ.get("RANK") == "0":  # which will log; a plan needs no login
+        import wandb  # slow, and seldom asked for
+
+        with error_prefix(f"--track {track}: run `wandb login`, or set WANDB_MODE=offline", Exception):
+            is_online = wandb.setup().settings.mode in ("online", "run", "shared")
+            if is_online and not wandb.login(prompt=False):
+                raise ValueError("there is no API key")
 
 
 class Wandb:
-    """A run of wandb, in its project "cleanflow", with a table of validation images."""
+    """A run of wandb, with a table of validation images, in WANDB_PROJECT (cleanflow) and WANDB_RUN_GROUP."""
 
     def __init__(self, folder: Path, config: dict) -> None:
         """config: the options. The run's id stays in wandb_id.txt; wandb's files go to WANDB_DIR, or to `folder`."""
@@ -31,7 +39,8 @@ class Wandb:
         place = os.environ.get("WANDB_DIR", str(folder))
         run_id = known.read_text().strip()
         self._wandb: Any = wandb
-        wandb.init(project="cleanflow", name=folder.name, id=run_id, resume="allow", dir=place, config=config)
+        project = os.environ.get("WANDB_PROJECT", "cleanflow")
+        wandb.init(project=project, name=folder.name, id=run_id, resume="allow", dir=place, config=config)
 
     def log(self, step: int, metrics: dict[str, float], grid: list[Picture] | None) -> None:
         """Add the metrics of a step and, after an evaluation, its captioned images."""

@@ -2,11 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 from common.data import GroupSampler, gather_shares
-from common.distributed import gather, gather_objects, on_rank_0
+from common.distributed import gather, gather_groups, gather_objects, on_rank_0
 from common.errors import UNREADABLE, reason, truncate
 from common.images import as_one_picture, open_png
 from common.process import print_message
@@ -14,7 +13,6 @@ from common.rollout import Images
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 LARGEST = 96  # pixels of the longer side of a reduced picture
 
@@ -51,39 +49,12 @@ def diversity(groups: torch.Tensor) -> torch.Tensor:
     return means
 
 
-def gather_groups(
-    rows: torch.Tensor, places: torch.Tensor, group_size: int, rank_of: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """This rank's rows (B, ...) and their places (B,) among all, in order -> whole groups (g, group_size, ...) of rows.
-
-    A group is group_size places in a row. It comes to the rank that has its first place, so that a row travels once or
-    not at all. rank_of: places (n,) -> the rank that has each. A collective.
-    """
-    rank = dist.get_rank()
-    owners = rank_of(places - places % group_size)  # (B,)
-    firsts = places[places % group_size == 0]  # (g,), each its group's
-    sources = rank_of((firsts[:, None] + torch.arange(group_size)).flatten())  # (g * group_size,)
-    sent = {other: rows[owners == other] for other in owners.unique().tolist() if other != rank}
-    sending = [dist.isend(part, other) for other, part in sent.items()]
-    groups = rows.new_empty(len(sources), *rows.shape[1:])
-    groups[sources == rank] = rows[owners == rank]
-    for other in sources.unique().tolist():
-        if other != rank:
-            part = rows.new_empty(int((sources == other).sum()), *rows.shape[1:])
-            dist.recv(part, other)
-            groups[sources == other] = part
-    for work in sending:
-        assert work  # this process is in the group
-        work.wait()
-    return groups.view(len(firsts), group_size, *rows.shape[1:])
-
-
 def rollout_diversity(images: Images, sampler: GroupSampler) -> torch.Tensor:
     """Mean `diversity` of a rollout's groups, from this rank's B images. A collective.
 
     The pictures of a group meet on one rank. A gather of all pictures would be 3.3 GB on each of 1,024 ranks.
     """
-    groups = gather_groups(small_pictures(images), sampler.image_index, sampler.group_size, sampler.rank_of)
+    groups, _ = gather_groups(small_pictures(images), sampler.image_index, sampler.group_size)
     return gather(diversity(groups).sum()).sum() / sampler.prompts_per_step
 
 
@@ -99,11 +70,7 @@ def watch_metrics(folder: Path, places: list[int], images: Images, images_per_pr
     num_images = int(gather(torch.tensor(places)).max()) + 1
     metrics = {}
     if images_per_prompt > 1:
-        world_size = dist.get_world_size()
-        # without the surplus of share_of_rank, which comes last
-        num_own = len(range(dist.get_rank(), num_images, world_size))
-        own = torch.tensor(places)[:num_own]
-        groups = gather_groups(pictures[:num_own], own, images_per_prompt, lambda place: place % world_size)
+        groups, _ = gather_groups(pictures, torch.tensor(places), images_per_prompt)
         metrics["val/diversity"] = gather(diversity(groups).sum()).sum() / (num_images // images_per_prompt)
     base, problem = gather_objects(_find_base(folder) if on_rank_0() else (None, None))[0]
     if base is not None:

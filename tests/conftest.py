@@ -108,7 +108,7 @@ def in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def own_handlers() -> Iterator[None]:
     """Puts the handlers of the stop signals back, which a Run that owns its folder replaces."""
-    saved = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    saved = {number: signal.getsignal(number) for number in process.STOP_SIGNALS}
     yield
     process.catch_stop_signals(0)
     for number, handler in saved.items():
@@ -244,7 +244,7 @@ def run_here(folder: Path, script: str, *options: object) -> str | int | None:
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     block = ast.parse((ROOT / script).read_text()).body[-1]
     assert ast.unparse(block.test) == "__name__ == '__main__'"
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in process.STOP_SIGNALS}
     try:
         with (
             mock.patch.dict(os.environ, one_rank_environment()),
@@ -471,7 +471,6 @@ def lora_of(args: Any, family: type[Family]) -> Any:
         rank=args.lora_rank,
         alpha=args.lora_alpha,
         target_modules=args.lora_target_modules,
-        exclude_modules=args.lora_exclude_modules,
         base_weights=args.base_weights,
     )
 
@@ -483,7 +482,7 @@ def policy_without_fsdp(trained: bool = True, **changes: Any) -> tuple[Family, A
     """
     flow_grpo = importlib.import_module("flow_grpo")
     args = dataclasses.replace(flow_grpo.Args(), num_inference_steps=6, eval_num_inference_steps=6, **changes)
-    model = embedded_model()
+    model = embedded_model(getattr(torch, args.dtype))
     lora = lora_of(args, type(model))
     add_policies(model, lora, ["default"], args.seed)
     if trained:

@@ -31,9 +31,9 @@ def main(path: str) -> None:
     seeds = [image_seed(args.seed, 1, index) for index in image_index.tolist()]
     request = flow_grpo.make_request(args, model, drawn, prompt_index, seeds, sde_steps=(0,))
 
-    def sample(whole: bool = True) -> tuple[int, int, torch.Tensor]:
+    def sample(*train_with: str) -> tuple[int, int, torch.Tensor]:
         """(how often this rank gathers, bytes that it then has, latents)"""
-        args.gather_for_sampling = whole
+        args.train_with = train_with
         with mock.patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gather:
             trajectories = flow_grpo.rollout(args, model, None, request)
         return gather.call_count, sum(call.args[0].nbytes for call in gather.call_args_list), trajectories.latents
@@ -43,11 +43,10 @@ def main(path: str) -> None:
         for parameter in parameters:  # what was whole must not be what is sampled with next
             parameter.to_local().add_(0.05)
     changed = sample()[2]
-    by_block, _, same_by_block = sample(whole=False)
+    by_block, _, same_by_block = sample("gather_blocks")
     with acting(model, "ema"):  # which has not followed
         averaged = sample()[2]
-    args.train_with = ("cpu_offload",)
-    offloaded = sample()[0]
+    offloaded = sample("cpu_offload")[0]
     if dist.get_rank() == 0:
         found = {
             "gathers": {"once": num_gathers, "by block": by_block, "cpu_offload": offloaded},

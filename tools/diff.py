@@ -2,51 +2,80 @@
 
     python -m tools.diff mix_grpo.py        # against flow_grpo.py
     python -m tools.diff contrib/awm.py     # against the script of the line `Parent: diffusion_nft.py` in its docstring
+    python -m tools.diff my_grpo.py         # against flow_grpo.py, or as it was: `Parent: flow_grpo.py@COMMIT`
+    python -m tools.diff --update my_grpo.py
 
-A script of yours without such a line is compared with flow_grpo.py. Paths are as seen from the root of the project.
+--update merges into the script what its parent has changed from that commit to HEAD, and marks conflicts. Paths are as
+seen from the root of the project.
 """
 
 import argparse
-import ast
 import difflib
 import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 BASE = "flow_grpo.py"
+PARENT = re.compile(r"^Parent: (\S+\.py)(?:@(\S+))?", re.MULTILINE)
 BOLD = "\033[1m"
 RED = "\033[31m"
 GREEN = "\033[32m"
 
 
-def parent_of(script: str) -> str:
+class Parent(NamedTuple):
+    """The script that another one was copied from, as its docstring says."""
+
+    script: str
+    commit: str | None  # None: as it is in the working tree
+
+    def __str__(self) -> str:
+        return f"{self.script}@{self.commit}" if self.commit else self.script
+
+    def text(self) -> str:
+        """Its source. ValueError: the commit, or the script in that commit, is not there."""
+        if self.commit is None:
+            return (ROOT / self.script).read_text()
+        done = git("show", f"{self.commit}:./{self.script}")
+        if done.returncode:
+            raise ValueError(f"Parent: {self}: {done.stderr.strip().splitlines()[0]}")
+        return done.stdout
+
+
+def git(*args: str) -> subprocess.CompletedProcess[str]:
+    """What git does and says, in the project's root."""
+    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+
+
+def parent_of(script: str) -> Parent:
     """The script that `script` was copied from. Both are paths as seen from the root, or absolute.
 
     Raises:
         ValueError: there is none. flow_grpo.py has no parent, and a script of contrib/ must name its own.
     """
-    docstring = ast.get_docstring(ast.parse((ROOT / script).read_text())) or ""
-    named = re.search(r"^Parent: (\S+\.py)\b", docstring, re.MULTILINE)
+    named = PARENT.search((ROOT / script).read_text().partition("\n# ==== ")[0])
     if named:
-        return named[1]
+        return Parent(named[1], named[2])
     path = (ROOT / script).resolve()
     if path == ROOT / BASE or path.parent == ROOT / "contrib":
         raise ValueError(f"{script}: has no parent: no line `Parent: SCRIPT.py` stands in its docstring")
-    return BASE
+    return Parent(BASE, None)
 
 
-def sections(script: str) -> dict[str, list[str]]:
+def sections(text: str) -> dict[str, list[str]]:
     """{name of a section: its lines}, in order. The header docstring comes first, as HEADER."""
-    parts = re.split(r"^# ==== \d+ ([A-Z ]+?) =+\n", (ROOT / script).read_text(), flags=re.MULTILINE)
-    return {name: text.splitlines() for name, text in zip(["HEADER", *parts[1::2]], parts[::2], strict=True)}
+    parts = re.split(r"^# ==== \d+ ([A-Z ]+?) =+\n", text, flags=re.MULTILINE)
+    return {name: part.splitlines() for name, part in zip(["HEADER", *parts[1::2]], parts[::2], strict=True)}
 
 
 def changes(script: str) -> dict[str, list[str]]:
     """{name of a section: the lines of its unified diff against the parent, without context}. Equal sections are left
     out."""
-    before = sections(parent_of(script))
-    after = sections(script)
+    before = sections(parent_of(script).text())
+    after = sections((ROOT / script).read_text())
     found = {}
     # by section, so that a function which moved to another section counts as removed and added, and nothing else shifts
     for name in [*after, *(name for name in before if name not in after)]:
@@ -84,12 +113,45 @@ def show(script: str) -> None:
                 print(paint(line, GREEN if line[0] == "+" else RED))
 
 
+def update(script: str) -> int:
+    """Merge what the parent has changed since the script's commit into the script. Returns the number of conflicts.
+
+    Raises:
+        ValueError: the script names no commit, or one that is not there, or has conflicts of an earlier merge.
+    """
+    parent = parent_of(script)
+    text = (ROOT / script).read_text()
+    if parent.commit is None:
+        line = f"`Parent: {parent.script}@COMMIT`"
+        raise ValueError(f"{script}: --update needs the commit that it was copied from: a line {line} in its docstring")
+    if "\n<<<<<<< " in text:
+        raise ValueError(f"{script}: resolve its conflicts first, between <<<<<<< and >>>>>>>")
+    head = Parent(parent.script, git("rev-parse", "--short", "HEAD").stdout.strip())
+    versions = {script: text, str(parent): parent.text(), str(head): head.text()}
+    command = ["merge-file", "-p"]
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (label, content) in enumerate(versions.items()):
+            file = Path(folder, str(number))
+            file.write_text(content)
+            command += ["-L", label]
+        merged = git(*command, *(f"{folder}/{number}" for number in range(3)))
+    if merged.returncode > 127:  # no number of conflicts
+        raise ValueError(f"git merge-file: {merged.stderr.strip()}")
+    (ROOT / script).write_text(merged.stdout.replace(f"Parent: {parent}", f"Parent: {head}", 1))
+    print(f"{script}: changes of {parent.script} from {parent.commit} to {head.commit}; {merged.returncode} conflicts")
+    return merged.returncode
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", metavar="SCRIPT.py", help="its path, as seen from the root of the project")
-    script = parser.parse_args().script
+    parser.add_argument("--update", action="store_true", help="merge the parent's changes into the script")
+    args = parser.parse_args()
     try:
-        show(script)
+        if not args.update:
+            show(args.script)
+        elif update(args.script):
+            sys.exit(f"tools.diff: {args.script}: resolve the lines between <<<<<<< and >>>>>>>")
     except FileNotFoundError as error:
         sys.exit(f"tools.diff: error: {error.filename}: no such file")
     except ValueError as error:

@@ -238,7 +238,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if Path(args.out).exists():
             raise ValueError(f"{args.out} exists already")
-        family = family_class(args.model).__name__
+        family = ""  # which the names of diffusers do not need
+        if args.command == "convert" and args.to != "diffusers":
+            family = family_class(args.model).__name__
         family = family.removesuffix("Kontext").removesuffix("EditPlus")  # with the transformers of FLUX.1, Qwen-Image
         matrices = read_matrices(args.file, args.model)
         scaled = {module: (a, b * args.scale) for module, (a, b) in matrices.items()}

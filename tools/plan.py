@@ -122,7 +122,9 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
 
     height, width = args.image_size
     guidance_scale = options.get("guidance_scale", 1.0)
-    family = find_family(args.model, height, width, args.num_frames, guidance_scale, args.max_sequence_length)
+    family = find_family(
+        args.model, height, width, args.num_frames, guidance_scale, args.max_sequence_length, args.family
+    )
     if w.has_engine and not family.has_engine_pipeline():
         raise ValueError(f"--rollout vllm: {family.__name__} has no engine: pass --rollout local")
     lora = make_lora(
@@ -132,7 +134,6 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
         rank=args.lora_rank,
         alpha=args.lora_alpha,
         target_modules=args.lora_target_modules,
-        exclude_modules=args.lora_exclude_modules,
         base_weights=args.base_weights,
     )
     check_base_weights(
@@ -219,7 +220,7 @@ def memories(blueprint: Blueprint, w: Workload, costs: Costs, device: str) -> li
     of_this_machine = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 1)
     limit_gb = DEVICES[device].memory_gb or of_this_machine
     if device == "cpu":
-        parts = on_one_memory(parts)
+        parts = on_one_memory(parts, w.engine_workers)
     of_device = [part for part in parts if part.place == "device"]
     of_engine = [part for part in parts if part.place == "engine"]
     of_node = []
@@ -233,7 +234,7 @@ def memories(blueprint: Blueprint, w: Workload, costs: Costs, device: str) -> li
     if of_device:
         found.append(Memory(f"each of {w.ranks} GPUs, {device}", "a GPU", of_device, limit_gb))
     if of_engine:
-        num_gpus = w.ranks * w.engine_tensor_parallel
+        num_gpus = w.ranks * w.engine_workers
         found.append(Memory(f"each of {num_gpus} GPUs of the engines", "an engine's GPU", of_engine, limit_gb))
     node = Memory(f"a node's memory, {w.ranks_here} ranks", "this machine", of_node, of_this_machine, free=0)
     found.append(node._replace(may_be_elsewhere=device != "cpu"))

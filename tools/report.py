@@ -24,7 +24,7 @@ from typing import NamedTuple
 from common.images import as_one_picture, open_png
 from common.plots import read_metrics
 from common.resuming import newest_record
-from tools.plot_runs import labels_of, overlay
+from tools.compare import labels_of, overlay
 
 from PIL import Image, ImageChops, ImageStat
 
@@ -131,16 +131,18 @@ def less_diverse(rows: Sequence[dict], options: dict) -> str | None:
 
 
 def held_out_falls(rows: Sequence[dict], options: dict) -> str | None:
-    """A reward of the evaluation falls while the trained total rises."""
+    """Rewards of the evaluation fall, each by more than twice its two standard errors, while the total rises."""
     totals = series(rows, "val/weighted_total/mean")
     names = {name for row in rows for name in row if name.startswith("val/") and name.endswith("/mean")}
+    falls = []
     for name in sorted(names - {"val/weighted_total/mean"}):
         found, errors = series(rows, name), series(rows, name.removesuffix("/mean") + "/stderr")
         if len(found) < 2 or len(totals) < 2 or len(errors) != len(found):
             continue
-        if found[-1] < found[0] - 2 * (errors[0] + errors[-1]) and totals[-1] > totals[0]:
-            return f"{name} fell from {found[0]:.3f} to {found[-1]:.3f} while the total rose"
-    return None
+        bound = 2 * (errors[0] + errors[-1])
+        if found[-1] < found[0] - bound and totals[-1] > totals[0]:
+            falls.append(f"{name} fell from {found[0]:.3f} to {found[-1]:.3f} (by more than {bound:.3f})")
+    return f"while the total rose, {' and '.join(falls)}" if falls else None
 
 
 def mismatch_grows(rows: Sequence[dict], options: dict) -> str | None:

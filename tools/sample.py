@@ -137,8 +137,10 @@ def run(args: argparse.Namespace) -> Path:
     options = read_options(args.sources[0])
     options["image_size"] = args.image_size or options.get("eval_image_size") or options["image_size"]
     options["eval_num_inference_steps"] = args.num_inference_steps or options["eval_num_inference_steps"]
-    own = options.get("eval_guidance_scale") or options.get("guidance_scale", 1.0)
-    options["guidance_scale"] = own if args.guidance_scale is None else args.guidance_scale
+    guidance_scale = options.get("eval_guidance_scale") or options.get("guidance_scale", 1.0)
+    if args.guidance_scale is not None:
+        guidance_scale = args.guidance_scale
+    options["guidance_scale"] = guidance_scale
     folder = args.output or args.sources[0] / f"samples_of_{Path(args.prompts).stem}"
     if folder.exists():
         raise ValueError(f"{folder} exists already: choose another --output")
@@ -146,9 +148,9 @@ def run(args: argparse.Namespace) -> Path:
     prompts = lines.select(row for row in range(len(lines)) for _ in range(args.images_per_prompt))
     seeds = [image_seed("eval", i % args.images_per_prompt, i // args.images_per_prompt) for i in range(len(prompts))]
     height, width = options["image_size"]
-    guided = {"guidance_scale": options["guidance_scale"]}
     length = options["max_sequence_length"]
-    family = find_family(options["model"], height, width, options["num_frames"], **guided, max_sequence_length=length)
+    own = options.get("family")
+    family = find_family(options["model"], height, width, options["num_frames"], guidance_scale, length, own)
     check_sources(family.num_sources, [("--prompts", lines)])
     short = [source.name for source in args.sources]
     names = short if len({*short, "before"}) > len(short) else [str(source) for source in args.sources]

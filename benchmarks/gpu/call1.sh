@@ -22,14 +22,14 @@ if [ "$TINY" ]; then
     FACTS=(--device "${DEVICE:-cpu}" --only "${ONLY:-ratio}")
     THREADS=1
 fi
-LOCAL=(--rollout local --cpu_threads $THREADS)
+LOCAL=(--rollout local)
 HALF=(--dtype bfloat16 --reward jpeg_incompressibility)
 
 # script NAME FILE LIMIT OPTIONS...: a run of a script on one GPU
 script() {
     local name=$1 file=$2 limit=$3
     shift 3
-    try "$name" "$limit" torchrun --standalone "$ROOT/$file" --name "$name" "$@"
+    try "$name" "$limit" env OMP_NUM_THREADS=$THREADS torchrun --standalone "$ROOT/$file" --name "$name" "$@"
 }
 
 # one after the other: eight runs of flow_grpo.py, about 20 s each, one of them compiled
@@ -37,14 +37,14 @@ try facts 380 python "$KIT/facts.py" --results "$WORK/facts" "${FACTS[@]}" &
 # meanwhile: it learns to draw numbers, 15 steps of 256 images. The reward is OCR's, whose network runs on the CPU
 {
     script bf16 flow_grpo.py 300 --dtype bfloat16 "${LOCAL[@]}" "${LEARN[@]}" --save_every 3 &&
-        try resume 120 torchrun --standalone "$ROOT/flow_grpo.py" --name bf16 --resume latest "${MORE[@]}"
+        try resume 120 env OMP_NUM_THREADS=$THREADS torchrun --standalone "$ROOT/flow_grpo.py" --name bf16 --resume latest "${MORE[@]}"
 } &
 script fp32 flow_grpo.py 300 "${LOCAL[@]}" "${LEARN[@]}" &
 {
     for name in grpo_guard mix_grpo diffusion_nft; do
         script $name $name.py 120 "${LOCAL[@]}" "${HALF[@]}" "${SMALL[@]}"
     done
-    script dpo_offline dpo_offline.py 120 --cpu_threads $THREADS "${HALF[@]}" "${PAIRS[@]}"
+    script dpo_offline dpo_offline.py 120 "${HALF[@]}" "${PAIRS[@]}"
     script offload flow_grpo.py 120 "${LOCAL[@]}" "${HALF[@]}" "${SMALL[@]}" --guidance_scale 2 \
         --train_with cpu_offload activation_checkpointing --kl_coef 0.04 --ema_decay 0.9
 } &

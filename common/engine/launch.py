@@ -32,22 +32,17 @@ ENGINE_VARIABLES = re.compile(
 
 # ---- what must be there ----------------------------------------------------------------------------------------------
 def check_engine(
-    family: type[Family],
-    model: str,
-    engine_devices: Sequence[int],
-    tensor_parallel: int,
-    rollout_correction: str = "none",
+    family: type[Family], model: str, engine_devices: Sequence[int], rollout_correction: str = "none"
 ) -> None:
     """Check that --rollout vllm can work: GPUs, hooks for the model's family, vLLM-Omni, attention heads.
 
-    model: a diffusers folder or hub id. The others are the options --engine_devices, --engine_tensor_parallel and
-    --rollout_correction.
+    model: a diffusers folder or hub id. The others are the options --engine_devices and --rollout_correction.
 
     Raises:
         ValueError: naming the option, what is missing, and what to do.
     """
     parse_correction(rollout_correction)
-    check_devices(engine_devices, tensor_parallel)
+    check_devices(engine_devices)
     if not family.has_engine_pipeline():
         raise ValueError(f"--rollout vllm: {family.__name__} has no hooks into vLLM-Omni's steps: pass --rollout local")
     if importlib.util.find_spec("vllm_omni") is None:
@@ -56,8 +51,8 @@ def check_engine(
             "(requirements-cuda.txt on a GPU; if pip fails, see docs/quickstart_gpu.md), or pass --rollout local"
         )
     check_plain(model)
-    if tensor_parallel > 1:
-        check_heads(family, model, tensor_parallel)
+    if num_workers(engine_devices) > 1:
+        check_heads(family, model, engine_devices)
 
 
 def check_plain(model: str | Path) -> None:
@@ -72,58 +67,55 @@ def check_plain(model: str | Path) -> None:
             )
 
 
-def check_devices(engine_devices: Sequence[int], tensor_parallel: int = 1) -> None:
-    """Check that --engine_devices names `tensor_parallel` GPUs for the engine of each rank of this machine.
+def check_devices(engine_devices: Sequence[int]) -> None:
+    """Check that --engine_devices names equally many GPUs for the engine of each rank of this machine.
 
-    The first GPUs are the ranks' own, so none of them may be named. On a CPU none are needed.
+    The first GPUs are the ranks' own, so none of them may be named. On a CPU any numbers do: they count workers.
 
     Raises:
         ValueError: naming the option, and what it must be.
     """
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     num_gpus = torch.cuda.device_count()
-    if not engine_devices:
-        if num_gpus and tensor_parallel > 1:
-            raise ValueError(
-                f"--engine_tensor_parallel {tensor_parallel}: needs --engine_devices, {tensor_parallel} for each of "
-                f"the {num_ranks} ranks here"
-            )
-        return
     option = f"--engine_devices {' '.join(map(str, engine_devices))}"
-    needed = num_ranks * tensor_parallel
-    if len(engine_devices) != needed or len(set(engine_devices)) != needed:
-        each = "a GPU" if tensor_parallel == 1 else f"{tensor_parallel} GPUs (--engine_tensor_parallel)"
-        raise ValueError(f"{option}: must be {each} for each of the {num_ranks} ranks of this machine")
+    if len(engine_devices) % num_ranks or len(set(engine_devices)) < len(engine_devices):
+        raise ValueError(f"{option}: must be equally many GPUs for each of the {num_ranks} ranks of this machine")
     for index in engine_devices:
-        if not num_ranks <= index < num_gpus:
+        if num_gpus and not num_ranks <= index < num_gpus:
             raise ValueError(
                 f"{option}: of the {num_gpus} GPUs seen here, from 0, "
                 f"the first {num_ranks} are the ranks' own; {index} is none of the others"
             )
 
 
-def check_heads(family: type[Family], model: str, tensor_parallel: int) -> None:
+def check_heads(family: type[Family], model: str, engine_devices: Sequence[int]) -> None:
     """Raises ValueError unless vLLM-Omni splits the transformer, and its attention heads are dealt out equally."""
     from diffusers import AutoModel  # slow
 
-    option = f"--engine_tensor_parallel {tensor_parallel}"
+    workers = num_workers(engine_devices)
+    option = f"--engine_devices {' '.join(map(str, engine_devices))}: {workers} for each engine"
     if not family.is_split_by_engine:
-        raise ValueError(f"{option}: vLLM-Omni does not split {family.__name__}, so each worker would have all of it")
+        raise ValueError(f"{option}, but vLLM-Omni does not split {family.__name__}: each would hold all of it")
     num_heads = AutoModel.load_config(model, subfolder="transformer")["num_attention_heads"]
-    if num_heads % tensor_parallel:
-        raise ValueError(f"{option}: does not divide the model's {num_heads} heads")
+    if num_heads % workers:
+        raise ValueError(f"{option} do not divide the model's {num_heads} heads")
 
 
 # ---- what the engine of a rank gets ----------------------------------------------------------------------------------
-def engine_gpus(engine_devices: Sequence[int], tensor_parallel: int, device: torch.device) -> tuple[int | None, ...]:
+def num_workers(engine_devices: Sequence[int]) -> int:
+    """How many workers each engine of this machine is split over: its share of --engine_devices, or 1 without them."""
+    return len(engine_devices) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) or 1
+
+
+def engine_gpus(engine_devices: Sequence[int], device: torch.device) -> tuple[int | None, ...]:
     """The CUDA index of each worker of the engine whose rank trains on `device`; None for each worker on a CPU.
 
     Without --engine_devices the engine shares its rank's GPU.
     """
-    if engine_devices:
-        first = device.index * tensor_parallel
-        return tuple(engine_devices[first : first + tensor_parallel])
-    return (device.index,) * tensor_parallel
+    workers = num_workers(engine_devices)
+    if engine_devices and device.type == "cuda":
+        return tuple(engine_devices[device.index * workers :][:workers])
+    return (device.index,) * workers
 
 
 def engine_environment(

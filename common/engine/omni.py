@@ -18,12 +18,13 @@ from vllm_omni.platforms import current_omni_platform
 def load_engine(options: dict[str, Any], num_workers: int) -> Omni:
     """Load vLLM-Omni's engine with the rollout pipeline of the model's family.
 
-    options: the arguments of Omni that the trainer chooses. num_workers: processes that the transformer is split over;
-    with 1 the transformer is in this process.
+    options: the arguments of Omni that the trainer chooses, and --family. num_workers: processes that the transformer
+    is split over; with 1 the transformer is in this process.
     """
     # tqdm's default lock lies in a file in shared memory, which would be left behind if all processes were killed
     tqdm.set_lock(threading.RLock())
-    pipelines.use_pipeline_of(options["model"])
+    family = options.pop("family", None)
+    pipelines.use_pipeline_of(options["model"], family)
     if not pipelines.RolloutPipeline.supports_request_batch:
         options["max_num_seqs"] = 1
     stage = {
@@ -36,7 +37,7 @@ def load_engine(options: dict[str, Any], num_workers: int) -> Omni:
     return Omni(
         **options,
         distributed_executor_backend="uni" if num_workers == 1 else "common.engine.pipelines.RolloutExecutor",
-        custom_pipeline_args={"pipeline_class": "common.engine.pipelines.RolloutPipeline"},
+        custom_pipeline_args={"pipeline_class": "common.engine.pipelines.RolloutPipeline", "family": family},
         stage_overrides={"0": stage},
         worker_extension_cls="common.engine.pipelines.RolloutWorkerExtension",
     )

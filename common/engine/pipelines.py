@@ -72,11 +72,11 @@ def load_no_text_encoders() -> None:
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
-def use_pipeline_of(model: str) -> None:
-    """Define RolloutPipeline by the family of `model`, in this process: the engine's own, or a worker's."""
+def use_pipeline_of(model: str, family: str | None) -> None:
+    """Define RolloutPipeline by the family of `model`, or by --family, in this process: the engine's, or a worker's."""
     global RolloutPipeline
     load_no_text_encoders()
-    RolloutPipeline = family_class(model).engine_pipeline(SDERolloutMixin)
+    RolloutPipeline = family_class(model, family).engine_pipeline(SDERolloutMixin)
 
 
 def listen_on_loopback() -> None:
@@ -345,7 +345,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         super().init_device()
 
     def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
-        use_pipeline_of(self.od_config.model)
+        use_pipeline_of(self.od_config.model, custom_pipeline_args["family"])
         super().re_init_pipeline(custom_pipeline_args)
 
     def fall_asleep(self) -> None:

@@ -96,7 +96,7 @@ def exit_with_parent(parent: int) -> None:
 
 
 if __name__ == "__mp_main__":
-    # a worker of --engine_tensor_parallel: multiprocessing runs this file under this name before it imports vLLM
+    # a worker of an engine that is split: multiprocessing runs this file under this name before it imports vLLM
     prepare()
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 To add a family, add a file to this folder; no other file changes. The file is found by its name: a checkpoint of
 diffusers' `FluxPipeline` is served by the class `Flux` in common/models/flux.py. The class has the pipeline's name
-without "Pipeline", and the file has the class's name in lower case, with underscores wherever you like them. The class
-inherits from `Family`, which says what each method takes and gives. Five methods are a family's own: `check`,
-`conditioning_shapes`, `encode_batch`, `schedule` and `forward`. The others have a default, which suits most models.
+without "Pipeline", and the file has the class's name in lower case, with underscores wherever you like them. A class in
+any other file is named by --family. It inherits from `Family`, which says what each method takes and gives. Five
+methods are a family's own: `check`, `conditioning_shapes`, `encode_batch`, `schedule` and `forward`. The others have a
+default, which suits most models.
 """
 
 import itertools
@@ -51,7 +52,7 @@ class Family(ABC):
     has_negative_prompt = True  # whether guidance moves away from one
     makes_videos = False  # such a family has no `encode_images`, which offline DPO needs
     attention_kernels: tuple[str, ...] = ("native", "cudnn", "flash")  # that its transformer can take (--attention)
-    is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_tensor_parallel)
+    is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_devices)
     # The least and the most sources of a prompt, for a model that edits: all records of a run have equally many.
     num_sources = (0, 0)
     source_tokens = 0  # of each, beside max_sequence_length, in a text encoder that sees them
@@ -211,11 +212,13 @@ class Family(ABC):
         return negative + guidance_scale * (velocity - negative)
 
     # ---- images ----
+    @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> Images:
         """Latents (B, ...) -> B PIL images, or B videos as lists of PIL frames, as the pipeline decodes them."""
         with on_device(self, "vae"):
             return self.to_images(self.to_pixels(latents))
 
+    @torch.no_grad()
     def encode_images(self, images: list[PIL.Image.Image], height: int, width: int) -> torch.Tensor:
         """B PIL images -> latents (B, ...), the mode of the VAE's posterior, the reverse of `decode`.
 

@@ -27,7 +27,6 @@ class Flux(Family):
 
     @staticmethod
     def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
-        """{name: shape} of one prompt's conditioning, from the transformer's config."""
         return {
             "prompt_embeds": (max_sequence_length, transformer["joint_attention_dim"]),
             "pooled_prompt_embeds": (transformer["pooled_projection_dim"],),
@@ -41,7 +40,6 @@ class Flux(Family):
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled_embeds}
 
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
-        """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
         h, w = height // self.pipe.vae_scale_factor, width // self.pipe.vae_scale_factor
         unshifted = even_sigmas(num_inference_steps)
         timesteps, sigmas = shifted_schedule(self.pipe.scheduler, unshifted, num_tokens=(h // 2) * (w // 2))
@@ -93,7 +91,6 @@ class Flux(Family):
 
     @staticmethod
     def engine_pipeline(mixin: type) -> type:
-        """vLLM-Omni's FLUX.1 with our hooks."""
         from vllm_omni.diffusion.models.flux import pipeline_flux
 
         pipeline_flux.T5EncoderModel = mixin.no_text_encoder  # type: ignore[attr-defined]  # vLLM-Omni's own, which transformers does not load

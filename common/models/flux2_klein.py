@@ -3,7 +3,6 @@
 A record's pictures are references: the transformer sees their tokens behind those of the image that it makes.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,6 @@ class Flux2Klein(Family):
 
     @staticmethod
     def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
-        """{name: shape} of one prompt's conditioning, from the transformer's config."""
         return {"prompt_embeds": (max_sequence_length, transformer["joint_attention_dim"])}
 
     def encode_batch(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
@@ -63,7 +61,6 @@ class Flux2Klein(Family):
         return {"prompt_embeds": embeds}
 
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
-        """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
         unit = 2 * self.pipe.vae_scale_factor
         h, w = height // unit, width // unit
         mu = compute_empirical_mu(image_seq_len=h * w, num_steps=num_inference_steps)
@@ -71,7 +68,6 @@ class Flux2Klein(Family):
         return timesteps, sigmas, (self.transformer.config.in_channels, h, w)
 
     def forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """v (B, ...) in fp32."""
         prompt_embeds = conditioning["prompt_embeds"]
         tokens = self.pipe._pack_latents(latents)
         positions = self.pipe._prepare_latent_ids(latents).to(latents.device)
@@ -95,17 +91,13 @@ class Flux2Klein(Family):
         std = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
         return vae.bn.running_mean[:, None, None], std[:, None, None]
 
-    @torch.no_grad()
     def to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents (B, ...) -> pixels (B, 3, H, W), as the pipeline decodes them."""
         vae = self.pipe.vae
         mean, std = self._latent_statistics()
         latents = self.pipe._unpatchify_latents(latents.to(vae.device) * std + mean)
         return decode_in_slices(vae, latents, scale=self.pipe.vae_scale_factor**2)
 
-    @torch.no_grad()
     def to_latents(self, images: list[Image], height: int, width: int) -> torch.Tensor:
-        """B PIL images -> latents (B, ...), the mode of the VAE's posterior."""
         vae = self.pipe.vae
         pixels = self.pipe.image_processor.preprocess(images, height, width)
         mean, std = self._latent_statistics()
@@ -114,7 +106,6 @@ class Flux2Klein(Family):
 
     @staticmethod
     def engine_pipeline(mixin: type) -> type:
-        """vLLM-Omni's FLUX.2-klein with our hooks."""
         from vllm_omni.diffusion.data import DiffusionOutput
         from vllm_omni.diffusion.models.flux2_klein.pipeline_flux2_klein import Flux2KleinPipeline
         from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
@@ -122,11 +113,11 @@ class Flux2Klein(Family):
         class Flux2KleinRollout(mixin, Flux2KleinPipeline):  # type: ignore[misc, valid-type]  # made at run time
             timestep_unit = 1000  # the transformer's input is t / 1000
             supports_request_batch = False  # the native pipeline takes one image at a time
-            text_encoder: torch.nn.Module | None
 
             def __init__(self, **kwargs: Any) -> None:
                 super().__init__(**kwargs)
                 self.device = self._execution_device
+                self.text_encoder = torch.nn.Module()  # the native load_weights lists its parameters
 
             def forward(self, req: DiffusionRequestBatch, *args: Any, **kwargs: Any) -> DiffusionOutput:
                 for prompt in req.prompts:
@@ -153,11 +144,5 @@ class Flux2Klein(Family):
                 tokens, positions = add_sources(of_image, kwargs["img_ids"], self.conditioning("source_latents"))
                 kwargs |= {"hidden_states": tokens, "img_ids": positions}
                 return super().predict_noise(**kwargs)[:, : of_image.shape[1]]
-
-            def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-                # the text encoder has been dropped by now, and the native method lists its parameters
-                if self.text_encoder is None:
-                    self.text_encoder = torch.nn.Module()
-                return super().load_weights(weights)
 
         return Flux2KleinRollout

@@ -46,10 +46,8 @@ class Krea2(Family):
 
     @staticmethod
     def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
-        """{name: shape} of one prompt's conditioning, from the transformer's config."""
-        layers = transformer["num_text_layers"]
         return {
-            "prompt_embeds": (max_sequence_length, layers, transformer["text_hidden_dim"]),
+            "prompt_embeds": (max_sequence_length, transformer["num_text_layers"], transformer["text_hidden_dim"]),
             "prompt_embeds_mask": (max_sequence_length,),
         }
 
@@ -62,7 +60,6 @@ class Krea2(Family):
         return {"prompt_embeds": embeds, "prompt_embeds_mask": mask.long()}
 
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
-        """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
         patch = self.pipe.patch_size
         h = height // self.pipe.vae_scale_factor
         w = width // self.pipe.vae_scale_factor
@@ -75,7 +72,6 @@ class Krea2(Family):
         return timesteps, sigmas, (self.transformer.config.in_channels // patch**2, h, w)
 
     def forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """v (B, ...) in fp32."""
         prompt_embeds = conditioning["prompt_embeds"]
         batch, channels, h, w = latents.shape
         patch = self.pipe.patch_size
@@ -97,7 +93,6 @@ class Krea2(Family):
 
     @staticmethod
     def engine_pipeline(mixin: type) -> type:
-        """vLLM-Omni's Krea 2 with our hooks."""
         from vllm_omni.diffusion.models.krea2.pipeline_krea2 import Krea2Pipeline as NativePipeline
 
         class Krea2Rollout(mixin, NativePipeline):  # type: ignore[misc, valid-type]  # made at run time

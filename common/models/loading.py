@@ -5,6 +5,7 @@ files that are there, before anything is loaded.
 """
 
 import importlib
+import inspect
 import json
 import re
 import warnings
@@ -16,6 +17,7 @@ from common.errors import RunError, error_prefix
 from common.models.family import Family
 from common.models.vae import to_bfloat16
 from common.process import print_message
+from common.user_code import load_function
 
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -41,14 +43,17 @@ def find_family(
     num_frames: int,
     guidance_scale: float = 1.0,
     max_sequence_length: int = 1,
+    own: str | None = None,
 ) -> type[Family]:
     """The family of a diffusers folder or hub id, after its `check` of size, frames and guidance. Loads no weights.
+
+    own: --family, a user's own family instead of those in this folder.
 
     Raises:
         ValueError: one line that names the option and what is wrong: a model that is missing or not supported, a
             config that cannot be read, what `check` refuses, or more tokens than the family takes.
     """
-    family = family_class(model)
+    family = family_class(model, own)
     with error_prefix(f"--model {model}", (OSError, KeyError)):
         check_layout(model)
         family.check(model, height, width, num_frames, guidance_scale)
@@ -64,12 +69,28 @@ def find_family(
     return family
 
 
-def family_class(model: str | Path) -> type[Family]:
-    """The family of a diffusers folder or hub id, from its model_index.json alone.
+def family_class(model: str | Path, own: str | None = None) -> type[Family]:
+    """The family of a diffusers folder or hub id, from its model_index.json alone; or `own`, a user's file.py:Class.
 
     Raises:
         ValueError: names what is missing, or the families that are supported.
     """
+    if own:
+        family: Any = load_function(own, "--family")
+        if not (isinstance(family, type) and issubclass(family, Family)):
+            raise ValueError(f"--family {own}: is not a class that inherits from Family (common/models/family.py)")
+    else:
+        family = shipped_family(model)
+    missing = sorted(family.__abstractmethods__)
+    if not hasattr(family, "lora_target_modules"):
+        missing.append("lora_target_modules")
+    if missing:
+        raise ValueError(f"{inspect.getfile(family)}: {family.__name__} lacks {', '.join(missing)}")
+    return family
+
+
+def shipped_family(model: str | Path) -> type[Family]:
+    """The family in this folder for the pipeline of a diffusers folder or hub id; raises as family_class does."""
     folder = Path(model)
     if folder.is_dir():
         index = folder / "model_index.json"

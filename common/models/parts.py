@@ -74,7 +74,6 @@ def latent_statistics(vae: "diffusers.AutoencoderKLQwenImage") -> torch.Tensor:
     return statistics.view(2, -1, 1, 1, 1)
 
 
-@torch.no_grad()
 def decode_frames(model: Family, latents: torch.Tensor) -> torch.Tensor:
     """A family's `to_pixels`: latents (B, C, h, w) -> pixels (B, 3, H, W), as the pipeline decodes them."""
     pipe = model.pipe
@@ -83,7 +82,6 @@ def decode_frames(model: Family, latents: torch.Tensor) -> torch.Tensor:
     return decode_in_slices(pipe.vae, latents, scale=pipe.vae_scale_factor**2)[:, :, 0]
 
 
-@torch.no_grad()
 def encode_frames(model: Family, images: list[Image], height: int, width: int) -> torch.Tensor:
     """A family's `to_latents`: B PIL images -> latents (B, C, h, w), the mode of the VAE's posterior."""
     pipe = model.pipe

@@ -34,7 +34,6 @@ class QwenImage(Family):
 
     @staticmethod
     def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
-        """{name: shape} of one prompt's conditioning, from the transformer's config."""
         return {
             "prompt_embeds": (max_sequence_length, transformer["joint_attention_dim"]),
             "prompt_embeds_mask": (max_sequence_length,),
@@ -52,14 +51,12 @@ class QwenImage(Family):
         return {"prompt_embeds": F.pad(embeds, (0, 0, 0, missing)), "prompt_embeds_mask": F.pad(mask, (0, missing))}
 
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
-        """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
         h, w = height // self.pipe.vae_scale_factor, width // self.pipe.vae_scale_factor
         unshifted = even_sigmas(num_inference_steps)
         timesteps, sigmas = shifted_schedule(self.pipe.scheduler, unshifted, num_tokens=(h // 2) * (w // 2))
         return timesteps, sigmas, (self.transformer.config.in_channels // 4, h, w)
 
     def forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """v (B, ...) in fp32."""
         prompt_embeds = conditioning["prompt_embeds"]
         batch, _, h, w = latents.shape
         tokens, shapes = self.pack(latents, conditioning)
@@ -96,7 +93,6 @@ class QwenImage(Family):
 
     @staticmethod
     def engine_pipeline(mixin: type) -> type:
-        """vLLM-Omni's Qwen-Image with our hooks."""
         from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline
 
         class QwenImageRollout(mixin, QwenImagePipeline):  # type: ignore[misc, valid-type]  # made at run time

@@ -29,7 +29,6 @@ class StableDiffusion3(Family):
 
     @staticmethod
     def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
-        """{name: shape} of one prompt's conditioning, from the transformer's config."""
         return {
             # 77 tokens of the CLIPs, then T5's
             "prompt_embeds": (77 + max_sequence_length, transformer["joint_attention_dim"]),
@@ -49,7 +48,6 @@ class StableDiffusion3(Family):
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled_embeds}
 
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
-        """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
         config = self.transformer.config
         unit = self.pipe.vae_scale_factor * config.patch_size
         num_tokens = (height // unit) * (width // unit)
@@ -62,7 +60,6 @@ class StableDiffusion3(Family):
         return timesteps, sigmas, (config.in_channels, *latent_size)
 
     def forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """v (B, ...) in fp32."""
         prompt_embeds = conditioning["prompt_embeds"]
         velocity = self.transformer(
             hidden_states=latents.to(prompt_embeds.dtype),
@@ -75,7 +72,6 @@ class StableDiffusion3(Family):
 
     @staticmethod
     def engine_pipeline(mixin: type) -> type:
-        """vLLM-Omni's Stable Diffusion 3 with our hooks."""
         from vllm_omni.diffusion.models.sd3.pipeline_sd3 import StableDiffusion3Pipeline
 
         class StableDiffusion3Rollout(mixin, StableDiffusion3Pipeline):  # type: ignore[misc, valid-type]  # made at run time

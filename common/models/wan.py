@@ -35,7 +35,6 @@ class Wan(Family):
 
     @staticmethod
     def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
-        """{name: shape} of one prompt's conditioning, from the transformer's config."""
         return {"prompt_embeds": (max_sequence_length, transformer["text_dim"])}
 
     def encode_batch(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
@@ -47,7 +46,6 @@ class Wan(Family):
         return {"prompt_embeds": embeds}
 
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
-        """Timesteps (T,), sigmas (T + 1,), and the shape (C, f, h, w) of one video's latents."""
         f = (num_frames - 1) // self.pipe.vae_scale_factor_temporal + 1
         h = height // self.pipe.vae_scale_factor_spatial
         w = width // self.pipe.vae_scale_factor_spatial
@@ -57,18 +55,17 @@ class Wan(Family):
         return timesteps, sigmas, (self.transformer.config.out_channels, f, h, w)
 
     def forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """v (B, ...) in fp32."""
         prompt_embeds = conditioning["prompt_embeds"]
         velocity = self.transformer(
             hidden_states=latents.to(prompt_embeds.dtype),
             # TI2V-5B's pipeline gives each token a timestep (`expand_timesteps`); in text to video all are equal
             timestep=timestep,
             encoder_hidden_states=prompt_embeds,
+            encoder_hidden_states_image=conditioning.get("source_embeds"),  # of image to video
             return_dict=False,
         )[0]
         return velocity.float()
 
-    @torch.no_grad()
     def to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (B, ...) -> pixels (B, 3, F, H, W), as the pipeline decodes them."""
         vae = self.pipe.vae
@@ -78,7 +75,6 @@ class Wan(Family):
 
     @staticmethod
     def engine_pipeline(mixin: type) -> type:
-        """vLLM-Omni's Wan with our hooks."""
         from vllm_omni.diffusion.data import DiffusionOutput
         from vllm_omni.diffusion.models.wan2_2.pipeline_wan2_2 import Wan22Pipeline
 

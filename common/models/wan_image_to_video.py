@@ -54,7 +54,6 @@ class WanImageToVideo(Wan):
 
     @staticmethod
     def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
-        """{name: shape} of one prompt's conditioning, from the transformer's config."""
         length = max_sequence_length if transformer.get("image_dim") is None else TEXT_TOKENS
         return {"prompt_embeds": (length, transformer["text_dim"])}
 
@@ -120,23 +119,11 @@ class WanImageToVideo(Wan):
         return torch.cat(embeds)
 
     def forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """v (B, ...) in fp32."""
         source = conditioning["source_latents"].to(latents)
-        prompt_embeds = conditioning["prompt_embeds"]
-        config = self.transformer.config
-        of_tokens = timestep
-        if self.pipe.config.expand_timesteps:
-            inputs, of_tokens = with_first_frame(latents, timestep, source, config.patch_size)
-        else:
-            inputs = beside_source(latents, source, config.in_channels)
-        velocity = self.transformer(
-            hidden_states=inputs.to(prompt_embeds.dtype),
-            timestep=of_tokens,
-            encoder_hidden_states=prompt_embeds,
-            encoder_hidden_states_image=conditioning.get("source_embeds"),
-            return_dict=False,
-        )[0].float()
-        if self.pipe.config.expand_timesteps:
+        expands = self.pipe.config.expand_timesteps
+        inputs, of_tokens = with_source(latents, timestep, source, self.transformer.config, expands)
+        velocity = super().forward(inputs, of_tokens, conditioning)
+        if expands:
             return towards_source(velocity, latents, timestep, source)
         return velocity
 
@@ -157,16 +144,10 @@ class WanImageToVideo(Wan):
             def predict_noise(self, hidden_states: torch.Tensor, timestep: torch.Tensor, **kwargs: Any) -> torch.Tensor:
                 source = self.conditioning("source_latents").to(hidden_states)
                 config = self.transformer_config
-                inputs = {"timestep": timestep}
-                if self.expand_timesteps:
-                    frames = with_first_frame(hidden_states, timestep, source, config.patch_size)
-                    inputs["hidden_states"], inputs["timestep"] = frames
-                else:
-                    inputs["hidden_states"] = beside_source(hidden_states, source, config.in_channels)
                 if config.image_dim is not None:
-                    embeds = self.conditioning("source_embeds")
-                    inputs["encoder_hidden_states_image"] = embeds.to(hidden_states)
-                return super().predict_noise(**(kwargs | inputs))
+                    kwargs["encoder_hidden_states_image"] = self.conditioning("source_embeds").to(hidden_states)
+                inputs, of_tokens = with_source(hidden_states, timestep, source, config, self.expand_timesteps)
+                return super().predict_noise(hidden_states=inputs, timestep=of_tokens, **kwargs)
 
             def scheduler_step_maybe_with_cfg(
                 self,
@@ -185,25 +166,22 @@ class WanImageToVideo(Wan):
         return WanImageToVideoRollout
 
 
-def beside_source(latents: torch.Tensor, source: torch.Tensor, in_channels: int) -> torch.Tensor:
-    """Latents (B, C, f, h, w), masks of the first frame, and the picture's latents (B, C, f, h, w), one behind the
-    other, (B, in_channels, f, h, w). There is a mask for each of the frames that a frame of latents stands for."""
-    batch, channels, frames, height, width = latents.shape
-    masks = latents.new_zeros(batch, in_channels - 2 * channels, frames, height, width)
-    masks[:, :, 0] = 1
-    return torch.cat([latents, masks, source], 1)
-
-
-def with_first_frame(
-    latents: torch.Tensor, timestep: torch.Tensor, source: torch.Tensor, patch_size: tuple[int, int, int]
+def with_source(
+    latents: torch.Tensor, timestep: torch.Tensor, source: torch.Tensor, config: Any, expand_timesteps: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents (B, C, f, h, w) whose first frame is the picture's (B, C, 1, h, w), and a timestep per token (B, n).
+    """What the transformer takes for latents (B, C, f, h, w) and a timestep (B,): they, and the picture's latents.
 
-    timestep: (B,), that of the other frames. The first frame's is 0. patch_size: latents of a token, by frame, height
-    and width.
+    Without expand_timesteps: latents, masks of the first frame, and the source's latents (B, C, f, h, w), one behind
+    the other, (B, in_channels, f, h, w), and the same timestep. There is a mask for each of the frames that a frame of
+    latents stands for. With it: latents whose first frame is the source's (B, C, 1, h, w), and a timestep per token
+    (B, n), 0 in the first frame.
     """
-    frames, height, width = latents.shape[2:]
-    tokens = height // patch_size[1] * (width // patch_size[2])  # of a frame
+    batch, channels, frames, height, width = latents.shape
+    if not expand_timesteps:
+        masks = latents.new_zeros(batch, config.in_channels - 2 * channels, frames, height, width)
+        masks[:, :, 0] = 1
+        return torch.cat([latents, masks, source], 1), timestep
+    tokens = height // config.patch_size[1] * (width // config.patch_size[2])  # of a frame
     of_tokens = timestep[:, None].repeat(1, frames * tokens)
     of_tokens[:, :tokens] = 0
     return torch.cat([source, latents[:, :, 1:]], 2), of_tokens

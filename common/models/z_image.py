@@ -30,7 +30,6 @@ class ZImage(Family):
 
     @staticmethod
     def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
-        """{name: shape} of one prompt's conditioning, from the transformer's config."""
         return {"prompt_embeds": (max_sequence_length, transformer["cap_feat_dim"]), "num_tokens": ()}
 
     def encode_batch(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
@@ -46,7 +45,6 @@ class ZImage(Family):
         return {"prompt_embeds": torch.stack(padded), "num_tokens": torch.tensor(num_tokens)}
 
     def schedule(self, num_inference_steps: int, height: int, width: int, num_frames: int = 1) -> Schedule:
-        """Timesteps (T,), sigmas (T + 1,), and the shape (C, h, w) of one image's latents."""
         h = height // self.pipe.vae_scale_factor
         w = width // self.pipe.vae_scale_factor
         # computed in fp32, unlike the other pipelines' sigmas
@@ -55,7 +53,6 @@ class ZImage(Family):
         return timesteps, sigmas, (self.transformer.in_channels, h, w)
 
     def forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """v (B, ...) in fp32."""
         prompt_embeds = conditioning["prompt_embeds"]
         num_tokens = conditioning["num_tokens"].tolist()
         images = latents.to(prompt_embeds.dtype)[:, :, None]  # (B, C, 1 frame, h, w)

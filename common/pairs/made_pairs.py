@@ -15,6 +15,7 @@ from common.images import save_png
 from common.pairs.pair_files import Pairs, read_pairs
 from common.process import print_message
 from common.rollout import Images
+from common.scoring import all_equal
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ def best_and_worst(totals: torch.Tensor) -> tuple[int, int] | None:
     """Places of the highest and the lowest of totals (G,) that are not NaN; None where none is higher than another."""
     best = int(totals.nan_to_num(-torch.inf).argmax())
     worst = int(totals.nan_to_num(torch.inf).argmin())
-    return (best, worst) if totals[best] > totals[worst] else None  # False if all are NaN
+    kept = totals[~totals.isnan()]
+    return None if len(kept) == 0 or all_equal(kept) else (best, worst)
 
 
 def rows_to_make(folder: Path, num_prompts: int, options: dict[str, Any]) -> Iterator[tuple[int, bool]]:

@@ -5,19 +5,22 @@ Before a model loads, a fault is named by file and line or row as far as it show
 
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from common.data import PromptSet, read_records
-from common.errors import RunError, error_prefix
-from common.images import StoredImage, find_images
+from common.errors import RunError, error_prefix, truncate
+from common.images import StoredImage, check_header, find_images
 from common.parquet import read_rows
 from common.process import print_message
 
 TRL = ("prompt", "chosen", "rejected")  # TRL's columns of preferences; an image as bytes, or as datasets store it
 PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")  # columns of its rows that are read
+SPLIT = re.compile(r"(train|validation|valid|val|test|dev|eval)[-_.]")  # what begins the names of a split's files
+SHARD = re.compile(r"-\d+-of-\d+$")  # and ends them, where there are several
 
 
 class Pair(NamedTuple):
@@ -35,24 +38,20 @@ Pairs = list[Pair]
 def read_pairs(path: Path | str) -> Pairs:
     """Read preference pairs: a .jsonl of {"prompt", "chosen", "rejected"}, the latter two image files relative to it,
     or a folder with such a pairs.jsonl ("chosen_score" and "rejected_score" may be given); or a .parquet file with
-    pick-a-pic's columns or TRL's (prompt, chosen, rejected), or a folder of such. A field or column "image" has the
-    pictures that were edited.
+    pick-a-pic's columns or TRL's (prompt, chosen, rejected), or a folder of such, or a pattern, "data/train-*.parquet".
+    A field or column "image" has the pictures that were edited.
 
     Of the images only the beginning is looked at, and two of one size in bytes are compared: each rank does it for its
     share of the pairs, as torchrun numbers ranks. The rest shows when a pair that is drawn is encoded. Parquet files
     are read whole, and stay in memory.
 
     Raises:
-        ValueError: naming file and line or row: a record that cannot be used, chosen scored below rejected.
+        ValueError: naming file and line or row: a record that cannot be used, chosen scored below rejected; or a
+            folder without pairs, or with several splits.
         RunError: naming them: no such image, not an image, equal images. Another rank may find no fault in its share.
     """
-    path = Path(path)
-    files = [path]
     with error_prefix(path):
-        if path.is_dir():
-            files = sorted(path.glob("*.parquet"))
-            if (path / "pairs.jsonl").exists() or not files:
-                files = [path / "pairs.jsonl"]
+        files = _find_files(Path(path))
     read = _read_parquet if files[0].suffix == ".parquet" else _read_jsonl
     pairs = [pair for file in files for pair in read(file)]
     if not pairs:
@@ -61,6 +60,32 @@ def read_pairs(path: Path | str) -> Pairs:
         with refusing_alone():
             _check_images(pairs[row])
     return pairs
+
+
+def _find_files(path: Path) -> list[Path]:
+    """The file itself, or the files that a folder or a pattern stands for; a line names what a pattern or folder of
+    .parquet files has."""
+    if path.is_dir():
+        if (path / "pairs.jsonl").exists():
+            return [path / "pairs.jsonl"]
+        files = sorted(path.glob("*.parquet"))
+        below = sorted({file.parent for kind in ("pairs.jsonl", "*.parquet") for file in path.glob(f"*/{kind}")})
+        if not files:
+            advice = f"; {below[0]} has some: give that folder" if below else ""
+            raise ValueError(f"has no pairs.jsonl and no .parquet files{advice}")
+        names = sorted({SHARD.sub("", file.stem) for file in files if SPLIT.match(file.name)})
+        if len(names) > 1:
+            one = "train" if "train" in names else names[0]
+            pattern = path / (f"{one}.parquet" if (path / f"{one}.parquet").exists() else f"{one}-*.parquet")
+            raise ValueError(f"has several splits, {', '.join(names)}; give the files of one: --pairs '{pattern}'")
+    elif "*" in path.name and not path.exists():
+        files = sorted(path.parent.glob(path.name))
+        if not files:
+            raise ValueError("there are no such files")
+    else:
+        return [path]
+    print_message(truncate(f"--pairs {path}: takes {', '.join(file.name for file in files)}"))
+    return files
 
 
 def pair_prompts(pairs: Sequence[Pair]) -> PromptSet:
@@ -143,10 +168,7 @@ def _check_scores(chosen: float | None, rejected: float | None) -> None:
 def _check_images(pair: Pair) -> None:
     """Raise ValueError for what can be seen without decoding a pair's images."""
     for image in (pair.chosen, pair.rejected):
-        with error_prefix(str(image)):
-            if isinstance(image.content, Path) and not image.content.is_file():
-                raise ValueError("no such file")
-            with error_prefix("not a readable image", Exception):  # whatever a library raises
-                image.open().close()  # reads the header alone
+        with error_prefix(str(image), Exception):  # over a damaged header Pillow raises nearly anything
+            check_header(image)
     if pair.chosen.num_bytes == pair.rejected.num_bytes and pair.chosen.read_bytes() == pair.rejected.read_bytes():
         raise ValueError(f"{pair.chosen}: chosen and rejected are the same image")

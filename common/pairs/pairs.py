@@ -38,7 +38,7 @@ def encode_pairs(
     for row in with_bar(shared, "reading pairs", len(shared)):
         pair = pairs[row]
         key = frozen_key.copy()
-        key.update(repr((pair.prompt, *image_size, max_sequence_length)).encode())
+        key.update(repr((pair.prompt, *image_size, max_sequence_length, "on white")).encode())  # as images are decoded
         for image in (pair.chosen, pair.rejected, *pair.sources):
             with refusing_alone(), error_prefix(f"{image}: not a readable image"):
                 key.update(image.read_bytes())
@@ -59,7 +59,7 @@ def encode_pairs(
 def encode_pair(model: Family, pair: Pair, file: Path, image_size: tuple[int, int], max_sequence_length: int) -> None:
     """Write a pair's latents (2, C, h, w) and conditioning to `file`; raises encode_pairs' RunError."""
     with refusing_alone():
-        images = [pair.chosen.decode_for_pair(), pair.rejected.decode_for_pair()]
+        images = [pair.chosen.decode(), pair.rejected.decode()]
         if images[0].size == images[1].size and images[0].tobytes() == images[1].tobytes():
             raise ValueError(f"{pair.chosen}: chosen and rejected are the same image")
     encoded = {"latents": model.encode_images(images, *image_size)}

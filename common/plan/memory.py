@@ -127,7 +127,7 @@ class Blueprint:
         self.vae_bytes = vae_dtype.itemsize * count(self.pipe.vae)
         self.num_weights = count(transformer)  # of the model itself, without a LoRA
         self.num_linear = num_linear(transformer)
-        # the share of num_weights that --engine_tensor_parallel divides
+        # the share of num_weights that an engine on several --engine_devices divides
         self.num_split = sum(p.numel() for name, p in transformer.named_parameters() if SPLIT.search(name))
         self.fp32_buffer_bytes = sum(buffer.nbytes for buffer in transformer.buffers())
         # rounded to dtype, as from_pretrained rounds them

@@ -65,7 +65,6 @@ class Workload:
     rollout_batch_size: int = 1
     engine_with: tuple[str, ...] = ()
     engine_devices: tuple[int, ...] = ()
-    engine_tensor_parallel: int = 1
     old_log_prob: str = "rollout"
     num_prompts: int = 1
     epochs_per_rollout: int = 1
@@ -75,7 +74,6 @@ class Workload:
     ranks_here: int = 1
     """ranks of a node"""
     shard_ranks: int = 0
-    gather_for_sampling: bool = True
     acting_epochs: int = 1
     """epochs in which each policy that only acts makes its passes; 1: once per rollout"""
 
@@ -89,9 +87,14 @@ class Workload:
         return self.rollout == "vllm"
 
     @property
+    def engine_workers(self) -> int:
+        """Over how many GPUs an engine is split."""
+        return len(self.engine_devices) // self.ranks_here or 1
+
+    @property
     def gathers_whole(self) -> bool:
         """Whether ranks gather the whole transformer to sample, once per rollout."""
-        may_gather = self.gather_for_sampling and "cpu_offload" not in self.train_with
+        may_gather = not {"cpu_offload", "gather_blocks"} & set(self.train_with)
         return may_gather and self.shards > 1 and not self.has_engine
 
     @property
@@ -261,7 +264,7 @@ def pass_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
         if blueprint.is_lora:
             num_gathered += num_adapted(blueprint, w)
         gathered = blueprint.dtype.itemsize * num_gathered
-        by_block = "pass --gather_for_sampling False"
+        by_block = "add --train_with gather_blocks"
         parts.append(Part("weights gathered to sample", gathered, ("rollout",), "device", by_block))
     return parts
 
@@ -298,9 +301,8 @@ def engine_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     place = "engine" if w.engine_devices else "device"
     advice = "pass --engine_with sleep, or --rollout local, for which the ranks share the weights"
     if w.engine_devices:
-        advice = "raise --engine_tensor_parallel, with more --engine_devices"
-    workers = w.engine_tensor_parallel
-    here = 1 if w.engine_devices else workers  # workers of this place; on a CPU all of them
+        advice = "split the engines over more --engine_devices"
+    workers = w.engine_workers
     n = min(w.rollout_batch_size, w.images_of_a_rank)  # images that the engine samples at once
     fits_at_once = n * w.image_size[0] * w.image_size[1] <= PIXELS_AT_ONCE
     num_decoded = n if fits_at_once else 1  # as in common/engine/pipelines.py
@@ -317,9 +319,9 @@ def engine_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     to_sample = "lower --rollout_batch_size" if n > 1 else advice
     processes = ENGINE_PROCESS * (1 if workers == 1 else 1 + workers)  # its own, and its workers' if it is split
     return [
-        Part("engine: its transformer and VAE", here * weights, awake, place, advice),
+        Part("engine: its transformer and VAE", weights, awake, place, advice),
         Part("engine: its transformer and VAE, asleep", workers * weights, asleep, "host", advice),
-        Part(f"engine: sampling and decoding {n} images", here * taken, ("rollout",), place, to_sample),
+        Part(f"engine: sampling and decoding {n} images", taken, ("rollout",), place, to_sample),
         Part("engine: CUDA", CUDA_PROCESS, PHASES, place, advice),
         Part("engine: process", processes, PHASES, "host", advice),
     ]
@@ -355,13 +357,14 @@ def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     return parts
 
 
-def on_one_memory(parts: Iterable[Part]) -> list[Part]:
+def on_one_memory(parts: Iterable[Part], engine_workers: int) -> list[Part]:
     """The Parts of a run on a CPU: nothing waits elsewhere, nothing is CUDA's, and all memory is the host's."""
     kept = []
     for part in parts:
         # what is "in use" on a GPU has come from the host, where it is counted as waiting; nothing is pinned
         if not part.name.endswith(("CUDA", "in use", "pinned")):
-            kept.append(part._replace(place="host" if part.place in ("device", "engine") else part.place))
+            num_bytes = part.num_bytes * (engine_workers if part.place == "engine" else 1)
+            kept.append(part._replace(num_bytes=num_bytes, place="node" if part.place == "node" else "host"))
     return kept
 
 

@@ -16,7 +16,7 @@ from common.rewards._networks import find_file, load_network, offload, weights_o
 from common.rewards.clip_score import embed_images, embed_prompts, load_processor
 
 import torch
-from PIL.Image import Image
+from PIL import Image
 
 if TYPE_CHECKING:  # slow
     from transformers import CLIPModel, CLIPProcessor
@@ -45,14 +45,30 @@ TRANSPOSED = ("visual_projection.weight", "text_projection.weight")  # open_clip
 
 
 @torch.no_grad()
-def hpsv2(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
+def hpsv2(images: list[Image.Image], prompts: list[str], metadata: list[dict]) -> list[float]:
     """cos(image, prompt), which the published code prints.
 
-    In fp32, where the published code runs in half precision on a GPU.
+    In fp32, where the published code runs in half precision on a GPU. An image that is not square is padded, as there.
     """
     model, processor = load()
+    side = processor.image_processor.crop_size["height"]
+    images = [pad_to_square(image, side) for image in images]
     products = embed_images(model, processor, images) * embed_prompts(model, processor, prompts)  # (B, D)
     return products.sum(1).tolist()
+
+
+def pad_to_square(image: Image.Image, side: int) -> Image.Image:
+    """An image that is not square, its longest side resized to `side`, in the middle of a black square.
+
+    That is HPSv2's transform (hpsv2/src/open_clip/transform.py at 866735e). CLIP's processor would cut the sides off.
+    """
+    if image.width == image.height:
+        return image  # which the processor resizes
+    scale = side / max(image.size)
+    resized = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+    square = Image.new("RGB", (side, side))
+    square.paste(resized, ((side - resized.width) // 2, (side - resized.height) // 2))
+    return square
 
 
 def load() -> "tuple[CLIPModel, CLIPProcessor]":

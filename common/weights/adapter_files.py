@@ -270,10 +270,9 @@ def check_modules(transformer: torch.nn.Module, config: "LoraConfig") -> None:
     targets = sorted(config.target_modules)
     excluded = sorted(config.exclude_modules or ())
     names = [name for name, _ in transformer.named_modules()]
-    for given, ends in (("--lora_target_modules", targets), ("--lora_exclude_modules", excluded)):
-        for end in ends:
-            if not any(_ends_with(name, [end]) for name in names):
-                raise RunError(f"{given} {end}: {type(transformer).__name__} has no such module")
+    for given, end in [*(("", end) for end in targets), *(("not:", end) for end in excluded)]:
+        if not any(_ends_with(name, [end]) for name in names):
+            raise RunError(f"--lora_target_modules {given}{end}: {type(transformer).__name__} has no such module")
     chosen = [name for name in names if _ends_with(name, targets)]
     for name in chosen:
         module = transformer.get_submodule(name)
@@ -282,7 +281,7 @@ def check_modules(transformer: torch.nn.Module, config: "LoraConfig") -> None:
             given = f"--lora_target_modules {' '.join(targets)}"
             raise RunError(f"{given}: {name or 'the whole model'} is a {kind}, not a linear layer")
     if all(_ends_with(name, excluded) for name in chosen):
-        raise RunError(f"--lora_exclude_modules {' '.join(excluded)}: no module is left to get a LoRA")
+        raise RunError(f"--lora_target_modules not:{' not:'.join(excluded)}: no module is left to get a LoRA")
 
 
 def _ends_with(name: str, ends: Sequence[str]) -> bool:

@@ -17,10 +17,10 @@ SDPA_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION}  # of torch, for Stable Di
 ENGINE_NAMES = {"native": "TORCH_SDPA", "cudnn": "CUDNN_ATTN", "flash": "FLASH_ATTN"}  # vLLM-Omni's
 
 
-def check_attention(attention: str, model: str, dtype: str) -> None:
+def check_attention(attention: str, model: str, dtype: str, family: str | None = None) -> None:
     """Refuse a kernel that this machine or the model cannot take, before anything is loaded.
 
-    attention, model and dtype are the options of these names.
+    attention, model, dtype and family are the options of these names.
 
     Raises:
         ValueError: in one line that names the option and what it needs.
@@ -32,9 +32,9 @@ def check_attention(attention: str, model: str, dtype: str) -> None:
         raise ValueError(f"{given}: needs --dtype bfloat16")
     if attention == "flash" and importlib.util.find_spec("flash_attn") is None:
         raise ValueError(f"{given}: needs the package flash-attn (pip install flash-attn)")
-    family = family_class(model)
-    if attention not in family.attention_kernels:
-        raise ValueError(f"{given}: {family.__name__} takes {' or '.join(family.attention_kernels)}")
+    found = family_class(model, family)
+    if attention not in found.attention_kernels:
+        raise ValueError(f"{given}: {found.__name__} takes {' or '.join(found.attention_kernels)}")
 
 
 def use_attention(model: Family, attention: str) -> None:

@@ -28,14 +28,13 @@ def make_lora(
     model: str | None = None,
     path: str | None = None,
     target_modules: Collection[str] = (),
-    exclude_modules: Collection[str] = (),
     base_weights: str | None = None,
     checkpoint: Path | None = None,
 ) -> LoRA | None:
     """The LoRA to train: that of `path` for `model`, which decides rank, alpha and modules; otherwise a new one.
 
-    Returns None for rank 0, which trains full weights. target_modules: none means the family's. checkpoint: the one to
-    resume from, whose policy must be alike.
+    Returns None for rank 0, which trains full weights. target_modules: none means the family's; "not:" leaves some
+    out. checkpoint: the one to resume from, whose policy must be alike.
 
     Raises:
         ValueError: one line that names the option, and what is wrong with the file or differs from the checkpoint.
@@ -48,12 +47,14 @@ def make_lora(
     elif rank > 0:
         from peft import LoraConfig  # slow
 
+        excluded = [name.removeprefix("not:") for name in target_modules if name.startswith("not:")]
+        targets = [name for name in target_modules if not name.startswith("not:")]
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,
             init_lora_weights="gaussian",  # which changes nothing until it is trained
-            target_modules=list(target_modules or family.lora_target_modules),
-            exclude_modules=list(exclude_modules) or None,
+            target_modules=targets or list(family.lora_target_modules),
+            exclude_modules=excluded or None,
         )
         lora = LoRA(config, None, base_weights)
     if checkpoint is not None:

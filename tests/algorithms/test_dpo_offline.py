@@ -82,7 +82,7 @@ def test_bradley_terry_optimum():
 @pytest.fixture
 def folder(tmp_path):
     for name, colour in (("a", "red"), ("b", "blue"), ("twin", "red")):
-        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
+        Image.new("RGB", (16, 16), colour).save(tmp_path / f"{name}.png")
     (tmp_path / "text.png").write_text("no image")
     (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:40])
     Image.effect_noise((64, 64), 50).save(tmp_path / "whole.jpg")
@@ -162,12 +162,12 @@ def test_ranks_share_the_look_at_the_images(folder, monkeypatch, world_size):
 @pytest.mark.parametrize(
     ("record", "line"),
     [
-        ({**GOOD, "rejected": "cut.jpg"}, "{}:3: rejected: {}/cut.jpg: not a readable image: image file is truncated"),
-        ({**GOOD, "rejected": "red.bmp"}, "{}:3: chosen: {}/a.png: chosen and rejected are the same image"),
+        ({**GOOD, "rejected": "cut.jpg"}, "{1}/cut.jpg: cannot be decoded (image file is truncated"),
+        ({**GOOD, "rejected": "red.bmp"}, "{0}:3: chosen: {1}/a.png: chosen and rejected are the same image"),
     ],
 )
 def test_a_fault_that_only_decoding_shows_is_named_where_the_pair_is_encoded(one_rank, folder, tmp_path, record, line):
-    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.bmp")
+    Image.new("RGB", (16, 16), "red").save(tmp_path / "red.bmp")
     pairs = read_pairs(folder(GOOD, record))
     place = {"folder": tmp_path / "cache", "image_size": (32, 96), "max_sequence_length": 16}
     model = embedded_model()
@@ -241,10 +241,53 @@ def test_pairs_of_pick_a_pic(tmp_path, capfd):
         assert rejected.read_bytes() == better.read_bytes() == jpg("blue")
         assert str(better) == f"{path}, row 2: jpg_1"
     both = read_pairs(tmp_path)
+    taken = f"{path.name}, train-00001-of-00002.parquet"
+    assert capfd.readouterr().err.startswith(f"--pairs {tmp_path}: takes {taken}\n")
     assert len(both) == 72 and [pair.prompt for pair in both][:3] == ["a mug", "a cup", "0"]
     (tmp_path / "pairs.jsonl").write_text("{")  # a folder of ours
     with pytest.raises(ValueError, match=r"pairs\.jsonl:1: not JSON"):
         read_pairs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "fault", "taken"),
+    [
+        (
+            ["train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001", "validation_unique-00000-of-00001"],
+            "has several splits, test, train, validation_unique; give the files of one: --pairs '{}/train-*.parquet'",
+            ["train-00000-of-00002", "train-00001-of-00002"],
+        ),
+        (
+            ["validation", "test"],
+            "has several splits, test, validation; give the files of one: --pairs '{}/test.parquet'",
+            ["test"],
+        ),
+        (["picks_a", "picks_b"], None, ["picks_a", "picks_b"]),
+    ],
+)
+def test_a_folder_of_several_splits_is_refused_and_a_pattern_names_one(tmp_path, capfd, names, fault, taken):
+    """The folder one level up, as the hub's client saves it, is refused as well."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in names:
+        write_picks(data / f"{name}.parquet", pick(1, 0, caption=name))
+    with pytest.raises(ValueError) as error:
+        read_pairs(tmp_path)
+    advice = f"{data} has some: give that folder"
+    assert str(error.value) == f"{tmp_path}: has no pairs.jsonl and no .parquet files; {advice}"
+    pattern = data
+    if fault:
+        with pytest.raises(ValueError) as error:
+            read_pairs(data)
+        assert str(error.value) == f"{data}: {fault.format(data)}"
+        pattern = fault.format(data).split("'")[1]
+        capfd.readouterr()
+    assert [pair.prompt for pair in read_pairs(pattern)] == taken
+    if len(taken) > 1:
+        files = ", ".join(f"{name}.parquet" for name in taken)
+        assert capfd.readouterr().err == f"--pairs {pattern}: takes {files}\n"
+    with pytest.raises(ValueError, match=r"none-\*.parquet: there are no such files$"):
+        read_pairs(data / "none-*.parquet")
 
 
 @pytest.mark.parametrize(
@@ -326,7 +369,7 @@ def test_pick_a_pic_is_encoded_as_the_same_images_in_files_are(one_rank, tmp_pat
     Image.effect_noise((96, 32), 50).save(whole, "jpeg")
     cut = write_picks(tmp_path / "cut.parquet", pick(1, 0), pick(1, 0, jpg_1=whole.getvalue()[:900]))
     pairs = read_pairs(cut)  # whose headers are fine
-    with pytest.raises(RunError, match=f"^{cut}, row 1: jpg_1: not a readable image: image file is truncated"):
+    with pytest.raises(RunError, match=f"^{cut}, row 1: jpg_1: cannot be decoded .image file is truncated"):
         encode_pairs(model, pairs, {0, 1}, **place)
 
 
@@ -370,7 +413,7 @@ OPTIONS = dict.fromkeys(made_pairs.DECIDING, 1)
 
 def compare(folder, rows, scores):
     for row in rows:
-        images = [Image.new("RGB", (8, 8), (row, i, 0)) for i in range(len(scores))]
+        images = [Image.new("RGB", (16, 16), (row, i, 0)) for i in range(len(scores))]
         made_pairs.save_pair(folder, row, PromptSet([f"prompt {row}"], [{}]), images, torch.tensor(scores))
 
 
@@ -391,7 +434,7 @@ def test_pairs_that_were_made_are_not_made_again(one_rank, tmp_path, capfd):
     assert made_pairs.write_pairs(tmp_path, 4) == "3 pairs of 4 prompts; a reward failed on 1 of their images"
     pairs = made_pairs.read_made_pairs(tmp_path)
     assert [pair.prompt for pair in pairs] == ["prompt 0", "prompt 2", "prompt 3"]
-    assert [pair.chosen.decode_for_pair().getpixel((0, 0)) for pair in pairs[:2]] == [(0, 0, 0), (2, 1, 0)]
+    assert [pair.chosen.decode().getpixel((0, 0)) for pair in pairs[:2]] == [(0, 0, 0), (2, 1, 0)]
     assert [*made_pairs.rows_to_make(tmp_path, 4, OPTIONS)] == []
 
 

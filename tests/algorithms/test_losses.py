@@ -66,10 +66,15 @@ def test_group_sums_are_zero_before_the_clamp(options, group_size):
 
 @pytest.mark.parametrize("options", VARIANTS)
 @pytest.mark.parametrize("group_size", [2, 3, 7, 24])
-@pytest.mark.parametrize("value", [0.0, 0.1, 0.7, 1 / 3, -0.0246, 1e8])
-def test_equal_rewards_give_exactly_zero(options, group_size, value):
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.7, 1 / 3, -0.0246, 1e9])
+def test_rewards_that_are_equal_but_for_round_off_give_exactly_zero(options, group_size, value):
     constant = torch.full((group_size,), value, dtype=torch.float64)
+    constant[::2] *= 1 + 5e-7  # round-off
     assert (compute_advantages(constant, group_size, **options) == 0).all()
+    if value:
+        constant[0] *= 1 + 1e-5  # a real difference, whatever the scale
+        assert (compute_advantages(constant, group_size, **options) != 0).all()
+        constant[0] = value
     others = random_rewards(2, group_size)
     advantages = compute_advantages(torch.cat([others, constant]), group_size, **options).view(3, group_size)
     assert (advantages[2] == 0).all()
@@ -95,7 +100,7 @@ def test_a_group_is_compared_with_itself_alone():
 
 
 def test_advantages_are_fp64():
-    rewards = tensor(1000.0, 1000.0001).float()  # two neighbours in fp32, 6.1e-5 and 1.2e-4 apart
+    rewards = tensor(1000.0, 1000.01).float()  # neighbours in fp32 are 6.1e-5 apart there
     gap = (rewards[1].double() - rewards[0].double()).item()
     advantages = compute_advantages(rewards, 2)
     assert advantages.dtype == torch.float64

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from common.checkpoints import load_checkpoint, save_checkpoint, saved_checkpoints
 from common.distributed import restore_rng_states, rng_states
 from common.errors import RunError
-from common.process import catch_stop_signals, stop_requested
+from common.process import STOP_SIGNALS, catch_stop_signals, stop_requested
 from common.resuming import find_checkpoint, resume_differences, rewind
 from tests.conftest import assert_same, new_run
 
@@ -378,7 +378,9 @@ def work_until_stopped(ready):
     assert stop_requested()
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGINT, signal.SIGINT, signal.SIGTERM]])
+@pytest.mark.parametrize(
+    "numbers", [[number] for number in STOP_SIGNALS] + [[signal.SIGINT, signal.SIGHUP, signal.SIGTERM]]
+)
 def test_a_signal_asks_for_a_stop(capfd, numbers):
     reader, writer = os.pipe()
     child = fork.Process(target=work_until_stopped, args=(writer,))

@@ -30,6 +30,21 @@ def test_nodes_with_different_numbers_of_ranks_are_refused_unless_the_shards_fit
         distributed.setup_distributed(shard_ranks)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("ranks", "chosen", "expected"),
+    [(1, None, 8), (1, "0", 8), (1, "1", 1), (1, "3", 3), (2, None, 4), (2, "1", 4), (2, "3", 3), (16, "1", 1)],
+)
+def test_the_threads_of_a_rank_are_a_users_choice_or_its_share_of_the_cores(ranks, chosen, expected, monkeypatch):
+    """Of 8 cores. With several ranks a 1 is torchrun's own."""
+    monkeypatch.setattr(distributed.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    assert distributed.threads_of_this_rank() == expected
+
+
 @pytest.mark.parametrize("local_rank", ["0", "1"])
 def test_more_ranks_than_gpus_are_refused_by_each_of_them(local_rank, monkeypatch):
     used = []

@@ -1,5 +1,6 @@
 """common/monitor: the share of a GPU's peak, trackers. Traces are in test_run.py, missing ranks in test_nodes.py."""
 
+import contextlib
 import multiprocessing
 import sys
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from common.plan.devices import DEVICES, find_device
 from common.plan.memory import Blueprint
 from common.profiling import Utilisation
 from common.tracking import check_tracker, start_tracker
-from tests.conftest import lora_of
+from tests.conftest import lora_of, needs_wandb
 
 import pytest
 import torch
@@ -100,6 +101,28 @@ def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
         with pytest.raises(ValueError, match=f"^--track {track}: .* not installed: pip install {package}$"):
             check_tracker(track)
     check_tracker(False)
+
+
+@needs_wandb
+@pytest.mark.fast
+@pytest.mark.parametrize(("mode", "key"), [("online", ""), ("online", "short"), ("offline", "")])
+def test_wandb_without_a_login_is_one_line(tmp_path, monkeypatch, mode, key):
+    """Before rewards load. The real package, with a folder of its own as home; it asks no server."""
+    import wandb
+
+    for name in ("HOME", "WANDB_CONFIG_DIR", "NETRC"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for name, value in (("RANK", "0"), ("WANDB_MODE", mode), ("WANDB_API_KEY", key)):
+        monkeypatch.setenv(name, value)
+    wandb.teardown()  # its settings are read once a process
+    try:
+        with contextlib.ExitStack() as refused:
+            if mode == "online":
+                line = "^--track wandb: run `wandb login`, or set WANDB_MODE=offline: [^\n]+$"
+                refused.enter_context(pytest.raises(ValueError, match=line))
+            check_tracker("wandb")
+    finally:
+        wandb.teardown()
 
 
 class Writer:

@@ -26,7 +26,10 @@ def here(tmp_path, monkeypatch):
 # ---- --args ----------------------------------------------------------------------------------------------------------
 def test_a_runs_options_are_read_back_and_what_is_given_wins(here, monkeypatch, capfd):
     """All of them, as a run records them; but not that it was resumed, and not the rewards' settings."""
-    first = parse("--name", "mine", "--image_size", 64, 96, "--reward", "ocr", "jpeg_compressibility", "--kl_coef", 0.5)
+    first = parse(
+        *("--name=-mine", "--image_size", 64, 96, "--reward", "ocr", "jpeg_compressibility", "--kl_coef", 0.5),
+        *("--negative_prompt=--blurry, 010", "--reward_weights", -1, -0.5, "--lora_path=--reward"),
+    )
     record = {
         "command": "'/my runs/flow_grpo.py' --name mine",
         "format": FORMAT,
@@ -53,6 +56,44 @@ def test_a_yaml_file(here):
     (here / "mine.yaml").write_text("name: mine\nlearning_rate: 0.001\nimage_size: [64, 96]\neval_at_start: false\n")
     args = parse("--args", "mine.yaml", "--learning_rate", 0.5)
     assert (args.name, args.learning_rate, args.image_size, args.eval_at_start) == ("mine", 0.5, (64, 96), False)
+
+
+@pytest.mark.parametrize("text", ["010", "1:30", "no", "1.10", "1_000", "2001-01-01", "true", "-x"])
+def test_texts_of_yaml_are_as_written(here, text):
+    (here / "mine.yaml").write_text(f"name: {text}\nlora_path:\neval_image_size: null\nlearning_rate: 1e-4\n")
+    args = parse("--args", "mine.yaml")
+    assert (args.name, args.lora_path, args.eval_image_size, args.learning_rate) == (text, None, None, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("learning_rate: 1\nlearning_rate: 2", "learning_rate: is given twice"),
+        ('{"seed": 1, "seed": 2}', "seed: is given twice"),
+        ("args: other.yaml", "no such option: args; take it out of the file"),
+        ("1: 2\non: 3", "no such option: 1, on; take it out of the file"),
+        ('negative_prompt: ["", --reward, jpeg_compressibility]', "negative_prompt: .* is not a value"),
+        ("reward: [ocr, --seed, 3]", "reward: '--seed' would be another option"),
+        ("model:", "model: None is not a value"),
+        ("reward: null", "reward: None is not a value"),
+        ("model: {path: x}", "model: {'path': 'x'} is not a value"),
+        ("model: !!binary aGVsbG8=", "model: b'hello' is not a value"),
+        ("model: x\nnum_steps: 3.0", "num_steps: '3.0' is not what the option takes"),
+        ("eval_at_start: 0", "eval_at_start: '0' is not what the option takes"),
+        ("image_size: 32 96", "image_size: '32 96' is not what the option takes"),
+    ],
+)
+def test_what_is_no_value_is_refused_by_name(here, capfd, content, fault):
+    """Each was taken as something else, or refused without the file's name."""
+    (here / "mine.yaml").write_text(content)
+    with pytest.raises(ValueError, match=f"^--args mine.yaml: {fault}$"):
+        parse("--args", "mine.yaml")
+    assert capfd.readouterr().err == ""
+
+
+def test_two_files_are_refused(here):
+    with pytest.raises(ValueError, match="^--args other.json mine.json: give one file$"):
+        parse("--args", "mine.json", "--args=other.json")
 
 
 @pytest.mark.parametrize(

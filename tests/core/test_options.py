@@ -46,12 +46,12 @@ OUTSIDE_AND_INSIDE = {  # of each bound that an option can have
     "a finite number": ([], [-1]),
 }
 OPTIONS_BY_BOUND = {
-    "at least 0": """max_minutes shard_ranks cpu_threads save_every lora_rank
-        lr_warmup_steps save_rollouts weight_decay max_prompts engine_devices sde_window_size kl_coef num_steps
+    "at least 0": """max_minutes shard_ranks save_every lora_rank
+        save_rollouts weight_decay max_prompts engine_devices sde_window_size kl_coef num_steps
         learning_rate micro_batch_size""",
     "at least 1": """keep_checkpoints image_size num_frames max_sequence_length lora_alpha eval_every
         eval_num_inference_steps eval_image_size eval_guidance_scale eval_images_per_prompt
-        rollout_batch_size engine_tensor_parallel num_prompts guidance_scale updates_per_rollout
+        rollout_batch_size num_prompts guidance_scale updates_per_rollout
         epochs_per_rollout iters_per_group update_interval num_pair_prompts num_pairs""",
     "at least 2": "group_size num_inference_steps",
     "above 0": """adam_eps max_grad_norm engine_timeout_s noise_level clip_range adv_clip_max max_velocity_mismatch
@@ -252,15 +252,17 @@ def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
         rollout_batch_size=5,
         engine_timeout_s=7,
         engine_with=("sleep",),
-        engine_tensor_parallel=2,
+        engine_devices=(1, 2),
         dtype="bfloat16",
         model="a/model",
+        family="my.py:Mine",
     )
     cpu = torch.device("cpu")
     with monkeypatch.context() as patch:
         patch.setattr(client, "VLLMEngine", lambda *positional, **named: (positional, named))
         engine, named = flow_grpo.start_engine(args, tmp_path, cpu)
     assert engine == ("a/model", "bfloat16", 5, tmp_path / "engine_rank0.log")
+    assert named.pop("family") == "my.py:Mine"
     assert named == {"timeout_s": 7, "gpus": (None, None), "engine_with": ("sleep",), "attention": "native"}
 
     def start(*environment):
@@ -373,7 +375,7 @@ def test_the_schedules_of_the_learning_rate_by_hand():
     """6 optimizer steps, of which 2 warm up: the factor is 1 at the second, and 0 would be at the seventh."""
     six = {"num_steps": 3, "updates_per_rollout": 2}
     constant, linear, cosine = (
-        flow_grpo.Args(lr_schedule=name, lr_warmup_steps=2, **six) for name in ("constant", "linear", "cosine")
+        flow_grpo.Args(lr_schedule=f"{name}:2", **six) for name in ("constant", "linear", "cosine")
     )
     steps = range(1, 7)
     assert [constant.lr_factor(k) for k in steps] == [0.5, 1, 1, 1, 1, 1]
@@ -383,6 +385,9 @@ def test_the_schedules_of_the_learning_rate_by_hand():
     assert linear.lr_factor(9) == pytest.approx(0.2)  # a run that is resumed with fewer updates per rollout
     assert dpo_offline.Args(lr_schedule="linear", num_steps=3).lr_factor(3) == pytest.approx(1 / 4)
     assert [flow_grpo.Args(**six).lr_factor(k) for k in steps] == [1] * 6
+    for bad in ("linear:", "linear:-1", "step", "cosine:2:3"):
+        with pytest.raises(ValueError, match=f"^--lr_schedule {bad}: must be constant, linear or cosine"):
+            check_options(flow_grpo.Args(lr_schedule=bad))
 
 
 @pytest.mark.fast

@@ -27,7 +27,7 @@ from common.data import read_prompts
 from common.errors import RunError
 from common.pairs.pair_files import read_pairs
 from common.resuming import find_checkpoint, rewind
-from common.run import open_run
+from common.run import checkpoint_to_resume
 from common.scoring import load_rewards
 from common.weights.adapter_files import read_lora
 from tests.conftest import SCRIPTS, assert_same, good_adapter, good_state, torch_bytes
@@ -419,7 +419,7 @@ def attempt_checkpoint(example):
                 assert isinstance(state[name], kind)
             assert state["step"] >= 0 and "default" in state["policies"] and state["rng"]
 
-        return held(lambda: open_run(folder / "runs" / "new", str(path)), check, [re.escape(str(path))])
+        return held(lambda: checkpoint_to_resume(folder / "runs" / "new", str(path)), check, [re.escape(str(path))])
 
 
 def damaged_checkpoints():

@@ -24,7 +24,7 @@ from common.models.family import Family
 from common.options import SharedArgs
 from common.plan import needs
 from common.profiling import profiled_step, traced_steps
-from common.run import Run, create_run_folder, open_run, over_ranks
+from common.run import Run, checkpoint_to_resume, create_run_folder, over_ranks
 from common.run_record import changed_contents, find_contents
 from common.scoring import Scorer, load_rewards
 from common.user_code import load_function
@@ -464,12 +464,12 @@ def test_create_run_folder(tmp_path):
     assert torch.cuda.is_available() or record["device"] == f"CPU, {os.cpu_count()} cores"
     assert record["versions"]["torch"] == torch.__version__
     assert (folder / "source.py").read_text() == "print('the source')\n"
-    open_run(folder, None)  # nothing was measured yet
+    checkpoint_to_resume(folder, None)  # nothing was measured yet
     new_run(folder).log({"a": 1})
     with pytest.raises(ValueError, match=f"{folder} already holds a run"):
-        open_run(folder, None)
+        checkpoint_to_resume(folder, None)
     assert json.loads((folder / "args.json").read_text()) == record
-    open_run(tmp_path / "runs" / "another", None)
+    checkpoint_to_resume(tmp_path / "runs" / "another", None)
     (folder / "traceback_rank1.txt").write_text("what ended the run")
     create_run_folder(folder, OPTIONS, script)  # resumes, mended
     assert not (folder / "traceback_rank1.txt").exists()

@@ -64,7 +64,23 @@ def euler(x, v, sigma, sigma_next, noise_level, sigma_max=None):
 """
 
 
-def start(folder, model=EMBEDDED, num_workers=2):
+# each process that defines the engine's pipeline by it leaves a file
+OWN_FAMILY = """
+import os
+from pathlib import Path
+
+from common.models.stable_diffusion_3 import StableDiffusion3
+
+
+class Mine(StableDiffusion3):
+    @staticmethod
+    def engine_pipeline(mixin):
+        Path(__file__).with_name(f"rank_{os.environ.get('RANK')}").touch()
+        return StableDiffusion3.engine_pipeline(mixin)
+"""
+
+
+def start(folder, model=EMBEDDED, num_workers=2, family=None):
     skip_without_engine()
     return VLLMEngine(
         model,
@@ -74,6 +90,7 @@ def start(folder, model=EMBEDDED, num_workers=2):
         timeout_s=240.0,
         gpus=(None,) * num_workers,
         num_threads=1,
+        family=family,
     )
 
 
@@ -101,6 +118,14 @@ def assert_parity(engine, model, args, lora):
 
 
 # ---- two workers -----------------------------------------------------------------------------------------------------
+def test_a_family_of_ones_own_is_loaded_by_the_engine_and_its_workers(tmp_path):
+    (tmp_path / "my_family.py").write_text(OWN_FAMILY)
+    engine = start(tmp_path, family=f"{tmp_path}/my_family.py:Mine")
+    engine.wait_ready()
+    engine.close()
+    assert {path.name for path in tmp_path.glob("rank_*")} == {"rank_None", "rank_0", "rank_1"}
+
+
 def test_two_workers_sample_as_one_does(engine, tmp_path):
     """The base model and an adapter, with guidance."""
     model, args, config = policy_without_fsdp(guidance_scale=3.0)
@@ -219,34 +244,31 @@ def test_gpus_of_the_workers(monkeypatch):
     """Two ranks train on GPUs 0 and 1 of six. Their engines have two workers each, on the other GPUs."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
-    launch.check_devices((5, 2, 3, 4), 2)
-    assert launch.engine_gpus((5, 2, 3, 4), 2, torch.device("cuda", 0)) == (5, 2)
-    assert launch.engine_gpus((5, 2, 3, 4), 2, torch.device("cuda", 1)) == (3, 4)
-    assert launch.engine_gpus((), 2, torch.device("cpu")) == (None, None)
-    two = r"must be 2 GPUs \(--engine_tensor_parallel\) for each of the 2 ranks"
-    with pytest.raises(ValueError, match=f"^--engine_devices 2 3: {two}"):
-        launch.check_devices((2, 3), 2)
-    with pytest.raises(ValueError, match="^--engine_tensor_parallel 2: needs --engine_devices, 2 for each of the 2"):
-        launch.check_devices((), 2)
+    launch.check_devices((5, 2, 3, 4))
+    assert launch.engine_gpus((5, 2, 3, 4), torch.device("cuda", 0)) == (5, 2)
+    assert launch.engine_gpus((5, 2, 3, 4), torch.device("cuda", 1)) == (3, 4)
+    assert launch.engine_gpus((5, 2, 3, 4), torch.device("cpu")) == (None, None)
+    with pytest.raises(ValueError, match="^--engine_devices 2 3 4: must be equally many GPUs for each of the 2 ranks"):
+        launch.check_devices((2, 3, 4))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    launch.check_devices((1, 2, 3, 4))  # on a CPU they count workers
 
 
 @needs_engine
 @pytest.mark.fast
 def test_heads_that_cannot_be_dealt_out_are_refused(tmp_path):
     family = family_class(EMBEDDED)
-    launch.check_engine(family, str(EMBEDDED), (), 4)
-    with pytest.raises(ValueError, match="^--engine_tensor_parallel 3: does not divide the model's 4 heads"):
-        launch.check_engine(family, str(EMBEDDED), (), 3)
-    line = run_here(tmp_path, "flow_grpo.py", "--engine_tensor_parallel", 3)
-    assert line == "flow_grpo.py: error: --engine_tensor_parallel 3: does not divide the model's 4 heads"
+    launch.check_engine(family, str(EMBEDDED), (1, 2, 3, 4))
+    line = run_here(tmp_path, "flow_grpo.py", "--engine_devices", 1, 2, 3)
+    assert line == "flow_grpo.py: error: --engine_devices 1 2 3: 3 for each engine do not divide the model's 4 heads"
 
 
 @needs_engine
 @pytest.mark.fast
 def test_a_family_that_vllm_omni_does_not_split_is_refused():
-    line = "--engine_tensor_parallel 2: vLLM-Omni does not split Krea2, so each worker would have all of it"
+    line = "--engine_devices 1 2: 2 for each engine, but vLLM-Omni does not split Krea2: each would hold all of it"
     with pytest.raises(ValueError, match=f"^{line}$"):
-        launch.check_engine(Krea2, "a/model", (), 2)
+        launch.check_engine(Krea2, "a/model", (1, 2))
 
 
 @pytest.mark.fast

@@ -672,7 +672,7 @@ def test_the_engine_takes_full_weights(family, checkpoint, tmp_path):
 def test_a_family_without_hooks_is_refused_for_the_engine(name, checkpoint):
     family = family_class(checkpoint(name))
     with pytest.raises(ValueError, match=f"^--rollout vllm: {family.__name__} has no hooks into vLLM-Omni's steps: "):
-        check_engine(family, checkpoint(name), (), 1)
+        check_engine(family, checkpoint(name), ())
 
 
 # ---- the scripts -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from common.models.vae import decode_in_slices, encode_in_slices, pil_images
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
 from common.weights.prompt_cache import prepare_prompts
-from tests.conftest import EMBEDDED, embedded_model, prompt_set
+from tests.conftest import EMBEDDED, embedded_model, prompt_set, run_here
 from tests.tiny_models import FAMILIES, make_checkpoint
 
 import diffusers
@@ -66,7 +66,7 @@ def test_finding_a_family_checks_size_frames_and_guidance(tmp_path):
 def test_a_new_file_is_a_new_family_and_nothing_else_changes(tmp_path, monkeypatch):
     """A file's name without underscores is the pipeline's class name in lower case without "pipeline"."""
     (tmp_path / "pixart_alpha.py").write_text(
-        "from common.models.family import Family\n\n\nclass PixArtAlpha(Family):\n    pass\n"
+        "from common.models.flux import Flux\n\n\nclass PixArtAlpha(Flux):\n    pass\n"
     )
     monkeypatch.setattr(models.loading, "__file__", str(tmp_path / "loading.py"))
     monkeypatch.setattr(models, "__path__", [str(tmp_path), *models.__path__])
@@ -75,6 +75,57 @@ def test_a_new_file_is_a_new_family_and_nothing_else_changes(tmp_path, monkeypat
     monkeypatch.delitem(sys.modules, "common.models.pixart_alpha")
     with pytest.raises(ValueError, match="StableDiffusion3Pipeline is not supported; supported: pixart_alpha$"):
         family_class(EMBEDDED)
+
+
+OWN_FAMILY = """
+from common.models.family import Family
+from common.models.stable_diffusion_3 import StableDiffusion3
+
+NoFamily = print
+
+
+class Half(Family):
+    def schedule(self):
+        pass
+
+
+class Mine(StableDiffusion3):
+    @staticmethod
+    def check(model, height, width, num_frames, guidance_scale=1.0):
+        raise ValueError("--image_size 32 96: mine takes none")
+"""
+
+
+@pytest.fixture
+def own_families(tmp_path):
+    path = tmp_path / "my_families.py"
+    path.write_text(OWN_FAMILY)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("Other", "--family {path}:Other: {path} has no function Other"),
+        ("NoFamily", "--family {path}:NoFamily: is not a class that inherits from Family (common/models/family.py)"),
+        (
+            "Half",
+            "{path}: Half lacks check, conditioning_shapes, encode_batch, forward, lora_target_modules",
+        ),
+    ],
+)
+def test_a_family_of_ones_own_that_cannot_work_is_one_line(name, refused, own_families):
+    with pytest.raises(ValueError) as error:
+        family_class("no/model", f"{own_families}:{name}")
+    assert str(error.value) == refused.format(path=own_families)
+
+
+@pytest.mark.parametrize(
+    "script", ["flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "diffusion_nft.py", "dpo_offline.py"]
+)
+def test_a_script_takes_a_family_of_ones_own(script, own_families, tmp_path):
+    line = run_here(tmp_path, script, "--family", f"{own_families}:Mine")
+    assert line == f"{script}: error: --image_size 32 96: mine takes none"
 
 
 def test_a_model_that_cannot_be_read_is_refused_in_one_line(tmp_path):
@@ -97,11 +148,12 @@ def test_a_model_that_cannot_be_read_is_refused_in_one_line(tmp_path):
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError) as error:
         family_class(pipeline_folder(tmp_path, "PixArtAlphaPipeline"))
-    supported = (
-        "flux, flux2_klein, flux_kontext, krea2, qwen_image, qwen_image_edit_plus, stable_diffusion_3, wan, "
-        "wan_image_to_video, z_image"
-    )
-    assert str(error.value) == f"--model {tmp_path}: PixArtAlphaPipeline is not supported; supported: {supported}"
+    text, supported = str(error.value).split("; supported: ")
+    assert text == f"--model {tmp_path}: PixArtAlphaPipeline is not supported"
+    families = {"flux", "flux2_klein", "flux_kontext", "krea2", "qwen_image", "qwen_image_edit_plus"}
+    families |= {"stable_diffusion_3", "wan", "wan_image_to_video", "z_image"}
+    assert families <= set(supported.split(", "))  # beside those that you have added
+    assert not {"family", "loading", "long_prompts", "parts", "vae"} & set(supported.split(", "))
 
 
 def test_a_model_is_loaded_frozen_and_its_vae_in_fp32():

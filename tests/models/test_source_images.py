@@ -120,9 +120,9 @@ def test_the_columns_of_other_systems_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "No such file or directory"),
-        (b"no picture", "cannot identify image file"),
-        (png(gradient())[:20], "Truncated File Read|cannot identify image file"),
+        (None, "no such file"),
+        (b"no picture", "not a readable image"),
+        (png(gradient())[:20], "Truncated File Read|not a readable image"),
         (png(gradient(1, 1)), "1 x 1 pixels; sides have 16 to 8192"),
         (png(gradient(8193, 16)), "8193 x 16 pixels"),
         (png(gradient(), save_all=True, append_images=[gradient().rotate(9)]), "has 2 frames"),
@@ -171,15 +171,6 @@ def test_a_picture_is_decoded_upright_and_with_8_bits(tmp_path):
     assert np.abs(np.asarray(StoredImage("half.png", png(half)).decode(), dtype=float) - expected).max() <= 1
     for close in decoded[3:]:
         assert np.abs(np.asarray(close, dtype=int) - np.asarray(gradient())).mean() < 12
-
-
-@pytest.mark.fast
-def test_a_photo_with_a_preview_behind_it_is_no_animation():
-    """Cameras write such JPEGs, which Pillow calls MPO: the first frame is the picture."""
-    file = io.BytesIO()
-    gradient().save(file, "MPO", save_all=True, append_images=[gradient(16, 16).rotate(90)], quality=95)
-    decoded = StoredImage("photo.jpg", file.getvalue()).decode()
-    assert np.abs(np.asarray(decoded, dtype=int) - np.asarray(gradient())).mean() < 4
 
 
 @pytest.mark.fast
@@ -246,12 +237,12 @@ def test_pairs_of_edits_are_read_from_every_kind_of_file(tmp_path):
 def test_a_pair_whose_source_cannot_be_used_is_named(tmp_path):
     path, trl, _ = pair_files(tmp_path)
     path.write_text(path.read_text().replace('["c.png"]', '"d.png"'))
-    with pytest.raises(ValueError, match=rf'^{path}:2: "image": {tmp_path}/d.png: No such file'):
+    with pytest.raises(ValueError, match=rf'^{path}:2: "image": {tmp_path}/d.png: no such file'):
         read_pairs(path)
     rows = pyarrow.parquet.read_table(trl).to_pylist()
     rows[1]["image"]["bytes"] = b"no picture"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), trl)
-    with pytest.raises(ValueError, match=rf'^{trl}, row 1: "image": {trl}, row 1, image 0: cannot identify'):
+    with pytest.raises(ValueError, match=rf'^{trl}, row 1: "image": {trl}, row 1, image 0: not a readable image'):
         read_pairs(trl)
     rows[1]["image"] = None
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), trl)

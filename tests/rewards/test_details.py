@@ -33,10 +33,10 @@ def plain(images, prompts, metadata):
 
 # ---- what a reward returns -------------------------------------------------------------------------------------------
 @pytest.mark.fast
-@pytest.mark.parametrize("whole_batch", [False, True])
-def test_a_scorer_keeps_what_a_reward_says_beside_each_score(whole_batch, monkeypatch):
-    monkeypatch.setattr(redness, "whole_batch", whole_batch, raising=False)
-    scorer = Scorer({"redness": redness, "plain": plain}, PROMPTS)
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_a_scorer_keeps_what_a_reward_says_beside_each_score(whole_group, monkeypatch):
+    monkeypatch.setattr(redness, "whole_group", whole_group, raising=False)
+    scorer = Scorer({"redness": redness, "plain": plain}, PromptSet(["a"] * 3, [{}] * 3))
     scorer.add([2, 0], [IMAGES[2], IMAGES[0]])
     scorer.add([1], [IMAGES[1]])
     assert scorer.scores().tolist() == [[1, 0.5], [2, 0.5], [3, 0.5]]

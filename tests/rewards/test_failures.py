@@ -33,6 +33,7 @@ from tests.conftest import (
     without_times,
 )
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -79,7 +80,35 @@ def test_a_failure_of_one_image_ends_the_run_with_its_reason_or_is_marked(capfd)
 
 
 @fast
-@pytest.mark.parametrize("value", [NAN, math.inf, None, "0.5", ValueError, KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (
+            (np.array([1.0, 2, 3]), {}),
+            "it returned 2 things for 3 images: a tuple of ndarray and dict; "
+            "return the scores alone, as in flow_grpo's `scores, _ =`",
+        ),
+        (
+            ({"avg": [1.0, 2, 3]}, {}),
+            "it returned 2 things for 3 images: a tuple of dict; "
+            "return the scores alone, as in flow_grpo's `scores, _ =`",
+        ),
+        ([1.0], "it returned 1 things for 3 images: a list of float; return a number for each image"),
+        ([], "it returned 0 things for 3 images: a list of nothing; return a number for each image"),
+        ({"avg": [1.0, 2, 3]}, "it returned a dict in place of a list of a number for each image"),
+        ([1.0, "0.5", None], "entry 1 is a str, '0.5'; return a number for each image"),
+        (np.array(["a", "b", "c"]), "entry 0 is a str, 'a'; return a number for each image"),
+        ([1.0, None, 2.0], "entry 1 is a NoneType, None; return a number for each image"),
+        (torch.zeros(3, 2), "entry 0 is a list, [0.0, 0.0]; return a number for each image"),
+    ],
+)
+def test_a_return_of_another_form_is_told_by_its_count_and_then_by_its_first_entry(returned, told):
+    with pytest.raises(RunError, match=f"^{re.escape('reward odd: ' + told)}$"):
+        score_images({"odd": lambda *_: returned}, IMAGES, PROMPTS, "mask")
+
+
+@fast
+@pytest.mark.parametrize("value", [NAN, math.inf, 10**400, None, "0.5", ValueError, KeyboardInterrupt()])
 def test_nothing_but_an_exception_marks_a_failure(value):
     """A NaN of a reward's own ends the run, and so does None, which no reward may mean."""
     with pytest.raises(RunError, match="reward odd: "):
@@ -88,22 +117,22 @@ def test_nothing_but_an_exception_marks_a_failure(value):
         score_images({"odd": lambda *_: torch.tensor([0.25, NAN, 0.75])}, IMAGES, PROMPTS, "mask")
     with pytest.raises(RunError, match="reward odd: score inf for image 0"):
         score_images({"odd": lambda *_: [math.inf, ValueError("x"), 0.75]}, IMAGES, PROMPTS, "mask")
-    with pytest.raises(RunError, match=r"reward odd: expected 3 scores, one for each image, got shape \(2,\)"):
+    with pytest.raises(RunError, match="reward odd: it returned 2 things for 3 images: a list of ValueError and"):
         score_images({"odd": lambda *_: [ValueError("x"), 0.75]}, IMAGES, PROMPTS, "mask")
 
 
 @fast
 def test_a_scorer_marks_failures_and_never_an_image_that_it_was_not_given():
-    def whole_batch(images, prompts, metadata):
+    def whole(images, prompts, metadata):
         return [ValueError("of all"), 5.0, 6.0]
 
-    whole_batch.whole_batch = True
-    rewards = {"judge": MIDDLE_FAILS, "whole": whole_batch}
-    scorer = Scorer(rewards, PROMPTS, "mask")
+    whole.whole_group = True
+    rewards = {"judge": MIDDLE_FAILS, "whole": whole}
+    scorer = Scorer(rewards, PROMPTS.select([0, 0, 0]), "mask")
     scorer.add([2, 0], [IMAGES[2], IMAGES[0]])
     scorer.add([1], [IMAGES[1]])
     assert_close(scorer.scores(), tensor([0.25, NAN], [NAN, 5], [0.75, 6]))
-    for rewards in ({"judge": reward(1, 2, 3)}, {"whole": whole_batch}):
+    for rewards in ({"judge": reward(1, 2, 3)}, {"whole": whole}):
         scorer = Scorer(rewards, PROMPTS, "mask")
         scorer.add([2, 0], [IMAGES[2], IMAGES[0]])
         with pytest.raises(RunError, match="1 of 3 images were never handed to the rewards"):
@@ -350,7 +379,8 @@ def test_a_failure_is_written_as_one(one_rank, tmp_path):
         ((3, NAN, 3), None),
         ((NAN, 1, NAN), None),
         ((NAN, NAN, NAN), None),
-        ((-math.inf, NAN, 0), (2, 0)),
+        ((1 / 3, NAN, 1 / 3 + 1e-8), None),  # round-off
+        ((1e9, NAN, 1e9 + 2e3), (2, 0)),
     ],
 )
 def test_a_failure_makes_no_pair(totals, places):
@@ -597,8 +627,8 @@ def test_the_arguments_of_a_reward_are_checked_when_it_is_found(tmp_path):
     ("name", "fault"),
     [
         ("Scorer", "reward Scorer: it returned a Scorer in place of a list"),
-        ("scalar", r"reward scalar: expected 1 scores, one for each image, got a single number"),
-        ("column", r"reward column: expected 1 scores, one for each image, got shape \(1, 1\)"),
+        ("scalar", r"reward scalar: it returned a float in place of a list of a number for each image"),
+        ("column", r"reward column: entry 0 is a list, \[0.0\]; return a number for each image"),
         ("nothing", "reward nothing: it returned a NoneType in place of a list"),
         ("raises", r"reward raises raised KeyError: 'answer' \(.*mine.py:19\)"),
     ],

@@ -2,13 +2,15 @@
 
 import builtins
 import io
+import math
 import re
 import sys
 import threading
 
 from common import rewards as room
 from common import scoring
-from common.data import PromptSet
+from common.data import GroupSampler, PromptSet, share_eval_images
+from common.distributed import gather_objects, gather_rows
 from common.errors import RunError
 from common.evaluation import eval_metrics, reward_metrics, sample_records
 from common.rewards.jpeg_compressibility import jpeg_compressibility
@@ -16,6 +18,7 @@ from common.rewards.jpeg_incompressibility import jpeg_incompressibility
 from common.rewards.ocr import levenshtein, ocr, ocr_score, quoted_text, recognize
 from common.rewards.ocr_contains import ocr_contains
 from common.scoring import Scorer, built_in_rewards, load_rewards, score_images
+from tests.conftest import on_ranks
 
 import pytest
 import torch
@@ -251,7 +254,7 @@ def test_no_reward_sees_what_another_does_to_an_image_or_a_frame():
 
 @pytest.mark.parametrize("bad", [reward(1.0), reward(1.0, 2.0, 3.0), reward([1.0], [2.0]), lambda *_: 1.0])
 def test_wrong_number_of_scores(bad):
-    with pytest.raises(RunError, match="reward broken: expected 2 scores"):
+    with pytest.raises(RunError, match="reward broken: (it returned|entry 0 is a list)"):
         score_images({"fine": reward(1, 2), "broken": bad}, IMAGES, PROMPTS)
 
 
@@ -285,22 +288,88 @@ def brightness(images, prompts, metadata):
 
 @pytest.mark.parametrize("batches", [[[0, 1, 2, 3, 4]], [[0], [1, 2], [3, 4]], [[3, 4], [0, 1], [2]]])
 def test_batches_get_the_scores_of_one_call(batches):
-    """A whole_batch reward is called once, with all images in order, and keeps its column."""
-    calls = []
-
-    def rank_of(images, prompts, metadata):
-        calls.append([data["n"] for data in metadata])
-        return [10 * prompts.index(prompt) + len(images) for prompt in prompts]
-
-    rank_of.whole_batch = True
-    rewards = {"first": brightness, "rank_of": rank_of, "last": lambda *given: [-score for score in brightness(*given)]}
+    rewards = {"first": brightness, "last": lambda *given: [-score for score in brightness(*given)]}
     scorer = Scorer(rewards, FIVE_PROMPTS)
     for rows in batches:
         scorer.add(rows, [FIVE[row] for row in rows])
     scores = scorer.scores()
-    assert calls == [[0, 1, 2, 3, 4]]
     assert torch.equal(scores, score_images(rewards, FIVE, FIVE_PROMPTS)) and scores.dtype == torch.float64
-    assert scores[:, 1].tolist() == [5, 15, 25, 35, 45]
+
+
+@pytest.mark.parametrize(("world_size", "num_mini_batches"), [(1, 1), (1, 4), (2, 1), (2, 4), (4, 2)])
+@pytest.mark.parametrize("num_frames", [1, 2])
+def test_a_whole_group_reward_gets_each_group_once_whatever_the_ranks(
+    monkeypatch, world_size, num_mini_batches, num_frames
+):
+    """Two draws of one prompt, and another's: groups of four cut between ranks and mini-batches."""
+    levels = [7, 90, 3, 41, 60, 61, 5, 200, 1, 30, 20, 2, 9, 8, 11, 10]
+    prompts = PromptSet(["p", "p", "q", "r"], [{"n": 0}, {"n": 1}, {"n": 2}, {"n": 3}])
+    calls = []
+
+    def share_of_wins(images, texts, metadata):
+        frames = [image if num_frames == 1 else image[-1] for image in images]
+        reds = [frame.getpixel((0, 0))[0] for frame in frames]
+        calls.append((metadata[0]["n"], texts, reds))
+        scores = [{"score": sum(red > other for other in reds) / 3, "red": red} for red in reds]
+        return [ValueError("odd") if red == 200 else score for red, score in zip(reds, scores, strict=True)]
+
+    share_of_wins.whole_group = True
+    rewards = {"first": lambda images, *_: [0.5] * len(images), "wins": share_of_wins}
+
+    def on_rank(rank):
+        sampler = GroupSampler(4, 4, 4, num_mini_batches, seed=0)
+        scorer = Scorer(rewards, prompts.select(sampler.image_index // 4), "mask")
+        for row, level in enumerate(levels[i] for i in sampler.image_index):
+            image = Image.new("RGB", (4, 2), (level, 0, 0))
+            scorer.add([row], [image if num_frames == 1 else [FIVE[0].resize((4, 2)), image]])
+        scores = scorer.scores(sampler.image_index, 4)
+        return gather_rows(scores, sampler.image_index), gather_objects(scorer.details)
+
+    found, _ = on_ranks(monkeypatch, world_size, on_rank)
+    groups = [levels[i : i + 4] for i in range(0, 16, 4)]
+    assert sorted(calls) == [(n, [text] * 4, group) for n, (text, group) in enumerate(zip("ppqr", groups, strict=True))]
+    wins = [sum(level > other for other in group) / 3 for group in groups for level in group]
+    wins[7] = math.nan
+    for scores, of_ranks in found:
+        torch.testing.assert_close(scores[:, 1], torch.tensor(wins, dtype=torch.float64), equal_nan=True)
+        assert (scores[:, 0] == 0.5).all()
+        reds = [detail["wins"]["red"] for details in of_ranks for detail in details if detail]
+        assert sorted(reds) == sorted({*levels} - {200})
+
+
+def test_groups_of_an_evaluation_are_its_prompts_images(monkeypatch):
+    """Three prompts of three images, dealt to two ranks one by one, of which one is made twice."""
+    sizes = []
+
+    def size(images, prompts, metadata):
+        sizes.append(len(images))
+        return [image.getpixel((0, 0))[0] + 100 * len(set(prompts)) for image in images]
+
+    size.whole_group = True
+
+    def on_rank(rank):
+        places, prompts, _ = share_eval_images(PromptSet(["a", "b", "c"], [{}] * 3), 3)
+        scorer = Scorer({"size": size}, prompts)
+        scorer.add(range(len(places)), [Image.new("RGB", (4, 2), (place, 0, 0)) for place in places])
+        return scorer.scores(places, 3)[:, 0].tolist()
+
+    found, _ = on_ranks(monkeypatch, 2, on_rank)
+    assert found == [[100, 102, 104, 106, 108], [101, 103, 105, 107, 100]] and sizes == [3, 3, 3]
+
+
+def test_a_reward_of_whole_groups_must_know_them(tmp_path):
+    (tmp_path / "mine.py").write_text("def mine(images, prompts, metadata):\n    pass\n\n\nmine.whole_batch = True\n")
+    with pytest.raises(ValueError, match="^--reward .*: has whole_batch, .*: set whole_group"):
+        load_rewards([f"{tmp_path}/mine.py:mine"], [1.0])
+
+    def wins(images, prompts, metadata):
+        return [1.0] * len(images)
+
+    wins.whole_group = True
+    scorer = Scorer({"wins": wins}, FIVE_PROMPTS)
+    scorer.add(range(5), FIVE)
+    with pytest.raises(RunError, match="reward wins has whole_group: scores.. needs the images' places"):
+        scorer.scores()
 
 
 def test_images_are_scored_while_others_are_sampled():
@@ -374,6 +443,7 @@ def test_reward_metrics_by_hand():
 @pytest.mark.parametrize("group_size", [3, 8, 24])
 def test_a_group_of_equal_rewards_counts_whatever_the_value(value, num_prompts, group_size):
     scores = torch.full((num_prompts * group_size, 3), value, dtype=torch.float64)
+    scores[::2] += 1e-8  # round-off
     for names, reward_weights in (("a", (1,)), ("abc", (0.3, 1.7, -0.9))):
         scores_of_these = scores[:, : len(names)]
         metrics = reward_metrics(scores_of_these, scores[:, 0], names, reward_weights, group_size)

@@ -29,6 +29,7 @@ from tests.conftest import (
     new_run,
     read_metrics,
     run_here,
+    skip_without_engine,
     torchrun,
     whole_checkpoint,
     without_times,
@@ -61,7 +62,7 @@ def options(tmp_path_factory):
     noise.write_text(NOISE)
     common = ["--eval_every", 1, "--keep_checkpoints", 9, "--max_prompts", 2, "--ema_decay", 0.9]
     common += ["--eval_num_inference_steps", 3]
-    common += ["--lr_warmup_steps", 6, "--reward", brightness_reward(folder), f"{noise}:noise"]
+    common += ["--lr_schedule", "constant:6", "--reward", brightness_reward(folder), f"{noise}:noise"]
     common += ["--reward_weights", 1, 0]
     online = [*common, "--rollout", "local", "--kl_coef", 0.1, "--num_prompts", 4, "--group_size", 4]
     online += ["--updates_per_rollout", 2, "--num_inference_steps", 5]
@@ -285,6 +286,63 @@ def kill_in_a_write(script, folder, options):
     assert (run / "metrics.jsonl").read_bytes().startswith(before)
     assert newest_step(run) > found
     return newest_step(run)
+
+
+@pytest.mark.parametrize(
+    ("by", "command", "rollout"),
+    [
+        ("closing", "{}", "local"),
+        ("closing", "nohup {}", "vllm"),  # whose SIGHUP torchrun handles again
+        ("Ctrl-C", "{} 2>&1 | tee output.txt", "local"),  # ends tee as well
+        ("SIGUSR1", "{}", "local"),
+        ("SIGUSR2", "{}", "vllm"),
+    ],
+)
+def test_a_run_in_a_terminal_saves(tmp_path, by, command, rollout):
+    """A real terminal is closed, or a signal comes, in step 2 of a run that saves at its end. What the reward prints
+    from then on cannot be written."""
+    if rollout == "vllm":
+        skip_without_engine()
+    (tmp_path / "loud.py").write_text(
+        "def loud(images, prompts, metadata):\n    print('scored', flush=True)\n    return list(range(len(images)))\n"
+    )
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --shutdown_timeout 600"
+    torchrun += " --signals_to_handle SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGUSR2"
+    options = f"--name {NAME} --rollout {rollout} --num_steps 1000 --eval_every 1000 --eval_at_start False"
+    options += " --num_prompts 2 --group_size 2 --updates_per_rollout 1 --max_prompts 2 --reward loud.py:loud"
+    line = command.format(f"{torchrun} {ROOT / 'flow_grpo.py'} {options}")
+    terminal, inside = os.openpty()
+    own_session = ["setsid", "--ctty", "sh", "-c", line]
+    root = subprocess.Popen(own_session, cwd=tmp_path, stdin=inside, stdout=inside, stderr=inside)
+    os.close(inside)
+    os.set_blocking(terminal, False)
+    run = tmp_path / "runs" / NAME
+
+    def has_made_a_step():
+        with contextlib.suppress(BlockingIOError):
+            os.read(terminal, 65536)
+        return (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") > 1
+
+    try:
+        wait_for(root, has_made_a_step)
+        started = processes(root)
+        if by == "Ctrl-C":
+            os.write(terminal, b"\x03")
+        elif by == "closing":
+            os.close(terminal)
+        else:
+            launcher = next(process for process in started if "--standalone" in process.cmdline())
+            launcher.send_signal(signal.Signals[by])
+        end = time.monotonic() + 60
+        while any(map(is_alive, started)):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        for process in processes(root) if root.poll() is None else ():
+            process.kill()
+    last = read_metrics(run)[-1]["training/global_step"]
+    assert [checkpoint_step(path) for path in saved_checkpoints(run)] == [last] and last < 900
+    assert (run / "adapter").is_dir()
 
 
 @pytest.mark.parametrize("script", SIBLINGS)

@@ -14,7 +14,7 @@ from common.checkpoints import check_unchanged, lock_run, save_checkpoint, saved
 from common.command_line import check_options
 from common.data import PromptSet
 from common.errors import NothingBegun, RunError
-from common.run import _begun, create_run_folder, friendly_errors, open_run
+from common.run import _begun, checkpoint_to_resume, create_run_folder, friendly_errors
 from common.scoring import score_images
 from tests.conftest import ROOT, TINY, few_eval_prompts, good_state, new_run
 
@@ -35,7 +35,7 @@ def test_a_folder_with_anything_of_a_run_is_refused_and_stays(left, monkeypatch)
     file.parent.mkdir(parents=True)
     file.write_text("precious")
     with pytest.raises(ValueError, match=r"^runs/old already holds a run: choose another --name, .* \(found \w+\)$"):
-        open_run(Path("runs/old"), None)
+        checkpoint_to_resume(Path("runs/old"), None)
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ValueError, match="already holds a run"):
         flow_grpo.prepare(flow_grpo.Args(name="old", rollout="local"))
@@ -47,7 +47,7 @@ def test_a_start_that_failed_may_be_repeated(tmp_path):
     (tmp_path / "runs" / "new").mkdir(parents=True)
     for name in ("args.json", "source.py", "engine_rank0.log"):
         (tmp_path / "runs" / "new" / name).touch()
-    assert open_run(Path("runs/new"), None) is None
+    assert checkpoint_to_resume(Path("runs/new"), None) is None
 
 
 @pytest.mark.fast
@@ -62,11 +62,11 @@ def test_another_scripts_checkpoint_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/some/where/grpo_guard.py"])
     save_checkpoint(tmp_path / "runs" / "guard", 3, good_state(), 1)
     (checkpoint,) = saved_checkpoints(tmp_path / "runs" / "guard")
-    assert open_run(Path("runs/new"), checkpoint) == checkpoint
+    assert checkpoint_to_resume(Path("runs/new"), checkpoint) == checkpoint
     monkeypatch.setattr(sys, "argv", ["flow_grpo.py"])
     for run, resume in ((Path("runs/new"), checkpoint), (Path("runs/guard"), "latest")):
         with pytest.raises(ValueError, match=r"^--resume: \S+ was written by grpo_guard.py, not by flow_grpo.py$"):
-            open_run(run, resume)
+            checkpoint_to_resume(run, resume)
 
 
 @pytest.mark.fast

@@ -10,16 +10,14 @@ import textwrap
 from common.checkpoints import FORMAT
 from common.data import PromptSet, read_prompts
 from common.errors import LONGEST, RunError, truncate
-from common.images import StoredImage
 from common.pairs.pair_files import read_pairs
 from common.pairs.pairs import is_encoded
 from common.resuming import find_checkpoint, rewind
-from common.run import open_run
+from common.run import checkpoint_to_resume
 from common.scoring import load_rewards, score_images
 from common.weights.adapter_files import read_lora
 from tests.conftest import good_adapter, good_state, torch_bytes
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -142,28 +140,6 @@ def test_one_reward_does_not_change_what_the_next_one_sees():
     assert scores.tolist() == [[0, 1], [0, 1]] and IMAGES[0].getpixel((0, 0)) == (255, 0, 0)
 
 
-# ---- photos ----------------------------------------------------------------------------------------------------------
-def test_16_bits_are_not_clipped_to_white(tmp_path):
-    grey = np.array([[0, 257 * 100], [257 * 200, 65535]], dtype=np.uint16)
-    Image.fromarray(grey).save(tmp_path / "grey.png")
-    eight_bits = np.asarray(StoredImage("", tmp_path / "grey.png").decode_for_pair())
-    assert eight_bits[:, :, 0].tolist() == [
-        [0, 100],
-        [200, 255],
-    ]
-
-
-def test_a_photo_stands_upright(tmp_path):
-    photo = Image.new("RGB", (40, 20), "white")
-    photo.paste("red", (0, 0, 20, 20))  # left, as the camera stored it
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees, clockwise: what is left comes to the top
-    photo.save(tmp_path / "photo.png", exif=exif)
-    upright = StoredImage("", tmp_path / "photo.png").decode_for_pair()
-    assert upright.size == (20, 40)
-    assert upright.getpixel((10, 5)) == (255, 0, 0) and upright.getpixel((10, 35)) == (255, 255, 255)
-
-
 def test_a_corrupt_cache_entry_is_encoded_again(tmp_path):
     good = {"latents": torch.zeros(2, 1), "prompt_embeds": torch.zeros(1, 3)}
     for name, tensors in (("good", good), ("nan", {**good, "latents": torch.full((2, 1), torch.nan)})):
@@ -214,12 +190,12 @@ IMAGE = '{{"prompt": "p", "chosen": {}, "rejected": "b.png"}}'
         (IMAGE.format(r'"nul\u0000"'), r"chosen: .*/nul\\x00: no such file$"),
         (IMAGE.format(r'"half\ud800"'), r"chosen: .*/half\\ud800: no such file$"),
         (IMAGE.format('".."'), r"chosen: .*/\.\.: no such file$"),
-        (IMAGE.format('"pairs.jsonl"'), "chosen: .*/pairs.jsonl: not a readable image: "),
+        (IMAGE.format('"pairs.jsonl"'), "chosen: .*/pairs.jsonl: not a readable image$"),
     ],
 )
 def test_a_pair_that_cannot_be_used_is_named(line, fault, tmp_path):
     for name, colour in (("a.png", "red"), ("b.png", "blue")):
-        Image.new("RGB", (4, 4), colour).save(tmp_path / name)
+        Image.new("RGB", (16, 16), colour).save(tmp_path / name)
     (tmp_path / "pairs.jsonl").write_text(SCORED.format(1) + "\n" + line)
     with pytest.raises((ValueError, RunError), match=rf"^{tmp_path}/pairs.jsonl:2: .*{fault}") as error:
         read_pairs(tmp_path)
@@ -317,7 +293,7 @@ def test_what_torch_saved_and_is_no_checkpoint(value, fault, tmp_path, monkeypat
     path = tmp_path / "step_000010.pt"
     path.write_bytes(torch_bytes(value))
     with pytest.raises(ValueError) as error:
-        open_run(tmp_path / "new", str(path))
+        checkpoint_to_resume(tmp_path / "new", str(path))
     assert f"{path} {fault}" in str(error.value) and "\n" not in str(error.value)
 
 

@@ -137,7 +137,6 @@ def test_every_command_is_one_that_the_script_takes(stage, row, monkeypatch, tmp
     assert command[1:4] == ["-m", "torch.distributed.run", "--standalone"]
     module = importlib.import_module(setting["script"].removesuffix(".py"))
     args = module.check(parse_args(module.Args, module.__doc__, command[command.index("--name") :]))
-    assert args.cpu_threads == 1
     if row == "dpo_offline":
         assert args.num_steps == 4 * rollouts and args.num_pair_prompts * args.group_size == 128 * rollouts
     else:
@@ -396,7 +395,7 @@ def test_a_run_again_prints_its_command_and_the_verdict(tmp_path, monkeypatch, c
         printed = capsys.readouterr().out
         name = "comparison-again-cps-seed3-2" if verdict == "the same numbers" else "comparison-again-cps-seed3-3"
         command = f"OMP_NUM_THREADS=1 taskset -c 0 torchrun --standalone flow_grpo.py --name {name} --seed 3 "
-        assert printed.startswith(command) and " --cpu_threads 1 " in printed
+        assert printed.startswith(command)
         (tmp_path / name).mkdir()  # someone has used the command
         assert "--clip_range 6.25e-06" in printed and f"{verdict} at all evaluations" in printed
 

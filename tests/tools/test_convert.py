@@ -80,4 +80,5 @@ def test_what_cannot_be_converted_is_named(tmp_path, monkeypatch):
     assert line.startswith(f"{dates}, row 0, day: ") and not (tmp_path / "dates.jsonl").exists()
     assert run(monkeypatch, tmp_path, tmp_path / "pairs").startswith(f"{dates}: expected the columns caption")
     (tmp_path / "empty").mkdir()
-    assert run(monkeypatch, tmp_path / "empty", tmp_path / "pairs").endswith("empty: has no .parquet files")
+    line = run(monkeypatch, tmp_path / "empty", tmp_path / "pairs")
+    assert line.endswith("empty: has no pairs.jsonl and no .parquet files")

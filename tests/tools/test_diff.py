@@ -1,5 +1,7 @@
 """tools/diff.py: against which script, and how many lines, on small scripts made here."""
 
+import os
+import shutil
 import subprocess
 import sys
 
@@ -28,8 +30,8 @@ def scripts(tmp_path, monkeypatch):
 
 
 def test_a_parent_is_named_or_is_flow_grpo(scripts):
-    assert diff.parent_of("contrib/child.py") == "parent.py"
-    assert diff.parent_of("parent.py") == "flow_grpo.py"
+    assert diff.parent_of("contrib/child.py") == ("parent.py", None)
+    assert diff.parent_of("parent.py") == ("flow_grpo.py", None)
     for orphan in ("flow_grpo.py", "contrib/orphan.py"):
         with pytest.raises(ValueError, match=f"^{orphan}: has no parent"):
             diff.parent_of(orphan)
@@ -47,6 +49,66 @@ def test_changes_are_counted_without_the_header(scripts, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "contrib/child.py: 3 lines added or removed against parent.py"
     assert "ARGS  +1 -1" in lines and "LOG PROB  +1 -0" in lines
+
+
+@pytest.fixture
+def fork(scripts, tmp_path, monkeypatch):
+    """fork.py, a copy of flow_grpo.py at its first commit with a loss of its own. Then flow_grpo.py gets a new option,
+    in a second commit, and an edit that is not committed."""
+    if not shutil.which("git"):
+        pytest.skip("git is not installed")
+    for variable in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(variable)
+    for role in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{role}_NAME", "a test")
+        monkeypatch.setenv(f"GIT_{role}_EMAIL", "")
+    parent = tmp_path / "flow_grpo.py"
+    parent.write_text(PARENT)
+    assert diff.git("init", "-q").returncode == 0
+    commits = []
+    for content in (PARENT, PARENT.replace("a\n", "a\noption\n")):
+        parent.write_text(content)
+        assert diff.git("add", "flow_grpo.py").returncode == diff.git("commit", "-qm", "x").returncode == 0
+        commits.append(diff.git("rev-parse", "--short", "HEAD").stdout.strip())
+    parent.write_text(content.replace("option\n", "not committed\n"))
+    header = f'"""A fork.\n\nParent: flow_grpo.py@{commits[0]}\n"""'
+    path = tmp_path / "fork.py"
+    path.write_text(PARENT.replace('"""The parent."""', header).replace("c\n", "my loss\n"))
+    return path, commits
+
+
+def test_a_fork_is_compared_with_its_commit_and_takes_what_the_parent_changed_since(fork, capsys):
+    path, (old, new) = fork
+    assert diff.changes("fork.py").keys() == {"HEADER", "LOSS"}
+    assert diff.changed_lines("fork.py") == 2
+    before = path.read_text()
+    assert diff.update("fork.py") == 0
+    assert path.read_text() == before.replace(old, new).replace("\na\n", "\na\noption\n")
+    assert diff.changed_lines("fork.py") == 2
+    assert f"changes of flow_grpo.py from {old} to {new}; 0 conflicts" in capsys.readouterr().out
+
+
+def test_conflicts_are_marked_and_resolved_before_another_update(fork):
+    path, (_, new) = fork
+    path.write_text(path.read_text().replace("a\nb\n", "a\nmy option\nb\n"))
+    assert diff.update("fork.py") == 1
+    mine, theirs = path.read_text().partition("<<<<<<< fork.py\nmy option\n=======\n")[::2]
+    assert f"Parent: flow_grpo.py@{new}" in mine and theirs.startswith(f"option\n>>>>>>> flow_grpo.py@{new}\nb\n")
+    with pytest.raises(ValueError, match="resolve its conflicts first"):
+        diff.update("fork.py")
+
+
+@pytest.mark.parametrize(
+    ("parent", "refused"),
+    [("flow_grpo.py@0123abc", "^Parent: flow_grpo.py@0123abc: fatal: "), ("flow_grpo.py", "`Parent: .*@COMMIT`")],
+)
+def test_an_update_needs_a_commit_that_is_there(fork, parent, refused):
+    path, (old, _) = fork
+    before = path.read_text().replace(f"flow_grpo.py@{old}", parent)
+    path.write_text(before)
+    with pytest.raises(ValueError, match=refused) as error:
+        diff.update("fork.py")
+    assert path.read_text() == before and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("script", "code"), [("mix_grpo.py", 0), ("flow_grpo.py", 1), ("no_such.py", 1)])

@@ -198,7 +198,7 @@ def test_weights_are_whole_to_sample_where_ranks_share_them_and_no_engine_sample
     two = by_name(needs.pass_parts(blueprint, shared, COSTS))
     assert two[whole].num_bytes == num_bytes + 4 * blueprint.largest_block
     assert two[whole].phases == ("rollout",) and two[blocks].phases == ("update",)
-    for changes in ({"rollout": "vllm"}, {"gather_for_sampling": False}, {"train_with": ("cpu_offload",)}):
+    for changes in ({"rollout": "vllm"}, {"train_with": ("gather_blocks",)}, {"train_with": ("cpu_offload",)}):
         alone = by_name(needs.pass_parts(blueprint, replace(shared, **changes), COSTS))
         assert whole not in alone and alone[blocks].phases == ("rollout", "update"), changes
 
@@ -293,7 +293,9 @@ def test_an_engine_beside_its_rank_and_on_a_gpu_of_its_own():
     assert parts()[taken].num_bytes == 8 * 100
     assert parts(image_size=(1024, 1024))[taken].num_bytes == 100
     assert {part.place for part in parts().values()} == {"device", "host"}
-    assert {part.place for part in parts(engine_devices=(4, 5)).values()} == {"engine", "host"}
+    two = parts(engine_devices=(4, 5))
+    assert {part.place for part in two.values()} == {"engine", "host"} and two[taken].num_bytes == 8 * 100
+    assert by_name(needs.on_one_memory(two.values(), engine_workers=2))[taken].num_bytes == 2 * 8 * 100
     piped = needs.pipe_bytes(blueprint, replace(SMALL, ranks=2, rollout="vllm"))
     assert piped == (4 * blueprint.num_trained, 4 * (4 * 4 * 8 * 8 * 24 + 3 * 32 * 96))
 
@@ -398,7 +400,7 @@ def test_pinned_encoders_take_a_power_of_two_of_bytes_for_each_tensor():
     parts = needs.waiting_parts(blueprint, SMALL)
     assert blueprint.pinned_encoder_bytes == held
     assert by_name(parts)[name].num_bytes == pytest.approx(held - blueprint.text_encoder_bytes)
-    assert by_name(parts)[name].place == "host" and name not in by_name(needs.on_one_memory(parts))
+    assert by_name(parts)[name].place == "host" and name not in by_name(needs.on_one_memory(parts, engine_workers=1))
     assert name not in by_name(needs.waiting_parts(blueprint, replace(SMALL, prompt_cache="folder")))
 
 

@@ -51,9 +51,12 @@ CASES = {
         {
             "val__colour__mean": [0.9, 0.5],
             "val__colour__stderr": [0.02, 0.02],
+            "val__faces__mean": [0.8, 0.6],
+            "val__faces__stderr": [0.01, 0.02],
             "val__weighted_total__mean": [0.5, 0.9],
         },
-        "val/colour/mean fell from 0.900 to 0.500 while the total rose",
+        "while the total rose, val/colour/mean fell from 0.900 to 0.500 (by more than 0.080) "
+        "and val/faces/mean fell from 0.800 to 0.600 (by more than 0.060)",
         {
             "val__colour__mean": [0.9, 0.85],
             "val__colour__stderr": [0.02, 0.02],

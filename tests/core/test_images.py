@@ -1,0 +1,161 @@
+"""Every mode and format of Pillow through the one decoder, as a record's picture and as an image of a pair."""
+
+import io
+import json
+import struct
+from types import SimpleNamespace
+
+from common.errors import RunError
+from common.images import FORMATS, StoredImage, find_images
+from common.pairs.pair_files import read_pairs
+from common.pairs.pairs import encode_pair
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytestmark = pytest.mark.fast
+
+Image.init()
+MODES = ["1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"]
+WITH_16_BITS = ["I;16", "I;16L", "I;16B", "I;16N"]
+MODES += ["I", "F", *WITH_16_BITS]
+COLOUR = (204, 51, 102)  # of the palette that Pillow takes for a P
+ORIENTATION = 0x0112
+GREY = round(0.299 * 204 + 0.587 * 51 + 0.114 * 102)
+
+
+def source(mode):
+    """A picture of one colour in that mode; in modes with alpha its right half is transparent, over that colour."""
+    if mode == "F" or mode.startswith("I"):
+        kind = {"I": np.int32, "F": np.float32, "I;16B": ">u2"}.get(mode, np.uint16)
+        return Image.frombytes(mode, (32, 20), np.full((20, 32), GREY * 257, dtype=kind).tobytes())
+    image = Image.new("RGB", (32, 20), COLOUR)
+    if mode.upper().endswith("A"):
+        opaque = Image.new("L", image.size, 0)
+        opaque.paste(255, (0, 0, 16, 20))
+        image.putalpha(opaque)
+    return image.convert("LA").convert(mode) if mode == "La" else image.convert(mode)
+
+
+def decode_as_both(folder, content):
+    """The decoded picture, or the messages that refuse it before a pixel is read: of a record and of a pair."""
+    (folder / "a").write_bytes(content)
+    Image.new("RGB", (32, 20)).save(folder / "black.png")
+    (folder / "pairs.jsonl").write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "black.png"}))
+    decoded = []
+    model = SimpleNamespace(
+        encode_images=lambda images, *size: decoded.append(images[0]) or torch.zeros(2, 1), encode=lambda *given: {}
+    )
+
+    def of_a_record():
+        decoded.append(find_images("image", "a", folder / "edits.jsonl", "edits.jsonl:1")[0].decode())
+
+    def of_a_pair():
+        encode_pair(model, read_pairs(folder)[0], folder / "pair.pt", (32, 32), 16)
+
+    faults = []
+    for use in (of_a_record, of_a_pair):
+        try:
+            use()
+        except (ValueError, RunError) as error:
+            faults.append(str(error).split(f"{folder}/a: ")[1])
+    if faults:
+        assert len(faults) == 2 and faults[0] == faults[1] and not decoded
+        return faults[0]
+    assert [image.mode for image in decoded] == ["RGB", "RGB"]
+    assert np.array_equal(*map(np.asarray, decoded))
+    return decoded[0]
+
+
+@pytest.mark.parametrize("name", sorted(Image.SAVE))
+def test_every_mode_of_a_format_is_decoded_or_refused_by_name(tmp_path, name, monkeypatch):
+    """No program is called over an EPS."""
+    monkeypatch.setattr("subprocess.check_call", None)
+    decoded = set()
+    for mode in MODES:
+        file = io.BytesIO()
+        try:
+            source(mode).save(file, name)
+        except Exception:  # a mode that the format does not have, or a format that Pillow only reads by a plugin
+            continue
+        try:
+            stored = Image.open(file)
+        except Image.UnidentifiedImageError:
+            assert decode_as_both(tmp_path, file.getvalue()) == "not a readable image"
+            continue
+        found = decode_as_both(tmp_path, file.getvalue())
+        if stored.format not in FORMATS:
+            assert found == f"is {stored.format}; images are read from {', '.join(FORMATS)}"
+        elif stored.mode == "F" or (stored.mode == "I" and name != "PPM"):
+            assert found == f"has Pillow's mode {stored.mode}, numbers that are not of 8 or 16 bits"
+        else:
+            grey = mode in ("1", "L", "LA", "La") or mode.startswith("I") or stored.mode == "L"
+            expected = np.full((20, 32, 3), GREY if grey else COLOUR, dtype=float)
+            if stored.has_transparency_data:
+                expected[:, 16:] = 255
+            pixels = np.asarray(found, dtype=float)
+            if mode == "1":  # dots, as bright in the mean
+                pixels = pixels.mean()
+            if stored.mode.startswith("I") or mode not in ("F", "I", *WITH_16_BITS):  # which Pillow clips as it saves
+                assert np.abs(pixels - expected).mean() < 6, (mode, stored.mode)
+                decoded.add(stored.mode)
+    assert bool(decoded) == (name in FORMATS)
+
+
+def photo(name, **options):
+    """Red at the left, as the camera stored it, white at the right."""
+    picture = Image.new("RGB", (40, 20), "white")
+    picture.paste("red", (0, 0, 20, 20))
+    file = io.BytesIO()
+    picture.save(file, name, **options)
+    return file.getvalue()
+
+
+def broken_exif():
+    """A JPEG upside down, whose XResolution is a text."""
+    tags = b"\x01\x12\0\x03\0\0\0\x01\0\x03\0\0" + b"\x01\x1a\0\x02\0\0\0\x04abc\0"
+    content = b"Exif\0\0MM\0*\0\0\0\x08\0\x02" + tags + b"\0\0\0\0"
+    jpeg = photo("JPEG")
+    return jpeg[:2] + b"\xff\xe1" + struct.pack(">H", len(content) + 2) + content + jpeg[2:]
+
+
+def turned(value):
+    exif = Image.Exif()
+    exif[ORIENTATION] = value
+    return exif
+
+
+@pytest.mark.parametrize(
+    ("content", "size", "red"),
+    [
+        *((photo(name, exif=turned(6)), (20, 40), (10, 5)) for name in ("JPEG", "PNG", "TIFF", "WEBP", "AVIF", "MPO")),
+        (photo("JPEG", exif=turned(1)), (40, 20), (5, 10)),
+        (photo("JPEG", exif=turned(9)), (40, 20), (5, 10)),
+        (photo("JPEG", exif=b"Exif\0\0no header"), (40, 20), (5, 10)),
+        (broken_exif(), (40, 20), (35, 10)),
+        (photo("MPO", save_all=True, append_images=[Image.new("RGB", (16, 16))]), (40, 20), (5, 10)),  # a preview
+    ],
+)
+def test_a_photo_stands_upright_whatever_else_its_exif_says(tmp_path, content, size, red):
+    found = decode_as_both(tmp_path, content)
+    assert found.size == StoredImage("", content).size == size
+    other = (size[0] - 1 - red[0], size[1] - 1 - red[1])
+    for place, colour in ((red, (255, 0, 0)), (other, (255, 255, 255))):
+        assert np.abs(np.asarray(found.getpixel(place)) - colour).max() < 25
+
+
+def test_a_transparent_shade_of_16_bits_becomes_white(tmp_path):
+    shades = np.full((20, 32), 257 * 100, dtype=np.uint16)
+    shades[:, 16:] = 257 * 100 + 1
+    file = io.BytesIO()
+    Image.fromarray(shades).save(file, "PNG", transparency=257 * 100 + 1)
+    found = np.asarray(decode_as_both(tmp_path, file.getvalue()))
+    assert (found[:, :16] == 100).all() and (found[:, 16:] == 255).all()
+
+
+@pytest.mark.parametrize("name", ["AVIF", "GIF", "PNG", "TIFF", "WEBP"])
+def test_several_frames_are_refused(tmp_path, name):
+    content = photo(name, save_all=True, append_images=[Image.new("RGB", (40, 20), "blue")])
+    assert decode_as_both(tmp_path, content) == "has 2 frames"

@@ -1,0 +1,93 @@
+"""tools/compare.py: its statistics, by hand, and whose curves stand in which panel."""
+
+from tools import compare
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+pytestmark = pytest.mark.fast
+
+
+def test_a_run_has_a_curve_in_each_panel_that_it_has_the_metric_of(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self))
+    runs = {
+        "a": [{"training/global_step": 5 * i, "val/ocr/mean": 0.5 + i / 4, "val/ocr/stderr": 0.1} for i in range(2)],
+        "b": [{"training/global_step": 0, "val/ocr/mean": 0.25, "val/ocr/stderr": 0.1, "actor/grad_norm": 2.0}],
+    }
+    compare.overlay(runs, None, tmp_path / "runs.png")
+    reward, grad_norm = figures[0].axes
+    assert [panel.get_title() for panel in (reward, grad_norm)] == ["val/ocr/mean", "actor/grad_norm"]
+    assert reward.get_legend_handles_labels()[1] == ["a", "b"]
+    assert grad_norm.get_legend_handles_labels()[1] == ["b"]
+    assert reward.get_lines()[0].get_ydata().tolist() == [0.5, 0.75]
+    assert grad_norm.get_lines()[0].get_color() == "C1"  # a run's colour is the same in all panels
+    with pytest.raises(ValueError, match="no run has the metric actor/loss"):
+        compare.overlay(runs, ["actor/loss"], tmp_path / "runs.png")
+
+
+def test_seeds_are_one_curve_with_their_range(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self))
+    runs = {
+        name: [{"training/global_step": i, "actor/loss": value + i} for i in range(num_steps)]
+        for name, value, num_steps in (("crd-seed1", 1.0, 3), ("teacher", 5.0, 2), ("crd-seed2", 3.0, 2))
+    }
+    compare.overlay(runs, ["actor/loss"], tmp_path / "runs.png")
+    (panel,) = figures[0].axes
+    assert panel.get_legend_handles_labels()[1] == ["crd, 2 seeds", "teacher"]
+    assert panel.get_lines()[0].get_ydata().tolist() == [2.0, 3.0]  # of the steps that both have
+    assert [line.get_color() for line in panel.get_lines()] == ["C0", "C1"]
+    (band,) = panel.collections
+    assert {tuple(point) for point in band.get_paths()[0].vertices} == {(0, 1), (0, 3), (1, 2), (1, 4)}
+
+
+def of_seeds(name, values):
+    return {f"{name}-seed{seed}": [{"val/ocr/mean": 0.1}, {"val/ocr/mean": v}] for seed, v in values.items()}
+
+
+def test_a_row_has_its_mean_range_and_paired_difference():
+    a = of_seeds("a", {1: 0.5, 2: 0.7, 3: 0.9})
+    b = of_seeds("b", {1: 0.4, 2: 0.4, 4: 0.0})
+    table = compare.comparison_table(a, b, ["val/ocr/mean"])
+    # seeds 1 and 2: +0.1 and +0.3; t of one degree of freedom is 12.706, its standard error 0.1
+    assert table.splitlines()[2:] == [
+        "| b | 3 | 0.267 (0.000 to 0.400) |",
+        "| a | 3 | 0.700 (0.500 to 0.900), +0.200 [-1.071, +1.471] in 2 shared seeds |",
+    ]
+    one = compare.comparison_table({"c": [{"val/ocr/mean": 0.25}]}, {}, ["val/ocr/mean"])
+    assert one.splitlines()[-1] == "| c | 1 | 0.250 |"
+    with pytest.raises(ValueError, match="no run has the metric actor/loss"):
+        compare.comparison_table(a, b, ["actor/loss"])
+    with pytest.raises(ValueError, match="--against: must be the seeds of one setting, got those of a, b"):
+        compare.comparison_table(a, a | b, ["val/ocr/mean"])
+
+
+def test_p_is_the_share_of_signs_that_give_as_large_a_sum():
+    assert compare.sign_flip_p([1.0] * 6) == 2 / 64
+    assert compare.sign_flip_p([1.0, 1.0, -1.0]) == 1.0  # sums 3, 1, ...: at least 1 always
+    a = of_seeds("a", dict.fromkeys(range(6), 0.5))
+    b = of_seeds("b", {seed: 0.1 * seed / 5 for seed in range(6)})
+    assert compare.comparison_table(a, b, ["val/ocr/mean"]).endswith(", p 0.031 |")
+
+
+def test_intervals_cover_at_95_percent():
+    random = np.random.default_rng(0)
+    covered = 0
+    for _ in range(4000):
+        _, low, high = compare.paired_interval(random.normal(1.0, 2.0, size=3).tolist())
+        covered += low <= 1.0 <= high
+    assert 0.94 < covered / 4000 < 0.96
+
+
+def test_seconds_are_the_median_of_training_steps():
+    rows = [{"timing_s/testing": 9.0}, *({"timing_s/step": s, "timing_s/testing": 1.0} for s in (3.0, 1.0, 2.0))]
+    assert compare.value_of(rows, "timing_s/step") == 2.0
+    assert compare.value_of(rows, "timing_s/testing") == 1.0
+    assert compare.value_of(rows, "val/ocr/mean") is None
+
+
+def test_runs_of_one_name_are_labelled_by_their_paths():
+    assert compare.labels_of(["x/a", "y/b"]) == ["a", "b"]
+    assert compare.labels_of(["x/a", "y/a"]) == ["x/a", "y/a"]

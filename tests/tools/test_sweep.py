@@ -1,0 +1,66 @@
+import sys
+from pathlib import Path
+
+from tools import sweep
+
+import pytest
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def in_checkout(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
+def test_every_value_runs_with_every_seed_under_a_name_of_its_own(in_checkout):
+    words = ["--rollout", "local", "--learning_rate", "1e-3", "3e-3", "--image_size", "32", "96"]
+    runs = sweep.plan_runs("flow_grpo.py", words, seeds=[1, 2])
+    assert [run.name for run in runs] == [
+        "flow_grpo-learning_rate1e-3-seed1",
+        "flow_grpo-learning_rate1e-3-seed2",
+        "flow_grpo-learning_rate3e-3-seed1",
+        "flow_grpo-learning_rate3e-3-seed2",
+    ]
+    assert {run.group for run in runs} == {"flow_grpo-learning_rate1e-3", "flow_grpo-learning_rate3e-3"}
+    assert " ".join(runs[0].command) == (
+        "torchrun --standalone flow_grpo.py --rollout local --learning_rate 1e-3 --image_size 32 96 "
+        "--name flow_grpo-learning_rate1e-3-seed1 --seed 1 --resume latest"
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "told"),
+    [
+        ("flow_grpo.py", "--seed 3", "--seed: the sweep sets it"),
+        ("flow_grpo.py", "--learning_rat 1 2", "--learning_rat: flow_grpo.py has no such option"),
+        ("flow_grpo.py", "3", "3: options of the script begin with --"),
+        ("recipes/no.sh", "", "recipes/no.sh: no such recipe"),
+    ],
+)
+def test_what_cannot_be_swept_is_one_line(script, words, told, in_checkout):
+    with pytest.raises(ValueError, match=told):
+        sweep.plan_runs(script, words.split(), [1])
+
+
+WRITES_A_RUN = """
+import json, pathlib, sys
+name, last = sys.argv[1:]
+folder = pathlib.Path("runs") / name
+(folder / "checkpoints").mkdir(parents=True)
+(folder / "checkpoints" / f"step_{int(last):06d}.pt").touch()
+(folder / "args.json").write_text(json.dumps({"args": {"num_steps": 2}}))
+(folder / "metrics.jsonl").write_text(json.dumps({"training/global_step": int(last)}))
+sys.exit(last == "0")
+"""
+
+
+def test_a_finished_run_is_not_started_again_and_every_end_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.py").write_text(WRITES_A_RUN)
+    command = [sys.executable, "run.py"]
+    runs = [sweep.SweptRun(name, "g", [*command, name, last]) for name, last in (("a", "2"), ("b", "1"), ("c", "0"))]
+    ends = sweep.run_all(runs, devices=["0", "1"])
+    assert ends == {"a": "finished", "b": "stopped early", "c": "failed with 1: see runs/c.log"}
+    again = sweep.run_all(runs[:1], devices=[])  # to start it again would fail: its folder is there
+    assert again == {"a": "finished before"}

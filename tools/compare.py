@@ -1,0 +1,194 @@
+"""Runs beside each other: means over seeds, differences with their intervals, and curves with their ranges.
+
+    python -m tools.compare runs/a runs/b
+    python -m tools.compare "runs/a-seed*" --against "runs/b-seed*" --metric val/ocr/mean timing_s/step
+    python -m tools.compare runs/* --output compared.png
+
+Runs whose names differ by an ending -seedN are one row of the table and one curve, their mean with its range. The value
+of a metric is the last that a run logged; that of seconds (timing_s/) is the median of its training steps. --against
+compares a seed with the same seed of those runs: the interval is 95 % of the mean paired difference, by Student's t,
+and p is the sign-flip test's, from six seeds on (with fewer it cannot fall below 0.05). Neither is corrected for the
+number of comparisons. The default is the evaluation's means in the table, and the panels of a run's own curves.png.
+"""
+
+import argparse
+import glob
+import itertools
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.plots import PANELS, draw_panels, drawn_metrics, read_metrics
+
+Rows = list[dict]  # of a metrics.jsonl
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+FEWEST_FOR_P = 6  # 2 of 2^5 choices of signs are 0.0625
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+def labels_of(folders: Sequence[str]) -> list[str]:
+    """The names of the runs, or their paths where two runs have the same name."""
+    names = [Path(folder).resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else list(folders)
+
+
+def read_runs(patterns: Sequence[str]) -> dict[str, Rows]:
+    """{label: rows} of the run folders that the patterns name.
+
+    Raises:
+        ValueError: a pattern names nothing, or a file cannot be read.
+        OSError: a folder has no metrics.jsonl.
+    """
+    folders: list[str] = []
+    for pattern in patterns:
+        found = sorted(glob.glob(pattern))
+        if not found:
+            raise ValueError(f"{pattern}: no such run")
+        folders += found
+    return {label: read_metrics(folder) for label, folder in zip(labels_of(folders), folders, strict=True)}
+
+
+def by_group(runs: dict[str, Rows]) -> dict[str, dict[str, Rows]]:
+    """{name without -seedN: {seed: rows}}; a run without a seed in its name is a group of its own, of seed ""."""
+    groups: dict[str, dict[str, Rows]] = {}
+    for label, rows in runs.items():
+        match = re.fullmatch(r"(.*?)-?seed(\d+)", label)
+        group, seed = (match[1], match[2]) if match else (label, "")
+        groups.setdefault(group, {})[seed] = rows
+    return groups
+
+
+def value_of(rows: Rows, metric: str) -> float | None:
+    """A run's last value of a metric; the median of its training steps for seconds. None where it was never logged."""
+    values = [row[metric] for row in rows if metric in row]
+    if metric.startswith("timing_s/"):
+        values = [row[metric] for row in rows if metric in row and "timing_s/step" in row]
+        return statistics.median(values) if values else None
+    return values[-1] if values else None
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
+    """(mean, low, high) of at least two paired differences, 95 % by Student's t."""
+    count = len(differences)
+    mean = statistics.mean(differences)
+    t = T_975[count - 2] if count - 2 < len(T_975) else 2.131  # beyond 16 seeds a little too wide
+    half = t * statistics.stdev(differences) / count**0.5
+    return mean, mean - half, mean + half
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Two-sided p of their sum among the sums of all 2^n choices of signs."""
+    observed = abs(sum(differences))
+    flips = list(itertools.product((1, -1), repeat=len(differences)))
+    sums = [abs(sum(sign * one for sign, one in zip(signs, differences, strict=True))) for signs in flips]
+    return sum(one >= observed - 1e-12 for one in sums) / len(flips)
+
+
+# ---- table and picture -----------------------------------------------------------------------------------------------
+def comparison_table(runs: dict[str, Rows], against: dict[str, Rows], metrics: Sequence[str]) -> str:
+    """Markdown: a line for each group of seeds, and for each metric its mean, range and difference from `against`.
+
+    Raises:
+        ValueError: no run has one of the metrics; `against` is of several groups.
+    """
+    groups = by_group(runs)
+    base_groups = by_group(against)
+    if len(base_groups) > 1:
+        raise ValueError(f"--against: must be the seeds of one setting, got those of {', '.join(base_groups)}")
+    base = next(iter(base_groups.values()), {})
+    lines = [["", "seeds", *metrics], ["---"] * (2 + len(metrics))]
+    for group, seeds in (base_groups | groups).items():
+        cells = [group, str(len(seeds))]
+        for metric in metrics:
+            cells.append(cell(seeds, {} if group in base_groups else base, metric))
+        lines.append(cells)
+    for column, metric in enumerate(metrics, 2):
+        if not any(line[column] for line in lines[2:]):
+            raise ValueError(f"no run has the metric {metric}")
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell(seeds: dict[str, Rows], base: dict[str, Rows], metric: str) -> str:
+    """A metric's mean and range over seeds, its paired difference from the base's seeds, and p."""
+    values = {seed: value for seed, rows in seeds.items() if (value := value_of(rows, metric)) is not None}
+    if not values:
+        return ""
+    text = f"{statistics.mean(values.values()):.3f}"
+    if len(values) > 1:
+        text += f" ({min(values.values()):.3f} to {max(values.values()):.3f})"
+    of_base = {seed: value_of(base[seed], metric) for seed in base.keys() & values.keys()}
+    differences = [values[seed] - value for seed, value in sorted(of_base.items()) if value is not None]
+    if len(differences) < 2:
+        return text
+    mean, low, high = paired_interval(differences)
+    text += f", {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+    if len(differences) < len(values):
+        text += f" in {len(differences)} shared seeds"
+    return text + (f", p {sign_flip_p(differences):.3f}" if FEWEST_FOR_P <= len(differences) <= 16 else "")
+
+
+def mean_rows(runs: Sequence[Rows], metric: str) -> Rows:
+    """The mean over runs at the steps that all of them have, with the range as metric/low and metric/high."""
+    curves = [{row["training/global_step"]: row[metric] for row in rows if metric in row} for rows in runs]
+    rows = []
+    for step in sorted(set.intersection(*map(set, curves))):
+        values = [curve[step] for curve in curves]
+        low, high = f"{metric}/low", f"{metric}/high"
+        rows.append(
+            {"training/global_step": step, metric: statistics.mean(values), low: min(values), high: max(values)}
+        )
+    return rows
+
+
+def overlay(runs: dict[str, Rows], metrics: Sequence[str] | None, path: str | Path) -> None:
+    """Write the picture of `metrics`, or for None of the metrics that the runs' own curves show.
+
+    runs: {label: rows of metrics.jsonl}; those of one group are drawn as their mean, with a band from min to max.
+
+    Raises:
+        ValueError: no run has one of the metrics.
+    """
+    if metrics is None:
+        every_row = [row for rows in runs.values() for row in rows]
+        metrics = [name for wanted in PANELS.values() for name in drawn_metrics(every_row, wanted)]
+    panels: dict[str, list[tuple[str, str, Rows, str]]] = {}
+    for name in metrics:
+        panels[name] = []
+        for number, (group, seeds) in enumerate(by_group(runs).items()):
+            having = {seed: rows for seed, rows in seeds.items() if any(name in row for row in rows)}
+            if len(having) > 1:
+                label = f"{group}, {len(having)} seeds"
+                panels[name].append((label, name, mean_rows(list(having.values()), name), f"C{number}"))
+            for seed, rows in having.items() if len(having) == 1 else ():
+                panels[name].append((f"{group}-seed{seed}" if seed else group, name, rows, f"C{number}"))
+        if not panels[name]:
+            raise ValueError(f"no run has the metric {name}")
+    draw_panels(panels, path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or patterns of them in quotes")
+    parser.add_argument("--against", nargs="+", default=[], metavar="RUN", help="the seeds to compare with")
+    parser.add_argument("--metric", nargs="+", metavar="NAME")
+    parser.add_argument("--output", default="runs/compared.png", help="the picture's file (%(default)s)")
+    args = parser.parse_args(argv)
+    try:
+        runs = read_runs(args.runs)
+        against = read_runs(args.against)
+        every_row = [row for rows in (runs | against).values() for row in rows]
+        metrics = args.metric or drawn_metrics(every_row, ("val/",))
+        print(comparison_table(runs, against, metrics))
+        overlay(against | runs, args.metric, args.output)
+    except (OSError, ValueError) as error:
+        sys.exit(f"tools.compare: error: {error}")
+    print(args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Runs of one script, a run for each seed and each value of an option: printed, started, resumed, and told at the end.
+
+    python -m tools.sweep --seeds 1 2 3 -- flow_grpo.py --rollout local --learning_rate 1e-3 3e-3
+    python -m tools.sweep --seeds 1 2 3 --devices 0 1 2 3 -- recipes/sd35_medium_1x24gb.sh --name mine
+    python -m tools.sweep --seeds 1 2 3 --print_only -- flow_grpo.py
+
+An option that takes one value and is given several is swept. A run is named for the script (or --name), the values that
+are swept and its seed. Each run is a process of one rank; with --devices one runs on each of these GPUs at a time,
+otherwise they follow each other. The same command goes on where it was ended: each run has --resume latest, and a
+finished one is not started again. With wandb the seeds of one setting share a group.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import queue
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, get_type_hints
+
+from common.plots import read_metrics
+from common.resuming import newest_record
+from tools.plan import load_script
+
+RUNS = Path("runs")
+
+
+class SweptRun(NamedTuple):
+    """One run of a sweep."""
+
+    name: str
+    group: str  # the name without its seed
+    command: list[str]
+
+
+# ---- which runs ------------------------------------------------------------------------------------------------------
+def split_options(words: Sequence[str]) -> dict[str, list[str]]:
+    """{option without its dashes: its values} of the words of a command line.
+
+    Raises:
+        ValueError: a word stands before the first option.
+    """
+    options: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            name, has_value, value = word.removeprefix("--").partition("=")
+            options[name.replace("-", "_")] = [value] if has_value else []
+        elif options:
+            options[next(reversed(options))].append(word)
+        else:
+            raise ValueError(f"{word}: options of the script begin with --")
+    return options
+
+
+def takes_one_value(script: str, option: str) -> bool:
+    """Whether an option of the script takes a single value, so that several are a sweep."""
+    hints = get_type_hints(load_script(script).Args)
+    if option not in hints:
+        raise ValueError(f"--{option}: {script} has no such option")
+    return "tuple" not in str(hints[option])
+
+
+def plan_runs(script: str, words: Sequence[str], seeds: Sequence[int]) -> list[SweptRun]:
+    """The runs of all combinations of the swept values, each with all seeds.
+
+    script: a training script, or a recipe (.sh), whose options are those of flow_grpo.py.
+
+    Raises:
+        ValueError: there is no such script or option, or an option that the sweep sets is given.
+    """
+    options = split_options(words)
+    for name in ("seed", "resume", "output_dir"):
+        if name in options:
+            raise ValueError(f"--{name}: the sweep sets it")
+    is_recipe = script.endswith(".sh")
+    if is_recipe and not Path(script).is_file():
+        raise ValueError(f"{script}: no such recipe")
+    known = "flow_grpo.py" if is_recipe else script
+    swept = [name for name, values in options.items() if len(values) > 1 and takes_one_value(known, name)]
+    base_name = options.pop("name", [Path(script).stem])[0]
+    start = ["bash", script] if is_recipe else ["torchrun", "--standalone", script]
+    runs = []
+    for chosen in itertools.product(*(options[name] for name in swept)):
+        setting = options | {name: [value] for name, value in zip(swept, chosen, strict=True)}
+        group = "-".join([base_name, *(f"{name}{value}" for name, value in zip(swept, chosen, strict=True))])
+        group = group.replace("/", "_")
+        for seed in seeds:
+            name = f"{group}-seed{seed}"
+            given = [word for option, values in setting.items() for word in (f"--{option}", *values)]
+            command = [*start, *given, "--name", name, "--seed", str(seed), "--resume", "latest"]
+            runs.append(SweptRun(name, group, command))
+    return runs
+
+
+# ---- starting them ---------------------------------------------------------------------------------------------------
+def steps_of(name: str) -> tuple[int, int]:
+    """The last step that a run has logged, and the steps that it was asked for; (0, 0) before its first."""
+    folder = RUNS / name
+    if not (folder / "metrics.jsonl").is_file():
+        return 0, 0
+    asked = json.loads(newest_record(folder).read_text())["args"]["num_steps"]
+    return read_metrics(folder)[-1]["training/global_step"], asked
+
+
+def is_finished(name: str) -> bool:
+    """Whether a run has logged its last step and saved its checkpoint."""
+    last, asked = steps_of(name)
+    return asked > 0 and last >= asked and (RUNS / name / f"checkpoints/step_{last:06d}.pt").is_file()
+
+
+def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
+    """Start every run that is not finished, as many at a time as there are devices. Returns {name: how it ended}."""
+    free: queue.Queue[str] = queue.Queue()
+    for device in devices or [""]:
+        free.put(device)
+
+    def start(run: SweptRun) -> str:
+        if is_finished(run.name):
+            return "finished before"
+        device = free.get()
+        try:
+            environment = {"WANDB_RUN_GROUP": run.group} | dict(os.environ)
+            if device:
+                environment["CUDA_VISIBLE_DEVICES"] = device
+            on = f"CUDA_VISIBLE_DEVICES={device} " if device else ""
+            print(f"{on}{shlex.join(run.command)}", flush=True)
+            RUNS.mkdir(exist_ok=True)
+            with open(RUNS / f"{run.name}.log", "a") as log:
+                code = subprocess.run(run.command, env=environment, stdout=log, stderr=log).returncode
+        finally:
+            free.put(device)
+        if code:
+            return f"failed with {code}: see {RUNS / run.name}.log"
+        return "finished" if is_finished(run.name) else "stopped early"
+
+    with ThreadPoolExecutor(len(devices) or 1) as pool:
+        try:
+            return dict(zip([run.name for run in runs], pool.map(start, runs), strict=True))
+        except KeyboardInterrupt:  # the runs have got it too: they finish their step and save
+            pool.shutdown(cancel_futures=True)
+            raise SystemExit("tools.sweep: interrupted; the same command goes on") from None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="SEED")
+    parser.add_argument("--devices", nargs="+", default=[], metavar="GPU", help="one run at a time on each of them")
+    parser.add_argument("--print_only", action="store_true", help="print the commands and start nothing")
+    parser.add_argument("script", help="a training script or a recipe, after --")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="its options; one with several values is swept")
+    args = parser.parse_args(argv)
+    try:
+        runs = plan_runs(args.script, args.options, args.seeds)
+    except ValueError as error:
+        sys.exit(f"tools.sweep: error: {error}")
+    if args.print_only:
+        print("\n".join(shlex.join(run.command) for run in runs))
+        return
+    ends = run_all(runs, args.devices)
+    width = max(map(len, ends))
+    for name, end in ends.items():
+        last, asked = steps_of(name)
+        print(f"{name.ljust(width)}  step {last} of {asked}  {end}")
+    sys.exit(any(not end.startswith("finished") for end in ends.values()))
+
+
+if __name__ == "__main__":
+    main()
