@@ -215,7 +215,7 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
             continue  # another rank's prompt, which was sampled only to keep the ranks together
         scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
         scorer.add(range(args.group_size), images)
-        scores = scorer.scores(offload=False)  # (G, R), NaN where one failed
+        scores = scorer.scores(alone=True)  # (G, R), NaN where one failed
         weights = scores.new_tensor(args.reward_weights)
         totals = (scores * weights).sum(1)  # (G,), NaN for failed images
         save_pair(run.folder, row, prompts, images, totals)

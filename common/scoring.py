@@ -47,6 +47,7 @@ from common.user_code import check_arguments, describe, load_function, own_folde
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 REWARDS = Path(__file__).parent / "rewards"  # a reward a file; those that begin with _ are helpers
 TOTAL = "weighted_total"  # logged for an evaluation beside each reward
@@ -129,6 +130,21 @@ def reward_settings(rewards: dict[str, Reward]) -> dict[str, dict[str, str]]:
     return found
 
 
+@contextmanager
+def failing_together(alone: bool) -> Iterator[None]:
+    """A RunError within it, on any rank, is a ScoringError on all of them; `alone`: on this rank. A collective."""
+    error = None
+    try:
+        yield
+    except RunError as caught:
+        error = caught
+    has_failed = [error is not None]
+    if not alone and dist.is_initialized():
+        has_failed = gather_objects(has_failed[0])
+    if any(has_failed):
+        raise ScoringError(str(error or "")) from (error and error.__cause__)
+
+
 class Scorer:
     """Scores the images of a rollout in a thread of its own, while the others are being sampled.
 
@@ -160,37 +176,40 @@ class Scorer:
         self.finished.put((list(rows), images))
 
     def scores(
-        self, places: Sequence[int] | torch.Tensor | None = None, group_size: int = 0, *, offload: bool = True
+        self, places: Sequence[int] | torch.Tensor | None = None, group_size: int = 0, *, alone: bool = False
     ) -> torch.Tensor:
         """Wait for all scores: (B, R) in fp64, a column for each reward, in their order; NaN as in score_images.
 
         places (B,): the images' numbers over all ranks, of which group_size in a row are a group; None: this rank's
-        images are a group of one prompt. offload: then run the `offload` of those rewards that have one. With places a
-        collective.
+        images are a group of one prompt. Then the `offload` of those rewards that have one is run. A collective.
+        alone: the other ranks do not wait for scores now, and more will follow: no collective, and no `offload`.
 
         Raises:
-            ScoringError: as score_images; or an image was never handed over or never scored, whose NaN would say that a
-                reward failed.
+            ScoringError: on all ranks, as score_images on one; or an image was never handed over or never scored, whose
+                NaN would say that a reward failed.
         """
-        with raised_together(alone=places is None):
-            self.finished.put(None)
-            self.thread.join()
-            if self.error:
-                raise self.error
-            missing = sum(image is None for image in self.images)
-            if missing:
-                raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
-            if not self.is_scored.all():  # not even its error is known
-                raise RunError(f"{int((~self.is_scored).sum())} of {len(self.images)} images were never scored")
+        with failing_together(alone):
+            self._wait()
         of_groups = {name: function for name, function in self.rewards.items() if name not in self.early}
         if of_groups:
-            self._score_groups(of_groups, places, group_size)
-        if offload:
+            self._score_groups(of_groups, places, group_size, alone=alone)
+        if not alone:
             offload_rewards(self.rewards)
         return self.scored
 
+    def _wait(self) -> None:
+        self.finished.put(None)
+        self.thread.join()
+        if self.error:
+            raise self.error
+        missing = sum(image is None for image in self.images)
+        if missing:
+            raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
+        if not self.is_scored.all():  # not even its error is known
+            raise RunError(f"{int((~self.is_scored).sum())} of {len(self.images)} images were never scored")
+
     def _score_groups(
-        self, rewards: dict[str, Reward], places: Sequence[int] | torch.Tensor | None, group_size: int
+        self, rewards: dict[str, Reward], places: Sequence[int] | torch.Tensor | None, group_size: int, *, alone: bool
     ) -> None:
         """Score whole groups, each on the rank that has its first image, which brings the scores back to the others."""
         name = next(iter(rewards))
@@ -203,7 +222,7 @@ class Scorer:
             of_groups, firsts = gather_groups(pixels, torch.tensor(own_places), group_size)
             groups = {first: as_images(group.numpy()) for first, group in zip(firsts.tolist(), of_groups, strict=True)}
         own: dict[int, tuple[torch.Tensor, Details]] = {}  # by place, of this rank's groups; then of all
-        with raised_together(alone=places is None):
+        with failing_together(alone):
             for first, images in groups.items():
                 prompts = self.prompt_set.select([own_places.index(first)] * len(images))
                 details: list[Details] = [{} for _ in images]
@@ -232,22 +251,6 @@ class Scorer:
                 self.is_scored[rows] = True
         except BaseException as error:  # raised in `scores`, in the thread that waits for them
             self.error = error
-
-
-@contextmanager
-def raised_together(alone: bool = False) -> Iterator[None]:
-    """A RunError that any rank raises in the block is raised behind it on all ranks, as a ScoringError: none waits for
-    the rank that failed. A collective, unless `alone`."""
-    error = None
-    try:
-        yield
-    except RunError as caught:
-        error = caught
-    has_failed = error is not None
-    if not alone:
-        has_failed = any(gather_objects(has_failed))
-    if has_failed:
-        raise ScoringError(str(error or "")) from (error and error.__cause__)
 
 
 @torch.no_grad()
