@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -171,6 +171,14 @@ def atomic_file(path: Path | str, shared: bool = False) -> Iterator[Path]:
             sync(path.parent)  # the new name is on disk too
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def remove_stale(temporary_files: Iterable[Path], age_s: float = 3600.0) -> None:
+    """Remove the temporary files that a kill has left. A younger one may be another run's, which is writing it."""
+    for file in temporary_files:
+        with suppress(OSError):  # another run removes them too
+            if time.time() - file.stat().st_mtime >= age_s:
+                file.unlink()
 
 
 def sync(path: Path) -> None:

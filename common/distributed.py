@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from common.cpu import refuse_an_old_driver, use_onednn
-from common.process import caught_signals, end_with_parent, outlive_terminal, print_message
+from common.process import end_with_parent, outlive_terminal, print_message, stop_requested
 
 import numpy as np
 import torch
@@ -153,12 +153,12 @@ def with_bar(items: Iterable[T], doing: str, total: int) -> Iterator[T]:
     """Yield the `total` items, under a progress bar on rank 0 that says what it is `doing`: what can take hours before
     the first step.
 
-    A signal ends the process before the next item. What was done until then lies in files: the next start
-    continues behind it.
+    A signal or the end of --max_minutes ends the process before the next item. What was done until then lies in files:
+    the next start continues behind it.
     """
     with tqdm(items, desc=doing, total=total, disable=not on_rank_0() or not total) as bar:
         for item in bar:
-            if caught_signals:
+            if stop_requested():
                 bar.close()
                 print_message(f"stopped while {doing}; to continue, give the same command with --resume latest")
                 raise SystemExit(0)

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from common.process import printable
+
 
 class RunError(RuntimeError):
     """A run cannot continue; the message says why, and what to do about it."""
@@ -45,8 +47,7 @@ def reason(error: BaseException) -> str:
 
 def truncate(text: str) -> str:
     """`text` on one line: letters that do not print are escaped, and the middle of a long text is left out."""
-    printable = [letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text]
-    line = "".join(printable)
+    line = printable(text)
     if len(line) <= LONGEST:
         return line
     half = LONGEST // 2

@@ -74,7 +74,8 @@ class SharedArgs:
     keep_checkpoints: PositiveInt = 2
     """how many of the newest checkpoints to keep"""
     max_minutes: NonNegativeFloat = 0.0
-    """finish the step, save and exit after this many minutes, as after a signal; 0: no limit"""
+    """finish the step, save and exit after this many minutes, as after a signal, also before the first step, while
+    prompts are cached or pairs made; 0: no limit"""
     profile_steps: tuple[str, ...] = ()
     """training steps to trace with torch's profiler: STEP for rank 0, or STEP:RANK; trace_STEP.json holds two passes of
     the update"""

@@ -23,7 +23,12 @@ def print_message(line: str) -> None:
     """Print `line` to stderr, once a node; safe in a signal handler, where print may not be re-entered."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with contextlib.suppress(OSError):  # a terminal that has gone must not end the run
-            os.write(2, f"{line}\n".encode(errors="backslashreplace"))  # a path need not be UTF-8
+            os.write(2, f"{printable(line)}\n".encode())
+
+
+def printable(text: str) -> str:
+    """`text` with what does not print escaped, such as newlines, ESC, and bytes of a path that are not UTF-8."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 class _LosingWriter(io.FileIO):

@@ -41,7 +41,7 @@ from common.errors import UNREADABLE, NothingBegun, RunError, ScoringError, trun
 from common.models.family import Family
 from common.options import SharedArgs
 from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid
-from common.process import catch_stop_signals, caught_signals, stop_requested
+from common.process import catch_stop_signals, printable, stop_requested
 from common.profiling import Utilisation, profiled_step
 from common.resuming import checkpoint_of, report_resumed, rewind
 from common.run_record import Contents, changed_contents, find_contents, write_record
@@ -216,6 +216,9 @@ class Run:
         save, before, self._save = self._save, self._before, None
         if save is None or before is None or before[0] == self._saved_step:
             return
+        is_finite = all(math.isfinite(value) for value in self.unlogged.values())
+        if not all(gather_objects(is_finite)):  # `log` would have ended the run without a checkpoint
+            return
         self.step, states, position = before
         restore_rng_states(states)
         assert self._sampler
@@ -229,7 +232,7 @@ class Run:
     def print_message(self, line: str) -> None:
         """Print a line, once for all ranks."""
         if self._writes:
-            tqdm.write(line)
+            tqdm.write(printable(line))
 
     # ---- the log ----
     def log(self, metrics: dict, grid: list[Picture] | None = None) -> None:
@@ -517,7 +520,8 @@ def exit_value(error: Exception, folder: Path | None, is_training: bool) -> str 
         return last_line(missing, error, folder) if missing else 1
     if not any(sign in str(error) for sign in RANK_IS_GONE):
         return None
-    has_stopped = bool(caught_signals) and not is_training  # while prompts were encoded, say
+    # while prompts were encoded, say; ranks do not begin at one moment, nor does their time end so
+    has_stopped = stop_requested(60.0) and not is_training
     return 0 if has_stopped else last_line(ANOTHER_RANK_LOST, error, folder)
 
 

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,11 @@ def find_contents(options: dict[str, Any]) -> Contents:
     named |= {f"{variable}={file}": file for variable, file in setting_files(options) if not is_question(variable)}
     found = {}
     for name, path in named.items():
-        if path.is_dir():
-            found[name] = digest(sorted(file for file in path.rglob("*") if file.suffix in READ))
-        elif path.is_file():
-            found[name] = digest([path])
+        with suppress(OSError):  # what cannot be read is refused where it is needed
+            if path.is_dir():
+                found[name] = digest(sorted(file for file in path.rglob("*") if file.suffix in READ))
+            elif path.is_file():
+                found[name] = digest([path])
     return found
 
 
@@ -86,8 +88,8 @@ def user_code(options: dict[str, Any]) -> dict[str, Path]:
     named = [re.fullmatch(r"(.+\.py):\w+", text) for value in options.values() for text in values_of(value)]
     files = {Path(match[1]).resolve() for match in named if match}
     folders = {file.parent for file in files}
-    for module in list(sys.modules.values()):
-        file = Path(getattr(module, "__file__", None) or "/").resolve()
+    for module in list(sys.modules.values()) if folders else []:  # thousands
+        file = Path(getattr(module, "__dict__", {}).get("__file__") or "/").resolve()
         if file.suffix == ".py" and any(file.is_relative_to(folder) for folder in folders) and is_own(file):
             files.add(file)
     files |= {file.resolve() for variable, file in setting_files(options) if is_question(variable)}

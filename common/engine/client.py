@@ -24,7 +24,7 @@ from common.engine.launch import engine_environment
 from common.engine.mismatch import check_sampling
 from common.errors import RunError
 from common.models.family import Family, Images
-from common.process import caught_signals, print_message
+from common.process import print_message, stop_requested
 from common.rollout import RolloutRequest, Trajectories
 from common.weights.attention import ENGINE_NAMES
 from common.weights.policy import policy_tensors, reshard, sampling
@@ -459,7 +459,7 @@ class VLLMEngine:
         deadline = time.monotonic() + self.timeout_s
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(min(1.0, self.timeout_s))
-            if operation == "start" and caught_signals:  # no step has begun: there is nothing to finish
+            if operation == "start" and stop_requested():  # no step has begun: there is nothing to finish
                 self._kill()
                 print_message(
                     "stopped while the rollout engine starts; to continue, give the same command with --resume latest"

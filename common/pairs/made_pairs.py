@@ -1,12 +1,13 @@
 """Preference pairs of a model's own images: the best and the worst of each prompt. Runs without --pairs import this."""
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.checkpoints import atomic_file, writing
+from common.checkpoints import atomic_file, remove_stale, writing
 from common.data import PromptSet, share_of_rank
 from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import RunError
@@ -47,6 +48,7 @@ def rows_to_make(folder: Path, num_prompts: int, options: dict[str, Any]) -> Ite
                 shutil.rmtree(folder / "pairs", ignore_errors=True)
                 known.parent.mkdir(parents=True)
                 known.write_text(made_by)
+        remove_stale((folder / "pairs").glob(".*.new"), age_s=-math.inf)  # the folder is this run's alone
     missing = gather_objects([row for row in range(num_prompts) if not record_file(folder, row).exists()])[0]
     if len(missing) < num_prompts and on_rank_0():
         print_message(

@@ -4,8 +4,8 @@ import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from common.checkpoints import atomic_file
-from common.distributed import gather_objects, with_bar
+from common.checkpoints import atomic_file, remove_stale
+from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import error_prefix
 from common.models.family import Family, hash_bits
 from common.pairs.pair_files import Pair, pair_prompts, refusing_alone
@@ -48,6 +48,8 @@ def encode_pairs(
     for row in sorted(files):
         first_row.setdefault(files[row], row)
     missing = [row for row, file in own.items() if first_row[file] == row and not is_encoded(file)]
+    if missing and on_rank_0():
+        remove_stale(Path(folder).glob(".*.new"))
     for row in with_bar(missing, f"encoding pairs into {folder}", len(missing)):
         encode_pair(model, pairs[row], files[row], image_size, max_sequence_length)
     dist.barrier()  # a rank reads what others have encoded

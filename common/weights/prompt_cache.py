@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.checkpoints import writing
+from common.checkpoints import remove_stale, writing
 from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import RunError, truncate
 from common.models.family import Conditioning, Family, hash_bits, on_device, pin_encoders
@@ -91,6 +91,7 @@ class PromptCache:
         if needed > free:
             raise RunError(f"--prompt_cache {self.folder}: has no room for {num_missing} prompts: {sizes}")
         if num_missing and on_rank_0():
+            remove_stale(self.folder.glob("*/.*.new"))
             print_message(f"--prompt_cache {self.folder}: encoding {num_missing:,} prompts that it lacks: {sizes}")
         for prompt in with_bar(missing[1:], f"encoding prompts into {self.folder}", len(missing[1:])):
             self.add(prompt, max_sequence_length)

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from common.distributed import gather_objects, restore_rng_states, rng_states
+from common.distributed import gather_objects, on_rank_0, restore_rng_states, rng_states
 from common.models.family import Family
+from common.process import print_message
 from common.weights.policy import choose_adam_kernel, load_policy_tensors, tensors_on_rank_0
 from common.weights.shards import load_shards, save_shards
 
@@ -53,4 +54,9 @@ def load_training_state(model: Family, optimizer: torch.optim.AdamW, state: dict
         unsharded = StateDictOptions(full_state_dict=True, strict=False)
         set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=unsharded)
         choose_adam_kernel(optimizer, model)  # not those of the saved run
+    num_ranks = len(state["rng"])
+    if num_ranks != dist.get_world_size() and on_rank_0():
+        now = dist.get_world_size()
+        saved_by = f"saved by {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+        print_message(f"{saved_by}, resumed by {now}: equal to an uninterrupted run to round-off")
     restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])

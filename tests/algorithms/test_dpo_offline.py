@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 from types import SimpleNamespace
 
 from common.data import PromptSet
@@ -187,11 +188,15 @@ def test_ranks_share_the_drawn_pairs_and_encode_each_once(folder, tmp_path, monk
     write = lambda model, pair, file, *sizes: encoded.append(pair) or file.write_bytes(b"")
     monkeypatch.setattr(pairs_on_disk, "encode_pair", write)
     (tmp_path / "cache").mkdir()
+    left = tmp_path / "cache" / ".1.pt.99.new"
+    left.touch()
+    os.utime(left, (0, 0))
     place = {"folder": tmp_path / "cache", "image_size": (32, 96), "max_sequence_length": 16}
     model = SimpleNamespace(frozen_tensors=lambda: [torch.ones(2)])
     found, _ = on_ranks(monkeypatch, 2, lambda rank: encode_pairs(model, pairs, {0, 2, 3}, **place))
     assert found[0] == found[1] and found[0].keys() == {0, 2, 3}
     assert found[0][0] == found[0][3] != found[0][2]
+    assert not left.exists()
     assert len(read) == 6 and sorted(map(repr, encoded)) == sorted(map(repr, [pairs[0], pairs[2]]))
 
 
@@ -418,7 +423,9 @@ def test_pairs_that_were_made_are_not_made_again(one_rank, tmp_path, capfd):
     compare(tmp_path, [next(rows)[0]], [0.5, 0.25, math.nan])
     compare(tmp_path, [next(rows)[0]], [1.0, 1.0, 1.0])
     capfd.readouterr()
+    (tmp_path / "pairs" / ".00002.json.99.new").touch()  # left by a kill
     assert [*made_pairs.rows_to_make(tmp_path, 4, OPTIONS)] == [(2, True), (3, True)]
+    assert not [*tmp_path.glob("pairs/.*.new")]
     said = capfd.readouterr().err
     assert (
         said.startswith("of 4 prompts, 2 made their pairs before the run was interrupted\n") and "making pairs" in said

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import flow_grpo
 from common import process
 from common.checkpoints import atomic_file, save_checkpoint, saved_checkpoints
-from common.data import PromptSet
+from common.data import GroupSampler, PromptSet
 from common.distributed import gather, gather_objects, gather_objects_on_rank_0
 from common.errors import NothingBegun, RunError
 from common.inputs import Inputs, choose_sizes
@@ -365,6 +365,50 @@ def test_three_steps_without_a_finite_gradient_are_too_many(tmp_path):
         RunError, match="^step 9: no finite gradient in 3 training steps in a row: lower --learning_rate$"
     ):
         run.log({"actor/skipped_steps": 4})
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("metrics", "saved", "is_trained", "is_saved"),
+    [
+        (None, 3, False, True),  # in the rollout of step 5: the fourth is not saved yet
+        (None, 4, False, False),
+        (None, 3, True, False),  # in the update: the policy is of no step
+        ({"a": 1.0}, 4, True, True),  # in the evaluation of step 5
+        ({"a": math.nan}, 4, True, False),
+    ],
+)
+def test_only_a_whole_step_is_saved_after_a_failure(tmp_path, one_rank, metrics, saved, is_trained, is_saved):
+    sampler = GroupSampler(10, 2, 2, seed=1)
+    run = new_run(tmp_path, num_steps=9)
+    run._saved_step = saved
+    torch.manual_seed(1)
+    calls = []
+    run.begin_step(5, sampler, lambda: calls.append((run.step, sampler.position, torch.rand(()).item())))
+    began_with = torch.Generator().manual_seed(1)
+    sampler.draw()
+    expected = (4, 0, torch.rand((), generator=began_with).item())
+    torch.rand(())
+    if is_trained:
+        with run.timed("update_actor"):
+            pass
+    if metrics:
+        run.end_step(metrics)
+        expected = (5, 2, torch.rand((), generator=began_with).item())
+        torch.rand(())
+    run.save_after_failure()
+    assert calls == ([expected] if is_saved else [])
+    run.save_after_failure()  # never twice
+    assert len(calls) == is_saved
+
+
+@pytest.mark.fast
+def test_a_name_does_not_act_on_the_terminal(tmp_path, capfd):
+    run = new_run(tmp_path)
+    for write in (run.print_message, process.print_message):
+        write("runs/a\x1b[31m\nb: 日本")
+        told = capfd.readouterr()
+        assert told.out + told.err == "runs/a\\x1b[31m\\nb: 日本\n"
 
 
 # ---- Run: resuming ---------------------------------------------------------------------------------------------------

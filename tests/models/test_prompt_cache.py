@@ -4,8 +4,10 @@ import json
 import os
 import re
 import signal
+import time
 from types import SimpleNamespace
 
+from common import process
 from common.errors import RunError
 from common.process import catch_stop_signals
 from common.weights import prompt_cache
@@ -255,14 +257,20 @@ def test_a_prompt_that_is_not_in_the_cache_is_encoded_and_reported(one_rank, tmp
 
 
 @pytest.mark.fast
-def test_a_stop_while_prompts_are_encoded_keeps_those_that_are(one_rank, tmp_path, monkeypatch, own_handlers, capfd):
-    """SIGTERM comes while the second of four prompts is encoded. The next start encodes the other two."""
+@pytest.mark.parametrize("by", ["SIGTERM", "--max_minutes"])
+def test_a_stop_while_prompts_are_encoded_keeps_those_that_are(
+    one_rank, tmp_path, monkeypatch, own_handlers, capfd, by
+):
+    """It comes while the second of four prompts is encoded. The next start encodes the other two, and removes what a
+    kill has left an hour ago."""
     encoded = []
 
     def encode(prompts, length):
         encoded.append(prompts[0])
-        if len(encoded) == 2:
+        if len(encoded) == 2 and by == "SIGTERM":
             os.kill(os.getpid(), signal.SIGTERM)
+        elif len(encoded) == 2:
+            monkeypatch.setattr(process, "_deadline", 0.0)
         return {"prompt_embeds": torch.ones(1, length, 8)}
 
     cache = prompt_cache.PromptCache(tmp_path, "key", encode)
@@ -276,8 +284,14 @@ def test_a_stop_while_prompts_are_encoded_keeps_those_that_are(one_rank, tmp_pat
         == f"stopped while encoding prompts into {tmp_path}; to continue, give the same command with --resume latest"
     )
     catch_stop_signals(0)
+    old, young = (cache.file_of("ccc", LENGTH).with_name(f".{name}.new") for name in ("old", "young"))
+    for file in (old, young):
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"half")
+    os.utime(old, (time.time() - 3700,) * 2)
     cache.add_missing(["a", "bb", "ccc", "dddd"], LENGTH)
     assert encoded == ["a", "bb", "ccc", "dddd"]
+    assert young.exists() and not old.exists()  # another run may be writing the young one
 
 
 @pytest.mark.fast

@@ -11,7 +11,7 @@ from common import rewards as room
 from common import scoring
 from common.data import GroupSampler, PromptSet, share_eval_images
 from common.distributed import gather_objects, gather_rows
-from common.errors import RunError
+from common.errors import RunError, ScoringError
 from common.evaluation import eval_metrics, reward_metrics, sample_records
 from common.rewards.jpeg_compressibility import jpeg_compressibility
 from common.rewards.jpeg_incompressibility import jpeg_incompressibility
@@ -355,6 +355,27 @@ def test_groups_of_an_evaluation_are_its_prompts_images(monkeypatch):
 
     found, _ = on_ranks(monkeypatch, 2, on_rank)
     assert found == [[100, 102, 104, 106, 108], [101, 103, 105, 107, 100]] and sizes == [3, 3, 3]
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_an_error_of_one_rank_is_raised_on_all(monkeypatch, whole_group):
+    """None waits for another in a collective, and one alone tells why."""
+
+    def judge(images, prompts, metadata):
+        if prompts[0] == "b":  # the second rank's
+            raise TimeoutError("no answer")
+        return [0.5] * len(images)
+
+    judge.whole_group = whole_group
+
+    def on_rank(rank):
+        scorer = Scorer({"judge": judge}, PromptSet(["ab"[rank]] * 2, [{}, {}]))
+        scorer.add(range(2), [Image.new("RGB", (4, 2))] * 2)
+        with pytest.raises(ScoringError) as caught:
+            scorer.scores([2 * rank, 2 * rank + 1], 2)
+        return str(caught.value).partition(": no answer")[0]
+
+    assert on_ranks(monkeypatch, 2, on_rank)[0] == ["", "reward judge raised TimeoutError"]
 
 
 def test_a_reward_of_whole_groups_must_know_them(tmp_path):

@@ -463,6 +463,7 @@ def test_the_number_of_ranks_may_change(options, uninterrupted, tmp_path):
     done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 3, "--resume", second, nproc=2)
     assert done.stdout.count("loaded ") == 1
     assert f"loaded {second}; micro_batch_size: 8 -> 4\n" in done.stdout
+    assert done.stdout.count("saved by 1 rank, resumed by 2: equal to an uninterrupted run to round-off\n") == 1
     assert saved_checkpoints(run) == [third] and len(load_checkpoint(third)["rng"]) == 2
     done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 4, "--resume", "latest", "--rollout_batch_size", 16)
     differences = "micro_batch_size: 4 -> 8; rollout_batch_size: 32 -> 16"
