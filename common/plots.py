@@ -8,6 +8,7 @@ from pathlib import Path
 
 from common.checkpoints import atomic_file, writing
 from common.distributed import gather_objects_on_rank_0
+from common.errors import error_prefix
 from common.images import as_one_picture, save_png, show_sources
 from common.rollout import Images
 
@@ -48,9 +49,10 @@ def plot_curves(folder: Path | str) -> None:
 
 
 def read_metrics(folder: Path | str) -> list[dict]:
-    """The lines of a run's metrics.jsonl, a dict each."""
-    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    """The lines of a run's metrics.jsonl, a dict each. ValueError: a line is no JSON, as a kill may leave the last."""
+    file = Path(folder) / "metrics.jsonl"
+    with error_prefix(file, ValueError):
+        return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def drawn_metrics(rows: list[dict], wanted: tuple[str, ...]) -> list[str]:

@@ -80,7 +80,10 @@ def main() -> None:
     args = parser.parse_args()
     try:
         if args.target.exists():
-            raise ValueError(f"{args.target}: exists already; name another target")
+            advice = "name another target"
+            if args.target.is_dir() and not (args.target / "pairs.jsonl").exists():
+                advice = f"it has no pairs.jsonl, as after a start that was ended: remove it, or {advice}"
+            raise ValueError(f"{args.target}: exists already; {advice}")
         if args.target.suffix == ".jsonl":
             print(f"{convert_prompts(args.source, args.target)} prompts")
         else:

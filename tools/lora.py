@@ -15,9 +15,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from common.checkpoints import atomic_file, writing
 from common.cpu import repair_torchvision
+from common.errors import RunError, error_prefix
 from common.models.loading import family_class, load_pipeline
-from common.weights.adapter_files import TEXT_ENCODERS, linear_shapes, read_file, translate
+from common.weights.adapter_files import TEXT_ENCODERS, is_alpha, linear_shapes, read_file, translate
 
 import torch
 from safetensors.torch import save_file
@@ -102,19 +104,24 @@ def read_matrices(path: str | Path, model: str) -> dict[str, Matrices]:
     """{module: (A, B)} of a LoRA for the transformer of a model, of one rank, with alpha / rank in B.
 
     Raises:
-        ValueError: it is not such a LoRA.
+        ValueError: what is wrong with it; the caller names the file.
     """
-    tensors, settings = read_file(Path(path))
+    with error_prefix("not a LoRA that can be read", Exception):  # whatever a library raises over its bytes
+        tensors, settings = read_file(Path(path))
+        alpha_pattern = dict(settings.get("alpha_pattern") or {})
     encoders = [key for key in tensors if TEXT_ENCODERS.match(key)]
     if encoders:
         print(f"left out: {len(encoders)} tensors of text encoders")
     weights, alphas = translate({key: tensor for key, tensor in tensors.items() if key not in encoders}, model)
     found: dict[str, Matrices] = {}
-    for module in sorted({name.rpartition(".lora_A.")[0] for name in weights if ".lora_A." in name}):
-        a = weights[f"{module}.lora_A.weight"]
-        b = weights[f"{module}.lora_B.weight"]
-        own_alpha = settings.get("alpha_pattern", {}).get(module, settings.get("lora_alpha", len(a)))
-        alpha = alphas.get(module, own_alpha)
+    for module in sorted({name.rpartition(".lora_")[0] for name in weights}):
+        a = weights.get(f"{module}.lora_A.weight")
+        b = weights.get(f"{module}.lora_B.weight")
+        if a is None or b is None or b.shape[1] != len(a):
+            raise ValueError(f"{module}: its lora_A and lora_B are not of one rank, or one is missing")
+        alpha = alphas.get(module, alpha_pattern.get(module, settings.get("lora_alpha", len(a))))
+        if not is_alpha(alpha):
+            raise ValueError(f"{module}: its alpha, {alpha}, is not one number above 0")
         root = len(a) ** 0.5 if settings.get("use_rslora") else len(a)
         found[module] = (a, b * (alpha / root))
     rank = max(len(a) for a, _ in found.values())
@@ -215,7 +222,8 @@ def merge(matrices: dict[str, Matrices], model: str, folder: str, dtype: torch.d
         weight = pipe.transformer.get_submodule(module).weight
         weight.copy_(weight.float() + b @ a)
     pipe.vae.to(dtype)
-    pipe.save_pretrained(folder)
+    with writing(folder):
+        pipe.save_pretrained(folder)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -242,14 +250,22 @@ def main(argv: list[str] | None = None) -> None:
         if args.command == "convert" and args.to != "diffusers":
             family = family_class(args.model).__name__
         family = family.removesuffix("Kontext").removesuffix("EditPlus")  # with the transformers of FLUX.1, Qwen-Image
-        matrices = read_matrices(args.file, args.model)
-        scaled = {module: (a, b * args.scale) for module, (a, b) in matrices.items()}
+        with error_prefix(f"--model {args.model}", (OSError, KeyError)):
+            shapes = linear_shapes(args.model)
+        with error_prefix(args.file):
+            matrices = read_matrices(args.file, args.model)
+            scaled = {module: (a, b * args.scale) for module, (a, b) in matrices.items()}
+            if not all(b.isfinite().all() for _, b in scaled.values()):
+                raise ValueError(f"--scale {args.scale}: gives values that are NaN or infinite")
+            if args.command == "convert":
+                tensors = convert(scaled, args.to, family, shapes)
         if args.command == "convert":
-            save_file(convert(scaled, args.to, family, linear_shapes(args.model)), args.out, metadata={"format": "pt"})
+            with atomic_file(args.out) as temporary:
+                save_file(tensors, temporary, metadata={"format": "pt"})
         else:
             merge(scaled, args.model, args.out, getattr(torch, args.dtype))
-    except (ValueError, OSError) as error:
-        sys.exit(f"tools.lora: error: {args.file}: {error}")
+    except (ValueError, OSError, RunError) as error:
+        sys.exit(f"tools.lora: error: {error}")
     print(f"{args.out}: {len(matrices)} modules of rank {len(next(iter(matrices.values()))[0])}")
 
 

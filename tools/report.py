@@ -4,7 +4,8 @@
     python -m tools.report runs/mine runs/other --output compared.html
 
 It has what looks wrong (the rules of docs/faq.md), the curves, the grids of every evaluation with a slider, the best,
-worst and most changed samples of the last one, and the options in which the runs differ.
+worst and most changed samples of the last one, and the options in which the runs differ. What cannot be read is left
+out, and named on the page.
 """
 
 import argparse
@@ -17,12 +18,14 @@ import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from common.checkpoints import atomic_file
+from common.errors import RunError, error_prefix
 from common.images import as_one_picture, open_png
-from common.plots import read_metrics
 from common.resuming import newest_record
 from tools.compare import labels_of, overlay
 
@@ -54,6 +57,49 @@ for (const box of document.querySelectorAll(".slider")) {
   show()
 }
 """
+
+
+# ---- files, of which a kill may have cut any -------------------------------------------------------------------------
+@contextmanager
+def leaving_out(subject: Path | str, unread: list[str]) -> Iterator[None]:
+    """Whatever is wrong with a file, or its line, ends the block and becomes a line of `unread`."""
+    try:
+        with error_prefix(subject, Exception):
+            yield
+    except ValueError as error:
+        unread.append(str(error))
+
+
+def read_lines(file: Path, unread: list[str]) -> list[tuple[str, dict]]:
+    """(file and line, record) of the lines of a .jsonl file that can be read."""
+    found = []
+    with leaving_out(file, unread):
+        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+            where = f"{file}, line {number}"
+            with leaving_out(where, unread):
+                found.append((where, dict(json.loads(line))))
+    return found
+
+
+def read_rows(folder: Path, unread: list[str]) -> list[dict]:
+    """A run's metrics by step."""
+    rows = []
+    for where, row in read_lines(folder / "metrics.jsonl", unread):
+        with leaving_out(where, unread):
+            wrong = [name for name, value in row.items() if not isinstance(value, int | float)]
+            if wrong:
+                raise ValueError(f"{wrong[0]} is not a number")
+            rows.append(row)
+    return rows
+
+
+def read_record(folder: Path, unread: list[str]) -> dict:
+    """A run's options, command and versions."""
+    file = newest_record(folder)
+    with leaving_out(file, unread):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        return record | {"args": dict(record["args"]), "versions": dict(record.get("versions") or {})}
+    return {"args": {}, "versions": {}}
 
 
 # ---- what looks wrong ------------------------------------------------------------------------------------------------
@@ -190,14 +236,18 @@ def curves(runs: dict[str, list[dict]]) -> str:
         return f'<div class="curves">{image_tag(path, "curves")}</div>'
 
 
-def grids(folder: Path) -> str:
+def grids(folder: Path, unread: list[str]) -> str:
     """A slider over the grids of a run's evaluations; "" where it has none."""
-    files = sorted(folder.glob("grid_*.png"))
-    if not files:
+    images = []
+    for file in sorted(file for file in folder.glob("grid_*.png") if re.fullmatch(r"grid_\d+", file.stem)):
+        with leaving_out(file, unread):
+            open_png(file)
+            images.append(image_tag(file, f"step {int(file.stem.removeprefix('grid_'))}"))
+    if not images:
         return ""
-    images = "".join(image_tag(file, f"step {int(file.stem.removeprefix('grid_'))}") for file in files)
-    slider = f'<input type="range" min="0" max="{len(files) - 1}" value="{len(files) - 1}" aria-label="evaluation">'
-    return f'<div class="slider"><output></output>{slider}{images}</div>'
+    last = len(images) - 1
+    slider = f'<input type="range" min="0" max="{last}" value="{last}" aria-label="evaluation">'
+    return f'<div class="slider"><output></output>{slider}{"".join(images)}</div>'
 
 
 class Sample(NamedTuple):
@@ -210,24 +260,29 @@ class Sample(NamedTuple):
     change: float  # RMS of the pixels' difference, 0 to 1
 
 
-def read_samples(folder: Path) -> list[Sample]:
+def read_samples(folder: Path, unread: list[str]) -> list[Sample]:
     """The samples of a run's last evaluation, beside those of its first."""
     steps = sorted(path.parent for path in folder.glob("samples/*/samples.jsonl"))
     if not steps:
         return []
     first, last = steps[0], steps[-1]
     found = []
-    for line in (last / "samples.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        after = as_one_picture(open_png(last / record["file"]))
-        other = first / record["file"]
-        before = as_one_picture(open_png(other)) if first != last and other.is_file() else None
-        change = 0.0
-        if before is not None and before.size == after.size:
-            squares = ImageStat.Stat(ImageChops.difference(before, after)).sum2
-            change = math.sqrt(sum(squares) / (3 * before.width * before.height)) / 255
-        scores = [value for name, value in record.items() if isinstance(value, float) and name != "seed"]
-        found.append(Sample(record, before, after, statistics.mean(scores) if scores else 0.0, change))
+    for where, record in read_lines(last / "samples.jsonl", unread):
+        with leaving_out(where, unread):
+            file, other = last / record["file"], first / record["file"]
+            with error_prefix(file, Exception):
+                after = as_one_picture(open_png(file))
+            before = None
+            if first != last and other.is_file():
+                with leaving_out(other, unread):
+                    before = as_one_picture(open_png(other))
+            change = 0.0
+            if before is not None and before.size == after.size:
+                squares = ImageStat.Stat(ImageChops.difference(before, after)).sum2
+                change = math.sqrt(sum(squares) / (3 * before.width * before.height)) / 255
+            scores = [value for name, value in record.items() if isinstance(value, float) and name != "seed"]
+            score = statistics.mean(scores) if scores else 0.0
+            found.append(Sample(record | {"prompt": str(record["prompt"])}, before, after, score, change))
     return found
 
 
@@ -240,9 +295,9 @@ def figure(sample: Sample) -> str:
     return f"<figure>{' '.join(parts)}<figcaption>{caption}</figcaption></figure>"
 
 
-def samples(folder: Path) -> str:
+def samples(folder: Path, unread: list[str]) -> str:
     """The best, worst and most changed samples of a run; "" where it has none."""
-    found = read_samples(folder)
+    found = read_samples(folder, unread)
     if not found:
         return ""
     shown = "each at the first evaluation, then at the last" if found[0].before else "there is one evaluation"
@@ -276,25 +331,29 @@ def page(folders: Sequence[Path]) -> str:
     """The HTML of the runs in these folders.
 
     Raises:
-        OSError: a folder lacks metrics.jsonl or args.json.
+        ValueError: a folder is no run's.
     """
+    for folder in folders:
+        if not newest_record(folder).is_file() and not (folder / "metrics.jsonl").is_file():
+            raise ValueError(f"{folder}: no run (it has neither args.json nor metrics.jsonl)")
     labels = labels_of([str(folder) for folder in folders])
-    runs = {label: read_metrics(folder) for label, folder in zip(labels, folders, strict=True)}
-    records = {
-        label: json.loads(newest_record(folder).read_text()) for label, folder in zip(labels, folders, strict=True)
-    }
+    unread: list[str] = []  # what is left out, and why
+    runs = {label: read_rows(folder, unread) for label, folder in zip(labels, folders, strict=True)}
+    records = {label: read_record(folder, unread) for label, folder in zip(labels, folders, strict=True)}
     parts = [f"<h1>{html.escape(', '.join(labels))}</h1>", "<h2>What looks wrong</h2>"]
-    for label, rows in runs.items():
-        faults = find_faults(rows, records[label]["args"])
-        for fault in faults:
-            told = f"<b>{html.escape(label)}</b>: {html.escape(fault.what)}."
-            parts.append(f'<p class="wrong">{told}<br>{html.escape(explanation(fault.place))}</p>')
-        if not faults:
-            told = "none of the rules found anything. They read metrics alone: look at the samples below as well."
-            parts.append(f'<p class="fine"><b>{html.escape(label)}</b>: {told}</p>')
-    parts += ["<h2>Curves</h2>", curves(runs)]
+    for (label, rows), folder in zip(runs.items(), folders, strict=True):
+        with leaving_out(newest_record(folder), unread):  # an option of another type
+            faults = find_faults(rows, records[label]["args"])
+            for fault in faults:
+                told = f"<b>{html.escape(label)}</b>: {html.escape(fault.what)}."
+                parts.append(f'<p class="wrong">{told}<br>{html.escape(explanation(fault.place))}</p>')
+            if rows and not faults:
+                told = "none of the rules found anything. They read metrics alone: look at the samples below as well."
+                parts.append(f'<p class="fine"><b>{html.escape(label)}</b>: {told}</p>')
+    if any(runs.values()):
+        parts += ["<h2>Curves</h2>", curves(runs)]
     for label, folder in zip(labels, folders, strict=True):
-        shown = [("Evaluations", grids(folder)), ("Samples", samples(folder))]
+        shown = [("Evaluations", grids(folder, unread)), ("Samples", samples(folder, unread))]
         parts += [f"<h2>{title}: {html.escape(label)}</h2>{content}" for title, content in shown if content]
     if len(folders) > 1:
         parts += ["<h2>Options that differ</h2>"]
@@ -303,10 +362,13 @@ def page(folders: Sequence[Path]) -> str:
     parts.append("<h2>How they were last started</h2>")
     started = []
     for title, name in (("command", "command"), ("commit", "git_hash"), ("device", "device")):
-        started.append([title, *(record.get(name) or "" for record in records.values())])
-    for library in sorted({name for record in records.values() for name in record.get("versions", {})}):
-        started.append([library, *(record.get("versions", {}).get(library, "") for record in records.values())])
+        started.append([title, *(str(record.get(name) or "") for record in records.values())])
+    for library in sorted({name for record in records.values() for name in record["versions"]}):
+        started.append([library, *(str(record["versions"].get(library, "")) for record in records.values())])
     parts.append(table(["", *labels], started))
+    if unread:
+        lines = "".join(f"<li>{html.escape(line)}</li>" for line in unread)
+        parts.insert(1, f'<h2>Left out, as it cannot be read</h2><ul class="wrong">{lines}</ul>')
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     title = html.escape(", ".join(labels))
     body = "\n".join(parts)
@@ -325,8 +387,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     path = args.output or args.runs[0] / "report.html"
     try:
-        path.write_text(page(args.runs), encoding="utf-8")
-    except (OSError, ValueError) as error:
+        content = page(args.runs)
+        with atomic_file(path) as temporary:
+            temporary.write_text(content, encoding="utf-8", errors="replace")
+    except (OSError, ValueError, RunError) as error:
         sys.exit(f"tools.report: error: {error}")
     print(path)
 

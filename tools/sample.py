@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.checkpoints import load_checkpoint
 from common.cpu import repair_torchvision
 from common.data import PromptSet, check_sources, read_prompts
-from common.errors import RunError
+from common.errors import RunError, error_prefix
 from common.images import as_one_picture, save_png
 from common.models.family import Family, Images, on_device
 from common.models.loading import find_family, load_model
@@ -41,9 +42,10 @@ def read_options(run: Path) -> dict[str, Any]:
     if not (run / "args.json").is_file():
         raise ValueError(f"{run}: no run (it has no args.json): name a run first, adapters behind it")
     path = newest_record(run)
-    record = json.loads(path.read_text(encoding="utf-8"))
-    check_format(record, path)
-    return dict(record["args"])
+    with error_prefix(path, Exception):  # whatever it holds
+        record = json.loads(path.read_text(encoding="utf-8"))
+        check_format(record, "the file")
+        return dict(record["args"])
 
 
 def read_policy(source: Path, model: str) -> tuple[dict[str, torch.Tensor], Any]:
@@ -53,25 +55,32 @@ def read_policy(source: Path, model: str) -> tuple[dict[str, torch.Tensor], Any]
         ValueError: there is none, or it is not for the model.
     """
     folder = source / "adapter" if (source / "adapter").is_dir() else source
-    if folder.suffix == ".pt":
-        state = torch.load(folder, map_location="cpu", weights_only=True, mmap=True)
-        check_format(state, folder)
-        policies = state["policies"]
-        tensors = policies.get("ema", policies["default"])
-        if not any(".lora_A." in name for name in tensors):
-            raise ValueError(f"{source}: a checkpoint of full weights: name the run, whose adapter/ has them")
+    if not folder.exists():
+        raise ValueError(f"{source}: no run, adapter or checkpoint")
+    full_weights = folder / "diffusion_pytorch_model.safetensors"
+    if folder.suffix != ".pt" and not full_weights.is_file():
+        return read_lora(folder, model)
+    state = load_checkpoint(folder) if folder.suffix == ".pt" else {}
+    with error_prefix(source, Exception):  # whatever a library raises over its bytes
+        if not state:
+            from safetensors.torch import load_file
+
+            tensors = load_file(full_weights)
+        else:
+            check_format(state, "the file")
+            tensors = dict(state["policies"].get("ema", state["policies"]["default"]))
+            if not any(".lora_A." in name for name in tensors):
+                raise ValueError("a checkpoint of full weights: name the run, whose adapter/ has them")
+        for name, tensor in tensors.items():
+            if not tensor.is_floating_point() or not tensor.isfinite().all():
+                raise ValueError(f"{name} has values that are NaN, infinite or integers")
+        if not state:
+            return tensors, None
         from peft import LoraConfig  # slow
 
         modules = sorted({name.rpartition(".lora_")[0] for name in tensors})
         rank = len(next(tensor for name, tensor in tensors.items() if ".lora_A." in name))
-        return dict(tensors), LoraConfig(r=rank, lora_alpha=state["args"]["lora_alpha"], target_modules=modules)
-    if (folder / "diffusion_pytorch_model.safetensors").is_file():
-        from safetensors.torch import load_file
-
-        return load_file(folder / "diffusion_pytorch_model.safetensors"), None
-    if not folder.exists():
-        raise ValueError(f"{source}: no run, adapter or checkpoint")
-    return read_lora(folder, model)
+        return tensors, LoraConfig(r=rank, lora_alpha=state["args"]["lora_alpha"], target_modules=modules)
 
 
 def use(model: Family, tensors: dict[str, torch.Tensor], config: Any) -> None:  # a LoraConfig, or None
@@ -170,7 +179,8 @@ def run(args: argparse.Namespace) -> Path:
     with on_device(model, "text_encoder"), on_device(model, "image_encoder"), on_device(model, "vae"):
         pictures["before"] = sample(model, prompts, seeds, options)
         for name, policy in policies.items():
-            use(model, *policy)
+            with error_prefix(name, Exception):  # of another model
+                use(model, *policy)
             pictures[name] = sample(model, prompts, seeds, options)
     write(folder, pictures, prompts.prompts)
     return folder

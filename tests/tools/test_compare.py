@@ -91,3 +91,9 @@ def test_seconds_are_the_median_of_training_steps():
 def test_runs_of_one_name_are_labelled_by_their_paths():
     assert compare.labels_of(["x/a", "y/b"]) == ["a", "b"]
     assert compare.labels_of(["x/a", "y/a"]) == ["x/a", "y/a"]
+
+
+def test_a_line_that_a_kill_has_cut_is_named_by_its_file(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"val/ocr/mean": 0.5}\n{"val/o')
+    with pytest.raises(SystemExit, match=f"^tools.compare: error: {tmp_path}/metrics.jsonl: Unterminated string"):
+        compare.main([str(tmp_path)])

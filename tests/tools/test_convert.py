@@ -82,3 +82,9 @@ def test_what_cannot_be_converted_is_named(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     line = run(monkeypatch, tmp_path / "empty", tmp_path / "pairs")
     assert line.endswith("empty: has no pairs.jsonl and no .parquet files")
+    (tmp_path / "ended" / "images").mkdir(parents=True)
+    line = run(monkeypatch, tmp_path, tmp_path / "ended")
+    assert line.endswith(
+        "ended: exists already; it has no pairs.jsonl, as after a start that was ended: remove it, or "
+        "name another target"
+    )

@@ -4,6 +4,7 @@ import json
 import re
 
 from common.models.loading import family_class
+from common.weights import adapter_files
 from common.weights.adapter_files import linear_shapes, read_lora
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
@@ -286,6 +287,58 @@ def test_convert_gives_one_rank_and_one_alpha_and_drops_encoders(tmp_path, capsy
         assert_same({MODULES[1]: found[MODULES[1]]}, two, scale=0.5)
     with pytest.raises(SystemExit, match="exists already"):
         lora.main(["convert", str(tmp_path / "in.safetensors"), str(out), "--model", MODEL])
+
+
+NESTED = "[" * 100_000
+PAIR = {"transformer.m.lora_A.weight": torch.ones(2, 2), "transformer.m.lora_B.weight": torch.ones(2, 2)}
+SCALED = PAIR | {"transformer.m.lora_B.weight": torch.full((2, 2), 3e38)}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("content", "settings", "fault"),
+    [
+        (b"", "{}", "not a LoRA that can be read: "),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "{}", "not a LoRA that can be read: "),
+        (PAIR, NESTED, "not a LoRA that can be read: "),
+        (PAIR, '{"alpha_pattern": 3}', "not a LoRA that can be read: "),
+        (PAIR, '{"lora_alpha": NaN}', "m: its alpha, nan, is not one number above 0$"),
+        (PAIR, '{"lora_alpha": "8"}', "m: its alpha, 8, is not one number above 0$"),
+        (dict(list(PAIR.items())[1:]), "{}", "m: its lora_A and lora_B are not of one rank, or one is missing$"),
+        (PAIR | {"transformer.m.lora_A.weight": torch.ones(3, 2)}, "{}", "m: its lora_A and lora_B are not of one "),
+        (PAIR | {"transformer.m.lora_A.weight": torch.full((2, 2), torch.nan)}, "{}", ".* values that are NaN or "),
+        (
+            PAIR | {"transformer.m.lora_A.weight": torch.ones(2, 2).double() * 1e300},
+            "{}",
+            ".* values that are NaN or ",
+        ),
+        (PAIR | {"transformer.m.lora_A.weight": torch.ones(2, 2).int()}, "{}", ".* is of torch.int32, where "),
+        (SCALED, "{}", "--scale 2.0: gives values that are NaN or infinite$"),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_it(tmp_path, monkeypatch, content, settings, fault):
+    monkeypatch.setattr(lora, "linear_shapes", lambda model: {"m": (2, 2)})
+    monkeypatch.setattr(adapter_files, "linear_shapes", lambda model: {"m": (2, 2)})
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "adapter_config.json").write_text(settings)
+    file = tmp_path / "in" / "adapter_model.safetensors"
+    file.write_bytes(content) if isinstance(content, bytes) else save_file(content, file)
+    command = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--model", MODEL, "--scale", "2"]
+    with pytest.raises(SystemExit, match=f"^tools.lora: error: {tmp_path}/in: {fault}") as error:
+        lora.main(command)
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.fast
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    save_file(named(matrices(MODEL, MODULES), lambda module: f"transformer.{module}"), tmp_path / "in")
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=f"^tools.lora: error: {tmp_path}/file/out could not be written "):
+        lora.main(["convert", str(tmp_path / "in"), str(tmp_path / "file" / "out"), "--model", MODEL])
+    with pytest.raises(SystemExit, match="^tools.lora: error: .*--scale nan: gives values that are NaN or infinite$"):
+        lora.main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--model", MODEL, "--scale", "nan"])
+    lora.main(["convert", str(tmp_path / "in"), str(tmp_path / "new" / "out"), "--model", MODEL])
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
 
 
 @torch.no_grad()

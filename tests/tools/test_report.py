@@ -1,7 +1,9 @@
 """tools/report.py: each rule flags one run and not another; the page holds its pictures and asks for nothing else."""
 
+import errno
 import json
 from html.parser import HTMLParser
+from pathlib import Path
 
 from common.images import save_png
 from tests.conftest import ROOT
@@ -171,9 +173,62 @@ def test_a_resumed_run_shows_the_record_of_its_highest_step(tmp_path):
 
 
 def test_samples_are_ordered_by_score_and_by_change(tmp_path):
-    first, second = report.read_samples(make_run(tmp_path / "one", 1e-4, ("red", "blue")))
+    first, second = report.read_samples(make_run(tmp_path / "one", 1e-4, ("red", "blue")), [])
     assert (first.score, second.score) == (0.25, 1.0)
     assert first.change == 0 and second.change == pytest.approx((2 / 3) ** 0.5)  # two of three colours, by 255
+
+
+def cut(file, size=-30):  # bytes, into the pixels of a PNG
+    file.write_bytes(file.read_bytes()[:size])
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("metrics.jsonl, line 2", lambda run: cut(run / "metrics.jsonl")),
+        ("metrics.jsonl, line 1", lambda run: (run / "metrics.jsonl").write_text('{"val/ocr/mean": null}\n')),
+        ("metrics.jsonl", lambda run: (run / "metrics.jsonl").unlink()),
+        ("args.json", lambda run: (run / "args.json").write_text("{}")),
+        ("args.json", lambda run: (run / "args.json").write_text('{"args": {}, "versions": 3}')),
+        ("args.json", lambda run: (run / "args.json").write_text('{"args": {"updates_per_rollout": []}}')),
+        ("args.json", lambda run: (run / "args.json").unlink()),
+        ("grid_0005.png", lambda run: cut(run / "grid_0005.png")),
+        ("samples/0005/00001.png", lambda run: cut(run / "samples" / "0005" / "00001.png")),
+        ("samples/0000/00001.png", lambda run: cut(run / "samples" / "0000" / "00001.png")),
+        ("samples/0005/samples.jsonl, line 2", lambda run: cut(run / "samples" / "0005" / "samples.jsonl")),
+        ("samples/0005/samples.jsonl, line 1", lambda run: (run / "samples/0005/samples.jsonl").write_text("[]")),
+        ("samples/0005/samples.jsonl, line 1", lambda run: (run / "samples/0005/samples.jsonl").write_text('{"a": 1}')),
+    ],
+)
+def test_what_cannot_be_read_is_left_out_and_named(tmp_path, name, spoil):
+    """The page has the rest, which is wanted most for a run that died."""
+    run = make_run(tmp_path / "one", 1e-4, ("red", "blue"))
+    spoil(run)
+    text = report.page([run])
+    left_out = text.partition("<h2>Left out, as it cannot be read</h2>")[2].partition("</ul>")[0]
+    assert f"{run}/{name}: " in left_out and left_out.count("<li>") == 1
+    assert text.count("<img") >= 2
+
+
+def test_users_own_grid_and_null_versions_are_passed_over(tmp_path):
+    run = make_run(tmp_path / "one", 1e-4, ("red", "blue"))
+    (run / "grid_best.png").touch()
+    (run / "args.json").write_text('{"args": {}, "versions": null, "command": null}')
+    assert "Left out" not in report.page([run])
+
+
+def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "one", 1e-4, ("red", "blue"))
+    (run / "report.html").write_text("before")
+
+    def full_disk(path, text, **_):
+        path.write_bytes(text.encode()[:9])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(SystemExit, match=r"^tools.report: error: .*report.html could not be written \(No space left"):
+        report.main([str(run)])
+    assert (run / "report.html").read_text() == "before"
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path):

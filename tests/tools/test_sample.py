@@ -4,16 +4,17 @@ import json
 from dataclasses import asdict, replace
 
 import flow_grpo
-from common.checkpoints import FORMAT
+from common.checkpoints import FORMAT, save_checkpoint, saved_checkpoints
 from common.images import open_png
 from common.sde import image_seed
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
-from tests.conftest import policy_without_fsdp, prompt_set
+from tests.conftest import good_state, policy_without_fsdp, prompt_set
 from tools import sample
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.fast
 PROMPTS = ['a red sign that says "4711"', 'a blue sign that says "25"']
@@ -111,3 +112,36 @@ def test_faults_are_one_line(run, tmp_path):
     }.items():
         with pytest.raises(SystemExit, match=f"^tools.sample: error: .*{fault}"):
             sample.main(list(argv))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", f'{{"format": {FORMAT}}}', '{"args": {}, "format": 0}'])
+def test_bad_options_are_named(run, tmp_path, content):
+    (run[0] / "args.json").write_text(content)
+    with pytest.raises(SystemExit, match=f"^tools.sample: error: {run[0]}/args.json: [^\n]+$"):
+        sample.main([str(run[0]), "--prompts", str(tmp_path / "own.txt")])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "fault"),
+    [
+        (torch.tensor([torch.inf]), "m.lora_A.weight has values that are NaN, infinite or integers$"),
+        (torch.tensor([1]), "m.lora_A.weight has values that are NaN, infinite or integers$"),
+        (None, "Error while deserializing header|.*is not a whole checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("is_checkpoint", [False, True])
+def test_bad_weights_are_named(run, tmp_path, is_checkpoint, tensor, fault):
+    """Of full weights, and of a checkpoint, before a model loads."""
+    source = tmp_path / "step_000001.pt" if is_checkpoint else tmp_path / "other"
+    file = source if is_checkpoint else source / "diffusion_pytorch_model.safetensors"
+    file.parent.mkdir(exist_ok=True)
+    if tensor is None:
+        file.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    elif is_checkpoint:
+        policies = {"default": {"m.lora_A.weight": tensor}}
+        save_checkpoint(tmp_path, 1, good_state() | {"policies": policies, "format": FORMAT}, 1)
+        source = saved_checkpoints(tmp_path)[0]
+    else:
+        save_file({"m.lora_A.weight": tensor}, file)
+    with pytest.raises(SystemExit, match=f"^tools.sample: error: {source}(: | )({fault})"):
+        sample.main([str(run[0]), str(source), "--prompts", str(tmp_path / "own.txt")])
