@@ -18,7 +18,8 @@ The formulas are those of UniRL's unirl/algorithms/diffusionopd.py at 2586b6c (T
 docs/algo/diffusion_opd.md at a1139ba (Apache 2.0), read and not copied; of the paper we read the abstract. Where it
 departs from them:
   - An image without a named teacher learns from all; UniRL asks for one teacher per batch, verl-omni has one teacher.
-  - UniRL's default is the squared distance of the means, without 1 / std^2; its add_kl_coefficient is our KL.
+  - UniRL's default is half the squared distance of the means, without 1 / std^2; its add_kl_coefficient is our KL.
+  - With --sde_type sde verl-omni's loss is our --kl_type code; the default here is paper.
 
 Parent: flow_grpo.py
 """
@@ -686,7 +687,7 @@ def main(args: Args, inputs: Inputs) -> None:
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
     if engine:  # push the policy for the first time, and prove that a push acts and that the engine samples as we do
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
-        engine.verify_policy(model, one_image, sample_locally, args.max_velocity_mismatch)
+        engine.verify_policy(model, one_image, sample_locally)
 
     # RUN LOGIC, the same in all scripts: resume, or evaluate the model before training
     if run.checkpoint:

@@ -16,7 +16,8 @@ in flow_grpo.py, with its equations. Read `main`, at the end, first:
 The formulas are those of UniRL's unirl/algorithms/tempflowgrpo.py at 5e3dfd8 (Tencent's licence; read, not copied). Of
 the paper we read the abstract alone. Where it departs from UniRL:
   - One branching step per rollout, drawn at random, as with its branch_steps_per_rollout 1. UniRL's default branches
-    every prompt at every step in one rollout, which costs as many more images.
+    every prompt at every step in one rollout, which costs as many more images. There the weight ranks a batch's steps.
+    Here a rollout has one weight, which Adam and --max_grad_norm mostly divide out again.
   - The KL to the reference is allowed, and is not weighted; UniRL refuses it.
 
 Parent: flow_grpo.py
@@ -668,7 +669,7 @@ def main(args: Args, inputs: Inputs) -> None:
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
     if engine:  # push the policy for the first time, and prove that a push acts and that the engine samples as we do
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
-        engine.verify_policy(model, one_image, sample_locally, args.max_velocity_mismatch)
+        engine.verify_policy(model, one_image, sample_locally)
 
     # RUN LOGIC, the same in all scripts: resume, or evaluate the model before training
     if run.checkpoint:

@@ -320,7 +320,6 @@ class VLLMEngine:
         model: Family,
         request: RolloutRequest,
         sample_locally: Callable[[Family, RolloutRequest], Trajectories],
-        velocity_limit: float | None = None,
     ) -> None:
         """Push the trained policy for the first time, as `verify_push` does, and compare the engine's sampling of it
         with the script's own, sample_locally: `request` by the ODE and, if it has a noise level, by the SDE, in four of
@@ -328,7 +327,7 @@ class VLLMEngine:
 
         Raises:
             EngineError: as `verify_push`.
-            RunError: the two do not end at the same latents; velocity_limit as for check_sampling.
+            RunError: the two do not end at the same latents.
         """
         tensors, config = policy_tensors(model)
         self.verify_push(tensors, config, request)
@@ -343,7 +342,7 @@ class VLLMEngine:
             with torch.compiler.set_stance("force_eager"), sampling(model, gathers=False):
                 ours = sample_locally(model, one.select(torch.arange(len(one.seeds)))).to("cpu")
             dtype = str(self.dtype).removeprefix("torch.")
-            check_sampling(one, ours, self.generate(one), dtype=dtype, velocity_limit=velocity_limit)
+            check_sampling(one, ours, self.generate(one), dtype)
         reshard(model.transformer)  # `load` writes to the shards: weights that passes have cast are out of date then
 
     def verify_push(
