@@ -10,6 +10,7 @@ from common.data import PromptSet, check_sources
 from common.errors import RunError
 from common.images import warn_stretched
 from common.models.family import Family
+from common.models.loading import check_schedules
 from common.options import ArgsClass, SharedArgs
 from common.pairs.pair_files import Pairs, pair_prompts
 from common.plan.needs import fit_to_gpus
@@ -70,8 +71,13 @@ def check_inputs(args: SharedArgs, inputs: Inputs) -> Inputs:
     check_pictures(args, inputs)
     check_negative_prompts(args, inputs)
     check_lora_modules(inputs.lora, options)
+    eval_size = args.eval_image_size or args.image_size
+    schedules = [("--eval_num_inference_steps", args.eval_num_inference_steps, eval_size)]
+    if "num_inference_steps" in options:
+        schedules.append(("--num_inference_steps", options["num_inference_steps"], args.image_size))
+    check_schedules(inputs.family, args.model, schedules, args.num_frames)
     if args.eval_image_size or args.eval_guidance_scale:
-        height, width = args.eval_image_size or args.image_size
+        height, width = eval_size
         guidance_scale = args.eval_guidance_scale or options.get("guidance_scale", 1.0)
         try:
             inputs.family.check(args.model, height, width, args.num_frames, guidance_scale)

@@ -21,7 +21,7 @@ from common.data import PromptSet, check_sources, read_prompts
 from common.errors import RunError, error_prefix
 from common.images import as_one_picture, save_png
 from common.models.family import Family, Images, on_device
-from common.models.loading import find_family, load_model
+from common.models.loading import check_schedules, find_family, load_model
 from common.models.long_prompts import count_long_prompts
 from common.plots import save_grid
 from common.resuming import check_format, newest_record
@@ -160,6 +160,10 @@ def run(args: argparse.Namespace) -> Path:
     length = options["max_sequence_length"]
     own = options.get("family")
     family = find_family(options["model"], height, width, options["num_frames"], guidance_scale, length, own)
+    steps = options["eval_num_inference_steps"]
+    check_schedules(
+        family, options["model"], [("--num_inference_steps", steps, (height, width))], options["num_frames"]
+    )
     check_sources(family.num_sources, [("--prompts", lines)])
     short = [source.name for source in args.sources]
     names = short if len({*short, "before"}) > len(short) else [str(source) for source in args.sources]

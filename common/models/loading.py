@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from common.models.vae import to_bfloat16
 from common.process import print_message
 from common.user_code import load_function
 
+import numpy as np
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError
@@ -194,6 +195,51 @@ def check_layout(model: str | Path) -> None:
             raise ValueError(f"--model {model}: {name} is quantised ({method}): {FULL}")
         if folder == Path(model) and not variants(folder / name):
             raise ValueError(f"--model {model}: {name} has no weights (*.safetensors or *.bin)")
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+def check_schedules(
+    family: type[Family], model: str, schedules: Sequence[tuple[str, int, tuple[int, int]]], num_frames: int
+) -> None:
+    """Make each schedule once, from the model's configs.
+
+    schedules: (option, number of sampling steps, (height, width)).
+
+    Raises:
+        ValueError: naming the option: its sigmas are not finite, or do not decrease. With the terminal shift of
+            Qwen-Image, for example, the only sigma of one step is 0 / 0.
+    """
+    with error_prefix(f"--model {model}", Exception):  # whatever a library raises over a stranger's files
+        blank = family(pipeline_without_weights(model))
+    for option, num_steps, size in schedules:
+        with error_prefix(f"{option} {num_steps}", Exception), np.errstate(all="ignore"):
+            _, sigmas, _ = blank.schedule(num_steps, *size, num_frames)
+            if not sigmas.isfinite().all() or (sigmas.diff() >= 0).any():
+                first = ", ".join(f"{sigma:g}" for sigma in sigmas[:4].tolist())
+                fault = f"the scheduler of --model {model} makes sigmas that are not finite or do not decrease"
+                raise ValueError(f"{fault}: {first}{' ...' if num_steps > 3 else ''}")
+
+
+def pipeline_without_weights(model: str | Path) -> "diffusers.DiffusionPipeline":
+    """The pipeline of a folder or hub id, from its configs: a transformer and a VAE on the meta device, and a
+    scheduler. Its other components are None."""
+    import diffusers  # slow
+
+    index = diffusers.DiffusionPipeline.load_config(model)
+    pipeline_class = getattr(diffusers, index["_class_name"])
+    parts: dict[str, Any] = {}
+    for name, parameter in inspect.signature(pipeline_class).parameters.items():
+        value = index.get(name)
+        is_component = value is None or isinstance(value, list)  # [library, class]
+        if parameter.default is parameter.empty or not is_component:
+            parts[name] = None if is_component else value
+    with torch.device("meta"):
+        for name in ("transformer", "vae"):
+            part_class = getattr(diffusers, index[name][1])
+            parts[name] = part_class.from_config(part_class.load_config(model, subfolder=name))
+            parts[name].requires_grad_(False).eval()
+    parts["scheduler"] = getattr(diffusers, index["scheduler"][1]).from_pretrained(model, subfolder="scheduler")
+    return pipeline_class(**parts)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------

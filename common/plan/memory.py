@@ -4,13 +4,13 @@ Only the model's configs are read. Its modules are built on torch's meta device.
 fake tensors, which have shapes but no memory: the cost of a pass is counted, not guessed. tools/plan.py uses this.
 """
 
-import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.models.family import ENCODERS, Conditioning, Family, pinned_bytes
+from common.models.loading import pipeline_without_weights
 from common.weights.base_weights import linear_layers
 from common.weights.lora import LoRA
 from common.weights.policy import add_policies
@@ -225,34 +225,17 @@ class Blueprint:
 
 
 def build_pipeline(source: str) -> "tuple[diffusers.DiffusionPipeline, dict[str, torch.nn.Module]]":
-    """The pipeline of a folder or hub id, from its configs, and its encoders by name, all on the meta device.
+    """pipeline_without_weights of a folder or hub id, and its encoders by name, on the meta device as well."""
+    import transformers  # slow
 
-    The pipeline itself has a transformer, a VAE and a scheduler; its other components are None.
-    """
-    import diffusers  # slow
-    import transformers
-
-    index = diffusers.DiffusionPipeline.load_config(source)
-    pipeline_class = getattr(diffusers, index["_class_name"])
-    parts: dict[str, Any] = {}
-    for name, parameter in inspect.signature(pipeline_class).parameters.items():
-        value = index.get(name)
-        is_component = value is None or isinstance(value, list)  # [library, class]
-        if parameter.default is parameter.empty or not is_component:
-            parts[name] = None if is_component else value
+    pipe = pipeline_without_weights(source)
     encoders = {}
-    for name, value in index.items():
+    for name, value in pipe.load_config(source).items():
         if name.startswith(ENCODERS) and value[1]:
             config = transformers.AutoConfig.from_pretrained(source, subfolder=name)
             with torch.device("meta"):
                 encoders[name] = getattr(transformers, value[1])(config)
-    with torch.device("meta"):
-        for name in ("transformer", "vae"):
-            part_class = getattr(diffusers, index[name][1])
-            parts[name] = part_class.from_config(part_class.load_config(source, subfolder=name))
-            parts[name].requires_grad_(False).eval()
-    parts["scheduler"] = getattr(diffusers, index["scheduler"][1]).from_pretrained(source, subfolder="scheduler")
-    return pipeline_class(**parts), encoders
+    return pipe, encoders
 
 
 def count(module: torch.nn.Module) -> int:

@@ -4,10 +4,16 @@ import json
 import shutil
 from pathlib import Path
 
+import diffusion_nft
+import dpo_offline
+import flow_grpo
+from common.data import PromptSet
 from common.engine import launch
 from common.errors import RunError
+from common.inputs import Inputs, check_inputs
 from common.models import loading
 from common.models.loading import find_family, load_model
+from common.models.stable_diffusion_3 import StableDiffusion3
 from tests.conftest import EMBEDDED
 
 import pytest
@@ -204,3 +210,33 @@ def test_names_of_files_and_their_variants():
     for name, variant in names.items():
         assert (loading.WEIGHTS.fullmatch(name)[1] or "") == variant, name
     assert loading.WEIGHTS.fullmatch("model.safetensors.index.json") is None
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("script", "options", "config", "fault"),
+    [
+        (
+            flow_grpo,
+            {"eval_num_inference_steps": 1},
+            {"shift_terminal": 0.02},
+            "--eval_num_inference_steps 1: .*: nan, 0$",
+        ),
+        (diffusion_nft, {"num_inference_steps": 1}, {"shift_terminal": 0.02}, "--num_inference_steps 1: .*: nan, 0$"),
+        (dpo_offline, {}, {"invert_sigmas": True}, "--eval_num_inference_steps 3: .*: 0, 0.248879, 0.991071, 1$"),
+        (flow_grpo, {}, {"use_dynamic_shifting": True, "base_shift": "x"}, "--eval_num_inference_steps 3: "),
+        (flow_grpo, {}, {"shift_terminal": 0.02}, None),
+    ],
+)
+def test_a_schedule_that_cannot_be_sampled_is_refused_before_a_model_loads(copy, script, options, config, fault):
+    """Of training and of evaluations; the terminal shift, which Qwen-Image has, divides 0 by 0 for one step."""
+    file = copy / "scheduler/scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    args = script.Args(model=str(copy), **options)
+    nothing = PromptSet([], [])
+    inputs = Inputs(StableDiffusion3, {}, {}, nothing, nothing, lora=None, checkpoint=None)
+    if fault is None:
+        check_inputs(args, inputs)
+        return
+    with pytest.raises(ValueError, match=f"^{fault}"):
+        check_inputs(args, inputs)

@@ -1,6 +1,7 @@
 """tools/sample.py: what the trainer would sample, before and after, beside each other."""
 
 import json
+import shutil
 from dataclasses import asdict, replace
 
 import flow_grpo
@@ -9,7 +10,7 @@ from common.images import open_png
 from common.sde import image_seed
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
-from tests.conftest import good_state, policy_without_fsdp, prompt_set
+from tests.conftest import EMBEDDED, good_state, policy_without_fsdp, prompt_set
 from tools import sample
 
 import pytest
@@ -102,12 +103,19 @@ def test_size_and_guidance_are_the_evaluations(run, tmp_path, monkeypatch):
 
 
 def test_faults_are_one_line(run, tmp_path):
-    folder, _, _ = run
+    folder, _, args = run
+    model = shutil.copytree(EMBEDDED, tmp_path / "model")
+    scheduler = model / "scheduler/scheduler_config.json"
+    scheduler.write_text(scheduler.read_text().replace('"shift_terminal": null', '"shift_terminal": 0.02'))
+    (tmp_path / "of_a_copy").mkdir()
+    record = {"args": asdict(replace(args, model=str(model))), "format": FORMAT}
+    (tmp_path / "of_a_copy/args.json").write_text(json.dumps(record))
     own = ["--prompts", str(tmp_path / "own.txt")]
     for argv, fault in {
         (str(tmp_path), *own): "no run \\(it has no args.json\\): name a run first",
         (str(folder), str(tmp_path / "nothing"), *own): "no run, adapter or checkpoint",
         (str(folder), "--prompts", "nowhere.txt"): "nowhere.txt: no such file",
+        (str(tmp_path / "of_a_copy"), *own, "--num_inference_steps", "1"): "--num_inference_steps 1: .*: nan, 0",
         (str(folder), *own, "--output", str(folder)): "exists already: choose another --output",
     }.items():
         with pytest.raises(SystemExit, match=f"^tools.sample: error: .*{fault}"):
