@@ -73,7 +73,7 @@ def fork(scripts, tmp_path, monkeypatch):
     parent.write_text(content.replace("option\n", "not committed\n"))
     header = f'"""A fork.\n\nParent: flow_grpo.py@{commits[0]}\n"""'
     path = tmp_path / "fork.py"
-    path.write_text(PARENT.replace('"""The parent."""', header).replace("c\n", "my loss\n"))
+    path.write_text(PARENT.replace('"""The parent."""', header).replace("\nc\n", "\nmy loss\n"))
     return path, commits
 
 
