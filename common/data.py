@@ -162,13 +162,14 @@ def check_sources(num_sources: tuple[int, int], prompt_sets: Sequence[tuple[str,
 
 def _read_lines(path: Path) -> list[str]:
     if path.suffix not in (".txt", ".jsonl"):
-        raise ValueError("prompts are read from .txt, .jsonl or .parquet files")
+        fault = "prompts are read from .txt, .jsonl or .parquet files"
+        if path.suffix in (".csv", ".json"):
+            call = f'pandas.read_{path.suffix[1:]}("{path}").to_json("{path.stem}.jsonl", orient="records", lines=True)'
+            fault += f"; this writes a .jsonl of a table with a column prompt: {call}"
+        raise ValueError(fault)
     if not path.is_file():
         raise ValueError("no such file")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text: {error}") from None
+    text = path.read_text(encoding="utf-8-sig")
     if not text.strip():
         raise ValueError("no prompts")
     return text.split("\n")

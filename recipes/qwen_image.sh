@@ -13,7 +13,7 @@ settings=(
     --eval_num_inference_steps 50 --micro_batch_size 4
     --reward ocr_scene_contains
 )
-case $script in
+case ${SETTINGS_OF:-$script} in
     flow_grpo.py)
         # VeRL-Omni's script for text in pictures. Flow-GRPO's code has the same, for PickScore, with a clip range of
         # 1e-4.
@@ -57,6 +57,10 @@ case $script in
         )
         ;;
     *)
+        parent=$(sed -n '/^Parent: /{s/^Parent: \([^ @]*\).*/\1/p;q;}' "${SETTINGS_OF:-$script}" 2> /dev/null)
+        if [ "$parent" ]; then # a fork has the settings of its parent
+            SETTINGS_OF=$parent exec bash "$0" "$@"
+        fi
         echo "recipes/qwen_image.sh has no settings for $script" >&2
         exit 2
         ;;

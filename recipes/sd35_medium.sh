@@ -15,7 +15,7 @@ settings=(
     --eval_num_inference_steps 40 --micro_batch_size 9
     --reward ocr_scene_contains
 )
-case $script in
+case ${SETTINGS_OF:-$script} in
     flow_grpo.py)
         # Flow-GRPO's code, general_ocr_sd3. It averages the weights by 0.9 every eighth optimizer step, which is 0.987
         # per step.
@@ -61,6 +61,10 @@ case $script in
         )
         ;;
     *)
+        parent=$(sed -n '/^Parent: /{s/^Parent: \([^ @]*\).*/\1/p;q;}' "${SETTINGS_OF:-$script}" 2> /dev/null)
+        if [ "$parent" ]; then # a fork has the settings of its parent
+            SETTINGS_OF=$parent exec bash "$0" "$@"
+        fi
         echo "recipes/sd35_medium.sh has no settings for $script" >&2
         exit 2
         ;;

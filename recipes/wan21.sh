@@ -14,7 +14,7 @@ settings=(
     --num_inference_steps 20 --eval_num_inference_steps 50
     --num_prompts 32 --group_size 4 --micro_batch_size 1
 )
-case $script in
+case ${SETTINGS_OF:-$script} in
     flow_grpo.py)
         # Flow-GRPO's code: all steps except the last are trained. It averages the weights by 0.9 every eighth optimizer
         # step, which is 0.987 per step.
@@ -45,6 +45,10 @@ case $script in
         )
         ;;
     *)
+        parent=$(sed -n '/^Parent: /{s/^Parent: \([^ @]*\).*/\1/p;q;}' "${SETTINGS_OF:-$script}" 2> /dev/null)
+        if [ "$parent" ]; then # a fork has the settings of its parent
+            SETTINGS_OF=$parent exec bash "$0" "$@"
+        fi
         echo "recipes/wan21.sh has no settings for $script" >&2
         exit 2
         ;;

@@ -14,7 +14,7 @@ settings=(
     --lora_rank 64 --lora_alpha 128 --adam_eps 1e-8
     --eval_num_inference_steps 40 --micro_batch_size 4
 )
-case $script in
+case ${SETTINGS_OF:-$script} in
     flow_grpo.py)
         # Flow-Factory's example for GRPO. It averages the weights by 0.9 every eighth optimizer step, which is 0.987
         # per step.
@@ -62,6 +62,10 @@ case $script in
         )
         ;;
     *)
+        parent=$(sed -n '/^Parent: /{s/^Parent: \([^ @]*\).*/\1/p;q;}' "${SETTINGS_OF:-$script}" 2> /dev/null)
+        if [ "$parent" ]; then # a fork has the settings of its parent
+            SETTINGS_OF=$parent exec bash "$0" "$@"
+        fi
         echo "recipes/z_image.sh has no settings for $script" >&2
         exit 2
         ;;

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError
+from safetensors import safe_open
 
 if TYPE_CHECKING:  # importing it takes seconds
     import diffusers
@@ -33,6 +34,7 @@ WEIGHTS = re.compile(
     r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+))??(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
 )
 SMALL_SIZE = (32, 96)
+LFS = b"version https://git-lfs"  # how the file begins that git-lfs leaves in the place of another
 FULL = "pass the full weights, in diffusers' layout"
 
 
@@ -185,16 +187,20 @@ def check_layout(model: str | Path) -> None:
     """Refuse what cannot be loaded, by the files that are there: a folder's, or those of a hub id in the cache.
 
     Raises:
-        ValueError: names the component: it is quantised, or a folder lacks its weights.
+        ValueError: names the component, which is quantised or has no weights, or the file that holds no weights.
     """
     folder = known_folder(model)
-    for name, config in components(folder) if folder else ():
+    if folder is None:
+        return
+    for name, config in components(folder):
         quantised = config.get("quantization_config")
         if quantised:
             method = quantised.get("quant_method", "an unknown method") if isinstance(quantised, dict) else quantised
             raise ValueError(f"--model {model}: {name} is quantised ({method}): {FULL}")
         if folder == Path(model) and not variants(folder / name):
             raise ValueError(f"--model {model}: {name} has no weights (*.safetensors or *.bin)")
+        with error_prefix(f"--model {model}"):
+            stored_dtypes(folder / name)
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
@@ -307,12 +313,22 @@ def loading_options(model: str | Path) -> dict[str, Any]:
 
 
 def stored_dtypes(folder: Path) -> set[str]:
-    """The dtypes, by safetensors' names for them, of the tensors in a folder's files; reads the headers alone."""
+    """The dtypes, by safetensors' names for them, of the tensors in a folder's files; reads the headers alone.
+
+    Raises:
+        ValueError: a file has no header that fits it, as one that git-lfs has not fetched, or one that is cut.
+    """
     found = set()
-    for path in folder.glob("*.safetensors"):
-        with error_prefix(path), open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            found |= {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+    for path in sorted(file for file in folder.iterdir() if WEIGHTS.fullmatch(file.name)):
+        with error_prefix(path, Exception):  # whatever a damaged header makes safetensors raise
+            with open(path, "rb") as opened:
+                is_pointer = opened.read(len(LFS)) == LFS
+            if is_pointer:
+                size = path.stat().st_size
+                raise ValueError(f"a git-lfs pointer of {size} bytes, not weights: run `git lfs pull` in its folder")
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt") as weights:
+                    found |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
     return found
 
 

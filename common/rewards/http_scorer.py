@@ -39,6 +39,7 @@ start GET URL/rewards is asked once for {"rewards": [NAME, ...]}; a server need 
 import functools
 import json
 import math
+import sys
 from typing import Any, NamedTuple
 
 from common.rewards._json_http import (
@@ -99,13 +100,14 @@ def read_score(settings: Settings, result: dict[str, Any], error: dict[str, Any]
     """The score in one entry of "results", or the ValueError that the entry of "errors" stands for."""
     if error:  # under whatever name, because we ask for one reward
         return ValueError(str(error.get(settings.reward, error)))
-    score = result.get(settings.reward)
+    score: Any = result.get(settings.reward)
     if isinstance(score, dict):
         metrics = [settings.metric] if settings.metric else list(score)
         score = score.get(metrics[0]) if len(metrics) == 1 else None
     elif settings.metric:
         score = None  # a number without a name need not be the metric's
-    if isinstance(score, bool) or not isinstance(score, int | float):
+    is_number = isinstance(score, float) or (isinstance(score, int) and abs(score) <= sys.float_info.max)
+    if isinstance(score, bool) or not is_number:
         wanted = "/".join(name for name in (settings.reward, settings.metric) if name)
         raise ServerError(
             f"{settings.server.url}/score: neither a number nor an error for {wanted}: {str(result)[:200]}"

@@ -97,13 +97,16 @@ async def judge(settings: Settings, image: Image, prompt: str, sources: list[Ima
     try:
         choice = answer["choices"][0]
         text = choice["message"]["content"]
+        text = "" if text is None else text
         is_cut = choice.get("finish_reason") == "length"
+        if not isinstance(text, str):
+            raise TypeError
     except (KeyError, IndexError, TypeError, AttributeError):
         raise ServerError(f"{settings.server.url}: no chat completion: {str(answer)[:200]}") from None
     try:
         if is_cut:  # the last number may be half of a number
-            raise ValueError(f"an answer cut at VLM_JUDGE_MAX_TOKENS {settings.max_tokens}: {str(text)[-200:]!r}")
-        score = read_score(text or "", settings.least, settings.highest)
+            raise ValueError(f"an answer cut at VLM_JUDGE_MAX_TOKENS {settings.max_tokens}: {text[-200:]!r}")
+        score = read_score(text, settings.least, settings.highest)
         parts = read_parts(text, settings.least, settings.highest) if sources else {}
         return {"score": score, **parts, "answer": text}
     except ValueError as error:

@@ -13,7 +13,7 @@ from typing import Any
 
 from common.checkpoints import checkpoint_step, load_checkpoint, saved_checkpoints, shards_of, sync, writing
 from common.distributed import gather_objects, on_rank_0
-from common.errors import RunError, reason
+from common.errors import NothingBegun, RunError, reason
 from common.models.family import Family
 from common.process import print_message
 from common.weights.policy import check_same_tensors, follow, local_tensors
@@ -121,7 +121,7 @@ def first_intact(path: Path, state: dict, may_be_earlier: bool) -> tuple[Path, d
     A line names each damaged file. The ranks read the files together: a collective.
 
     Raises:
-        RunError: there is none, or it may not be an earlier one.
+        NothingBegun: there is none, or it may not be an earlier one.
     """
     while True:
         fault = find_fault(path, state["shards"])
@@ -131,7 +131,7 @@ def first_intact(path: Path, state: dict, may_be_earlier: bool) -> tuple[Path, d
         if may_be_earlier:
             earlier = gather_objects(newest_before(path))[0]
         if earlier is None:
-            raise RunError(f"no checkpoint to resume from: {fault}")
+            raise NothingBegun(f"no checkpoint to resume from: {fault}")
         print_message(f"{fault}: using {earlier.name}")
         path = earlier
         state = load_checkpoint(earlier)

@@ -82,6 +82,28 @@ def test_a_bad_file_is_named(tmp_path):
             read_prompts(write(tmp_path, name, "\n   \n"))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "way_out"),
+    [
+        ("prompts.txt", "ein Schild".encode("utf-16"), "iconv -f UTF-16 -t UTF-8 OLD > NEW"),
+        ("prompts.jsonl", "\ufeffein Schild".encode("utf-16-be"), "iconv -f UTF-16 -t UTF-8 OLD > NEW"),
+        ("prompts.txt", "Grüße".encode("latin-1"), "iconv -f ITS_ENCODING -t UTF-8 OLD > NEW"),
+        (
+            "prompts.csv",
+            b"prompt\na sign",
+            'pandas.read_csv("{}").to_json("prompts.jsonl", orient="records", lines=True)',
+        ),
+        ("prompts.json", b"[]", 'pandas.read_json("{}").to_json("prompts.jsonl", orient="records", lines=True)'),
+    ],
+)
+def test_a_file_of_another_kind_is_told_the_way_out(tmp_path, name, content, way_out):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        read_prompts(path)
+    assert str(error.value).startswith(f"{path}: ") and way_out.format(path) in str(error.value)
+
+
 @pytest.mark.parametrize("reward", ["ocr", "ocr_contains"])
 @pytest.mark.parametrize("prompt", ["a sign", 'a sign "12', 'a sign ""', 'a sign " \t "', 'a sign "" and "12"'])
 def test_ocr_refuses_a_prompt_without_a_target(tmp_path, reward, prompt):

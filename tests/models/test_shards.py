@@ -161,8 +161,12 @@ def test_the_checkpoint_before_a_damaged_one_is_used(tmp_path, capfd):
     assert (found, its_state["step"]) == (paths[0], 1)
     lines = capfd.readouterr().err.splitlines()
     assert [line.rpartition(": ")[2] for line in lines] == ["using step_000002.pt", "using step_000001.pt"]
-    with pytest.raises(RunError, match=rf"^no checkpoint to resume from: {paths[2]} is not a whole checkpoint \(bad"):
-        shards.first_intact(paths[2], state, may_be_earlier=False)
+    paths[0].unlink()
+    for path, may_be_earlier in ((paths[2], False), (paths[1], True)):  # with no advice to resume from one of them
+        with pytest.raises(
+            NothingBegun, match=rf"^no checkpoint to resume from: {path} is not a whole checkpoint \(bad"
+        ):
+            shards.first_intact(path, load_checkpoint(path), may_be_earlier)
 
 
 def test_a_file_that_cannot_be_read_back_is_named_and_nothing_stays(tmp_path, monkeypatch):

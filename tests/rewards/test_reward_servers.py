@@ -452,6 +452,10 @@ GARBAGE = {
         ([], "no chat completion"),
         ({"choices": []}, "no chat completion"),
         ({"choices": [{"text": "Score: 5"}]}, "no chat completion"),
+        *(
+            ({"choices": [{"message": {"content": content}}]}, "no chat completion")
+            for content in ([{"type": "text", "text": "Score: 5"}], 5, {"text": "Score: 5"}, True)
+        ),
     ],
     "http_scorer": [
         (b"<html>busy</html>", "the answer is not JSON: <html>busy</html>"),
@@ -465,7 +469,7 @@ GARBAGE = {
         ),
         *(
             ({"results": [result] * 4, "errors": [{}] * 4}, "neither a number nor an error for green")
-            for result in ({}, *({"green": odd} for odd in (None, "1", True, {"a": 1, "b": 2}, {})))
+            for result in ({}, *({"green": odd} for odd in (None, "1", True, 10**400, {"a": 1, "b": 2}, {})))
         ),
     ],
 }

@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import subprocess
+from pathlib import Path
 
 from common.command_line import parse_args
 from common.scoring import built_in_rewards
@@ -127,6 +128,22 @@ def test_another_launcher(tmp_path) -> None:
     assert done.returncode == 2 and done.stderr == "recipes/wan21.sh has no settings for dpo_offline.py\n"
     done = subprocess.run(["bash", recipe], env=launch, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode != 0 and "which script" in done.stderr
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if "which script" in (ROOT / path).read_text()])
+def test_a_fork_gets_the_settings_of_its_parent(tmp_path: Path, recipe: Path) -> None:
+    """Also a fork of a fork, and with the commit of its parent."""
+    launch = os.environ | {"LAUNCH": "echo"}
+    for name, parent in (("mine.py", "flow_grpo.py@0123abc"), ("again.py", "mine.py"), ("lost.py", "nothing.py")):
+        (tmp_path / name).write_text(f'"""Mine.\n\nParent: {parent}\n"""\n')
+    path = ROOT / recipe
+    of = {}
+    for script in ("flow_grpo.py", "mine.py", "again.py", "lost.py"):
+        command = ["bash", path, script, "--name", "a b"]
+        of[script] = subprocess.run(command, env=launch, capture_output=True, text=True, cwd=tmp_path)
+    for fork in ("mine.py", "again.py"):
+        assert of[fork].stdout == of["flow_grpo.py"].stdout.replace("flow_grpo.py", fork, 1)
+    assert of["lost.py"].returncode == 2 and of["lost.py"].stderr.endswith("has no settings for lost.py\n")
 
 
 @pytest.mark.fast
