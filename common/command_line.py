@@ -168,7 +168,8 @@ def check_options(args: SharedArgs) -> None:
     Raises:
         ValueError: in one line that names the option, its value and what it must be.
     """
-    check_stop_rules(args.stop_if, (*args.reward, *args.eval_reward), args.eval_images_per_prompt, args.eval_by)
+    scored_by = (*args.reward, *args.eval_reward)
+    check_stop_rules(args.stop_if, scored_by, args.eval_images_per_prompt, args.eval_by, args.best_by)
     check_tracker(args.track)
     traced_steps(args.profile_steps, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if args.attention != "native":
