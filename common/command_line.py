@@ -226,7 +226,8 @@ def check_options(args: SharedArgs) -> None:
         ValueError: in one line that names the option, its value and what it must be.
     """
     parse_lr_schedule(args.lr_schedule)
-    check_stop_rules(args.stop_if, (*args.reward, *args.eval_reward), args.eval_images_per_prompt, args.eval_by)
+    scored_by = (*args.reward, *args.eval_reward)
+    check_stop_rules(args.stop_if, scored_by, args.eval_images_per_prompt, args.eval_by, args.best_by)
     check_tracker(args.track)
     traced_steps(args.profile_steps, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if args.attention != "native":

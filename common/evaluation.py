@@ -9,7 +9,7 @@ from common.errors import RunError
 from common.options import EngineArgs, SharedArgs
 from common.plots import Picture, save_grid, save_samples
 from common.run import Run
-from common.scoring import TOTAL, Details, Scorer, all_equal, count_by_reward
+from common.scoring import TOTAL, Details, Reward, Scorer, all_equal, count_by_reward, is_relative
 from common.watch import rollout_diversity, watch_metrics
 
 import torch
@@ -21,17 +21,21 @@ def evaluate_samples(
     """Metrics val/* of this rank's B evaluation images, which it also writes to samples/STEP/. A collective.
 
     scorer: has the images, their prompts, and what rewards say beside scores. places (B,): the images' numbers over all
-    ranks. scores (B, R): NaN where a reward failed; the first rewards have --reward_weights. Returns the metrics
+    ranks. scores (B, R): NaN where a reward failed; the first rewards are --reward's. Returns the metrics
     (rewards, failures, diversity, drift) and, on rank 0, the first images with captions (None on other ranks).
     """
     folder = run.folder / "samples" / f"{run.step:04d}"
     records = sample_records(scorer.prompt_set, seeds, scores, scorer.rewards, scorer.details)
     grid = save_samples(folder, places, scorer.images, records)
     images_per_prompt = args.eval_images_per_prompt
-    metrics: dict = eval_metrics(scores, scorer.rewards, args.reward_weights, places, images_per_prompt)
+    trained = zip((name.rpartition(":")[2] for name in args.reward), args.reward_weights, strict=True)
+    reward_weights = [weight for name, weight in trained if name in scorer.rewards]  # without relative ones
+    metrics: dict = eval_metrics(scores, scorer.rewards, reward_weights, places, images_per_prompt)
     metrics |= detail_metrics(scorer.details, "val")
     if args.eval_by:
-        metrics |= metrics_by_field(args.eval_by, scorer, scores, args.reward_weights, places, images_per_prompt)
+        metrics |= metrics_by_field(args.eval_by, scorer, scores, reward_weights, places, images_per_prompt)
+    if not reward_weights:
+        metrics = {name: value for name, value in metrics.items() if f"/{TOTAL}/" not in name}
     return metrics | watch_metrics(folder, places, scorer.images, images_per_prompt), grid
 
 
@@ -99,7 +103,7 @@ def detail_metrics(details: Sequence[Details], prefix: str) -> dict[str, float]:
 def reward_metrics(
     scores: torch.Tensor,
     advantages: torch.Tensor,
-    names: Iterable[str],
+    rewards: dict[str, Reward],
     reward_weights: Sequence[float],
     group_size: int,
 ) -> dict[str, torch.Tensor | float]:
@@ -107,25 +111,29 @@ def reward_metrics(
 
     std_mean is the mean over groups of the population standard deviation of the weighted total. zero_std_ratio is the
     share of groups whose images all score the same, from which nothing is learned. Only whole images count, in groups
-    with at least two of them; <reward>/failed and skipped_groups count the others.
+    with at least two of them; <reward>/failed and skipped_groups count the others. mean, max and min are those of the
+    weighted total without relative rewards, and missing where there are no others.
     """
     has_failed = scores.isnan()  # (N, R)
     is_whole = ~has_failed.any(1).view(-1, group_size)  # (P, G)
     is_kept = is_whole & (is_whole.sum(1, keepdim=True) >= 2)
-    totals = (scores * scores.new_tensor(reward_weights)).sum(1)  # (N,)
+    weighted = scores * scores.new_tensor(reward_weights)  # (N, R)
+    totals = weighted.sum(1)  # (N,)
     groups = [group[kept] for group, kept in zip(totals.view(-1, group_size), is_kept, strict=True)]
     groups = [group for group in groups if len(group)]
-    kept_totals = torch.cat(groups)
     deviations = torch.stack([group.std(correction=0) for group in groups])
     are_equal = torch.cat([all_equal(group) for group in groups])  # the std of equal values can be 1e-17
     metrics: dict[str, torch.Tensor | float] = {}
-    for r, name in enumerate(names):
+    for r, name in enumerate(rewards):
         metrics[f"critic/rewards/{name}/failed"] = has_failed[:, r].sum()
         metrics[f"critic/rewards/{name}/mean"] = scores[is_kept.flatten(), r].mean()
     metrics["critic/rewards/skipped_groups"] = (~is_kept).all(1).sum()
-    metrics["critic/rewards/mean"] = kept_totals.mean()
-    metrics["critic/rewards/max"] = kept_totals.max()
-    metrics["critic/rewards/min"] = kept_totals.min()
+    is_absolute = [not is_relative(function) for function in rewards.values()]
+    if any(is_absolute):
+        absolute_totals = weighted[:, is_absolute].sum(1)[is_kept.flatten()]
+        metrics["critic/rewards/mean"] = absolute_totals.mean()
+        metrics["critic/rewards/max"] = absolute_totals.max()
+        metrics["critic/rewards/min"] = absolute_totals.min()
     metrics["critic/rewards/std_mean"] = deviations.mean()
     metrics["critic/rewards/zero_std_ratio"] = are_equal.double().mean()
     metrics["critic/rewards/group_size"] = group_size
@@ -152,7 +160,7 @@ def eval_metrics(
     names = list(names)
     num_images = int(gather(torch.tensor(places)).max()) + 1
     scores, metrics = count_failed(gather_shares(scores, num_images), names, len(reward_weights))
-    scores = scores.view(-1, images_per_prompt, scores.shape[1]).nanmean(1)  # (prompts, R)
+    scores = scores.view(num_images // images_per_prompt, images_per_prompt, len(names)).nanmean(1)  # (prompts, R)
     totals = (scores[:, : len(reward_weights)] * scores.new_tensor(reward_weights)).sum(1)  # (prompts,)
     for name, of_prompts in zip([*names, TOTAL], [*scores.T, totals], strict=True):
         kept = of_prompts[~of_prompts.isnan()]

@@ -1,6 +1,7 @@
 """What a script loads before its model, held against the options; and the sizes that options leave open."""
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,12 +33,17 @@ class Inputs(NamedTuple):
 
     family: type[Family]
     rewards: dict[str, Reward]  # the trained ones, by name
-    eval_rewards: dict[str, Reward]  # trained ones, --eval_reward's and, for edits, preservation
+    eval_rewards: dict[str, Reward]  # trained ones that are not relative, --eval_reward's and, for edits, preservation
     train_set: PromptSet
     eval_set: PromptSet
     lora: LoRA | None  # None: full weights
     checkpoint: Path | None  # to resume from
     pairs: Pairs | None = None  # of offline DPO; None: to be made
+
+    @property
+    def all_rewards(self) -> dict[str, Reward]:
+        """Of training and evaluation."""
+        return self.rewards | self.eval_rewards
 
     def drawn_prompts(self, count: int, seed: int, negative_prompt: str = "") -> list[str]:
         """The prompts that a run of `count` draws can ask for: the drawn ones once each, the held-out ones, and what
@@ -90,10 +96,16 @@ def check_inputs(args: SharedArgs, inputs: Inputs) -> Inputs:
     for name, function in inputs.eval_rewards.items():
         if getattr(function, "whole_group", False) and args.eval_images_per_prompt == 1:
             told = "compares the images of a prompt, and --eval_images_per_prompt is 1"
-            raise ValueError(f"reward {name} {told}")
+            raise ValueError(f"reward {name} {told}: make more, or set its attribute `relative`")
+    for name in inputs.rewards.keys() - inputs.eval_rewards.keys():
+        if args.best_by and args.best_by.startswith(f"val/{name}/"):
+            raise ValueError(f"--best_by {args.best_by}: {name} is relative, so no evaluation logs it")
+    if not args.best_by and not inputs.rewards.keys() & inputs.eval_rewards.keys():
+        told = "every --reward is relative; name a metric with --eval_reward and --best_by"
+        print_message(f"no best_adapter will be written: {told}")
     own = {name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward) if ":" in name}
     if own:
-        tried = {name: function for name, function in inputs.eval_rewards.items() if name in own}
+        tried = {name: function for name, function in inputs.all_rewards.items() if name in own}
         try_rewards(tried, inputs.eval_set, args.image_size, args.num_frames)
     return inputs
 
@@ -114,6 +126,9 @@ def check_pictures(args: SharedArgs, inputs: Inputs) -> None:
     ]
     if inputs.pairs is not None:
         prompt_sets.append(("--pairs", pair_prompts(inputs.pairs)))
+        own = inputs.pairs[int(os.environ.get("RANK", "0")) :: int(os.environ.get("WORLD_SIZE", "1"))]
+        images = [image for pair in own for image in (pair.chosen, pair.rejected)]  # whose headers are read
+        warn_stretched("--pairs", images, args.image_size)
     num_sources = inputs.family.num_sources
     if check_sources(num_sources, prompt_sets) and args.prompt_cache is not None:
         raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")

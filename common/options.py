@@ -188,6 +188,9 @@ class SharedArgs:
     """a field of the held-out prompts' records, such as data_source: also log the rewards of each of its values"""
     eval_reward: tuple[str, ...] = ()
     """rewards, named as for --reward, that only score evaluations; they are not part of the weighted total"""
+    best_by: str | None = None
+    """the metric of an evaluation whose highest value chooses best_adapter/, such as val/ocr/mean; None: the weighted
+    total of the trained rewards, without those that are `relative` (docs/rewards.md)"""
     stop_if: tuple[str, ...] = ()
     """save and exit after an evaluation that meets one of these, in quotes: 'val/aesthetic/mean<5.2', or with >"""
 

@@ -30,7 +30,7 @@ EXPECTED_TO_DIFFER = (
 OF_THE_SCORE = (
     *("reward", "reward_weights", "eval_prompts", "max_prompts", "eval_images_per_prompt", "model", "dtype"),
     *("image_size", "num_frames", "max_sequence_length", "eval_num_inference_steps", "guidance_scale"),
-    *("negative_prompt", "eval_image_size", "eval_guidance_scale", "base_weights"),
+    *("negative_prompt", "eval_image_size", "eval_guidance_scale", "base_weights", "best_by"),
 )
 
 
@@ -151,7 +151,7 @@ def of_the_score(options: dict) -> dict:
     found = {name: options.get(name) or None for name in OF_THE_SCORE}  # an older checkpoint lacks some
     found["vae_dtype"] = options.get("vae_dtype", "float32")
     settings = options.get("reward_settings", {})
-    for reward in options.get("reward", ()):
+    for reward in (*options.get("reward", ()), *(options.get("eval_reward", ()) if found["best_by"] else ())):
         for variable, value in (settings.get(reward) or settings.get(reward.rpartition(":")[2], {})).items():
             if not variable.endswith("_URL"):  # a server that has moved is not another judge
                 found[variable] = value

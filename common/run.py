@@ -40,7 +40,7 @@ from common.distributed import (
 from common.errors import UNREADABLE, NothingBegun, RunError, ScoringError, truncate
 from common.models.family import Family
 from common.options import SharedArgs
-from common.plots import WATCHED, Picture, drawn_metrics, plot_curves, save_grid
+from common.plots import VAL_TOTAL, WATCHED, Picture, drawn_metrics, plot_curves, save_grid
 from common.process import catch_stop_signals, printable, stop_requested
 from common.profiling import Utilisation, profiled_step
 from common.resuming import checkpoint_of, report_resumed, rewind
@@ -84,7 +84,7 @@ class Run:
     Attributes:
         step: the training step that began last; 0 before the first one, or the checkpoint's of a resumed run.
         checkpoint: the checkpoint that this run resumes from, the same on all ranks; or None.
-        best_score: the highest weighted total of an evaluation so far.
+        best_score: the highest weighted total, or --best_by, of an evaluation so far.
         unlogged: the metrics of a finished training step until they are logged. A checkpoint has them where the step's
             evaluation failed, which a resumed run does again.
     """
@@ -115,6 +115,7 @@ class Run:
         self.checkpoint = gather_objects(checkpoint)[0] if script else checkpoint
         self.step = 0
         self.best_score = -math.inf
+        self._lowest_score = math.inf
         self.unlogged: dict[str, float] = {}
         self._saved_step = 0  # of the newest checkpoint
         self._sampler: GroupSampler | None = None
@@ -347,7 +348,8 @@ class Run:
         Full weights are as large as their checkpoint: their adapter/ is written when the run ends.
         """
         state |= {"step": self.step, "args": self.config, "contents": self._contents, "format": FORMAT}
-        state |= {"best": self.best_score, "best_step": self._best_step, "unlogged": self.unlogged}
+        state |= {"best": self.best_score, "lowest": self._lowest_score, "best_step": self._best_step}
+        state |= {"unlogged": self.unlogged}
         with self.timed("save_checkpoint"):  # after `log`: a resumed run cuts the log back to the checkpoint
             save_checkpoint(self.folder, self.step, state, self.args.keep_checkpoints)
             if model.is_lora or self._is_stopping or self.step == self.args.num_steps:
@@ -374,11 +376,19 @@ class Run:
             self.unlogged = state["unlogged"]
             self._logged_to -= 1
         self.best_score = state["best"] if is_comparable else -math.inf
+        self._lowest_score = state.get("lowest", -math.inf) if is_comparable else math.inf
         return state
 
     def save_if_best(self, model: Family, policy: str, metrics: dict) -> None:
-        """Save `policy` as best_adapter/ where its evaluation has the best weighted total so far. A collective."""
-        score = float(metrics["val/weighted_total/mean"])
+        """Save `policy` as best_adapter/ where its evaluation has the highest --best_by, or weighted total, so far. A
+        collective."""
+        name = self.args.best_by or VAL_TOTAL
+        if name not in metrics:  # there is no total where all trained rewards are relative
+            if self.args.best_by:
+                self.print_message(f"step {self.step}: --best_by {name}: this evaluation lacks it")
+            return
+        score = float(metrics[name])
+        self._lowest_score = min(self._lowest_score, score)
         if score > self.best_score:
             save_policy(self.folder / "best_adapter", model, policy, self.args.dtype)
             self.best_score = score
@@ -398,7 +408,10 @@ class Run:
         if self.bar is not None:
             self.bar.close()
         if self.args.num_steps and not self.args.eval_only:
-            if self._best_step is not None:
+            if self._best_step is not None and self._lowest_score == self.best_score:
+                told = f"{self.folder}/best_adapter is of step {self._best_step}"
+                self.print_message(f"no evaluation was better than another: {told}")
+            elif self._best_step is not None:
                 self.print_message(f"best evaluation: step {self._best_step}, in {self.folder}/best_adapter")
             told = f"stopped after step {self.step} of {self.args.num_steps}"
             if self._stop_reason:

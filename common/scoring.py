@@ -11,6 +11,7 @@ Rewards run in a thread beside the rollout, batch by batch as images are finishe
 the other images of the call. The function may have attributes:
 
     whole_group     True: it is called when all images are sampled, once for each group with all images of it
+    relative        True: it only compares the images of a group, so it scores no evaluation, and chooses no best one
     check           a function (prompt), run on every prompt before any model loads; raises ValueError for a prompt that
                     the reward cannot score
     check_metadata  a function (dict), run on every prompt's metadata in the same way
@@ -73,8 +74,8 @@ def load_rewards(
 ) -> dict[str, Reward]:
     """Reward functions by the name under which they are logged; `path/to/file.py:function` loads your own.
 
-    reward_weights: one for each; None where `trained` rewards come first in the result, and these only score
-    evaluations. load: call the `load` of those that have one.
+    reward_weights: one for each; None where `trained` rewards, but for relative ones, come first in the result, and
+    these only score evaluations. load: call the `load` of those that have one.
 
     Raises:
         ValueError: in one line, for an unknown reward, a missing file or function, a wrong number of weights, two
@@ -101,7 +102,13 @@ def load_rewards(
         if load and hasattr(function, "load"):
             with error_prefix(f"{option} {name}", Exception):
                 function.load()
-    return (trained or {}) | functions
+    absolute = {name: function for name, function in (trained or {}).items() if not is_relative(function)}
+    return absolute | functions
+
+
+def is_relative(reward: Reward) -> bool:
+    """Whether a reward only compares the images of a group, as a win rate does."""
+    return getattr(reward, "relative", False)
 
 
 def find_reward(name: str, option: str = "--reward") -> Reward:
@@ -111,6 +118,8 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
         check_arguments(function, f"{option} {name}")
         if getattr(function, "whole_batch", False):
             raise ValueError(f"{option} {name}: has whole_batch, which cut groups: set whole_group in its place")
+        if option == "--eval_reward" and is_relative(function):
+            raise ValueError(f"{option} {name}: is relative, so it says nothing of an evaluation")
         return function
     if name not in built_in_rewards():
         known = ", ".join(built_in_rewards())

@@ -45,8 +45,14 @@ def read_stop_rules(texts: Sequence[str]) -> list[StopRule]:
     return rules
 
 
-def check_stop_rules(texts: Sequence[str], rewards: Sequence[str], num_images: int, eval_by: str | None = None) -> None:
-    """Raises ValueError for a rule that cannot be read, or whose metric an evaluation does not log.
+def check_stop_rules(
+    texts: Sequence[str],
+    rewards: Sequence[str],
+    num_images: int,
+    eval_by: str | None = None,
+    best_by: str | None = None,
+) -> None:
+    """Raises ValueError for a rule that cannot be read, or where an evaluation does not log its metric, or `best_by`.
 
     rewards: of the evaluation, as the options name them. num_images: of each prompt. A user's own reward may return
     sub-scores, which are not known yet; the values of `eval_by` are in the prompts' records.
@@ -60,13 +66,14 @@ def check_stop_rules(texts: Sequence[str], rewards: Sequence[str], num_images: i
     own = tuple(f"val/{log_name}/" for name, log_name in zip(rewards, names, strict=True) if ":" in name)
     kinds = ("mean", "best") if num_images > 1 else ("mean",)
     ends = tuple(f"/{name}/{kind}@{num_images}" for name in (*names, TOTAL) for kind in kinds)
-    for rule in read_stop_rules(texts):
-        of_a_value = rule.metric.removeprefix("val/")  # VALUE/REWARD/mean@n
+    asked = [(f"--stop_if {rule}", rule.metric) for rule in read_stop_rules(texts)]
+    if best_by is not None:
+        asked.append((f"--best_by {best_by}", best_by))
+    for option, metric in asked:
+        of_a_value = metric.removeprefix("val/")  # VALUE/REWARD/mean@n
         is_of_field = eval_by is not None and of_a_value.endswith(ends) and not of_a_value.startswith("/")
-        if rule.metric not in known + more and not is_of_field and not rule.metric.startswith(own):
-            raise ValueError(
-                truncate(f"--stop_if {rule}: no evaluation logs {rule.metric}; there are {', '.join(known)}")
-            )
+        if metric not in known + more and not is_of_field and not metric.startswith(own):
+            raise ValueError(truncate(f"{option}: no evaluation logs {metric}; there are {', '.join(known)}"))
 
 
 def met_rules(

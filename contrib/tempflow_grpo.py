@@ -659,7 +659,7 @@ def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks)
     args = choose_sizes(args, inputs)  # what fits, where an option is 0; rank and alpha of --lora_path
     num_images = args.num_prompts * args.group_size
-    run = Run(args, inputs.eval_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
+    run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)

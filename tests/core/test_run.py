@@ -435,17 +435,41 @@ def test_a_resumed_run_cuts_its_folder_back_only_when_it_writes(tmp_path, one_ra
     assert [row["a"] for row in read_metrics(folder)] == [1, 2, 4]
 
 
-def test_the_best_adapter_is_that_of_the_highest_total(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("best_by", [None, "val/watched/mean"])
+def test_the_best_adapter_is_that_of_the_highest_total_or_best_by(best_by, tmp_path, monkeypatch, capsys):
     saved = []
     monkeypatch.setattr("common.run.save_policy", lambda *given: saved.append(given))
-    run = new_run(tmp_path, num_steps=4)
+    run = new_run(tmp_path, num_steps=4, best_by=best_by)
     for step, score in enumerate((0.25, 0.25, 0.5, 0.375)):
         run.step = step
-        run.save_if_best("model", "ema", {"val/weighted_total/mean": torch.tensor(score)})
+        metrics = {"val/weighted_total/mean": torch.tensor(score), "val/watched/mean": torch.tensor(1 - score)}
+        if best_by:
+            metrics = dict(zip(metrics, reversed(metrics.values()), strict=True))
+        run.save_if_best("model", "ema", metrics)
     assert saved == [(tmp_path / "best_adapter", "model", "ema", "float32")] * 2
     assert run.best_score == 0.5
     run.close()
     assert capsys.readouterr().out.startswith(f"best evaluation: step 2, in {tmp_path}/best_adapter\n")
+
+
+def test_without_a_difference_no_step_is_the_best(tmp_path, monkeypatch, capsys):
+    """Not even after a resume; relative rewards have no total, and nothing is saved."""
+    saved = []
+    monkeypatch.setattr("common.run.save_policy", lambda *given: saved.append(given))
+    run = new_run(tmp_path, num_steps=4)
+    for step in range(3):
+        run.step = step
+        run.save_if_best("model", "ema", {"val/weighted_total/mean": 0.5})
+    run.close()
+    told = capsys.readouterr().out
+    assert "best evaluation" not in told and f"{tmp_path}/best_adapter is of step 0\n" in told and len(saved) == 1
+    for best_by in (None, "val/ocr/mean"):
+        run = new_run(tmp_path, num_steps=4, best_by=best_by)
+        run.save_if_best("model", "ema", {"val/drift_from_base": 0.5})
+        run.close()
+        told = capsys.readouterr().out
+        assert "best" not in told.replace("--best_by", "") and ("lacks it" in told) == bool(best_by)
+    assert len(saved) == 1
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------

@@ -105,6 +105,7 @@ def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
     assert report_resumed("c.pt", saved, saved)
     assert capfd.readouterr().err == "loaded c.pt\n"
     assert not report_resumed("c.pt", saved, saved | {"resume": "runs/other"})
+    assert not report_resumed("c.pt", saved, saved | {"best_by": "val/ocr_contains/mean"})
     assert not report_resumed("c.pt", saved, saved | {"reward_weights": (2.0,)})
     told = "reward_weights: [1.0] -> [2.0]; reward_weights changes the score: best_adapter is chosen again\n"
     assert capfd.readouterr().err.endswith(f"loaded c.pt; {told}")

@@ -285,7 +285,7 @@ def test_equal_groups_have_advantages_of_exactly_0(value, num_rewards, num_faile
 @fast
 def test_metrics_are_of_the_images_that_are_compared():
     advantages = advantages_of(grpo_options(scale_rewards="none"), SCORES)
-    metrics = reward_metrics(SCORES, advantages, ["a", "b"], (1, 1), 3)
+    metrics = reward_metrics(SCORES, advantages, dict.fromkeys("ab"), (1, 1), 3)
     expected = {
         "critic/rewards/mean": 20 / 5,
         "critic/rewards/max": 7,

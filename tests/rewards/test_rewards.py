@@ -6,19 +6,23 @@ import math
 import re
 import sys
 import threading
+from dataclasses import replace
 
+import flow_grpo
 from common import rewards as room
 from common import scoring
 from common.data import GroupSampler, PromptSet, share_eval_images
 from common.distributed import gather_objects, gather_rows
 from common.errors import RunError, ScoringError
-from common.evaluation import eval_metrics, reward_metrics, sample_records
+from common.evaluation import eval_metrics, evaluate_samples, reward_metrics, sample_records
+from common.inputs import Inputs, check_inputs
+from common.models.stable_diffusion_3 import StableDiffusion3
 from common.rewards.jpeg_compressibility import jpeg_compressibility
 from common.rewards.jpeg_incompressibility import jpeg_incompressibility
 from common.rewards.ocr import levenshtein, ocr, ocr_score, quoted_text, recognize
 from common.rewards.ocr_contains import ocr_contains
 from common.scoring import Scorer, built_in_rewards, load_rewards, score_images
-from tests.conftest import on_ranks
+from tests.conftest import new_run, on_ranks
 
 import pytest
 import torch
@@ -428,11 +432,58 @@ def test_a_reward_that_fails_beside_the_rollout_ends_it_when_scores_are_asked_fo
     assert isinstance(error.value.__cause__, ConnectionError)  # for the traceback in the run folder
 
 
+# ---- relative rewards ------------------------------------------------------------------------------------------------
+def test_a_relative_reward_trains_and_scores_no_evaluation(tmp_path):
+    (tmp_path / "mine.py").write_text("def wins(images, prompts, metadata):\n    pass\n\n\nwins.relative = True\n")
+    mine = f"{tmp_path}/mine.py:wins"
+    rewards = load_rewards([mine, "ocr"], [2, 1])
+    assert [*load_rewards(["ocr_contains"], option="--eval_reward", trained=rewards)] == ["ocr", "ocr_contains"]
+    with pytest.raises(ValueError, match="^--eval_reward .*:wins: is relative"):
+        load_rewards([mine], option="--eval_reward", trained={})
+    scores = torch.tensor([[1, 0], [0, 5], [1, 5], [0, 5]], dtype=torch.float64)
+    metrics = reward_metrics(scores, scores[:, 0], rewards, (2, 1), 2)  # totals 2, 5 | 7, 5
+    assert metrics["critic/rewards/mean"] == 15 / 4 and metrics["critic/rewards/max"] == 5
+    assert metrics["critic/rewards/std_mean"] == 1.25 and metrics["critic/rewards/wins/mean"] == 0.5
+    metrics = reward_metrics(scores[:, :1], scores[:, 0], {"wins": rewards["wins"]}, (2,), 2)
+    assert "critic/rewards/mean" not in metrics and metrics["critic/rewards/std_mean"] == 1
+
+
+@pytest.mark.parametrize("watched", [(), ("light",)])
+def test_an_evaluation_of_relative_rewards_has_no_total(watched, one_rank, tmp_path):
+    run = new_run(tmp_path, num_steps=4)
+    rewards = dict.fromkeys(watched, lambda images, *_: [0.25] * len(images))
+    scorer = Scorer(rewards, PROMPTS)
+    scorer.add([0, 1], IMAGES)
+    args = replace(run.args, reward=("mine.py:wins",))
+    scores = scorer.scores([0, 1], 1)
+    metrics, grid = evaluate_samples(args, run, scorer, places=[0, 1], seeds=[1, 2], scores=scores)
+    means = {name: float(value) for name, value in metrics.items() if name.endswith("/mean")}
+    assert means == {f"val/{name}/mean": 0.25 for name in watched} and len(grid) == 2
+
+
+@pytest.mark.parametrize(
+    ("attributes", "options", "told"),
+    [
+        ({"whole_group": True}, {}, "reward wins compares the images of a prompt, and --eval_images_per_prompt is 1"),
+        ({"relative": True}, {"best_by": "val/wins/mean"}, "--best_by val/wins/mean: wins is relative"),
+    ],
+)
+def test_what_an_evaluation_cannot_score_is_refused(attributes, options, told):
+    def wins(images, prompts, metadata):
+        return [0.5] * len(images)
+
+    vars(wins).update(attributes)
+    eval_rewards = {} if attributes.get("relative") else {"wins": wins}
+    inputs = Inputs(StableDiffusion3, {"wins": wins}, eval_rewards, PROMPTS, PROMPTS, lora=None, checkpoint=None)
+    with pytest.raises(ValueError, match=f"^{told}"):
+        check_inputs(flow_grpo.Args(rollout="local", **options), inputs)
+
+
 # ---- reward_metrics --------------------------------------------------------------------------------------------------
 def test_reward_metrics_by_hand():
     scores = torch.tensor([[1, 0], [0, 1], [0, 0], [0, 2], [0.5, 0], [0.25, 0.25]], dtype=torch.float64)
     # totals 1, 1 | 0, 2 | 0.5, 0.5: population deviations 0, 1, 0
-    metrics = reward_metrics(scores, scores[:, 0], ["a", "b"], (1, 1), 2)
+    metrics = reward_metrics(scores, scores[:, 0], dict.fromkeys("ab"), (1, 1), 2)
     metrics = {name: float(value) for name, value in metrics.items()}
     assert metrics == pytest.approx(
         {
@@ -453,7 +504,7 @@ def test_reward_metrics_by_hand():
         },
         abs=1e-12,
     )
-    weighted = reward_metrics(scores, scores[:, 0], ["a", "b"], (2, -1), 2)  # totals 2, -1 | 0, -2 | 1, 0.25
+    weighted = reward_metrics(scores, scores[:, 0], dict.fromkeys("ab"), (2, -1), 2)  # totals 2, -1 | 0, -2 | 1, 0.25
     assert weighted["critic/rewards/mean"].item() == pytest.approx(0.25 / 6, abs=1e-12)
     assert weighted["critic/rewards/min"].item() == -2 and weighted["critic/rewards/max"].item() == 2
     assert weighted["critic/rewards/b/mean"].item() == pytest.approx(3.25 / 6, abs=1e-12)  # without its weight
@@ -467,7 +518,7 @@ def test_a_group_of_equal_rewards_counts_whatever_the_value(value, num_prompts, 
     scores[::2] += 1e-8  # round-off
     for names, reward_weights in (("a", (1,)), ("abc", (0.3, 1.7, -0.9))):
         scores_of_these = scores[:, : len(names)]
-        metrics = reward_metrics(scores_of_these, scores[:, 0], names, reward_weights, group_size)
+        metrics = reward_metrics(scores_of_these, scores[:, 0], dict.fromkeys(names), reward_weights, group_size)
         assert metrics["critic/rewards/zero_std_ratio"] == 1
 
 

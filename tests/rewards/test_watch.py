@@ -353,7 +353,9 @@ def test_a_rule_of_no_metric_is_refused():
         check_stop_rules(["val/a/mean<1", "val/c/mean<0.5"], rewards, 1)
     known = "val/a/mean, val/b/mean, val/weighted_total/mean, val/drift_from_base"
     assert str(error.value) == f"--stop_if val/c/mean<0.5: no evaluation logs val/c/mean; there are {known}"
-    check_stop_rules(["val/diversity<0.1"], rewards, 2)
+    with pytest.raises(ValueError, match="^--best_by val/c/mean: no evaluation logs val/c/mean; there are"):
+        check_stop_rules([], rewards, 1, best_by="val/c/mean")
+    check_stop_rules(["val/diversity<0.1"], rewards, 2, best_by="val/diversity")
     check_stop_rules(["val/signs/a/best@2>0.5", "val/my signs/weighted_total/mean@2>0.5"], rewards, 2, "kind")
     for metric in ("val/signs/a/best@1", "val/signs/c/mean@1", "val/signs/a/mean@2", "val/a/mean@1"):
         with pytest.raises(ValueError, match="no evaluation logs val/"):
