@@ -658,9 +658,9 @@ def main(args: Args, inputs: Inputs) -> None:
     num_rows = len(inputs.train_set)
     sampler = GroupSampler(num_rows, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
-    if engine:  # push the policy for the first time, and prove that a push changes the engine's images
+    if engine:  # push the policy for the first time, and prove that a push acts and that the engine samples as we do
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
-        engine.verify_policy(model, one_image)
+        engine.verify_policy(model, one_image, sample_locally)
 
     # RUN LOGIC, the same in all scripts: resume, or evaluate the model before training
     if run.checkpoint:

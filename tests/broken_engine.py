@@ -52,7 +52,7 @@ def break_engine(breakage, engine=VLLMEngine):
     ask = engine._ask
     answer = engine._answer
     generate = engine.generate
-    verify_push = engine.verify_push
+    verify_policy = engine.verify_policy
 
     def broken_ask(self, operation, *args, **kwargs):
         if operation == "push_lora" and breakage == "stale":
@@ -72,7 +72,7 @@ def break_engine(breakage, engine=VLLMEngine):
         return value
 
     def broken_generate(self, request, *args, **kwargs):
-        self.trains = bool(request.sde_steps)
+        self.trains = bool(request.sde_steps) and getattr(self, "verified", False)
         if self.trains and breakage in SIGNALS:
             self.rollouts = getattr(self, "rollouts", 0) + 1
             if self.rollouts == 2:
@@ -80,14 +80,14 @@ def break_engine(breakage, engine=VLLMEngine):
         return generate(self, request, *args, **kwargs)
 
     def then_verified(self, *args):
-        verify_push(self, *args)
+        verify_policy(self, *args)
         self.verified = True
 
     engine.trains = False
     engine._ask = broken_ask
     engine._answer = broken_answer
     engine.generate = broken_generate
-    engine.verify_push = then_verified
+    engine.verify_policy = then_verified
 
 
 if __name__ == "__main__":

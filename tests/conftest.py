@@ -483,7 +483,7 @@ def policy_without_fsdp(trained: bool = True, **changes: Any) -> tuple[Family, A
     """
     flow_grpo = importlib.import_module("flow_grpo")
     args = dataclasses.replace(flow_grpo.Args(), num_inference_steps=6, eval_num_inference_steps=6, **changes)
-    model = embedded_model()
+    model = embedded_model(getattr(torch, args.dtype))
     lora = lora_of(args, type(model))
     add_policies(model, lora, ["default"], args.seed)
     if trained:

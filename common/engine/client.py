@@ -1,7 +1,8 @@
 """The trainer's end of the vLLM-Omni engine: one child process per rank, reached over a pipe with bounded waits.
 
 A rank starts a VLLMEngine, pushes its policy's weights, and asks for images: `push_policy`, `generate`. `verify_policy`
-proves once per run that a push arrives. This side needs no vLLM; the child is `server.py`.
+proves once per run that a push arrives, and that the engine samples as the script does. This side needs no vLLM; the
+child is `server.py`.
 """
 
 import contextlib
@@ -20,12 +21,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.engine import messages
 from common.engine.launch import engine_environment
+from common.engine.mismatch import check_sampling
 from common.errors import RunError
 from common.models.family import Family, Images
 from common.process import caught_signals, print_message
 from common.rollout import RolloutRequest, Trajectories
 from common.weights.attention import ENGINE_NAMES
-from common.weights.policy import policy_tensors
+from common.weights.policy import policy_tensors, reshard, sampling
 
 import numpy as np
 import torch
@@ -310,10 +312,35 @@ class VLLMEngine:
             )
 
     # ---- proving that a push arrives ---------------------------------------------------------------------------------
-    def verify_policy(self, model: Family, request: RolloutRequest) -> None:
-        """Push the trained policy for the first time, as `verify_push` does. A collective."""
+    def verify_policy(
+        self,
+        model: Family,
+        request: RolloutRequest,
+        sample_locally: Callable[[Family, RolloutRequest], Trajectories],
+    ) -> None:
+        """Push the trained policy for the first time, as `verify_push` does, and compare the engine's sampling of it
+        with the script's own, sample_locally: `request` by the ODE and, if it has a noise level, by the SDE, in four of
+        its sampling steps. A collective.
+
+        Raises:
+            EngineError: as `verify_push`.
+            RunError: the two do not end at the same latents.
+        """
         tensors, config = policy_tensors(model)
         self.verify_push(tensors, config, request)
+        num_steps = len(request.timesteps)
+        kept = torch.linspace(0, num_steps - 1, min(num_steps, 4)).round().long()  # the last step is one of them
+        sigmas = torch.cat([request.sigmas[kept], request.sigmas[-1:]])
+        request = replace(request, timesteps=request.timesteps[kept], sigmas=sigmas, sigma_max=None)
+        noisy_steps = range(len(kept) - 1 if request.noise_level > 0 else 0)
+        for sde_steps in dict.fromkeys([(), tuple(noisy_steps)]):
+            one = replace(request, sde_steps=sde_steps)
+            # a graph for one image would make torch compile the blocks again, for any number of images
+            with torch.compiler.set_stance("force_eager"), sampling(model, gathers=False):
+                ours = sample_locally(model, one.select(torch.arange(len(one.seeds)))).to("cpu")
+            dtype = str(self.dtype).removeprefix("torch.")
+            check_sampling(one, ours, self.generate(one), dtype)
+        reshard(model.transformer)  # `load` writes to the shards: weights that passes have cast are out of date then
 
     def verify_push(
         self, tensors: Mapping[str, torch.Tensor], config: "LoraConfig | None", request: RolloutRequest

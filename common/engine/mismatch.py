@@ -228,6 +228,29 @@ def check_mismatch(
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
+def check_sampling(request: RolloutRequest, ours: Trajectories, engines: Trajectories, dtype: str) -> None:
+    """Stop where the script's own sampling of `request` does not end at the engine's latents.
+
+    RMS(ours - engine's) / RMS(ours - first latents) of the final latents is the relative difference of the velocities
+    along the way. Its limit is twice default_mismatch_limit, as the rounding of a step is input of the next step.
+
+    Raises:
+        RunError: in one line.
+    """
+    generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
+    final = ours.latents[:, -1]
+    moved = _rms(final - request.first_latents(generators, final.device))
+    difference = (_rms(final - engines.latents[:, -1]) / moved).max().item()
+    limit = 2 * default_mismatch_limit(dtype, request.guidance_scale)
+    if not difference <= limit:
+        raise RunError(
+            f"the engine's {'SDE' if request.sde_steps else 'ODE'} image is {difference:.1e} off the image of this "
+            f"script's sample_locally, more than {limit:.1e}: the engine samples by common/sde.py, not by this "
+            "script's section 6. Use --rollout local, or bring your sampling to the engine as docs/fork.md says. If "
+            "you did not change it, engine and trainer differ: see docs/engine.md"
+        )
+
+
 def velocity_differences(request: RolloutRequest, trajectories: Trajectories, means: torch.Tensor) -> torch.Tensor:
     """RMS(mean - engine_mean) / RMS(mean - mean at v = 0) of M samples at the W SDE steps, over elements: (M, W).
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -19,11 +20,13 @@ import flow_grpo
 from common.data import PromptSet
 from common.engine import client, launch, messages
 from common.engine.client import EngineError, VLLMEngine
+from common.errors import RunError
 from common.process import catch_stop_signals
-from common.rollout import RolloutRequest
+from common.rollout import RolloutRequest, Trajectories
 from common.weights.adapter_files import read_lora
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
+from tests.broken_engine import shifted_sigmas
 from tests.conftest import (
     EMBEDDED,
     ROOT,
@@ -184,7 +187,7 @@ def test_first_push_is_verified(engine, monkeypatch):
     model, args, config = policy_without_fsdp(trained=False)
     adapter = tensors_on_rank_0(model)[0]
     request = request_for(model, args, sde_steps=(), seeds=range(1))
-    engine.verify_policy(model, request)
+    engine.verify_policy(model, request, flow_grpo.sample_locally)
     assert_parity(engine, model, args, request_for(model, args), lora=True)  # it leaves the real adapter
     real, replaced = replace_calls(monkeypatch, engine)
     replaced["push_lora"] = lambda operation, tensors, config: (30, {})
@@ -202,6 +205,55 @@ def test_first_push_is_verified(engine, monkeypatch):
         engine.verify_push(adapter, config, request)
     with pytest.raises(EngineError, match="full weights cannot be pushed to an engine that has taken a LoRA"):
         engine.push({"proj_out.bias": torch.zeros(16)}, None)
+
+
+# ---- the script's own sampling ---------------------------------------------------------------------------------------
+@torch.no_grad()
+def heun(model, request):
+    """flow_grpo.sample_locally with Heun's second evaluation, where the next sigma is not 0."""
+    generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
+    first_latents = x = request.first_latents(generators, model.device)
+    outputs = []
+    for i, (sigma, sigma_next) in enumerate(pairwise(request.sigmas.tolist())):
+        out = flow_grpo.policy_step(model, request, x, i, generator=generators)
+        if sigma_next > 0 and out.log_prob is None:
+            ahead = flow_grpo.policy_step(model, request, out.prev_sample, i + 1)
+            dt_ahead = (request.sigmas[i + 2] - request.sigmas[i + 1]).item()
+            v = (out.prev_sample - x) / (sigma_next - sigma) / 2 + (ahead.prev_sample - out.prev_sample) / dt_ahead / 2
+            out = out._replace(prev_sample=x + v * (sigma_next - sigma))
+        outputs.append(out)
+        x = out.prev_sample
+    return Trajectories.from_steps(first_latents, outputs, model.decode(x))
+
+
+def sample_changed(change):
+    """flow_grpo.sample_locally of a request that `change` has changed."""
+    return lambda model, request: flow_grpo.sample_locally(model, change(request))
+
+
+OWN_SAMPLING = {
+    "heun": ("ODE", heun),
+    "schedule": ("ODE", sample_changed(shifted_sigmas)),
+    "guidance": ("ODE", sample_changed(lambda request: replace(request, guidance_scale=request.guidance_scale + 1.5))),
+    "noise": ("SDE", sample_changed(lambda request: replace(request, noise_level=request.noise_level / 2))),
+}
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.5])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_scripts_own_sampling_ends_the_run(engine, bf16_engine, dtype, guidance_scale):
+    """The rounding of either dtype does not; each change of section 6 does."""
+    engine = {"float32": engine, "bfloat16": bf16_engine}[dtype]
+    model, args, _ = policy_without_fsdp(guidance_scale=guidance_scale, dtype=dtype)
+    request = request_for(model, replace(args, num_inference_steps=10), sde_steps=(), seeds=range(1))
+    engine.verify_policy(model, request, flow_grpo.sample_locally)
+    for name, (kind, own) in OWN_SAMPLING.items():
+        if name == "guidance" and guidance_scale == 1:  # it has no negative prompt
+            continue
+        told = rf"the engine's {kind} image is \S+ off .*sample_locally, .*not by this script's section 6"
+        with pytest.raises(RunError, match=told) as error:
+            engine.verify_policy(model, request, own)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -74,7 +74,7 @@ BROKEN = {
 
 
 def train_with(breakage, folder, monkeypatch, *options):
-    for name in ("_ask", "_answer", "generate", "verify_push"):
+    for name in ("_ask", "_answer", "generate", "verify_policy"):
         monkeypatch.setattr(VLLMEngine, name, getattr(VLLMEngine, name))  # for the patch to be undone
     monkeypatch.setattr(VLLMEngine, "trains", False, raising=False)
     if breakage:
