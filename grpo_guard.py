@@ -1,13 +1,13 @@
 """GRPO-Guard (arXiv 2510.22319v2): Flow-GRPO with a ratio that stays centred on 1, the whole algorithm in one file.
 
 Flow-GRPO's ratio lies below 1 in the mean and has another scale at every sampling step, so that its clip hardly ever
-acts where the advantage is positive. GRPO-Guard removes both effects and gives all sampling steps equal gradients.
-Everything that is not named here is as in flow_grpo.py. Read `main`, at the end, first.
+acts where the advantage is positive. GRPO-Guard removes both effects and, with --sde_type sde, gives all sampling steps
+nearly equal gradients. Everything that is not named here is as in flow_grpo.py. Read `main`, at the end, first.
 A sampling step's mean differs between two policies by d = mean - old mean. Its noise was eps = (x' - old mean) / std:
 
   1. Flow-GRPO's log-ratio is mean(eps d) / std - mean(d^2) / (2 std^2): it lies below 0 and scales as 1 / std (eq. 7).
   2. RatioNorm removes both. The regulated log-ratio is mean(eps d) at every step (eq. 8): `regulated_log_ratio`.
-  3. Gradient reweighting divides a step's loss by its |dt|, so all get equal gradients (eq. 9 to 11): `policy_loss`.
+  3. Gradient reweighting divides a step's loss by its |dt|, v's factor in an ODE step (eq. 9 to 11): `policy_loss`.
   4. The clipped objective of that ratio is maximised (eq. 12): `policy_loss`, `accumulate_gradients`.
 
     torchrun --standalone grpo_guard.py                          # assets/embedded on a CPU, vLLM-Omni's rollouts

@@ -1,4 +1,4 @@
-"""Ten settings at ten sampling steps: tuned equally, eight or six seeds, both samplers, tests that were fixed before.
+"""Ten settings at ten sampling steps: three learning rates tried, six or eight seeds, both samplers, fixed tests.
 
     python -m benchmarks.comparison RECORD --cores 0 1           # every run that RECORD lacks, one on each core
     python -m benchmarks.comparison --plan 18                    # runs, hours and the --cut, at 18 s for a rollout

@@ -21,7 +21,9 @@ The formulas are those of Flow-Factory's src/flow_factory/trainers/crd.py at a0b
 could not compare them with the paper's equations. Where it departs from that code:
   - Means are over a prompt's images, as the abstract says, and timesteps are a prompt's own. There they are a batch's.
   - Only equal weights in the means and the squared loss; it also has softmax weights and a cross-entropy.
-  - The KL's strength grows from at least 1e-4 to kl_coef, also where kl_coef is below 1e-4.
+  - The KL's strength never falls as the reward rises: it grows from 1e-4 to kl_coef, and is kl_coef for every image
+    where that is below 1e-4. There it then falls.
+  - Timesteps are distinct; its recipe draws 20 of 10, with repeats.
 
 Parent: diffusion_nft.py
 """
@@ -87,7 +89,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     crd_beta: PositiveFloat = 1.0
     """factor of the implicit reward where it is matched with r (CRD's code: 1); a larger one keeps nearer to `old`"""
     kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
-    """factor of mean((v - v_ref)^2) for an image of r = 1; it falls to 1e-4 for r = 0 (CRD's code: 0.1)"""
+    """factor of mean((v - v_ref)^2) for an image of r = 1; for r = 0 it is at most 1e-4 (CRD's code: 0.1)"""
     kl_guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
     """guidance of the reference in that KL, as the model takes it (CRD's code: 4.5 for SD3.5); 1 turns it off"""
     adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = "continuous"
@@ -663,7 +665,7 @@ def main(args: Args, inputs: Inputs) -> None:
     for step in range(run.step + 1, last_step + 1):
         run.begin_step(step)
 
-        # sample G images for each prompt with `old`, which the engine holds already (Algorithm 1, line 3)
+        # sample G images for each prompt with `sampling`, which the engine holds already
         with run.timed("gen"):
             prompt_rows, prompt_index, image_index = sampler.draw()  # (U,); (B,), which of the U; (B,), which of the N
             prompts = inputs.train_set.select(prompt_rows)

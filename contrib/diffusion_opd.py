@@ -18,7 +18,8 @@ The formulas are those of UniRL's unirl/algorithms/diffusionopd.py at 2586b6c (T
 docs/algo/diffusion_opd.md at a1139ba (Apache 2.0), read and not copied; of the paper we read the abstract. Where it
 departs from them:
   - An image without a named teacher learns from all; UniRL asks for one teacher per batch, verl-omni has one teacher.
-  - UniRL's default is the squared distance of the means, without 1 / std^2; its add_kl_coefficient is our KL.
+  - UniRL's default is half the squared distance of the means, without 1 / std^2; its add_kl_coefficient is our KL.
+  - With --sde_type sde verl-omni's loss is our --kl_type code; the default here is paper.
 
 Parent: flow_grpo.py
 """

@@ -16,7 +16,8 @@ in flow_grpo.py, with its equations. Read `main`, at the end, first:
 The formulas are those of UniRL's unirl/algorithms/tempflowgrpo.py at 5e3dfd8 (Tencent's licence; read, not copied). Of
 the paper we read the abstract alone. Where it departs from UniRL:
   - One branching step per rollout, drawn at random, as with its branch_steps_per_rollout 1. UniRL's default branches
-    every prompt at every step in one rollout, which costs as many more images.
+    every prompt at every step in one rollout, which costs as many more images. There the weight ranks a batch's steps.
+    Here a rollout has one weight, which Adam and --max_grad_norm mostly divide out again.
   - The KL to the reference is allowed, and is not weighted; UniRL refuses it.
 
 Parent: flow_grpo.py
