@@ -1,6 +1,7 @@
 """What a script loads before its model, held against the options; and the sizes that options leave open."""
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +120,9 @@ def check_pictures(args: SharedArgs, inputs: Inputs) -> None:
     ]
     if inputs.pairs is not None:
         prompt_sets.append(("--pairs", pair_prompts(inputs.pairs)))
+        own = inputs.pairs[int(os.environ.get("RANK", "0")) :: int(os.environ.get("WORLD_SIZE", "1"))]
+        images = [image for pair in own for image in (pair.chosen, pair.rejected)]  # whose headers are read
+        warn_stretched("--pairs", images, args.image_size)
     num_sources = inputs.family.num_sources
     if check_sources(num_sources, prompt_sets) and args.prompt_cache is not None:
         raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")

@@ -5,6 +5,7 @@ from typing import Any
 
 from common.models.family import Conditioning, Config, Family, Schedule, Shapes
 from common.models.parts import JOINT_ATTENTION, check_image, check_no_guidance, even_sigmas, shifted_schedule
+from common.process import print_message
 
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
@@ -18,12 +19,15 @@ class Flux(Family):
 
     @staticmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
-        """Refuse sides that are no multiple of a token's, videos, and guidance for schnell."""
+        """Refuse sides that are no multiple of a token's, videos, and guidance for schnell; report a guidance of 1."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
         check_image(height, width, num_frames, unit)
         if not FluxTransformer2DModel.load_config(model, subfolder="transformer").get("guidance_embeds"):
             check_no_guidance(guidance_scale)
+        elif guidance_scale == 1:
+            usual = "where 3.5 (Kontext: 2.5) is usual: see --guidance_scale"
+            print_message(f"guidance is an input of this model's transformer, which gets 1, {usual}")
 
     @staticmethod
     def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:

@@ -5,11 +5,13 @@ import itertools
 import json
 import re
 
+import dpo_offline
 import flow_grpo
 from common.data import PromptSet, check_sources, read_prompts
 from common.errors import RunError
 from common.evaluation import sample_records
 from common.images import StoredImage, find_images, show_sources, warn_stretched
+from common.inputs import Inputs, check_inputs
 from common.models.flux2_klein import Flux2Klein
 from common.models.flux_kontext import FluxKontext
 from common.models.loading import family_class, load_model
@@ -259,6 +261,22 @@ def test_a_pair_whose_source_cannot_be_used_is_named(tmp_path):
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_pairs_of_another_shape_are_reported_and_a_guidance_of_1_where_it_is_an_input(capfd, tmp_path):
+    wide, high = (StoredImage(f"{name}.png", png(gradient(*size))) for name, size in (("w", (96, 32)), ("h", (32, 96))))
+    prompts = PromptSet(["a"], [{}])
+    inputs = Inputs(StableDiffusion3, {}, {}, prompts, prompts, None, None, pairs=[Pair("a", wide, high)])
+    check_inputs(dpo_offline.Args(), inputs)
+    told = "--pairs: 1 of 2 pictures have another shape than the image, 96 wide and 32 high"
+    assert told in capfd.readouterr().err
+    for part, config in (("vae", {"block_out_channels": [1]}), ("transformer", {"guidance_embeds": True})):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text(json.dumps(config))
+    for scale in (1.0, 3.5):
+        FluxKontext.check(tmp_path, 32, 32, 1, scale)
+        assert ("which gets 1, where 3.5" in capfd.readouterr().err) == (scale == 1)
+
+
 def edits(*counts):
     source = StoredImage("a.png", png(gradient()))
     return PromptSet([f"edit {i}" for i in range(len(counts))], [{"image": [source] * n} if n else {} for n in counts])
