@@ -19,7 +19,7 @@ class Flux(Family):
 
     @staticmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
-        """Refuse odd sides, videos, and guidance for schnell; report a guidance of 1 for dev."""
+        """Refuse sides that are no multiple of a token's, videos, and guidance for schnell; report a guidance of 1."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
         check_image(height, width, num_frames, unit)
