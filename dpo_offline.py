@@ -465,7 +465,7 @@ def main(args: Args, inputs: Inputs) -> None:
     sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.seed)  # of pairs
     _, _, latent_shape = model.schedule(1, *args.image_size)
 
-    # RUN LOGIC, the same in all scripts: resume, or evaluate the model before training
+    # RUN LOGIC, the same in all scripts: resume (where an evaluation failed, redo it), or evaluate before training
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
     files = {}

@@ -646,7 +646,7 @@ def main(args: Args, inputs: Inputs) -> None:
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
         engine.verify_policy(model, one_image, sample_locally)
 
-    # RUN LOGIC, the same in all scripts: resume, or evaluate the model before training
+    # RUN LOGIC, the same in all scripts: resume (where an evaluation failed, redo it), or evaluate before training
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
         if engine:  # it still holds the policy from before `load`
