@@ -208,9 +208,9 @@ def gather_groups(rows: torch.Tensor, places: torch.Tensor, group_size: int) -> 
     """
     rank = dist.get_rank()
     of_ranks = gather(places)  # (world size, B)
-    rank_of = torch.empty(int(of_ranks.max()) + 1, dtype=torch.long)
-    for other in reversed(range(len(of_ranks))):
-        rank_of[of_ranks[other]] = other
+    ranks = torch.arange(len(of_ranks)).repeat_interleave(len(places))  # of of_ranks.flatten()
+    rank_of = torch.full([int(of_ranks.max()) + 1], len(of_ranks))
+    rank_of.scatter_reduce_(0, of_ranks.flatten(), ranks, "amin")
     counts = rank_of[places] == rank
     rows, places = rows[counts], places[counts]
     owners = rank_of[places - places % group_size]  # (B,)

@@ -316,7 +316,7 @@ def test_dpo_offline_encodes_a_changed_image_again(tmp_path):
 
 def test_dpo_offline_says_which_pairs_repeat(tmp_path, capsys):
     for colour in ("red", "blue"):
-        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{colour}.png")
+        Image.new("RGB", (16, 16), colour).save(tmp_path / f"{colour}.png")
     pair = '{"prompt": "p", "chosen": "red.png", "rejected": "blue.png"}\n'
     (tmp_path / "pairs.jsonl").write_text(pair + pair.replace('"p"', '"q"') + pair)
     options = ["--pairs", "pairs.jsonl", "--num_pairs", 2, "--num_steps", 2, *few_eval_prompts(tmp_path, 2)]
