@@ -149,16 +149,16 @@ def missing_ranks(patience_s: float = 10.0) -> str:
     return f"rank {', '.join(map(str, missing))} of {world_size} did not arrive where the others waited"
 
 
-def with_bar(items: Iterable[T], doing: str, total: int) -> Iterator[T]:
+def with_bar(items: Iterable[T], doing: str, total: int, *, together: bool = False) -> Iterator[T]:
     """Yield the `total` items, under a progress bar on rank 0 that says what it is `doing`: what can take hours before
     the first step.
 
     A signal or the end of --max_minutes ends the process before the next item. What was done until then lies in files:
-    the next start continues behind it.
+    the next start continues behind it. together: the ranks need each other for an item, so they end before the same.
     """
     with tqdm(items, desc=doing, total=total, disable=not on_rank_0() or not total) as bar:
         for item in bar:
-            if stop_requested():
+            if any(gather_objects(stop_requested())) if together else stop_requested():
                 bar.close()
                 print_message(f"stopped while {doing}; to continue, give the same command with --resume latest")
                 raise SystemExit(0)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from common.data import GroupSampler, PromptSet, gather_shares
 from common.distributed import gather, gather_objects
-from common.errors import RunError
+from common.errors import ScoringError
 from common.options import EngineArgs, SharedArgs
 from common.plots import Picture, save_grid, save_samples
 from common.run import Run
@@ -210,13 +210,13 @@ def count_failed(scores: torch.Tensor, names: Sequence[str], num_trained: int) -
     their means. The rewards behind them only watch, and each loses its own failures alone.
 
     Raises:
-        RunError: a reward has no image with a score left.
+        ScoringError: a reward has no image with a score left.
     """
     has_failed = scores.isnan()
     is_left_out = has_failed[:, :num_trained].any(1)
     scores = scores.clone()
     scores[is_left_out, :num_trained] = torch.nan
     if scores.isnan().all(0).any():
-        raise RunError(f"no image of the evaluation has its scores: {count_by_reward(has_failed, names)}")
+        raise ScoringError(f"no image of the evaluation has its scores: {count_by_reward(has_failed, names)}")
     metrics = {f"val/{name}/failed": has_failed[:, r].sum() for r, name in enumerate(names)}
     return scores, metrics

@@ -217,14 +217,14 @@ class Run:
         save, before, self._save = self._save, self._before, None
         if save is None or before is None or before[0] == self._saved_step:
             return
-        is_finite = all(math.isfinite(value) for value in self.unlogged.values())
-        if not all(gather_objects(is_finite)):  # `log` would have ended the run without a checkpoint
-            return
         self.step, states, position = before
         restore_rng_states(states)
         assert self._sampler
         self._sampler.load_state_dict(position)
+        is_finite = all(math.isfinite(value) for value in self.unlogged.values())
         try:
+            if not all(gather_objects(is_finite)):  # `log` would have ended the run without a checkpoint
+                return
             save()
             gather_objects(None)  # torchrun ends all ranks when one has ended, which must not be while another saves
         except RuntimeError as error:  # a full disk, or a rank that is gone
@@ -251,6 +251,8 @@ class Run:
             self._timing["step"] = time.perf_counter() - self._step_began - self._timing.get("testing", 0.0)
             self._step_began = None
         step = self.step
+        # an evaluation before training ends nothing; that of a step may, also where a resumed run does it again
+        may_stop = self.bar is not None or bool(self.unlogged)
         metrics = self.unlogged | metrics
         self.unlogged = {}
         if "actor/skipped_steps" in metrics:
@@ -260,8 +262,9 @@ class Run:
                 f"step {step}: no finite gradient in {MAX_SKIPPED} training steps in a row: lower --learning_rate"
             )
         metrics = metrics | self._speed_metrics(step)
-        if self.args.stop_if and self.bar is not None:  # an evaluation before training ends nothing
-            met, self._stop_reason = met_rules(read_stop_rules(self.args.stop_if), step, metrics, self.print_message)
+        if self.args.stop_if and may_stop:
+            met, reason = met_rules(read_stop_rules(self.args.stop_if), step, metrics, self.print_message)
+            self._stop_reason = self._stop_reason or reason
             metrics |= met
         self._timing = {}
         if not self._writes:

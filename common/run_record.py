@@ -3,6 +3,7 @@
 It stays in the run's folder, and in its checkpoints, by which a resumed run notices what has changed.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -55,16 +56,20 @@ Contents = dict[str, str]  # what is read -> its size and digest
 # ---- what a run is made of -------------------------------------------------------------------------------------------
 def find_contents(options: dict[str, Any]) -> Contents:
     """Size and digest of all that options name: {"--eval_prompts signs.txt": ..., "code/mine.py": ...}."""
+    found: Contents = {}
     named = {f"code/{name}": file for name, file in user_code(options).items()}
     for option in DATA:
         for value in values_of(options.get(option)):
             path = Path(value.partition("=")[2] if option == "teachers" else value)
-            named[f"--{option} {value}"] = (known_folder(path) if option == "model" else None) or path
+            named[f"--{option} {value}"] = path
+            if option == "model" and not path.is_dir() and (snapshot := known_folder(path)):  # more of it comes later
+                found[f"--{option} {value}"] = f"commit {snapshot.name}"
     named |= {f"{variable}={file}": file for variable, file in setting_files(options) if not is_question(variable)}
-    found = {}
     for name, path in named.items():
         with suppress(OSError):  # what cannot be read is refused where it is needed
-            if path.is_dir():
+            if "*" in str(path):  # a pattern of --pairs
+                found[name] = digest(sorted(Path(file) for file in glob.glob(str(path))))
+            elif path.is_dir():
                 found[name] = digest(sorted(file for file in path.rglob("*") if file.suffix in READ))
             elif path.is_file():
                 found[name] = digest([path])
@@ -72,9 +77,9 @@ def find_contents(options: dict[str, Any]) -> Contents:
 
 
 def setting_files(options: dict[str, Any]) -> list[tuple[str, Path]]:
-    """The files and folders that settings of rewards name, such as a judge's question, with their variables."""
+    """The files that settings of rewards name, such as a judge's question, with their variables."""
     settings = [setting for of_reward in options.get("reward_settings", {}).values() for setting in of_reward.items()]
-    return [(variable, Path(value)) for variable, value in settings if Path(value).exists()]
+    return [(variable, Path(value)) for variable, value in settings if os.path.isfile(value)]
 
 
 def is_question(variable: str) -> bool:
@@ -89,8 +94,12 @@ def user_code(options: dict[str, Any]) -> dict[str, Path]:
     files = {Path(match[1]).resolve() for match in named if match}
     folders = {file.parent for file in files}
     for module in list(sys.modules.values()) if folders else []:  # thousands
-        file = Path(getattr(module, "__dict__", {}).get("__file__") or "/").resolve()
-        if file.suffix == ".py" and any(file.is_relative_to(folder) for folder in folders) and is_own(file):
+        names = getattr(module, "__dict__", {})
+        file = Path(names.get("__file__") or "/").resolve()
+        parts = str(names.get("__name__")).split(".")
+        beside = {folder.joinpath(*parts).with_suffix(".py") for folder in folders}
+        beside |= {folder.joinpath(*parts, "__init__.py") for folder in folders}
+        if file in beside and is_own(file):
             files.add(file)
     files |= {file.resolve() for variable, file in setting_files(options) if is_question(variable)}
     here = Path.cwd()

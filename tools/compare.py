@@ -34,20 +34,15 @@ def labels_of(folders: Sequence[str]) -> list[str]:
     return names if len(set(names)) == len(names) else list(folders)
 
 
-def read_runs(patterns: Sequence[str]) -> dict[str, Rows]:
-    """{label: rows} of the run folders that the patterns name.
-
-    Raises:
-        ValueError: a pattern names nothing, or a file cannot be read.
-        OSError: a folder has no metrics.jsonl.
-    """
+def find_folders(patterns: Sequence[str]) -> list[str]:
+    """The folders that the patterns name. ValueError: a pattern names nothing."""
     folders: list[str] = []
     for pattern in patterns:
         found = sorted(glob.glob(pattern))
         if not found:
             raise ValueError(f"{pattern}: no such run")
         folders += found
-    return {label: read_metrics(folder) for label, folder in zip(labels_of(folders), folders, strict=True)}
+    return folders
 
 
 def by_group(runs: dict[str, Rows]) -> dict[str, dict[str, Rows]]:
@@ -179,8 +174,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", default="runs/compared.png", help="the picture's file (%(default)s)")
     args = parser.parse_args(argv)
     try:
-        runs = read_runs(args.runs)
-        against = read_runs(args.against)
+        folders, base_folders = find_folders(args.runs), find_folders(args.against)
+        labels = labels_of([*folders, *base_folders])  # which tell runs of one name in two places apart
+        runs = {label: read_metrics(folder) for label, folder in zip(labels, folders, strict=False)}
+        against = {
+            label: read_metrics(folder) for label, folder in zip(labels[len(folders) :], base_folders, strict=True)
+        }
         every_row = [row for rows in (runs | against).values() for row in rows]
         metrics = args.metric or drawn_metrics(every_row, ("val/",))
         print(comparison_table(runs, against, metrics))

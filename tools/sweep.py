@@ -103,14 +103,19 @@ def steps_of(name: str) -> tuple[int, int]:
     folder = RUNS / name
     if not (folder / "metrics.jsonl").is_file():
         return 0, 0
-    asked = json.loads(newest_record(folder).read_text())["args"]["num_steps"]
-    return read_metrics(folder)[-1]["training/global_step"], asked
+    try:
+        asked = json.loads(newest_record(folder).read_text())["args"]["num_steps"]
+        return read_metrics(folder)[-1]["training/global_step"], asked
+    except (IndexError, ValueError):  # cut by a kill: a resumed run repairs it
+        return 0, 0
 
 
-def is_finished(name: str) -> bool:
-    """Whether a run has logged its last step and saved its checkpoint."""
-    last, asked = steps_of(name)
-    return asked > 0 and last >= asked and (RUNS / name / f"checkpoints/step_{last:06d}.pt").is_file()
+def is_finished(run: SweptRun) -> bool:
+    """Whether a run has logged its last step, by the command's --num_steps if it has one, and saved its checkpoint."""
+    last, asked = steps_of(run.name)
+    if "--num_steps" in run.command:
+        asked = int(run.command[run.command.index("--num_steps") + 1])
+    return last >= asked > 0 and (RUNS / run.name / f"checkpoints/step_{last:06d}.pt").is_file()
 
 
 def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
@@ -120,7 +125,7 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
         free.put(device)
 
     def start(run: SweptRun) -> str:
-        if is_finished(run.name):
+        if is_finished(run):
             return "finished before"
         device = free.get()
         try:
@@ -136,7 +141,7 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
             free.put(device)
         if code:
             return f"failed with {code}: see {RUNS / run.name}.log"
-        return "finished" if is_finished(run.name) else "stopped early"
+        return "finished" if is_finished(run) else "stopped early"
 
     with ThreadPoolExecutor(len(devices) or 1) as pool:
         try:

@@ -26,7 +26,7 @@ class Flux(Family):
         if not FluxTransformer2DModel.load_config(model, subfolder="transformer").get("guidance_embeds"):
             check_no_guidance(guidance_scale)
         elif guidance_scale == 1:
-            usual = "where 3.5 (Kontext: 2.5) is usual: see --guidance_scale"
+            usual = "where 3.5 (Kontext: 2.5) is usual (docs/models.md)"
             print_message(f"guidance is an input of this model's transformer, which gets 1, {usual}")
 
     @staticmethod

@@ -56,7 +56,8 @@ def rows_to_make(folder: Path, num_prompts: int, options: dict[str, Any]) -> Ite
         )
     share = share_of_rank(len(missing)) if missing else []
     own = range(dist.get_rank(), len(missing), dist.get_world_size())
-    return with_bar([(missing[place], i < len(own)) for i, place in enumerate(share)], "making pairs", len(share))
+    rows = [(missing[place], i < len(own)) for i, place in enumerate(share)]
+    return with_bar(rows, "making pairs", len(share), together=True)
 
 
 def record_file(folder: Path, row: int) -> Path:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -556,6 +557,23 @@ def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monke
         contents = find_contents(options)
     (tmp_path / "model" / "a.safetensors").write_bytes(bytes(3 * 2**20 - 1) + b"1")
     assert list(changed_contents(contents, find_contents(options))) == [("--model model", True)]
+
+    # packages below the folder that others have imported are not the reward's
+    package = tmp_path / "src" / "package.py"
+    package.parent.mkdir()
+    package.write_text("")
+    module = types.ModuleType("package")
+    module.__file__ = str(package)
+    monkeypatch.setitem(sys.modules, "package", module)
+    # a setting may be a long text, and a model of the hub be there in part
+    options["reward_settings"] = {"mine": {"RUBRIC": "long " * 1000}}
+    snapshot = tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model_index.json").write_text("{}")
+    monkeypatch.setattr("common.run_record.known_folder", lambda model: snapshot)
+    contents = find_contents(options | {"model": "someone/model"})
+    assert contents["--model someone/model"] == "commit abc"
+    assert not any("package" in name or "RUBRIC" in name for name in contents)
 
 
 def test_create_run_folder_records_git(tmp_path):

@@ -1,5 +1,7 @@
 """tools/compare.py: its statistics, by hand, and whose curves stand in which panel."""
 
+import json
+
 from tools import compare
 
 import numpy as np
@@ -97,3 +99,15 @@ def test_a_line_that_a_kill_has_cut_is_named_by_its_file(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"val/ocr/mean": 0.5}\n{"val/o')
     with pytest.raises(SystemExit, match=f"^tools.compare: error: {tmp_path}/metrics.jsonl: Unterminated string"):
         compare.main([str(tmp_path)])
+
+
+def test_runs_of_one_name_in_two_places_are_compared(tmp_path, capsys):
+    for place, value in (("new", 0.5), ("old", 0.25)):
+        for seed in (1, 2):
+            folder = tmp_path / place / f"ocr-seed{seed}"
+            folder.mkdir(parents=True)
+            row = {"training/global_step": 1, "val/ocr/mean": value}
+            (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    new, old = (str(tmp_path / place / "ocr-seed*") for place in ("new", "old"))
+    compare.main([new, "--against", old, "--output", str(tmp_path / "compared.png")])
+    assert "0.500 (0.500 to 0.500), +0.250 [+0.250, +0.250]" in capsys.readouterr().out

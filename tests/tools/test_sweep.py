@@ -64,3 +64,14 @@ def test_a_finished_run_is_not_started_again_and_every_end_is_told(tmp_path, mon
     assert ends == {"a": "finished", "b": "stopped early", "c": "failed with 1: see runs/c.log"}
     again = sweep.run_all(runs[:1], devices=[])  # to start it again would fail: its folder is there
     assert again == {"a": "finished before"}
+
+
+def test_more_steps_are_a_run_that_goes_on_and_a_cut_log_is_no_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.py").write_text(WRITES_A_RUN)
+    run = sweep.SweptRun("a", "g", [sys.executable, "run.py", "a", "2"])
+    sweep.run_all([run], devices=[])
+    assert sweep.is_finished(run)
+    assert not sweep.is_finished(run._replace(command=[*run.command, "--num_steps", "3"]))
+    (tmp_path / "runs/a/metrics.jsonl").write_text('{"training/glo')
+    assert not sweep.is_finished(run)
