@@ -38,7 +38,7 @@ def find_folders(patterns: Sequence[str]) -> list[str]:
     """The folders that the patterns name. ValueError: a pattern names nothing."""
     folders: list[str] = []
     for pattern in patterns:
-        found = sorted(glob.glob(pattern))
+        found = sorted(path for path in glob.glob(pattern) if Path(path).is_dir())  # tools.sweep's logs lie beside them
         if not found:
             raise ValueError(f"{pattern}: no such run")
         folders += found

@@ -108,6 +108,7 @@ def test_runs_of_one_name_in_two_places_are_compared(tmp_path, capsys):
             folder.mkdir(parents=True)
             row = {"training/global_step": 1, "val/ocr/mean": value}
             (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "new" / "ocr-seed1.log").touch()  # as tools.sweep leaves one beside the run
     new, old = (str(tmp_path / place / "ocr-seed*") for place in ("new", "old"))
     compare.main([new, "--against", old, "--output", str(tmp_path / "compared.png")])
     assert "0.500 (0.500 to 0.500), +0.250 [+0.250, +0.250]" in capsys.readouterr().out
