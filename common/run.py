@@ -413,7 +413,7 @@ class Run:
         if self.args.num_steps and not self.args.eval_only:
             if self._best_step is not None and self._lowest_score == self.best_score:
                 told = f"{self.folder}/best_adapter is of step {self._best_step}"
-                self.print_message(f"no evaluation was better than another: {told}")
+                self.print_message(f"{told}; no other evaluation scored differently")
             elif self._best_step is not None:
                 self.print_message(f"best evaluation: step {self._best_step}, in {self.folder}/best_adapter")
             told = f"stopped after step {self.step} of {self.args.num_steps}"

@@ -463,7 +463,8 @@ def test_without_a_difference_no_step_is_the_best(tmp_path, monkeypatch, capsys)
         run.save_if_best("model", "ema", {"val/weighted_total/mean": 0.5})
     run.close()
     told = capsys.readouterr().out
-    assert "best evaluation" not in told and f"{tmp_path}/best_adapter is of step 0\n" in told and len(saved) == 1
+    assert "best evaluation" not in told and len(saved) == 1
+    assert f"{tmp_path}/best_adapter is of step 0; no other evaluation scored differently\n" in told
     for best_by in (None, "val/ocr/mean"):
         run = new_run(tmp_path, num_steps=4, best_by=best_by)
         run.save_if_best("model", "ema", {"val/drift_from_base": 0.5})
