@@ -93,8 +93,8 @@ class SharedArgs:
     """dtype of the VAE; bfloat16 needs --rollout local, computes in channels_last, and moves pixels by 0.2 (embedded
     model) or 0.7 (random weights of SD3.5's shape) of 255 on average, and by 3 or 7 at most"""
     attention: Literal["native", "cudnn", "flash"] = "native"
-    """attention kernel of the transformer, here and in the engine: native (torch chooses), cudnn (in torch, bfloat16 on
-    a GPU) or flash (the package flash-attn); not every model takes all three (docs/engine.md)"""
+    """attention kernel of the transformer, here and in the engine: native (torch chooses among its own), cudnn (in
+    torch, bfloat16 on a GPU) or flash (the package flash-attn); not every model takes all three (docs/engine.md)"""
     base_weights: Literal["int8", "fp8", "nf4"] | None = None
     """keep a LoRA's base in int8 or fp8 (a byte per weight) or nf4 (half a byte), and text encoders in int8; needs
     --rollout local"""

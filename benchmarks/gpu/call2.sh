@@ -31,10 +31,10 @@ SIZED_MFU=1 sized trace sd35m 100 flow_grpo.py --name trace "${OURS[@]}" --num_s
     { echo; python "$KIT/trace_table.py" runs/trace/trace_0002.json; echo; } 2>&1 | report
 throughput compile sd35m 200 "${OURS[@]}" --train_with compile
 # the micro-batch of recipes for small GPUs, of 8 images: the host that launches limits it, if anything does
-throughput micro_2 sd35m 90 "${OURS[@]}" "${LESS[@]}"
-SIZED_FROZEN=sharded throughput micro_2_frozen sd35m 90 "${OURS[@]}" "${LESS[@]}"
-throughput cudnn sd35m 80 "${OURS[@]}" --attention cudnn
-throughput vae_bf16 sd35m 80 "${OURS[@]}" --vae_dtype bfloat16
-throughput checkpointing sd35m 80 "${OURS[@]}" --train_with activation_checkpointing
+throughput micro_2 sd35m 110 "${OURS[@]}" "${LESS[@]}"
+SIZED_FROZEN=sharded throughput micro_2_frozen sd35m 130 "${OURS[@]}" "${LESS[@]}"
+throughput cudnn sd35m 120 "${OURS[@]}" --attention cudnn
+throughput vae_bf16 sd35m 120 "${OURS[@]}" --vae_dtype bfloat16
+throughput checkpointing sd35m 120 "${OURS[@]}" --train_with activation_checkpointing
 if [ -f runs/trace/trace_0002.json ]; then gzip -c runs/trace/trace_0002.json > "$OUT/call2_trace.json.gz"; fi
 end

@@ -40,6 +40,32 @@ for name in ("float64", "float32", "bfloat16", "float16", "int64"):
                 worst.append(f"{name} {tuple(view.shape)}")
 sys.exit(", ".join(worst) or 0)
 """
+# Attention twice in one process, as in FLUX: the gradient that comes back is part of a wider tensor, then a whole one
+GRADIENTS = """
+import sys
+import torch
+from common.weights.attention import use_attention
+from types import SimpleNamespace
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+use_attention(SimpleNamespace(policies={}), "native")
+if sys.argv[1] == "cudnn":
+    torch.backends.cuda.enable_cudnn_sdp(True)
+generator = torch.Generator("cuda").manual_seed(0)
+def draw(*shape):
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+q, k, v = (draw(4, 1280, 24, 128).transpose(1, 2).requires_grad_() for _ in range(3))
+worst = 0
+for gradient in (draw(4, 1280, 3072 + 12288)[..., :3072], draw(4, 1280, 3072)):
+    gradient = gradient.unflatten(2, (24, 128)).transpose(1, 2)
+    found = torch.autograd.grad(scaled_dot_product_attention(q, k, v), (q, k, v), gradient)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        expected = torch.autograd.grad(scaled_dot_product_attention(q, k, v), (q, k, v), gradient)
+    errors = [((a - b).float().norm() / b.float().norm()).item() for a, b in zip(found, expected, strict=True)]
+    worst = max(worst, *(error if error == error else float("inf") for error in errors))
+print(f"off by {worst:.1e} of its norm")
+sys.exit(worst > 0.05)
+"""
 
 
 class NotTried(Exception):
@@ -114,6 +140,14 @@ class Check:
         program.write_text(HASHED)
         self.python("hashes", program)
         return True, "five dtypes, four shapes and their transposes"
+
+    def gradient_of_attention(self, kernel: str) -> tuple[bool, str]:
+        if self.device != "cuda":
+            raise NotTried("a kernel of a GPU is meant")
+        program = self.folder / "gradients.py"
+        program.write_text(GRADIENTS)
+        self.python(f"gradients_{kernel}", program, kernel)
+        return True, last_line((self.folder / f"gradients_{kernel}.log").read_text())
 
     def first_ratio_is_1(self, name: str, *options: str) -> tuple[bool, str]:
         if self.device == "fake" and "compile" in options:
@@ -219,6 +253,8 @@ def main(argv: list[str] | None = None) -> None:
     print("| fact | verdict | figure |\n|---|---|---|", flush=True)
     check = Check(folder, asked.device, asked.only)
     check.fact("a tensor's hash is the same on both devices", check.hashes_are_equal)
+    check.fact("the gradient of attention, of any strides", check.gradient_of_attention, "native")
+    check.fact("the same by cuDNN, which we turn off", check.gradient_of_attention, "cudnn")
     check.fact("the CPU's numbers in fp32", check.equals_the_cpu)
     half = ("--dtype", "bfloat16")
     check.fact("the first ratio is exactly 1: fp32", check.first_ratio_is_1, "fp32")

@@ -15,6 +15,7 @@ class Flux(Family):
     """The transformer takes tokens (B, h w / 4, 4 C), each of 2 x 2 latents; `forward` packs them."""
 
     lora_target_modules = JOINT_ATTENTION
+    attention_kernels = ("native", "flash")  # cuDNN's gradient is wrong (`use_attention`)
     has_negative_prompt = False  # guidance is an input of the transformer
 
     @staticmethod

@@ -41,6 +41,7 @@ class Flux2Klein(Family):
 
     num_sources = (0, 4)  # by Black Forest Labs' documentation; the pipeline itself counts none
     lora_target_modules = (*JOINT_ATTENTION, "to_qkv_mlp_proj")  # the last one is in the single-stream blocks
+    attention_kernels = ("native", "flash")  # cuDNN's gradient is wrong (`use_attention`)
 
     @staticmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:

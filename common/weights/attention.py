@@ -38,7 +38,14 @@ def check_attention(attention: str, model: str, dtype: str, family: str | None =
 
 
 def use_attention(model: Family, attention: str) -> None:
-    """Let the transformers of all policies compute attention by that kernel. Call it before the first pass."""
+    """Let the transformers of all policies compute attention by that kernel. Call it before the first pass.
+
+    native is torch's choice without cuDNN, which torch prefers on an H100. torch 2.11 keeps cuDNN's plan of a backward
+    pass by the shapes and strides of query, key and value, but not by the strides of the gradient that it gets. FLUX's
+    blocks of two kinds differ in nothing else: the second kind's gradient was read with the first kind's strides, and
+    became garbage (docs/lab/records/gpu_first_h100_flux.md). vLLM turns cuDNN off in the engine, too.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)  # `sdpa_kernel` below still asks for it by name
     if attention == "native":
         return
     from diffusers.models.attention_processor import JointAttnProcessor2_0

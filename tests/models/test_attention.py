@@ -19,7 +19,7 @@ from diffusers import SD3Transformer2DModel
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from PIL import Image
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @pytest.fixture
@@ -37,7 +37,8 @@ def test_options_that_do_not_fit_the_kernel_are_named(has_gpu, monkeypatch, tmp_
         check_attention("cudnn", EMBEDDED, "float32")
     check_attention("cudnn", EMBEDDED, "bfloat16")
     flux = str(make_checkpoint("flux", tmp_path))
-    check_attention("cudnn", flux, "bfloat16")
+    with pytest.raises(ValueError, match="^--attention cudnn: Flux takes native or flash$"):
+        check_attention("cudnn", flux, "bfloat16")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="^--attention flash: needs the package flash-attn "):
         check_attention("flash", flux, "bfloat16")
@@ -68,6 +69,20 @@ def velocity_of(folder, prompts):
         return model.predict_velocity(latents, timesteps[0], encoded)
 
     return velocity, model
+
+
+def test_native_is_never_cudnns_kernel():
+    """torch would take it on an H100, where its plan of FLUX's backward pass is that of other strides."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        use_attention(SimpleNamespace(policies={}), "native")
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # as --attention cudnn asks
+            assert torch.backends.cuda.cudnn_sdp_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
