@@ -53,7 +53,10 @@ from common.weights.lora import make_lora
 
 import torch
 
-UTILISATION = 0.4  # share of the matrix rate that is reached: an assumption
+# Share of the matrix rate that a step of SD3.5-medium's size reached on an H100, eager and compiled; FLUX.1-dev's and
+# Qwen-Image's sizes were faster by 1.3 to 1.6 times (benchmarks/gpu/README.md)
+UTILISATION = 0.2
+COMPILED_UTILISATION = 0.35
 
 
 class Memory(NamedTuple):
@@ -287,8 +290,9 @@ def work_table(w: Workload, costs: Costs, device: str) -> list[str]:
     """Lines of FLOPs and, where the device's matrix rate is known, seconds."""
     rate = getattr(DEVICES[device], w.dtype)
     vae_rate = DEVICES[device].bfloat16 if w.vae_dtype == "bfloat16" else DEVICES[device].tf32
+    share = COMPILED_UTILISATION if "compile" in w.train_with else UTILISATION
     title = f"a step of a rank, {w.images_of_a_rank} images"
-    assumed = f"at {UTILISATION:.0%} of {rate} TFLOP/s, the VAE of {vae_rate}" if rate else ""
+    assumed = f"at {share:.0%} of {rate} TFLOP/s, the VAE at {UTILISATION:.0%} of {vae_rate}" if rate else ""
     phases = work(w, costs)
     evaluation = phases.pop("evaluation")
     whole = Work(sum(each.transformer for each in phases.values()), sum(each.vae for each in phases.values()))
@@ -298,7 +302,7 @@ def work_table(w: Workload, costs: Costs, device: str) -> list[str]:
     for name, done in rows:
         seconds = ""
         if rate and vae_rate:
-            seconds = f"{done.seconds(rate * 1e12 * UTILISATION, vae_rate * 1e12 * UTILISATION):9.1f}"
+            seconds = f"{done.seconds(rate * 1e12 * share, vae_rate * 1e12 * UTILISATION):9.1f}"
         lines.append(f"  {name:44}{sum(done) / flops:9.3f}{seconds}")
     return lines
 

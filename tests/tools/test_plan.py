@@ -274,8 +274,11 @@ def test_work_and_seconds(monkeypatch):
     monkeypatch.setitem(plan.DEVICES, "rtx4090", Device(24, 165, 1e-12, 2e-12))
     lines = plan.work_table(w, COSTS, "rtx4090")
     found = {name: next(line for line in lines if line.startswith(f"  {name} ")) for name in ("rollout", "all")}
-    assert found["rollout"].split() == ["rollout", "0.000", "350.0"]  # 120 and 40 / 2 FLOP at 0.4
-    assert found["all"].split() == ["all", "0.000", "1830.0"]
+    assert found["rollout"].split() == ["rollout", "0.000", "700.0"]  # 120 and 40 / 2 FLOP at 0.2
+    assert found["all"].split() == ["all", "0.000", "3660.0"]
+    compiled = plan.work_table(replace(w, train_with=("compile",)), COSTS, "rtx4090")
+    rollout = next(line for line in compiled if line.startswith("  rollout "))
+    assert float(rollout.split()[-1]) == pytest.approx(120 / 0.35 + 40 / 2 / 0.2, abs=0.1)  # the VAE is not compiled
 
 
 @pytest.mark.fast
