@@ -363,7 +363,7 @@ class Meter:
             call = next(one.shapes for passes in self.passes.values() for one in passes)
             without_gradient = Pass(call, with_gradient=False, with_lora=self.model.is_lora)
             totals[key] += images * count(without_gradient) / num_images(self.calls[call])
-        vae, mode = fake_copy(self.model.pipe.vae, torch.float32)
+        vae, mode = fake_copy(self.model.pipe.vae, self.model.pipe.vae.dtype)
         of_vae = [times * count_flops(vae.decode, mode, self.decode_calls[key]) for key, times in self.decodes.items()]
         return totals, sum(of_vae)
 

@@ -36,13 +36,9 @@ def encode_in_slices(vae: "diffusers.ModelMixin", pixels: torch.Tensor) -> torch
 
 
 def to_bfloat16(vae: "diffusers.ModelMixin") -> None:
-    """Let the VAE compute in bf16, with its 2D convolutions in channels_last, the format of a GPU's bf16 kernels.
-
-    Buffers, among them FLUX.2's statistics of latents, stay in fp32.
-    """
+    """Let the VAE compute in bf16. Buffers, among them FLUX.2's statistics of latents, stay in fp32."""
     for parameter in vae.parameters():
-        memory_format = torch.channels_last if parameter.dim() == 4 else torch.preserve_format
-        parameter.data = parameter.data.to(torch.bfloat16, memory_format=memory_format)
+        parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def quantize(pixels: torch.Tensor) -> torch.Tensor:
