@@ -81,7 +81,7 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     pairs.jsonl; "image" is the picture of an edit. None: pairs are made from train_prompts, otherwise unused"""
     cache: str = "cache"
     """folder of encoded pairs, kept between runs and seen by all ranks; a changed model or image is encoded again"""
-    num_pair_prompts: PositiveInt = 512
+    num_pair_prompts: PositiveInt = 768
     """without --pairs: prompts to make pairs for"""
     group_size: Annotated[int, Bound(at_least=2)] = 8
     """without --pairs: images per prompt, of which the best and the worst become the pair"""
@@ -93,11 +93,11 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     """sampling steps of the images that become pairs"""
 
     # ---- algorithm
-    dpo_beta: PositiveFloat = 100.0
+    dpo_beta: PositiveFloat = 120.0
     """factor of the errors' differences in the logit; a larger one keeps nearer to the reference (paper: from 2000)"""
 
     # ---- optimization
-    num_steps: Annotated[int, Bound(at_least=0)] = 40
+    num_steps: Annotated[int, Bound(at_least=0)] = 48
     """optimizer steps of the run"""
     num_pairs: PositiveInt = 64
     """pairs per optimizer step, over all ranks"""
@@ -105,6 +105,9 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     """pairs per pass on a rank, and images per sampling batch; at most what a rank has; 0: what fits on a GPU"""
     learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
     """learning rate of AdamW"""
+    lr_schedule: str = "cosine"
+    """constant, or linear or cosine, by which the learning rate falls to nearly 0 at num_steps (if you resume with more
+    steps, it rises again). constant:N, linear:N and cosine:N first let it rise over N optimizer steps"""
 
 
 # ==== 2 SETUP =========================================================================================================

@@ -90,7 +90,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     # ---- algorithm
     clip_range: PositiveFloat = 5e-4
     """the regulated ratio is clipped to 1 +- this; 5e-4 is ours (paper: 2e-6 for OCR at 512x512, 4e-6 for PickScore)"""
-    kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
+    kl_coef: Annotated[float, Bound(at_least=0)] = 0.15
     """factor of the KL to the reference, the model before training (Flow-GRPO: 0.04 for OCR, 0.01 for PickScore)"""
     kl_type: Literal["code", "paper"] = "code"
     """code: with --sde_type sde the KL times the step's |dt|, as published coefficients assume; paper: without |dt|"""
@@ -103,7 +103,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     each reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
 
     # ---- optimization
-    num_steps: Annotated[int, Bound(at_least=0)] = 30
+    num_steps: Annotated[int, Bound(at_least=0)] = 36
     """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 4
     """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
@@ -113,6 +113,9 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     """images per pass on a rank, and per local sampling batch; lowered to a mini-batch's share; 0: what fits a GPU"""
     learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
     """learning rate of AdamW (Flow-GRPO: 3e-4)"""
+    lr_schedule: str = "cosine"
+    """constant, or linear or cosine, by which the learning rate falls to nearly 0 at num_steps (if you resume with more
+    steps, it rises again). constant:N, linear:N and cosine:N first let it rise over N optimizer steps"""
 
 
 # ==== 2 SETUP =========================================================================================================

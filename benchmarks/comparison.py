@@ -58,6 +58,7 @@ EVAL_EVERY = 5
 BASE = "flow_grpo"
 TESTED = ("cps", "grpo_guard", "flow_dppo", "diffusion_nft")  # against BASE, by sign flips and Holm
 SDE = "--noise_level 0.7"
+NO_KL = "--kl_coef 0"
 WINDOW = "--sde_window_size"
 ALL_STEPS, ANYWHERE = f"{WINDOW} 0", "--sde_window_range 0 9"  # all but the last
 
@@ -70,12 +71,12 @@ def row_of(script, seeds, options="", threshold=None, cost=1.0, is_apart=False):
 
 
 ROWS = {
-    "flow_grpo": row_of("flow_grpo.py", 8, f"{SDE} {ALL_STEPS}", ("clip_range", 1e-3)),
+    "flow_grpo": row_of("flow_grpo.py", 8, f"{SDE} {ALL_STEPS} {NO_KL}", ("clip_range", 1e-3)),
     # its log-probs are not divided by 2 std^2, hence the smaller clip
-    "cps": row_of("flow_grpo.py", 8, f"--sde_type cps --noise_level 0.9 {ALL_STEPS}", ("clip_range", 1e-4)),
-    "grpo_guard": row_of("grpo_guard.py", 8, f"{SDE} {ALL_STEPS}", ("clip_range", 5e-4)),
+    "cps": row_of("flow_grpo.py", 8, f"--sde_type cps --noise_level 0.9 {ALL_STEPS} {NO_KL}", ("clip_range", 1e-4)),
+    "grpo_guard": row_of("grpo_guard.py", 8, f"{SDE} {ALL_STEPS} {NO_KL}", ("clip_range", 5e-4)),
     "flow_dppo": row_of("contrib.flow_dppo", 8, f"{SDE} {ALL_STEPS}", ("dppo_delta", 1e-5)),
-    "mix_grpo": row_of("mix_grpo.py", 6, f"{SDE} {WINDOW} 2 {ANYWHERE}", ("clip_range", 1e-3), 0.6),
+    "mix_grpo": row_of("mix_grpo.py", 6, f"{SDE} {WINDOW} 2 {ANYWHERE} {NO_KL}", ("clip_range", 1e-3), 0.6),
     "tempflow_grpo": row_of("contrib.tempflow_grpo", 6, f"{SDE} {WINDOW} 1 {ANYWHERE}", ("clip_range", 1e-3), 0.6),
     "diffusion_nft": row_of("diffusion_nft.py", 8, cost=1.4),
     "awm": row_of("contrib.awm", 6, cost=1.4),
@@ -83,7 +84,7 @@ ROWS = {
     "crd": row_of("contrib.crd", 6, cost=1.4),
     "online_dpo": row_of("contrib.online_dpo", 6, cost=1.4, is_apart=True),
     # as many images as the others sample, made into pairs before, and as many optimizer steps
-    "dpo_offline": row_of("dpo_offline.py", 6, cost=0.7, is_apart=True),
+    "dpo_offline": row_of("dpo_offline.py", 6, "--dpo_beta 100", cost=0.7, is_apart=True),
 }
 EVAL_COST, STARTUP_S = 0.9, 12  # an evaluation, as a multiple of Flow-GRPO's rollout; seconds of a run's start
 BUDGET_H = 7  # of two cores, for everything: what we could spend
@@ -242,6 +243,7 @@ def options_of(job, name):
     rollouts = job["rollouts"]
     every = rollouts if job["stage"] == "match" else EVAL_EVERY
     options = ["--name", name, "--seed", job["seed"], "--learning_rate", job["learning_rate"]]
+    options += ["--lr_schedule", "constant"]
     options += ["--num_inference_steps", 10, "--eval_num_inference_steps", 10]
     options += ["--max_prompts", NUM_PROMPTS, "--eval_images_per_prompt", 2]
     options += ["--eval_reward", "assets/sign_colour.py:sign_colour", "jpeg_compressibility"]

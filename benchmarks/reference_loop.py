@@ -319,6 +319,7 @@ def start_ours(options, folder, number):
     command += [ROOT / "flow_grpo.py", "--name", name]
     command += ["--rollout", "local", "--num_inference_steps", options.num_inference_steps, "--sde_window_size", 0]
     command += ["--num_prompts", options.num_prompts, "--micro_batch_size", options.our_batch_size, "--seed", number]
+    command += ["--kl_coef", 0, "--lr_schedule", "constant"]
     # two prompts of evaluation, which are not timed
     command += ["--num_steps", options.steps + 1, "--eval_every", 10_000, "--max_prompts", 2]
     command += shlex.split(options.options) + shlex.split(options.our_options)

@@ -28,11 +28,12 @@ ENGINE_TOLERANCE = 1e-6
 
 
 def settings():
-    """Yields (script, name of the setting, ranks, options, tolerance)."""
+    """Yields (script, name of the setting, ranks, options, tolerance). "defaults" are those without a KL, as once."""
     for script in SCRIPTS:
-        local = ["--num_pair_prompts", "64"] if script == "dpo_offline" else ["--rollout", "local"]
-        yield script, "defaults", 1, [*local, "--num_steps", "5"], 0.0
+        local = ["--num_pair_prompts", "64", "--dpo_beta", "100"] if script == "dpo_offline" else ["--rollout", "local"]
+        local += ["--lr_schedule", "constant"]
         kl_coef = KL_COEF.get(script, 0.04)
+        yield script, "defaults", 1, [*local, "--num_steps", "5", *(["--kl_coef", "0"] if kl_coef else [])], 0.0
         extras = ["--ema_decay", "0.9"] + (["--kl_coef", str(kl_coef)] if kl_coef else [])
         yield script, "kl-ema-2ranks", 2, [*local, "--num_steps", "5", *extras], 0.0
     for script in SCRIPTS:

@@ -19,6 +19,7 @@ case ${SETTINGS_OF:-$script} in
         # per step.
         settings+=(
             --learning_rate 3e-4 --clip_range 1e-4 --ema_decay 0.987
+            --lr_schedule constant --kl_coef 0 --num_steps 30
             --num_inference_steps 6 --guidance_scale 3.5 --noise_level 0.9 --sde_window_size 0
             --num_prompts 48 --group_size 24 --updates_per_rollout 2
         )
@@ -28,6 +29,7 @@ case ${SETTINGS_OF:-$script} in
         # sampling and images, without average.
         settings+=(
             --learning_rate 3e-4 --clip_range 2e-6
+            --lr_schedule constant --kl_coef 0 --num_steps 30
             --num_inference_steps 6 --guidance_scale 3.5 --noise_level 0.9 --sde_window_size 0
             --num_prompts 48 --group_size 24 --updates_per_rollout 2
         )
@@ -38,6 +40,7 @@ case ${SETTINGS_OF:-$script} in
         # the window moves as MixGRPO's does (there it jumps), and the images of a prompt start from one noise.
         settings+=(
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group --ema_decay 0.987
+            --lr_schedule constant --kl_coef 0 --num_steps 30 --iters_per_group 25
             --num_inference_steps 10 --guidance_scale 3.5 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
             --num_prompts 48 --group_size 16 --updates_per_rollout 2
         )
@@ -46,6 +49,7 @@ case ${SETTINGS_OF:-$script} in
         # Ours, except the learning rate and beta of VeRL-Omni's script for SD3.5-medium.
         settings+=(
             --learning_rate 2e-4 --dpo_beta 100
+            --lr_schedule constant --num_steps 40 --num_pair_prompts 512
             --num_inference_steps 28 --guidance_scale 3.5
             --micro_batch_size 4
         )

@@ -10,6 +10,7 @@ ${LAUNCH:-torchrun --standalone --nproc_per_node 8} flow_grpo.py \
     --model black-forest-labs/FLUX.1-dev --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout_batch_size 8 --prompt_cache embeddings \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \
+    --lr_schedule constant --kl_coef 0 --num_steps 30 \
     --num_inference_steps 6 --guidance_scale 3.5 --noise_level 0.9 --sde_window_size 0 \
     --eval_num_inference_steps 28 \
     --num_prompts 48 --group_size 24 --updates_per_rollout 2 --micro_batch_size 3 \

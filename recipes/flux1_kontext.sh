@@ -19,6 +19,7 @@ case ${SETTINGS_OF:-$script} in
         # rollout, the average by 0.9 every eighth optimizer step, which is 0.987 per step.
         settings+=(
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group --ema_decay 0.987
+            --lr_schedule constant --kl_coef 0 --num_steps 30
             --noise_level 0.9 --sde_window_size 1 --sde_window_range 1 4
             --num_prompts 48 --group_size 16 --updates_per_rollout 2
         )
@@ -27,6 +28,7 @@ case ${SETTINGS_OF:-$script} in
         # GRPO-Guard's clip range for text in pictures. Ours: the example's other settings with it, without average.
         settings+=(
             --learning_rate 3e-4 --clip_range 2e-6 --scale_rewards group
+            --lr_schedule constant --kl_coef 0 --num_steps 30
             --noise_level 0.9 --sde_window_size 1 --sde_window_range 1 4
             --num_prompts 48 --group_size 16 --updates_per_rollout 2
         )
@@ -36,6 +38,7 @@ case ${SETTINGS_OF:-$script} in
         # from one noise.
         settings+=(
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group --ema_decay 0.987
+            --lr_schedule constant --kl_coef 0 --num_steps 30 --iters_per_group 25
             --noise_level 0.9 --sde_window_size 1 --sde_window_range 1 4
             --num_prompts 48 --group_size 16 --updates_per_rollout 2
         )

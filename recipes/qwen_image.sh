@@ -19,6 +19,7 @@ case ${SETTINGS_OF:-$script} in
         # 1e-4.
         settings+=(
             --learning_rate 3e-4 --clip_range 1e-5
+            --lr_schedule constant --kl_coef 0 --num_steps 30
             --num_inference_steps 10 --guidance_scale 4 --noise_level 1.2 --sde_window_size 2 --sde_window_range 0 5
             --num_prompts 32 --group_size 16 --updates_per_rollout 2
         )
@@ -27,6 +28,7 @@ case ${SETTINGS_OF:-$script} in
         # VeRL-Omni's script for GRPO-Guard.
         settings+=(
             --learning_rate 3e-4 --clip_range 2e-6
+            --lr_schedule constant --kl_coef 0 --num_steps 30
             --num_inference_steps 10 --guidance_scale 4 --noise_level 1.2 --sde_window_size 2 --sde_window_range 0 5
             --num_prompts 32 --group_size 16 --updates_per_rollout 2
         )
@@ -36,6 +38,7 @@ case ${SETTINGS_OF:-$script} in
         # one noise.
         settings+=(
             --learning_rate 3e-4 --clip_range 1e-4 --window_mode random
+            --lr_schedule constant --kl_coef 0 --num_steps 30 --iters_per_group 25
             --num_inference_steps 10 --guidance_scale 4 --noise_level 1.2 --sde_window_size 2 --sde_window_range 0 5
             --num_prompts 32 --group_size 16 --updates_per_rollout 2
         )
@@ -44,6 +47,7 @@ case ${SETTINGS_OF:-$script} in
         # Ours, except the learning rate and beta of VeRL-Omni's script for SD3.5-medium.
         settings+=(
             --learning_rate 2e-4 --dpo_beta 100
+            --lr_schedule constant --num_steps 40 --num_pair_prompts 512
             --num_inference_steps 50 --guidance_scale 4
         )
         ;;

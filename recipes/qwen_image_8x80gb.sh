@@ -10,6 +10,7 @@ ${LAUNCH:-torchrun --standalone --nproc_per_node 8} flow_grpo.py \
     --model Qwen/Qwen-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout_batch_size 4 --train_with activation_checkpointing \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-5 \
+    --lr_schedule constant --kl_coef 0 --num_steps 30 \
     --num_inference_steps 10 --guidance_scale 4 --noise_level 1.2 --sde_window_size 2 --sde_window_range 0 5 \
     --eval_num_inference_steps 50 \
     --num_prompts 32 --group_size 16 --updates_per_rollout 2 --micro_batch_size 4 \

@@ -14,6 +14,7 @@ ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --negative_prompt " " \
     --rollout local --train_with activation_checkpointing \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \
+    --lr_schedule constant --kl_coef 0 --num_steps 30 \
     --num_inference_steps 10 --guidance_scale 4 --noise_level 1.0 --sde_window_size 1 --sde_window_range 1 4 \
     --eval_num_inference_steps 40 \
     --num_prompts 16 --group_size 16 --scale_rewards group --updates_per_rollout 2 --micro_batch_size 4 \

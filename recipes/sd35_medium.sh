@@ -21,6 +21,7 @@ case ${SETTINGS_OF:-$script} in
         # per step.
         settings+=(
             --learning_rate 3e-4 --clip_range 1e-4 --kl_coef 0.04 --ema_decay 0.987
+            --lr_schedule constant --num_steps 30
             --num_inference_steps 10 --guidance_scale 4.5 --noise_level 0.7 --sde_window_size 0
             --num_prompts 48 --group_size 24 --updates_per_rollout 2
         )
@@ -30,6 +31,7 @@ case ${SETTINGS_OF:-$script} in
         # and average.
         settings+=(
             --learning_rate 3e-4 --clip_range 2e-6
+            --lr_schedule constant --kl_coef 0 --num_steps 30
             --num_inference_steps 10 --guidance_scale 4.5 --noise_level 0.7 --sde_window_size 0
             --num_prompts 48 --group_size 24 --updates_per_rollout 2
         )
@@ -39,6 +41,7 @@ case ${SETTINGS_OF:-$script} in
         # the same clip range.
         settings+=(
             --learning_rate 3e-4 --clip_range 1e-4
+            --lr_schedule constant --kl_coef 0 --num_steps 30 --iters_per_group 25
             --num_inference_steps 10 --guidance_scale 4.5 --noise_level 0.7 --sde_window_size 2 --sde_window_range 0 9
             --num_prompts 48 --group_size 24 --updates_per_rollout 2
         )
@@ -48,6 +51,7 @@ case ${SETTINGS_OF:-$script} in
         # pairs make a step (there 4).
         settings+=(
             --learning_rate 2e-4 --dpo_beta 100
+            --lr_schedule constant --num_steps 40 --num_pair_prompts 512
             --num_inference_steps 28 --guidance_scale 4
             --num_pairs 64
         )

@@ -10,6 +10,7 @@ ${LAUNCH:-torchrun --standalone --nproc_per_node 8} flow_grpo.py \
     --model stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
     --rollout_batch_size 16 \
     --lora_rank 32 --lora_alpha 64 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 \
+    --lr_schedule constant --num_steps 30 \
     --kl_coef 0.04 --ema_decay 0.987 \
     --num_inference_steps 10 --guidance_scale 4.5 --noise_level 0.7 --sde_window_size 0 \
     --eval_num_inference_steps 40 \

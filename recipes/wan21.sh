@@ -20,6 +20,7 @@ case ${SETTINGS_OF:-$script} in
         # step, which is 0.987 per step.
         settings+=(
             --clip_range 1e-3 --kl_coef 0.004 --scale_rewards group --ema_decay 0.987 --updates_per_rollout 2
+            --lr_schedule constant --num_steps 30
             --guidance_scale 4.5 --sde_type dance --noise_level 0.3 --sde_window_size 0
         )
         ;;
@@ -27,6 +28,7 @@ case ${SETTINGS_OF:-$script} in
         # The same with GRPO-Guard's clip range for text in pictures. Ours: the combination, without average.
         settings+=(
             --clip_range 2e-6 --kl_coef 0.004 --scale_rewards group --updates_per_rollout 2
+            --lr_schedule constant --num_steps 30
             --guidance_scale 4.5 --sde_type dance --noise_level 0.3 --sde_window_size 0
         )
         ;;
@@ -34,6 +36,7 @@ case ${SETTINGS_OF:-$script} in
         # Ours: a window of four steps, without average. Its videos of a prompt start from one noise, as DanceGRPO's do.
         settings+=(
             --clip_range 1e-3 --kl_coef 0.004 --scale_rewards group --updates_per_rollout 2
+            --lr_schedule constant --num_steps 30 --iters_per_group 25
             --guidance_scale 4.5 --sde_type dance --noise_level 0.3 --sde_window_size 4 --sde_window_range 0 19
         )
         ;;

@@ -11,6 +11,7 @@ ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --max_sequence_length 512 \
     --rollout local --train_with activation_checkpointing --prompt_cache embeddings \
     --lora_rank 32 --lora_alpha 64 --learning_rate 1e-4 --adam_eps 1e-8 --clip_range 1e-3 --ema_decay 0.987 \
+    --lr_schedule constant --kl_coef 0 --num_steps 30 \
     --num_inference_steps 20 --guidance_scale 4.5 --sde_type dance --noise_level 0.3 --sde_window_size 4 \
     --sde_window_range 0 19 --eval_num_inference_steps 50 \
     --num_prompts 16 --group_size 4 --scale_rewards group --updates_per_rollout 2 --micro_batch_size 1 \

@@ -21,6 +21,7 @@ case ${SETTINGS_OF:-$script} in
         settings+=(
             --rollout local
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group --ema_decay 0.987
+            --lr_schedule constant --kl_coef 0 --num_steps 30
             --num_inference_steps 10 --guidance_scale 5 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
             --num_prompts 48 --group_size 16 --updates_per_rollout 2
         )
@@ -30,6 +31,7 @@ case ${SETTINGS_OF:-$script} in
         settings+=(
             --rollout local
             --learning_rate 3e-4 --clip_range 2e-6 --scale_rewards group
+            --lr_schedule constant --kl_coef 0 --num_steps 30
             --num_inference_steps 10 --guidance_scale 5 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
             --num_prompts 48 --group_size 16 --updates_per_rollout 2
         )
@@ -40,6 +42,7 @@ case ${SETTINGS_OF:-$script} in
         settings+=(
             --rollout local
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group
+            --lr_schedule constant --kl_coef 0 --num_steps 30 --iters_per_group 25
             --num_inference_steps 10 --guidance_scale 5 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
             --num_prompts 48 --group_size 16 --updates_per_rollout 2
         )
@@ -48,6 +51,7 @@ case ${SETTINGS_OF:-$script} in
         # Ours, except the learning rate and beta of VeRL-Omni's script for SD3.5-medium.
         settings+=(
             --learning_rate 2e-4 --dpo_beta 100
+            --lr_schedule constant --num_steps 40 --num_pair_prompts 512
             --num_inference_steps 40 --guidance_scale 5
         )
         ;;

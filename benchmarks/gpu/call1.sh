@@ -8,7 +8,7 @@ ROOT=$(cd "$(dirname "$0")/.." && pwd)
 [ -f "$ROOT/flow_grpo.py" ] || ROOT=$(dirname "$ROOT")
 . "$ROOT/benchmarks/gpu/env.sh"
 begin "First call: does it run, and learn"
-LEARN=(--num_steps 15 --eval_every 5 --max_prompts 128)
+LEARN=(--num_steps 15 --eval_every 5 --max_prompts 128 --kl_coef 0 --lr_schedule constant)
 MORE=(--num_steps 17)
 SMALL=(--num_steps 2 --num_prompts 8 --group_size 4 --micro_batch_size 16 --max_prompts 16)
 PAIRS=(--num_steps 2 --num_pair_prompts 8 --group_size 4 --num_pairs 8 --micro_batch_size 4 --max_prompts 8)

@@ -17,7 +17,7 @@ if [ "$TINY" ]; then
         --group_size 4 --updates_per_rollout 1 --micro_batch_size 4)
     PEER=(--batch 2 --image_size 32 96 --text_tokens 237 --steps 3 --repeat 1)
 fi
-OURS=(--model MODEL --num_steps 3 --rollout local --dtype bfloat16 --reward jpeg_incompressibility "${SIZE[@]}")
+OURS=(--model MODEL --num_steps 3 --rollout local --dtype bfloat16 --reward jpeg_incompressibility --kl_coef 0 "${SIZE[@]}")
 LESS=(--micro_batch_size 2 --num_prompts 1 --updates_per_rollout 1)
 
 plan plan sd35m "${OURS[@]}" &

@@ -21,7 +21,7 @@ if [ "$TINY" ]; then
     QWEN=("${FLUX[@]}" --train_with activation_checkpointing)
     PEER=(--batch 2 --image_size 32 96 --text_tokens 160 --steps 3 --repeat 1)
 fi
-OURS=(--model MODEL --num_steps 3 --rollout local --dtype bfloat16 --reward jpeg_incompressibility)
+OURS=(--model MODEL --num_steps 3 --rollout local --dtype bfloat16 --reward jpeg_incompressibility --kl_coef 0)
 
 peers flux_peers flux 100 "${PEER[@]}"
 plan flux_plan flux "${OURS[@]}" "${FLUX[@]}" &

@@ -43,12 +43,12 @@ from safetensors.torch import load_file, save_file
 CHANGED = {
     "contrib/awm.py": 55,
     "contrib/crd.py": 117,
-    "contrib/dance_grpo.py": 18,
+    "contrib/dance_grpo.py": 25,
     "contrib/dgpo.py": 77,
-    "contrib/diffusion_opd.py": 153,
-    "contrib/flow_dppo.py": 46,
+    "contrib/diffusion_opd.py": 158,
+    "contrib/flow_dppo.py": 53,
     "contrib/online_dpo.py": 81,
-    "contrib/tempflow_grpo.py": 48,
+    "contrib/tempflow_grpo.py": 55,
 }
 PARENTS = {
     "contrib/awm.py": "diffusion_nft.py",
@@ -86,12 +86,12 @@ DIFFERENT = {
 DIFFERENT_OPTIONS = {
     "contrib/awm.py": set(),
     "contrib/crd.py": {"kl_coef", "decay_schedule", "update_interval"},
-    "contrib/dance_grpo.py": {"sde_type"},
+    "contrib/dance_grpo.py": {"sde_type", "kl_coef", "num_steps"},
     "contrib/dgpo.py": {"kl_coef"},
-    "contrib/diffusion_opd.py": {"clip_range", "kl_type"},
-    "contrib/flow_dppo.py": {"clip_range"},
+    "contrib/diffusion_opd.py": {"clip_range", "kl_type", "num_steps"},
+    "contrib/flow_dppo.py": {"clip_range", "kl_coef", "num_steps"},
     "contrib/online_dpo.py": {"group_size"},
-    "contrib/tempflow_grpo.py": {"sde_window_range"},
+    "contrib/tempflow_grpo.py": {"sde_window_range", "kl_coef", "num_steps"},
 }
 SCRIPTS = list(CHANGED)
 

@@ -77,7 +77,7 @@ def test_the_first_updates_have_the_gradients_of_flow_grpo(tmp_path, monkeypatch
 def test_its_defaults_are_flow_grpos():
     flow_grpos = flow_grpo.Args()
     for field in dataclasses.fields(nano.Options):
-        if hasattr(flow_grpos, field.name):
+        if hasattr(flow_grpos, field.name) and field.name != "num_steps":  # of a run without KL and schedule
             assert str(field.default) == str(getattr(flow_grpos, field.name)), field.name
     shared = {field.name for field in dataclasses.fields(nano.Options) if hasattr(flow_grpos, field.name)}
     assert {field.name for field in dataclasses.fields(nano.Options)} - shared == {"out", "sde_steps"}

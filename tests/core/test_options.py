@@ -384,7 +384,7 @@ def test_the_schedules_of_the_learning_rate_by_hand():
     assert [cosine.lr_factor(k) for k in steps] == pytest.approx(expected)
     assert linear.lr_factor(9) == pytest.approx(0.2)  # a run that is resumed with fewer updates per rollout
     assert dpo_offline.Args(lr_schedule="linear", num_steps=3).lr_factor(3) == pytest.approx(1 / 4)
-    assert [flow_grpo.Args(**six).lr_factor(k) for k in steps] == [1] * 6
+    assert [flow_grpo.Args(lr_schedule="constant", **six).lr_factor(k) for k in steps] == [1] * 6
     for bad in ("linear:", "linear:-1", "step", "cosine:2:3"):
         with pytest.raises(ValueError, match=f"^--lr_schedule {bad}: must be constant, linear or cosine"):
             check_options(flow_grpo.Args(lr_schedule=bad))
