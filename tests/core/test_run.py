@@ -250,8 +250,9 @@ def test_memory_is_the_largest_of_all_ranks():
     assert over_ranks(ranks) == {"peak": 4.0, "timing_s/gen/max": 1.5, "timing_s/gen/slowest_rank": 1}
 
 
-def test_a_heartbeat_names_the_phase_that_a_run_hangs_in(tmp_path):
-    run = new_run(tmp_path)
+@pytest.mark.parametrize(("num_steps", "end"), [(7, "finished"), (8, "stopped")])
+def test_a_heartbeat_names_the_phase_that_a_run_hangs_in_and_how_it_ended(num_steps, end, tmp_path, monkeypatch):
+    run = new_run(tmp_path, num_steps=num_steps)
     run._owns_folder = True  # as a script's run does
     run.step = 7
     before = time.time()
@@ -259,6 +260,11 @@ def test_a_heartbeat_names_the_phase_that_a_run_hangs_in(tmp_path):
         beat = json.loads((tmp_path / "heartbeat.json").read_text())
     assert beat["step"] == 7 and beat["phase"] == "reward" and beat["pid"] == os.getpid() and beat["host"]
     assert before <= beat["time"] <= time.time()
+    monkeypatch.setattr("common.run.gather_objects", lambda ours: [True])  # a signal, in the last step or before
+    assert run.should_stop()
+    run.close()
+    beat = json.loads((tmp_path / "heartbeat.json").read_text())
+    assert beat["step"] == 7 and beat["phase"] == end
     assert [path.name for path in tmp_path.iterdir()] == ["heartbeat.json"]
 
 
