@@ -583,7 +583,7 @@ def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monke
     assert not any("package" in name or "RUBRIC" in name for name in contents)
 
 
-def test_create_run_folder_records_git(tmp_path):
+def test_create_run_folder_records_git_and_how_much_of_it_is_left_out(tmp_path, monkeypatch):
     repository = tmp_path / "repository"
     repository.mkdir()
     (repository / "script.py").write_text("")
@@ -600,8 +600,16 @@ def test_create_run_folder_records_git(tmp_path):
     create_run_folder(tmp_path / "other", OPTIONS, repository / "contrib" / "fork.py")
     record = json.loads((tmp_path / "other" / "args.json").read_text())
     assert (record["git_hash"], record["untracked"]) == (f"{head}-dirty", ["contrib/fork.py", "new.py"])
-    assert (tmp_path / "other" / "uncommitted.diff").read_text().endswith("+mended = True\n")
+    diff = (tmp_path / "other" / "uncommitted.diff").read_bytes()
+    assert diff.endswith(b"+mended = True\n") and record["uncommitted_bytes"] == len(diff)
     assert not (tmp_path / "run" / "uncommitted.diff").exists()
+    monkeypatch.setattr("common.run_record.LONGEST_DIFF", len(diff) - 7)
+    monkeypatch.setattr("common.run_record.MOST_UNTRACKED", 1)
+    create_run_folder(tmp_path / "cut", OPTIONS, repository / "contrib" / "fork.py")
+    record = json.loads((tmp_path / "cut" / "args.json").read_text())
+    assert (record["uncommitted_bytes"], record["untracked"]) == (len(diff), ["contrib/fork.py", "and 1 more"])
+    left = (tmp_path / "cut" / "uncommitted.diff").read_bytes()
+    assert left == diff[:-7] + b"\n7 more bytes are left out\n"
 
 
 def test_a_resumed_run_keeps_the_first_record(tmp_path):
