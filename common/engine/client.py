@@ -19,6 +19,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from common.distributed import gather_objects, stop_early
 from common.engine import messages
 from common.engine.launch import engine_environment
 from common.engine.mismatch import check_sampling
@@ -121,12 +122,22 @@ class VLLMEngine:
             "enforce_eager": "compile" not in engine_with,
             "diffusion_attention_config": {"default": {"backend": ENGINE_NAMES[attention]}},
         }
-        self._bounded("start", messages.send, self.connection, (options, len(gpus)))
+        self._bounded("launch", messages.send, self.connection, (options, len(gpus)))
 
     def wait_ready(self) -> float:
-        """Block until the engine has loaded. Returns the seconds that it took, from the engine's own start."""
+        """Block until the engine has loaded. Returns the seconds that it took, from the engine's own start.
+
+        The first call is a collective: a signal or the end of --max_minutes, on any rank, ends all of them.
+        """
         if self.startup_s is None:
-            startup_s: float = self._answer(0, "start")
+            startup_s = 0.0
+            try:
+                startup_s = self._answer(0, "start")
+            except EngineError:
+                if not stop_requested():
+                    raise
+            if any(gather_objects(stop_requested())):  # no step has begun: there is nothing to finish
+                stop_early("the rollout engine starts")
             self.startup_s = startup_s
         return self.startup_s
 
@@ -458,12 +469,9 @@ class VLLMEngine:
         deadline = time.monotonic() + self.timeout_s
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(min(1.0, self.timeout_s))
-            if operation == "start" and stop_requested():  # no step has begun: there is nothing to finish
+            if operation == "start" and stop_requested():
                 self._kill()
-                print_message(
-                    "stopped while the rollout engine starts; to continue, give the same command with --resume latest"
-                )
-                raise SystemExit(0)
+                raise EngineError("stopped before it had loaded")  # `wait_ready` ends the run
         if thread.is_alive():
             self._kill()
             raise EngineError(
