@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -28,7 +29,7 @@ from common.models.family import Family, Images
 from common.process import print_message, stop_requested
 from common.rollout import RolloutRequest, Trajectories
 from common.weights.attention import ENGINE_NAMES
-from common.weights.policy import policy_tensors, reshard, sampling
+from common.weights.policy import policy_tensors, reshard
 
 import numpy as np
 import torch
@@ -347,11 +348,13 @@ class VLLMEngine:
         sigmas = torch.cat([request.sigmas[kept], request.sigmas[-1:]])
         request = replace(request, timesteps=request.timesteps[kept], sigmas=sigmas, sigma_max=None)
         noisy_steps = range(len(kept) - 1 if request.noise_level > 0 else 0)
+        undecoded = copy(model)  # latents are compared: the plan has no room for the trainer's VAE beside an engine
+        undecoded.decode = lambda latents: []  # type: ignore[method-assign]  # of this copy alone
         for sde_steps in dict.fromkeys([(), tuple(noisy_steps)]):
             one = replace(request, sde_steps=sde_steps)
             # a graph for one image would make torch compile the blocks again, for any number of images
-            with torch.compiler.set_stance("force_eager"), sampling(model, gathers=False):
-                ours = sample_locally(model, one.select(torch.arange(len(one.seeds)))).to("cpu")
+            with torch.compiler.set_stance("force_eager"):
+                ours = sample_locally(undecoded, one.select(torch.arange(len(one.seeds)))).to("cpu")
             dtype = str(self.dtype).removeprefix("torch.")
             check_sampling(one, ours, self.generate(one), dtype)
         reshard(model.transformer)  # `load` writes to the shards: weights that passes have cast are out of date then
