@@ -54,6 +54,7 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
     Raises:
         ValueError: an option is out of bounds, or there is no good file or checkpoint to take options from.
     """
+    is_script = argv is None  # a caller with words of its own, such as tools.plan, says itself what it does
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(help_text(args_class, description))
@@ -65,7 +66,8 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
     _suggest(argv, known)
     argv = _words_of_file(argv, args_class) + argv
     args = _parse(args_class, argv, {})
-    print_message(f"{args.run_folder}: checking options and files")
+    if is_script:
+        print_message(f"{args.run_folder}: checking options and files")
     if args.resume:
         args = _parse(args_class, argv, _defaults_of_checkpoint(args))
     check_options(args)

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from common.cpu import refuse_an_old_driver, use_onednn
 from common.process import end_with_parent, outlive_terminal, print_message, stop_requested
@@ -160,9 +160,14 @@ def with_bar(items: Iterable[T], doing: str, total: int, *, together: bool = Fal
         for item in bar:
             if any(gather_objects(stop_requested())) if together else stop_requested():
                 bar.close()
-                print_message(f"stopped while {doing}; to continue, give the same command with --resume latest")
-                raise SystemExit(0)
+                stop_early(doing)
             yield item
+
+
+def stop_early(doing: str) -> NoReturn:
+    """End this process, which was asked to stop before the first step."""
+    print_message(f"stopped while {doing}; to continue, give the same command with --resume latest")
+    raise SystemExit(0)
 
 
 def end_distributed() -> None:
@@ -233,7 +238,7 @@ def gather_groups(rows: torch.Tensor, places: torch.Tensor, group_size: int) -> 
 
 def gather_objects(value: T) -> list[T]:
     """One picklable value of every rank -> the list of them, by rank."""
-    if dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, value)

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import io
 import math
 import os
@@ -24,6 +25,12 @@ def print_message(line: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with contextlib.suppress(OSError):  # a terminal that has gone must not end the run
             os.write(2, f"{printable(line)}\n".encode())
+
+
+@functools.cache
+def print_once(line: str) -> None:
+    """print_message, unless this process has printed the same line: for checks that run several times."""
+    print_message(line)
 
 
 def printable(text: str) -> str:

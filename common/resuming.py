@@ -88,7 +88,7 @@ def checkpoint_of(path: Path | str) -> Path:
 def check_format(record: dict[str, Any], source: Path | str) -> None:
     """Raises ValueError where a version whose files have another format wrote this args.json or checkpoint."""
     found = record.get("format")
-    if not isinstance(found, int) or found != FORMAT:
+    if str(found) != str(FORMAT):  # YAML is read as texts
         fault = f"its format is {found}, and this version reads format {FORMAT}"
         raise ValueError(truncate(f"{source} was written by another version of CleanFlow: {fault}"))
 

@@ -172,7 +172,8 @@ class Run:
         self._timing[name] = self._timing.get(name, 0.0) + time.perf_counter() - began
 
     def _write_heartbeat(self, phase: str) -> None:
-        """heartbeat.json says which phase began last, and when: a watchdog finds a run that hangs, and where."""
+        """heartbeat.json says which phase began last, and when: a watchdog finds a run that hangs, and where. The last
+        one is `finished` or `stopped`."""
         if not self._owns_folder or not self._writes:
             return
         beat = {"step": self.step, "phase": phase, "time": time.time(), "host": os.uname().nodename, "pid": os.getpid()}
@@ -427,6 +428,7 @@ class Run:
                 )
         if self._tracker:
             self._tracker.finish()
+        self._write_heartbeat("stopped" if self._is_stopping and self.step < self.args.num_steps else "finished")
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------

@@ -153,6 +153,7 @@ def write_record(folder: Path, suffix: str, config: dict[str, Any], script: Path
     record = {
         "command": shlex.join(sys.argv),
         "git_hash": commit,
+        "uncommitted_bytes": len(diff),
         "untracked": untracked,
         "device": device,
         "format": FORMAT,
@@ -162,7 +163,8 @@ def write_record(folder: Path, suffix: str, config: dict[str, Any], script: Path
     }
     (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
     if diff:
-        (folder / f"uncommitted{suffix}.diff").write_bytes(diff)
+        rest = f"\n{len(diff) - LONGEST_DIFF} more bytes are left out\n" if len(diff) > LONGEST_DIFF else ""
+        (folder / f"uncommitted{suffix}.diff").write_bytes(diff[:LONGEST_DIFF] + rest.encode())
     shutil.copy(script, folder / f"source{suffix}.py")
     for name, file in user_code(config).items():
         copy = folder / f"code{suffix}" / name
@@ -182,8 +184,8 @@ def versions() -> dict[str, str]:
 
 
 def git_state(folder: Path) -> tuple[str | None, bytes, list[str]]:
-    """The commit, with "-dirty" where files differ from it or are not in it; the difference, of at most 1 MiB; and the
-    names of the files that git does not have. (None, b"", []) outside of a repository."""
+    """The commit, with "-dirty" where files differ from it or are not in it; the difference; and the names of the files
+    that git does not have, of at most 1,000. (None, b"", []) outside of a repository."""
 
     def git(*command: str) -> bytes:
         try:
@@ -197,4 +199,7 @@ def git_state(folder: Path) -> tuple[str | None, bytes, list[str]]:
         return None, b"", []
     diff = git("diff", "--no-ext-diff", "--no-color", "HEAD")
     names = git("ls-files", "--others", "--exclude-standard", "--full-name", ":/").decode(errors="replace").splitlines()
-    return commit + ("-dirty" if diff or names else ""), diff[:LONGEST_DIFF], names[:MOST_UNTRACKED]
+    dirty = "-dirty" if diff or names else ""
+    if len(names) > MOST_UNTRACKED:
+        names[MOST_UNTRACKED:] = [f"and {len(names) - MOST_UNTRACKED} more"]
+    return commit + dirty, diff, names

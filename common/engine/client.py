@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from common.distributed import gather_objects, stop_early
 from common.engine import messages
 from common.engine.launch import engine_environment
 from common.engine.mismatch import check_sampling
@@ -27,7 +29,7 @@ from common.models.family import Family, Images
 from common.process import print_message, stop_requested
 from common.rollout import RolloutRequest, Trajectories
 from common.weights.attention import ENGINE_NAMES
-from common.weights.policy import policy_tensors, reshard, sampling
+from common.weights.policy import policy_tensors, reshard
 
 import numpy as np
 import torch
@@ -121,12 +123,22 @@ class VLLMEngine:
             "enforce_eager": "compile" not in engine_with,
             "diffusion_attention_config": {"default": {"backend": ENGINE_NAMES[attention]}},
         }
-        self._bounded("start", messages.send, self.connection, (options, len(gpus)))
+        self._bounded("launch", messages.send, self.connection, (options, len(gpus)))
 
     def wait_ready(self) -> float:
-        """Block until the engine has loaded. Returns the seconds that it took, from the engine's own start."""
+        """Block until the engine has loaded. Returns the seconds that it took, from the engine's own start.
+
+        The first call is a collective: a signal or the end of --max_minutes, on any rank, ends all of them.
+        """
         if self.startup_s is None:
-            startup_s: float = self._answer(0, "start")
+            startup_s = 0.0
+            try:
+                startup_s = self._answer(0, "start")
+            except EngineError:
+                if not stop_requested():
+                    raise
+            if any(gather_objects(stop_requested())):  # no step has begun: there is nothing to finish
+                stop_early("the rollout engine starts")
             self.startup_s = startup_s
         return self.startup_s
 
@@ -336,11 +348,13 @@ class VLLMEngine:
         sigmas = torch.cat([request.sigmas[kept], request.sigmas[-1:]])
         request = replace(request, timesteps=request.timesteps[kept], sigmas=sigmas, sigma_max=None)
         noisy_steps = range(len(kept) - 1 if request.noise_level > 0 else 0)
+        undecoded = copy(model)  # latents are compared: the plan has no room for the trainer's VAE beside an engine
+        undecoded.decode = lambda latents: []  # type: ignore[method-assign]  # of this copy alone
         for sde_steps in dict.fromkeys([(), tuple(noisy_steps)]):
             one = replace(request, sde_steps=sde_steps)
             # a graph for one image would make torch compile the blocks again, for any number of images
-            with torch.compiler.set_stance("force_eager"), sampling(model, gathers=False):
-                ours = sample_locally(model, one.select(torch.arange(len(one.seeds)))).to("cpu")
+            with torch.compiler.set_stance("force_eager"):
+                ours = sample_locally(undecoded, one.select(torch.arange(len(one.seeds)))).to("cpu")
             dtype = str(self.dtype).removeprefix("torch.")
             check_sampling(one, ours, self.generate(one), dtype)
         reshard(model.transformer)  # `load` writes to the shards: weights that passes have cast are out of date then
@@ -458,12 +472,9 @@ class VLLMEngine:
         deadline = time.monotonic() + self.timeout_s
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(min(1.0, self.timeout_s))
-            if operation == "start" and stop_requested():  # no step has begun: there is nothing to finish
+            if operation == "start" and stop_requested():
                 self._kill()
-                print_message(
-                    "stopped while the rollout engine starts; to continue, give the same command with --resume latest"
-                )
-                raise SystemExit(0)
+                raise EngineError("stopped before it had loaded")  # `wait_ready` ends the run
         if thread.is_alive():
             self._kill()
             raise EngineError(

@@ -5,7 +5,7 @@ from typing import Any
 
 from common.models.family import Conditioning, Config, Family, Schedule, Shapes
 from common.models.parts import JOINT_ATTENTION, check_image, check_no_guidance, even_sigmas, shifted_schedule
-from common.process import print_message
+from common.process import print_once
 
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
@@ -28,7 +28,7 @@ class Flux(Family):
             check_no_guidance(guidance_scale)
         elif guidance_scale == 1:
             usual = "where 3.5 (Kontext: 2.5) is usual (docs/models.md)"
-            print_message(f"guidance is an input of this model's transformer, which gets 1, {usual}")
+            print_once(f"guidance is an input of this model's transformer, which gets 1, {usual}")
 
     @staticmethod
     def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import RunError, error_prefix
 from common.models.family import Family
 from common.models.vae import to_bfloat16
-from common.process import print_message
+from common.process import print_message, print_once
 from common.user_code import load_function
 
 import numpy as np
@@ -66,7 +66,7 @@ def find_family(
             f"--max_sequence_length {max_sequence_length}: {family.__name__} takes {longest} tokens at most"
         )
     if not Path(model).is_dir() and (height, width) == SMALL_SIZE:  # the defaults, for a published model
-        print_message(
+        print_once(
             f"--model {model}: --image_size 32 96 is the embedded model's; docs/models.md has what this one needs"
         )
     return family

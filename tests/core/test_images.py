@@ -69,6 +69,7 @@ def decode_as_both(folder, content):
     return decoded[0]
 
 
+@pytest.mark.filterwarnings("ignore:IM image format is deprecated:DeprecationWarning")  # as long as Pillow has it
 @pytest.mark.parametrize("name", sorted(Image.SAVE))
 def test_every_mode_of_a_format_is_decoded_or_refused_by_name(tmp_path, name, monkeypatch):
     """No program is called over an EPS."""

@@ -9,6 +9,7 @@ from common.checkpoints import FORMAT
 from common.command_line import parse_args
 
 import pytest
+import yaml
 
 pytestmark = pytest.mark.fast
 
@@ -24,7 +25,10 @@ def here(tmp_path, monkeypatch):
 
 
 # ---- --args ----------------------------------------------------------------------------------------------------------
-def test_a_runs_options_are_read_back_and_what_is_given_wins(here, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("file", "write"), [("args.json", json.dumps), ("mine.yaml", json.dumps), ("mine.yaml", yaml.safe_dump)]
+)
+def test_a_runs_options_are_read_back_and_what_is_given_wins(file, write, here, monkeypatch, capfd):
     """All of them, as a run records them; but not that it was resumed, and not the rewards' settings."""
     first = parse(
         *("--name=-mine", "--image_size", 64, 96, "--reward", "ocr", "jpeg_compressibility", "--kl_coef", 0.5),
@@ -35,16 +39,16 @@ def test_a_runs_options_are_read_back_and_what_is_given_wins(here, monkeypatch, 
         "format": FORMAT,
         "args": vars(first) | {"resume": "latest", "reward_settings": {}},
     }
-    (here / "args.json").write_text(json.dumps(record))
+    (here / file).write_text(write(record))
     monkeypatch.setattr(sys, "argv", ["/somewhere/flow_grpo.py"])
-    again = parse("--args", "args.json")
+    again = parse("--args", file)
     assert "wrote it" not in capfd.readouterr().err
-    assert vars(again) == vars(first) | {"args": "args.json"}
-    given = parse("--args", "args.json", "--name", "other", "--kl_coef", 0, "--reward", "ocr")
-    assert vars(given) == vars(first) | {"args": "args.json", "name": "other", "kl_coef": 0.0, "reward": ("ocr",)}
+    assert vars(again) == vars(first) | {"args": file}
+    given = parse("--args", file, "--name", "other", "--kl_coef", 0, "--reward", "ocr")
+    assert vars(given) == vars(first) | {"args": file, "name": "other", "kl_coef": 0.0, "reward": ("ocr",)}
     monkeypatch.setattr(sys, "argv", ["grpo_guard.py"])
-    parse("--args", "args.json")
-    assert "--args args.json: a run of flow_grpo.py wrote it; " in capfd.readouterr().err
+    parse("--args", file)
+    assert f"--args {file}: a run of flow_grpo.py wrote it; " in capfd.readouterr().err
 
 
 def test_the_file_may_stand_behind_an_equals_sign(here):

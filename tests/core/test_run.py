@@ -250,8 +250,9 @@ def test_memory_is_the_largest_of_all_ranks():
     assert over_ranks(ranks) == {"peak": 4.0, "timing_s/gen/max": 1.5, "timing_s/gen/slowest_rank": 1}
 
 
-def test_a_heartbeat_names_the_phase_that_a_run_hangs_in(tmp_path):
-    run = new_run(tmp_path)
+@pytest.mark.parametrize(("num_steps", "end"), [(7, "finished"), (8, "stopped")])
+def test_a_heartbeat_names_the_phase_that_a_run_hangs_in_and_how_it_ended(num_steps, end, tmp_path, monkeypatch):
+    run = new_run(tmp_path, num_steps=num_steps)
     run._owns_folder = True  # as a script's run does
     run.step = 7
     before = time.time()
@@ -259,6 +260,11 @@ def test_a_heartbeat_names_the_phase_that_a_run_hangs_in(tmp_path):
         beat = json.loads((tmp_path / "heartbeat.json").read_text())
     assert beat["step"] == 7 and beat["phase"] == "reward" and beat["pid"] == os.getpid() and beat["host"]
     assert before <= beat["time"] <= time.time()
+    monkeypatch.setattr("common.run.gather_objects", lambda ours: [True])  # a signal, in the last step or before
+    assert run.should_stop()
+    run.close()
+    beat = json.loads((tmp_path / "heartbeat.json").read_text())
+    assert beat["step"] == 7 and beat["phase"] == end
     assert [path.name for path in tmp_path.iterdir()] == ["heartbeat.json"]
 
 
@@ -577,7 +583,7 @@ def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monke
     assert not any("package" in name or "RUBRIC" in name for name in contents)
 
 
-def test_create_run_folder_records_git(tmp_path):
+def test_create_run_folder_records_git_and_how_much_of_it_is_left_out(tmp_path, monkeypatch):
     repository = tmp_path / "repository"
     repository.mkdir()
     (repository / "script.py").write_text("")
@@ -594,8 +600,16 @@ def test_create_run_folder_records_git(tmp_path):
     create_run_folder(tmp_path / "other", OPTIONS, repository / "contrib" / "fork.py")
     record = json.loads((tmp_path / "other" / "args.json").read_text())
     assert (record["git_hash"], record["untracked"]) == (f"{head}-dirty", ["contrib/fork.py", "new.py"])
-    assert (tmp_path / "other" / "uncommitted.diff").read_text().endswith("+mended = True\n")
+    diff = (tmp_path / "other" / "uncommitted.diff").read_bytes()
+    assert diff.endswith(b"+mended = True\n") and record["uncommitted_bytes"] == len(diff)
     assert not (tmp_path / "run" / "uncommitted.diff").exists()
+    monkeypatch.setattr("common.run_record.LONGEST_DIFF", len(diff) - 7)
+    monkeypatch.setattr("common.run_record.MOST_UNTRACKED", 1)
+    create_run_folder(tmp_path / "cut", OPTIONS, repository / "contrib" / "fork.py")
+    record = json.loads((tmp_path / "cut" / "args.json").read_text())
+    assert (record["uncommitted_bytes"], record["untracked"]) == (len(diff), ["contrib/fork.py", "and 1 more"])
+    left = (tmp_path / "cut" / "uncommitted.diff").read_bytes()
+    assert left == diff[:-7] + b"\n7 more bytes are left out\n"
 
 
 def test_a_resumed_run_keeps_the_first_record(tmp_path):

@@ -27,11 +27,11 @@ sys.path.insert(0, sys.argv[1])
 os.environ["WORLD_SIZE"] = "1"
 for name in {scripts}:
     script = importlib.import_module(name.removesuffix(".py"))
-    sys.argv[0] = name
     local = [] if name == "dpo_offline.py" else ["--rollout", "local"]
     for options in {options}:
+        sys.argv = [name, *options.split(), *local]
         try:
-            script.prepare(script.check(script.parse_args(script.Args, "", [*options.split(), *local])))
+            script.prepare(script.check(script.parse_args(script.Args, "")))
         except ValueError as error:
             print(str(error)[:40])
         else:

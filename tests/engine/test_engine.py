@@ -34,6 +34,7 @@ from tests.conftest import (
     embedded_model,
     forked_engines,
     needs_engine,
+    on_ranks,
     policy_without_fsdp,
     prompt_set,
     skip_without_engine,
@@ -187,7 +188,9 @@ def test_first_push_is_verified(engine, monkeypatch):
     model, args, config = policy_without_fsdp(trained=False)
     adapter = tensors_on_rank_0(model)[0]
     request = request_for(model, args, sde_steps=(), seeds=range(1))
-    engine.verify_policy(model, request, flow_grpo.sample_locally)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model), "decode", None)  # the VAE stays out of the memory of a GPU with an engine
+        engine.verify_policy(model, request, flow_grpo.sample_locally)
     assert_parity(engine, model, args, request_for(model, args), lora=True)  # it leaves the real adapter
     real, replaced = replace_calls(monkeypatch, engine)
     replaced["push_lora"] = lambda operation, tensors, config: (30, {})
@@ -764,6 +767,26 @@ def test_a_stop_signal_is_obeyed_while_an_engine_loads(tmp_path, own_handlers, c
     assert engine.process.wait(10) == -signal.SIGKILL
     last = capfd.readouterr().err.splitlines()[-1]
     assert last == "stopped while the rollout engine starts; to continue, give the same command with --resume latest"
+
+
+@pytest.mark.fast
+def test_a_stop_while_one_rank_waits_for_its_engine_ends_all(monkeypatch):
+    """--max_minutes ends on rank 1. The engine of rank 0 has loaded before."""
+
+    def on_rank(rank):
+        engine = VLLMEngine.__new__(VLLMEngine)
+        engine.startup_s = None
+        engine.timeout_s = 60.0
+        engine.connection, child = Pipe()
+        monkeypatch.setattr(engine, "_kill", child.close)
+        if rank == 0:
+            messages.send(child, (0, True, 1.5))
+        with pytest.raises(SystemExit) as ended:
+            engine.wait_ready()
+        return ended.value.code
+
+    monkeypatch.setattr(client, "stop_requested", lambda: torch.distributed.get_rank() == 1)
+    assert on_ranks(monkeypatch, 2, on_rank)[0] == [0, 0]
 
 
 def test_an_engine_that_cannot_load_says_why(tmp_path):

@@ -466,11 +466,13 @@ def fork(tmp_path, monkeypatch):
     return call
 
 
-def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capsys):
+def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capfd):
     (tmp_path / "mine.py").write_text("raise SystemExit")  # which would end it if it were imported
     rewards = ["--eval_reward", "clip_score", "mine.py:mine"]
     assert fork("--rollout", "local", "--ranks", 4, "--ranks_per_node", 2, *rewards) is None
-    lines = capsys.readouterr().out.splitlines()
+    shown = capfd.readouterr()
+    assert "runs/" not in shown.err  # no run begins
+    lines = shown.out.splitlines()
     assert lines[0] == "not counted: the networks of clip_score, whose sizes docs/rewards.md has"
     assert lines[1] == "not counted: whatever mine.py:mine loads"
     assert lines[2] == "a copy of the transformer for each rank; micro-batches of 16"
@@ -481,7 +483,7 @@ def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capsys):
         assert any(line.startswith(words) for line in lines), words
     assert not any("engine" in line for line in lines)
     assert fork("--rollout", "local", "--ranks", 4, "--ranks_per_node", 2, "--shard_ranks", 2) is None
-    lines = capsys.readouterr().out.splitlines()
+    lines = capfd.readouterr().out.splitlines()
     assert lines[0] == "a copy of the transformer for 2 ranks; micro-batches of 16"
     assert any(line.startswith("  weights gathered to sample") for line in lines)
 
