@@ -183,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         every_row = [row for rows in (runs | against).values() for row in rows]
         metrics = args.metric or drawn_metrics(every_row, ("val/",))
         print(comparison_table(runs, against, metrics))
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         overlay(against | runs, args.metric, args.output)
     except (OSError, ValueError) as error:
         sys.exit(f"tools.compare: error: {error}")

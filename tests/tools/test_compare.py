@@ -110,5 +110,5 @@ def test_runs_of_one_name_in_two_places_are_compared(tmp_path, capsys):
             (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "new" / "ocr-seed1.log").touch()  # as tools.sweep leaves one beside the run
     new, old = (str(tmp_path / place / "ocr-seed*") for place in ("new", "old"))
-    compare.main([new, "--against", old, "--output", str(tmp_path / "compared.png")])
+    compare.main([new, "--against", old, "--output", str(tmp_path / "pictures" / "compared.png")])
     assert "0.500 (0.500 to 0.500), +0.250 [+0.250, +0.250]" in capsys.readouterr().out
