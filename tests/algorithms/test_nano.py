@@ -42,6 +42,7 @@ def nano_lora(folder, monkeypatch, **changes):
 def flow_grpo_lora(folder, **changes):
     """The LoRA that flow_grpo.py saves after one training step, sampling with its own transformer."""
     options = ["--rollout", "local", "--num_steps", 1, "--micro_batch_size", 4]
+    options += ["--kl_coef", 0, "--lr_schedule", "constant"]
     options += ["--reward", brightness_reward(folder), *few_eval_prompts(folder)]
     for name, value in changes.items():
         options += [f"--{name}", value]
