@@ -34,6 +34,10 @@ class PromptSet:
         rows = [int(row) for row in rows]
         return PromptSet([self.prompts[row] for row in rows], [self.metadata[row] for row in rows])
 
+    def asking(self, reward: str) -> list[int]:
+        """The rows of those prompts that ask for a reward."""
+        return [row for row, record in enumerate(self.metadata) if asks_for(record, reward)]
+
     def sources(self) -> list[list[Image]]:
         """The condition images of each prompt, decoded; [] where a record has none."""
         return [[source.decode() for source in record.get("image", ())] for record in self.metadata]
@@ -60,22 +64,34 @@ class PromptSet:
         return PromptSet([record.get("negative_prompt", default) for record in self.metadata], self.metadata)
 
 
-def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, max_prompts: int = 0) -> PromptSet:
+def asks_for(record: dict, reward: str) -> bool:
+    """Whether a prompt's record asks for a reward: its field "rewards" names it, or it has no such field."""
+    return reward in record.get("rewards", (reward,))
+
+
+def read_prompts(
+    path: Path | str,
+    rewards: dict[str, Callable] | None = None,
+    max_prompts: int = 0,
+    *,
+    others: Iterable[str] = (),
+) -> PromptSet:
     """Read prompts from a .txt file (one a line), a .jsonl file ({"prompt": ..., anything else is metadata}) or a
     .parquet file with a column `prompt`, of strings or of chats as VeRL-Omni writes them; other columns are metadata.
     "image" names the pictures that an editing model gets, and "mask" where they change (common/images.py).
 
-    Blank lines are skipped; with max_prompts only the first so many prompts are taken. Each prompt is shown to the
-    rewards ({name: function}) that have a `check`, its metadata to those that have a `check_metadata`.
+    Blank lines are skipped; with max_prompts only the first so many prompts are taken. Each prompt is shown to those of
+    the rewards ({name: function}) that it asks for and that have a `check`, its metadata to those that have a
+    `check_metadata`. others: names of the run's other rewards, which a record may ask for as well.
 
     Returns a PromptSet.
 
     Raises:
         ValueError: naming the file and, where there is one, the line or row at fault.
     """
-    functions = (rewards or {}).values()
-    checks = [reward.check for reward in functions if hasattr(reward, "check")]
-    metadata_checks = [reward.check_metadata for reward in functions if hasattr(reward, "check_metadata")]
+    functions = (rewards or {}).items()
+    checks = [(name, reward.check) for name, reward in functions if hasattr(reward, "check")]
+    metadata_checks = [(name, reward.check_metadata) for name, reward in functions if hasattr(reward, "check_metadata")]
     prompts = []
     metadata = []
     for where, record in read_records(Path(path)):
@@ -83,10 +99,14 @@ def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, m
         with error_prefix(where):
             if {"image", "images", "media", "media_refs"} & record.keys():
                 record = find_pictures(record, Path(path), where)
-            for check in checks:
-                check(prompt)
-            for check in metadata_checks:
-                check(record)
+            if "rewards" in record:
+                _check_asked(record, rewards, others)
+            for name, check in checks:
+                if asks_for(record, name):
+                    check(prompt)
+            for name, check in metadata_checks:
+                if asks_for(record, name):
+                    check(record)
             if not isinstance(record.get("negative_prompt", ""), str):
                 raise ValueError('"negative_prompt": must be a string')
             record.get("negative_prompt", "").encode()  # as _parse_record does with the prompt
@@ -96,6 +116,24 @@ def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, m
         print_message(f"{path}: the first {max_prompts} of its {len(prompts)} prompts (--max_prompts)")
         return PromptSet(prompts[:max_prompts], metadata[:max_prompts])
     return PromptSet(prompts, metadata)
+
+
+def _check_asked(record: dict, rewards: dict[str, Callable] | None, others: Iterable[str]) -> None:
+    """Drop "rewards" where it is null, as columns of a table are. ValueError: it names no reward, or one that is not
+    the run's (rewards and others; None: not known)."""
+    asked = record["rewards"]
+    if asked is None:
+        del record["rewards"]
+        return
+    if not isinstance(asked, list) or not all(isinstance(name, str) for name in asked):
+        raise ValueError('"rewards": must be a list of names')
+    known = dict.fromkeys([*(rewards or ()), *others])
+    for name in asked:
+        if rewards is not None and name not in known:
+            told = f"--reward and --eval_reward name {', '.join(known)}"
+            raise ValueError(f'"rewards": {name!r} is no reward of this run; {told}')
+    if rewards and not rewards.keys() & set(asked):
+        raise ValueError(f'"rewards": asks for none of {", ".join(rewards)}')
 
 
 def read_records(path: Path) -> list[tuple[str, dict]]:
