@@ -4,7 +4,7 @@ import copy
 import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.distributed import gather, launched_world_size
@@ -25,6 +25,7 @@ class PromptSet:
 
     prompts: list[str]
     metadata: list[dict]  # for the rewards: the other fields of a .jsonl record or columns of a .parquet row
+    files: list[str] = field(default_factory=list)  # the names of the prompts' files, without .jsonl, if several
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -32,7 +33,8 @@ class PromptSet:
     def select(self, rows: Iterable[int] | torch.Tensor) -> "PromptSet":
         """The prompts of some rows, in their order, repeated where they repeat."""
         rows = [int(row) for row in rows]
-        return PromptSet([self.prompts[row] for row in rows], [self.metadata[row] for row in rows])
+        files = [self.files[row] for row in rows] if self.files else []
+        return PromptSet([self.prompts[row] for row in rows], [self.metadata[row] for row in rows], files)
 
     def asking(self, reward: str) -> list[int]:
         """The rows of those prompts that ask for a reward."""
@@ -70,7 +72,7 @@ def asks_for(record: dict, reward: str) -> bool:
 
 
 def read_prompts(
-    path: Path | str,
+    paths: Path | str | Sequence[Path | str],
     rewards: dict[str, Callable] | None = None,
     max_prompts: int = 0,
     *,
@@ -78,27 +80,42 @@ def read_prompts(
 ) -> PromptSet:
     """Read prompts from a .txt file (one a line), a .jsonl file ({"prompt": ..., anything else is metadata}) or a
     .parquet file with a column `prompt`, of strings or of chats as VeRL-Omni writes them; other columns are metadata.
-    "image" names the pictures that an editing model gets, and "mask" where they change (common/images.py).
+    "image" names the pictures that an editing model gets, and "mask" where they change (common/images.py). The prompts
+    of several files follow each other.
 
-    Blank lines are skipped; with max_prompts only the first so many prompts are taken. Each prompt is shown to those of
-    the rewards ({name: function}) that it asks for and that have a `check`, its metadata to those that have a
-    `check_metadata`. others: names of the run's other rewards, which a record may ask for as well.
+    Blank lines are skipped; with max_prompts only the first so many prompts of a file are taken. Each prompt is shown
+    to those of the rewards ({name: function}) that it asks for and that have a `check`, its metadata to those that have
+    a `check_metadata`. others: names of the run's other rewards, which a record may ask for as well.
 
     Returns a PromptSet.
 
     Raises:
         ValueError: naming the file and, where there is one, the line or row at fault.
     """
+    several = [Path(path) for path in ([paths] if isinstance(paths, Path | str) else paths)]
+    whole = PromptSet([], [])
+    for path in several:
+        prompts, metadata = _read_file(path, rewards, max_prompts, others)
+        whole.prompts += prompts
+        whole.metadata += metadata
+        whole.files += [path.stem] * len(prompts) if len(several) > 1 else []
+    return whole
+
+
+def _read_file(
+    path: Path, rewards: dict[str, Callable] | None, max_prompts: int, others: Iterable[str]
+) -> tuple[list[str], list[dict]]:
+    """The prompts and metadata of one of read_prompts' files."""
     functions = (rewards or {}).items()
     checks = [(name, reward.check) for name, reward in functions if hasattr(reward, "check")]
     metadata_checks = [(name, reward.check_metadata) for name, reward in functions if hasattr(reward, "check_metadata")]
     prompts = []
     metadata = []
-    for where, record in read_records(Path(path)):
+    for where, record in read_records(path):
         prompt = record.pop("prompt")
         with error_prefix(where):
             if {"image", "images", "media", "media_refs"} & record.keys():
-                record = find_pictures(record, Path(path), where)
+                record = find_pictures(record, path, where)
             if "rewards" in record:
                 _check_asked(record, rewards, others)
             for name, check in checks:
@@ -114,8 +131,8 @@ def read_prompts(
         metadata.append(record)
     if 0 < max_prompts < len(prompts):
         print_message(f"{path}: the first {max_prompts} of its {len(prompts)} prompts (--max_prompts)")
-        return PromptSet(prompts[:max_prompts], metadata[:max_prompts])
-    return PromptSet(prompts, metadata)
+        return prompts[:max_prompts], metadata[:max_prompts]
+    return prompts, metadata
 
 
 def _check_asked(record: dict, rewards: dict[str, Callable] | None, others: Iterable[str]) -> None:

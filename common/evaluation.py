@@ -40,7 +40,8 @@ def evaluate_samples(
     images_per_prompt = args.eval_images_per_prompt
     trained = zip((name.rpartition(":")[2] for name in args.reward), args.reward_weights, strict=True)
     reward_weights = [weight for name, weight in trained if name in scorer.rewards]  # without relative ones
-    metrics: dict = eval_metrics(scores, scorer.rewards, reward_weights, places, images_per_prompt)
+    files = scorer.prompt_set.files
+    metrics: dict = eval_metrics(scores, scorer.rewards, reward_weights, places, images_per_prompt, files)
     metrics |= detail_metrics(scorer.details, "val")
     if args.eval_by:
         metrics |= metrics_by_field(args.eval_by, scorer, scores, reward_weights, places, images_per_prompt)
@@ -163,25 +164,37 @@ def eval_metrics(
     reward_weights: Sequence[float],
     places: Sequence[int],
     images_per_prompt: int,
+    files: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
     """Mean and standard error over held-out prompts of every reward and of the weighted total. A collective.
 
     scores (B, R) are of this rank's images, places (B,) their numbers among all, prompt by prompt. The first rewards
     have a weight and make the total; those behind them only watch. A prompt is left out of a mean if it does not ask
     for the reward, or if the reward scored none of its images; failed images are counted. A reward that no prompt asks
-    for has no metrics.
+    for has no metrics. files (B,): where the prompts are of several files, val/<file>/<reward>/mean are those of each.
     """
     names = list(names)
     num_images = int(gather(torch.tensor(places)).max()) + 1
     scores, metrics = count_failed(gather_shares(scores, num_images), names, len(reward_weights))
     scores = scores.view(num_images // images_per_prompt, images_per_prompt, len(names)).nanmean(1)  # (prompts, R)
     totals = weighted_totals(scores[:, : len(reward_weights)], reward_weights)  # (prompts,)
-    for name, of_prompts in zip([*names, TOTAL], [*scores.T, totals], strict=True):
-        kept = of_prompts[of_prompts.isfinite()]
-        if len(kept):
-            metrics[f"val/{name}/mean"] = kept.mean()
-            metrics[f"val/{name}/stderr"] = kept.std(correction=0) / len(kept) ** 0.5
+    parts = {"val": list(range(len(scores)))}  # rows of the prompts
+    for row, file in enumerate(gather_values(files, places, images_per_prompt) if files else ()):
+        parts.setdefault(f"val/{file}", []).append(row)
+    for prefix, rows in parts.items():
+        for name, of_prompts in zip([*names, TOTAL], [*scores[rows].T, totals[rows]], strict=True):
+            kept = of_prompts[of_prompts.isfinite()]
+            if len(kept):
+                metrics[f"{prefix}/{name}/mean"] = kept.mean()
+                metrics[f"{prefix}/{name}/stderr"] = kept.std(correction=0) / len(kept) ** 0.5
     return metrics
+
+
+def gather_values(values: Sequence[str], places: Sequence[int], images_per_prompt: int) -> list[str]:
+    """The value of every held-out prompt, in order, of the values (B,) of this rank's images. A collective."""
+    of_ranks = gather_objects(list(zip(places, values, strict=True)))
+    value_of = dict(pair for of_rank in of_ranks for pair in of_rank)  # by place
+    return [value_of[place] for place in range(0, len(value_of), images_per_prompt)]
 
 
 def metrics_by_field(
@@ -199,12 +212,11 @@ def metrics_by_field(
     """
     names = list(scorer.rewards)
     values = [str(record[field]) for record in scorer.prompt_set.metadata]
-    of_ranks = gather_objects(list(zip(places, values, strict=True)))
-    value_of = dict(pair for of_rank in of_ranks for pair in of_rank)  # by place
-    scores, _ = count_failed(gather_shares(scores, len(value_of)), names, len(reward_weights))  # (M, R)
+    value_of_prompt = gather_values(values, places, images_per_prompt)
+    num_images = len(value_of_prompt) * images_per_prompt
+    scores, _ = count_failed(gather_shares(scores, num_images), names, len(reward_weights))  # (M, R)
     totals = weighted_totals(scores[:, : len(reward_weights)], reward_weights)[:, None]
     by_prompt = torch.cat([scores, totals], 1).view(-1, images_per_prompt, scores.shape[1] + 1)  # (P, n, R + 1)
-    value_of_prompt = [value_of[place] for place in range(0, len(value_of), images_per_prompt)]
     metrics = {}
     for value in sorted(set(value_of_prompt)):
         rows = [row for row, other in enumerate(value_of_prompt) if other == value]

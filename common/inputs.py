@@ -139,8 +139,8 @@ def check_field(eval_set: PromptSet, field: str) -> None:
 def check_pictures(args: SharedArgs, inputs: Inputs) -> None:
     """ValueError: a record has another number of pictures than the model takes. Reports pictures of another shape."""
     prompt_sets = [
-        (f"--train_prompts {args.train_prompts}", inputs.train_set),
-        (f"--eval_prompts {args.eval_prompts}", inputs.eval_set),
+        (f"--train_prompts {' '.join(args.train_prompts)}", inputs.train_set),
+        (f"--eval_prompts {' '.join(args.eval_prompts)}", inputs.eval_set),
     ]
     if inputs.pairs is not None:
         prompt_sets.append(("--pairs", pair_prompts(inputs.pairs)))

@@ -212,7 +212,7 @@ def weigh_teachers(args: Args, prompts: PromptSet) -> Tensor:
     for prompt, record in zip(prompts.prompts, prompts.metadata, strict=True):
         named = record.get("teacher")
         if named is not None and named not in names:
-            where = f"--train_prompts {args.train_prompts}: the record of {prompt!r}"
+            where = f"--train_prompts {' '.join(args.train_prompts)}: the record of {prompt!r}"
             raise ValueError(f"{where} names the teacher {named!r}, who is not in --teachers")
         rows.append(shared if named is None else [float(name == named) for name in names])
     return torch.tensor(rows)

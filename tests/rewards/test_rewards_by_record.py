@@ -8,7 +8,7 @@ import flow_grpo
 from common.data import PromptSet, read_prompts
 from common.evaluation import eval_metrics, metrics_by_field, reward_metrics, sample_records
 from common.scoring import NOT_ASKED, Scorer, fill_failed, score_images, weighted_totals
-from tests.conftest import TINY, assert_one_line, read_metrics, run_here
+from tests.conftest import TINY, assert_one_line, on_ranks, read_metrics, run_here
 
 import pytest
 import torch
@@ -190,6 +190,55 @@ def test_metrics_of_an_evaluation_are_over_the_prompts_that_ask(one_rank):
     assert metrics["val/x/a/best@2"] == 3 and metrics["val/y/weighted_total/best@2"] == 11.5  # 12 and 11
 
 
+# ---- several files ---------------------------------------------------------------------------------------------------
+@fast
+def test_prompts_of_several_files_follow_each_other(tmp_path, capfd):
+    (tmp_path / "signs.txt").write_text("one\ntwo\nthree\n")
+    (tmp_path / "mugs.jsonl").write_text('{"prompt": "four", "tag": 4}\n{"prompt": "five", "rewards": ["orc"]}\n')
+    paths = [str(tmp_path / "signs.txt"), tmp_path / "mugs.jsonl"]
+    prompts = read_prompts(paths, max_prompts=2)
+    assert capfd.readouterr().err == f"{paths[0]}: the first 2 of its 3 prompts (--max_prompts)\n"
+    metadata = [{}, {}, {"tag": 4}, {"rewards": ["orc"]}]
+    assert prompts == PromptSet(["one", "two", "four", "five"], metadata, ["signs"] * 2 + ["mugs"] * 2)
+    assert prompts.select([3, 0]).files == ["mugs", "signs"]
+    with pytest.raises(ValueError, match="mugs.jsonl:2: .*'orc' is no reward of this run"):
+        read_prompts(paths, {"a": None})
+    assert read_prompts([paths[1]]) == read_prompts(paths[1]) and read_prompts(paths[1]).files == []
+
+
+@fast
+def test_each_held_out_file_has_metrics_of_its_own(monkeypatch):
+    """Two rewards, of which the second file's prompts ask for one; two images of each of four prompts, on two ranks."""
+    scores = tensor([1, 2], [3, 2], [5, 2], [7, NAN], [NO, 6], [NO, 8], [NO, NAN], [NO, NAN])
+    files = ["x", "x", "y", "y"]
+
+    def of_rank(rank):
+        places = [place for place in range(8) if place % 2 == rank]
+        return eval_metrics(scores[places], "ab", (1, 10), places, 2, [files[place // 2] for place in places])
+
+    (metrics, others), _ = on_ranks(monkeypatch, 2, of_rank)
+    assert metrics == others
+    found = {name: value.item() for name, value in metrics.items() if name.endswith("/mean")}
+    means = {"a": 3.5, "b": (2 + 2 + 7) / 3, "weighted_total": (22 + 25 + 70) / 3}
+    means |= {"x/a": 3.5, "x/b": 2, "x/weighted_total": 23.5, "y/b": 7, "y/weighted_total": 70}
+    assert found == pytest.approx({f"val/{name}/mean": value for name, value in means.items()})
+    assert metrics["val/x/a/stderr"].item() == pytest.approx(1.5 / 2**0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (["--eval_prompts", "x.txt", "more/x.jsonl"], "--eval_prompts: two files are named x, and so would be their"),
+        (["--train_prompts"], "--train_prompts: needs a file"),
+        (["--eval_prompts", "x.txt", "y.txt", "--best_by", "val/z/ocr/mean"], "no evaluation logs val/z/ocr/mean"),
+    ],
+)
+def test_files_that_cannot_be_told_apart_are_refused(tmp_path, options, fault):
+    line = run_here(tmp_path, "flow_grpo.py", *options)
+    assert_one_line(line)
+    assert fault in line
+
+
 # ---- in a run --------------------------------------------------------------------------------------------------------
 REWARDS = """
 def bright(images, prompts, metadata):
@@ -209,20 +258,24 @@ def write_prompts(folder, name, records):
 
 @pytest.mark.parametrize("script", ["flow_grpo.py", "dpo_offline.py", "contrib/online_dpo.py"])
 def test_a_run_trains_each_prompt_on_its_rewards(tmp_path, script):
-    """The rewards refuse prompts of the other kind. Nothing evaluates `bright` here."""
+    """The rewards refuse prompts of the other kind. Two held-out files ask for one of them."""
     (tmp_path / "mine.py").write_text(REWARDS)
     both = [("a bright sign", ["bright"]), ("a red sign", ["red"]), ("a bright red sign", ["red", "bright"])]
     options = ["--reward", "mine.py:bright", "mine.py:red", "--reward_weights", 1, 2, "--num_steps", 2]
-    options += ["--train_prompts", write_prompts(tmp_path, "train.jsonl", both)]
-    options += ["--eval_prompts", write_prompts(tmp_path, "eval.jsonl", [("a red mug", ["red"])] * 2)]
+    options += ["--train_prompts", write_prompts(tmp_path, "one.jsonl", both[:1])]
+    options += [write_prompts(tmp_path, "more.jsonl", both[1:])]
+    evaluated = [write_prompts(tmp_path, f"{name}.jsonl", [(f"a red {name}", ["red"])] * 2) for name in ("mug", "hat")]
+    options += ["--eval_prompts", *evaluated, "--best_by", "val/hat/red/mean"]
     if script == "dpo_offline.py":
         options += ["--num_pair_prompts", 3, "--group_size", 4, "--num_pairs", 3]
     else:
         options += [*TINY, "--rollout", "local", "--save_rollouts", 1, "--num_prompts", 3]
+    options += ["--num_inference_steps", 2, "--eval_num_inference_steps", 1]
     assert run_here(tmp_path, script, *options) is None
     run = next((tmp_path / "runs").iterdir())
     rows = read_metrics(run)
     assert rows[2]["val/weighted_total/mean"] == pytest.approx(2 * rows[2]["val/red/mean"])
+    assert rows[2]["val/mug/red/mean"] + rows[2]["val/hat/red/mean"] == pytest.approx(2 * rows[2]["val/red/mean"])
     assert not [name for name in rows[2] if name.startswith("val/bright")] and rows[2]["actor/grad_norm"] > 0
     assert (run / "best_adapter").is_dir()
     if script != "dpo_offline.py":
