@@ -41,7 +41,7 @@ from common.options import Bound, PositiveFloat, PositiveInt, SharedArgs
 from common.pairs.pairs import encode_pairs, load_pairs
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, checkpoint_to_resume, friendly_errors
-from common.scoring import Scorer, load_rewards, offload_rewards
+from common.scoring import Scorer, load_rewards, offload_rewards, weighted_totals
 from common.sde import draw_noise, image_seed, sde_step
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
@@ -126,8 +126,8 @@ def prepare(args: Args) -> Inputs:
         from common.pairs.pair_files import read_pairs
 
         pairs = read_pairs(args.pairs)
-    train_set = PromptSet([], []) if pairs else read_prompts(args.train_prompts, rewards)
-    eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
+    train_set = PromptSet([], []) if pairs else read_prompts(args.train_prompts, rewards, others=eval_rewards)
+    eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
@@ -219,8 +219,7 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
         scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
         scorer.add(range(args.group_size), images)
         scores = scorer.scores(alone=True)  # (G, R), NaN where one failed
-        weights = scores.new_tensor(args.reward_weights)
-        totals = (scores * weights).sum(1)  # (G,), NaN for failed images
+        totals = weighted_totals(scores, args.reward_weights)  # (G,), NaN for failed images
         save_pair(run.folder, row, prompts, images, totals)
     offload_rewards(inputs.rewards)  # networks of rewards leave the GPU to the training, if asked
     run.print_message(write_pairs(run.folder, num_prompts))

@@ -228,8 +228,15 @@ def check_options(args: SharedArgs) -> None:
         ValueError: in one line that names the option, its value and what it must be.
     """
     parse_lr_schedule(args.lr_schedule)
+    for option in ("train_prompts", "eval_prompts"):
+        if not getattr(args, option):
+            raise ValueError(f"--{option}: needs a file")
+    files = [Path(file).stem for file in args.eval_prompts] if len(args.eval_prompts) > 1 else []
+    for name in files:
+        if files.count(name) > 1:
+            raise ValueError(f"--eval_prompts: two files are named {name}, and so would be their metrics; rename one")
     scored_by = (*args.reward, *args.eval_reward)
-    check_stop_rules(args.stop_if, scored_by, args.eval_images_per_prompt, args.eval_by, args.best_by)
+    check_stop_rules(args.stop_if, scored_by, args.eval_images_per_prompt, args.eval_by, args.best_by, files)
     check_tracker(args.track)
     traced_steps(args.profile_steps, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if args.attention != "native":

@@ -4,7 +4,7 @@ import copy
 import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.distributed import gather, launched_world_size
@@ -25,6 +25,7 @@ class PromptSet:
 
     prompts: list[str]
     metadata: list[dict]  # for the rewards: the other fields of a .jsonl record or columns of a .parquet row
+    files: list[str] = field(default_factory=list)  # the names of the prompts' files, without .jsonl, if several
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -32,7 +33,12 @@ class PromptSet:
     def select(self, rows: Iterable[int] | torch.Tensor) -> "PromptSet":
         """The prompts of some rows, in their order, repeated where they repeat."""
         rows = [int(row) for row in rows]
-        return PromptSet([self.prompts[row] for row in rows], [self.metadata[row] for row in rows])
+        files = [self.files[row] for row in rows] if self.files else []
+        return PromptSet([self.prompts[row] for row in rows], [self.metadata[row] for row in rows], files)
+
+    def asking(self, reward: str) -> list[int]:
+        """The rows of those prompts that ask for a reward."""
+        return [row for row, record in enumerate(self.metadata) if asks_for(record, reward)]
 
     def sources(self) -> list[list[Image]]:
         """The condition images of each prompt, decoded; [] where a record has none."""
@@ -60,33 +66,64 @@ class PromptSet:
         return PromptSet([record.get("negative_prompt", default) for record in self.metadata], self.metadata)
 
 
-def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, max_prompts: int = 0) -> PromptSet:
+def asks_for(record: dict, reward: str) -> bool:
+    """Whether a prompt's record asks for a reward: its field "rewards" names it, or it has no such field."""
+    return reward in record.get("rewards", (reward,))
+
+
+def read_prompts(
+    paths: Path | str | Sequence[Path | str],
+    rewards: dict[str, Callable] | None = None,
+    max_prompts: int = 0,
+    *,
+    others: Iterable[str] = (),
+) -> PromptSet:
     """Read prompts from a .txt file (one a line), a .jsonl file ({"prompt": ..., anything else is metadata}) or a
     .parquet file with a column `prompt`, of strings or of chats as VeRL-Omni writes them; other columns are metadata.
-    "image" names the pictures that an editing model gets, and "mask" where they change (common/images.py).
+    "image" names the pictures that an editing model gets, and "mask" where they change (common/images.py). The prompts
+    of several files follow each other.
 
-    Blank lines are skipped; with max_prompts only the first so many prompts are taken. Each prompt is shown to the
-    rewards ({name: function}) that have a `check`, its metadata to those that have a `check_metadata`.
+    Blank lines are skipped; with max_prompts only the first so many prompts of a file are taken. Each prompt is shown
+    to those of the rewards ({name: function}) that it asks for and that have a `check`, its metadata to those that have
+    a `check_metadata`. others: names of the run's other rewards, which a record may ask for as well.
 
     Returns a PromptSet.
 
     Raises:
         ValueError: naming the file and, where there is one, the line or row at fault.
     """
-    functions = (rewards or {}).values()
-    checks = [reward.check for reward in functions if hasattr(reward, "check")]
-    metadata_checks = [reward.check_metadata for reward in functions if hasattr(reward, "check_metadata")]
+    several = [Path(path) for path in ([paths] if isinstance(paths, Path | str) else paths)]
+    whole = PromptSet([], [])
+    for path in several:
+        prompts, metadata = _read_file(path, rewards, max_prompts, others)
+        whole.prompts += prompts
+        whole.metadata += metadata
+        whole.files += [path.stem] * len(prompts) if len(several) > 1 else []
+    return whole
+
+
+def _read_file(
+    path: Path, rewards: dict[str, Callable] | None, max_prompts: int, others: Iterable[str]
+) -> tuple[list[str], list[dict]]:
+    """The prompts and metadata of one of read_prompts' files."""
+    functions = (rewards or {}).items()
+    checks = [(name, reward.check) for name, reward in functions if hasattr(reward, "check")]
+    metadata_checks = [(name, reward.check_metadata) for name, reward in functions if hasattr(reward, "check_metadata")]
     prompts = []
     metadata = []
-    for where, record in read_records(Path(path)):
+    for where, record in read_records(path):
         prompt = record.pop("prompt")
         with error_prefix(where):
             if {"image", "images", "media", "media_refs"} & record.keys():
-                record = find_pictures(record, Path(path), where)
-            for check in checks:
-                check(prompt)
-            for check in metadata_checks:
-                check(record)
+                record = find_pictures(record, path, where)
+            if "rewards" in record:
+                _check_asked(record, rewards, others)
+            for name, check in checks:
+                if asks_for(record, name):
+                    check(prompt)
+            for name, check in metadata_checks:
+                if asks_for(record, name):
+                    check(record)
             if not isinstance(record.get("negative_prompt", ""), str):
                 raise ValueError('"negative_prompt": must be a string')
             record.get("negative_prompt", "").encode()  # as _parse_record does with the prompt
@@ -94,8 +131,26 @@ def read_prompts(path: Path | str, rewards: dict[str, Callable] | None = None, m
         metadata.append(record)
     if 0 < max_prompts < len(prompts):
         print_message(f"{path}: the first {max_prompts} of its {len(prompts)} prompts (--max_prompts)")
-        return PromptSet(prompts[:max_prompts], metadata[:max_prompts])
-    return PromptSet(prompts, metadata)
+        return prompts[:max_prompts], metadata[:max_prompts]
+    return prompts, metadata
+
+
+def _check_asked(record: dict, rewards: dict[str, Callable] | None, others: Iterable[str]) -> None:
+    """Drop "rewards" where it is null, as columns of a table are. ValueError: it names no reward, or one that is not
+    the run's (rewards and others; None: not known)."""
+    asked = record["rewards"]
+    if asked is None:
+        del record["rewards"]
+        return
+    if not isinstance(asked, list) or not all(isinstance(name, str) for name in asked):
+        raise ValueError('"rewards": must be a list of names')
+    known = dict.fromkeys([*(rewards or ()), *others])
+    for name in asked:
+        if rewards is not None and name not in known:
+            told = f"--reward and --eval_reward name {', '.join(known)}"
+            raise ValueError(f'"rewards": {name!r} is no reward of this run; {told}')
+    if rewards and not rewards.keys() & set(asked):
+        raise ValueError(f'"rewards": asks for none of {", ".join(rewards)}')
 
 
 def read_records(path: Path) -> list[tuple[str, dict]]:

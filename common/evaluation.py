@@ -9,7 +9,17 @@ from common.errors import ScoringError
 from common.options import EngineArgs, SharedArgs
 from common.plots import Picture, save_grid, save_samples
 from common.run import Run
-from common.scoring import TOTAL, Details, Reward, Scorer, all_equal, count_by_reward, is_relative
+from common.scoring import (
+    NOT_ASKED,
+    TOTAL,
+    Details,
+    Reward,
+    Scorer,
+    all_equal,
+    count_by_reward,
+    is_relative,
+    weighted_totals,
+)
 from common.watch import rollout_diversity, watch_metrics
 
 import torch
@@ -30,12 +40,11 @@ def evaluate_samples(
     images_per_prompt = args.eval_images_per_prompt
     trained = zip((name.rpartition(":")[2] for name in args.reward), args.reward_weights, strict=True)
     reward_weights = [weight for name, weight in trained if name in scorer.rewards]  # without relative ones
-    metrics: dict = eval_metrics(scores, scorer.rewards, reward_weights, places, images_per_prompt)
+    files = scorer.prompt_set.files
+    metrics: dict = eval_metrics(scores, scorer.rewards, reward_weights, places, images_per_prompt, files)
     metrics |= detail_metrics(scorer.details, "val")
     if args.eval_by:
         metrics |= metrics_by_field(args.eval_by, scorer, scores, reward_weights, places, images_per_prompt)
-    if not reward_weights:
-        metrics = {name: value for name, value in metrics.items() if f"/{TOTAL}/" not in name}
     return metrics | watch_metrics(folder, places, scorer.images, images_per_prompt), grid
 
 
@@ -74,12 +83,14 @@ def sample_records(
 ) -> list[dict]:
     """The records of B images, {"prompt": ..., "seed": ..., "<reward>": score ..., "details": {"<reward>": ...}}.
 
-    A score is None where the reward failed; details, and "image" of an edit, are there where there are some.
+    A score is None where the reward failed, and missing where it was not asked for; details, and "image" of an edit,
+    are there where there are some.
     """
     names = list(names)
     records = []
     for prompt, metadata, seed, row in zip(prompts.prompts, prompts.metadata, seeds, scores.tolist(), strict=True):
-        by_name = {name: None if math.isnan(score) else score for name, score in zip(names, row, strict=True)}
+        scored = [(name, score) for name, score in zip(names, row, strict=True) if score != NOT_ASKED]
+        by_name = {name: None if math.isnan(score) else score for name, score in scored}
         sources = {"image": metadata["image"]} if "image" in metadata else {}
         records.append({"prompt": prompt, "seed": seed, **sources, **by_name})
     for record, detail in zip(records, details, strict=False):  # () where none are known
@@ -111,14 +122,14 @@ def reward_metrics(
 
     std_mean is the mean over groups of the population standard deviation of the weighted total. zero_std_ratio is the
     share of groups whose images all score the same, from which nothing is learned. Only whole images count, in groups
-    with at least two of them; <reward>/failed and skipped_groups count the others. mean, max and min are those of the
-    weighted total without relative rewards, and missing where there are no others.
+    with at least two of them; <reward>/failed and skipped_groups count the others. <reward>/mean is over the images
+    whose prompts ask for it. mean, max and min are those of the weighted total without relative rewards. A mean is
+    missing where there is nothing to take it of.
     """
     has_failed = scores.isnan()  # (N, R)
     is_whole = ~has_failed.any(1).view(-1, group_size)  # (P, G)
     is_kept = is_whole & (is_whole.sum(1, keepdim=True) >= 2)
-    weighted = scores * scores.new_tensor(reward_weights)  # (N, R)
-    totals = weighted.sum(1)  # (N,)
+    totals = weighted_totals(scores, reward_weights)  # (N,)
     groups = [group[kept] for group, kept in zip(totals.view(-1, group_size), is_kept, strict=True)]
     groups = [group for group in groups if len(group)]
     deviations = torch.stack([group.std(correction=0) for group in groups])
@@ -126,11 +137,14 @@ def reward_metrics(
     metrics: dict[str, torch.Tensor | float] = {}
     for r, name in enumerate(rewards):
         metrics[f"critic/rewards/{name}/failed"] = has_failed[:, r].sum()
-        metrics[f"critic/rewards/{name}/mean"] = scores[is_kept.flatten(), r].mean()
+        kept = scores[is_kept.flatten(), r]
+        if (kept != NOT_ASKED).any():
+            metrics[f"critic/rewards/{name}/mean"] = kept[kept != NOT_ASKED].mean()
     metrics["critic/rewards/skipped_groups"] = (~is_kept).all(1).sum()
-    is_absolute = [not is_relative(function) for function in rewards.values()]
-    if any(is_absolute):
-        absolute_totals = weighted[:, is_absolute].sum(1)[is_kept.flatten()]
+    absolute = [r for r, function in enumerate(rewards.values()) if not is_relative(function)]
+    absolute_totals = weighted_totals(scores[:, absolute], [reward_weights[r] for r in absolute])[is_kept.flatten()]
+    absolute_totals = absolute_totals[absolute_totals != NOT_ASKED]
+    if len(absolute_totals):
         metrics["critic/rewards/mean"] = absolute_totals.mean()
         metrics["critic/rewards/max"] = absolute_totals.max()
         metrics["critic/rewards/min"] = absolute_totals.min()
@@ -150,23 +164,37 @@ def eval_metrics(
     reward_weights: Sequence[float],
     places: Sequence[int],
     images_per_prompt: int,
+    files: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
     """Mean and standard error over held-out prompts of every reward and of the weighted total. A collective.
 
     scores (B, R) are of this rank's images, places (B,) their numbers among all, prompt by prompt. The first rewards
-    have a weight and make the total; those behind them only watch. A prompt is left out of a mean if the reward scored
-    none of its images; failed images are counted.
+    have a weight and make the total; those behind them only watch. A prompt is left out of a mean if it does not ask
+    for the reward, or if the reward scored none of its images; failed images are counted. A reward that no prompt asks
+    for has no metrics. files (B,): where the prompts are of several files, val/<file>/<reward>/mean are those of each.
     """
     names = list(names)
     num_images = int(gather(torch.tensor(places)).max()) + 1
     scores, metrics = count_failed(gather_shares(scores, num_images), names, len(reward_weights))
     scores = scores.view(num_images // images_per_prompt, images_per_prompt, len(names)).nanmean(1)  # (prompts, R)
-    totals = (scores[:, : len(reward_weights)] * scores.new_tensor(reward_weights)).sum(1)  # (prompts,)
-    for name, of_prompts in zip([*names, TOTAL], [*scores.T, totals], strict=True):
-        kept = of_prompts[~of_prompts.isnan()]
-        metrics[f"val/{name}/mean"] = kept.mean()
-        metrics[f"val/{name}/stderr"] = kept.std(correction=0) / len(kept) ** 0.5
+    totals = weighted_totals(scores[:, : len(reward_weights)], reward_weights)  # (prompts,)
+    parts = {"val": list(range(len(scores)))}  # rows of the prompts
+    for row, file in enumerate(gather_values(files, places, images_per_prompt) if files else ()):
+        parts.setdefault(f"val/{file}", []).append(row)
+    for prefix, rows in parts.items():
+        for name, of_prompts in zip([*names, TOTAL], [*scores[rows].T, totals[rows]], strict=True):
+            kept = of_prompts[of_prompts.isfinite()]
+            if len(kept):
+                metrics[f"{prefix}/{name}/mean"] = kept.mean()
+                metrics[f"{prefix}/{name}/stderr"] = kept.std(correction=0) / len(kept) ** 0.5
     return metrics
+
+
+def gather_values(values: Sequence[str], places: Sequence[int], images_per_prompt: int) -> list[str]:
+    """The value of every held-out prompt, in order, of the values (B,) of this rank's images. A collective."""
+    of_ranks = gather_objects(list(zip(places, values, strict=True)))
+    value_of = dict(pair for of_rank in of_ranks for pair in of_rank)  # by place
+    return [value_of[place] for place in range(0, len(value_of), images_per_prompt)]
 
 
 def metrics_by_field(
@@ -184,17 +212,16 @@ def metrics_by_field(
     """
     names = list(scorer.rewards)
     values = [str(record[field]) for record in scorer.prompt_set.metadata]
-    of_ranks = gather_objects(list(zip(places, values, strict=True)))
-    value_of = dict(pair for of_rank in of_ranks for pair in of_rank)  # by place
-    scores, _ = count_failed(gather_shares(scores, len(value_of)), names, len(reward_weights))  # (M, R)
-    totals = (scores[:, : len(reward_weights)] * scores.new_tensor(reward_weights)).sum(1, keepdim=True)
+    value_of_prompt = gather_values(values, places, images_per_prompt)
+    num_images = len(value_of_prompt) * images_per_prompt
+    scores, _ = count_failed(gather_shares(scores, num_images), names, len(reward_weights))  # (M, R)
+    totals = weighted_totals(scores[:, : len(reward_weights)], reward_weights)[:, None]
     by_prompt = torch.cat([scores, totals], 1).view(-1, images_per_prompt, scores.shape[1] + 1)  # (P, n, R + 1)
-    value_of_prompt = [value_of[place] for place in range(0, len(value_of), images_per_prompt)]
     metrics = {}
     for value in sorted(set(value_of_prompt)):
         rows = [row for row, other in enumerate(value_of_prompt) if other == value]
         for name, of_prompts in zip([*names, TOTAL], by_prompt[rows].unbind(2), strict=True):  # (prompts, n)
-            kept = of_prompts[~of_prompts.isnan().all(1)]
+            kept = of_prompts[of_prompts.isfinite().any(1)]
             if len(kept):
                 metrics[f"val/{value}/{name}/mean@{images_per_prompt}"] = kept.nanmean(1).mean()
             if len(kept) and images_per_prompt > 1:
@@ -206,17 +233,19 @@ def metrics_by_field(
 def count_failed(scores: torch.Tensor, names: Sequence[str], num_trained: int) -> tuple[torch.Tensor, dict]:
     """An evaluation's scores (M, R) and metrics, the number of images that each reward failed on.
 
-    Where one of the first num_trained rewards failed, the scores of all of these become NaN: the image is not part of
-    their means. The rewards behind them only watch, and each loses its own failures alone.
+    Where one of the first num_trained rewards failed, the scores of all of these that were asked for become NaN: the
+    image is not part of their means. The rewards behind them only watch, and each loses its own failures alone.
 
     Raises:
-        ScoringError: a reward has no image with a score left.
+        ScoringError: a reward that was asked for has no image with a score left.
     """
     has_failed = scores.isnan()
     is_left_out = has_failed[:, :num_trained].any(1)
+    is_asked = scores != NOT_ASKED
     scores = scores.clone()
     scores[is_left_out, :num_trained] = torch.nan
-    if scores.isnan().all(0).any():
+    scores[~is_asked] = NOT_ASKED
+    if (is_asked.any(0) & ~scores.isfinite().any(0)).any():
         raise ScoringError(f"no image of the evaluation has its scores: {count_by_reward(has_failed, names)}")
-    metrics = {f"val/{name}/failed": has_failed[:, r].sum() for r, name in enumerate(names)}
+    metrics = {f"val/{name}/failed": has_failed[:, r].sum() for r, name in enumerate(names) if is_asked[:, r].any()}
     return scores, metrics

@@ -46,9 +46,8 @@ def _values(hint: type) -> str:
 
 def _shown(default: tuple | str | float | None) -> str:
     """A default as one would type it; a path inside the checkout relative to it."""
-    if isinstance(default, tuple):
-        return " ".join(map(str, default)) or "none"
-    return str(default).replace(f"{ROOT}/", "")
+    shown = " ".join(map(str, default)) or "none" if isinstance(default, tuple) else str(default)
+    return shown.replace(f"{ROOT}/", "")
 
 
 def help_text(args_class: type, description: str) -> str:

@@ -90,24 +90,42 @@ def check_inputs(args: SharedArgs, inputs: Inputs) -> Inputs:
         except ValueError as error:
             raise ValueError(f"evaluation: {error}") from None
     if args.num_frames == 1 and any("image" in record for record in inputs.eval_set.metadata):
-        for record in inputs.eval_set.metadata:
-            check_metadata(record)
-        inputs.eval_rewards.setdefault("preservation", preservation)
+        asking = inputs.eval_set.asking("preservation")
+        for row in asking:
+            check_metadata(inputs.eval_set.metadata[row])
+        if asking:
+            inputs.eval_rewards.setdefault("preservation", preservation)
     for name, function in inputs.eval_rewards.items():
         if getattr(function, "whole_group", False) and args.eval_images_per_prompt == 1:
             told = "compares the images of a prompt, and --eval_images_per_prompt is 1"
             raise ValueError(f"reward {name} {told}: make more, or set its attribute `relative`")
-    for name in inputs.rewards.keys() - inputs.eval_rewards.keys():
-        if args.best_by and args.best_by.startswith(f"val/{name}/"):
-            raise ValueError(f"--best_by {args.best_by}: {name} is relative, so no evaluation logs it")
-    if not args.best_by and not inputs.rewards.keys() & inputs.eval_rewards.keys():
-        told = "every --reward is relative; name a metric with --eval_reward and --best_by"
-        print_message(f"no best_adapter will be written: {told}")
+    check_asked(args, inputs)
     own = {name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward) if ":" in name}
     if own:
         tried = {name: function for name, function in inputs.all_rewards.items() if name in own}
-        try_rewards(tried, inputs.eval_set, args.image_size, args.num_frames)
+        both = (inputs.eval_set, inputs.train_set)
+        prompts = PromptSet([p for part in both for p in part.prompts], [r for part in both for r in part.metadata])
+        try_rewards(tried, prompts, args.image_size, args.num_frames)
     return inputs
+
+
+def check_asked(args: SharedArgs, inputs: Inputs) -> None:
+    """ValueError: an option names a reward that no prompt asks for. Reports where no evaluation chooses a best one."""
+    of_options = [("--reward", "--train_prompts", inputs.rewards, inputs.train_set)]
+    watching = {name: f for name, f in inputs.eval_rewards.items() if name not in inputs.rewards}
+    of_options.append(("--eval_reward", "--eval_prompts", watching, inputs.eval_set))
+    for option, file, rewards, prompts in of_options:
+        for name in rewards:
+            if len(prompts) and not prompts.asking(name):  # with --pairs there are none to train on
+                raise ValueError(f'{option} {name}: no prompt of {file} asks for it in its "rewards"')
+    scored = {name for name in inputs.eval_rewards if inputs.eval_set.asking(name)}
+    for name in inputs.rewards.keys() - scored:
+        if args.best_by and args.best_by.startswith(f"val/{name}/"):
+            why = "is relative" if name not in inputs.eval_rewards else "is asked for by no held-out prompt"
+            raise ValueError(f"--best_by {args.best_by}: {name} {why}, so no evaluation logs it")
+    if not args.best_by and not inputs.rewards.keys() & scored:
+        told = "no evaluation scores a --reward; name a metric with --eval_reward and --best_by"
+        print_message(f"no best_adapter will be written: {told}")
 
 
 def check_field(eval_set: PromptSet, field: str) -> None:
@@ -121,8 +139,8 @@ def check_field(eval_set: PromptSet, field: str) -> None:
 def check_pictures(args: SharedArgs, inputs: Inputs) -> None:
     """ValueError: a record has another number of pictures than the model takes. Reports pictures of another shape."""
     prompt_sets = [
-        (f"--train_prompts {args.train_prompts}", inputs.train_set),
-        (f"--eval_prompts {args.eval_prompts}", inputs.eval_set),
+        (f"--train_prompts {' '.join(args.train_prompts)}", inputs.train_set),
+        (f"--eval_prompts {' '.join(args.eval_prompts)}", inputs.eval_set),
     ]
     if inputs.pairs is not None:
         prompt_sets.append(("--pairs", pair_prompts(inputs.pairs)))
@@ -169,9 +187,9 @@ def check_negative_prompts(args: SharedArgs, inputs: Inputs) -> None:
 
 
 def try_rewards(
-    rewards: Mapping[str, Reward], eval_set: PromptSet, image_size: tuple[int, int], num_frames: int
+    rewards: Mapping[str, Reward], prompts: PromptSet, image_size: tuple[int, int], num_frames: int
 ) -> None:
-    """Score a grey image, or video, of the first held-out prompt with each of a user's own rewards.
+    """Score a grey image, or video, of the first prompt that asks for it with each of a user's own rewards.
 
     A reward with `whole_group` gets several. An exception in the place of a score is no fault here: a real image may
     have what a grey one lacks.
@@ -187,7 +205,7 @@ def try_rewards(
     for name, function in rewards.items():
         count = NUM_GREYS if getattr(function, "whole_group", False) else 1
         try:
-            score_images({name: function}, images[:count], eval_set.select([0] * count), "mask")
+            score_images({name: function}, images[:count], prompts.select(prompts.asking(name)[:1] * count), "mask")
         except RunError as error:
             what = "a grey image" if count == 1 else f"{count} grey images"
             raise RunError(f"tried on {what} before the run: {error}") from error.__cause__

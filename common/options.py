@@ -128,11 +128,12 @@ class SharedArgs:
     out those that end so, as in `to_q to_k not:blocks.0.attn.to_k`"""
 
     # ---- data
-    train_prompts: str = str(ASSETS / "train_prompts.txt")
+    train_prompts: tuple[str, ...] = (str(ASSETS / "train_prompts.txt"),)
     """prompts to train on: .txt, one per line; .jsonl, {"prompt": ...} with any metadata for the rewards; or .parquet,
     as VeRL-Omni writes it (docs/flow_grpo.md); edits also have an "image" (docs/editing_and_video.md)"""
-    eval_prompts: str = str(ASSETS / "eval_prompts.txt")
-    """held-out prompts, sampled at every evaluation: a file like train_prompts"""
+    eval_prompts: tuple[str, ...] = (str(ASSETS / "eval_prompts.txt"),)
+    """held-out prompts, sampled at every evaluation: files like those of train_prompts. Of several files, the rewards
+    of each are logged as well, as val/FILE/REWARD/mean"""
     negative_prompt: str = ""
     """the text that guidance moves images away from; a prompt's record may have a "negative_prompt" of its own"""
 
@@ -181,7 +182,7 @@ class SharedArgs:
     eval_guidance_scale: Annotated[float, Bound(at_least=1)] | None = None
     """guidance of evaluation images, in scripts that have guidance_scale; None: guidance_scale"""
     max_prompts: NonNegativeInt = 0
-    """use only this many held-out prompts, the first ones; 0: all"""
+    """use only this many held-out prompts, the first ones of each file; 0: all"""
     eval_images_per_prompt: PositiveInt = 1
     """images of each held-out prompt, each from its own fixed seed; their diversity is logged if there are several"""
     eval_by: str | None = None

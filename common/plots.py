@@ -57,11 +57,13 @@ def read_metrics(folder: Path | str) -> list[dict]:
 
 def drawn_metrics(rows: list[dict], wanted: tuple[str, ...]) -> list[str]:
     """The metrics of a panel that the rows hold: those `wanted` and, below a name that ends with a slash, the mean of
-    every reward and the weighted total. A single reward and its total are one curve."""
+    every reward and the weighted total. A single reward and its total are one curve; totals of single files are none.
+    """
     measured = sorted({name for row in rows for name in row})
     drawn = [name for name in measured if name in wanted]
     for prefix in (name for name in wanted if name.endswith("/")):
         below = [name for name in measured if name.startswith(prefix) and name.endswith("/mean")]
+        below = [name for name in below if name == VAL_TOTAL or not name.endswith("/weighted_total/mean")]
         if len(below) == 2:  # the one that is drawn whatever else is, or the reward's own
             below = [name for name in below if name in wanted] or [name for name in below if name != VAL_TOTAL]
         elif VAL_TOTAL in below and any(_is_total(rows, name) for name in below):  # the only one that is trained on

@@ -7,14 +7,16 @@ one image alone may return the exception as that image's score; --reward_failure
 a dict, {"score": 0.5, "read": "4711"}: its other numbers and strings are kept with the image and stand below it in
 pictures, and means of the numbers are logged.
 
+A reward is called with those images whose prompts ask for it: a prompt's record may name them, "rewards": ["ocr"].
+
 Rewards run in a thread beside the rollout, batch by batch as images are finished, so an image's score may not depend on
 the other images of the call. The function may have attributes:
 
     whole_group     True: it is called when all images are sampled, once for each group with all images of it
     relative        True: it only compares the images of a group, so it scores no evaluation, and chooses no best one
-    check           a function (prompt), run on every prompt before any model loads; raises ValueError for a prompt that
-                    the reward cannot score
-    check_metadata  a function (dict), run on every prompt's metadata in the same way
+    check           a function (prompt), run on every prompt that asks for the reward, before any model loads; raises
+                    ValueError for a prompt that the reward cannot score
+    check_metadata  a function (dict), run on the metadata of these prompts in the same way
     load            a function (), run before the trained model loads: loads the reward's own network, or raises
                     ValueError and says what is missing
     offload         a function (), run when all images of a rollout are scored
@@ -53,6 +55,7 @@ import torch.distributed as dist
 REWARDS = Path(__file__).parent / "rewards"  # a reward a file; those that begin with _ are helpers
 TOTAL = "weighted_total"  # logged for an evaluation beside each reward
 RECORDED = {"file", "prompt", "seed", "image", "details", "advantage"}  # in samples.jsonl, beside the rewards
+NOT_ASKED = -math.inf  # in the place of a score that the prompt does not ask for; no reward may return it
 LOGGED = ("mean", "stderr", "failed")  # of each reward, which no detail may be called
 Reward = Callable[[Images, list[str], list[dict]], Sequence[float | dict | Exception]]
 Details = dict[str, dict[str, float | str]]  # of an image: what a reward said beside its score, by reward
@@ -272,20 +275,25 @@ def score_images(
 ) -> torch.Tensor:
     """Scores (B, R) in fp64 of B images of the B prompts of a PromptSet: a column for each reward, in their order.
 
-    NaN, with reward_failure "mask", where a reward gave an exception instead of a score. What a reward returned beside
-    the scores, in dicts, is added to the B details, where they are given.
+    NOT_ASKED where the prompt does not ask for the reward, which does not see the image then. NaN, with reward_failure
+    "mask", where a reward gave an exception instead of a score. What a reward returned beside the scores, in dicts, is
+    added to the B details, where they are given.
 
     Raises:
         RunError: naming the reward that raised, gave the wrong number of scores, or a score that is not finite; with
             "stop" also one that gave an exception instead of a score.
     """
-    columns = []
-    for name, function in rewards.items():
+    scores = torch.full((len(prompt_set), len(rewards)), NOT_ASKED, dtype=torch.float64)
+    for column, (name, function) in enumerate(rewards.items()):
+        rows = prompt_set.asking(name)
+        if not rows:
+            continue
+        asking = prompt_set.select(rows)
         began_in = os.getcwd()
         try:
             # copies, so that no reward sees what another one did to them
-            copies = copy.deepcopy(images)
-            returned = function(copies, list(prompt_set.prompts), prompt_set.for_rewards())
+            copies = copy.deepcopy([images[row] for row in rows])
+            returned = function(copies, list(asking.prompts), asking.for_rewards())
         except BaseException as error:  # sys.exit(0) and asyncio's CancelledError are no Exception
             told = describe(error, own_folder(function))
             raise RunError(f"reward {name} raised {told}") from error
@@ -293,12 +301,12 @@ def score_images(
             raise RunError(
                 f"reward {name} changed the working directory to {os.getcwd()}, and paths of the run with it"
             )
-        returned, said = _split_details(name, _as_list(name, returned, len(prompt_set)))
-        columns.append(_as_scores(name, returned, prompt_set.prompts, reward_failure))
+        returned, said = _split_details(name, _as_list(name, returned, len(rows)))
+        scores[rows, column] = _as_scores(name, returned, asking.prompts, reward_failure)
         for i, detail in said.items():
             if details is not None:
-                details[i][name] = detail
-    return torch.stack(columns, 1)
+                details[rows[i]][name] = detail
+    return scores
 
 
 def _as_list(name: str, returned: object, num_images: int) -> list:
@@ -384,12 +392,29 @@ def offload_rewards(rewards: dict[str, Reward]) -> None:
             function.offload()
 
 
-# ---- groups: images that a reward failed on, and equal rewards -------------------------------------------------------
+# ---- groups: images that a reward failed on or was not asked for, and equal rewards ---------------------------------
+def asked_parts(scores: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The parts of a rollout whose prompts ask for the same rewards, as (rows (n,), columns (r,)) of its scores (N, R).
+
+    There is one part, everything, where no record has "rewards". scores[rows[:, None], columns] are a part's own.
+    """
+    is_asked = scores != NOT_ASKED  # (N, R)
+    return [((is_asked == asked).all(1).nonzero()[:, 0], asked.nonzero()[:, 0]) for asked in is_asked.unique(dim=0)]
+
+
+def weighted_totals(scores: torch.Tensor, reward_weights: Sequence[float]) -> torch.Tensor:
+    """Weighted sums (N,) of those scores (N, R) that were asked for: NaN where one failed, NOT_ASKED without any."""
+    is_asked = scores != NOT_ASKED
+    totals = (scores.where(is_asked, 0.0) * scores.new_tensor(reward_weights)).sum(1)
+    return totals.where(is_asked.any(1), NOT_ASKED)
+
+
 def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill the images that a reward could not score, so that eq. 4 needs no exception for them.
 
-    scores (N, R), group by group, holds NaN where a reward failed. Such an image gets, in every reward, the mean of its
-    group's whole images; in a group without any, the mean of all whole images. Scores without NaN stay as they are.
+    scores (N, R), group by group, holds NaN where a reward failed. Such an image gets, in every reward that its prompt
+    asks for, the mean of its group's whole images; in a group without any, the mean of all whole images whose prompts
+    ask for the same rewards. Scores without NaN stay as they are, and so does NOT_ASKED.
 
     Returns the filled scores, and is_compared (N,): False for filled images and for the images of a group with fewer
     than two whole ones. After eq. 4 their advantages must be set to exactly 0.
@@ -401,15 +426,16 @@ def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> 
     is_whole = ~is_failed.any(1)  # (N,)
     filled = scores.clone()
     is_compared = is_whole.clone()
-    for rows in torch.arange(len(scores)).split(group_size):
-        whole = scores[rows][is_whole[rows]]  # (whole images, R)
-        if len(whole) < 2:
-            is_compared[rows] = False
-        if len(whole) < group_size:
-            source = whole if len(whole) else scores[is_whole]
-            # clamped, as the rounded mean of equal scores may differ from them
-            fill = source.mean(0).clamp(source.amin(0), source.amax(0)) if len(source) else 0.0
-            filled[rows[~is_whole[rows]]] = fill
+    for part, columns in asked_parts(scores):
+        for rows in part.split(group_size):
+            whole = scores[rows[:, None], columns][is_whole[rows]]  # (whole images, r)
+            if len(whole) < 2:
+                is_compared[rows] = False
+            if len(whole) < group_size:
+                source = whole if len(whole) else scores[part[:, None], columns][is_whole[part]]
+                # clamped, as the rounded mean of equal scores may differ from them
+                fill = source.mean(0).clamp(source.amin(0), source.amax(0)) if len(source) else 0.0
+                filled[rows[~is_whole[rows]][:, None], columns] = fill
     if not is_compared.any():
         raise ScoringError(f"no prompt of the rollout has two images with scores: {count_by_reward(is_failed, names)}")
     return filled, is_compared

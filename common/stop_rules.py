@@ -51,17 +51,20 @@ def check_stop_rules(
     num_images: int,
     eval_by: str | None = None,
     best_by: str | None = None,
+    files: Sequence[str] = (),
 ) -> None:
     """Raises ValueError for a rule that cannot be read, or where an evaluation does not log its metric, or `best_by`.
 
     rewards: of the evaluation, as the options name them. num_images: of each prompt. A user's own reward may return
-    sub-scores, which are not known yet; the values of `eval_by` are in the prompts' records.
+    sub-scores, which are not known yet; the values of `eval_by` are in the prompts' records. files: the names of the
+    held-out files, if there are several.
     """
     names = [name.rpartition(":")[2] for name in rewards]
     known = [*(f"val/{name}/mean" for name in names), VAL_TOTAL, "val/drift_from_base"]
     if num_images > 1:
         known.append("val/diversity")
     more = [f"val/{name}/failed" for name in names]
+    known += [f"val/{file}/{name}/mean" for file in files for name in (*names, TOTAL)]
     more += [name.removesuffix("mean") + "stderr" for name in known if name.endswith("/mean")]
     own = tuple(f"val/{log_name}/" for name, log_name in zip(rewards, names, strict=True) if ":" in name)
     kinds = ("mean", "best") if num_images > 1 else ("mean",)

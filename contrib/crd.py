@@ -44,7 +44,7 @@ from common.models.loading import find_family, load_model
 from common.options import Bound, EngineArgs, PositiveFloat, PositiveInt
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, checkpoint_to_resume, friendly_errors
-from common.scoring import Scorer, all_equal, fill_failed, load_rewards
+from common.scoring import Scorer, all_equal, asked_parts, fill_failed, load_rewards
 from common.sde import image_seed, sde_step
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
@@ -151,8 +151,8 @@ def prepare(args: Args) -> Inputs:
     """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)  # eval_rewards begin with these
     eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
-    train_set = read_prompts(args.train_prompts, rewards)
-    eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
+    train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards)
+    eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
@@ -385,14 +385,21 @@ def compute_advantages(
 def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
     """Advantages (N,) of the scores (N, R) of R rewards. sum_then_normalize takes those of the weighted sum of scores.
     normalize_then_sum adds each reward's own, unclamped, by weight, and divides this sum by its deviation over the
-    rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py."""
-    scale_rewards = args.scale_rewards
-    if args.multi_objective_aggregation == "normalize_then_sum" and scores.shape[1] > 1:
-        own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in scores.T]
-        scores = torch.stack(own_advantages, 1)  # (N, R), advantages from here on
-        scale_rewards = "batch"  # their sum has group mean 0 already: what is left is to divide it, and to clamp
-    totals = (scores * scores.new_tensor(args.reward_weights)).sum(1)  # (N,); @ would round equal rows differently
-    return compute_advantages(totals, args.group_size, adv_clip_max, scale_rewards)
+    rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
+
+    Images whose prompts ask for the same rewards are compared as if they were the whole rollout (docs/rewards.md)."""
+    advantages = torch.zeros(len(scores), dtype=torch.float64)
+    for rows, columns in asked_parts(scores):  # one part, unless records name their rewards
+        part = scores[rows[:, None], columns]  # (n, r)
+        scale_rewards = args.scale_rewards
+        if args.multi_objective_aggregation == "normalize_then_sum" and len(columns) > 1:
+            own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in part.T]
+            part = torch.stack(own_advantages, 1)  # (n, r), advantages from here on
+            scale_rewards = "batch"  # their sum has group mean 0 already: what is left is to divide it, and to clamp
+        weights = part.new_tensor(args.reward_weights)[columns]  # (r,)
+        totals = (part * weights).sum(1)  # (n,); @ would round equal rows differently
+        advantages[rows] = compute_advantages(totals, args.group_size, adv_clip_max, scale_rewards)
+    return advantages
 
 
 # ==== 8 LOG PROB ======================================================================================================

@@ -35,7 +35,7 @@ from common.models.loading import find_family, load_model
 from common.options import Bound, EngineArgs, PositiveFloat, PositiveInt
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, checkpoint_to_resume, friendly_errors
-from common.scoring import Scorer, all_equal, fill_failed, load_rewards
+from common.scoring import Scorer, all_equal, fill_failed, load_rewards, weighted_totals
 from common.sde import image_seed, sde_step
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
@@ -124,8 +124,8 @@ def prepare(args: Args) -> Inputs:
     """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)  # eval_rewards begin with these
     eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
-    train_set = read_prompts(args.train_prompts, rewards)
-    eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts)
+    train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards)
+    eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
     size = (*args.image_size, args.num_frames)
@@ -332,7 +332,7 @@ def compute_advantages(args: Args, scores: Tensor, is_compared: Tensor) -> Tenso
     The first of equal images counts. A group whose images all score the same has 0 only. Images that are not compared,
     is_compared (N,), are neither best nor worst.
     """
-    totals = (scores * scores.new_tensor(args.reward_weights)).sum(1)  # (N,); @ would round equal rows differently
+    totals = weighted_totals(scores, args.reward_weights)  # (N,)
     best = totals.where(is_compared, -math.inf).view(-1, args.group_size).argmax(1)  # (P,)
     worst = totals.where(is_compared, math.inf).view(-1, args.group_size).argmin(1)
     marks = (F.one_hot(best, args.group_size) - F.one_hot(worst, args.group_size)).double()  # (P, G)

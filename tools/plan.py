@@ -149,7 +149,7 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     check_lora_modules(lora, options)
     # a run with --pairs does not read --train_prompts
     prompts = options["eval_prompts"] if options.get("pairs") else options["train_prompts"]
-    num_sources = count_sources(family.num_sources, prompts)
+    num_sources = count_sources(family.num_sources, prompts[0])
     if num_sources and w.prompt_cache is not None:
         raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
     with error_prefix(f"--model {args.model}", Exception):  # whatever a library raises over a stranger's configs

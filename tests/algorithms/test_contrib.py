@@ -47,7 +47,7 @@ CHANGED = {
     "contrib/dgpo.py": 77,
     "contrib/diffusion_opd.py": 158,
     "contrib/flow_dppo.py": 53,
-    "contrib/online_dpo.py": 81,
+    "contrib/online_dpo.py": 88,
     "contrib/tempflow_grpo.py": 55,
 }
 PARENTS = {
