@@ -14,10 +14,11 @@ number of comparisons. The default is the evaluation's means in the table, and t
 import argparse
 import glob
 import itertools
+import math
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from common.plots import PANELS, draw_panels, drawn_metrics, read_metrics
@@ -69,8 +70,22 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
     """(mean, low, high) of at least two paired differences, 95 % by Student's t."""
     count = len(differences)
     mean = statistics.mean(differences)
-    t = T_975[count - 2] if count - 2 < len(T_975) else 2.131  # beyond 16 seeds a little too wide
+    t = T_975[count - 2] if count - 2 < len(T_975) else 1.95996 + 2.3723 / (count - 1) + 2.8225 / (count - 1) ** 2
     half = t * statistics.stdev(differences) / count**0.5
+    return mean, mean - half, mean + half
+
+
+def mean_interval(values: Sequence[float | None], groups: Iterable[list[int]]) -> tuple[float, float, float] | None:
+    """(mean, low, high), 95 %: the mean over groups of the means over their rows. None: a group has fewer than two.
+
+    The half-widths of the groups, which are independent, add up in quadrature.
+    """
+    kept = [[value for row in rows if (value := values[row]) is not None] for rows in groups]
+    if any(len(of_group) < 2 for of_group in kept):
+        return None
+    intervals = [paired_interval(of_group) for of_group in kept]
+    mean = statistics.fmean(mean for mean, _, _ in intervals)
+    half = math.hypot(*(high - mean for mean, _, high in intervals)) / len(intervals)
     return mean, mean - half, mean + half
 
 

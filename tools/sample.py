@@ -20,14 +20,16 @@ from common.cpu import repair_torchvision
 from common.data import PromptSet, check_sources, read_prompts
 from common.errors import RunError, error_prefix
 from common.images import as_one_picture, save_png
-from common.models.family import Family, Images, on_device
+from common.models.family import Family, on_device
 from common.models.loading import check_schedules, find_family, load_model
 from common.models.long_prompts import count_long_prompts
 from common.plots import save_grid
 from common.resuming import check_format, newest_record
-from common.sde import draw_noise, image_seed
+from common.sde import image_seed
 from common.weights.adapter_files import read_lora
 from common.weights.base_weights import quantise, quantise_encoders
+from flow_grpo import Args, make_request, sample_locally
+from tools.compare import labels_of
 
 import torch
 
@@ -46,6 +48,28 @@ def read_options(run: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
         check_format(record, "the file")
         return dict(record["args"])
+
+
+def as_evaluated(
+    options: dict[str, Any], image_size: list[int] | None, num_inference_steps: int | None, guidance_scale: float | None
+) -> dict[str, Any]:
+    """A run's options with the size, the steps and the guidance of its evaluation, or with those that are given."""
+    guidance = options.get("eval_guidance_scale") or options.get("guidance_scale", 1.0)
+    return options | {
+        "image_size": image_size or options.get("eval_image_size") or options["image_size"],
+        "num_inference_steps": num_inference_steps or options["eval_num_inference_steps"],
+        "guidance_scale": guidance if guidance_scale is None else guidance_scale,
+    }
+
+
+def read_policies(sources: Sequence[Path], model: str, first: str) -> dict[str, tuple[dict[str, torch.Tensor], Any]]:
+    """{label: what read_policy reads} of the sources; `first` is the model's own label.
+
+    LoRAs come first, so that none is put on the full weights of another policy.
+    """
+    labels = labels_of([first, *map(str, sources)])[1:]
+    policies = {label: read_policy(source, model) for label, source in zip(labels, sources, strict=True)}
+    return dict(sorted(policies.items(), key=lambda item: item[1][1] is None))
 
 
 def read_policy(source: Path, model: str) -> tuple[dict[str, torch.Tensor], Any]:
@@ -88,35 +112,77 @@ def use(model: Family, tensors: dict[str, torch.Tensor], config: Any) -> None:  
     from peft import set_peft_model_state_dict  # slow
 
     transformer = model.transformer
+    if getattr(transformer, "peft_config", None):
+        transformer.delete_adapters(list(transformer.peft_config))
     if config is None:
         transformer.load_state_dict(tensors)
         return
-    if getattr(transformer, "peft_config", None):
-        transformer.delete_adapters(list(transformer.peft_config))
     transformer.add_adapter(config)
     set_peft_model_state_dict(transformer, tensors)
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def sample(model: Family, prompts: PromptSet, seeds: Sequence[int], options: dict[str, Any]) -> list:
-    """An image of each prompt from its own seed, by the ODE, one at a time."""
+def check_model(options: dict[str, Any], prompt_sets: Sequence[tuple[str, PromptSet]]) -> type[Family]:
+    """The family of the options' model, which can make such images of these prompts.
+
+    Raises:
+        ValueError: it cannot; in one line that names the option, or the prompt.
+    """
     height, width = options["image_size"]
-    steps, length = options["eval_num_inference_steps"], options["max_sequence_length"]
-    guidance_scale = options["guidance_scale"]
-    timesteps, sigmas, shape = model.schedule(steps, height, width, options["num_frames"])
+    size = (height, width, options["num_frames"])
+    length, own = options["max_sequence_length"], options.get("family")
+    family = find_family(options["model"], *size, options["guidance_scale"], length, own)
+    schedules = [("--num_inference_steps", options["num_inference_steps"], (height, width))]
+    check_schedules(family, options["model"], schedules, options["num_frames"])
+    check_sources(family.num_sources, prompt_sets)
+    return family
+
+
+def load(family: type[Family], options: dict[str, Any], device: torch.device | str) -> Family:
+    """The options' model, whole on this device."""
+    dtype, vae_dtype = getattr(torch, options["dtype"]), options.get("vae_dtype", "float32")
+    model = load_model(family, options["model"], dtype, device, vae_dtype)
+    if options.get("base_weights"):
+        quantise_encoders(model)
+        quantise(model, options["base_weights"])
+    model.transformer.to(device)
+    return model
+
+
+def sample(
+    model: Family,
+    prompts: PromptSet,
+    seeds: Sequence[int],
+    options: dict[str, Any],
+    sde_steps: tuple[int, ...] = (),
+    batch_size: int = 1,
+) -> list:
+    """An image of each prompt from its own seed, as flow_grpo.py samples: by the ODE, except for sde_steps."""
+    args = Args(
+        image_size=tuple(options["image_size"]),
+        num_frames=options["num_frames"],
+        num_inference_steps=options["num_inference_steps"],
+        guidance_scale=options["guidance_scale"],
+        negative_prompt=options.get("negative_prompt", ""),
+        max_sequence_length=options["max_sequence_length"],
+        sde_type=options.get("sde_type", "sde"),
+        noise_level=options.get("noise_level", 0.0),
+    )
     images: list = []
-    negatives = prompts.negatives(options.get("negative_prompt", ""))
-    for row, seed in enumerate(seeds):
-        conditioning = model.encode(prompts.select([row]), length, (height, width), options["num_frames"])
-        negative = model.encode_negative(negatives.select([row]), guidance_scale, length)
-        x = draw_noise((1, *shape), [torch.Generator().manual_seed(seed)], model.device)
-        for i, timestep in enumerate(timesteps):
-            v = model.predict_velocity(x, timestep, conditioning, negative, guidance_scale)
-            x = x + v * (sigmas[i + 1] - sigmas[i]).item()
-        decoded: Images = model.decode(x)
-        images += decoded
+    for rows in torch.arange(len(prompts)).split(batch_size):
+        own_seeds = [seeds[row] for row in rows.tolist()]
+        request = make_request(args, model, prompts.select(rows), torch.arange(len(rows)), own_seeds, sde_steps)
+        images += sample_locally(model, request).images
     return images
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The options by which images differ from those of a run's evaluation."""
+    parser.add_argument("--image_size", nargs=2, type=int, help="height and width (default: as the run evaluates)")
+    parser.add_argument("--num_inference_steps", type=int, help="default: the run's --eval_num_inference_steps")
+    parser.add_argument("--guidance_scale", type=float, help="default: as the run evaluates")
+    parser.add_argument("--images_per_prompt", type=int, default=1)
+    parser.add_argument("--max_prompts", type=int, default=0, help="only the first so many; 0: all")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -126,11 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("sources", nargs="+", type=Path, metavar="RUN", help="a run, then runs, adapters, checkpoints")
     parser.add_argument("--prompts", required=True, help=".txt, .jsonl or .parquet, as --eval_prompts takes them")
     parser.add_argument("--output", type=Path, help="folder to write (default: samples_of_PROMPTS in the first run)")
-    parser.add_argument("--image_size", nargs=2, type=int, help="height and width (default: as the run evaluates)")
-    parser.add_argument("--num_inference_steps", type=int, help="default: the run's --eval_num_inference_steps")
-    parser.add_argument("--guidance_scale", type=float, help="default: as the run evaluates")
-    parser.add_argument("--images_per_prompt", type=int, default=1)
-    parser.add_argument("--max_prompts", type=int, default=0, help="only the first so many; 0: all")
+    add_sampling_options(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     repair_torchvision()  # before diffusers is imported
@@ -143,41 +205,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(args: argparse.Namespace) -> Path:
     """Sample with the model and with each source. Returns the folder that holds the pictures."""
-    options = read_options(args.sources[0])
-    options["image_size"] = args.image_size or options.get("eval_image_size") or options["image_size"]
-    options["eval_num_inference_steps"] = args.num_inference_steps or options["eval_num_inference_steps"]
-    guidance_scale = options.get("eval_guidance_scale") or options.get("guidance_scale", 1.0)
-    if args.guidance_scale is not None:
-        guidance_scale = args.guidance_scale
-    options["guidance_scale"] = guidance_scale
+    given = (args.image_size, args.num_inference_steps, args.guidance_scale)
+    options = as_evaluated(read_options(args.sources[0]), *given)
     folder = args.output or args.sources[0] / f"samples_of_{Path(args.prompts).stem}"
     if folder.exists():
         raise ValueError(f"{folder} exists already: choose another --output")
     lines = read_prompts(args.prompts, max_prompts=args.max_prompts)
     prompts = lines.select(row for row in range(len(lines)) for _ in range(args.images_per_prompt))
     seeds = [image_seed("eval", i % args.images_per_prompt, i // args.images_per_prompt) for i in range(len(prompts))]
-    height, width = options["image_size"]
-    length = options["max_sequence_length"]
-    own = options.get("family")
-    family = find_family(options["model"], height, width, options["num_frames"], guidance_scale, length, own)
-    steps = options["eval_num_inference_steps"]
-    check_schedules(
-        family, options["model"], [("--num_inference_steps", steps, (height, width))], options["num_frames"]
-    )
-    check_sources(family.num_sources, [("--prompts", lines)])
-    short = [source.name for source in args.sources]
-    names = short if len({*short, "before"}) > len(short) else [str(source) for source in args.sources]
-    policies = {name: read_policy(source, options["model"]) for name, source in zip(names, args.sources, strict=True)}
-    base_weights = options.get("base_weights")
-    dtype, vae_dtype = getattr(torch, options["dtype"]), options.get("vae_dtype", "float32")
-    model = load_model(family, options["model"], dtype, args.device, vae_dtype)
-    if base_weights:
-        quantise_encoders(model)
-        quantise(model, base_weights)
-    model.transformer.to(args.device)
-    count_long_prompts(model.pipe, prompts.prompts, length)
+    family = check_model(options, [("--prompts", lines)])
+    policies = read_policies(args.sources, options["model"], "before")
+    model = load(family, options, args.device)
+    count_long_prompts(model.pipe, prompts.prompts, options["max_sequence_length"])
     pictures: dict[str, list] = {}
     if "image" in lines.metadata[0]:
+        height, width = options["image_size"]
         for number, of_all in enumerate(zip(*prompts.sources(), strict=True), start=1):
             pictures[f"source {number}"] = [source.resize((width, height)) for source in of_all]
     with on_device(model, "text_encoder"), on_device(model, "image_encoder"), on_device(model, "vae"):

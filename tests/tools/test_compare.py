@@ -74,13 +74,16 @@ def test_p_is_the_share_of_signs_that_give_as_large_a_sum():
     assert compare.comparison_table(a, b, ["val/ocr/mean"]).endswith(", p 0.031 |")
 
 
-def test_intervals_cover_at_95_percent():
+@pytest.mark.parametrize("groups", [[range(3)], [range(40)], [range(20), range(20, 50), range(50, 60)]])
+def test_intervals_cover_at_95_percent(groups):
+    """Of few seeds, of many prompts, and of the mean of the means of parts."""
     random = np.random.default_rng(0)
     covered = 0
     for _ in range(4000):
-        _, low, high = compare.paired_interval(random.normal(1.0, 2.0, size=3).tolist())
+        drawn = random.normal(1.0, 2.0, size=groups[-1].stop).tolist()
+        _, low, high = compare.mean_interval(drawn, [list(rows) for rows in groups])
         covered += low <= 1.0 <= high
-    assert 0.94 < covered / 4000 < 0.96
+    assert 0.935 < covered / 4000 < 0.965
 
 
 def test_seconds_are_the_median_of_training_steps():

@@ -1,0 +1,265 @@
+"""tools/bench.py: its scores are the evaluation's, and the same after kills and on any ranks; protocols must match."""
+
+import json
+import os
+from pathlib import Path
+from unittest import mock
+
+from common.data import PromptSet
+from common.weights.lora import save_weights
+from common.weights.policy import tensors_on_rank_0
+from tests.conftest import (
+    EMBEDDED,
+    brightness_and_redness,
+    brightness_reward,
+    few_eval_prompts,
+    policy_without_fsdp,
+    run_here,
+    torchrun,
+)
+from tools import bench, protocol
+
+import pytest
+import torch.distributed as dist
+
+SMALL = ["--image_size", "32", "48", "--num_inference_steps", "2", "--guidance_scale", "1", "--dtype", "float32"]
+SMALL += ["--max_sequence_length", "8", "--batch_size", "3", "--images_per_prompt", "2"]
+
+
+def run_bench(*words: object) -> dict:
+    """What tools.bench writes to out/bench.json, or the line that it ends with as a SystemExit."""
+    words = [str(word) for word in words]
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch("sys.argv", ["tools/bench.py"]),
+        mock.patch.dict(protocol.LOADED, clear=True),  # what other tests loaded
+    ):
+        try:
+            bench.main([*words])
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    folder = Path(words[words.index("--output") + 1])
+    return json.loads((folder / "bench.json").read_text())
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder with prompts, two rewards, and two LoRAs, of which `idle` adds exactly nothing."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for name, trained in (("acting", True), ("idle", False)):
+        model, _, config = policy_without_fsdp(trained)
+        save_weights(folder / name, model.pipe, tensors_on_rank_0(model)[0], config)
+    (folder / "own.txt").write_text("\n".join(f'a red sign that says "{n}"' for n in (4711, 25, 8, 333)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def words(inputs):
+    """A command without LoRAs."""
+    return [EMBEDDED, "--prompts", inputs / "own.txt", "--reward", *brightness_and_redness(inputs), *SMALL]
+
+
+@pytest.fixture(scope="module")
+def whole(words, inputs):
+    """A command with both LoRAs."""
+    return [*words, "--lora", inputs / "acting", inputs / "idle"]
+
+
+@pytest.fixture(scope="module")
+def done(whole, tmp_path_factory):
+    """The folder of that command, which has ended."""
+    folder = tmp_path_factory.mktemp("done") / "out"
+    run_bench(*whole, "--output", folder)
+    return folder
+
+
+@pytest.mark.fast
+def test_a_lora_that_adds_nothing_differs_by_exactly_nothing(done):
+    (one,) = json.loads((done / "bench.json").read_text())["benches"]
+    of = {row["policy"]: row for row in one["table"] if row["reward"] == "redness"}
+    assert "difference" not in of["base"]
+    assert of["idle"]["difference"] == [0.0, 0.0, 0.0]
+    mean, low, high = of["acting"]["difference"]
+    assert low < mean < high and mean == pytest.approx(of["acting"]["mean"][0] - of["base"]["mean"][0])
+    table = (done / "table.md").read_text().splitlines()
+    assert table[0] == "## own.txt" and '; sampler "ode"; image_size [32, 48]; ' in table[2]
+    assert table[4] == "| | base | acting | idle |"
+    assert table[7].startswith(f"| redness | {of['base']['mean'][0]:.3f} | {of['acting']['mean'][0]:.3f}, ")
+    assert table[7].endswith(", +0.000 [+0.000, +0.000] |")
+
+
+@pytest.mark.fast
+def test_a_kill_loses_a_batch_and_no_byte(whole, done, tmp_path, monkeypatch):
+    scored = []
+    score_batch = bench.score_batch
+
+    def counted(*args):
+        if len(scored) == 4:
+            raise KeyboardInterrupt
+        scored.append(args)
+        return score_batch(*args)
+
+    monkeypatch.setattr(bench, "score_batch", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(*whole, "--output", tmp_path / "out")
+    assert not (tmp_path / "out" / "bench.json").exists()
+    scored.append("a place more")
+    run_bench(*whole, "--output", tmp_path / "out")
+    assert len(scored) == 9 + 1  # of 3 policies x 8 images, in batches of 3
+    assert bytes_of(tmp_path / "out") == bytes_of(done)
+    monkeypatch.setattr(bench, "load", None)
+    run_bench(*whole, "--output", tmp_path / "out")  # nothing is missing: no model loads
+
+
+def test_two_ranks_give_the_bytes_of_one(whole, done, tmp_path):
+    torchrun(tmp_path, "tools/bench.py", *whole, "--output", tmp_path / "out", nproc=2)
+    assert bytes_of(tmp_path / "out") == bytes_of(done)
+
+
+CHANGES = {
+    "prompts": ["--max_prompts", "3"],
+    "image_size": ["--image_size", "48", "32"],
+    "num_inference_steps": ["--num_inference_steps", "3"],
+    "guidance_scale": ["--guidance_scale", "2"],
+    "negative_prompt": ["--negative_prompt", "blue"],
+    "max_sequence_length": ["--max_sequence_length", "9"],
+    "sampler": ["--sde_type", "sde"],
+    "images_per_prompt": ["--images_per_prompt", "1"],
+    "dtype": ["--dtype", "bfloat16"],
+    "rewards": ["--reward", "jpeg_compressibility"],
+    "seeds": ["--seeds", "other"],
+    "batch_size": ["--batch_size", "4"],
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("field", CHANGES)
+def test_another_protocol_is_one_line(words, done, tmp_path, monkeypatch, field):
+    monkeypatch.setattr(bench, "check_model", lambda *args: None)  # which takes a second
+    told = f"another protocol: (.*; )?{field}: .* -> .*"
+    with pytest.raises(SystemExit, match=f"^bench.py: error: --output: .*/protocol.json: {told}$"):
+        run_bench(*words, *CHANGES[field], "--output", done)
+    if field not in ("seeds", "batch_size"):
+        with pytest.raises(SystemExit, match=f"^bench.py: error: --with .*/bench.json: {told}$"):
+            run_bench(*words, *CHANGES[field], "--output", tmp_path / "out", "--with", done / "bench.json")
+
+
+@pytest.mark.fast
+def test_a_reward_of_the_same_name_with_other_code_is_another_protocol(words, done, tmp_path):
+    other = Path(brightness_reward(tmp_path).partition(":")[0])
+    other.write_text(other.read_text() + "\n\n# changed\n")
+    redness = words[5]
+    with pytest.raises(SystemExit, match="another protocol: reward_files: .*brightness.py"):
+        run_bench(*words, "--reward", f"{other}:brightness", redness, "--output", done)
+
+
+@pytest.mark.fast
+def test_rows_of_others_stand_beside_and_are_paired_where_the_noise_is_the_same(words, done, tmp_path):
+    paired = run_bench(*words, "--output", tmp_path / "same", "--with", done / "bench.json")
+    rows = {row["policy"]: row for row in paired["benches"][0]["table"] if row["reward"] == "redness"}
+    assert list(rows) == ["base", "base of out", "acting of out", "idle of out"]
+    assert rows["base of out"]["difference"] == rows["idle of out"]["difference"] == [0.0, 0.0, 0.0]
+    noise = run_bench(*words, "--output", tmp_path / "new", "--seeds", "new", "--with", done / "bench.json")
+    rows = {row["policy"]: row for row in noise["benches"][0]["table"] if row["reward"] == "redness"}
+    assert "difference" not in rows["acting of out"]
+    assert rows["base"]["mean"] != rows["base of out"]["mean"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (["--reward", "own.py:f"], "--reward f: compares the images of a group"),
+        (["--lora", "nowhere"], "nowhere: no run, adapter or checkpoint"),
+        (["--prompts", "nowhere.txt"], "nowhere.txt: no such file"),
+        (["--sde_type", "heun"], "--sde_type heun: unknown"),
+        (["--with", "nowhere.json"], "--with nowhere.json: No such file"),
+    ],
+)
+def test_a_fault_is_one_line_before_a_model_loads(words, tmp_path, monkeypatch, changes, told):
+    (tmp_path / "own.py").write_text(
+        "def f(images, prompts, metadata):\n    return [0] * 8\n\n\nf.whole_group = True\n"
+    )
+    monkeypatch.setattr(bench, "load", None)
+    with pytest.raises(SystemExit, match=f"^bench.py: error: {told}"):
+        run_bench(*words, *changes, "--output", tmp_path / "out")
+
+
+@pytest.mark.fast
+def test_what_no_run_has_must_be_given(words, tmp_path):
+    without = [word for word in words if word != "--guidance_scale"]
+    del without[without.index("--num_inference_steps") + 2]
+    with pytest.raises(SystemExit, match="^bench.py: error: --guidance_scale: needed where no --run has it"):
+        run_bench(*without, "--output", tmp_path / "out")
+
+
+@pytest.mark.fast
+def test_an_evaluation_in_a_run_and_the_bench_agree_to_the_bit(tmp_path):
+    options = [
+        "--rollout",
+        "local",
+        "--num_prompts",
+        2,
+        "--group_size",
+        2,
+        "--updates_per_rollout",
+        1,
+        "--num_steps",
+        1,
+    ]
+    options += ["--eval_images_per_prompt", 2, "--name", "mine", "--reward", brightness_reward(tmp_path)]
+    eval_prompts = few_eval_prompts(tmp_path, 2)
+    assert run_here(tmp_path, "flow_grpo.py", *options, *eval_prompts, "--learning_rate", 0.01) is None
+    words = [EMBEDDED, "--run", "runs/mine", "--prompts", eval_prompts[1], "--reward", options[-1]]
+    found = run_bench(*words, "--images_per_prompt", 2, "--batch_size", 4, "--output", "out")["benches"][0]["results"]
+    for step, result in zip(("0000", "0001"), found, strict=True):
+        lines = (tmp_path / "runs" / "mine" / "samples" / step / "samples.jsonl").read_text().splitlines()
+        scores = [record["brightness"] for record in map(json.loads, lines)]
+        of_bench = [
+            record["brightness"]
+            for file in sorted((tmp_path / "out" / "scores" / "eval.txt" / result["key"]).iterdir())
+            for record in json.loads(file.read_text())
+        ]
+        assert of_bench == scores
+    assert found[0]["scores"] != found[1]["scores"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("field", "score"), [("tag", 0.75), ("part", 2 / 3)])
+def test_genevals_score_is_the_mean_of_its_parts(tmp_path, field, score):
+    """By hand: parts of four and two prompts, whose means are 0.5 and 1; a failed prompt is left out of its part."""
+    parts = ["one", "one", "one", "one", "two", "two", "two"]
+    prompts = PromptSet(list("abcdefg"), [{field: part} for part in parts])
+    shared = {"rewards": ["geneval"], "seeds": "eval"}
+    base = {"policy": "base", "seeds": "eval", "scores": {"geneval": [0.0] * 7}, "failed": {"geneval": 0}}
+    scores = [0.0, 1.0, 0.0, 1.0, 1.0, 1.0, None]
+    other = {"policy": "other", "seeds": "eval", "scores": {"geneval": scores}, "failed": {"geneval": 4}}
+    made = bench.Bench("set", prompts, shared, tmp_path)
+    table = bench.summarise(made, [base, other])
+    means = {row["part"]: row["difference"][0] for row in table if row["policy"] == "other"}
+    assert means == pytest.approx({"": score, "one": 0.5, "two": 1.0})
+    lines = bench.as_markdown(made, table, ["base", "other"]).splitlines()
+    assert lines[-3].endswith(" (4 images failed) |")
+    assert lines[-1] == "| geneval two | 0.000 | 1.000, +1.000 [+1.000, +1.000] |"
+
+
+@pytest.mark.fast
+def test_a_reward_that_fails_on_an_image_is_counted(words, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def f(images, prompts, metadata):\n    return [1.0 if '8' in p else ValueError('no') for p in prompts]\n"
+    )
+    failing = [*words, "--reward", f"{tmp_path}/own.py:f", "--max_prompts", "3", "--output", tmp_path / "out"]
+    (result, *_) = run_bench(*failing)["benches"][0]["results"]
+    assert result["scores"] == {"f": [None, None, 1.0]} and result["failed"] == {"f": 4}
+
+
+@pytest.mark.fast
+def test_the_sde_of_training_is_another_sampler_on_the_same_noise(words, tmp_path):
+    one = run_bench(*words, "--sde_type", "sde", "--sde_steps", "1", "--output", tmp_path / "out")["benches"][0]
+    assert one["protocol"]["sampler"] == "sde, noise 0.7, steps (0,)"

@@ -1,0 +1,299 @@
+"""A model and its LoRAs on benchmarks: the same prompts and noise for each, a table with intervals, and its protocol.
+
+    python -m tools.bench assets/embedded --run runs/flow_grpo --prompts assets/eval_prompts.txt --reward ocr
+    torchrun --standalone --nproc_per_node 8 -m tools.bench stabilityai/stable-diffusion-3.5-medium --lora mine \\
+        --prompts evaluation_metadata.jsonl --reward geneval --images_per_prompt 4 \\
+        --image_size 512 512 --num_inference_steps 40 --guidance_scale 4.5 --max_sequence_length 256
+
+The output folder gets table.md, bench.json and the scores of each image. The same command continues after a kill, which
+loses a batch of each rank; with further LoRAs it adds them. A mean is that of the prompts' means. Where all records
+have GenEval's `tag` it is the mean of the parts' means; a field `part` only adds a row for each part. Intervals are
+95 % over prompts, and those of differences are of prompts paired with the base's. Results whose protocols differ never
+stand in one table. An image that a reward fails on is left out and counted.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.checkpoints import atomic_file
+from common.data import PromptSet, read_prompts
+from common.distributed import gather_objects, on_rank_0, setup_distributed
+from common.errors import error_prefix
+from common.evaluation import sample_records
+from common.inputs import try_rewards
+from common.models.family import Family, on_device
+from common.models.long_prompts import count_long_prompts
+from common.run import friendly_errors
+from common.run_record import find_contents, git_state, versions
+from common.scoring import Details, Reward, is_relative, load_rewards, score_images
+from common.sde import check_step_kind, image_seed
+from flow_grpo import Args
+from tools.compare import labels_of, mean_interval
+from tools.protocol import (
+    OF_SAMPLING,
+    Protocol,
+    check_match,
+    digest_prompts,
+    digest_tensors,
+    reward_protocol,
+    short_digest,
+)
+from tools.sample import add_sampling_options, as_evaluated, check_model, load, read_options, read_policies, sample, use
+
+import torch
+from tqdm import tqdm
+
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # without torchrun
+ONE_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+NEEDED = ("image_size", "num_inference_steps", "guidance_scale", "max_sequence_length")  # where no --run has them
+OF_FOLDER = ("model", "batch_size")  # one for all of a folder; they may differ between the results of a table
+Result = dict[str, Any]  # of a policy: its "seeds", and by reward its "scores", a mean for each prompt, and "failed"
+
+
+class Bench(NamedTuple):
+    """A prompt file, what is asked of it, and where its scores lie."""
+
+    label: str
+    prompts: PromptSet
+    protocol: Protocol
+    folder: Path
+
+    @property
+    def parts(self) -> dict[str, list[int]]:
+        """{part: the rows of its prompts}; {} where a record has none."""
+        found: dict[str, list[int]] = {}
+        for row, record in enumerate(self.prompts.metadata):
+            found.setdefault(str(record.get("part", record.get("tag", ""))), []).append(row)
+        return {} if "" in found else found
+
+    def batches(self, key: str) -> list[tuple[Path, range]]:
+        """The file of each batch of a policy's scores, and its images' numbers, which count prompt by prompt."""
+        total, size = len(self.prompts) * self.protocol["images_per_prompt"], self.protocol["batch_size"]
+        starts = range(0, total, size)
+        return [(self.folder / key / f"{i:06d}.json", range(i, min(i + size, total))) for i in starts]
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+def read_result(bench: Bench, policy: str, key: str) -> Result:
+    """A policy's result, from the files of all its batches. A prompt's score is None where the reward always failed."""
+    files = [file for file, _ in bench.batches(key)]
+    records = [record for file in files for record in json.loads(file.read_text(encoding="utf-8"))]
+    result: Result = {"policy": policy, "key": key, "seeds": bench.protocol["seeds"], "scores": {}, "failed": {}}
+    group_size = bench.protocol["images_per_prompt"]
+    for name in bench.protocol["rewards"]:
+        scores = [record[name] for record in records]
+        groups = [scores[first : first + group_size] for first in range(0, len(scores), group_size)]
+        kept = [[score for score in group if score is not None] for group in groups]
+        result["scores"][name] = [statistics.fmean(group) if group else None for group in kept]
+        result["failed"][name] = scores.count(None)
+    return result
+
+
+def find_others(files: Sequence[Path], bench: Bench) -> list[Result]:
+    """The results on the same prompts in the bench.json of others. ValueError: their protocol is another one."""
+    results = []
+    for file in files:
+        with error_prefix(f"--with {file}", (ValueError, OSError, KeyError)):
+            benches = json.loads(file.read_text(encoding="utf-8"))["benches"]
+            prompts = bench.protocol["prompts"]
+            found = next((one for one in benches if one["protocol"]["prompts"] == prompts), benches[0])
+            check_match(found["protocol"], bench.protocol, ignore=(*OF_FOLDER, "seeds"))
+            results += [one | {"policy": f"{one['policy']} of {file.parent.name}"} for one in found["results"]]
+    return results
+
+
+def summarise(bench: Bench, results: Sequence[Result]) -> list[dict[str, Any]]:
+    """A row for each reward, part and result: its mean and, from the same noise, its difference from the first's."""
+    is_geneval = all("tag" in record and "part" not in record for record in bench.prompts.metadata)
+    groups = {"": list(bench.parts.values()) if is_geneval else [list(range(len(bench.prompts)))]}
+    groups |= {part: [rows] for part, rows in bench.parts.items()}
+    table = []
+    for name in bench.protocol["rewards"]:
+        base = results[0]["scores"][name]
+        for part, rows in groups.items():
+            for result in results:
+                scores = result["scores"][name]
+                row = {"reward": name, "part": part, "policy": result["policy"], "mean": mean_interval(scores, rows)}
+                if result is not results[0] and result["seeds"] == bench.protocol["seeds"]:
+                    pairs = zip(scores, base, strict=True)
+                    row["difference"] = mean_interval([None if None in (a, b) else a - b for a, b in pairs], rows)
+                table.append(row | {"failed": result["failed"][name]})
+    return table
+
+
+def as_markdown(bench: Bench, table: Sequence[dict[str, Any]], policies: Sequence[str]) -> str:
+    """A row for each reward and part, a column for each policy; the protocol stands above."""
+    protocol = "; ".join(f"{name} {json.dumps(value)}" for name, value in bench.protocol.items())
+    lines = [f"## {bench.label}\n\n{protocol}\n", f"| | {' | '.join(policies)} |", f"|{'---|' * (len(policies) + 1)}"]
+    for first in range(0, len(table), len(policies)):
+        cells = [f"{table[first]['reward']} {table[first]['part']}".strip()]
+        for row in table[first : first + len(policies)]:
+            cell = f"{row['mean'][0]:.3f}" if row["mean"] else "-"
+            if row.get("difference"):
+                cell += ", {:+.3f} [{:+.3f}, {:+.3f}]".format(*row["difference"])
+            cells.append(cell + (f" ({row['failed']} images failed)" if row["failed"] and not row["part"] else ""))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of sampling: those given, otherwise the first run's evaluation's. ValueError: one is missing."""
+    for name in NEEDED:
+        if not args.run and getattr(args, name) is None:
+            raise ValueError(f"--{name}: needed where no --run has it, as scores depend on it")
+    options = vars(Args()) | {"dtype": "bfloat16"} | (read_options(args.run[0]) if args.run else {})
+    options = as_evaluated(options, args.image_size, args.num_inference_steps, args.guidance_scale)
+    for name in ("max_sequence_length", "negative_prompt", "dtype"):
+        if getattr(args, name) is not None:
+            options[name] = getattr(args, name)
+    last = options["num_inference_steps"] - 1
+    sde_steps: tuple[int, ...] = ()
+    if args.sde_type:
+        check_step_kind(args.sde_type, args.noise_level)
+        sde_steps = tuple(range(min(args.sde_steps or last, last)))
+    sampling = {"sde_type": args.sde_type or "sde", "noise_level": args.noise_level, "sde_steps": sde_steps}
+    return options | sampling | {"model": args.model}
+
+
+def make_bench(
+    args: argparse.Namespace, folder: Path, options: dict[str, Any], label: str, prompts: PromptSet, rest: Protocol
+) -> Bench:
+    """The bench of a prompt file; rest: the protocol of rewards and model. ValueError: it was begun with another."""
+    sampler = "ode"
+    if options["sde_steps"]:
+        sampler = f"{options['sde_type']}, noise {options['noise_level']}, steps {options['sde_steps']}"
+    protocol: Protocol = {"prompts": digest_prompts(prompts), "sampler": sampler}
+    protocol |= {name: options[name] for name in OF_SAMPLING}
+    protocol |= {"images_per_prompt": args.images_per_prompt, "seeds": args.seeds, "batch_size": args.batch_size}
+    protocol |= rest
+    bench = Bench(label, prompts, protocol, folder / "scores" / label.replace("/", "_"))
+    file = bench.folder / "protocol.json"
+    if file.is_file():
+        with error_prefix(f"--output: {file}"):
+            check_match(json.loads(file.read_text(encoding="utf-8")), protocol)
+    return bench
+
+
+def score_batch(
+    model: Family, bench: Bench, places: range, rewards: dict[str, Reward], options: dict[str, Any]
+) -> list[dict]:
+    """The records of images by their numbers, with their scores; by default the noise is a run's evaluation's."""
+    group_size, name = bench.protocol["images_per_prompt"], bench.protocol["seeds"]
+    prompts = bench.prompts.select(place // group_size for place in places)
+    seeds = [image_seed(name, place % group_size, place // group_size) for place in places]
+    images = sample(model, prompts, seeds, options, options["sde_steps"], batch_size=len(places))
+    details: list[Details] = [{} for _ in images]
+    scores = score_images(rewards, images, prompts, "mask", details)
+    return sample_records(prompts, seeds, scores, rewards, details)
+
+
+def write(
+    folder: Path, benches: Sequence[Bench], keys: dict[str, str], others: Sequence[list[Result]], model: str
+) -> str:
+    """Write table.md, which is returned, and bench.json, of all results: those of `keys`, and the others'."""
+    texts = []
+    parts = []
+    for bench, of_others in zip(benches, others, strict=True):
+        results = [read_result(bench, policy, key) for policy, key in keys.items()] + of_others
+        table = summarise(bench, results)
+        texts.append(as_markdown(bench, table, [result["policy"] for result in results]))
+        parts.append({"label": bench.label, "protocol": bench.protocol, "table": table, "results": results})
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    commit, _, _ = git_state(Path(__file__).parent)
+    recorded = {"model": model, "commit": commit, "versions": versions(), "card": card, "engine": "local"}
+    files = {"table.md": "\n".join(texts), "bench.json": json.dumps({"recorded": recorded, "benches": parts}, indent=1)}
+    for name, text in files.items():
+        with atomic_file(folder / name) as temporary:
+            temporary.write_text(text)
+    return files["table.md"]
+
+
+def run(args: argparse.Namespace) -> str:
+    """Sample and score what is missing, each rank its share. Returns the tables, on rank 0, which writes them."""
+    options = options_of(args)
+    rewards = load_rewards(args.reward, None, options["num_frames"])
+    for name, function in rewards.items():
+        if is_relative(function) or getattr(function, "whole_group", False):
+            raise ValueError(f"--reward {name}: compares the images of a group; a bench scores each image alone")
+    prompt_sets = [(f"--prompts {file}", read_prompts(file, rewards, args.max_prompts)) for file in args.prompts]
+    family = check_model(options, prompt_sets)
+    policies = read_policies([*args.lora, *args.run], args.model, "base")
+    own = {name: rewards[name] for name in (given.rpartition(":")[2] for given in args.reward if ":" in given)}
+    if own:
+        try_rewards(own, prompt_sets[0][1], options["image_size"], options["num_frames"])
+    contents = " ".join(find_contents({"model": args.model}).values()) or args.model
+    rest = reward_protocol(args.reward, rewards) | {"model": contents}
+    folder = args.output or Path("runs") / f"bench_{Path(args.model).name}"
+    benches = []
+    for label, (_, prompts) in zip(labels_of(args.prompts), prompt_sets, strict=True):
+        benches.append(make_bench(args, folder, options, label, prompts, rest))
+    others = [find_others(args.others, bench) for bench in benches]
+    keys = {"base": f"base-{short_digest(contents)}"}  # names of folders: other weights have another folder
+    for name, (tensors, config) in policies.items():
+        content = digest_tensors(tensors.items(), config and (config.r, config.lora_alpha))
+        keys[name] = f"{name.strip('/').replace('/', '_')}-{content}"
+
+    device = setup_distributed()
+    for bench in benches:
+        with atomic_file(bench.folder / "protocol.json", shared=True) as temporary:
+            temporary.write_text(json.dumps(bench.protocol, indent=1))
+    jobs: list[tuple[str, int, Path, range]] = []  # batches do not depend on the number of ranks
+    for policy, key in keys.items():
+        for number, bench in enumerate(benches):
+            jobs += [(policy, number, file, places) for file, places in bench.batches(key) if not file.is_file()]
+    share = gather_objects(jobs)[0][int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
+    if share:
+        model = load(family, options, device)
+        for bench in benches:
+            count_long_prompts(model.pipe, bench.prompts.prompts, options["max_sequence_length"])
+        current = "base"
+        with on_device(model, "text_encoder"), on_device(model, "image_encoder"), on_device(model, "vae"):
+            for policy, number, file, places in tqdm(share, desc="batches of rank 0", disable=not on_rank_0()):
+                if policy != current:
+                    with error_prefix(policy, Exception):  # of another model
+                        use(model, *policies[policy])
+                    current = policy
+                records = score_batch(model, benches[number], places, rewards, options)
+                with atomic_file(file, shared=True) as temporary:
+                    temporary.write_text(json.dumps(records))
+    gather_objects(None)  # until every rank has scored its share
+    return write(folder, benches, keys, others, args.model) if on_rank_0() else ""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="diffusers pipeline: a folder or a hub id")
+    parser.add_argument("--lora", nargs="+", default=[], type=Path, metavar="DIR", help="adapters or checkpoints")
+    parser.add_argument("--run", nargs="+", default=[], type=Path, help="runs; the first one's options are defaults")
+    parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="each file has a table of its own")
+    parser.add_argument("--reward", nargs="+", required=True, metavar="NAME", help="as the scripts take them")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: runs/bench_MODEL")
+    parser.add_argument("--with", nargs="+", default=[], type=Path, dest="others", help="further bench.json files")
+    add_sampling_options(parser)
+    parser.add_argument("--max_sequence_length", type=int, help="tokens of a prompt (default: the run's)")
+    parser.add_argument("--negative_prompt", help="default: the run's, or none")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the run's, or bfloat16")
+    parser.add_argument("--sde_type", help="sample by SDE steps of this kind, as in training (default: by the ODE)")
+    parser.add_argument("--noise_level", type=float, default=0.7, help="of SDE steps (%(default)s)")
+    parser.add_argument("--sde_steps", type=int, help="how many, from the first (default: all but the last)")
+    parser.add_argument("--seeds", default="eval", help="another word is other noise (default: a run's evaluations')")
+    parser.add_argument("--batch_size", type=int, default=16, help="images at a time (%(default)s)")
+    args = parser.parse_args(argv)
+    if "WORLD_SIZE" not in os.environ:
+        os.environ |= ONE_RANK
+    with friendly_errors():
+        tables = run(args)
+        if on_rank_0():
+            print(tables)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What two results must share to stand in one table, as digests and plain values, for tools/bench.py.
+
+Versions, the card and the engine are no part of it.
+"""
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.data import PromptSet
+from common.images import StoredImage
+from common.resuming import resume_differences
+from common.rewards._networks import LOADED
+from common.run_record import digest, find_contents
+from common.scoring import Reward, reward_settings
+
+import torch
+
+Protocol = dict[str, Any]
+OF_SAMPLING = ("image_size", "num_inference_steps", "guidance_scale", "max_sequence_length", "negative_prompt")
+OF_SAMPLING += ("num_frames", "dtype", "vae_dtype", "base_weights")
+
+
+def short_digest(text: str) -> str:
+    """16 hexadecimal digits."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]], other: object = None) -> str:
+    """A digest of named tensors, on whatever device, and of something else that prints."""
+    hashed = hashlib.blake2b(str(other).encode(), digest_size=8)
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        hashed.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    return hashed.hexdigest()
+
+
+def digest_prompts(prompts: PromptSet) -> str:
+    """A digest of the prompts with their records, and of the pictures that these name."""
+
+    def plain(value: object) -> str:
+        return short_digest(value.read_bytes().hex()) if isinstance(value, StoredImage) else str(value)
+
+    return short_digest(json.dumps([prompts.prompts, prompts.metadata], sort_keys=True, default=plain))
+
+
+def reward_protocol(names: Sequence[str], rewards: dict[str, Reward]) -> Protocol:
+    """What scores depend on: rewards, the weights of their networks, users' files, and settings. Servers may move.
+
+    names: as --reward has them. rewards: loaded, and so are their networks.
+    """
+    settings = reward_settings(rewards)
+    contents = find_contents({"reward": list(names), "reward_settings": settings})
+    networks = [digest_tensors(network.state_dict().items()) for network in LOADED.values()]
+    package = importlib.util.find_spec("rapidocr") if any(name.startswith("ocr") for name in names) else None
+    if package and package.origin:
+        networks.append(digest(sorted(Path(package.origin).parent.glob("models/*.onnx"))))
+    values = {variable: value for of_reward in settings.values() for variable, value in of_reward.items()}
+    hashed = {value for value in values.values() if value in LOADED or Path(value).exists()}
+    return {
+        "rewards": list(rewards),
+        "reward_networks": sorted(networks),
+        "reward_files": {Path(name).name: content for name, content in contents.items()},
+        "reward_settings": {k: v for k, v in values.items() if v not in hashed and not k.endswith("_URL")},
+    }
+
+
+def check_match(one: Protocol, other: Protocol, ignore: Sequence[str] = ()) -> None:
+    """ValueError: two protocols differ, in one line that names how."""
+    differences = resume_differences(one, other, ignore)
+    if differences:
+        raise ValueError(f"another protocol: {'; '.join(differences)}")
