@@ -20,7 +20,13 @@ from common.scoring import Reward, reward_settings
 import torch
 
 Protocol = dict[str, Any]
-OF_SAMPLING = ("image_size", "num_inference_steps", "guidance_scale", "max_sequence_length", "negative_prompt")
+OF_SAMPLING: tuple[str, ...] = (
+    "image_size",
+    "num_inference_steps",
+    "guidance_scale",
+    "max_sequence_length",
+    "negative_prompt",
+)
 OF_SAMPLING += ("num_frames", "dtype", "vae_dtype", "base_weights")
 
 
@@ -34,7 +40,7 @@ def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]], other: object = 
     hashed = hashlib.blake2b(str(other).encode(), digest_size=8)
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        hashed.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+        hashed.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()
 
 
