@@ -113,7 +113,7 @@ def use(model: Family, tensors: dict[str, torch.Tensor], config: Any) -> None:  
 
     transformer = model.transformer
     if getattr(transformer, "peft_config", None):
-        transformer.delete_adapters(list(transformer.peft_config))
+        transformer.unload_lora()
     if config is None:
         transformer.load_state_dict(tensors)
         return

@@ -10,7 +10,7 @@ from common.images import open_png
 from common.sde import image_seed
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
-from tests.conftest import EMBEDDED, good_state, policy_without_fsdp, prompt_set
+from tests.conftest import EMBEDDED, embedded_model, good_state, policy_without_fsdp, prompt_set
 from tools import sample
 
 import pytest
@@ -82,6 +82,16 @@ def test_another_size_and_several_sources(run, tmp_path):
     assert {path.name for path in out.iterdir()} == {"before", "mine", "adapter", "side_by_side.png"}
     assert open_png(out / "mine" / "00000.png").size == (96, 64)
     assert (out / "mine" / "00000.png").read_bytes() == (out / "adapter" / "00000.png").read_bytes()
+
+
+def test_a_lora_leaves_nothing_behind_for_full_weights(run):
+    folder, _, args = run
+    model = embedded_model()
+    full = {name: tensor + 1 for name, tensor in model.transformer.state_dict().items()}
+    sample.use(model, *sample.read_policy(folder, args.model))
+    sample.use(model, full, None)
+    now = model.transformer.state_dict()
+    assert now.keys() == full.keys() and all(torch.equal(now[name], tensor) for name, tensor in full.items())
 
 
 def test_size_and_guidance_are_the_evaluations(run, tmp_path, monkeypatch):
