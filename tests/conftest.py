@@ -67,8 +67,10 @@ SCRIPTS = ["flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "diffusion_nft.py", "
 SIBLINGS = SCRIPTS[1:]
 SMALL = ["--num_prompts", "4", "--group_size", "4", "--micro_batch_size", "4", "--num_inference_steps", "6"]
 SMALL += ["--eval_num_inference_steps", "6"]
+CONSTANT = ["--lr_schedule", "constant"]  # a run that is lengthened has the steps of one that was longer from the start
+SMALL += CONSTANT
 TINY = ["--num_prompts", 4, "--group_size", 4, "--updates_per_rollout", 1, "--num_inference_steps", 6]
-TINY += ["--eval_num_inference_steps", 3]
+TINY += ["--eval_num_inference_steps", 3, *CONSTANT]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

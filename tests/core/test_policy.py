@@ -610,7 +610,7 @@ def test_full_weights_become_fp32_a_block_at_a_time(one_rank, monkeypatch):
 # ---- what it is trained with -----------------------------------------------------------------------------------------
 def gradient(**changes):
     """(gradient {name: tensor}, metrics, calls of the first block) of one update, by an SGD step of rate 1."""
-    args, model, trained = policy(learning_rate=1.0, max_grad_norm=1e9, **changes)
+    args, model, trained = policy(learning_rate=1.0, max_grad_norm=1e9, kl_coef=0.0, **changes)
     disturb(model, "default", 0.02)
     before = tensors_on_rank_0(model)[0]
     batch = batch_of(flow_grpo, *rollout_of(args, model), ADVANTAGES)

@@ -27,7 +27,7 @@ import torch
 
 RATCHETS = json.loads(Path(__file__).with_name("ratchets.json").read_text())
 SIZES = ["--num_steps", "1", "--num_prompts", "4", "--group_size", "2", "--updates_per_rollout", "2"]
-SIZES += ["--micro_batch_size", "2", "--max_prompts", "2", "--rollout", "local"]
+SIZES += ["--micro_batch_size", "2", "--max_prompts", "2", "--rollout", "local", "--kl_coef", "0"]
 ROUND_OFF = 1e-5
 
 

@@ -40,6 +40,7 @@ RUNS = [
 def test_a_model_of_videos_trains_and_resumes(script, family, checkpoint, tmp_path):
     """Its evaluations do not score `preservation`, which compares images."""
     options = [*options_of(tmp_path, checkpoint(family)), "--num_frames", 5]
+    options = [*options, "--lr_schedule", "constant"]
     assert run_here(tmp_path, script, *options, "--name", "whole", "--num_steps", 2) is None
     assert run_here(tmp_path, script, *options, "--name", "cut", "--num_steps", 1) is None
     assert run_here(tmp_path, script, *options, "--name", "cut", "--num_steps", 2, "--resume", "latest") is None
