@@ -266,7 +266,7 @@ def test_a_step_kind_of_the_users_own(tmp_path):
         "    return mean, (q_squared * -dt) ** 0.5\n"
     )
     options = ["--rollout", "local", "--num_steps", 2, *TINY, "--reward", brightness_reward(tmp_path)]
-    options += few_eval_prompts(tmp_path, 2)
+    options += [*few_eval_prompts(tmp_path, 2), "--kl_coef", 0]  # --kl_type code has a rule for `sde` by its name
     rows = {}
     for name, sde_type in (("sde", "sde"), ("same", "steps.py:same"), ("paper", "steps.py:paper")):
         assert run_here(tmp_path, "flow_grpo.py", "--name", name, "--sde_type", sde_type, *options) is None
