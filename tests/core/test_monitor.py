@@ -68,8 +68,8 @@ def test_what_cannot_be_counted_is_said_and_ends_no_run(has_h100, capfd):
 
 @pytest.mark.parametrize("module", [flow_grpo, diffusion_nft])
 def test_flops_are_those_of_a_ranks_passes(has_h100, monkeypatch, module):
-    """A rank's step of a run without a KL: images x passes x the FLOPs of a pass. A process of its own counts them, which
-    leaves this one's random states alone."""
+    """A rank's step of a run without a KL: images x passes x the FLOPs of a pass. A process of its own counts them,
+    which leaves this one's random states alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     args = module.Args(kl_coef=0.0)
