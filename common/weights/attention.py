@@ -42,8 +42,8 @@ def use_attention(model: Family, attention: str) -> None:
 
     native is torch's choice without cuDNN, which torch prefers on an H100. torch 2.11 keeps cuDNN's plan of a backward
     pass by the shapes and strides of query, key and value, but not by the strides of the gradient that it gets. FLUX's
-    blocks of two kinds differ in nothing else: the second kind's gradient was read with the first kind's strides, and
-    became garbage (docs/lab/records/gpu_first_h100_flux.md). vLLM turns cuDNN off in the engine, too.
+    blocks of two kinds differ in nothing else, and on an H100 the gradient became garbage where the second kind begins
+    (docs/lab/records/gpu_first_h100_flux.md). vLLM turns cuDNN off in the engine, too.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)  # `sdpa_kernel` below still asks for it by name
     if attention == "native":
