@@ -473,7 +473,7 @@ def main(args: Args, inputs: Inputs) -> None:
     files = {}
     if pairs:
         files = encode_drawn(args, run, model, pairs, sampler.upcoming(args.num_steps - run.step))
-    if args.eval_only or run.unlogged or (args.eval_at_start and not run.checkpoint):
+    if args.eval_only or run.unlogged or not run.checkpoint:
         run.log(*evaluate(args, run, model, inputs))
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 

@@ -466,15 +466,11 @@ def test_two_ranks_edit_as_one_does(qwen, tmp_path):
         assert two[name] == pytest.approx(one[name], rel=1e-3)
 
 
-def test_an_evaluation_of_another_size_brings_the_pictures_to_it(kontext, tmp_path, capfd):
-    options = [*options_of(tmp_path, kontext), "--num_steps", 1, "--eval_image_size", 64, 64]
-    assert run_here(tmp_path, "flow_grpo.py", *options) is None
-    assert Image.open(tmp_path / "runs/flow_grpo/samples/0001/00000.png").size == (64, 64)
+def test_a_run_reports_pictures_of_another_shape(kontext, tmp_path, capfd):
+    assert run_here(tmp_path, "flow_grpo.py", *options_of(tmp_path, kontext), "--num_steps", 1) is None
     told = capfd.readouterr().err
-    assert "--train_prompts: 6 of 6 pictures have another shape than the image, 96 wide and 32 high" in told
-    assert (
-        "--eval_prompts: 5 of 6 pictures have another shape than the image, 64 wide and 64 high" in told
-    )  # all but 29 x 30
+    for option in ("--train_prompts", "--eval_prompts"):
+        assert f"{option}: 6 of 6 pictures have another shape than the image, 96 wide and 32 high" in told
 
 
 def test_a_run_without_pictures_is_refused_before_the_model_loads(kontext, tmp_path):
