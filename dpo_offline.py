@@ -218,7 +218,7 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
             continue  # another rank's prompt, which was sampled only to keep the ranks together
         scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
         scorer.add(range(args.group_size), images)
-        scores = scorer.scores(alone=True)  # (G, R), NaN where one failed
+        scores = scorer.scores()  # (G, R), NaN where one failed
         totals = weighted_totals(scores, args.reward_weights)  # (G,), NaN for failed images
         save_pair(run.folder, row, prompts, images, totals)
     offload_rewards(inputs.rewards)  # networks of rewards leave the GPU to the training, if asked
