@@ -114,7 +114,7 @@ def _read_file(
     for where, record in read_records(path):
         prompt = record.pop("prompt")
         with error_prefix(where):
-            if {"image", "images", "media", "media_refs"} & record.keys():
+            if {"image", "images"} & record.keys():
                 record = find_pictures(record, path, where)
             if "rewards" in record:
                 _check_asked(record, rewards, others)
