@@ -217,11 +217,7 @@ def check_sources(num_sources: tuple[int, int], prompt_sets: Sequence[tuple[str,
 
 def _read_lines(path: Path) -> list[str]:
     if path.suffix not in (".txt", ".jsonl"):
-        fault = "prompts are read from .txt, .jsonl or .parquet files"
-        if path.suffix in (".csv", ".json"):
-            call = f'pandas.read_{path.suffix[1:]}("{path}").to_json("{path.stem}.jsonl", orient="records", lines=True)'
-            fault += f"; this writes a .jsonl of a table with a column prompt: {call}"
-        raise ValueError(fault)
+        raise ValueError("prompts are read from .txt, .jsonl or .parquet files")
     if not path.is_file():
         raise ValueError("no such file")
     text = path.read_text(encoding="utf-8-sig")

@@ -149,13 +149,6 @@ def check_pictures(args: SharedArgs, inputs: Inputs) -> None:
         for option, prompts in (("--train_prompts", inputs.train_set), ("--eval_prompts", inputs.eval_set)):
             sources = [source for record in prompts.metadata for source in record.get("image", ())]
             warn_stretched(option, sources, args.image_size)
-        records = inputs.eval_set.metadata
-        num_masks = sum("mask" in record for record in records)
-        if 0 < num_masks < len(records):
-            print_message(
-                f"--eval_prompts: {num_masks} of {len(records)} records have a mask; "
-                "preservation compares the others as a whole, which gives other scores"
-            )
 
 
 def check_lora_modules(lora: LoRA | None, options: Mapping[str, Any]) -> None:
