@@ -439,7 +439,9 @@ def test_the_environments_proxy_is_asked(serve, monkeypatch, variables, asked):
     if asked:
         assert ask("/score") == {"path": asked}
     else:
-        with pytest.raises(json_http.ServerError, match=r"^http://127.0.0.1:1/score: no answer .All connection attempts failed"):
+        with pytest.raises(
+            json_http.ServerError, match=r"^http://127.0.0.1:1/score: no answer .All connection attempts failed"
+        ):
             ask("/score")
 
 
