@@ -24,7 +24,7 @@ s is the sigmoid of a standard normal, instead of a uniform timestep.
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from common.command_line import parse_args
 from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
@@ -38,6 +38,7 @@ from common.inputs import Inputs, check_inputs, choose_sizes
 from common.models.family import Family, on_device
 from common.models.loading import find_family, load_model
 from common.options import Bound, PositiveFloat, PositiveInt, SharedArgs
+from common.pairs.pair_files import Pairs, read_pairs
 from common.pairs.pairs import encode_pairs, load_pairs
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, checkpoint_to_resume, friendly_errors
@@ -63,9 +64,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import AdamW
-
-if TYPE_CHECKING:
-    from common.pairs.pair_files import Pairs
 
 
 @dataclass
@@ -123,8 +121,6 @@ def prepare(args: Args) -> Inputs:
     eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
     pairs = None
     if args.pairs:
-        from common.pairs.pair_files import read_pairs
-
         pairs = read_pairs(args.pairs)
     train_set = PromptSet([], []) if pairs else read_prompts(args.train_prompts, rewards, others=eval_rewards)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
@@ -171,19 +167,17 @@ def make_request(
     )
 
 
-def find_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> "Pairs":
+def find_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> Pairs:
     """The pairs: given, made by this run before it was interrupted, or made now."""
     if inputs.pairs:
         return inputs.pairs
-    from common.pairs.made_pairs import read_made_pairs
-
     with run.timed("make_pairs"):
         if args.resume != "latest" or not (run.folder / "pairs.jsonl").exists():
             make_pairs(args, run, model, inputs)
-        return read_made_pairs(run.folder)
+        return read_pairs(run.folder)
 
 
-def encode_drawn(args: Args, run: Run, model: Family, pairs: "Pairs", rows: set[int]) -> dict[int, Path]:
+def encode_drawn(args: Args, run: Run, model: Family, pairs: Pairs, rows: set[int]) -> dict[int, Path]:
     """Encode the pairs that the run will draw, and no others. Returns their files, by row."""
     with run.timed("encode_pairs"), on_device(model, "text_encoder"), on_device(model, "vae"):
         files = encode_pairs(
@@ -218,7 +212,7 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
             continue  # another rank's prompt, which was sampled only to keep the ranks together
         scorer = Scorer(inputs.rewards, prompts, args.reward_failure)
         scorer.add(range(args.group_size), images)
-        scores = scorer.scores(alone=True)  # (G, R), NaN where one failed
+        scores = scorer.scores()  # (G, R), NaN where one failed
         totals = weighted_totals(scores, args.reward_weights)  # (G,), NaN for failed images
         save_pair(run.folder, row, prompts, images, totals)
     offload_rewards(inputs.rewards)  # networks of rewards leave the GPU to the training, if asked
@@ -473,7 +467,7 @@ def main(args: Args, inputs: Inputs) -> None:
     files = {}
     if pairs:
         files = encode_drawn(args, run, model, pairs, sampler.upcoming(args.num_steps - run.step))
-    if args.eval_only or run.unlogged or (args.eval_at_start and not run.checkpoint):
+    if args.eval_only or run.unlogged or not run.checkpoint:
         run.log(*evaluate(args, run, model, inputs))
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 

@@ -260,8 +260,6 @@ def options_of(job, name):
         options += [f"--{setting['threshold'][0]}", job["threshold"]]
     if job["stage"] != "run":
         options += ["--eval_prompts", tuning_prompts()]
-    if job["stage"] == "match":
-        options += ["--eval_at_start", False]
     return [str(option) for option in options]
 
 

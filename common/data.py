@@ -114,7 +114,7 @@ def _read_file(
     for where, record in read_records(path):
         prompt = record.pop("prompt")
         with error_prefix(where):
-            if {"image", "images", "media", "media_refs"} & record.keys():
+            if {"image", "images"} & record.keys():
                 record = find_pictures(record, path, where)
             if "rewards" in record:
                 _check_asked(record, rewards, others)
@@ -217,11 +217,7 @@ def check_sources(num_sources: tuple[int, int], prompt_sets: Sequence[tuple[str,
 
 def _read_lines(path: Path) -> list[str]:
     if path.suffix not in (".txt", ".jsonl"):
-        fault = "prompts are read from .txt, .jsonl or .parquet files"
-        if path.suffix in (".csv", ".json"):
-            call = f'pandas.read_{path.suffix[1:]}("{path}").to_json("{path.stem}.jsonl", orient="records", lines=True)'
-            fault += f"; this writes a .jsonl of a table with a column prompt: {call}"
-        raise ValueError(fault)
+        raise ValueError("prompts are read from .txt, .jsonl or .parquet files")
     if not path.is_file():
         raise ValueError("no such file")
     text = path.read_text(encoding="utf-8-sig")

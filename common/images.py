@@ -6,7 +6,6 @@ One rule decodes pictures, masks and pairs alike (`StoredImage.open` and `decode
 import functools
 import io
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,23 +13,10 @@ from common.errors import RunError, error_prefix, reason, truncate
 from common.process import print_message
 
 import numpy as np
-from PIL import Image, ImageSequence, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, ImageSequence, UnidentifiedImageError
 
-SIDES = (16, 8192)  # pixels; a larger picture would take seconds and hundreds of MB to decode
 SAME_SHAPE = 0.05  # relative: the most by which two aspect ratios differ that pass as one
-# Pillow reads more: some by a program (EPS), some only with a plugin (HDF5), and some may hold another (IPTC)
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TGA", "TIFF", "WEBP")
-ORIENTATION = 274  # the tag of EXIF
-UPRIGHT = {  # what turns a picture upright, by the tag's value
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-OTHER_NAMES = ("images", "media", "media_refs")  # of a record's field "image", elsewhere
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # Pillow reads more, some (EPS) by calling a program
 
 
 @dataclass(frozen=True)
@@ -48,131 +34,80 @@ class StoredImage:
         """Its file, or the row that has its bytes."""
         return self.content if isinstance(self.content, Path) else self.where
 
-    @property
-    def num_bytes(self) -> int:
-        """The length of its content."""
-        return self.content.stat().st_size if isinstance(self.content, Path) else len(self.content)
-
     def read_bytes(self) -> bytes:
         """Its content."""
         return self.content.read_bytes() if isinstance(self.content, Path) else self.content
 
     def open(self) -> Image.Image:
-        """The image as Pillow has it before it is decoded: its header.
+        """The image as Pillow has it before it is decoded: its header. Of several frames it is the first.
 
         Raises:
-            ValueError: without its place: it is missing, no picture, of a format or mode that is not read, or animated.
+            ValueError: without its place: it is missing, no picture of FORMATS, or has more than 8 bits per channel.
         """
         if isinstance(self.content, Path) and not self.content.is_file():
             raise ValueError("no such file")
         try:
-            image = Image.open(self.content if isinstance(self.content, Path) else io.BytesIO(self.content))
+            image = Image.open(
+                self.content if isinstance(self.content, Path) else io.BytesIO(self.content), "r", FORMATS
+            )
         except UnidentifiedImageError:
-            raise ValueError("not a readable image") from None
-        fault = None
-        # an MPO is a camera's JPEG, with a preview or depth map behind the picture
-        frames = getattr(image, "n_frames", 1) if image.format in FORMATS and image.format != "MPO" else 1
-        if image.format not in FORMATS:
-            fault = f"is {image.format}; images are read from {', '.join(FORMATS)}"
-        elif frames > 1:
-            fault = f"has {frames} frames"
-        elif image.mode == "F" or (image.mode == "I" and image.format != "PPM"):  # a PPM of 16 bits is an I
-            fault = f"has Pillow's mode {image.mode}, numbers that are not of 8 or 16 bits"
-        if fault:
+            raise ValueError(f"not a readable image; images are read from {', '.join(FORMATS)}") from None
+        if image.mode.startswith(("I", "F")):
             image.close()
-            raise ValueError(fault)
+            raise ValueError(f"has Pillow's mode {image.mode}; save it with 8 bits per channel")
         return image
 
     @functools.cached_property
     def size(self) -> tuple[int, int]:
-        """(width, height) once it is turned as its EXIF says, which is read from the header."""
+        """(width, height) of the upright picture, from the header, whose EXIF Pillow must be able to read."""
         with self.open() as image:
-            turned = image.format != "TIFF" and _orientation(image) >= 5  # Pillow gives a TIFF's size once it is turned
-            return image.size[::-1] if turned else image.size
+            # not image.getexif(): a PNG's decodes the picture, to look behind it
+            turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+            return image.size[::-1] if turned and image.format != "TIFF" else image.size  # Pillow turns a TIFF's size
 
     def decode(self) -> Image.Image:
-        """The picture as RGB with 8 bits, turned upright as its EXIF says, on white where it is transparent.
-
-        Of 16 bits the upper 8 are taken. Nothing else of EXIF is read: a broken tag does not matter.
+        """The picture as RGB, turned upright as its EXIF says, on white where it is transparent.
 
         Raises:
             RunError: it is damaged behind its header.
         """
         try:
             with self.open() as opened:
-                opened.load()
-                image: Image.Image = opened
-                if opened.mode.startswith("I"):  # 16 bits, which convert would clip
-                    grey = np.asarray(opened)
-                    image = Image.fromarray((grey >> 8).astype(np.uint8))
-                    if "transparency" in opened.info:
-                        image.putalpha(Image.fromarray(grey != opened.info["transparency"]).convert("L"))
+                image = ImageOps.exif_transpose(opened)
                 if image.has_transparency_data:
                     layer = image.convert("RGBA")
                     image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
-                image = image.convert("RGB")
-                orientation = _orientation(opened)
-                return image.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else image
+                return image.convert("RGB")
         except Exception as error:
             raise RunError(truncate(f"{self.place}: cannot be decoded ({reason(error)})")) from error
 
 
-def _orientation(image: Image.Image) -> int:
-    """EXIF's orientation of an opened image, 1 to 8; 1 where it has none that can be read."""
-    with suppress(Exception):  # whatever broken EXIF raises
-        # not image.getexif(): a PNG's decodes the picture, to look behind it
-        value = Image.Image.getexif(image).get(ORIENTATION)
-        if value in UPRIGHT:
-            return value
-    return 1
-
-
-def check_header(image: StoredImage) -> None:
-    """Raise ValueError, without its place: as `open`, or it has a side out of SIDES."""
-    if min(image.size) < SIDES[0] or max(image.size) > SIDES[1]:
-        size = " x ".join(map(str, image.size))
-        raise ValueError(f"{size} pixels; sides have {SIDES[0]} to {SIDES[1]}")
+def check_header(image: StoredImage, name: str) -> None:
+    """Raise ValueError, which begins with `name`, for an image whose header cannot be read."""
+    with error_prefix(name, Exception):  # over a damaged header Pillow raises nearly anything
+        _ = image.size
 
 
 # ---- condition images, of a model that edits -------------------------------------------------------------------------
 def find_pictures(record: dict, prompts: Path, where: str) -> dict:
     """A record whose fields "image" and "mask", as far as it has them, are lists of StoredImage (`find_images`).
 
-    Other systems' names of "image" are read too: a column `images` (verl), and `media` or `media_refs`, lists of
-    {"modality": "image", "role": ..., "uri": path} (UniRL). A field of another form is metadata, as without pictures. A
-    null, or an empty list under such a name, is none.
+    verl's column `images` is read as "image"; no list, it is metadata. A null, or an empty list of verl's, is none.
 
     Raises:
-        ValueError: as find_images; two of the names, media that are no images, or a mask without a picture.
+        ValueError: as find_images; both "image" and `images`, or a mask without a picture.
     """
-    named = {name: record[name] for name in OTHER_NAMES if _names_pictures(name, record.get(name))}
-    nulls = [name for name in ("image", "mask", *OTHER_NAMES) if name in record and record[name] is None]
-    nulls += [name for name in OTHER_NAMES if record.get(name) == []]
-    rest = {name: value for name, value in record.items() if name not in named and name not in nulls}
-    for name, values in named.items():
-        if "image" in rest:
-            raise ValueError(f'"{name}": the record names pictures by two fields')
-        if name != "images":
-            wrong = [one["modality"] for one in values if one["modality"] != "image"]
-            if wrong:
-                raise ValueError(f'"{name}": has the modality {wrong[0]!r}, where images are taken')
-            values = [one.get("uri") for one in values]
-        rest["image"] = values
-    if "image" not in rest:
-        if "image" in nulls and "mask" in rest:
-            raise ValueError('"mask": needs "image", the picture that it belongs to')
-        return rest
-    given = {name: rest[name] for name in ("image", "mask") if name in rest}
-    return rest | {name: find_images(name, value, prompts, where) for name, value in given.items()}
-
-
-def _names_pictures(name: str, value: str | bytes | dict | list | None) -> bool:
-    """Whether a field of that name has the form in which the other system names pictures; it may be anyone's field."""
-    if not isinstance(value, list) or not value:
-        return False
-    if name == "images":
-        return all(isinstance(one, str | bytes) or (isinstance(one, dict) and "bytes" in one) for one in value)
-    return all(isinstance(one, dict) and "modality" in one for one in value)
+    fields = ("image", "mask", "images")
+    record = {name: value for name, value in record.items() if name not in fields or value is not None}
+    if isinstance(record.get("images"), list):
+        if "image" in record:
+            raise ValueError('"images": the record names pictures by two fields')
+        images = record.pop("images")
+        record |= {"image": images} if images else {}
+    if "mask" in record and "image" not in record:
+        raise ValueError('"mask": needs "image", the picture that it belongs to')
+    given = {name: record[name] for name in ("image", "mask") if name in record}
+    return record | {name: find_images(name, value, prompts, where) for name, value in given.items()}
 
 
 def find_images(field: str, value: str | bytes | dict | list, prompts: Path, where: str) -> list[StoredImage]:
@@ -182,7 +117,7 @@ def find_images(field: str, value: str | bytes | dict | list, prompts: Path, whe
     where: "file:line" or "file, row N" of the record.
 
     Raises:
-        ValueError: a path or bytes are missing, or as check_header.
+        ValueError: a path or bytes are missing, or the header cannot be read.
     """
     found = []
     for i, one in enumerate(value if isinstance(value, list) else [value]):
@@ -193,9 +128,7 @@ def find_images(field: str, value: str | bytes | dict | list, prompts: Path, whe
             found.append(StoredImage(f"{where}, {field} {i}", content))
         else:
             raise ValueError(f'"{field}": must be a path, or bytes in a parquet file, or a list of these')
-        # over a damaged header Pillow raises nearly anything
-        with error_prefix(f'"{field}": {found[-1].place}', Exception):
-            check_header(found[-1])
+        check_header(found[-1], f'"{field}": {found[-1].place}')
     if not found:
         raise ValueError(f'"{field}": must not be empty')
     return found

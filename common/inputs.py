@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.data import PromptSet, check_sources
-from common.errors import RunError
+from common.errors import RunError, error_prefix
 from common.images import warn_stretched
 from common.models.family import Family
 from common.models.loading import check_schedules
@@ -77,18 +77,13 @@ def check_inputs(args: SharedArgs, inputs: Inputs) -> Inputs:
     check_pictures(args, inputs)
     check_negative_prompts(args, inputs)
     check_lora_modules(inputs.lora, options)
-    eval_size = args.eval_image_size or args.image_size
-    schedules = [("--eval_num_inference_steps", args.eval_num_inference_steps, eval_size)]
+    schedules = [("--eval_num_inference_steps", args.eval_num_inference_steps, args.image_size)]
     if "num_inference_steps" in options:
         schedules.append(("--num_inference_steps", options["num_inference_steps"], args.image_size))
     check_schedules(inputs.family, args.model, schedules, args.num_frames)
-    if args.eval_image_size or args.eval_guidance_scale:
-        height, width = eval_size
-        guidance_scale = args.eval_guidance_scale or options.get("guidance_scale", 1.0)
-        try:
-            inputs.family.check(args.model, height, width, args.num_frames, guidance_scale)
-        except ValueError as error:
-            raise ValueError(f"evaluation: {error}") from None
+    if args.eval_guidance_scale:
+        with error_prefix("evaluation"):
+            inputs.family.check(args.model, *args.image_size, args.num_frames, args.eval_guidance_scale)
     if args.num_frames == 1 and any("image" in record for record in inputs.eval_set.metadata):
         asking = inputs.eval_set.asking("preservation")
         for row in asking:
@@ -151,19 +146,9 @@ def check_pictures(args: SharedArgs, inputs: Inputs) -> None:
     if check_sources(num_sources, prompt_sets) and args.prompt_cache is not None:
         raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
     if max(num_sources):
-        for option, prompts, size in (
-            ("--train_prompts", inputs.train_set, args.image_size),
-            ("--eval_prompts", inputs.eval_set, args.eval_image_size or args.image_size),
-        ):
+        for option, prompts in (("--train_prompts", inputs.train_set), ("--eval_prompts", inputs.eval_set)):
             sources = [source for record in prompts.metadata for source in record.get("image", ())]
-            warn_stretched(option, sources, size)
-        records = inputs.eval_set.metadata
-        num_masks = sum("mask" in record for record in records)
-        if 0 < num_masks < len(records):
-            print_message(
-                f"--eval_prompts: {num_masks} of {len(records)} records have a mask; "
-                "preservation compares the others as a whole, which gives other scores"
-            )
+            warn_stretched(option, sources, args.image_size)
 
 
 def check_lora_modules(lora: LoRA | None, options: Mapping[str, Any]) -> None:

@@ -173,12 +173,8 @@ class SharedArgs:
     """training steps between evaluations, each with a checkpoint; the last step has both, step 0 only an evaluation"""
     save_every: NonNegativeInt = 0
     """training steps between further checkpoints, beside those of the evaluations; 0: no further ones"""
-    eval_at_start: bool = True
-    """evaluate the model before training; without it nothing measures how far images drift"""
     eval_num_inference_steps: PositiveInt = 3
     """sampling steps of an evaluation image, all of them ODE steps (Flow-GRPO's paper: 40)"""
-    eval_image_size: Annotated[tuple[int, int], Bound(at_least=1)] | None = None
-    """height and width of evaluation images; None: image_size"""
     eval_guidance_scale: Annotated[float, Bound(at_least=1)] | None = None
     """guidance of evaluation images, in scripts that have guidance_scale; None: guidance_scale"""
     max_prompts: NonNegativeInt = 0
@@ -202,11 +198,8 @@ class SharedArgs:
 
     @property
     def for_evaluation(self) -> Self:
-        """These options with the evaluation's steps, size and guidance in the place of the rollouts'."""
-        changes: dict = {
-            "num_inference_steps": self.eval_num_inference_steps,
-            "image_size": self.eval_image_size or self.image_size,
-        }
+        """These options with the evaluation's steps and guidance in the place of the rollouts'."""
+        changes: dict = {"num_inference_steps": self.eval_num_inference_steps}
         if self.eval_guidance_scale is not None and hasattr(self, "guidance_scale"):
             changes["guidance_scale"] = self.eval_guidance_scale
         return replace(self, **changes)

@@ -38,6 +38,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from common.cpu import leave_cores_to_this_thread
 from common.data import PromptSet
@@ -46,7 +47,7 @@ from common.errors import RunError, ScoringError, error_prefix, reason, truncate
 from common.images import as_images
 from common.process import print_message
 from common.rollout import Images
-from common.user_code import check_arguments, describe, load_function, own_folder
+from common.user_code import describe, load_function, own_folder
 
 import numpy as np
 import torch
@@ -95,12 +96,8 @@ def load_rewards(
         if log_name in functions or log_name in (trained or {}):
             raise ValueError(f"{option} {' '.join(names)}: two rewards are named {log_name}")
         functions[log_name] = find_reward(name, option)
-    if TOTAL in functions:
-        raise ValueError(f"{option} {' '.join(names)}: {TOTAL} is what their weighted sum is logged as")
-    for name in RECORDED & functions.keys():
-        raise ValueError(
-            f"{option} {' '.join(names)}: a record of samples.jsonl has another {name}: rename the function"
-        )
+    for name in (RECORDED | {TOTAL}) & functions.keys():
+        raise ValueError(f"{option} {' '.join(names)}: a run records something else as {name}: rename the function")
     for name, function in functions.items():
         if load and hasattr(function, "load"):
             with error_prefix(f"{option} {name}", Exception):
@@ -118,19 +115,13 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
     """The function of one reward; raises load_rewards' ValueError where there is none."""
     if ":" in name:
         function = load_function(name, option)
-        check_arguments(function, f"{option} {name}")
-        if getattr(function, "whole_batch", False):
-            raise ValueError(f"{option} {name}: has whole_batch, which cut groups: set whole_group in its place")
         if option == "--eval_reward" and is_relative(function):
             raise ValueError(f"{option} {name}: is relative, so it says nothing of an evaluation")
         return function
     if name not in built_in_rewards():
         known = ", ".join(built_in_rewards())
         raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
-    module = importlib.import_module(f"common.rewards.{name}")
-    if not hasattr(module, name):
-        raise ValueError(f"{option} {name}: common/rewards/{name}.py has no function {name}")
-    return getattr(module, name)
+    return getattr(importlib.import_module(f"common.rewards.{name}"), name)
 
 
 def reward_settings(rewards: dict[str, Reward]) -> dict[str, dict[str, str]]:
@@ -174,7 +165,6 @@ class Scorer:
         self.images: list = [None] * len(prompt_set)
         self.details: list[Details] = [{} for _ in self.images]
         self.scored = torch.full((len(prompt_set), len(rewards)), torch.nan, dtype=torch.float64)  # (B, R)
-        self.is_scored = torch.zeros(len(prompt_set), dtype=torch.bool)  # (B,); NaN in `scored` is a reward's failure
         self.finished: queue.SimpleQueue = queue.SimpleQueue()  # of (rows, images), and None at the end
         self.error: BaseException | None = None  # that ended the thread early
         # a daemon: a reward that hangs must not keep a run from ending that has failed elsewhere
@@ -187,80 +177,68 @@ class Scorer:
             self.images[row] = image
         self.finished.put((list(rows), images))
 
-    def scores(
-        self, places: Sequence[int] | torch.Tensor | None = None, group_size: int = 0, *, alone: bool = False
-    ) -> torch.Tensor:
+    def scores(self, places: Sequence[int] | torch.Tensor | None = None, group_size: int = 0) -> torch.Tensor:
         """Wait for all scores: (B, R) in fp64, a column for each reward, in their order; NaN as in score_images.
 
-        places (B,): the images' numbers over all ranks, of which group_size in a row are a group; None: this rank's
-        images are a group of one prompt. Then the `offload` of those rewards that have one is run. A collective.
-        alone: the other ranks do not wait for scores now, and more will follow: no collective, and no `offload`.
+        places (B,): the images' numbers over all ranks, of which group_size in a row are a group. Then the `offload` of
+        those rewards that have one is run. A collective. None: the images are a group of one prompt, for which the
+        other ranks do not wait; more will follow, so there is no `offload`.
 
         Raises:
-            ScoringError: on all ranks, as score_images on one; or an image was never handed over or never scored, whose
-                NaN would say that a reward failed.
+            ScoringError: on all ranks, as score_images on one; or an image was never handed over, whose NaN would say
+                that a reward failed.
         """
+        alone = places is None
+        self.finished.put(None)
+        self.thread.join()
         with failing_together(alone):
-            self._wait()
+            if self.error:
+                raise self.error
+            missing = sum(image is None for image in self.images)
+            if missing:
+                raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
         of_groups = {name: function for name, function in self.rewards.items() if name not in self.early}
         if of_groups:
-            self._score_groups(of_groups, places, group_size, alone=alone)
+            own_places = list(range(len(self.images))) if places is None else torch.as_tensor(places).tolist()
+            self._score_groups(of_groups, own_places, group_size, alone=alone)
         if not alone:
             offload_rewards(self.rewards)
         return self.scored
 
-    def _wait(self) -> None:
-        self.finished.put(None)
-        self.thread.join()
-        if self.error:
-            raise self.error
-        missing = sum(image is None for image in self.images)
-        if missing:
-            raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
-        if not self.is_scored.all():  # not even its error is known
-            raise RunError(f"{int((~self.is_scored).sum())} of {len(self.images)} images were never scored")
-
-    def _score_groups(
-        self, rewards: dict[str, Reward], places: Sequence[int] | torch.Tensor | None, group_size: int, *, alone: bool
-    ) -> None:
+    def _score_groups(self, rewards: dict[str, Reward], places: list[int], group_size: int, *, alone: bool) -> None:
         """Score whole groups, each on the rank that has its first image, which brings the scores back to the others."""
-        name = next(iter(rewards))
-        if places is None and len(set(self.prompt_set.prompts)) > 1:
-            raise RunError(f"reward {name} has whole_group: scores() needs the images' places and the group_size")
         groups = {0: self.images}  # by the place of the first image
-        own_places = list(range(len(self.images))) if places is None else torch.as_tensor(places).tolist()
-        if places is not None:
+        if not alone:
             pixels = torch.from_numpy(np.stack([np.asarray(image) for image in self.images]))  # (B, [F,] H, W, 3)
-            of_groups, firsts = gather_groups(pixels, torch.tensor(own_places), group_size)
+            of_groups, firsts = gather_groups(pixels, torch.tensor(places), group_size)
             groups = {first: as_images(group.numpy()) for first, group in zip(firsts.tolist(), of_groups, strict=True)}
-        own: dict[int, tuple[torch.Tensor, Details]] = {}  # by place, of this rank's groups; then of all
+        scored: dict[int, tuple[torch.Tensor, Details]] = {}  # by place, of this rank's groups; then of all
         with failing_together(alone):
             for first, images in groups.items():
-                prompts = self.prompt_set.select([own_places.index(first)] * len(images))
+                prompts = self.prompt_set.select([places.index(first)] * len(images))
                 details: list[Details] = [{} for _ in images]
                 scores = score_images(rewards, images, prompts, self.reward_failure, details)
-                own |= {first + i: (scores[i], details[i]) for i in range(len(images))}
-        for of_rank in [] if places is None else gather_objects(own):
-            own = own | of_rank
+                scored |= {first + i: (scores[i], details[i]) for i in range(len(images))}
+        if not alone:
+            scored = {place: result for of_rank in gather_objects(scored) for place, result in of_rank.items()}
         columns = [r for r, name in enumerate(self.rewards) if name in rewards]
-        for row, place in enumerate(own_places):
-            scores, detail = own[place]
+        for row, place in enumerate(places):
+            scores, detail = scored[place]
             self.scored[row, columns] = scores
             self.details[row] |= detail
 
     def _score(self) -> None:
-        use_own_gpu()  # which is set for each thread
-        if self.early and not torch.cuda.is_available():
-            leave_cores_to_this_thread()
         columns = torch.tensor([r for r, name in enumerate(self.rewards) if name in self.early])
         try:
+            use_own_gpu()  # which is set for each thread
+            if self.early and not torch.cuda.is_available():
+                leave_cores_to_this_thread()
             for rows, images in iter(self.finished.get, None):
                 if self.early:
                     prompts = self.prompt_set.select(rows)
                     details = [self.details[row] for row in rows]
                     scores = score_images(self.early, images, prompts, self.reward_failure, details)
                     self.scored[torch.tensor(rows, dtype=torch.long)[:, None], columns] = scores
-                self.is_scored[rows] = True
         except BaseException as error:  # raised in `scores`, in the thread that waits for them
             self.error = error
 
@@ -298,91 +276,63 @@ def score_images(
             told = describe(error, own_folder(function))
             raise RunError(f"reward {name} raised {told}") from error
         if os.getcwd() != began_in:
-            raise RunError(
-                f"reward {name} changed the working directory to {os.getcwd()}, and paths of the run with it"
-            )
-        returned, said = _split_details(name, _as_list(name, returned, len(rows)))
-        scores[rows, column] = _as_scores(name, returned, asking.prompts, reward_failure)
-        for i, detail in said.items():
-            if details is not None:
-                details[rows[i]][name] = detail
+            raise RunError(f"reward {name} changed the working directory, which the run's paths begin at")
+        scores[rows, column], found = _read_scores(name, returned, asking.prompts, reward_failure)
+        for row, values in zip(rows, found, strict=True):
+            if details is not None and values:
+                details[row][name] = values
     return scores
 
 
-def _as_list(name: str, returned: object, num_images: int) -> list:
-    """What reward `name` returned, a list with an entry for each image; raises RunError for another form or count."""
+def _read_scores(name: str, returned: Any, prompts: list[str], reward_failure: str) -> tuple[torch.Tensor, list[dict]]:
+    """What reward `name` returned for B images: the scores (B,) in fp64, NaN for the exceptions among them; and what
+    stands beside each score."""
     if hasattr(returned, "tolist"):  # an array of NumPy, a tensor
         returned = returned.tolist()
-    if not isinstance(returned, list | tuple):
-        raise RunError(
-            f"reward {name}: it returned a {type(returned).__name__} in place of a list of a number for each image"
-        )
-    if len(returned) != num_images:
-        kinds = " and ".join(dict.fromkeys(type(entry).__name__ for entry in returned)) or "nothing"
-        form = f"{len(returned)} things for {num_images} images: a {type(returned).__name__} of {kinds}"
-        is_flow_grpos = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)
-        what = "the scores alone, as in flow_grpo's `scores, _ =`" if is_flow_grpos else "a number for each image"
-        raise RunError(f"reward {name}: it returned {form}; return {what}")
-    return list(returned)
-
-
-def _is_number(value: object) -> bool:
-    """Whether it is a number that a float can hold."""
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
-
-
-def _split_details(name: str, returned: list) -> tuple[list, dict[int, dict]]:
-    """What reward `name` returned, with the scores in the place of its dicts; and what else these hold, by image.
-
-    Raises:
-        RunError: a dict has no score, or holds what is neither a finite number nor a string, or a name of LOGGED.
-    """
-    scores = list(returned)
-    details = {}
-    for i, said in enumerate(returned):
-        if not isinstance(said, dict):
+    if not isinstance(returned, list | tuple) or len(returned) != len(prompts):
+        form = f"{len(returned)} things in a " if isinstance(returned, list | tuple) else "a "
+        form += f"{type(returned).__name__} for {len(prompts)} images"
+        raise RunError(f"reward {name}: it returned {form}; return a list of a number for each image")
+    scores = torch.full((len(prompts),), math.nan, dtype=torch.float64)
+    details: list[dict] = [{} for _ in prompts]
+    failures = {}  # by the image's place
+    for i, entry in enumerate(returned):
+        if isinstance(entry, Exception):
+            failures[i] = entry
             continue
-        values = {}
-        for key, value in {"score": None, **said}.items():
-            if hasattr(value, "item"):  # a scalar of NumPy or torch
-                value = value.item()
-            is_number = _is_number(value) and math.isfinite(value)
-            if key in LOGGED or not (is_number or (isinstance(value, str) and key != "score")):
-                what = "be called otherwise" if key in LOGGED else "be a finite number"
-                what += "" if key == "score" or key in LOGGED else " or a string"
-                raise RunError(f'reward {name}: image {i}: "{key}" must {what}, got {truncate(repr(value))}')
-            values[key] = value
-        scores[i] = values.pop("score")
+        given = entry if isinstance(entry, dict) else {"score": entry}
+        values = {key: _scalar(value) for key, value in given.items()}
+        score = values.pop("score", None)
+        image = f"reward {name}: image {i} (prompt: {prompts[i]})"
+        if not _is_number(score):
+            raise RunError(f"{image}: the score must be a finite number or an exception, got {truncate(repr(score))}")
+        for key, value in values.items():
+            if key in LOGGED:
+                raise RunError(f'{image}: "{key}" is logged of each reward; give it another name')
+            if not (_is_number(value) or isinstance(value, str)):
+                raise RunError(f'{image}: "{key}" must be a finite number or a string, got {truncate(repr(value))}')
+        scores[i] = score
         details[i] = values
-    return scores, details
-
-
-def _as_scores(name: str, returned: list, prompts: list[str], reward_failure: str) -> torch.Tensor:
-    """The scores that reward `name` returned for B images as (B,) in fp64, NaN for the exceptions among them."""
-    failures = {i: value for i, value in enumerate(returned) if isinstance(value, Exception)}  # by the image's place
-    numbers = [math.nan] * len(prompts)
-    for i, value in enumerate(returned):
-        if i not in failures:
-            with suppress(Exception):  # a scalar of NumPy or torch has it
-                value = value.item()
-            if not _is_number(value):
-                fault = f"entry {i} is a {type(value).__name__}, {truncate(repr(value))}"
-                raise RunError(f"reward {name}: {fault}; return a number for each image")
-            numbers[i] = value
-    scores = torch.tensor(numbers, dtype=torch.float64)
-    for i, score in enumerate(scores.tolist()):
-        if not math.isfinite(score) and i not in failures:
-            told = f"reward {name}: score {score} for image {i} (prompt: {prompts[i]})"
-            raise RunError(f"{told}; for an image that it cannot score it may return an exception: --reward_failure")
     if failures:
         i, failure = next(iter(failures.items()))
         first = f"image {i} (prompt: {prompts[i]}): {reason(failure)}"
         if reward_failure == "stop":
-            raise RunError(
-                f"reward {name} failed on {first}; --reward_failure mask continues without such images"
-            ) from failure
+            advice = "--reward_failure mask continues without such images"
+            raise RunError(f"reward {name} failed on {first}; {advice}") from failure
         print_message(truncate(f"reward {name} failed on {len(failures)} of {len(prompts)} images: {first}"))
-    return scores
+    return scores, details
+
+
+def _scalar(value: Any) -> Any:
+    """A scalar of NumPy or torch as Python's own number; anything else as it is."""
+    with suppress(Exception):  # an array of several numbers has none
+        return value.item()
+    return value
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a finite number that a float can hold."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def offload_rewards(rewards: dict[str, Reward]) -> None:

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import importlib.util
-import inspect
 import os
 import sys
 import traceback
@@ -61,21 +60,6 @@ def _import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def check_arguments(function: Callable, reward: str) -> None:
-    """Raise ValueError where a function cannot be called as a reward is; it names `reward`, the file and the line."""
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):  # some callables of C have none
-        return
-    try:
-        signature.bind([], [], [])
-    except TypeError as error:
-        code = getattr(function, "__code__", None)
-        place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-        called = "it is called with images, prompts and metadata"
-        raise ValueError(f"{reward}: takes {signature}, and {called}: {error}{place}") from None
 
 
 def own_folder(function: Callable) -> Path | None:

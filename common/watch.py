@@ -2,11 +2,12 @@
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 
 from common.data import GroupSampler, gather_shares
 from common.distributed import gather, gather_groups, gather_objects, on_rank_0
-from common.errors import UNREADABLE, reason, truncate
+from common.errors import UNREADABLE
 from common.images import as_one_picture, open_png
 from common.process import print_message
 from common.rollout import Images
@@ -72,38 +73,31 @@ def watch_metrics(folder: Path, places: list[int], images: Images, images_per_pr
     if images_per_prompt > 1:
         groups, _ = gather_groups(pictures, torch.tensor(places), images_per_prompt)
         metrics["val/diversity"] = gather(diversity(groups).sum()).sum() / (num_images // images_per_prompt)
-    base, problem = gather_objects(_find_base(folder) if on_rank_0() else (None, None))[0]
+    base = gather_objects(_find_base(folder) if on_rank_0() else None)[0]
+    before = None
     if base is not None:
-        try:
+        with suppress(Exception):  # a library reads them, which can raise nearly anything
             images_before = [open_png(base / f"{place:05d}.png") for place in places]
-            if as_one_picture(images_before[0]).size != as_one_picture(images[0]).size:
-                raise ValueError("of another size")
-            before = small_pictures(images_before)
-        except Exception as error:  # a library reads them, which can raise nearly anything
-            problem = f"the images in {base} cannot be compared with ({reason(error)})"
-    problems = [text for text in gather_objects(problem) if text]
-    if problems:
+            if as_one_picture(images_before[0]).size == as_one_picture(images[0]).size:
+                before = small_pictures(images_before)
+    if not all(gather_objects(before is not None)):
         if on_rank_0():
-            print_message(truncate(f"no val/drift_from_base: {problems[0]}"))
+            needed = "images of step 0 of the same prompts, seeds and size that can be read"
+            print_message(f"no val/drift_from_base: neither {folder.parents[1]} nor a run that it resumes has {needed}")
         return metrics
+    assert before is not None
     moved = gather_shares(rms_difference(pictures, before), num_images)  # (all images,)
     metrics["val/drift_from_base"] = moved.mean()
     return metrics
 
 
-def _find_base(folder: Path) -> tuple[Path | None, str | None]:
-    """The folder of step 0's images of the same prompts and seeds, and None; or None, and the reason."""
-    run = folder.parents[1]
-    base = base_samples(run)
-    if base is None:
-        return None, f"neither {run} nor a run that it resumes has the images of an evaluation at step 0"
+def _find_base(folder: Path) -> Path | None:
+    """The folder of step 0's images, if they are of the same prompts and seeds."""
+    base = base_samples(folder.parents[1])
     try:
-        is_same = _made_of(base) == _made_of(folder)
+        return base if base is not None and _made_of(base) == _made_of(folder) else None
     except (*UNREADABLE, KeyError, TypeError):
-        is_same = False
-    if not is_same:
-        return None, f"the images in {base} are of other prompts or seeds, or of another number of images"
-    return base, None
+        return None
 
 
 def base_samples(run: Path) -> Path | None:

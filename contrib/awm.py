@@ -624,7 +624,7 @@ def main(args: Args, inputs: Inputs) -> None:
         load(args, run, model, optimizer, sampler)
         if engine:  # it still holds the policy from before `load`
             engine.push_policy(model, "old")
-    if args.eval_only or run.unlogged or (args.eval_at_start and not run.checkpoint):
+    if args.eval_only or run.unlogged or not run.checkpoint:
         run.log(*evaluate(args, run, model, engine, inputs))
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 

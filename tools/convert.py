@@ -1,10 +1,10 @@
 """Parquet files as .jsonl: VeRL-Omni's prompts, or pick-a-pic's pairs with their images.
 
     python -m tools.convert train.parquet train.jsonl          # prompts, for --train_prompts and --eval_prompts
-    python -m tools.convert pick_a_pic/ pairs                  # pairs, for dpo_offline.py --pairs pairs
+    python -m tools.convert 'pick_a_pic/train-*.parquet' pairs # pairs, for dpo_offline.py --pairs pairs
 
-The target says which it is: a .jsonl file holds prompts, a folder holds pairs. The source of pairs is a .parquet file,
-a folder of such files or a pattern. The scripts read both kinds of parquet as they are; a .jsonl can be read and edited
+The target says which it is: a .jsonl file holds prompts, a folder holds pairs. The source of pairs is a .parquet file
+or a pattern of such files. The scripts read both kinds of parquet as they are; a .jsonl can be read and edited
 by you.
 """
 
@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, help="a .parquet file or, for pairs, a folder or pattern of such files")
+    parser.add_argument("source", type=Path, help="a .parquet file or, for pairs, a pattern of such files")
     parser.add_argument("target", type=Path, help="a .jsonl file for prompts, a folder for pairs; a new one")
     args = parser.parse_args()
     try:

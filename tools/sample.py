@@ -53,10 +53,10 @@ def read_options(run: Path) -> dict[str, Any]:
 def as_evaluated(
     options: dict[str, Any], image_size: list[int] | None, num_inference_steps: int | None, guidance_scale: float | None
 ) -> dict[str, Any]:
-    """A run's options with the size, the steps and the guidance of its evaluation, or with those that are given."""
+    """A run's options with the steps and the guidance of its evaluation, or with those that are given."""
     guidance = options.get("eval_guidance_scale") or options.get("guidance_scale", 1.0)
     return options | {
-        "image_size": image_size or options.get("eval_image_size") or options["image_size"],
+        "image_size": image_size or options["image_size"],
         "num_inference_steps": num_inference_steps or options["eval_num_inference_steps"],
         "guidance_scale": guidance if guidance_scale is None else guidance_scale,
     }

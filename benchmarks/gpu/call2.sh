@@ -27,7 +27,7 @@ throughput eager sd35m 120 "${OURS[@]}"
 # the other side of "frozen weights in and out of FSDP", of which every other part leaves them out
 SIZED_FROZEN=sharded throughput frozen sd35m 100 "${OURS[@]}"
 SIZED_MFU=1 sized trace sd35m 100 flow_grpo.py --name trace "${OURS[@]}" --num_steps 2 --profile_steps 2 \
-    --eval_at_start False --max_prompts 2 --eval_num_inference_steps 2 &&
+    --max_prompts 2 --eval_num_inference_steps 2 &&
     { echo; python "$KIT/trace_table.py" runs/trace/trace_0002.json; echo; } 2>&1 | report
 throughput compile sd35m 200 "${OURS[@]}" --train_with compile
 # the micro-batch of recipes for small GPUs, of 8 images: the host that launches limits it, if anything does

@@ -12,7 +12,6 @@ from common.data import PromptSet, share_of_rank
 from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import RunError
 from common.images import save_png
-from common.pairs.pair_files import Pairs, read_pairs
 from common.process import print_message
 from common.rollout import Images
 from common.scoring import all_equal
@@ -104,12 +103,3 @@ def write_pairs(folder: Path, num_prompts: int) -> str:
             temporary.write_text("".join(json.dumps(by_row[row]) + "\n" for row in sorted(by_row)))
     dist.barrier()  # before other ranks read the file
     return f"{len(by_row)} pairs of {num_prompts} prompts{failures}"
-
-
-def read_made_pairs(folder: Path) -> Pairs:
-    """The pairs that this run wrote; raises RunError where they were damaged since."""
-    file = folder / "pairs.jsonl"
-    try:
-        return read_pairs(file)
-    except (ValueError, RunError) as error:
-        raise RunError(f"{error}; remove {file} and {folder / 'pairs'} to have the pairs made again") from None

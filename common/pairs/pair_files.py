@@ -3,9 +3,7 @@
 Before a model loads, a fault is named by file and line or row as far as it shows without decoding an image.
 """
 
-import math
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +17,6 @@ from common.process import print_message
 
 TRL = ("prompt", "chosen", "rejected")  # TRL's columns of preferences; an image as bytes, or as datasets store it
 PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")  # columns of its rows that are read
-SPLIT = re.compile(r"(train|validation|valid|val|test|dev|eval)[-_.]")  # what begins the names of a split's files
-SHARD = re.compile(r"-\d+-of-\d+$")  # and ends them, where there are several
 
 
 class Pair(NamedTuple):
@@ -38,17 +34,16 @@ Pairs = list[Pair]
 def read_pairs(path: Path | str) -> Pairs:
     """Read preference pairs: a .jsonl of {"prompt", "chosen", "rejected"}, the latter two image files relative to it,
     or a folder with such a pairs.jsonl ("chosen_score" and "rejected_score" may be given); or a .parquet file with
-    pick-a-pic's columns or TRL's (prompt, chosen, rejected), or a folder of such, or a pattern, "data/train-*.parquet".
+    pick-a-pic's columns or TRL's (prompt, chosen, rejected), or a pattern of such files, "data/train-*.parquet".
     A field or column "image" has the pictures that were edited.
 
-    Of the images only the beginning is looked at, and two of one size in bytes are compared: each rank does it for its
-    share of the pairs, as torchrun numbers ranks. The rest shows when a pair that is drawn is encoded. Parquet files
-    are read whole, and stay in memory.
+    Of the images only the header is looked at: each rank does it for its share of the pairs, as torchrun numbers ranks.
+    The rest shows when a pair that is drawn is encoded. Parquet files are read whole, and stay in memory.
 
     Raises:
         ValueError: naming file and line or row: a record that cannot be used, chosen scored below rejected; or a
-            folder without pairs, or with several splits.
-        RunError: naming them: no such image, not an image, equal images. Another rank may find no fault in its share.
+            folder without pairs.
+        RunError: naming them: no such image, or not an image. Another rank may find no fault in its share.
     """
     with error_prefix(path):
         files = _find_files(Path(path))
@@ -57,33 +52,23 @@ def read_pairs(path: Path | str) -> Pairs:
     if not pairs:
         raise ValueError(f"{files[0]}: no pairs")
     for row in range(int(os.environ.get("RANK", "0")), len(pairs), int(os.environ.get("WORLD_SIZE", "1"))):
-        with refusing_alone():
-            _check_images(pairs[row])
+        for image in (pairs[row].chosen, pairs[row].rejected):
+            with refusing_alone():
+                check_header(image, str(image))
     return pairs
 
 
 def _find_files(path: Path) -> list[Path]:
-    """The file itself, or the files that a folder or a pattern stands for; a line names what a pattern or folder of
-    .parquet files has."""
+    """The file itself, a folder's pairs.jsonl, or the files that a pattern stands for, which a line names."""
     if path.is_dir():
-        if (path / "pairs.jsonl").exists():
-            return [path / "pairs.jsonl"]
-        files = sorted(path.glob("*.parquet"))
-        below = sorted({file.parent for kind in ("pairs.jsonl", "*.parquet") for file in path.glob(f"*/{kind}")})
-        if not files:
-            advice = f"; {below[0]} has some: give that folder" if below else ""
-            raise ValueError(f"has no pairs.jsonl and no .parquet files{advice}")
-        names = sorted({SHARD.sub("", file.stem) for file in files if SPLIT.match(file.name)})
-        if len(names) > 1:
-            one = "train" if "train" in names else names[0]
-            pattern = path / (f"{one}.parquet" if (path / f"{one}.parquet").exists() else f"{one}-*.parquet")
-            raise ValueError(f"has several splits, {', '.join(names)}; give the files of one: --pairs '{pattern}'")
-    elif "*" in path.name and not path.exists():
-        files = sorted(path.parent.glob(path.name))
-        if not files:
-            raise ValueError("there are no such files")
-    else:
+        if not (path / "pairs.jsonl").exists():
+            raise ValueError(f"has no pairs.jsonl; name .parquet files by a pattern: --pairs '{path}/train-*.parquet'")
+        return [path / "pairs.jsonl"]
+    if "*" not in path.name or path.exists():
         return [path]
+    files = sorted(path.parent.glob(path.name))
+    if not files:
+        raise ValueError("there are no such files")
     print_message(truncate(f"--pairs {path}: takes {', '.join(file.name for file in files)}"))
     return files
 
@@ -157,18 +142,7 @@ def _find_sources(record: dict, file: Path, where: str) -> list[StoredImage]:
 
 
 def _check_scores(chosen: float | None, rejected: float | None) -> None:
-    given = [score for score in (chosen, rejected) if score is not None]
-    for score in given:
-        if type(score) not in (int, float) or not -math.inf < score < math.inf:
-            raise ValueError("chosen_score and rejected_score must be numbers, and finite")
-    if len(given) == 2 and not given[0] > given[1]:
+    if chosen is None or rejected is None:
+        return
+    if not isinstance(chosen, int | float) or not isinstance(rejected, int | float) or not chosen > rejected:
         raise ValueError(f"chosen is scored {chosen}, not above rejected, {rejected}")
-
-
-def _check_images(pair: Pair) -> None:
-    """Raise ValueError for what can be seen without decoding a pair's images."""
-    for image in (pair.chosen, pair.rejected):
-        with error_prefix(str(image), Exception):  # over a damaged header Pillow raises nearly anything
-            check_header(image)
-    if pair.chosen.num_bytes == pair.rejected.num_bytes and pair.chosen.read_bytes() == pair.rejected.read_bytes():
-        raise ValueError(f"{pair.chosen}: chosen and rejected are the same image")

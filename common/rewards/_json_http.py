@@ -12,10 +12,8 @@ import json
 import math
 import os
 import ssl
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 from common.errors import reason, truncate
 from common.process import print_message
@@ -26,7 +24,6 @@ from PIL.Image import Image
 BACK_OFF_S = 1.0  # the pause before the first retry, doubled before each further retry
 LONGEST_BACK_OFF_S = 30.0
 LARGEST_ANSWER = 64_000_000  # bytes
-LARGEST_EXCERPT = 1000  # bytes of an error's text that are read
 RETRIED = (408, 425, 429, 500, 502, 503, 504)  # HTTP codes of a server that is busy or was interrupted
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -162,8 +159,6 @@ async def _exchange(server: Server, url: str, content: bytes | None) -> bytes:
         headers["Authorization"] = f"Bearer {server.api_key}"
     client = httpx.AsyncClient(
         verify=_certificates(),
-        proxy=_proxy(url),
-        trust_env=False,
         timeout=None,  # httpx's begins again with every byte
         follow_redirects=True,
     )
@@ -174,16 +169,15 @@ async def _exchange(server: Server, url: str, content: bytes | None) -> bytes:
             client,
             client.stream(method, url, content=content, headers=headers) as response,
         ):
-            largest = LARGEST_ANSWER if response.is_success else LARGEST_EXCERPT
             body = bytearray()
             async for part in response.aiter_raw():
                 body += part
-                if len(body) > largest:
+                if len(body) > LARGEST_ANSWER:
                     break
     except TimeoutError:
         raise _Unavailable(f"no answer within {server.timeout_s:g} s") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise _Unavailable(f"no answer ({_cause(error)})") from None
+        raise _Unavailable(f"no answer ({reason(error)})") from None
     if not response.is_success:
         fault = f"HTTP {response.status_code}: {_excerpt(body)}"
         if response.status_code in RETRIED:
@@ -192,28 +186,6 @@ async def _exchange(server: Server, url: str, content: bytes | None) -> bytes:
     if len(body) > LARGEST_ANSWER:
         raise ServerError(f"{url}: the answer has more than {LARGEST_ANSWER} bytes")
     return bytes(body)
-
-
-def _proxy(url: str) -> str | None:
-    """The proxy to an address by HTTP_PROXY, HTTPS_PROXY and NO_PROXY. ALL_PROXY, often a SOCKS one, does not count."""
-    address = urlsplit(url)
-    proxy = urllib.request.getproxies().get(address.scheme)
-    if not proxy or urllib.request.proxy_bypass(address.netloc):
-        return None
-    return proxy if "://" in proxy else f"http://{proxy}"
-
-
-def _cause(error: Exception) -> str:
-    """What the operating system says of a lost connection, which lies below the libraries' own exceptions."""
-    below: BaseException | None = error
-    while below and not isinstance(below, OSError):
-        below = below.__context__
-    cause = below.__cause__ if below else None
-    if isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]  # one for each address of the host
-    if isinstance(cause, OSError) and cause.errno:
-        return os.strerror(cause.errno)
-    return reason(below or error)
 
 
 def _excerpt(body: bytes | bytearray) -> str:

@@ -88,12 +88,7 @@ def test_a_bad_file_is_named(tmp_path):
         ("prompts.txt", "ein Schild".encode("utf-16"), "iconv -f UTF-16 -t UTF-8 OLD > NEW"),
         ("prompts.jsonl", "\ufeffein Schild".encode("utf-16-be"), "iconv -f UTF-16 -t UTF-8 OLD > NEW"),
         ("prompts.txt", "Grüße".encode("latin-1"), "iconv -f ITS_ENCODING -t UTF-8 OLD > NEW"),
-        (
-            "prompts.csv",
-            b"prompt\na sign",
-            'pandas.read_csv("{}").to_json("prompts.jsonl", orient="records", lines=True)',
-        ),
-        ("prompts.json", b"[]", 'pandas.read_json("{}").to_json("prompts.jsonl", orient="records", lines=True)'),
+        ("prompts.csv", b"prompt\na sign", "prompts are read from .txt, .jsonl or .parquet files"),
     ],
 )
 def test_a_file_of_another_kind_is_told_the_way_out(tmp_path, name, content, way_out):

@@ -2,7 +2,6 @@
 
 import io
 import json
-import struct
 from types import SimpleNamespace
 
 from common.errors import RunError
@@ -84,13 +83,13 @@ def test_every_mode_of_a_format_is_decoded_or_refused_by_name(tmp_path, name, mo
         try:
             stored = Image.open(file)
         except Image.UnidentifiedImageError:
-            assert decode_as_both(tmp_path, file.getvalue()) == "not a readable image"
+            assert decode_as_both(tmp_path, file.getvalue()).startswith("not a readable image")
             continue
         found = decode_as_both(tmp_path, file.getvalue())
-        if stored.format not in FORMATS:
-            assert found == f"is {stored.format}; images are read from {', '.join(FORMATS)}"
-        elif stored.mode == "F" or (stored.mode == "I" and name != "PPM"):
-            assert found == f"has Pillow's mode {stored.mode}, numbers that are not of 8 or 16 bits"
+        if name not in (*FORMATS, "MPO"):
+            assert found.startswith("not a readable image")
+        elif stored.mode.startswith(("I", "F")):
+            assert found == f"has Pillow's mode {stored.mode}; save it with 8 bits per channel"
         else:
             grey = mode in ("1", "L", "LA", "La") or mode.startswith("I") or stored.mode == "L"
             expected = np.full((20, 32, 3), GREY if grey else COLOUR, dtype=float)
@@ -99,10 +98,10 @@ def test_every_mode_of_a_format_is_decoded_or_refused_by_name(tmp_path, name, mo
             pixels = np.asarray(found, dtype=float)
             if mode == "1":  # dots, as bright in the mean
                 pixels = pixels.mean()
-            if stored.mode.startswith("I") or mode not in ("F", "I", *WITH_16_BITS):  # which Pillow clips as it saves
+            if not mode.startswith(("I", "F")):  # which Pillow clips as it saves
                 assert np.abs(pixels - expected).mean() < 6, (mode, stored.mode)
                 decoded.add(stored.mode)
-    assert bool(decoded) == (name in FORMATS)
+    assert bool(decoded) == (name in (*FORMATS, "MPO"))
 
 
 def photo(name, **options):
@@ -112,14 +111,6 @@ def photo(name, **options):
     file = io.BytesIO()
     picture.save(file, name, **options)
     return file.getvalue()
-
-
-def broken_exif():
-    """A JPEG upside down, whose XResolution is a text."""
-    tags = b"\x01\x12\0\x03\0\0\0\x01\0\x03\0\0" + b"\x01\x1a\0\x02\0\0\0\x04abc\0"
-    content = b"Exif\0\0MM\0*\0\0\0\x08\0\x02" + tags + b"\0\0\0\0"
-    jpeg = photo("JPEG")
-    return jpeg[:2] + b"\xff\xe1" + struct.pack(">H", len(content) + 2) + content + jpeg[2:]
 
 
 def turned(value):
@@ -134,12 +125,10 @@ def turned(value):
         *((photo(name, exif=turned(6)), (20, 40), (10, 5)) for name in ("JPEG", "PNG", "TIFF", "WEBP", "AVIF", "MPO")),
         (photo("JPEG", exif=turned(1)), (40, 20), (5, 10)),
         (photo("JPEG", exif=turned(9)), (40, 20), (5, 10)),
-        (photo("JPEG", exif=b"Exif\0\0no header"), (40, 20), (5, 10)),
-        (broken_exif(), (40, 20), (35, 10)),
         (photo("MPO", save_all=True, append_images=[Image.new("RGB", (16, 16))]), (40, 20), (5, 10)),  # a preview
     ],
 )
-def test_a_photo_stands_upright_whatever_else_its_exif_says(tmp_path, content, size, red):
+def test_a_photo_stands_upright_as_its_exif_says(tmp_path, content, size, red):
     found = decode_as_both(tmp_path, content)
     assert found.size == StoredImage("", content).size == size
     other = (size[0] - 1 - red[0], size[1] - 1 - red[1])
@@ -147,16 +136,8 @@ def test_a_photo_stands_upright_whatever_else_its_exif_says(tmp_path, content, s
         assert np.abs(np.asarray(found.getpixel(place)) - colour).max() < 25
 
 
-def test_a_transparent_shade_of_16_bits_becomes_white(tmp_path):
-    shades = np.full((20, 32), 257 * 100, dtype=np.uint16)
-    shades[:, 16:] = 257 * 100 + 1
-    file = io.BytesIO()
-    Image.fromarray(shades).save(file, "PNG", transparency=257 * 100 + 1)
-    found = np.asarray(decode_as_both(tmp_path, file.getvalue()))
-    assert (found[:, :16] == 100).all() and (found[:, 16:] == 255).all()
-
-
 @pytest.mark.parametrize("name", ["AVIF", "GIF", "PNG", "TIFF", "WEBP"])
-def test_several_frames_are_refused(tmp_path, name):
+def test_of_several_frames_the_first_is_taken(tmp_path, name):
     content = photo(name, save_all=True, append_images=[Image.new("RGB", (40, 20), "blue")])
-    assert decode_as_both(tmp_path, content) == "has 2 frames"
+    found = decode_as_both(tmp_path, content)
+    assert np.abs(np.asarray(found.getpixel((30, 10))) - 255).max() < 25  # white, not blue

@@ -57,16 +57,16 @@ def test_the_file_may_stand_behind_an_equals_sign(here):
 
 
 def test_a_yaml_file(here):
-    (here / "mine.yaml").write_text("name: mine\nlearning_rate: 0.001\nimage_size: [64, 96]\neval_at_start: false\n")
+    (here / "mine.yaml").write_text("name: mine\nlearning_rate: 0.001\nimage_size: [64, 96]\neval_only: true\n")
     args = parse("--args", "mine.yaml", "--learning_rate", 0.5)
-    assert (args.name, args.learning_rate, args.image_size, args.eval_at_start) == ("mine", 0.5, (64, 96), False)
+    assert (args.name, args.learning_rate, args.image_size, args.eval_only) == ("mine", 0.5, (64, 96), True)
 
 
 @pytest.mark.parametrize("text", ["010", "1:30", "no", "1.10", "1_000", "2001-01-01", "true", "-x"])
 def test_texts_of_yaml_are_as_written(here, text):
-    (here / "mine.yaml").write_text(f"name: {text}\nlora_path:\neval_image_size: null\nlearning_rate: 1e-4\n")
+    (here / "mine.yaml").write_text(f"name: {text}\nlora_path:\neval_guidance_scale: null\nlearning_rate: 1e-4\n")
     args = parse("--args", "mine.yaml")
-    assert (args.name, args.lora_path, args.eval_image_size, args.learning_rate) == (text, None, None, 1e-4)
+    assert (args.name, args.lora_path, args.eval_guidance_scale, args.learning_rate) == (text, None, None, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_texts_of_yaml_are_as_written(here, text):
         ("model: {path: x}", "model: {'path': 'x'} is not a value"),
         ("model: !!binary aGVsbG8=", "model: b'hello' is not a value"),
         ("model: x\nnum_steps: 3.0", "num_steps: '3.0' is not what the option takes"),
-        ("eval_at_start: 0", "eval_at_start: '0' is not what the option takes"),
+        ("eval_only: 0", "eval_only: '0' is not what the option takes"),
         ("image_size: 32 96", "image_size: '32 96' is not what the option takes"),
     ],
 )

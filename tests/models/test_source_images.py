@@ -96,23 +96,15 @@ def test_a_row_of_a_parquet_may_lack_a_picture(tmp_path):
 
 
 @pytest.mark.fast
-def test_the_columns_of_other_systems_are_read(tmp_path):
-    gradient().save(tmp_path / "a.png")
-    media = [{"modality": "image", "role": "condition", "uri": "a.png"}]
-    records = [{"prompt": "x", name: media, "metadata": 1} for name in ("media", "media_refs")]
-    for record in read_prompts(prompt_file(tmp_path, *records, {"prompt": "x", "media": []})).metadata[:2]:
-        assert [source.where for source in record["image"]] == ["a.png"] and record.keys() == {"metadata", "image"}
+def test_verls_column_of_images_is_read(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "<image>make it red"}], "images": [{"bytes": png(gradient())}]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "edits.parquet")
     prompts = read_prompts(tmp_path / "edits.parquet")
     assert prompts.prompts == ["make it red"] and prompts.metadata[0].keys() == {"image"}
-    other = {"media": "oil on canvas", "images": 7, "media_refs": {"a": 1}}  # anyone's metadata
+    other = {"media": "oil on canvas", "images": 7}  # anyone's metadata
     assert read_prompts(prompt_file(tmp_path, {"prompt": "x", **other})).metadata == [other]
-    media[0]["modality"] = "video"
     for record, message in (
-        ({"media": media}, "\"media\": has the modality 'video', where images are taken"),
         ({"image": "a.png", "images": ["a.png"]}, '"images": the record names pictures by two fields'),
-        ({"media_refs": [{"modality": "image"}]}, '"image": must be a path'),
         ({"image": None, "mask": "a.png"}, '"mask": needs "image"'),
     ):
         with pytest.raises(ValueError, match=f"edits.jsonl:1: {message}"):
@@ -126,9 +118,6 @@ def test_the_columns_of_other_systems_are_read(tmp_path):
         (None, "no such file"),
         (b"no picture", "not a readable image"),
         (png(gradient())[:20], "Truncated File Read|not a readable image"),
-        (png(gradient(1, 1)), "1 x 1 pixels; sides have 16 to 8192"),
-        (png(gradient(8193, 16)), "8193 x 16 pixels"),
-        (png(gradient(), save_all=True, append_images=[gradient().rotate(9)]), "has 2 frames"),
     ],
 )
 def test_a_picture_that_cannot_be_used_is_refused_by_its_header(tmp_path, content, message):
@@ -149,13 +138,11 @@ def test_a_field_that_names_no_picture_is_refused(tmp_path, value):
 
 
 @pytest.mark.fast
-def test_a_picture_is_decoded_upright_and_with_8_bits(tmp_path):
+def test_a_picture_is_decoded_upright_as_rgb(tmp_path):
     turned = Image.Exif()
     turned[ORIENTATION] = 6
-    deep = Image.fromarray((np.arange(32 * 20).reshape(20, 32) * 100).astype(np.uint16))
     files = {
         "turned.png": png(gradient(), exif=turned),
-        "deep.png": png(deep),
         "alpha.png": png(gradient().convert("RGBA")),
         "palette.png": png(gradient().quantize(256)),
     }
@@ -164,15 +151,14 @@ def test_a_picture_is_decoded_upright_and_with_8_bits(tmp_path):
     gradient().convert("CMYK").save(tmp_path / "cmyk.jpg")
     found = find_images("image", [*files, "cmyk.jpg"], tmp_path / "edits.jsonl", "edits.jsonl:1")
     decoded = [source.decode() for source in found]
-    assert [image.mode for image in decoded] == ["RGB"] * 5
+    assert [image.mode for image in decoded] == ["RGB"] * 4
     assert np.array_equal(np.asarray(decoded[0]), np.asarray(gradient().transpose(Image.Transpose.ROTATE_270)))
-    assert np.array_equal(np.asarray(decoded[1])[..., 0], np.asarray(deep) // 256)
-    assert np.array_equal(np.asarray(decoded[2]), np.asarray(gradient()))
+    assert np.array_equal(np.asarray(decoded[1]), np.asarray(gradient()))
     half = gradient().convert("RGBA")
     half.putalpha(51)
     expected = 255 * 0.8 + 0.2 * np.asarray(gradient(), dtype=float)  # on white
     assert np.abs(np.asarray(StoredImage("half.png", png(half)).decode(), dtype=float) - expected).max() <= 1
-    for close in decoded[3:]:
+    for close in decoded[2:]:
         assert np.abs(np.asarray(close, dtype=int) - np.asarray(gradient())).mean() < 12
 
 
@@ -466,15 +452,11 @@ def test_two_ranks_edit_as_one_does(qwen, tmp_path):
         assert two[name] == pytest.approx(one[name], rel=1e-3)
 
 
-def test_an_evaluation_of_another_size_brings_the_pictures_to_it(kontext, tmp_path, capfd):
-    options = [*options_of(tmp_path, kontext), "--num_steps", 1, "--eval_image_size", 64, 64]
-    assert run_here(tmp_path, "flow_grpo.py", *options) is None
-    assert Image.open(tmp_path / "runs/flow_grpo/samples/0001/00000.png").size == (64, 64)
+def test_a_run_reports_pictures_of_another_shape(kontext, tmp_path, capfd):
+    assert run_here(tmp_path, "flow_grpo.py", *options_of(tmp_path, kontext), "--num_steps", 1) is None
     told = capfd.readouterr().err
-    assert "--train_prompts: 6 of 6 pictures have another shape than the image, 96 wide and 32 high" in told
-    assert (
-        "--eval_prompts: 5 of 6 pictures have another shape than the image, 64 wide and 64 high" in told
-    )  # all but 29 x 30
+    for option in ("--train_prompts", "--eval_prompts"):
+        assert f"{option}: 6 of 6 pictures have another shape than the image, 96 wide and 32 high" in told
 
 
 def test_a_run_without_pictures_is_refused_before_the_model_loads(kontext, tmp_path):

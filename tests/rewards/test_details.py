@@ -47,16 +47,16 @@ def test_a_scorer_keeps_what_a_reward_says_beside_each_score(whole_group, monkey
 @pytest.mark.parametrize(
     ("detail", "told"),
     [
-        ({"red": 3}, 'image 1: "score" must be a finite number, got None'),
-        ({"score": "high"}, "image 1: \"score\" must be a finite number, got 'high'"),
-        ({"score": NAN}, 'image 1: "score" must be a finite number, got nan'),
-        ({"score": 1, "red": NAN}, 'image 1: "red" must be a finite number or a string, got nan'),
-        ({"score": 1, "mean": 2}, 'image 1: "mean" must be called otherwise, got 2'),
-        ({"score": 1, "red": None}, 'image 1: "red" must be a finite number or a string, got None'),
+        ({"red": 3}, "the score must be a finite number or an exception, got None"),
+        ({"score": "high"}, "the score must be a finite number or an exception, got 'high'"),
+        ({"score": NAN}, "the score must be a finite number or an exception, got nan"),
+        ({"score": 1, "red": NAN}, '"red" must be a finite number or a string, got nan'),
+        ({"score": 1, "mean": 2}, '"mean" is logged of each reward; give it another name'),
+        ({"score": 1, "red": None}, '"red" must be a finite number or a string, got None'),
     ],
 )
 def test_a_dict_without_a_score_or_with_something_else_is_refused(detail, told):
-    with pytest.raises(RunError, match=rf"^reward odd: {told}$"):
+    with pytest.raises(RunError, match=rf"^reward odd: image 1 \(prompt: second\): {told}$"):
         score_images({"odd": lambda *_: [0.5, detail, ValueError("no")]}, IMAGES, PROMPTS, "mask")
 
 
@@ -73,7 +73,7 @@ def test_scalars_of_numpy_and_torch_are_numbers():
 @pytest.mark.parametrize("name", ["details", "advantage", "prompt"])
 def test_a_reward_is_not_named_as_another_field_of_its_records(name, tmp_path):
     (tmp_path / "mine.py").write_text(f"def {name}(images, prompts, metadata):\n    return [0.0] * len(images)\n")
-    with pytest.raises(ValueError, match=f"^--reward mine.py:{name}: .*samples.jsonl has another {name}: rename"):
+    with pytest.raises(ValueError, match=f"^--reward mine.py:{name}: .* records something else as {name}: rename"):
         load_rewards([f"mine.py:{name}"], [1.0])
 
 

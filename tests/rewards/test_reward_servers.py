@@ -388,9 +388,9 @@ def test_a_server_that_dies_between_requests_ends_the_run(serve, kind, capfd):
     server, rewards = serve(kind)
     assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
     server.stop()
-    assert "no answer (Connection refused), in each of 3 attempts" in fault_of(rewards)
+    assert "no answer (All connection attempts failed), in each of 3 attempts" in fault_of(rewards)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if server.url in line]  # one line for four requests
-    assert line.endswith("no answer (Connection refused); asking again, up to 2 times")
+    assert line.endswith("no answer (All connection attempts failed); asking again, up to 2 times")
 
 
 @fast
@@ -425,7 +425,6 @@ def ask(path, payload=None):
         ({"http_proxy": "http://PROXY"}, "http://127.0.0.1:1/score"),
         ({"HTTP_PROXY": "PROXY"}, "http://127.0.0.1:1/score"),  # as curl takes it
         ({"HTTP_PROXY": "http://PROXY", "NO_PROXY": "localhost,127.0.0.1"}, None),
-        ({"ALL_PROXY": "socks5://PROXY"}, None),
         ({}, None),
     ],
 )
@@ -440,7 +439,9 @@ def test_the_environments_proxy_is_asked(serve, monkeypatch, variables, asked):
     if asked:
         assert ask("/score") == {"path": asked}
     else:
-        with pytest.raises(json_http.ServerError, match=r"^http://127.0.0.1:1/score: no answer .Connection refused"):
+        with pytest.raises(
+            json_http.ServerError, match=r"^http://127.0.0.1:1/score: no answer .All connection attempts failed"
+        ):
             ask("/score")
 
 
@@ -603,7 +604,7 @@ def test_a_server_that_is_not_there_is_refused(serve, kind, tmp_path):
     server.stop()
     line = run_here(tmp_path, "flow_grpo.py", "--reward", kind, "--rollout", "local")
     assert line.startswith(f"flow_grpo.py: error: --reward {kind}: {server.url}/")
-    assert line.endswith("no answer (Connection refused)")
+    assert line.endswith("no answer (All connection attempts failed)")
     assert not (tmp_path / "runs").exists()
 
 

@@ -87,7 +87,7 @@ def test_a_reward_is_called_with_the_images_that_ask_for_it(whole_group):
         expected = tensor([10, NO, NO], [20, NO, NO], [30, NO, NO])
     scorer = Scorer(rewards, prompts)
     scorer.add([0, 1, 2], IMAGES)
-    assert torch.equal(scorer.scores(alone=True), expected)
+    assert torch.equal(scorer.scores(), expected)
     called = {"a": ["first"] * 3, "b": [], "never": []}
     assert seen == (called if whole_group else {"a": ["first", "third"], "b": ["second", "third"], "never": []})
     if not whole_group:

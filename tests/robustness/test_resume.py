@@ -147,16 +147,15 @@ def failing(images, prompts, metadata):
 @pytest.mark.parametrize(
     ("script", "call", "saved", "nproc", "options"),
     [
-        ("flow_grpo.py", 4, 2, 1, []),  # the first call is the trial's; this one the rollout's of step 3
-        ("diffusion_nft.py", 5, 3, 1, []),  # of step 3's evaluation, which the resumed run does again
-        ("flow_grpo.py", 4, 2, 2, ["--lora_rank", 0]),  # on the second rank alone
+        ("flow_grpo.py", 5, 2, 1, []),  # after the trial's call and step 0's; this one the rollout's of step 3
+        ("diffusion_nft.py", 6, 3, 1, []),  # of step 3's evaluation, which the resumed run does again
+        ("flow_grpo.py", 5, 2, 2, ["--lora_rank", 0]),  # on the second rank alone
     ],
 )
 def test_a_reward_that_fails_loses_no_step_before(tmp_path, script, call, saved, nproc, options):
     (tmp_path / "failing.py").write_text(FAILING)
     given = [*SMALL, "--rollout", "local", "--num_steps", 4, "--eval_every", 3, "--max_prompts", 2, *options]
-    given += ["--updates_per_rollout", 1, "--micro_batch_size", 16, "--eval_at_start", False]
-    given += ["--reward", "failing.py:failing"]
+    given += ["--updates_per_rollout", 1, "--micro_batch_size", 16, "--reward", "failing.py:failing"]
 
     def start(name, fails_at, *more):
         for calls in tmp_path.glob("calls_*"):
@@ -308,7 +307,7 @@ def test_a_run_in_a_terminal_saves(tmp_path, by, command, rollout):
     )
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone --shutdown_timeout 600"
     torchrun += " --signals_to_handle SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGUSR2"
-    options = f"--name {NAME} --rollout {rollout} --num_steps 1000 --eval_every 1000 --eval_at_start False"
+    options = f"--name {NAME} --rollout {rollout} --num_steps 1000 --eval_every 1000"
     options += " --num_prompts 2 --group_size 2 --updates_per_rollout 1 --max_prompts 2 --reward loud.py:loud"
     line = command.format(f"{torchrun} {ROOT / 'flow_grpo.py'} {options}")
     terminal, inside = os.openpty()

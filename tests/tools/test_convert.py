@@ -61,7 +61,8 @@ def test_pairs_are_the_same_from_either(tmp_path, monkeypatch, capsys):
     write(tmp_path / "picks" / "a.parquet", rows[:1])
     write(tmp_path / "picks" / "b.parquet", rows[1:])
     target = tmp_path / "pairs"
-    assert run(monkeypatch, tmp_path / "picks", target) is None
+    pattern = tmp_path / "picks" / "*.parquet"
+    assert run(monkeypatch, pattern, target) is None
     assert capsys.readouterr().out == "2 pairs\n"
     records = [json.loads(line) for line in (target / "pairs.jsonl").read_text().splitlines()]
     assert records[1] == {
@@ -69,8 +70,8 @@ def test_pairs_are_the_same_from_either(tmp_path, monkeypatch, capsys):
         "chosen": "images/000001_chosen.png",
         "rejected": "images/000001_rejected.jpg",
     }
-    for folder in (target, tmp_path / "picks"):
-        pairs = [(prompt, one.read_bytes(), other.read_bytes()) for prompt, one, other, _ in read_pairs(folder)]
+    for source in (target, pattern):
+        pairs = [(prompt, one.read_bytes(), other.read_bytes()) for prompt, one, other, _ in read_pairs(source)]
         assert pairs == [("0", red, blue), ("2", blue, red)]
 
 
@@ -78,12 +79,12 @@ def test_what_cannot_be_converted_is_named(tmp_path, monkeypatch):
     dates = write(tmp_path / "dates.parquet", [{"prompt": "a mug", "day": datetime.date(2026, 1, 1)}])
     line = run(monkeypatch, dates, tmp_path / "dates.jsonl")
     assert line.startswith(f"{dates}, row 0, day: ") and not (tmp_path / "dates.jsonl").exists()
-    assert run(monkeypatch, tmp_path, tmp_path / "pairs").startswith(f"{dates}: expected the columns caption")
+    assert run(monkeypatch, dates, tmp_path / "pairs").startswith(f"{dates}: expected the columns caption")
     (tmp_path / "empty").mkdir()
     line = run(monkeypatch, tmp_path / "empty", tmp_path / "pairs")
-    assert line.endswith("empty: has no pairs.jsonl and no .parquet files")
+    assert line.startswith(f"{tmp_path / 'empty'}: has no pairs.jsonl")
     (tmp_path / "ended" / "images").mkdir(parents=True)
-    line = run(monkeypatch, tmp_path, tmp_path / "ended")
+    line = run(monkeypatch, dates, tmp_path / "ended")
     assert line.endswith(
         "ended: exists already; it has no pairs.jsonl, as after a start that was ended: remove it, or "
         "name another target"

@@ -96,7 +96,7 @@ def test_a_lora_leaves_nothing_behind_for_full_weights(run):
 
 def test_size_and_guidance_are_the_evaluations(run, tmp_path, monkeypatch):
     folder, _, args = run
-    own = asdict(args) | {"eval_image_size": (64, 96), "eval_guidance_scale": 3.0, "eval_num_inference_steps": 1}
+    own = asdict(args) | {"image_size": (64, 96), "eval_guidance_scale": 3.0, "eval_num_inference_steps": 1}
     (folder / "args.json").write_text(json.dumps({"args": own, "format": FORMAT}))
     used = []
     real = sample.sample
