@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import RunError, error_prefix
+from common.models.loading import pipeline_without_weights
 
 import torch
 from safetensors import safe_open
@@ -176,20 +177,10 @@ def by_diffusers(tensors: Mapping[str, torch.Tensor], model: str) -> dict[str, t
         return None
 
 
-def meta_transformer(model: str) -> torch.nn.Module:
-    """A model's transformer without memory, from its configs alone."""
-    import diffusers  # slow
-
-    index = diffusers.DiffusionPipeline.load_config(model)
-    transformer_class = getattr(diffusers, index["transformer"][1])
-    with torch.device("meta"):
-        return transformer_class.from_config(transformer_class.load_config(model, subfolder="transformer"))
-
-
 @functools.cache
 def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
     """{module: (outputs, inputs)} of the linear layers of a model's transformer, from its configs alone."""
-    modules = meta_transformer(model).named_modules()
+    modules = pipeline_without_weights(model).transformer.named_modules()
     return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, torch.nn.Linear)}
 
 
