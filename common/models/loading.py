@@ -120,7 +120,7 @@ def check_unquantised(model: str | Path) -> None:
     folder = known_folder(model)
     for config in sorted(folder.glob("*/config.json")) if folder else ():
         with error_prefix(config):
-            is_quantised = "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
+            is_quantised = json.loads(config.read_text(encoding="utf-8")).get("quantization_config")
         if is_quantised:
             what = f"{config.parent.name} is quantised: pass the full weights, in diffusers' layout"
             raise ValueError(f"--model {model}: {what}")
