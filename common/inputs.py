@@ -11,14 +11,14 @@ from common.data import PromptSet, check_sources
 from common.errors import RunError, error_prefix
 from common.images import warn_stretched
 from common.models.family import Family
-from common.models.loading import check_schedules
+from common.models.loading import check_schedules, pipeline_without_weights
 from common.options import ArgsClass, SharedArgs
 from common.pairs.pair_files import Pairs, pair_prompts
 from common.plan.needs import fit_to_gpus
 from common.process import print_message
 from common.rewards.preservation import check_metadata, preservation
 from common.scoring import Reward, offload_rewards, score_images
-from common.weights.adapter_files import check_modules, meta_transformer
+from common.weights.adapter_files import check_modules
 from common.weights.base_weights import check_base_weights
 from common.weights.lora import LoRA
 
@@ -154,7 +154,7 @@ def check_pictures(args: SharedArgs, inputs: Inputs) -> None:
 def check_lora_modules(lora: LoRA | None, options: Mapping[str, Any]) -> None:
     """RunError: --lora_target_modules name what the model's transformer lacks."""
     if lora and options["lora_target_modules"]:
-        check_modules(meta_transformer(options["model"]), lora.config)
+        check_modules(pipeline_without_weights(options["model"]).transformer, lora.config)
 
 
 def check_negative_prompts(args: SharedArgs, inputs: Inputs) -> None:

@@ -206,9 +206,6 @@ def report(blueprint: Blueprint, w: Workload, device: str) -> None:
     held = memories(blueprint, w, costs, device)
     for memory in held:
         print("\n".join(memory_table(memory)))
-    otherwise = w.micro_batch_images * costs.training_otherwise.peak_bytes
-    word = "without" if "activation_checkpointing" in w.train_with else "with"
-    print(f"activations {word} activation checkpointing: {size(otherwise)}")
     print("\n".join(work_table(w, costs, device)))
     if w.has_engine:
         pushed, answered = pipe_bytes(blueprint, w)

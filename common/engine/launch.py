@@ -12,7 +12,6 @@ from pathlib import Path
 
 from common.engine.mismatch import parse_correction
 from common.models.family import Family
-from common.models.loading import components, known_folder, variants
 
 import torch
 
@@ -50,21 +49,8 @@ def check_engine(
             "--rollout vllm needs vLLM-Omni, which is not installed: pip install -r requirements.txt "
             "(requirements-cuda.txt on a GPU; if pip fails, see docs/quickstart_gpu.md), or pass --rollout local"
         )
-    check_plain(model)
     if num_workers(engine_devices) > 1:
         check_heads(family, model, engine_devices)
-
-
-def check_plain(model: str | Path) -> None:
-    """ValueError: a network is there as a variant alone, such as *.fp16.safetensors, which vLLM-Omni does not load."""
-    folder = known_folder(model)
-    for name, _ in components(folder) if folder else ():
-        found = variants(folder / name) if folder else set()
-        if found and "" not in found:
-            raise ValueError(
-                f"--rollout vllm: {model} has {name} as the variant {sorted(found)[0]} alone, which vLLM-Omni does not "
-                "load: take that word out of the files' names, or pass --rollout local"
-            )
 
 
 def check_devices(engine_devices: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.data import PromptSet
-from common.models.vae import decode_latents, encode_pixels, pil_images
+from common.models.vae import decode_in_slices, encode_in_slices, pil_images
 
 import PIL.Image
 import torch
@@ -238,11 +238,16 @@ class Family(ABC):
     # A family whose VAE is not diffusers' AutoencoderKL defines these two.
     def to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (B, ...) -> pixels (B, 3, ...) in about [-1, 1]. For `decode`: the VAE is on the device already."""
-        return decode_latents(self.pipe, latents)
+        vae = self.pipe.vae
+        latents = latents.to(vae.device) / vae.config.scaling_factor + (vae.config.shift_factor or 0)
+        return decode_in_slices(vae, latents, scale=self.pipe.vae_scale_factor**2)
 
     def to_latents(self, images: list[PIL.Image.Image], height: int, width: int) -> torch.Tensor:
         """B PIL images -> latents (B, ...). For `encode_images`: the VAE is on the device already."""
-        return encode_pixels(self.pipe, images, height, width)
+        vae = self.pipe.vae
+        pixels = self.pipe.image_processor.preprocess(images, height, width)
+        latents = encode_in_slices(vae, pixels.to(vae.device))
+        return (latents - (vae.config.shift_factor or 0)) * vae.config.scaling_factor
 
     def frozen_tensors(self) -> list[torch.Tensor]:
         """The key of offline DPO's cache: all tensors that `encode_images` and `encode_prompts` use, in fixed order."""

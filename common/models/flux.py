@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from common.models.family import Conditioning, Config, Family, Schedule, Shapes
-from common.models.parts import JOINT_ATTENTION, check_image, check_no_guidance, even_sigmas, shifted_schedule
+from common.models.parts import JOINT_ATTENTION, check_multiples, check_no_guidance, even_sigmas, shifted_schedule
 from common.process import print_once
 
 import torch
@@ -20,10 +20,10 @@ class Flux(Family):
 
     @staticmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
-        """Refuse sides that are no multiple of a token's, videos, and guidance for schnell; report a guidance of 1."""
+        """Refuse sides that are no multiple of a token's, and guidance for schnell; report a guidance of 1."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
-        check_image(height, width, num_frames, unit)
+        check_multiples(height, width, unit)
         if not FluxTransformer2DModel.load_config(model, subfolder="transformer").get("guidance_embeds"):
             check_no_guidance(guidance_scale)
         elif guidance_scale == 1:

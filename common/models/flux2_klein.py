@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.models.family import Conditioning, Config, Family, Schedule, Shapes
-from common.models.parts import JOINT_ATTENTION, check_image, check_no_guidance, even_sigmas, sigma_schedule
+from common.models.parts import JOINT_ATTENTION, check_multiples, check_no_guidance, even_sigmas, sigma_schedule
 from common.models.vae import decode_in_slices, encode_in_slices
 
 import torch
@@ -45,10 +45,10 @@ class Flux2Klein(Family):
 
     @staticmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
-        """Refuse sides that are no multiple of a token's, videos, and guidance for a distilled model."""
+        """Refuse sides that are no multiple of a token's, and guidance for a distilled model."""
         vae = AutoencoderKLFlux2.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
-        check_image(height, width, num_frames, unit)
+        check_multiples(height, width, unit)
         if Flux2KleinPipeline.load_config(model).get("is_distilled"):
             check_no_guidance(guidance_scale)
 

@@ -9,7 +9,7 @@ from typing import Any
 from common.models.family import Conditioning, Config, Family, Schedule, Shapes
 from common.models.parts import (
     ATTENTION,
-    check_image,
+    check_multiples,
     check_no_guidance,
     decode_frames,
     encode_frames,
@@ -36,11 +36,11 @@ class Krea2(Family):
 
     @staticmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
-        """Refuse sides that are no multiple of a token's, videos, and guidance for a distilled model."""
+        """Refuse sides that are no multiple of a token's, and guidance for a distilled model."""
         vae = AutoencoderKLQwenImage.load_config(model, subfolder="vae")
         pipeline = Krea2Pipeline.load_config(model)
         unit = pipeline.get("patch_size", 2) * 2 ** len(vae["temperal_downsample"])  # pixels of a token's side
-        check_image(height, width, num_frames, unit)
+        check_multiples(height, width, unit)
         if pipeline.get("is_distilled"):
             check_no_guidance(guidance_scale)
 

@@ -18,13 +18,6 @@ JOINT_ATTENTION = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
-def check_image(height: int, width: int, num_frames: int, unit: int) -> None:
-    """Raise ValueError for a video, or for a side that is no multiple of `unit` pixels."""
-    if num_frames > 1:
-        raise ValueError(f"--num_frames {num_frames}: this model makes images, which have 1 frame")
-    check_multiples(height, width, unit)
-
-
 def check_multiples(height: int, width: int, unit: int) -> None:
     """Raise ValueError for a side that is no multiple of `unit`, the side of a token in pixels."""
     if height % unit or width % unit:

@@ -6,7 +6,7 @@ from typing import Any
 from common.models.family import Conditioning, Config, Family, Schedule, Shapes
 from common.models.parts import (
     JOINT_ATTENTION,
-    check_image,
+    check_multiples,
     decode_frames,
     encode_frames,
     even_sigmas,
@@ -27,10 +27,10 @@ class QwenImage(Family):
 
     @staticmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
-        """Refuse sides that are no multiple of a token's, and videos."""
+        """Refuse sides that are no multiple of a token's."""
         vae = AutoencoderKLQwenImage.load_config(model, subfolder="vae")
         unit = 2 * 2 ** len(vae["temperal_downsample"])  # pixels of a token's side
-        check_image(height, width, num_frames, unit)
+        check_multiples(height, width, unit)
 
     @staticmethod
     def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from common.models.family import Conditioning, Config, Family, Schedule, Shapes
-from common.models.parts import JOINT_ATTENTION, check_image, sigma_schedule
+from common.models.parts import JOINT_ATTENTION, check_multiples, sigma_schedule
 
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel
@@ -17,12 +17,12 @@ class StableDiffusion3(Family):
 
     @staticmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
-        """Refuse sides that are no multiple of a token's or have more tokens than positions, and videos."""
+        """Refuse sides that are no multiple of a token's or have more tokens than positions."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         transformer = SD3Transformer2DModel.load_config(model, subfolder="transformer")
         pixels_per_latent = 2 ** (len(vae["block_out_channels"]) - 1)
         unit = pixels_per_latent * transformer["patch_size"]  # pixels of a token's side
-        check_image(height, width, num_frames, unit)
+        check_multiples(height, width, unit)
         largest = transformer["pos_embed_max_size"] * unit
         if max(height, width) > largest:
             raise ValueError(f"--image_size {height} {width}: this model has positions for {largest} pixels a side")

@@ -1,9 +1,9 @@
-"""The VAE on a few images at a time, and the latents of families whose VAE is diffusers' AutoencoderKL."""
+"""The VAE on a few images at a time, and pixels as images."""
 
 from typing import TYPE_CHECKING
 
 import torch
-from PIL.Image import Image, fromarray
+from PIL.Image import fromarray
 
 if TYPE_CHECKING:  # importing it takes seconds
     import diffusers
@@ -56,21 +56,3 @@ def pil_images(pixels: torch.Tensor) -> list:
     if arrays.ndim == 4:
         return [fromarray(array) for array in arrays]
     return [[fromarray(frame) for frame in video] for video in arrays]
-
-
-def decode_latents(pipe: "diffusers.DiffusionPipeline", latents: torch.Tensor) -> torch.Tensor:
-    """Latents (B, C, h, w) -> pixels (B, 3, H, W) in about [-1, 1], as the pipeline decodes them."""
-    vae = pipe.vae
-    config = vae.config
-    latents = latents.to(vae.device)
-    latents = latents / config.scaling_factor + (config.shift_factor or 0)
-    return decode_in_slices(vae, latents, scale=pipe.vae_scale_factor**2)
-
-
-def encode_pixels(pipe: "diffusers.DiffusionPipeline", images: list[Image], height: int, width: int) -> torch.Tensor:
-    """B PIL images -> latents (B, C, h, w), the mode of the VAE's posterior. Images of another size are resized."""
-    vae = pipe.vae
-    config = vae.config
-    pixels = pipe.image_processor.preprocess(images, height, width)
-    latents = encode_in_slices(vae, pixels.to(vae.device))
-    return (latents - (config.shift_factor or 0)) * config.scaling_factor

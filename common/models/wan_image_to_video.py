@@ -27,12 +27,9 @@ class WanImageToVideo(Wan):
       means nothing.
 
     The second kind needs a velocity for the first frame that the rest of the project can treat like any other. We take
-    v = (x - source) / sigma, the flow whose data is the picture alone. Then the estimate x - sigma v is the picture at
-    each step, so any step kind keeps the frame on that flow, and the last step, which has no noise, ends at the
-    picture: `decode` needs no source. An SDE step adds noise to the frame, and log_prob, a mean over all elements,
-    counts it. But this v depends on no weights, so the frame's density is the same under each policy: it adds 0 to the
-    difference of two log-probs, to a KL divergence and to the gradient. As its elements count in the means, the
-    log-ratio of a video of f latent frames is (f - 1) / f of that of the frames which are made.
+    v = (x - source) / sigma, the flow whose data is the picture alone: x - sigma v is the picture at each step, and the
+    last step, which has no noise, ends there. This v depends on no weights, so the frame adds 0 to a log-ratio, a KL
+    divergence and the gradient (docs/editing_and_video.md has what that means for --clip_range).
     """
 
     num_sources = (1, 1)

@@ -6,7 +6,7 @@ The pipeline counts guidance from 0, and we count it from 1 as in every family: 
 from pathlib import Path
 
 from common.models.family import Conditioning, Config, Family, Schedule, Shapes
-from common.models.parts import ATTENTION, check_image, shifted_schedule
+from common.models.parts import ATTENTION, check_multiples, shifted_schedule
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,10 @@ class ZImage(Family):
 
     @staticmethod
     def check(model: str | Path, height: int, width: int, num_frames: int, guidance_scale: float = 1.0) -> None:
-        """Refuse sides that are no multiple of a token's, and videos."""
+        """Refuse sides that are no multiple of a token's."""
         vae = AutoencoderKL.load_config(model, subfolder="vae")
         unit = 2 * 2 ** (len(vae["block_out_channels"]) - 1)  # pixels of a token's side
-        check_image(height, width, num_frames, unit)
+        check_multiples(height, width, unit)
 
     @staticmethod
     def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:

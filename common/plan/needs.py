@@ -154,7 +154,6 @@ class Costs(NamedTuple):
     sampling: Cost  # a sampling step
     forward: Cost  # a trained pass, but without gradient: that of a policy which only acts
     training: Cost  # a trained pass
-    training_otherwise: Cost  # the same with activation checkpointing if the run is without it, or the reverse
     decoding: Cost  # by the VAE
     decoding_batch: Cost  # by the VAE, the images of a pass of the trainer at once
 
@@ -179,10 +178,9 @@ def measure(blueprint: Blueprint, w: Workload) -> Costs:
     if w.trained_guidance != w.guidance_scale:  # offline DPO samples with guidance, and trains without
         forward = blueprint.velocity(*trained)
     training = blueprint.velocity(*trained, train=True, checkpointing=checkpointing)
-    otherwise = blueprint.velocity(*trained, train=True, checkpointing=not checkpointing)
     decoding = blueprint.decoding(1, *size)
     decoding_batch = blueprint.decoding(w.micro_batch_images, *size)
-    return Costs(sampling, forward, training, otherwise, decoding=decoding, decoding_batch=decoding_batch)
+    return Costs(sampling, forward, training, decoding=decoding, decoding_batch=decoding_batch)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -339,20 +337,20 @@ def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     if not blueprint.is_lora:  # each rank writes its shards as they are, and rank 0 gathers adapter/
         saved = blueprint.dtype.itemsize * blueprint.num_weights
     files = blueprint.dtype.itemsize * blueprint.num_weights + blueprint.buffer_bytes
-    freed_by_int8 = blueprint.num_encoder_linear * (blueprint.dtype.itemsize - 1) if w.base_weights else 0
-    text_encoders = blueprint.text_encoder_bytes - freed_by_int8
+    in_use = waiting = blueprint.text_encoder_bytes
+    if w.base_weights:  # then they are int8, and wait as int8 once the start, the peak of a node, is over
+        in_use -= blueprint.num_encoder_linear * (blueprint.dtype.itemsize - 1)
     parts = [
         Part("CUDA", CUDA_PROCESS, PHASES, "device", fewer),
-        Part("text encoders, in use", text_encoders, encoded, "device", "pass --prompt_cache FOLDER"),
+        Part("text encoders, in use", in_use, encoded, "device", "pass --prompt_cache FOLDER"),
         Part("VAE, in use", blueprint.vae_bytes, decoded, "device", "pass --rollout vllm"),
-        Part("text encoders and VAE, waiting", text_encoders + blueprint.vae_bytes, PHASES, "host", fewer),
-        Part("text encoders, until they are in int8", freed_by_int8, ("start",), "host", fewer),
+        Part("text encoders and VAE, waiting", waiting + blueprint.vae_bytes, PHASES, "host", fewer),
         Part("process", TRAINER_PROCESS, PHASES, "host", fewer),
         Part("the transformer's files, mapped", files, ("start",), "node", larger),
         Part("a checkpoint and adapter/, being saved", saved, ("save",), "node", larger),
     ]
     if w.prompt_cache is None:
-        rounding = text_encoders * (blueprint.pinned_encoder_bytes / blueprint.text_encoder_bytes - 1)
+        rounding = blueprint.pinned_encoder_bytes - waiting
         parts.insert(4, Part("text encoders, rounded up as pinned", rounding, PHASES, "host", fewer))
     return parts
 

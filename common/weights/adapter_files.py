@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import RunError, error_prefix
+from common.models.loading import pipeline_without_weights
 
 import torch
 from safetensors import safe_open
@@ -31,11 +32,10 @@ KEY = re.compile(
 )
 PARTS = {"lora_down": "lora_A", "lora.down": "lora_A", "lora_up": "lora_B", "lora.up": "lora_B"}
 TEXT_ENCODERS = re.compile(r"(?:base_model\.model\.)?(?:text_encoder|lora_te|text_model|conditioner)")
-# a part of a tensor's name: what it is
-OTHER_KINDS = {"dora_scale": "DoRA", "magnitude_vector": "DoRA", "lokr_": "LoKr", "hada_": "LoHa", "oft_": "OFT"}
+# parts of the names of DoRA's, LoKr's, LoHa's and OFT's tensors; diffusers leaves some out, with a warning alone
+OTHER_KINDS = re.compile("dora_scale|magnitude_vector|lokr_|hada_|oft_")
 LARGEST = torch.finfo(torch.float32).max
 CONVERT = "`python -m tools.lora convert FILE OUT --model MODEL`"
-TAKEN = "in it, where only a transformer's lora_A and lora_B are taken"
 
 
 class LoRA(NamedTuple):
@@ -78,24 +78,18 @@ def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[
 
 
 def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """All tensors of a LoRA, and its settings ({} if it has none). Raises OSError or ValueError if it is not a LoRA."""
+    """All tensors of a LoRA, and its settings ({} if it has none). Raises whatever a library does."""
     peft_settings = path / "adapter_config.json"
     is_peft = peft_settings.is_file()
     file = path
-    missing = "there is no such file or folder"
     if path.is_dir():
         file = path / (PEFT_FILE if is_peft else DIFFUSERS_FILE)
-        missing = f"there is no {file.name} in it"
-    if not file.is_file():
-        raise OSError(missing)
     with safe_open(file, framework="pt") as opened:
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  (not a dict: no iteration)
         metadata = opened.metadata() or {}
     settings = json.loads(metadata.get("lora_adapter_metadata", "{}"))  # diffusers' LORA_ADAPTER_METADATA_KEY
     if is_peft:
         settings = json.loads(peft_settings.read_text(encoding="utf-8"))
-    if not isinstance(settings, dict):
-        raise ValueError("its settings are not a JSON object")
     return tensors, {key.removeprefix("transformer."): value for key, value in settings.items()}
 
 
@@ -108,24 +102,22 @@ def translate(
     Raises:
         ValueError: names a tensor that has no place in the transformer or cannot be a LoRA's, and what to do.
     """
-    for part, kind in OTHER_KINDS.items():
-        key = next((key for key in tensors if part in key), None)
-        if key:
-            tool = "diffusers (load_lora_weights, fuse_lora, save_pretrained)" if kind == "DoRA" else "its own tool"
-            merge = f"merge it with {tool} and pass that as --model"
-            raise ValueError(f"it is a {kind} ({key}), which is not trained here: {merge}")
-    encoder = next((key for key in tensors if TEXT_ENCODERS.match(key)), None)
-    if encoder:
-        raise ValueError(f"{encoder} is a text encoder's, which is not trained here: {CONVERT} leaves it out")
+    for key in tensors:
+        if OTHER_KINDS.search(key):
+            raise ValueError(f"{key} is of another kind than LoRA, which is not trained here: merge it with its tool")
+        if TEXT_ENCODERS.match(key):
+            raise ValueError(f"{key} is a text encoder's, which is not trained here: {CONVERT} leaves it out")
     shapes = None if model is None else linear_shapes(model)
     weights, alphas, unknown = sort_tensors(tensors, shapes)
     if unknown and model is not None:
         weights, alphas, unknown = sort_tensors(by_diffusers(tensors, model) or tensors, shapes)
         if unknown:
-            advice = "is it another model's LoRA? If diffusers does not convert its names, save it with diffusers' own"
-            raise ValueError(f"{unknown[0]}: the transformer of {model} has no such module; {advice}")
+            raise ValueError(
+                f"{unknown[0]}: the transformer of {model} has no such module: is it another model's LoRA?"
+            )
     if unknown or not weights:
-        raise ValueError(f"{unknown[0] if unknown else 'no tensor'} {TAKEN}")
+        key = unknown[0] if unknown else "no tensor"
+        raise ValueError(f"{key} in it, where only a transformer's lora_A and lora_B are taken")
     return weights, alphas
 
 
@@ -160,17 +152,14 @@ def sort_tensors(
                 raise ValueError(f"{key} is not one number above 0")
             alphas[module] = tensor.item()
             continue
-        if tensor.dim() != 2 or 0 in tensor.shape:
-            raise ValueError(f"{key} has the shape {tuple(tensor.shape)}, where matrices are taken")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{key} is of {tensor.dtype}, where floating-point numbers are taken")
+        matrix = tensor.float()
+        if matrix.dim() != 2 or 0 in matrix.shape or not tensor.is_floating_point() or not matrix.isfinite().all():
+            raise ValueError(f"{key} is no matrix of finite floating-point numbers")
         side = 1 if part == "lora_A" else 0  # A is (rank, inputs), B is (outputs, rank)
         if shapes is not None and tensor.shape[side] != shapes[module][side]:
             features = f"{tensor.shape[side]} features, where the transformer has {shapes[module][side]}"
             raise ValueError(f"{key} is for {features}")
-        weights[name] = tensor.float()
-        if not weights[name].isfinite().all():
-            raise ValueError(f"{key} has values that are NaN or infinite")
+        weights[name] = matrix
     return weights, alphas, unknown
 
 
@@ -188,20 +177,10 @@ def by_diffusers(tensors: Mapping[str, torch.Tensor], model: str) -> dict[str, t
         return None
 
 
-def meta_transformer(model: str) -> torch.nn.Module:
-    """A model's transformer without memory, from its configs alone."""
-    import diffusers  # slow
-
-    index = diffusers.DiffusionPipeline.load_config(model)
-    transformer_class = getattr(diffusers, index["transformer"][1])
-    with torch.device("meta"):
-        return transformer_class.from_config(transformer_class.load_config(model, subfolder="transformer"))
-
-
 @functools.cache
 def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
     """{module: (outputs, inputs)} of the linear layers of a model's transformer, from its configs alone."""
-    modules = meta_transformer(model).named_modules()
+    modules = pipeline_without_weights(model).transformer.named_modules()
     return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, torch.nn.Linear)}
 
 
@@ -231,35 +210,15 @@ def modules_and_rank(weights: Mapping[str, torch.Tensor], settings: Mapping[str,
 
 # ---- a checkpoint to resume from -------------------------------------------------------------------------------------
 def check_policy(checkpoint: Path, lora: LoRA | None) -> None:
-    """Hold the LoRA that is trained (None: full weights) against the policy of the checkpoint to resume from.
-
-    Raises:
-        ValueError: one of them is a LoRA and the other full weights, or the LoRAs are of other ranks or modules.
-    """
+    """ValueError: the checkpoint to resume from has not a LoRA of this rank or, for None, not full weights."""
     with error_prefix(f"--resume {checkpoint}", Exception):  # it was checked, but may be a stranger's
         state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-        tensors = state["policies"]["default"].items()
-        saved = {name.rpartition(".lora_")[0]: len(tensor) for name, tensor in tensors if ".lora_A." in name}
-    if lora is None:
-        if saved:
-            raise ValueError(f"--lora_rank 0: {checkpoint} has a LoRA")
-        return
-    config = lora.config
-    rank_option, modules_option = "--lora_rank", "--lora_target_modules"
-    if lora.tensors is not None:
-        rank_option = modules_option = "--lora_path"
-    if not saved:
-        raise ValueError(f"{rank_option}: {checkpoint} has full weights and no LoRA")
-    rank = min(saved.values())
-    if rank != config.r:
-        raise ValueError(f"{rank_option}: of rank {config.r}, where the LoRA of {checkpoint} has the rank {rank}")
-    targets = sorted(config.target_modules)
-    unknown = [module for module in saved if not _ends_with(module, targets)]
-    missing = [target for target in targets if not any(_ends_with(module, [target]) for module in saved)]
-    if unknown:
-        raise ValueError(f"{modules_option}: the LoRA of {checkpoint} has {unknown[0]} among its modules")
-    if missing and not config.exclude_modules:  # which may have taken out all of a target
-        raise ValueError(f"{modules_option}: the LoRA of {checkpoint} has no {missing[0]} among its modules")
+        ranks = [len(tensor) for name, tensor in state["policies"]["default"].items() if ".lora_A." in name]
+    saved_rank = min(ranks, default=0)
+    rank = lora.config.r if lora else 0
+    if rank != saved_rank:
+        option = "--lora_path" if lora and lora.tensors is not None else "--lora_rank"
+        raise ValueError(f"{option}: of rank {rank}, where {checkpoint} has the rank {saved_rank} (0: full weights)")
 
 
 def check_modules(transformer: torch.nn.Module, config: "LoraConfig") -> None:
@@ -269,19 +228,16 @@ def check_modules(transformer: torch.nn.Module, config: "LoraConfig") -> None:
     """
     targets = sorted(config.target_modules)
     excluded = sorted(config.exclude_modules or ())
-    names = [name for name, _ in transformer.named_modules()]
+    modules = dict(transformer.named_modules())
     for given, end in [*(("", end) for end in targets), *(("not:", end) for end in excluded)]:
-        if not any(_ends_with(name, [end]) for name in names):
+        if not any(_ends_with(name, [end]) for name in modules):
             raise RunError(f"--lora_target_modules {given}{end}: {type(transformer).__name__} has no such module")
-    chosen = [name for name in names if _ends_with(name, targets)]
-    for name in chosen:
-        module = transformer.get_submodule(name)
-        if not isinstance(module, torch.nn.Linear) and not _ends_with(name, excluded):
-            kind = type(module).__name__
-            given = f"--lora_target_modules {' '.join(targets)}"
-            raise RunError(f"{given}: {name or 'the whole model'} is a {kind}, not a linear layer")
-    if all(_ends_with(name, excluded) for name in chosen):
+    chosen = [name for name in modules if _ends_with(name, targets) and not _ends_with(name, excluded)]
+    if not chosen:
         raise RunError(f"--lora_target_modules not:{' not:'.join(excluded)}: no module is left to get a LoRA")
+    for name in chosen:
+        if not isinstance(modules[name], torch.nn.Linear):
+            raise RunError(f"--lora_target_modules: {name} is a {type(modules[name]).__name__}, not a linear layer")
 
 
 def _ends_with(name: str, ends: Sequence[str]) -> bool:

@@ -1,29 +1,26 @@
 """--prompt_cache FOLDER: every prompt is encoded once and its embeddings are kept in the folder.
 
 A run whose prompts are all in the folder encodes nothing. Several runs may share a folder. A prompt has a file of its
-own, FOLDER/ab/abcd....safetensors, as a folder of 100,000 names is slow. Files are looked for at the start, and checked
-when they are read: a prompt whose file is damaged is encoded again. That is why nothing waits here for the disk.
+own, FOLDER/ab/abcd....safetensors, as a folder of 100,000 names is slow. Files are looked for at the start. A prompt
+whose file cannot be read later is encoded again, so nothing waits here for the disk.
 """
 
 import hashlib
-import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.checkpoints import remove_stale, writing
 from common.distributed import gather_objects, on_rank_0, with_bar
-from common.errors import RunError, truncate
+from common.errors import truncate
 from common.models.family import Conditioning, Family, hash_bits, on_device, pin_encoders
 from common.models.long_prompts import count_long_prompts
 from common.process import print_message
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
-
-FORMAT = 3  # part of every name: files of another format are not found, and their prompts encoded again
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 
 def prepare_prompts(model: Family, prompts: list[str], max_sequence_length: int, folder: str | Path | None) -> None:
@@ -31,10 +28,7 @@ def prepare_prompts(model: Family, prompts: list[str], max_sequence_length: int,
     prompt included, and let the model read the folder.
 
     The text encoders come to the device once for all prompts; later they come again only for a prompt that was not
-    among these, or whose file is damaged. A collective: the ranks share the work.
-
-    Raises:
-        RunError: the disk has no room for the prompts.
+    among these, or whose file cannot be read. A collective: the ranks share the work.
     """
     count_long_prompts(model.pipe, prompts, max_sequence_length)
     if folder is None:
@@ -58,55 +52,43 @@ class PromptCache:
 
     def file_of(self, prompt: str, max_sequence_length: int) -> Path:
         """Where a prompt's conditioning is, or would be."""
-        name = repr((FORMAT, self.key, max_sequence_length, prompt)).encode()
+        name = repr((self.key, max_sequence_length, prompt)).encode()
         digest = hashlib.blake2b(name, digest_size=16).hexdigest()
         return self.folder / digest[:2] / f"{digest}.safetensors"
 
     def add(self, prompt: str, max_sequence_length: int) -> Conditioning:
-        """Encode a prompt and write its file."""
-        conditioning = self.encode([prompt], max_sequence_length)
-        write_conditioning(self.file_of(prompt, max_sequence_length), conditioning)
+        """Encode a prompt and write its file, which is whole or not there. Returns the conditioning, on the CPU."""
+        encoded = self.encode([prompt], max_sequence_length)
+        conditioning = {field: tensor.cpu().contiguous() for field, tensor in encoded.items()}
+        file = self.file_of(prompt, max_sequence_length)
+        temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.new")  # another run may write the same file
+        with writing(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_file(conditioning, temporary)
+            temporary.replace(file)
         return conditioning
 
     def add_missing(self, prompts: Sequence[str], max_sequence_length: int) -> None:
-        """Add the prompts that have no file yet, this rank its share of them. A collective.
-
-        Raises:
-            RunError: the disk has no room for them.
-        """
+        """Add the prompts that have no file yet, this rank its share of them. A collective."""
         own = list(dict.fromkeys(prompts))[dist.get_rank() :: dist.get_world_size()]
         missing = [prompt for prompt in own if not self.file_of(prompt, max_sequence_length).is_file()]
-        needed = 0
-        for prompt in missing[:1]:  # all files are as large as the first
-            self.add(prompt, max_sequence_length)
-            needed = self.file_of(prompt, max_sequence_length).stat().st_size * (len(missing) - 1)
-        with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.folder).free
-        of_ranks = gather_objects((needed, free, len(missing)))
-        needed = sum(needed for needed, _, _ in of_ranks)
-        free = min(free for _, free, _ in of_ranks)
-        num_missing = sum(count for _, _, count in of_ranks)
-        sizes = f"{needed / 1e9:.3g} GB of the {free / 1e9:.3g} GB that are free"
-        if needed > free:
-            raise RunError(f"--prompt_cache {self.folder}: has no room for {num_missing} prompts: {sizes}")
+        num_missing = sum(gather_objects(len(missing)))
         if num_missing and on_rank_0():
             remove_stale(self.folder.glob("*/.*.new"))
-            print_message(f"--prompt_cache {self.folder}: encoding {num_missing:,} prompts that it lacks: {sizes}")
-        for prompt in with_bar(missing[1:], f"encoding prompts into {self.folder}", len(missing[1:])):
+            print_message(f"--prompt_cache {self.folder}: encoding {num_missing:,} prompts that it lacks")
+        for prompt in with_bar(missing, f"encoding prompts into {self.folder}", len(missing)):
             self.add(prompt, max_sequence_length)
 
     def read(self, prompts: Sequence[str], max_sequence_length: int) -> Conditioning:
-        """The conditioning of prompts. One that has no file, or a damaged one, is encoded, which a line says."""
+        """The conditioning of prompts. One that has no file, or one that was cut, is encoded, which a line says."""
         found = {}
         for prompt in dict.fromkeys(prompts):
-            file = self.file_of(prompt, max_sequence_length)
-            conditioning = read_conditioning(file)
-            if conditioning is None:
-                fault = "whose file is damaged" if file.is_file() else "that is not in it"
-                print_message(truncate(f"--prompt_cache {self.folder}: encoding a prompt {fault}: {prompt}"))
-                conditioning = self.add(prompt, max_sequence_length)
-            found[prompt] = {field: tensor.cpu() for field, tensor in conditioning.items()}
+            try:
+                found[prompt] = load_file(self.file_of(prompt, max_sequence_length))
+            except (OSError, SafetensorError):
+                what = "encoding a prompt that has no file which can be read"
+                print_message(truncate(f"--prompt_cache {self.folder}: {what}: {prompt}"))
+                found[prompt] = self.add(prompt, max_sequence_length)
         fields = found[prompts[0]]
         return {field: torch.cat([found[prompt][field] for prompt in prompts]) for field in fields}
 
@@ -126,33 +108,3 @@ def encoders_key(model: Family) -> str:
             parts += [component.model_max_length, component.chat_template]
     # hashed once per run, because vocabularies are megabytes
     return hashlib.blake2b(repr(parts).encode()).hexdigest()
-
-
-# ---- a file ----------------------------------------------------------------------------------------------------------
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """A hash of the names, shapes, dtypes and bits of tensors. Safetensors itself checks lengths alone."""
-    return hashlib.blake2b(save(tensors)).hexdigest()
-
-
-def write_conditioning(file: Path, conditioning: Conditioning) -> None:
-    """Write one prompt's conditioning, with its digest. It is whole or not there."""
-    tensors = {field: tensor.cpu().contiguous() for field, tensor in conditioning.items()}
-    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.new")  # another run may write the same file
-    with writing(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            save_file(tensors, temporary, metadata={"digest": digest(tensors)})
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def read_conditioning(file: Path) -> Conditioning | None:
-    """The conditioning in a file of write_conditioning, on the CPU; None if there is none, or it is damaged."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            conditioning = {field: opened.get_tensor(field) for field in opened.keys()}  # noqa: SIM118  (not a dict)
-            expected = (opened.metadata() or {}).get("digest")
-    except (OSError, SafetensorError):
-        return None
-    return conditioning if digest(conditioning) == expected else None

@@ -150,15 +150,8 @@ def newest_before(path: Path) -> Path | None:
 
 
 def find_fault(path: Path, shards: dict[str, list[int]]) -> str | None:
-    """What is wrong with the files of a checkpoint's shards; None if all are whole. A collective.
-
-    A file has another CRC32 or cannot be read, or it is not listed: DCP would read it with the others.
-    """
-    found = {f"{shards_of(path).name}/{file.name}" for file in shards_of(path).glob("*.safetensors")}
-    strange = sorted(found ^ shards.keys())  # with the files of other formats that `shards` may list
+    """The fault of a file of a checkpoint's shards: another CRC32, or it cannot be read; or None. A collective."""
     fault = None
-    if strange:
-        fault = f"{path} is not a whole checkpoint ({strange[0]} is no file of this version's checkpoints)"
     for name in sorted(shards)[dist.get_rank() :: dist.get_world_size()]:
         try:
             if crc32(path.parent / name) != shards[name][1]:

@@ -609,7 +609,7 @@ def test_teachers_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     for given in ("a", "=x", "a=", "a b=x"):
         with pytest.raises(ValueError, match=f"--teachers {given}: must be NAME=PATH"):
             diffusion_opd.read_teachers(replace(args, teachers=(given,)))
-    with pytest.raises(ValueError, match="--teachers a: .*there is no such file or folder"):
+    with pytest.raises(ValueError, match="--teachers a: .*No such file or directory"):
         diffusion_opd.read_teachers(replace(args, teachers=(f"a={tmp_path}/none",)))
     options = teachers_of(tmp_path, rank=2)
     with pytest.raises(ValueError, match="--teachers ocr: of rank 2, where the student has the rank 16"):

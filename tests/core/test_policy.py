@@ -232,11 +232,11 @@ def test_exactly_those_modules_get_a_lora(target, exclude, count):
         (("to_q", "not:to_z"), "--lora_target_modules not:to_z: SD3Transformer2DModel has no such module"),
         (
             ("to_q", "attn"),
-            "--lora_target_modules attn to_q: transformer_blocks.0.attn is a Attention, not a linear layer",
+            "--lora_target_modules: transformer_blocks.0.attn is a Attention, not a linear layer",
         ),
         (
             ("pos_embed.proj",),
-            "--lora_target_modules pos_embed.proj: pos_embed.proj is a Conv2d, not a linear layer",
+            "--lora_target_modules: pos_embed.proj is a Conv2d, not a linear layer",
         ),
     ],
 )

@@ -72,8 +72,8 @@ def test_the_plan_counts_the_quantised_weights_of_the_blocks(base_weights, num_b
     assert parts[f"frozen weights, {base_weights}"] == pytest.approx(num_bytes * OF_THE_BLOCKS + 2 * rest / 2)
     waiting = {part.name: part.num_bytes for part in waiting_parts(blueprint, w)}
     whole = {part.name: part.num_bytes for part in waiting_parts(blueprint, replace(w, base_weights=None))}
-    for name in ("text encoders, in use", "text encoders and VAE, waiting"):
-        assert whole[name] - waiting[name] == OF_THE_ENCODERS
+    name = "text encoders, in use"
+    assert whole[name] - waiting[name] == OF_THE_ENCODERS
 
 
 @needs_torchao

@@ -1,7 +1,6 @@
 """Checkpoints as people have them: tiny ones, in a folder and in the hub's cache, as they are saved and shipped."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -9,19 +8,17 @@ import diffusion_nft
 import dpo_offline
 import flow_grpo
 from common.data import PromptSet
-from common.engine import launch
 from common.errors import RunError
 from common.inputs import Inputs, check_inputs
-from common.models import loading
 from common.models.loading import find_family, load_model
 from common.models.stable_diffusion_3 import StableDiffusion3
 from tests.conftest import EMBEDDED
 
 import pytest
-import safetensors.torch
 import torch
 
 SIZE = (32, 96, 1)
+NOT_DECREASING = "the scheduler of .* makes sigmas that are not finite or do not decrease$"
 
 
 @pytest.fixture
@@ -73,26 +70,9 @@ def assert_loads_as_the_model(folder, expected=None):
     return loaded
 
 
-# ---- what loads ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("all_of_them", [True, False])
-def test_weights_that_are_there_as_fp16_alone(copy, all_of_them):
-    """*.fp16.safetensors of all networks, or of the transformer alone."""
-    for name in ("transformer", "vae", "text_encoder") if all_of_them else ("transformer",):
-        for file in (copy / name).glob("*.safetensors"):
-            file.rename(file.with_name(file.name.replace(".safetensors", ".fp16.safetensors")))
-    assert_loads_as_the_model(copy)
-
-
 def test_a_hub_id_in_the_cache(copy, tmp_path, monkeypatch):
     model = cache(copy, tmp_path / "hub", monkeypatch)
     assert_loads_as_the_model(model)
-
-
-def test_a_hub_id_with_fp16_alone(copy, tmp_path, monkeypatch):
-    for name in ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
-        for file in (copy / name).glob("*.safetensors"):
-            file.rename(file.with_name(file.name.replace(".safetensors", ".fp16.safetensors")))
-    assert_loads_as_the_model(cache(copy, tmp_path / "hub", monkeypatch))
 
 
 def test_shards(copy):
@@ -121,27 +101,6 @@ def test_sd3_without_t5(copy):
     assert sum(p.numel() for encoder in encoders.values() for p in encoder.parameters()) < whole
 
 
-def test_float8_weights_are_loaded_in_the_runs_dtype_and_a_line_says_so(copy, capfd):
-    (file,) = (copy / "transformer").glob("*.safetensors")
-    tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in safetensors.torch.load_file(file).items()}
-    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    expected = {name: tensor.float() for name, tensor in tensors.items()}
-    loaded = load_model(find_family(copy, *SIZE), copy, torch.float32, "cpu")
-    found = weights_of(loaded)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert f"--model {copy}: transformer is stored in float8, and loaded in --dtype\n" in capfd.readouterr().err
-
-
-def test_an_engine_does_not_load_variants_and_says_so_first(copy, tmp_path, monkeypatch):
-    (file,) = (copy / "vae").glob("*.safetensors")
-    launch.check_plain(copy)
-    launch.check_plain("someone/unknown")
-    file.rename(file.with_name("diffusion_pytorch_model.fp16.safetensors"))
-    for model in (copy, cache(copy, tmp_path / "hub", monkeypatch)):
-        with pytest.raises(ValueError, match=rf"^--rollout vllm: {model} has vae as the variant fp16 alone, which "):
-            launch.check_plain(model)
-
-
 # ---- what is refused, in one line, before anything loads -------------------------------------------------------------
 def refusal(model):
     with pytest.raises(ValueError) as error:
@@ -150,61 +109,22 @@ def refusal(model):
     return str(error.value)
 
 
-def test_a_network_without_weights(copy):
-    for file in (copy / "transformer").glob("*.safetensors"):
-        file.unlink()
-    assert refusal(copy) == f"--model {copy}: transformer has no weights (*.safetensors or *.bin)"
-
-
-@pytest.mark.parametrize("component", ["transformer", "text_encoder"])
-@pytest.mark.parametrize(
-    ("spoil", "fault"),
-    [
-        (
-            lambda content: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-            r"a git-lfs pointer of \d+ bytes, not weights: run `git lfs pull` in its folder",
-        ),
-        (lambda content: b"", "Error while deserializing header: .*"),
-        (lambda content: b"\xff" * 8 + content[8:], "Error while deserializing header: .*"),
-        (lambda content: b"\x02" + bytes(7) + b"[]", "Error while deserializing header: .*"),
-        (lambda content: b'\x0c\0\0\0\0\0\0\0{"x": {"a":1}}'[:20], "Error while deserializing header: .*"),
-        (lambda content: content[:-1], "Error while deserializing header: .*"),
-    ],
-)
-def test_a_file_that_holds_no_weights_is_named(copy, component, spoil, fault):
-    """A clone without git-lfs, a header that is none, a download that was cut."""
-    file = sorted((copy / component).glob("*.safetensors"))[0]
-    file.write_bytes(spoil(file.read_bytes()))
-    assert re.fullmatch(f"--model {copy}: {file}: {fault}", refusal(copy)), refusal(copy)
-
-
 @pytest.mark.parametrize("component", ["transformer", "text_encoder"])
 def test_quantised_weights(copy, component):
     set_config(copy, component, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    expected = f"{component} is quantised (bitsandbytes): pass the full weights, in diffusers' layout"
+    expected = f"{component} is quantised: pass the full weights, in diffusers' layout"
     assert refusal(copy) == f"--model {copy}: {expected}"
 
 
 def test_quantised_weights_of_a_hub_id(copy, tmp_path, monkeypatch):
     set_config(copy, "transformer", quantization_config={"quant_method": "torchao"})
-    assert "transformer is quantised (torchao)" in refusal(cache(copy, tmp_path / "hub", monkeypatch))
-
-
-def test_another_task_over_the_same_weights(copy):
-    set_index(copy, _class_name="StableDiffusion3Img2ImgPipeline")
-    change = (
-        'if its weights are those of StableDiffusion3Pipeline, change "_class_name" in its model_index.json to that'
-    )
-    assert refusal(copy).endswith(f"; {change}")
-    set_index(copy, _class_name="StableDiffusionXLImg2ImgPipeline")
-    assert "_class_name" not in refusal(copy)
+    assert "transformer is quantised: " in refusal(cache(copy, tmp_path / "hub", monkeypatch))
 
 
 def test_single_files(tmp_path):
-    for name, words in {"model.safetensors": "from_single_file", "flux-Q4.gguf": "quantised weights"}.items():
-        (tmp_path / name).write_bytes(b"0" * 16)
-        assert words in refusal(tmp_path / name)
-    assert "quantised weights" in refusal("nowhere/flux-Q4.gguf")
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 16)
+    for model in (tmp_path / "model.safetensors", "nowhere/flux-Q4.gguf"):
+        assert f"--model {model}: a single file: pass a folder in diffusers' layout" == refusal(model)
 
 
 def test_a_prompt_longer_than_the_family_takes():
@@ -220,20 +140,6 @@ def test_what_a_library_raises_while_it_loads_is_one_line(copy):
     assert "\n" not in str(error.value) and error.value.__cause__
 
 
-def test_names_of_files_and_their_variants():
-    names = {
-        "diffusion_pytorch_model.safetensors": "",
-        "diffusion_pytorch_model-00001-of-00003.safetensors": "",
-        "model.fp16.safetensors": "fp16",
-        "model.fp16-00001-of-00002.safetensors": "fp16",
-        "diffusion_pytorch_model.bf16.bin": "bf16",
-        "pytorch_model.bin": "",
-    }
-    for name, variant in names.items():
-        assert (loading.WEIGHTS.fullmatch(name)[1] or "") == variant, name
-    assert loading.WEIGHTS.fullmatch("model.safetensors.index.json") is None
-
-
 # ---- schedules -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("script", "options", "config", "fault"),
@@ -242,10 +148,15 @@ def test_names_of_files_and_their_variants():
             flow_grpo,
             {"eval_num_inference_steps": 1},
             {"shift_terminal": 0.02},
-            "--eval_num_inference_steps 1: .*: nan, 0$",
+            f"--eval_num_inference_steps 1: {NOT_DECREASING}",
         ),
-        (diffusion_nft, {"num_inference_steps": 1}, {"shift_terminal": 0.02}, "--num_inference_steps 1: .*: nan, 0$"),
-        (dpo_offline, {}, {"invert_sigmas": True}, "--eval_num_inference_steps 3: .*: 0, 0.248879, 0.991071, 1$"),
+        (
+            diffusion_nft,
+            {"num_inference_steps": 1},
+            {"shift_terminal": 0.02},
+            f"--num_inference_steps 1: {NOT_DECREASING}",
+        ),
+        (dpo_offline, {}, {"invert_sigmas": True}, f"--eval_num_inference_steps 3: {NOT_DECREASING}"),
         (flow_grpo, {}, {"use_dynamic_shifting": True, "base_shift": "x"}, "--eval_num_inference_steps 3: "),
         (flow_grpo, {}, {"shift_terminal": 0.02}, None),
     ],

@@ -160,7 +160,11 @@ REFUSED = {
     "a text encoder's": (pair() | pair("text_encoder.layers.0.q_proj"), None, "text_encoder.*is a text encoder's"),
     "only a text encoder's": (pair("text_encoder_2.layers.0.q_proj"), None, "text_encoder_2.*is a text encoder's"),
     "not a LoRA": ({"transformer.proj_out.weight": torch.ones(2, 2)}, None, "transformer.proj_out.weight in it"),
-    "DoRA": (pair() | {f"{OTHER}.lora_magnitude_vector": torch.ones(4)}, None, "it is a DoRA .*magnitude_vector"),
+    "DoRA": (
+        pair() | {f"{OTHER}.lora_magnitude_vector": torch.ones(4)},
+        None,
+        "magnitude_vector is of another kind than LoRA",
+    ),
     "a bias": (pair() | {f"{OTHER}.lora_B.bias": torch.ones(4)}, None, "lora_B.bias in it"),
     "empty": ({}, None, "no tensor in it"),
     "only alphas": ({f"{OTHER}.alpha": torch.tensor(1.0)}, None, "no tensor in it"),
@@ -196,13 +200,13 @@ def test_what_cannot_be_read_is_refused_in_a_line(trained, tmp_path):
             read_lora(path)
         assert "\n" not in str(caught.value)
 
-    refuse(tmp_path / "nowhere", "no such file or folder")
-    refuse(tmp_path, f"there is no {FILE} in it")
+    refuse(tmp_path / "nowhere", "No such file or directory")
+    refuse(tmp_path, f"No such file or directory: .*{FILE}")
     (tmp_path / FILE).write_bytes(b"no safetensors")
     refuse(tmp_path, "not a LoRA that can be read")
     refuse(tmp_path / FILE, "not a LoRA that can be read")
     (tmp_path / "adapter_config.json").write_text("{}")
-    refuse(tmp_path, "there is no adapter_model.safetensors in it")
+    refuse(tmp_path, "No such file or directory: .*adapter_model.safetensors")
     save_file(pair(), tmp_path / "adapter_model.safetensors")
     assert read_lora(tmp_path)[1].lora_alpha == 2
     (tmp_path / "adapter_config.json").write_text("{")

@@ -73,20 +73,14 @@ def test_a_new_file_is_a_new_family_and_nothing_else_changes(tmp_path, monkeypat
     family = family_class(pipeline_folder(tmp_path, "PixArtAlphaPipeline"))
     assert family.__name__ == "PixArtAlpha"
     monkeypatch.delitem(sys.modules, "common.models.pixart_alpha")
-    with pytest.raises(ValueError, match="StableDiffusion3Pipeline is not supported; supported: pixart_alpha$"):
+    with pytest.raises(ValueError, match="StableDiffusion3Pipeline is not supported; docs/models.md has the models"):
         family_class(EMBEDDED)
 
 
 OWN_FAMILY = """
-from common.models.family import Family
 from common.models.stable_diffusion_3 import StableDiffusion3
 
 NoFamily = print
-
-
-class Half(Family):
-    def schedule(self):
-        pass
 
 
 class Mine(StableDiffusion3):
@@ -108,10 +102,6 @@ def own_families(tmp_path):
     [
         ("Other", "--family {path}:Other: {path} has no function Other"),
         ("NoFamily", "--family {path}:NoFamily: is not a class that inherits from Family (common/models/family.py)"),
-        (
-            "Half",
-            "{path}: Half lacks check, conditioning_shapes, encode_batch, forward, lora_target_modules",
-        ),
     ],
 )
 def test_a_family_of_ones_own_that_cannot_work_is_one_line(name, refused, own_families):
@@ -133,27 +123,19 @@ def test_a_model_that_cannot_be_read_is_refused_in_one_line(tmp_path):
         tmp_path: "not a diffusers pipeline (no model_index.json)",
         "no/such/model": "no such folder",
         "./models": "no such folder",
-        "no/such/sdxl": "no such folder",
     }
     for model, message in wrong.items():
         with pytest.raises(ValueError) as error:
             family_class(model)
         text = str(error.value)
         assert text.startswith(f"--model {model}: {message}") and "\n" not in text
-        assert text.endswith("a model of before flow matching, which is not supported") == ("xl" in str(model))
     for content in ("{", "[]", "{}", "\ud800".encode("utf-8", "surrogatepass")):
         (tmp_path / "model_index.json").write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(ValueError, match=rf"^--model {tmp_path}: model_index.json: .") as error:
             family_class(tmp_path)
         assert "\n" not in str(error.value)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"^--model {tmp_path}: PixArtAlphaPipeline is not supported; docs/models.md"):
         family_class(pipeline_folder(tmp_path, "PixArtAlphaPipeline"))
-    text, supported = str(error.value).split("; supported: ")
-    assert text == f"--model {tmp_path}: PixArtAlphaPipeline is not supported"
-    families = {"flux", "flux2_klein", "flux_kontext", "krea2", "qwen_image", "qwen_image_edit_plus"}
-    families |= {"stable_diffusion_3", "wan", "wan_image_to_video", "z_image"}
-    assert families <= set(supported.split(", "))  # beside those that you have added
-    assert not {"family", "loading", "long_prompts", "parts", "vae"} & set(supported.split(", "))
 
 
 def test_a_model_is_loaded_frozen_and_its_vae_in_fp32():

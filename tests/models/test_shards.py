@@ -182,20 +182,6 @@ def test_a_file_that_cannot_be_read_back_is_named_and_nothing_stays(tmp_path, mo
     assert not shards_of(path).exists()
 
 
-def test_a_file_that_is_not_listed_or_of_another_format_is_named(tmp_path):
-    path = save(tmp_path, *tiny_model(1), 3)
-    folder = shards_of(path).name
-    listed = load_checkpoint(path)["shards"]
-    assert shards.find_fault(path, listed) is None
-    [file] = shards_of(path).iterdir()
-    file.with_name("copy.safetensors").write_bytes(file.read_bytes())
-    fault = f"{path} is not a whole checkpoint ({folder}/copy.safetensors is no file of this version's checkpoints)"
-    assert shards.find_fault(path, listed) == fault
-    file.with_name("copy.safetensors").rename(file.with_name(".metadata"))
-    fault = f"{path} is not a whole checkpoint ({folder}/.metadata is no file of this version's checkpoints)"
-    assert shards.find_fault(path, listed | {f"{folder}/.metadata": listed[f"{folder}/{file.name}"]}) == fault
-
-
 def test_a_disk_that_fails_is_named_and_nothing_stays(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")

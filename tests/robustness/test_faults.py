@@ -281,8 +281,8 @@ BAD = {  # one or two of each stage of a start; tests/core/test_options.py has a
     "--rollout_correction nonsense --rollout vllm": "--rollout_correction nonsense: unknown kind 'nonsense'; accepted: "
     "none, or KIND:",
     # the LoRA
-    "--lora_path no/such": "--lora_path no/such: not a LoRA that can be read: there is no such file or folder",
-    "--lora_path .": "--lora_path .: not a LoRA that can be read: there is no pytorch_lora_weights.safetensors in it",
+    "--lora_path no/such": "--lora_path no/such: not a LoRA that can be read: No such file or directory",
+    "--lora_path .": "--lora_path .: not a LoRA that can be read: No such file or directory",
     "--lora_path other": "--lora_path other: transformer.blocks.7.to_q.lora_A.weight: the transformer of ",
     "--lora_target_modules to_q nowhere": "--lora_target_modules nowhere: SD3Transformer2DModel has no such module",
     "--lora_target_modules not:nowhere": "--lora_target_modules not:nowhere: SD3Transformer2DModel has no such module",
@@ -302,16 +302,13 @@ def test_a_bad_option_ends_in_one_line(tmp_path, options):
 
 
 def test_another_runs_checkpoint_is_refused(tmp_path, capfd):
-    """Its modules are not this run's, and a line says so before the model loads."""
+    """Its rank, or its modules, are not this run's; a line about the rank comes before the model loads."""
     options = [*LOCAL, "--num_steps", 1, *few_eval_prompts(tmp_path, 2)]
     assert run_here(tmp_path, "flow_grpo.py", "--name", "one", *options) is None
     saved = "runs/one/checkpoints/step_000001.pt"
     refused = {
-        "--lora_target_modules to_q": f"--lora_target_modules: the LoRA of {saved} has transformer_blocks.0.attn.to_k ",
-        "--lora_target_modules to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj to_add_out proj_out": ""
-        f"--lora_target_modules: the LoRA of {saved} has no proj_out among its modules",
-        "--lora_rank 4": f"--lora_rank: of rank 4, where the LoRA of {saved} has the rank 16",
-        "--lora_rank 0": f"--lora_rank 0: {saved} has a LoRA",
+        "--lora_rank 4": f"--lora_rank: of rank 4, where {saved} has the rank 16 (0: full weights)",
+        "--lora_rank 0": f"--lora_rank: of rank 0, where {saved} has the rank 16 (0: full weights)",
     }
     capfd.readouterr()
     for changed, message in refused.items():
@@ -319,6 +316,10 @@ def test_another_runs_checkpoint_is_refused(tmp_path, capfd):
         assert_one_line(line)
         assert message in line
     assert "loading" not in capfd.readouterr().err
+    fewer = ["--name", "b", "--resume", "runs/one", "--lora_target_modules", "to_q"]
+    line = run_here(tmp_path, "flow_grpo.py", *fewer, *options)
+    assert_one_line(line)
+    assert "the checkpoint's policy default is not this run's: transformer_blocks.0.attn.add_k_proj.lora_A" in line
     # all of two targets
     without = ["--name", "without", "--lora_target_modules", "not:to_q", "not:add_k_proj", *options]
     assert run_here(tmp_path, "flow_grpo.py", *without) is None
