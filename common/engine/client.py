@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 FULL_WEIGHTS = "full weights"
 LORA = "a LoRA"
+TIMEOUT_S = 1800.0  # longer than any start, chunk of images or push should take
 BUCKET_BYTES = 1e9  # at most so many bytes of full weights are on their way to the engine at once
 
 Result = TypeVar("Result")
@@ -62,7 +63,7 @@ class VLLMEngine:
         dtype: str,
         max_num_seqs: int,
         log_file: str | Path,
-        timeout_s: float,
+        timeout_s: float = TIMEOUT_S,
         gpus: Sequence[int | None] = (None,),
         num_threads: int | None = None,
         engine_with: Collection[str] = (),
@@ -478,8 +479,8 @@ class VLLMEngine:
         if thread.is_alive():
             self._kill()
             raise EngineError(
-                f"the rollout engine did not answer to {operation} within {self.timeout_s:g} s "
-                f"(--engine_timeout_s) and was stopped; its log: {self.log_file}"
+                f"the rollout engine did not answer to {operation} within {self.timeout_s:g} s and was stopped; "
+                f"its log: {self.log_file}"
             )
         if refused:
             raise EngineError(f"{operation}: {refused[0]}; the engine's log: {self.log_file}") from refused[0]

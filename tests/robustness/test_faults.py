@@ -58,8 +58,7 @@ def steps_of(folder, name="flow_grpo"):
 
 
 # ---- the engine does not run the trainer's policy --------------------------------------------------------------------
-MISMATCH = r"at sampling step \d the engine's velocity is \S+ off the trainer's, "
-MISMATCH += r"more than --max_velocity_mismatch \S+: they do"
+MISMATCH = r"at sampling step \d the engine's velocity is \S+ off the trainer's, more than \S+: they do"
 LATENTS = (
     r"at sampling step \d the engine's samples are \S+ off mean \+ std x the noise of their seeds, more than 1.0e-05: "
 )
@@ -332,8 +331,7 @@ def test_a_stuck_engine_ends_the_run_within_its_time(engine, tmp_path, monkeypat
     line = train_with("stuck", tmp_path, monkeypatch)
     assert_one_line(line)
     assert re.search(
-        r"the rollout engine did not answer to generate within 20 s \(--engine_timeout_s\) and was "
-        r"stopped; its log: \S+engine.log$",
+        r"the rollout engine did not answer to generate within 20 s and was stopped; its log: \S+engine.log$",
         line,
     )
     assert engine.process.wait(10) == -signal.SIGKILL
