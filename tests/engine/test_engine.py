@@ -580,8 +580,7 @@ def test_bf16_engine_takes_the_trainers_weights(tmp_path):
         request = request_for(model, args, sde_steps=(), seeds=range(1))
         request.conditioning = {name: tensor.bfloat16() for name, tensor in request.conditioning.items()}
         weights = OneAtATime({name: tensor.float() for name, tensor in model.transformer.state_dict().items()})
-        if dtype == torch.bfloat16:
-            base = engine.generate(request, lora=False).latents
+        base = engine.generate(request, lora=False).latents
         engine.verify_push(weights, None, request)
         assert len(weights.gathered) == len(weights) + 1  # the probe's
         assert torch.equal(engine.generate(request).latents, base)
