@@ -241,8 +241,6 @@ class EngineArgs(SharedArgs):
     """training steps between rollouts whose images are saved with their rewards and advantages; 0: none is saved"""
     rollout_batch_size: PositiveInt = 32
     """at most how many images the vLLM-Omni engine samples at once; --rollout local uses micro_batch_size"""
-    engine_timeout_s: PositiveFloat = 600
-    """seconds to wait for a chunk of images, or another answer of the engine, before the run ends with an error"""
     engine_with: tuple[Literal["sleep", "compile"], ...] = ()
     """sleep moves the engine's weights out of GPU memory after each rollout, which takes seconds and makes room for the
     update; compile compiles its blocks, which takes a minute or more at the first rollout"""
@@ -263,9 +261,6 @@ class RatioArgs(EngineArgs):
     """sample weights that make up for the engine's mismatch: none, or KIND:THRESHOLD, several joined by commas. The
     kinds are tis, icepop, reject_k1, reject_k2 and reject_k3, each also with _trajectory at its end. A threshold is in
     units of clip_range, or of its square for k2 and k3 (docs/engine.md)"""
-    max_velocity_mismatch: PositiveFloat | None = None
-    """end the run if the engine's velocity differs from the trainer's by a larger share than this; None: a limit by
-    dtype and guidance"""
 
 
 ArgsClass = TypeVar("ArgsClass", bound=SharedArgs)

@@ -286,7 +286,6 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
         args.dtype,
         args.rollout_batch_size,
         log_file,
-        timeout_s=args.engine_timeout_s,
         engine_with=args.engine_with,
         gpus=gpus,
         attention=args.attention,

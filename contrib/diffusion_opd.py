@@ -341,7 +341,6 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
         args.dtype,
         args.rollout_batch_size,
         log_file,
-        timeout_s=args.engine_timeout_s,
         engine_with=args.engine_with,
         gpus=gpus,
         attention=args.attention,
@@ -514,7 +513,6 @@ def find_old_policy(
         trajectories,
         recomputed,
         dtype=args.dtype,
-        velocity_limit=args.max_velocity_mismatch,
         log_prob_limit=args.clip_range / 2 if takes_sampled else math.inf,  # the ratio may start this far from 1
     )
     if takes_sampled:

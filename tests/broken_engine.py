@@ -15,19 +15,11 @@ from common.command_line import parse_args
 from common.engine.client import VLLMEngine
 from common.run import friendly_errors
 
-import torch
-
 
 def shifted_sigmas(request):
     """Apply the schedule's shift of 3 once more."""
     sigmas = 3 * request.sigmas / (1 + 2 * request.sigmas)
     return replace(request, sigmas=sigmas, timesteps=1000 * sigmas[:-1], sigma_max=sigmas[1].item())
-
-
-def one_step_less(request):
-    """Take the last two steps in one. A window before them is sampled as it should be, and its log-probs are right."""
-    sigmas = torch.cat([request.sigmas[:-2], request.sigmas[-1:]])
-    return replace(request, timesteps=request.timesteps[:-1], sigmas=sigmas)
 
 
 def without_guidance(request):
@@ -38,7 +30,7 @@ def bf16_latents(answer):
     return {**answer, "latents": answer["latents"].bfloat16().float()}
 
 
-REQUESTS = {"sigmas": shifted_sigmas, "steps": one_step_less, "guidance": without_guidance}
+REQUESTS = {"sigmas": shifted_sigmas, "guidance": without_guidance}
 SIGNALS = {"killed": signal.SIGKILL, "stuck": signal.SIGSTOP}  # to the engine, in its second rollout
 ANSWERS = {"bf16_latents": bf16_latents}
 BREAKAGES = (*REQUESTS, *ANSWERS, *SIGNALS, "stale")

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
-from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind, DiffusionOutput
+from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
 from vllm_omni.diffusion.ipc import pack_diffusion_output_shm
 from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker, WorkerProc
-from vllm_omni.diffusion.worker.utils import BatchRunnerOutput
 
 
 class CpuSDPAImpl(SDPAImpl):
@@ -24,12 +22,7 @@ class CpuSDPABackend(SDPABackend):
 
 
 class CpuDiffusionWorker(DiffusionWorker):
-    """A worker without GPU memory: it has none to give back when it sleeps.
-
-    It does not sample while it sleeps, as a worker on a GPU, whose weights would be gone, cannot.
-    """
-
-    is_asleep = False
+    """A worker without GPU memory: it has none to give back when it sleeps."""
 
     def init_device(self) -> None:
         super().init_device()
@@ -37,24 +30,10 @@ class CpuDiffusionWorker(DiffusionWorker):
         WorkerProc._async_output_loop = send_outputs
 
     def sleep(self, level: int = 1) -> int:
-        self.is_asleep = True
         return 0
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        self.is_asleep = False
         return True
-
-    def execute_model(self, *args: Any, **kwargs: Any) -> DiffusionOutput:
-        self._check_awake()
-        return super().execute_model(*args, **kwargs)
-
-    def execute_model_batch(self, *args: Any, **kwargs: Any) -> BatchRunnerOutput:
-        self._check_awake()
-        return super().execute_model_batch(*args, **kwargs)
-
-    def _check_awake(self) -> None:
-        if self.is_asleep:
-            raise RuntimeError("the worker sleeps: wake it before it samples")
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
         return nullcontext()

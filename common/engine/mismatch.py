@@ -8,6 +8,7 @@ therefore in units of clip_range.
 """
 
 import math
+import re
 from typing import NamedTuple
 
 from common.distributed import gather
@@ -18,15 +19,14 @@ from common.sde import draw_noise, sde_step
 import torch
 
 NOISE_LIMIT = 1e-5  # largest noise_differences: fp32 rounds to 1e-7, fp16 to 1e-4, bf16 to 1e-3
-IMPORTANCE_WEIGHTS = ("tis", "icepop")
-KINDS = (*IMPORTANCE_WEIGHTS, "reject_k1", "reject_k2", "reject_k3")
+FACTOR = re.compile(r"(tis|icepop|reject_k1|reject_k2|reject_k3)(_trajectory)?:(\d*\.?\d+(?:e[+-]?\d+)?)")
 
 
 # ---- the option --rollout_correction ---------------------------------------------------------------------------------
 class Factor(NamedTuple):
     """One factor of the weight of an (image, SDE step) in the loss."""
 
-    kind: str  # one of KINDS
+    kind: str
     per_trajectory: bool  # whether lr is summed over the W steps first
     threshold: float  # in units of clip_range, or of its square
 
@@ -39,27 +39,15 @@ def parse_correction(text: str) -> list[Factor]:
     """
     factors: list[Factor] = []
     for part in [] if text == "none" else text.split(","):
-        name, _, number = part.strip().partition(":")
-        try:
-            threshold = float(number)
-        except ValueError:
-            threshold = math.nan
-        factor = Factor(name.removesuffix("_trajectory"), name.endswith("_trajectory"), threshold)
-        fault = None
-        if factor.kind not in KINDS:
-            fault = f"unknown kind {name!r}"
-        elif not 0 < threshold < math.inf:
-            fault = f"{name} needs a threshold above 0, not {number!r}"
-        elif any(factor[:2] == other[:2] for other in factors):
-            fault = f"{name} is given twice"
-        elif factor.kind in IMPORTANCE_WEIGHTS and any(other.kind in IMPORTANCE_WEIGHTS for other in factors):
-            fault = "two of tis and icepop would weight by the ratio twice"
-        if fault:
+        found = FACTOR.fullmatch(part.strip())
+        if not found or not 0 < float(found[3]) < math.inf:
             raise ValueError(
-                f"--rollout_correction {text}: {fault}; accepted: none, or KIND:THRESHOLD, several joined by commas, "
-                f"KIND being {', '.join(KINDS)}, each also as KIND_trajectory"
+                f"--rollout_correction {text}: {part!r} is not KIND:THRESHOLD with a KIND of tis, icepop, reject_k1, "
+                "reject_k2 or reject_k3, or one of them with _trajectory at its end, and a THRESHOLD above 0"
             )
-        factors.append(factor)
+        factors.append(Factor(found[1], bool(found[2]), float(found[3])))
+    if sum(factor.kind in ("tis", "icepop") for factor in factors) > 1:
+        raise ValueError(f"--rollout_correction {text}: two of tis and icepop would weight by the ratio twice")
     return factors
 
 
@@ -149,8 +137,8 @@ def _weight(factor: Factor, lr: torch.Tensor, clip_range: float) -> torch.Tensor
 
 
 # ---- stop at a mismatch that is more than round-off ------------------------------------------------------------------
-def default_mismatch_limit(dtype: str, guidance_scale: float) -> float:
-    """The limit where --max_velocity_mismatch is not given: relative differences of velocities that are round-off.
+def velocity_limit(dtype: str, guidance_scale: float) -> float:
+    """The relative difference of velocities up to which it is round-off. dtype: "float32" or "bfloat16".
 
     Guidance g > 1 adds up the rounding of two branches, which are nearly equal, with the weights g and 1 - g.
     """
@@ -166,7 +154,6 @@ def check_mismatch(
     recomputed: Trajectories,
     *,
     dtype: str,
-    velocity_limit: float | None = None,
     log_prob_limit: float = math.inf,
 ) -> dict[str, torch.Tensor]:
     """Stop where the engine's steps are not the trainer's, on any rank. Returns metrics of the mismatch. A collective.
@@ -175,7 +162,6 @@ def check_mismatch(
         trajectories: what the engine sampled for `request`.
         recomputed: the same as the trainer scores it; all images, or the first.
         dtype: "float32" or "bfloat16", the dtype of the forward passes.
-        velocity_limit: largest of velocity_differences, --max_velocity_mismatch; None: default_mismatch_limit.
         log_prob_limit: largest |trainer - engine| log-prob.
 
     Raises:
@@ -189,8 +175,6 @@ def check_mismatch(
     noise = gather(noise_differences(request, trajectories)).flatten(0, 1)  # (all M, W)
     velocity = gather(velocity_differences(request, trajectories, recomputed.prev_sample_means)).flatten(0, 1)
     log_prob = gather((recomputed.log_probs - trajectories.log_probs).abs()).flatten(0, 1)
-    if velocity_limit is None:
-        velocity_limit = default_mismatch_limit(dtype, request.guidance_scale)
     faults = [
         (
             noise,
@@ -199,10 +183,9 @@ def check_mismatch(
         ),
         (
             velocity,
-            velocity_limit,
-            "velocity is {} off the trainer's, more than --max_velocity_mismatch {}: they do not run the same policy. "
-            "Compare sigmas, number of steps, guidance and weights with --rollout local, which is right. Raise "
-            "--max_velocity_mismatch only if this is the round-off of --dtype",
+            velocity_limit(dtype, request.guidance_scale),
+            "velocity is {} off the trainer's, more than {}: they do not run the same policy. Compare sigmas, number "
+            "of steps, guidance and weights with --rollout local, which is right",
         ),
         (
             log_prob,
@@ -232,7 +215,7 @@ def check_sampling(request: RolloutRequest, ours: Trajectories, engines: Traject
     """Stop where the script's own sampling of `request` does not end at the engine's latents.
 
     RMS(ours - engine's) / RMS(ours - first latents) of the final latents is the relative difference of the velocities
-    along the way. Its limit is twice default_mismatch_limit, as the rounding of a step is input of the next step.
+    along the way. Its limit is twice velocity_limit, as the rounding of a step is input of the next step.
 
     Raises:
         RunError: in one line.
@@ -241,7 +224,7 @@ def check_sampling(request: RolloutRequest, ours: Trajectories, engines: Traject
     final = ours.latents[:, -1]
     moved = _rms(final - request.first_latents(generators, final.device))
     difference = (_rms(final - engines.latents[:, -1]) / moved).max().item()
-    limit = 2 * default_mismatch_limit(dtype, request.guidance_scale)
+    limit = 2 * velocity_limit(dtype, request.guidance_scale)
     if not difference <= limit:
         raise RunError(
             f"the engine's {'SDE' if request.sde_steps else 'ODE'} image is {difference:.1e} off the image of this "

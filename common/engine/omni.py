@@ -56,10 +56,8 @@ def answer(omni: Omni, operation: str, *args: Any, **kwargs: Any) -> Any:  # eac
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
-def generate(
-    omni: Omni, request: RolloutRequest, lora: bool, means: bool, is_last: bool
-) -> dict[str, torch.Tensor | int]:
-    """Sample the request's images, in its order. Returns fields of Trajectories on the CPU, and "num_steps" taken.
+def generate(omni: Omni, request: RolloutRequest, lora: bool, means: bool, is_last: bool) -> dict[str, torch.Tensor]:
+    """Sample the request's images, in its order. Returns fields of Trajectories on the CPU.
 
     The images are (B, height, width, 3) uint8, videos (B, frames, height, width, 3). vLLM-Omni gets a request per
     image.
@@ -85,11 +83,10 @@ def generate(
     # they come in the order in which they were completed; an id begins with the number of the image
     outputs = sorted(outputs, key=lambda output: int(output.request_id.split("_")[0]))
     rollouts = [output.multimodal_output["metadata"]["rollout"] for output in outputs]
-    fields: dict[str, torch.Tensor | int] = {
+    fields = {
         "latents": torch.stack([output.trajectory_latents for output in outputs]),
         "log_probs": torch.stack([output.trajectory_log_probs for output in outputs]),
         "transition_stds": torch.stack([rollout["transition_stds"] for rollout in rollouts]),
-        "num_steps": len(request.timesteps),  # the pipeline took them all
         "images": torch.cat([quantize(image) for output in outputs for image in output.images]),
     }
     if means:

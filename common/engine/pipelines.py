@@ -334,7 +334,7 @@ class RolloutExecutor(MultiprocDiffusionExecutor):
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):
-    """Calls that vLLM-Omni's worker takes besides sampling: take a policy, and give its memory back for a while.
+    """Calls that vLLM-Omni's worker takes besides sampling: take a policy.
 
     If there are several workers, each has a part of the transformer. Every worker gets the whole tensors that are
     pushed, and cuts its part out.
@@ -347,14 +347,6 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
         use_pipeline_of(self.od_config.model, custom_pipeline_args["family"])
         super().re_init_pipeline(custom_pipeline_args)
-
-    def fall_asleep(self) -> None:
-        """Move the weights to host memory, and release the cached memory."""
-        self.sleep(level=1)
-
-    def get_up(self) -> None:
-        """Bring the weights back."""
-        self.wake_up(["weights"])
 
     def push_lora(self, tensors: Tensors, config: dict[str, Any]) -> tuple[int, Held]:
         """Take an adapter: {"module.lora_A.weight": tensor}, and peft's config as a dict.
@@ -391,10 +383,6 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             is_split = name in tensors and matrix.shape[side] < tensors[name].shape[side]
             held[name] = (fingerprint(matrix), is_split)
         return pipeline.bound_lora_modules, held
-
-    def held_lora(self) -> dict[str, int]:
-        """Fingerprints of the matrices that act in this worker's layers, named as by _lora_matrices."""
-        return {name: fingerprint(matrix) for name, matrix in self._lora_matrices().items()}
 
     def _lora_matrices(self) -> Tensors:
         """The matrices of any adapter that act in this worker's layers: {"transformer.module.lora_A.weight": matrix}.

@@ -4,8 +4,8 @@
 process id. The calls themselves are in `omni.py`, which imports vLLM-Omni and so is imported after `prepare`.
 """
 
+import contextlib
 import os
-import queue
 import sys
 import threading
 import time
@@ -14,10 +14,7 @@ from multiprocessing.connection import Connection
 
 from common.cpu import repair_torchvision, use_onednn
 from common.engine import messages
-
-Answer = tuple[int, bool, object]  # a call's number, whether it succeeded, and its value or one line about the failure
-Answers = queue.SimpleQueue[Answer]
-Calls = queue.SimpleQueue[tuple[int, str, tuple, dict] | None]  # number, operation, arguments; None: the trainer left
+from common.errors import truncate
 
 
 def prepare() -> None:
@@ -28,11 +25,11 @@ def prepare() -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Load the engine, then answer one call after another. A call that fails is reported, and the engine lives on."""
-    start = time.time()
-    calls: Calls = queue.SimpleQueue()
-    answers: Answers = queue.SimpleQueue()
-    threading.Thread(target=write_answers, args=(connection, answers), daemon=True).start()
+    """Load the engine, then answer one call after another. A call that fails is reported, and the engine lives on.
+
+    A call is (number, operation, args, kwargs); its answer (number, whether it succeeded, the value or one line about
+    the failure), and the traceback of a failure goes to stderr, our log. The number of the start is 0.
+    """
     options, num_workers = messages.receive(connection)
     try:
         from common.engine import omni  # imports vLLM-Omni
@@ -42,50 +39,23 @@ def serve(connection: Connection) -> None:
         traceback.print_exc()
         messages.send(connection, (0, False, one_line(error)))
         return
-    answers.put((0, True, time.time() - start))
-    threading.Thread(target=read_calls, args=(connection, calls), daemon=True).start()
-    while True:
-        call = calls.get()
-        if call is None:
-            break
-        number, operation, args, kwargs = call
-        try:
-            answers.put((number, True, omni.answer(engine, operation, *args, **kwargs)))
-        except Exception as error:
-            traceback.print_exc()
-            answers.put((number, False, one_line(error)))
-        del call, args, kwargs  # the tensors of a push would otherwise stay in memory until the next call
+    with contextlib.suppress(EOFError, ConnectionError):  # the trainer has closed its end
+        messages.send(connection, (0, True, None))
+        while True:
+            number, operation, args, kwargs = messages.receive(connection)
+            try:
+                answer = (number, True, omni.answer(engine, operation, *args, **kwargs))
+            except Exception as error:
+                traceback.print_exc()
+                answer = (number, False, one_line(error))
+            messages.send(connection, answer)
+            del args, kwargs, answer  # the tensors of a push would otherwise stay in memory until the next call
     engine.close()
 
 
-def read_calls(connection: Connection, calls: Calls) -> None:
-    """Queue the trainer's calls while earlier ones are answered; None once the trainer has closed its end."""
-    try:
-        while True:
-            calls.put(messages.receive(connection))
-    except (EOFError, OSError):
-        calls.put(None)
-
-
-def write_answers(connection: Connection, answers: Answers) -> None:
-    """Send the answers while the next call is under way. The traceback of a failure goes to stderr, our log."""
-    while True:
-        number, succeeded, value = answers.get()
-        try:
-            messages.send(connection, (number, succeeded, value))
-        except (BrokenPipeError, ConnectionError):  # the trainer closed its end
-            return
-        except Exception as error:
-            traceback.print_exc()
-            messages.send(connection, (number, False, one_line(error)))
-
-
 def one_line(error: Exception) -> str:
-    """An exception's kind and text for the trainer's screen. Of a long text only the end is kept."""
-    line = " ".join(f"{type(error).__name__}: {error}".split())
-    if len(line) >= 400:
-        line = f"... {line[-400:]}"
-    return line
+    """An exception's kind and text, for the trainer's screen."""
+    return truncate(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def exit_with_parent(parent: int) -> None:

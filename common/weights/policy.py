@@ -221,10 +221,6 @@ class PolicyTensors(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.of_this_rank)
 
-    def numel(self, name: str) -> int:
-        """Elements of a tensor, counted without gathering it."""
-        return self.of_this_rank[name].numel()
-
 
 def policy_tensors(model: Family, name: str = "default") -> "tuple[PolicyTensors, LoraConfig | None]":
     """The unsharded tensors of policy `name`, as a PolicyTensors; and its LoraConfig, or None for full weights.

@@ -54,8 +54,7 @@ OPTIONS_BY_BOUND = {
         rollout_batch_size num_prompts guidance_scale updates_per_rollout
         epochs_per_rollout iters_per_group update_interval num_pair_prompts num_pairs""",
     "at least 2": "group_size num_inference_steps",
-    "above 0": """adam_eps max_grad_norm engine_timeout_s noise_level clip_range adv_clip_max max_velocity_mismatch
-        nft_beta dpo_beta""",
+    "above 0": """adam_eps max_grad_norm noise_level clip_range adv_clip_max nft_beta dpo_beta""",
     "above 0 and at most 1": "timestep_fraction",
     "at least 0 and below 1": "ema_decay old_decay",
     "at least 0 and at most 4294967295": "seed",
@@ -250,7 +249,6 @@ class Started(Exception):
 def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
     args = flow_grpo.Args(
         rollout_batch_size=5,
-        engine_timeout_s=7,
         engine_with=("sleep",),
         engine_devices=(1, 2),
         dtype="bfloat16",
@@ -263,7 +261,7 @@ def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
         engine, named = flow_grpo.start_engine(args, tmp_path, cpu)
     assert engine == ("a/model", "bfloat16", 5, tmp_path / "engine_rank0.log")
     assert named.pop("family") == "my.py:Mine"
-    assert named == {"timeout_s": 7, "gpus": (None, None), "engine_with": ("sleep",), "attention": "native"}
+    assert named == {"gpus": (None, None), "engine_with": ("sleep",), "attention": "native"}
 
     def start(*environment):
         raise Started(*environment)

@@ -192,10 +192,15 @@ def recorded(tensor):
 messages.fingerprint = recorded
 engine = object.__new__(VLLMEngine)
 engine.dtype = torch.bfloat16
-engine._ask = lambda operation, bucket, memory: on_cpu.update(bucket)
-engine._answer = lambda call, operation: (len(on_cpu), {name: fingerprint(t) for name, t in on_cpu.items()})
+engine.sleeps = False
+
+def take(operation, bucket):
+    on_cpu.update(bucket)
+    return len(bucket), {name: fingerprint(tensor) for name, tensor in bucket.items()}
+
+engine._call = take
 tensors = {"a": torch.arange(6.0).view(2, 3) / 7, "b": torch.ones(5)}
-print(engine._push_weights({name: tensor.to("cuda") for name, tensor in tensors.items()}))
+print(engine.push({name: tensor.to("cuda") for name, tensor in tensors.items()}, None))
 assert made == ["cuda", "cuda"], made
 assert all(torch.equal(on_cpu[name], tensor.bfloat16()) for name, tensor in tensors.items())
 assert {tensor.device.type for tensor in on_cpu.values()} == {"cpu"}

@@ -58,8 +58,7 @@ def steps_of(folder, name="flow_grpo"):
 
 
 # ---- the engine does not run the trainer's policy --------------------------------------------------------------------
-MISMATCH = r"at sampling step \d the engine's velocity is \S+ off the trainer's, "
-MISMATCH += r"more than --max_velocity_mismatch \S+: they do"
+MISMATCH = r"at sampling step \d the engine's velocity is \S+ off the trainer's, more than \S+: they do"
 LATENTS = (
     r"at sampling step \d the engine's samples are \S+ off mean \+ std x the noise of their seeds, more than 1.0e-05: "
 )
@@ -69,7 +68,6 @@ BROKEN = {
     "bf16_latents": (LATENTS, []),
     "stale": (STALE, []),
     "guidance": (MISMATCH, ["--guidance_scale", 3]),
-    "steps": ("the engine took 5 sampling steps where 6 were asked for, and gave 6 latents and 1 log-probs for 1", []),
 }
 
 
@@ -145,20 +143,6 @@ def test_an_engine_killed_in_a_rollout_ends_the_process_in_one_line_on_the_scree
         assert part in line
     assert steps_of(tmp_path) == [0, 1]
     assert (tmp_path / "runs/flow_grpo/checkpoints/step_000001.pt").exists()  # as the line says
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("written", ["", "Traceback\nImportError: no such thing\n"])
-def test_a_dead_engines_last_line_is_its_own(tmp_path, written):
-    """Not the last line of the engine before it, where the dead one has written nothing yet."""
-    (tmp_path / "engine.log").write_text("[Orchestrator] Shutting down all 1 client(s)\n")
-    engine = VLLMEngine.__new__(VLLMEngine)
-    engine.log_file = tmp_path / "engine.log"
-    engine.log_begins = engine.log_file.stat().st_size
-    with open(engine.log_file, "ab") as log:
-        engine.process = subprocess.Popen([sys.executable, "-c", f"print({written!r}, end='')"], stdout=log)
-    described = engine._describe_death("start")
-    assert described.endswith("ImportError: no such thing" if written else "ends with: nothing")
 
 
 # ---- no gradient -----------------------------------------------------------------------------------------------------
@@ -333,8 +317,7 @@ def test_a_stuck_engine_ends_the_run_within_its_time(engine, tmp_path, monkeypat
     line = train_with("stuck", tmp_path, monkeypatch)
     assert_one_line(line)
     assert re.search(
-        r"the rollout engine did not answer to generate within 20 s \(--engine_timeout_s\) and was "
-        r"stopped; its log: \S+engine.log$",
+        r"the rollout engine did not answer to generate within 20 s and was stopped; its log: \S+engine.log$",
         line,
     )
     assert engine.process.wait(10) == -signal.SIGKILL
