@@ -15,7 +15,6 @@ from common.errors import error_prefix
 from common.help import help_text
 from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs, parse_lr_schedule
 from common.process import print_message
-from common.profiling import traced_steps
 from common.resuming import EXPECTED_TO_DIFFER, check_format, checkpoint_of
 from common.stop_rules import check_stop_rules
 from common.tracking import check_tracker
@@ -238,7 +237,6 @@ def check_options(args: SharedArgs) -> None:
     scored_by = (*args.reward, *args.eval_reward)
     check_stop_rules(args.stop_if, scored_by, args.eval_images_per_prompt, args.eval_by, args.best_by, files)
     check_tracker(args.track)
-    traced_steps(args.profile_steps, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if args.attention != "native":
         check_attention(args.attention, args.model, args.dtype, args.family)
     ranks_of_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -76,9 +76,8 @@ class SharedArgs:
     max_minutes: NonNegativeFloat = 0.0
     """finish the step, save and exit after this many minutes, as after a signal, also before the first step, while
     prompts are cached or pairs made; 0: no limit"""
-    profile_steps: tuple[str, ...] = ()
-    """training steps to trace with torch's profiler: STEP for rank 0, or STEP:RANK; trace_STEP.json holds two passes of
-    the update"""
+    profile_steps: Annotated[tuple[int, ...], Bound(at_least=1)] = ()
+    """training steps that rank 0 traces with torch's profiler; trace_STEP.json holds two passes of the update"""
     eval_only: bool = False
     """evaluate and exit, under a new --name: the checkpoint of --resume, with its options, or otherwise the model"""
 
