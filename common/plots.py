@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.checkpoints import atomic_file, writing
-from common.distributed import gather_objects_on_rank_0
+from common.distributed import gather_objects, on_rank_0
 from common.errors import error_prefix
 from common.images import as_one_picture, save_png, show_sources
 from common.rollout import Images
@@ -191,8 +191,8 @@ def save_samples(
     with writing(folder), ThreadPoolExecutor(4) as threads:
         folder.mkdir(parents=True, exist_ok=True)
         list(threads.map(save_png, files, files.values()))  # list raises what a thread raised
-    parts = gather_objects_on_rank_0(samples)
-    if parts is None:
+    parts = gather_objects(samples)
+    if not on_rank_0():
         return None
     by_place = {place: sample for part in parts for place, sample in part.items()}
     lines = []  # of samples.jsonl

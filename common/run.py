@@ -31,8 +31,6 @@ from common.data import GroupSampler
 from common.distributed import (
     end_distributed,
     gather_objects,
-    limit_collectives,
-    missing_ranks,
     on_rank_0,
     restore_rng_states,
     rng_states,
@@ -58,11 +56,13 @@ from tqdm import tqdm
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
 # files and folders that only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "rollouts", "pairs.jsonl", "pairs")
-PATIENT_PHASES = ("reward", "testing", "save_checkpoint")  # in which one rank may take long, and the others wait
 SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar
-# what gloo and NCCL say of a rank that has ended
-RANK_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
-ANOTHER_RANK_LOST = "another rank was lost; if it left no line above, it was killed, most often for memory (see dmesg)"
+# what gloo and NCCL say of a rank that has ended, or hangs
+RANK_IS_GONE = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted"),
+    "Timed out waiting",
+)
+ANOTHER_RANK_LOST = "another rank was lost; if it left no line above, it hangs, or was killed for memory (see dmesg)"
 
 
 class Run:
@@ -163,7 +163,6 @@ class Run:
         self._write_heartbeat(name)
         if name == "update_actor":
             self._before = None  # until `end_step` the policy is of no step
-        limit_collectives(60 if self.bar is None or name in PATIENT_PHASES else 15)
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -533,9 +532,6 @@ def exit_value(error: Exception, folder: Path | None, is_training: bool) -> str 
         is_everywhere = isinstance(error, ValueError) and isinstance(error.__cause__ or error, UNREADABLE)
         silent = is_everywhere and os.environ.get("LOCAL_RANK", "0") != "0"
         return 1 if silent else last_line(str(error), error, folder)
-    if "Timed out waiting" in str(error):  # gloo's words
-        missing = missing_ranks()
-        return last_line(missing, error, folder) if missing else 1
     if not any(sign in str(error) for sign in RANK_IS_GONE):
         return None
     # while prompts were encoded, say; ranks do not begin at one moment, nor does their time end so

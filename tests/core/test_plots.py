@@ -146,13 +146,13 @@ def test_save_samples_puts_every_ranks_images_in_order(tmp_path, monkeypatch):
     """Two ranks share five images, and each writes its own; the last place of the second is one that fills up."""
     given = {}  # by rank: what it hands to rank 0
 
-    def gather_object(value, parts):
+    def all_gather_object(parts, value):
         given[dist.get_rank()] = value
-        if parts:
-            parts[:] = [value, given[1]]
+        parts[:] = [value, given[1]]
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "gather_object", gather_object)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     places, images, records = of_rank([1, 3, 0])
     images[2] = Image.new("RGB", (4, 2), (99, 0, 0))  # made by another rank, and so not to the bit

@@ -17,7 +17,7 @@ import flow_grpo
 from common import process
 from common.checkpoints import atomic_file, save_checkpoint, saved_checkpoints
 from common.data import GroupSampler, PromptSet
-from common.distributed import gather, gather_objects, gather_objects_on_rank_0
+from common.distributed import gather, gather_objects
 from common.errors import NothingBegun, RunError
 from common.inputs import Inputs, choose_sizes
 from common.models.family import Family
@@ -188,8 +188,6 @@ def test_speed_metrics_by_hand(tmp_path, monkeypatch, capfd):
         return [ours, (theirs, {name: peak / 3 for name, peak in peaks.items()})]
 
     monkeypatch.setattr("common.run.gather_objects", gather)
-    limits = []
-    monkeypatch.setattr("common.run.limit_collectives", limits.append)
     run = new_run(tmp_path, num_images=128, num_steps=6)
     clock.now += 5.0  # until the first phase
     clock.spend(run, "testing", 2.0)
@@ -205,7 +203,6 @@ def test_speed_metrics_by_hand(tmp_path, monkeypatch, capfd):
             clock.spend(run, "testing", 3.0)
         run.log({"critic/rewards/mean": 0.5})
         clock.spend(run, "save_checkpoint", 7.0)
-    assert limits[:6] == [60, 15, 60, 15, 15, 60]  # minutes; the evaluation before training, then a step
     assert "reward=0.500" in capfd.readouterr().err
     write(run, 7, {})  # the training steps are over
     rows = metrics_of(tmp_path)
@@ -290,7 +287,6 @@ def test_the_other_ranks_write_nothing(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr("common.run.gather_objects", lambda ours: [ours, ours])
-    monkeypatch.setattr("common.run.limit_collectives", lambda minutes: None)
     create_run_folder(tmp_path / "run", OPTIONS, __file__)
     run = new_run(tmp_path, profile_steps=(1,), track=True, num_images=4, num_steps=2)
     run.print_message("of rank 0")
@@ -660,7 +656,6 @@ def test_one_rank_alone_gets_its_own_and_starts_no_thread(one_rank, two_threads)
     before = set(os.listdir("/proc/self/task"))
     assert torch.equal(gather(rows), rows[None])
     assert gather_objects(rows.numpy().tobytes()) == [rows.numpy().tobytes()]
-    assert gather_objects_on_rank_0(rows.numpy().tobytes()) == [rows.numpy().tobytes()]
     assert set(os.listdir("/proc/self/task")) <= before
 
 
