@@ -336,8 +336,8 @@ def test_resume_differences():
     now = {"seed": 1, "learning_rate": 3e-4, "reward": ("ocr",), "name": "b", "new": 2, "path": "x"}
     assert resume_differences(saved, now, {"name"}) == [
         "learning_rate: 0.001 -> 0.0003",
-        "new is new: 2",
-        "old (True) is no option any more",
+        "new: None -> 2",
+        "old: True -> None",
         "path: None -> x",
     ]
     assert resume_differences(saved, saved) == []
