@@ -164,7 +164,7 @@ def attempt_prompts(example):
         path = folder / f"prompts{suffix}"
         path.write_bytes(data)
         file = re.escape(str(path))
-        names = [rf"^{file}:\d+: ", f"^{file}: no prompts", f"^{file}: not UTF-8"]
+        names = [rf"^{file}:\d+: ", f"^{file}: no prompts", f"^{file}: 'utf-8' codec"]
         return held(lambda: read_prompts(path, rewards), check, names)
 
 
@@ -221,7 +221,7 @@ def attempt_pairs(example):
         path = folder / "pairs.jsonl"
         path.write_bytes(data)
         file = re.escape(str(path))
-        names = [rf"^{file}:\d+: ", f"^{file}: no prompts", f"^{file}: not UTF-8"]
+        names = [rf"^{file}:\d+: ", f"^{file}: no prompts", f"^{file}: 'utf-8' codec"]
         return held(lambda: read_pairs(folder), check, names, (ValueError, RunError))
 
 
