@@ -432,7 +432,7 @@ def test_the_best_adapter_is_that_of_the_highest_total_or_best_by(best_by, tmp_p
     assert capsys.readouterr().out.startswith(f"best evaluation: step 2, in {tmp_path}/best_adapter\n")
 
 
-def test_without_a_difference_no_step_is_the_best(tmp_path, monkeypatch, capsys):
+def test_of_equal_evaluations_the_first_is_the_best(tmp_path, monkeypatch, capsys):
     """Not even after a resume; relative rewards have no total, and nothing is saved."""
     saved = []
     monkeypatch.setattr("common.run.save_policy", lambda *given: saved.append(given))
@@ -441,9 +441,8 @@ def test_without_a_difference_no_step_is_the_best(tmp_path, monkeypatch, capsys)
         run.step = step
         run.save_if_best("model", "ema", {"val/weighted_total/mean": 0.5})
     run.close()
-    told = capsys.readouterr().out
-    assert "best evaluation" not in told and len(saved) == 1
-    assert f"{tmp_path}/best_adapter is of step 0; no other evaluation scored differently\n" in told
+    assert len(saved) == 1
+    assert f"best evaluation: step 0, in {tmp_path}/best_adapter\n" in capsys.readouterr().out
     for best_by in (None, "val/ocr/mean"):
         run = new_run(tmp_path, num_steps=4, best_by=best_by)
         run.save_if_best("model", "ema", {"val/drift_from_base": 0.5})
@@ -556,7 +555,7 @@ def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monke
     assert not any("package" in name or "RUBRIC" in name for name in contents)
 
 
-def test_create_run_folder_records_git_and_how_much_of_it_is_left_out(tmp_path, monkeypatch):
+def test_create_run_folder_records_git(tmp_path):
     repository = tmp_path / "repository"
     repository.mkdir()
     (repository / "script.py").write_text("")
@@ -572,17 +571,10 @@ def test_create_run_folder_records_git_and_how_much_of_it_is_left_out(tmp_path, 
     (repository / "contrib" / "fork.py").write_text("")
     create_run_folder(tmp_path / "other", OPTIONS, repository / "contrib" / "fork.py")
     record = json.loads((tmp_path / "other" / "args.json").read_text())
-    assert (record["git_hash"], record["untracked"]) == (f"{head}-dirty", ["contrib/fork.py", "new.py"])
+    assert (record["git_hash"], record["untracked"]) == (f"{head}-dirty", ["contrib/", "new.py"])
     diff = (tmp_path / "other" / "uncommitted.diff").read_bytes()
-    assert diff.endswith(b"+mended = True\n") and record["uncommitted_bytes"] == len(diff)
+    assert diff.endswith(b"+mended = True\n")
     assert not (tmp_path / "run" / "uncommitted.diff").exists()
-    monkeypatch.setattr("common.run_record.LONGEST_DIFF", len(diff) - 7)
-    monkeypatch.setattr("common.run_record.MOST_UNTRACKED", 1)
-    create_run_folder(tmp_path / "cut", OPTIONS, repository / "contrib" / "fork.py")
-    record = json.loads((tmp_path / "cut" / "args.json").read_text())
-    assert (record["uncommitted_bytes"], record["untracked"]) == (len(diff), ["contrib/fork.py", "and 1 more"])
-    left = (tmp_path / "cut" / "uncommitted.diff").read_bytes()
-    assert left == diff[:-7] + b"\n7 more bytes are left out\n"
 
 
 def test_a_resumed_run_keeps_the_first_record(tmp_path):
