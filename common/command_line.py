@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from common.checkpoints import load_checkpoint, saved_checkpoints
 from common.errors import error_prefix
-from common.help import help_text
+from common.help import print_help
 from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs, parse_lr_schedule
 from common.process import print_message
 from common.resuming import EXPECTED_TO_DIFFER, check_format, checkpoint_of
@@ -38,8 +38,7 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
     is_script = argv is None  # a caller with words of its own, such as tools.plan, says itself what it does
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(help_text(args_class, description))
-        raise SystemExit(0)
+        print_help(args_class, description)
     if "--help_all" in argv:
         config = (tyro.conf.FlagConversionOff,)
         tyro.cli(args_class, args=["--help"], description=description, use_underscores=True, config=config)
