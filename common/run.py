@@ -59,7 +59,10 @@ RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples",
 SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar
 # what gloo and NCCL say of a rank that has ended, or hangs
 RANK_IS_GONE = (
-    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted"),
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL communicator was aborted",
     "Timed out waiting",
 )
 ANOTHER_RANK_LOST = "another rank was lost; if it left no line above, it hangs, or was killed for memory (see dmesg)"
