@@ -43,7 +43,7 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
         config = (tyro.conf.FlagConversionOff,)
         tyro.cli(args_class, args=["--help"], description=description, use_underscores=True, config=config)
     args = _parse(args_class, argv, {})
-    if args.args:
+    if args.args is not None:
         argv = _words_of_file(args.args, args_class) + argv
         args = _parse(args_class, argv, {})
     if is_script:
