@@ -11,7 +11,6 @@ from common.checkpoints import (
     atomic_file,
     checkpoint_step,
     load_checkpoint,
-    read_checkpoint,
     remove_checkpoint,
     saved_checkpoints,
 )
@@ -71,9 +70,9 @@ def checkpoint_of(path: Path | str) -> Path:
     if checkpoint is None:
         raise ValueError(truncate(f"--resume {path}: no checkpoint there"))
     script = Path(sys.argv[0]).stem
-    written_by, state = read_checkpoint(checkpoint)
-    if written_by != script:
-        raise ValueError(truncate(f"--resume: {checkpoint} was written by {written_by}.py, not by {script}.py"))
+    state = load_checkpoint(checkpoint)
+    if state["script"] != script:
+        raise ValueError(truncate(f"--resume: {checkpoint} was written by {state['script']}.py, not by {script}.py"))
     check_format(state, f"--resume: {checkpoint}")
     return checkpoint
 
