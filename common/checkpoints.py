@@ -86,17 +86,12 @@ def save_checkpoint(run: Path | str, step: int, state: dict, keep: int) -> None:
 
 
 def load_checkpoint(path: Path | str) -> dict:
-    """What save_checkpoint was given, every byte of it checked against the file's CRC32s. On the CPU.
+    """What save_checkpoint was given, and the name of the `script` that wrote it, on the CPU. Every byte is checked
+    against the file's CRC32s.
 
     Raises:
         ValueError: naming the file and why: it is missing, truncated, corrupt, or something else.
     """
-    _, state = read_checkpoint(path)
-    return state
-
-
-def read_checkpoint(path: Path | str) -> tuple[str, dict]:
-    """The name of the script that wrote a checkpoint, and its state; as load_checkpoint."""
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise ValueError("it is no file")  # a pipe would be waited for
@@ -115,7 +110,7 @@ def read_checkpoint(path: Path | str) -> tuple[str, dict]:
             file = Path(path).parent / name
             if not file.is_file() or file.stat().st_size != size:
                 raise ValueError(f"{name} is missing or truncated")
-        return saved.pop("script"), saved
+        return saved
     except Exception as error:  # a flipped byte can make the readers of zip and pickle raise nearly anything
         first_line = reason(error).strip().partition("\n")[0]
         raise ValueError(truncate(f"{path} is not a whole checkpoint ({first_line})")) from error
@@ -217,9 +212,5 @@ def lock_run(folder: Path | str) -> None:
         print_message(f"{path} cannot be locked ({error}): make sure yourself that no other run writes to it")
         return
     record = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    try:
-        holder_file.write_text(json.dumps(record) + "\n")
-    except OSError:  # a full disk
-        lock.release()
-        raise
     _locks[path] = lock
+    holder_file.write_text(json.dumps(record) + "\n")

@@ -3,19 +3,16 @@
 import json
 import math
 import os
-import re
 import sys
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from common.checkpoints import load_checkpoint, saved_checkpoints
 from common.errors import error_prefix
-from common.help import help_text
+from common.help import print_help
 from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs, parse_lr_schedule
 from common.process import print_message
-from common.profiling import traced_steps
 from common.resuming import EXPECTED_TO_DIFFER, check_format, checkpoint_of
 from common.stop_rules import check_stop_rules
 from common.tracking import check_tracker
@@ -24,22 +21,6 @@ from common.weights.attention import check_attention
 import tyro
 import yaml
 
-# what other trainers call our options
-OTHER_NAMES = {
-    "lr": "learning_rate",
-    "max_train_steps": "num_steps",
-    "max_steps": "num_steps",
-    "train_batch_size": "micro_batch_size",
-    "resolution": "image_size",
-    "rank": "lora_rank",
-    "pretrained_model_name_or_path": "model",
-    "output_dir": "name",
-    "resume_from_checkpoint": "resume",
-    "report_to": "track",
-    "gradient_checkpointing": "train_with",
-    "num_generations": "group_size",
-    "config": "args",
-}
 # recorded as they were fitted to a rank's share of the images, or to its GPU
 OF_ITS_RANKS = ("micro_batch_size", "rollout_batch_size", "shard_ranks")
 OF_ONE_START = ("resume", "eval_only", "args", "reward_settings")  # in a run's args.json, and not to be repeated
@@ -57,15 +38,14 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
     is_script = argv is None  # a caller with words of its own, such as tools.plan, says itself what it does
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(help_text(args_class, description))
-        raise SystemExit(0)
+        print_help(args_class, description)
     if "--help_all" in argv:
         config = (tyro.conf.FlagConversionOff,)
         tyro.cli(args_class, args=["--help"], description=description, use_underscores=True, config=config)
-    known = {field.name: field for field in fields(args_class)}
-    _suggest(argv, known)
-    argv = _words_of_file(argv, args_class) + argv
     args = _parse(args_class, argv, {})
+    if args.args is not None:
+        argv = _words_of_file(args.args, args_class) + argv
+        args = _parse(args_class, argv, {})
     if is_script:
         print_message(f"{args.run_folder}: checking options and files")
     if args.resume:
@@ -83,118 +63,40 @@ def _parse(args_class: type[ArgsClass], argv: list[str], defaults: dict) -> Args
 
 
 # ---- options that are not typed --------------------------------------------------------------------------------------
-def _suggest(argv: list[str], known: dict[str, Field]) -> None:
-    """ValueError: an option has another trainer's name, and we have one that means it; or it has no value."""
-    for word, following in zip(argv, [*argv[1:], "--"], strict=False):
-        if not word.startswith("--"):
-            continue
-        name, has_value, _ = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if word == "--plan":
-            raise ValueError("--plan: no such option; `python -m tools.plan --help` plans a run")
-        if name not in known and OTHER_NAMES.get(name) in known:
-            raise ValueError(f"{word}: no such option; here it is --{OTHER_NAMES[name]}")
-        # a list of any length takes none
-        if name in known and not has_value and following.startswith("--") and "..." not in str(known[name].type):
-            default = known[name].default
-            example = not default if isinstance(default, bool) else default
-            values = " ".join(map(str, example)) if isinstance(example, tuple) else example
-            raise ValueError(f"{word}: needs a value" + (f", such as {values}" if values not in (None, "") else ""))
-
-
-class _TextLoader(yaml.SafeLoader):
-    """YAML whose values are texts as they are written, or None: 010 would be 8, and `no` False."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        _each_once([(str(key.value), None) for key, _ in node.value])
-        return super().construct_mapping(node, deep)
-
-
-_TextLoader.yaml_implicit_resolvers = {
-    letter: [(tag, pattern) for tag, pattern in pairs if tag == "tag:yaml.org,2002:null"]
-    for letter, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs of names and values as a dict. ValueError: a name is there twice, and one value would be lost."""
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{name}: is given twice")
-    return dict(pairs)
-
-
-def _words_of_file(argv: list[str], args_class: type[SharedArgs]) -> list[str]:
+def _words_of_file(path: str, args_class: type[SharedArgs]) -> list[str]:
     """The options in the file of --args, as words of a command line to be put before the given ones, which win.
 
     The file is an args.json, of which a start's own options are left out (--resume ...), or a JSON or YAML file of
     names and values.
 
     Raises:
-        ValueError: naming the file: it cannot be read, has an option that the script has not, or a value that the
-            option does not take, or is another version's.
+        ValueError: naming the file: it cannot be read, has an option that the script has not, or is another version's.
     """
-    named = [word.partition("=")[2] for word in argv if word.startswith("--args=")]
-    named += [value for word, value in zip(argv, argv[1:], strict=False) if word == "--args"]
-    if not named:
-        return []
-    if len(named) > 1:
-        raise ValueError(f"--args {' '.join(named)}: give one file")
     known = {field.name: field for field in fields(args_class)}
-    path = Path(named[0])
     with error_prefix(f"--args {path}", Exception):  # whatever a YAML library raises
-        text = path.read_text(encoding="utf-8")
-        if path.suffix in (".yaml", ".yml"):
-            given = yaml.load(text, _TextLoader)
-        else:
-            given = json.loads(text, object_pairs_hook=_each_once)
+        text = Path(path).read_text(encoding="utf-8")
+        given = yaml.safe_load(text) if path.endswith((".yaml", ".yml")) else json.loads(text)
         if not isinstance(given, dict):
             raise ValueError("expected names and values")
         if isinstance(given.get("args"), dict):
-            script = re.search(r"[^/\s'\"]+\.py\b", given.get("command") or "")
-            if script and script[0] != Path(sys.argv[0]).name != "plan.py":
-                told = "options such as clip_range may have other units there"
-                print_message(f"--args {path}: a run of {script[0]} wrote it; {told}")
             check_format(given, "the file")
             given = {name: value for name, value in given["args"].items() if name not in OF_ONE_START}
         unknown = [str(name) for name in given if name not in known or name == "args"]
         if unknown:
             raise ValueError(f"no such option: {', '.join(unknown)}; take it out of the file")
         words = [word for name, value in given.items() for word in _words(known[name], value)]
-        if not _is_taken(args_class, words):
-            wrong = next(name for name in given if not _is_taken(args_class, _words(known[name], given[name])))
-            raise ValueError(f"{wrong}: {given[wrong]!r} is not what the option takes")
     print_message(f"--args {path}: {len(given)} options; those on the command line win")
     return words
 
 
 def _words(option: Field, value: Any) -> list[str]:  # whatever a file holds
-    """A value in a file as words of a command line; [] for the default. ValueError: no option has such a value."""
-    kind, default = str(option.type), option.default
-    if default is not MISSING and value == (list(default) if isinstance(default, tuple) else default):
-        return []
-    values = value if isinstance(value, list) and "tuple" in kind else [value]
-    words = []
-    for item in values:
-        word = str(item)
-        if not isinstance(item, str | int | float) and not (item is None and "None" in kind):
-            raise ValueError(f"{option.name}: {item!r} is not a value")
-        if len(values) > 1 and word.startswith("--"):
-            raise ValueError(f"{option.name}: {item!r} would be another option")
-        words.append(word.capitalize() if "bool" in kind and word in ("true", "false") else word)  # as YAML has them
+    """A value in a file as words of a command line. ValueError: no option has such a value."""
+    values = value if isinstance(value, list) and "tuple" in str(option.type) else [value]
+    if any(isinstance(item, list | dict) for item in values):
+        raise ValueError(f"{option.name}: {value!r} is not a value")
+    words = [str(item) for item in values]
     name = f"--{option.name}"
     return [f"{name}={words[0]}"] if len(words) == 1 else [name, *words]  # = because a text may begin with a dash
-
-
-def _is_taken(args_class: type[SharedArgs], words: list[str]) -> bool:
-    """Whether tyro takes these words, whose own message would not name their file."""
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        try:
-            _parse(args_class, words, {})
-        except SystemExit:
-            return False
-    return True
 
 
 def _defaults_of_checkpoint(args: SharedArgs) -> dict[str, Any]:
@@ -238,7 +140,6 @@ def check_options(args: SharedArgs) -> None:
     scored_by = (*args.reward, *args.eval_reward)
     check_stop_rules(args.stop_if, scored_by, args.eval_images_per_prompt, args.eval_by, args.best_by, files)
     check_tracker(args.track)
-    traced_steps(args.profile_steps, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
     if args.attention != "native":
         check_attention(args.attention, args.model, args.dtype, args.family)
     ranks_of_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

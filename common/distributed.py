@@ -9,9 +9,7 @@ import gc
 import math
 import os
 import random
-import resource
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import NoReturn, TypeVar
@@ -23,7 +21,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout  # which have no public names
 from tqdm import tqdm
 
 T = TypeVar("T")
@@ -84,9 +81,7 @@ def setup_distributed(shard_ranks: int = 0) -> torch.device:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
         outlive_terminal()
-    if launched_world_size() > 1:
-        allow_connections(launched_world_size())
-    timeout = timedelta(hours=1)  # loading, an engine's start, prompts or pairs; Run shortens it when training begins
+    timeout = timedelta(hours=1)  # of a collective: loading, an engine's start, prompts, pairs or rewards may take long
     torch.set_num_threads(threads_of_this_rank())
     # `torchrun --max_restarts` keeps its store, in which a rank would find where the others listened before the restart
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -107,48 +102,7 @@ def setup_distributed(shard_ranks: int = 0) -> torch.device:
     return device
 
 
-def allow_connections(world_size: int) -> None:
-    """Raise the limit of open files, often 1,024: gloo takes one or two for each other rank."""
-    needed = 512 + 4 * world_size
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft not in (resource.RLIM_INFINITY, hard) and soft < needed:
-        needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
 # ---- waiting ---------------------------------------------------------------------------------------------------------
-def limit_collectives(minutes: float) -> None:
-    """From now on a collective fails on a rank that has waited so many minutes for another one."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        _set_pg_timeout(timedelta(minutes=minutes))
-
-
-def missing_ranks(patience_s: float = 10.0) -> str:
-    """The line for a collective that timed out: which ranks were not in it. "" on ranks that another speaks for.
-
-    The first rank that gives up closes its connections, so that all that waited fail within seconds. Each says so in
-    torchrun's store, and the lowest of them reads who did not. A NCCL collective that times out ends the process
-    before this can run.
-    """
-    store = _get_default_store()
-    world_size = dist.get_world_size()
-    missing = list(range(world_size))
-    try:
-        store.set(f"timed out {dist.get_rank()}", "it has")
-        deadline = time.monotonic() + patience_s
-        while missing and time.monotonic() < deadline:
-            time.sleep(0.5)
-            missing = [rank for rank in missing if not store.check([f"timed out {rank}"])]
-    except dist.DistError as error:
-        return f"a collective timed out, and torchrun's store, on the first node, does not answer: {error}"
-    if any(rank not in missing for rank in range(dist.get_rank())):
-        time.sleep(2)  # until the other has spoken: torchrun ends all ranks when one has ended
-        return ""
-    if not missing:
-        return "a collective timed out on all ranks: is the network down?"
-    return f"rank {', '.join(map(str, missing))} of {world_size} did not arrive where the others waited"
-
-
 def with_bar(items: Iterable[T], doing: str, total: int, *, together: bool = False) -> Iterator[T]:
     """Yield the `total` items, under a progress bar on rank 0 that says what it is `doing`: what can take hours before
     the first step.
@@ -242,15 +196,6 @@ def gather_objects(value: T) -> list[T]:
         return [value]
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, value)
-    return parts
-
-
-def gather_objects_on_rank_0(value: T) -> list[T] | None:
-    """One picklable value of every rank -> on rank 0 the list of them, by rank; None on the others."""
-    if dist.get_world_size() == 1:
-        return [value]
-    parts: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, parts)
     return parts
 
 

@@ -1,6 +1,5 @@
 """Errors that a user can cause: each ends the script in one line that names the option, file or line at fault."""
 
-import codecs
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,11 +41,7 @@ def error_prefix(
 
 
 def reason(error: BaseException) -> str:
-    """The message of an exception; an OSError's without its number and its file, which is named already. A file that
-    is not UTF-8 gets the way out as well."""
-    if isinstance(error, UnicodeDecodeError):
-        encoding = "UTF-16" if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "ITS_ENCODING"
-        return f"not UTF-8 text ({error}); convert it by `iconv -f {encoding} -t UTF-8 OLD > NEW`"
+    """The message of an exception; an OSError's without its number and its file, which is named already."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 

@@ -3,13 +3,11 @@
 import ast
 import inspect
 import textwrap
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 from itertools import pairwise
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, NoReturn, get_type_hints
 
-ROOT = Path(__file__).parents[1]
+import tyro
 
 # the options that people set first
 FIRST = (
@@ -32,33 +30,16 @@ def read_docstrings(args_class: type) -> dict[str, str]:
     return found
 
 
-def _values(hint: type) -> str:
-    """A type hint as --help shows it: INT, FLOAT FLOAT, STR ..., or the choices."""
-    parts = [part for part in get_args(hint) if part is not NoneType]
-    if get_origin(hint) is Literal:
-        return "|".join(map(str, parts))
-    if get_origin(hint) in (Union, UnionType):
-        return "|".join(map(_values, parts))
-    if get_origin(hint) is tuple:
-        return f"{_values(parts[0])} ..." if parts[-1] is Ellipsis else " ".join(map(_values, parts))
-    return str(getattr(hint, "__name__", hint)).upper()
-
-
-def _shown(default: tuple | str | float | None) -> str:
-    """A default as one would type it; a path inside the checkout relative to it."""
-    shown = " ".join(map(str, default)) or "none" if isinstance(default, tuple) else str(default)
-    return shown.replace(f"{ROOT}/", "")
-
-
-def help_text(args_class: type, description: str) -> str:
-    """The text of --help: the script's header and the options of FIRST that it has, one below the other."""
-    hints = get_type_hints(args_class)
+def print_help(args_class: type, description: str) -> NoReturn:
+    """Print the script's header and tyro's help of the options of FIRST that it has, and exit."""
+    hints = get_type_hints(args_class, include_extras=True)
     texts = read_docstrings(args_class)
-    defaults: dict[str, Any] = {field.name: field.default for field in fields(args_class)}
-    lines = [description.strip(), ""]
+    defaults = {field.name: field.default for field in fields(args_class)}
+    shown: list[tuple] = []
     for name in FIRST:
         if name in defaults:
-            lines.append(f"--{name} {_values(hints[name])}  (default: {_shown(defaults[name])})")
-            lines += [*textwrap.wrap(texts[name], 100, initial_indent="    ", subsequent_indent="    "), ""]
-    lines.append(f"--help_all shows all {len(defaults)} options.")
-    return "\n".join(lines)
+            shown.append((name, Annotated[hints[name], tyro.conf.arg(help=texts[name])], defaults[name]))
+    more = f"--help_all shows all {len(defaults)} options."
+    first = make_dataclass(args_class.__name__, shown)
+    tyro.cli(first, args=["--help"], description=f"{description.strip()}\n\n{more}", use_underscores=True)
+    raise SystemExit(0)

@@ -4,6 +4,7 @@ An option is a dataclass field with its docstring below it; a comment `# ---- ru
 Bounds stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`; common/command_line.py checks them.
 """
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,9 +77,8 @@ class SharedArgs:
     max_minutes: NonNegativeFloat = 0.0
     """finish the step, save and exit after this many minutes, as after a signal, also before the first step, while
     prompts are cached or pairs made; 0: no limit"""
-    profile_steps: tuple[str, ...] = ()
-    """training steps to trace with torch's profiler: STEP for rank 0, or STEP:RANK; trace_STEP.json holds two passes of
-    the update"""
+    profile_steps: Annotated[tuple[int, ...], Bound(at_least=1)] = ()
+    """training steps that rank 0 traces with torch's profiler; trace_STEP.json holds two passes of the update"""
     eval_only: bool = False
     """evaluate and exit, under a new --name: the checkpoint of --resume, with its options, or otherwise the model"""
 
@@ -207,22 +207,17 @@ class SharedArgs:
     def lr_factor(self, k: int) -> float:
         """The factor of the learning rate, in (0, 1], at the k-th optimizer step of the run, counted from 1."""
         kind, num_warmup_steps = parse_lr_schedule(self.lr_schedule)
-        if kind == "constant":
-            return min(1, k / max(1, num_warmup_steps))
-        from torch import zeros
-        from torch.optim import SGD
-        from transformers import get_scheduler  # slow
-
         # offline DPO takes one optimizer step per training step
         updates_per_step = getattr(self, "updates_per_rollout", 1) * getattr(self, "epochs_per_rollout", 1)
         num_updates = self.num_steps * updates_per_step
-        schedule = get_scheduler(
-            kind,
-            SGD([zeros(1)]),
-            num_warmup_steps=num_warmup_steps,
-            num_training_steps=num_updates + 1,  # its factor is 0 at the step behind the last one
-        )
-        return schedule.lr_lambdas[0](min(k, num_updates))
+        k = k if kind == "constant" else min(k, num_updates)
+        if kind == "constant" or k < num_warmup_steps:
+            return min(1, k / max(1, num_warmup_steps))
+        end = num_updates + 1  # the factor is 0 at the step behind the last one
+        if kind == "linear":
+            return (end - k) / (end - num_warmup_steps)
+        share = (k - num_warmup_steps) / (end - num_warmup_steps)
+        return (1 + math.cos(math.pi * share)) / 2
 
     @property
     def evaluated_policy(self) -> str:

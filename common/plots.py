@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.checkpoints import atomic_file, writing
-from common.distributed import gather_objects_on_rank_0
+from common.distributed import gather_objects, on_rank_0
 from common.errors import error_prefix
 from common.images import as_one_picture, save_png, show_sources
 from common.rollout import Images
@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 WATCHED = ("val/diversity", "val/drift_from_base")
 PANELS = {  # title -> metrics drawn in it; a name that ends with a slash stands for every reward's mean below it
-    "reward": ("critic/rewards/mean", "critic/rewards/", "val/"),
+    "reward": ("critic/rewards/", "val/"),
     "zero-std groups, clip fraction": ("critic/rewards/zero_std_ratio", "actor/pg_clipfrac"),
     "gradient norm": ("actor/grad_norm",),
     "KL to the reference": ("actor/kl_loss",),
@@ -30,6 +30,7 @@ PANELS = {  # title -> metrics drawn in it; a name that ends with a slash stands
     ),
 }
 VAL_TOTAL = "val/weighted_total/mean"
+TOTALS = ("critic/rewards/mean", VAL_TOTAL)
 Curve = tuple[str, str, list[dict], str]  # label, metric, rows of metrics.jsonl, colour
 Picture = tuple[Image.Image, str]  # with its caption
 LINE_HEIGHT = 14  # pixels of a line of a caption, below an image
@@ -43,7 +44,8 @@ def plot_curves(folder: Path | str) -> None:
     for title, wanted in PANELS.items():
         colours: dict[str, str] = {}  # a reward's colour is the same in training and evaluation
         for name in drawn_metrics(rows, wanted):
-            colour = colours.setdefault(_drawn_with(rows, name), f"C{len(colours)}")
+            in_evaluation = name.replace("critic/rewards/mean", VAL_TOTAL).replace("critic/rewards/", "val/")
+            colour = colours.setdefault(in_evaluation, f"C{len(colours)}")
             panels.setdefault(title, []).append((name, name, rows, colour))
     draw_panels(panels, Path(folder) / "curves.png")
 
@@ -64,26 +66,9 @@ def drawn_metrics(rows: list[dict], wanted: tuple[str, ...]) -> list[str]:
     for prefix in (name for name in wanted if name.endswith("/")):
         below = [name for name in measured if name.startswith(prefix) and name.endswith("/mean")]
         below = [name for name in below if name == VAL_TOTAL or not name.endswith("/weighted_total/mean")]
-        if len(below) == 2:  # the one that is drawn whatever else is, or the reward's own
-            below = [name for name in below if name in wanted] or [name for name in below if name != VAL_TOTAL]
-        elif VAL_TOTAL in below and any(_is_total(rows, name) for name in below):  # the only one that is trained on
-            below.remove(VAL_TOTAL)
-        drawn += [name for name in below if name not in drawn]
+        of_rewards = [name for name in below if name not in TOTALS]
+        drawn += of_rewards if len(of_rewards) == 1 else below
     return drawn
-
-
-def _drawn_with(rows: list[dict], name: str) -> str:
-    """The evaluation's metric whose colour a training metric shares; any other metric is its own."""
-    if name == "critic/rewards/mean":  # the weighted total, which may be drawn as the one reward that it is
-        means = sorted({name for row in rows for name in row if name.startswith("val/") and name.endswith("/mean")})
-        return next((name for name in means if _is_total(rows, name)), VAL_TOTAL)
-    return name.replace("critic/rewards/", "val/")
-
-
-def _is_total(rows: list[dict], name: str) -> bool:
-    """Whether the metric is the weighted total under another name, to round-off."""
-    values = [(row.get(name, math.nan), row[VAL_TOTAL]) for row in rows if VAL_TOTAL in row]
-    return name != VAL_TOTAL and len(values) > 0 and all(math.isclose(value, total) for value, total in values)
 
 
 def draw_panels(panels: dict[str, list[Curve]], path: Path | str) -> None:
@@ -191,8 +176,8 @@ def save_samples(
     with writing(folder), ThreadPoolExecutor(4) as threads:
         folder.mkdir(parents=True, exist_ok=True)
         list(threads.map(save_png, files, files.values()))  # list raises what a thread raised
-    parts = gather_objects_on_rank_0(samples)
-    if parts is None:
+    parts = gather_objects(samples)
+    if not on_rank_0():
         return None
     by_place = {place: sample for part in parts for place, sample in part.items()}
     lines = []  # of samples.jsonl

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import re
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,6 +11,7 @@ from typing import Any
 
 from common.cpu import repair_torchvision
 from common.data import count_sources
+from common.distributed import on_rank_0
 from common.models.loading import find_family
 from common.plan.devices import find_device
 from common.plan.memory import Blueprint
@@ -20,13 +20,11 @@ from common.process import end_with_parent, print_message
 from common.weights.lora import make_lora
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.profiler import profile, record_function
+from torch.profiler import ProfilerAction, profile
 
 PHASES = {"update_actor": ("update", "actor"), "old_log_prob": ("old log-probs", "actor_infer")}
-TRACED_PASSES = 2
 
 
 # ---- the share of the peak -------------------------------------------------------------------------------------------
@@ -109,58 +107,31 @@ class Utilisation:
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------
-def traced_steps(profile_steps: Sequence[str], num_ranks: int) -> dict[int, int]:
-    """{step: rank} of --profile_steps, each a STEP, which is traced on rank 0, or a STEP:RANK.
-
-    Raises:
-        ValueError: it is neither, there is no such rank, or a step is there twice.
-    """
-    found = {}
-    for written in profile_steps:
-        step, _, rank = written.partition(":")
-        if not re.fullmatch("[0-9]+(:[0-9]+)?", written) or int(rank or 0) >= num_ranks:
-            wanted = f"must be STEP or STEP:RANK, with a rank below {num_ranks}"
-            raise ValueError(f"--profile_steps {written}: {wanted}, the number of ranks")
-        if int(step) in found:
-            raise ValueError(f"--profile_steps {written}: step {int(step)} is there twice; one rank traces a step")
-        found[int(step)] = int(rank or 0)
-    return found
-
-
 @contextmanager
-def profiled_step(folder: Path, step: int, profile_steps: Sequence[str]) -> Iterator[None]:
-    """Write folder/trace_STEP.json, for chrome://tracing, if `profile_steps` asks for this step of this rank.
+def profiled_step(folder: Path, step: int, profile_steps: Sequence[int]) -> Iterator[None]:
+    """Write folder/trace_STEP.json, for chrome://tracing, on rank 0, if `profile_steps` asks for this step.
 
-    It holds the block's first TRACED_PASSES passes with gradient through an FSDP model: forward, backward, and what
-    lies between. A whole step of a real model would be gigabytes.
+    It holds the block's first two passes with gradient through an FSDP model: forward, backward, and what lies between.
+    A whole step of a real model would be gigabytes.
     """
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if traced_steps(profile_steps, num_ranks).get(step) != rank:
+    if step not in profile_steps or not on_rank_0():
         yield
         return
-    profiler = profile()
-    seen: list[torch.nn.Module] = []  # the outermost model, once for each of its passes
-    marker = record_function(f"ProfilerStep#{step}")
-
-    def stop() -> None:
-        marker.__exit__(None, None, None)
-        profiler.stop()
-        profiler.export_chrome_trace(str(folder / f"trace_{step:04d}.json"))
+    actions = {1: ProfilerAction.RECORD, 2: ProfilerAction.RECORD_AND_SAVE}  # by pass; 0 is all before the first one
+    outermost: list[torch.nn.Module] = []  # the model, whose blocks are FSDP modules as well
 
     def before_forward(module: torch.nn.Module, inputs: tuple) -> None:
-        if not isinstance(module, FSDPModule) or not torch.is_grad_enabled() or (seen and module is not seen[0]):
-            return
-        seen.append(module)
-        if len(seen) == 1:
-            profiler.start()
-            marker.__enter__()
-        elif len(seen) == TRACED_PASSES + 1:
-            stop()
+        if isinstance(module, FSDPModule) and torch.is_grad_enabled():
+            outermost.append(module)
+            if module is outermost[0]:
+                profiler.step()
 
     handle = register_module_forward_pre_hook(before_forward)
-    try:
-        yield
-    finally:
-        handle.remove()
-        if 0 < len(seen) <= TRACED_PASSES:
-            stop()
+    with profile(
+        schedule=lambda number: actions.get(number, ProfilerAction.NONE),
+        on_trace_ready=lambda ready: ready.export_chrome_trace(str(folder / f"trace_{step:04d}.json")),
+    ) as profiler:
+        try:
+            yield
+        finally:
+            handle.remove()

@@ -11,7 +11,6 @@ from common.checkpoints import (
     atomic_file,
     checkpoint_step,
     load_checkpoint,
-    read_checkpoint,
     remove_checkpoint,
     saved_checkpoints,
 )
@@ -19,8 +18,6 @@ from common.distributed import on_rank_0
 from common.errors import UNREADABLE, RunError, error_prefix, truncate
 from common.process import print_message
 
-# what every script saves, and resumes from
-STATE = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
 # options that may differ between a checkpoint and the run that resumes from it without a word
 EXPECTED_TO_DIFFER = (
     *("name", "output_dir", "args", "resume", "eval_only"),
@@ -29,7 +26,7 @@ EXPECTED_TO_DIFFER = (
 # the options that an evaluation's score depends on, beside the weights and the settings of its rewards
 OF_THE_SCORE = (
     *("reward", "reward_weights", "eval_prompts", "max_prompts", "eval_images_per_prompt", "model", "dtype"),
-    *("image_size", "num_frames", "max_sequence_length", "eval_num_inference_steps", "guidance_scale"),
+    *("vae_dtype", "image_size", "num_frames", "max_sequence_length", "eval_num_inference_steps", "guidance_scale"),
     *("negative_prompt", "eval_guidance_scale", "base_weights", "best_by"),
 )
 
@@ -73,15 +70,10 @@ def checkpoint_of(path: Path | str) -> Path:
     if checkpoint is None:
         raise ValueError(truncate(f"--resume {path}: no checkpoint there"))
     script = Path(sys.argv[0]).stem
-    written_by, state = read_checkpoint(checkpoint)
-    if written_by != script:
-        raise ValueError(truncate(f"--resume: {checkpoint} was written by {written_by}.py, not by {script}.py"))
+    state = load_checkpoint(checkpoint)
+    if state["script"] != script:
+        raise ValueError(truncate(f"--resume: {checkpoint} was written by {state['script']}.py, not by {script}.py"))
     check_format(state, f"--resume: {checkpoint}")
-    wrong = [name for name, kind in STATE.items() if not isinstance(state.get(name), kind)]
-    if wrong:
-        raise ValueError(truncate(f"--resume: {checkpoint} is no run's: `{wrong[0]}` is missing or of another type"))
-    if state["step"] < 0 or "default" not in state["policies"] or not state["rng"]:
-        raise ValueError(truncate(f"--resume: {checkpoint} is no run's: a step, a policy or random states are missing"))
     return checkpoint
 
 
@@ -131,25 +123,17 @@ def rewind(run: Path | str, step: int, logged_to: int | None = None) -> None:
 
 
 def resume_differences(saved_options: dict, options: dict, ignore: Collection[str] = ()) -> list[str]:
-    """Two dicts of options -> ["learning_rate: 0.001 -> 0.0003"] for those that differ; (1, 2) equals [1, 2]."""
+    """Two dicts of options -> ["learning_rate: 0.001 -> 0.0003"] for those that differ; (1, 2) equals [1, 2], and a
+    name that is not there None."""
     saved = json.loads(json.dumps(saved_options, default=str))
     now = json.loads(json.dumps(options, default=str))
-    names = {*saved, *now} - {*ignore}
-    differences = []
-    for name in sorted(names):
-        if name not in now:
-            differences.append(f"{name} ({saved[name]}) is no option any more")
-        elif name not in saved:
-            differences.append(f"{name} is new: {now[name]}")
-        elif saved[name] != now[name]:
-            differences.append(f"{name}: {saved[name]} -> {now[name]}")
-    return differences
+    names = sorted({*saved, *now} - {*ignore})
+    return [f"{name}: {saved.get(name)} -> {now.get(name)}" for name in names if saved.get(name) != now.get(name)]
 
 
 def of_the_score(options: dict) -> dict:
     """{name: value} of the options and settings that the weighted total of an evaluation depends on."""
     found = {name: options.get(name) or None for name in OF_THE_SCORE}  # an older checkpoint lacks some
-    found["vae_dtype"] = options.get("vae_dtype", "float32")
     settings = options.get("reward_settings", {})
     for reward in (*options.get("reward", ()), *(options.get("eval_reward", ()) if found["best_by"] else ())):
         for variable, value in (settings.get(reward) or settings.get(reward.rpartition(":")[2], {})).items():

@@ -31,8 +31,6 @@ from common.data import GroupSampler
 from common.distributed import (
     end_distributed,
     gather_objects,
-    limit_collectives,
-    missing_ranks,
     on_rank_0,
     restore_rng_states,
     rng_states,
@@ -58,11 +56,16 @@ from tqdm import tqdm
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
 # files and folders that only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "rollouts", "pairs.jsonl", "pairs")
-PATIENT_PHASES = ("reward", "testing", "save_checkpoint")  # in which one rank may take long, and the others wait
 SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar
-# what gloo and NCCL say of a rank that has ended
-RANK_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
-ANOTHER_RANK_LOST = "another rank was lost; if it left no line above, it was killed, most often for memory (see dmesg)"
+# what gloo and NCCL say of a rank that has ended, or hangs
+RANK_IS_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL communicator was aborted",
+    "Timed out waiting",
+)
+ANOTHER_RANK_LOST = "another rank was lost; if it left no line above, it hangs, or was killed for memory (see dmesg)"
 
 
 class Run:
@@ -115,7 +118,6 @@ class Run:
         self.checkpoint = gather_objects(checkpoint)[0] if script else checkpoint
         self.step = 0
         self.best_score = -math.inf
-        self._lowest_score = math.inf
         self.unlogged: dict[str, float] = {}
         self._saved_step = 0  # of the newest checkpoint
         self._sampler: GroupSampler | None = None
@@ -163,7 +165,6 @@ class Run:
         self._write_heartbeat(name)
         if name == "update_actor":
             self._before = None  # until `end_step` the policy is of no step
-        limit_collectives(60 if self.bar is None or name in PATIENT_PHASES else 15)
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -352,7 +353,7 @@ class Run:
         Full weights are as large as their checkpoint: their adapter/ is written when the run ends.
         """
         state |= {"step": self.step, "args": self.config, "contents": self._contents, "format": FORMAT}
-        state |= {"best": self.best_score, "lowest": self._lowest_score, "best_step": self._best_step}
+        state |= {"best": self.best_score, "best_step": self._best_step}
         state |= {"unlogged": self.unlogged}
         with self.timed("save_checkpoint"):  # after `log`: a resumed run cuts the log back to the checkpoint
             save_checkpoint(self.folder, self.step, state, self.args.keep_checkpoints)
@@ -380,7 +381,6 @@ class Run:
             self.unlogged = state["unlogged"]
             self._logged_to -= 1
         self.best_score = state["best"] if is_comparable else -math.inf
-        self._lowest_score = state.get("lowest", -math.inf) if is_comparable else math.inf
         return state
 
     def save_if_best(self, model: Family, policy: str, metrics: dict) -> None:
@@ -392,7 +392,6 @@ class Run:
                 self.print_message(f"step {self.step}: --best_by {name}: this evaluation lacks it")
             return
         score = float(metrics[name])
-        self._lowest_score = min(self._lowest_score, score)
         if score > self.best_score:
             save_policy(self.folder / "best_adapter", model, policy, self.args.dtype)
             self.best_score = score
@@ -412,10 +411,7 @@ class Run:
         if self.bar is not None:
             self.bar.close()
         if self.args.num_steps and not self.args.eval_only:
-            if self._best_step is not None and self._lowest_score == self.best_score:
-                told = f"{self.folder}/best_adapter is of step {self._best_step}"
-                self.print_message(f"{told}; no other evaluation scored differently")
-            elif self._best_step is not None:
+            if self._best_step is not None:
                 self.print_message(f"best evaluation: step {self._best_step}, in {self.folder}/best_adapter")
             told = f"stopped after step {self.step} of {self.args.num_steps}"
             if self._stop_reason:
@@ -533,9 +529,6 @@ def exit_value(error: Exception, folder: Path | None, is_training: bool) -> str 
         is_everywhere = isinstance(error, ValueError) and isinstance(error.__cause__ or error, UNREADABLE)
         silent = is_everywhere and os.environ.get("LOCAL_RANK", "0") != "0"
         return 1 if silent else last_line(str(error), error, folder)
-    if "Timed out waiting" in str(error):  # gloo's words
-        missing = missing_ranks()
-        return last_line(missing, error, folder) if missing else 1
     if not any(sign in str(error) for sign in RANK_IS_GONE):
         return None
     # while prompts were encoded, say; ranks do not begin at one moment, nor does their time end so

@@ -48,8 +48,6 @@ DATA = (
 READ = {".json", ".jsonl", ".parquet", ".txt", ".safetensors", ".bin", ".model"}  # of a folder; not its images
 PIECE = 2**20  # bytes
 NUM_PIECES = 64  # of a large file
-LONGEST_DIFF = 2**20  # bytes
-MOST_UNTRACKED = 1000  # names
 Contents = dict[str, str]  # what is read -> its size and digest
 
 
@@ -153,7 +151,6 @@ def write_record(folder: Path, suffix: str, config: dict[str, Any], script: Path
     record = {
         "command": shlex.join(sys.argv),
         "git_hash": commit,
-        "uncommitted_bytes": len(diff),
         "untracked": untracked,
         "device": device,
         "format": FORMAT,
@@ -163,8 +160,7 @@ def write_record(folder: Path, suffix: str, config: dict[str, Any], script: Path
     }
     (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
     if diff:
-        rest = f"\n{len(diff) - LONGEST_DIFF} more bytes are left out\n" if len(diff) > LONGEST_DIFF else ""
-        (folder / f"uncommitted{suffix}.diff").write_bytes(diff[:LONGEST_DIFF] + rest.encode())
+        (folder / f"uncommitted{suffix}.diff").write_bytes(diff)
     shutil.copy(script, folder / f"source{suffix}.py")
     for name, file in user_code(config).items():
         copy = folder / f"code{suffix}" / name
@@ -185,7 +181,7 @@ def versions() -> dict[str, str]:
 
 def git_state(folder: Path) -> tuple[str | None, bytes, list[str]]:
     """The commit, with "-dirty" where files differ from it or are not in it; the difference; and the names of the files
-    that git does not have, of at most 1,000. (None, b"", []) outside of a repository."""
+    and whole folders that git does not have. (None, b"", []) outside of a repository."""
 
     def git(*command: str) -> bytes:
         try:
@@ -198,8 +194,6 @@ def git_state(folder: Path) -> tuple[str | None, bytes, list[str]]:
     if not commit:
         return None, b"", []
     diff = git("diff", "--no-ext-diff", "--no-color", "HEAD")
-    names = git("ls-files", "--others", "--exclude-standard", "--full-name", ":/").decode(errors="replace").splitlines()
-    dirty = "-dirty" if diff or names else ""
-    if len(names) > MOST_UNTRACKED:
-        names[MOST_UNTRACKED:] = [f"and {len(names) - MOST_UNTRACKED} more"]
-    return commit + dirty, diff, names
+    untracked = git("ls-files", "--others", "--exclude-standard", "--directory", "--full-name", ":/")
+    names = untracked.decode(errors="replace").splitlines()
+    return commit + ("-dirty" if diff or names else ""), diff, names

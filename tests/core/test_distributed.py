@@ -1,7 +1,6 @@
-"""What is refused, or arranged, before ranks exchange anything: nodes, GPUs and open files."""
+"""What is refused, or arranged, before ranks exchange anything: nodes and GPUs."""
 
 import contextlib
-import resource
 
 from common import distributed
 from common.engine.launch import engine_environment
@@ -81,23 +80,3 @@ def test_segments_expand_in_the_trainer_alone_unless_the_user_has_set_the_alloca
     assert {name: value for name, value in environment.items() if "ALLOC_CONF" in name} == (
         {variable: "max_split_size_mb:512"} if variable else {}
     )
-
-
-@pytest.mark.parametrize(
-    ("ranks", "limits", "expected"),
-    [
-        (2, (1024, 4096), None),  # it is enough
-        (1024, (1024, 524288), 512 + 4 * 1024),
-        (1024, (1024, resource.RLIM_INFINITY), 512 + 4 * 1024),
-        (1024, (1024, 2048), 2048),
-        (1024, (1024, 1024), None),
-        (1024, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
-    ],
-)
-def test_connections_to_many_ranks_are_allowed(ranks, limits, expected, monkeypatch):
-    """Gloo keeps a connection to each other rank, in each process group."""
-    raised = []
-    monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
-    monkeypatch.setattr(resource, "setrlimit", lambda what, pair: raised.append(pair))
-    distributed.allow_connections(ranks)
-    assert raised == ([] if expected is None else [(expected, limits[1])])

@@ -1,4 +1,4 @@
-"""common/monitor: the share of a GPU's peak, trackers. Traces are in test_run.py, missing ranks in test_nodes.py."""
+"""common/monitor: the share of a GPU's peak, trackers. Traces are in test_run.py, lost ranks in test_nodes.py."""
 
 import contextlib
 import multiprocessing

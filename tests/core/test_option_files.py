@@ -1,7 +1,6 @@
-"""Options that are not typed: from a file, and from the checkpoint that a run resumes; names of other trainers."""
+"""Options that are not typed: from a file, and from the checkpoint that a run resumes."""
 
 import json
-import sys
 from pathlib import Path
 
 import flow_grpo
@@ -28,7 +27,7 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("file", "write"), [("args.json", json.dumps), ("mine.yaml", json.dumps), ("mine.yaml", yaml.safe_dump)]
 )
-def test_a_runs_options_are_read_back_and_what_is_given_wins(file, write, here, monkeypatch, capfd):
+def test_a_runs_options_are_read_back_and_what_is_given_wins(file, write, here):
     """All of them, as a run records them; but not that it was resumed, and not the rewards' settings."""
     first = parse(
         *("--name=-mine", "--image_size", 64, 96, "--reward", "ocr", "jpeg_compressibility", "--kl_coef", 0.5),
@@ -40,15 +39,10 @@ def test_a_runs_options_are_read_back_and_what_is_given_wins(file, write, here, 
         "args": vars(first) | {"resume": "latest", "reward_settings": {}},
     }
     (here / file).write_text(write(record))
-    monkeypatch.setattr(sys, "argv", ["/somewhere/flow_grpo.py"])
     again = parse("--args", file)
-    assert "wrote it" not in capfd.readouterr().err
     assert vars(again) == vars(first) | {"args": file}
     given = parse("--args", file, "--name", "other", "--kl_coef", 0, "--reward", "ocr")
     assert vars(given) == vars(first) | {"args": file, "name": "other", "kl_coef": 0.0, "reward": ("ocr",)}
-    monkeypatch.setattr(sys, "argv", ["grpo_guard.py"])
-    parse("--args", file)
-    assert f"--args {file}: a run of flow_grpo.py wrote it; " in capfd.readouterr().err
 
 
 def test_the_file_may_stand_behind_an_equals_sign(here):
@@ -62,42 +56,29 @@ def test_a_yaml_file(here):
     assert (args.name, args.learning_rate, args.image_size, args.eval_only) == ("mine", 0.5, (64, 96), True)
 
 
-@pytest.mark.parametrize("text", ["010", "1:30", "no", "1.10", "1_000", "2001-01-01", "true", "-x"])
-def test_texts_of_yaml_are_as_written(here, text):
-    (here / "mine.yaml").write_text(f"name: {text}\nlora_path:\neval_guidance_scale: null\nlearning_rate: 1e-4\n")
-    args = parse("--args", "mine.yaml")
-    assert (args.name, args.lora_path, args.eval_guidance_scale, args.learning_rate) == (text, None, None, 1e-4)
-
-
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        ("learning_rate: 1\nlearning_rate: 2", "learning_rate: is given twice"),
-        ('{"seed": 1, "seed": 2}', "seed: is given twice"),
         ("args: other.yaml", "no such option: args; take it out of the file"),
-        ("1: 2\non: 3", "no such option: 1, on; take it out of the file"),
+        ("1: 2", "no such option: 1; take it out of the file"),
         ('negative_prompt: ["", --reward, jpeg_compressibility]', "negative_prompt: .* is not a value"),
-        ("reward: [ocr, --seed, 3]", "reward: '--seed' would be another option"),
-        ("model:", "model: None is not a value"),
-        ("reward: null", "reward: None is not a value"),
         ("model: {path: x}", "model: {'path': 'x'} is not a value"),
-        ("model: !!binary aGVsbG8=", "model: b'hello' is not a value"),
-        ("model: x\nnum_steps: 3.0", "num_steps: '3.0' is not what the option takes"),
-        ("eval_only: 0", "eval_only: '0' is not what the option takes"),
-        ("image_size: 32 96", "image_size: '32 96' is not what the option takes"),
+        ("reward: [ocr, [x]]", r"reward: .* is not a value"),
     ],
 )
 def test_what_is_no_value_is_refused_by_name(here, capfd, content, fault):
-    """Each was taken as something else, or refused without the file's name."""
     (here / "mine.yaml").write_text(content)
     with pytest.raises(ValueError, match=f"^--args mine.yaml: {fault}$"):
         parse("--args", "mine.yaml")
     assert capfd.readouterr().err == ""
 
 
-def test_two_files_are_refused(here):
-    with pytest.raises(ValueError, match="^--args other.json mine.json: give one file$"):
-        parse("--args", "mine.json", "--args=other.json")
+def test_a_value_that_the_option_does_not_take_is_named_below_its_file(here, capfd):
+    (here / "mine.yaml").write_text("num_steps: 3.5")
+    with pytest.raises(SystemExit):
+        parse("--args", "mine.yaml")
+    told = capfd.readouterr().err
+    assert told.startswith("--args mine.yaml: 1 options") and "Error parsing --num_steps" in told
 
 
 @pytest.mark.parametrize(
@@ -125,36 +106,13 @@ def test_a_value_of_a_file_is_held_to_its_bound(here):
         parse("--args", "mine.json")
 
 
-# ---- other trainers' names -------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("words", "fault"),
-    [
-        (["--track"], "^--track: needs a value, such as True$"),
-        (["--track", "--seed", "3"], "^--track: needs a value, such as True$"),
-        (["--image_size", "--seed", "3"], "^--image_size: needs a value, such as 32 96$"),
-        (["--prompt_cache"], "^--prompt_cache: needs a value$"),
-    ],
-)
-def test_an_option_without_a_value_is_told_one(here, words, fault):
-    with pytest.raises(ValueError, match=fault):
-        parse(*words)
-
-
+# ---- on the command line ---------------------------------------------------------------------------------------------
 def test_a_command_line_may_be_empty(here):
     assert parse() == flow_grpo.Args()
 
 
 def test_a_list_may_be_empty(here):
     assert parse("--stop_if", "--seed", 3).stop_if == ()
-
-
-def test_names_of_other_trainers_are_told_ours():
-    names = {"--lr": "learning_rate", "--max-train-steps": "num_steps", "--resolution": "image_size"}
-    for theirs, ours in names.items():
-        with pytest.raises(ValueError, match=f"^{theirs}: no such option; here it is --{ours}$"):
-            parse(theirs, 1)
-    with pytest.raises(ValueError, match="^--lr=1e-4: no such option"):
-        parse("--lr=1e-4")
 
 
 # ---- --resume latest -------------------------------------------------------------------------------------------------

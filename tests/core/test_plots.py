@@ -58,13 +58,17 @@ def test_curves_have_a_colour_for_each_reward_and_the_panels_of_the_script(tmp_p
     assert len(colours) == 2 and "black" not in colours
 
 
-def test_a_reward_has_one_colour_in_training_and_evaluation():
-    totals = {"val/red/mean": 0.1, "val/ocr/mean": 0.5, "val/weighted_total/mean": 0.6}
-    drawn = [(name, plots._drawn_with([totals], f"critic/rewards/{name}")) for name in ("ocr/mean", "mean")]
-    assert drawn == [("ocr/mean", "val/ocr/mean"), ("mean", "val/weighted_total/mean")]
-    alone = totals | {"val/weighted_total/mean": 0.5}  # red is only watched
-    assert plots._drawn_with([alone], "critic/rewards/mean") == "val/ocr/mean"
-    assert plots._drawn_with([alone], "val/red/mean") == "val/red/mean"
+@pytest.mark.parametrize("names", [("ocr",), ("ocr", "red")])
+def test_a_reward_has_one_colour_in_training_and_evaluation(names, tmp_path, monkeypatch):
+    row = {"critic/rewards/mean": 0.5, "val/weighted_total/mean": 0.5}
+    row |= {f"{where}/{name}/mean": 0.5 for where in ("critic/rewards", "val") for name in names}
+    write_metrics(tmp_path, 0, row)
+    drawn = {}
+    monkeypatch.setattr(plots, "draw_panels", lambda panels, path: drawn.update(panels))
+    plot_curves(tmp_path)
+    colours = {name: colour for name, _, _, colour in drawn["reward"]}
+    assert len(set(colours.values())) == len(colours) / 2 == (3 if len(names) > 1 else 1)
+    assert all(colours[f"critic/rewards/{name}/mean"] == colours[f"val/{name}/mean"] for name in names)
 
 
 def test_no_number_beside_a_panel_is_cut_off(tmp_path):
@@ -86,7 +90,7 @@ def test_the_weighted_total_is_drawn_where_there_are_several_rewards():
     two = [{"val/ocr/mean": 1.0, "val/red/mean": 0.0, "val/weighted_total/mean": 0.5}]
     rollout = {"critic/rewards/mean": 0.5, "critic/rewards/ocr/mean": 1.0}
     assert drawn_metrics(one, PANELS["reward"]) == ["val/ocr/mean"]
-    assert drawn_metrics([rollout, *one], PANELS["reward"]) == ["critic/rewards/mean", "val/ocr/mean"]
+    assert drawn_metrics([rollout, *one], PANELS["reward"]) == ["critic/rewards/ocr/mean", "val/ocr/mean"]
     rollout["critic/rewards/red/mean"] = 0.0
     assert drawn_metrics([rollout], PANELS["reward"]) == sorted(rollout)
     assert drawn_metrics(two, PANELS["reward"]) == ["val/ocr/mean", "val/red/mean", "val/weighted_total/mean"]
@@ -146,13 +150,13 @@ def test_save_samples_puts_every_ranks_images_in_order(tmp_path, monkeypatch):
     """Two ranks share five images, and each writes its own; the last place of the second is one that fills up."""
     given = {}  # by rank: what it hands to rank 0
 
-    def gather_object(value, parts):
+    def all_gather_object(parts, value):
         given[dist.get_rank()] = value
-        if parts:
-            parts[:] = [value, given[1]]
+        parts[:] = [value, given[1]]
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "gather_object", gather_object)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     places, images, records = of_rank([1, 3, 0])
     images[2] = Image.new("RGB", (4, 2), (99, 0, 0))  # made by another rank, and so not to the bit

@@ -21,7 +21,7 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
-from common.checkpoints import load_checkpoint, save_checkpoint
+from common.checkpoints import FORMAT, load_checkpoint, save_checkpoint
 from common.command_line import parse_args
 from common.data import read_prompts
 from common.errors import RunError
@@ -164,7 +164,7 @@ def attempt_prompts(example):
         path = folder / f"prompts{suffix}"
         path.write_bytes(data)
         file = re.escape(str(path))
-        names = [rf"^{file}:\d+: ", f"^{file}: no prompts", f"^{file}: not UTF-8"]
+        names = [rf"^{file}:\d+: ", f"^{file}: no prompts", f"^{file}: 'utf-8' codec"]
         return held(lambda: read_prompts(path, rewards), check, names)
 
 
@@ -221,7 +221,7 @@ def attempt_pairs(example):
         path = folder / "pairs.jsonl"
         path.write_bytes(data)
         file = re.escape(str(path))
-        names = [rf"^{file}:\d+: ", f"^{file}: no prompts", f"^{file}: not UTF-8"]
+        names = [rf"^{file}:\d+: ", f"^{file}: no prompts", f"^{file}: 'utf-8' codec"]
         return held(lambda: read_pairs(folder), check, names, (ValueError, RunError))
 
 
@@ -345,9 +345,6 @@ def attempt_adapter(example):
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-KINDS = {"step": int, "best": float, "args": dict, "sampler": dict, "rng": list, "policies": dict, "optimizer": dict}
-
-
 @functools.cache
 def good_checkpoint():
     """The bytes of a whole checkpoint of flow_grpo.py."""
@@ -372,9 +369,9 @@ def saved_values():
         st.just(torch.ones(3)),
         st.dictionaries(st.text(max_size=5), st.integers(), max_size=2),
     )
-    changed = st.tuples(st.sampled_from([*good_state(), "script", "more"]), odd)
+    changed = st.tuples(st.sampled_from(["format", "script", "more"]), odd)
     state = changed.map(lambda change: {"script": "flow_grpo", **good_state(), change[0]: change[1]})
-    missing = st.sampled_from([*good_state(), "script"]).map(
+    missing = st.sampled_from(["format", "script"]).map(
         lambda name: {key: value for key, value in [*good_state().items(), ("script", "flow_grpo")] if key != name}
     )
     return odd | state | state | missing | st.just(dict(good_adapter()))
@@ -415,9 +412,7 @@ def attempt_checkpoint(example):
         def check(found):
             assert found == path
             state = load_checkpoint(path)
-            for name, kind in KINDS.items():
-                assert isinstance(state[name], kind)
-            assert state["step"] >= 0 and "default" in state["policies"] and state["rng"]
+            assert (state["script"], state["format"]) == ("flow_grpo", FORMAT)
 
         return held(lambda: checkpoint_to_resume(folder / "runs" / "new", str(path)), check, [re.escape(str(path))])
 
@@ -431,7 +426,7 @@ def attempt_damaged_checkpoint(example):
     with scratch() as folder:
         path = folder / "step_000010.pt"
         path.write_bytes(example)
-        check = lambda found: assert_same(found, good_state())
+        check = lambda found: assert_same(found, {**good_state(), "script": "flow_grpo"})
         return held(lambda: load_checkpoint(path), check, [re.escape(str(path))])
 
 

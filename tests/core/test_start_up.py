@@ -113,9 +113,8 @@ def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
 
 @pytest.mark.fast
 def test_a_checkpoint_from_before_an_option_has_the_score_of_its_default(capfd):
-    saved = {"reward": ("ocr",), "resume": "latest"}
+    saved = {"reward": ("ocr",), "resume": "latest", "vae_dtype": "float32"}
     now = saved | {"negative_prompt": "", "eval_guidance_scale": None, "base_weights": None}
-    now["vae_dtype"] = "float32"
     assert report_resumed("c.pt", saved, now)
     assert not report_resumed("c.pt", saved, now | {"vae_dtype": "bfloat16"})
     assert not report_resumed("c.pt", saved, now | {"base_weights": "int8"})

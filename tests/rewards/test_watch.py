@@ -384,14 +384,9 @@ def metrics_row(step, **values):
 
 
 @fast
-def test_curves_of_each_reward_and_of_a_total_that_differs_from_them(tmp_path):
-    watched = [metrics_row(0, ocr=0.5, colour=0.9, weighted_total=0.5), metrics_row(5, ocr=0.6, colour=0.8)]
-    watched[1]["val/weighted_total/mean"] = 0.6 + 1e-12
-    assert drawn_metrics(watched, ("val/",)) == ["val/colour/mean", "val/ocr/mean"]
+def test_curves_of_each_reward_and_of_their_total(tmp_path):
     both = [metrics_row(0, ocr=0.5, colour=0.9, weighted_total=1.4), metrics_row(5, ocr=0.6, colour=0.8)]
     assert "val/weighted_total/mean" in drawn_metrics(both, ("val/",))
-    equal = both[0] | {f"critic/rewards/{name}mean": 1.4 for name in ("", "ocr/", "colour/")}  # to the total, by chance
-    assert drawn_metrics([equal], ("critic/rewards/",)) == [name for name in sorted(equal) if name[:2] == "cr"]
     both[0] |= {"val/drift_from_base": 0.0, "val/diversity": 0.1, "critic/diversity": 0.1}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
     plot_curves(tmp_path)
