@@ -137,7 +137,8 @@ def test_a_script_changes_its_parent_by_its_algorithm_alone(script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_no_option_is_unread_or_declared_again(script):
     assert unread_options(script) == []
-    assert own_options(script).keys() & shared_options().keys() == {"name", "num_steps", "micro_batch_size"}
+    again = own_options(script).keys() & shared_options().keys()
+    assert again - {"lr_schedule"} == {"name", "num_steps", "micro_batch_size"}  # one has its parent's cosine
 
 
 # ---- the losses by hand ----------------------------------------------------------------------------------------------
@@ -750,7 +751,8 @@ ON_TWO_RANKS = ["contrib/crd.py", "contrib/dgpo.py", "contrib/diffusion_opd.py",
 def test_a_script_runs_and_on_two_ranks_as_on_one(tmp_path, script):
     """With the same images and the same first update, as the groups that a loss takes are whole on every rank."""
     options = [*TINY, "--num_steps", 2, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
-    options += ["--num_inference_steps", 3, "--rollout", "local"]
+    rollout = "vllm" if script == "contrib/flow_grpo_ahead.py" else "local"
+    options += ["--num_inference_steps", 3, "--rollout", rollout]
     options += ["--micro_batch_size", 2 if script == "contrib/online_dpo.py" else 4]
     options += teachers_of(tmp_path) if script == "contrib/diffusion_opd.py" else []
     run = tmp_path / "runs" / "ranks1"
@@ -833,8 +835,8 @@ def test_a_rollout_ahead_is_sampled_by_the_policy_before_the_update(tmp_path):
     assert rows["ahead"][1]["actor/on_policy_ratio_std"] == 0 < rows["ahead"][2]["actor/on_policy_ratio_std"]
     assert rows["ahead"][2]["rollout_corr/logprob_abs_diff_max"] <= 2e-6
     for one, two in zip(rows["ahead"][1:], rows["two_ranks"][1:], strict=True):
-        for name in ("critic/rewards/mean", "actor/ratio_mean", "actor/grad_norm", "val/brightness/mean"):
-            assert one.get(name) == pytest.approx(two.get(name), rel=1e-4), name
+        for name in ("critic/rewards/mean", "actor/ratio_mean", "actor/grad_norm"):
+            assert one[name] == pytest.approx(two[name], rel=1e-4), name
 
 
 def test_what_was_ahead_of_a_signal_is_sampled_again(tmp_path):
