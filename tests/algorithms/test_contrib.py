@@ -47,6 +47,7 @@ CHANGED = {
     "contrib/dgpo.py": 77,
     "contrib/diffusion_opd.py": 158,
     "contrib/flow_dppo.py": 53,
+    "contrib/flow_grpo_ahead.py": 92,
     "contrib/online_dpo.py": 88,
     "contrib/tempflow_grpo.py": 55,
 }
@@ -57,6 +58,7 @@ PARENTS = {
     "contrib/dgpo.py": "diffusion_nft.py",
     "contrib/diffusion_opd.py": "flow_grpo.py",
     "contrib/flow_dppo.py": "grpo_guard.py",
+    "contrib/flow_grpo_ahead.py": "flow_grpo.py",
     "contrib/online_dpo.py": "contrib/dgpo.py",
     "contrib/tempflow_grpo.py": "flow_grpo.py",
 }
@@ -79,6 +81,7 @@ DIFFERENT = {
     "contrib/dgpo.py": {"check", "draw_training_noise", "accumulate_gradients", "update", "main"},
     "contrib/diffusion_opd.py": {"check", "prepare", "load_policy", "Batch", "accumulate_gradients", "update", "main"},
     "contrib/flow_dppo.py": {"policy_loss", "accumulate_gradients", "main"},
+    "contrib/flow_grpo_ahead.py": {"check", "load_policy", "main"},
     "contrib/online_dpo.py": {"check", "compute_advantages", "accumulate_gradients", "main"},
     "contrib/tempflow_grpo.py": {"check", "accumulate_gradients", "main"},
 }
@@ -90,6 +93,7 @@ DIFFERENT_OPTIONS = {
     "contrib/dgpo.py": {"kl_coef"},
     "contrib/diffusion_opd.py": {"clip_range", "kl_type", "num_steps"},
     "contrib/flow_dppo.py": {"clip_range", "kl_coef", "num_steps"},
+    "contrib/flow_grpo_ahead.py": set(),
     "contrib/online_dpo.py": {"group_size"},
     "contrib/tempflow_grpo.py": {"sde_window_range", "kl_coef", "num_steps"},
 }
@@ -133,7 +137,8 @@ def test_a_script_changes_its_parent_by_its_algorithm_alone(script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_no_option_is_unread_or_declared_again(script):
     assert unread_options(script) == []
-    assert own_options(script).keys() & shared_options().keys() == {"name", "num_steps", "micro_batch_size"}
+    again = own_options(script).keys() & shared_options().keys()
+    assert again - {"lr_schedule"} == {"name", "num_steps", "micro_batch_size"}  # one has its parent's cosine
 
 
 # ---- the losses by hand ----------------------------------------------------------------------------------------------
@@ -746,7 +751,8 @@ ON_TWO_RANKS = ["contrib/crd.py", "contrib/dgpo.py", "contrib/diffusion_opd.py",
 def test_a_script_runs_and_on_two_ranks_as_on_one(tmp_path, script):
     """With the same images and the same first update, as the groups that a loss takes are whole on every rank."""
     options = [*TINY, "--num_steps", 2, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
-    options += ["--num_inference_steps", 3, "--rollout", "local"]
+    rollout = "vllm" if script == "contrib/flow_grpo_ahead.py" else "local"
+    options += ["--num_inference_steps", 3, "--rollout", rollout]
     options += ["--micro_batch_size", 2 if script == "contrib/online_dpo.py" else 4]
     options += teachers_of(tmp_path) if script == "contrib/diffusion_opd.py" else []
     run = tmp_path / "runs" / "ranks1"
@@ -799,6 +805,61 @@ def test_tempflow_samples_the_same_images_in_the_engine(tmp_path):
     local, vllm = (read_metrics(tmp_path / "runs" / name)[1] for name in ("local", "vllm"))
     assert local["critic/rewards/mean"] == pytest.approx(vllm["critic/rewards/mean"], abs=1e-6)
     assert vllm["rollout_corr/logprob_abs_diff_max"] <= 2e-6
+
+
+# ---- Flow-GRPO one rollout ahead -------------------------------------------------------------------------------------
+def same_rewards(first, second):
+    """Whether two rows of metrics are of the same images."""
+    names = [name for name in first if name.startswith("critic/")]
+    return [first[name] for name in names] == [second[name] for name in names]
+
+
+def test_a_rollout_ahead_is_sampled_by_the_policy_before_the_update(tmp_path):
+    options = [*TINY, "--num_steps", 2, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
+    options += ["--rollout", "vllm", "--learning_rate"]
+    for name, script, nproc, *more in (
+        ("flow", "flow_grpo.py", 1, 0.1),
+        ("still", "flow_grpo.py", 1, 0),
+        ("never_ahead", "contrib/flow_grpo_ahead.py", 1, 0.1, "--eval_every", 1),
+        ("ahead", "contrib/flow_grpo_ahead.py", 1, 0.1),
+        ("two_ranks", "contrib/flow_grpo_ahead.py", 2, 0.1),
+    ):
+        torchrun(tmp_path, script, "--name", name, *options, *more, nproc=nproc)
+    rows = {run.name: read_metrics(run) for run in (tmp_path / "runs").iterdir()}
+    # with nothing ahead it is Flow-GRPO, to the bit; otherwise the second rollout is that of the first policy
+    assert all(same_rewards(*pair) for pair in zip(rows["never_ahead"], rows["flow"], strict=True))
+    assert same_rewards(rows["ahead"][2], rows["still"][2]) and not same_rewards(rows["ahead"][2], rows["flow"][2])
+    assert [row["training/staleness"] for row in rows["ahead"][1:]] == [0, 1]
+    assert [row["training/staleness"] for row in rows["never_ahead"][1:]] == [0, 0]
+    # the ratio is that to the policy that sampled, which the engine's log-probs belong to
+    assert rows["ahead"][1]["actor/on_policy_ratio_std"] == 0 < rows["ahead"][2]["actor/on_policy_ratio_std"]
+    assert rows["ahead"][2]["rollout_corr/logprob_abs_diff_max"] <= 2e-6
+    for one, two in zip(rows["ahead"][1:], rows["two_ranks"][1:], strict=True):
+        for name in ("critic/rewards/mean", "actor/ratio_mean", "actor/grad_norm"):
+            assert one[name] == pytest.approx(two[name], rel=1e-4), name
+
+
+def test_what_was_ahead_of_a_signal_is_sampled_again(tmp_path):
+    reward = tmp_path / "ending.py"
+    reward.write_text(
+        "import os, pathlib, signal\nimport numpy\n\nrollouts = 0\n\n\ndef ending(images, prompts, metadata):\n"
+        "    global rollouts\n    rollouts += len(images) > 2  # an evaluation has two images\n"
+        f"    told = pathlib.Path({str(tmp_path / 'told')!r})\n    if rollouts == 3 and told.exists():\n"
+        "        told.unlink()\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return [numpy.asarray(image).mean() / 255 for image in images]\n"
+    )
+    options = [*TINY, "--num_steps", 4, *few_eval_prompts(tmp_path, 2), "--reward", f"{reward}:ending"]
+    options += ["--rollout", "vllm", "--learning_rate", 0.1]
+    script = "contrib/flow_grpo_ahead.py"
+    torchrun(tmp_path, script, "--name", "whole", *options)
+    (tmp_path / "told").touch()  # the third rollout, which is ahead in the second step, ends the next run
+    torchrun(tmp_path, script, "--name", "stopped", *options)
+    stopped = tmp_path / "runs" / "stopped"
+    assert len(read_metrics(stopped)) == 1 + 2 and not (tmp_path / "told").exists()
+    torchrun(tmp_path, script, "--name", "stopped", "--resume", "latest", *options)
+    for one, other in zip(read_metrics(tmp_path / "runs" / "whole"), read_metrics(stopped), strict=True):
+        assert {name for name in one if not name.startswith(("timing", "perf")) and one[name] != other[name]} == set()
+    assert [row["training/staleness"] for row in read_metrics(stopped)[1:]] == [0, 1, 1, 1]
 
 
 @pytest.mark.fast

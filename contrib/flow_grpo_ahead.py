@@ -1,0 +1,775 @@
+"""Flow-GRPO one rollout ahead: while the policy is updated on a rollout, the engine samples the next one.
+
+A GPU that samples waits while another one updates, and both wait for a slow judge. Here the engine samples rollout
+k + 1, and the rewards score it, during update k, by the weights from before that update. We describe it as Flow-GRPO
+(2505.05470v5), from which it differs by four things: everything that is not named below is in flow_grpo.py, with its
+equations. Read `main`, at the end, first:
+
+  1. A rollout is begun in the background, and its trajectories are waited for when they are needed: `begin_rollout`.
+  2. The policy `behind` keeps the weights from before the last update: `main`. They sampled a rollout that was ahead,
+     so its old log-probs are theirs, and the ratio's denominator is the policy that sampled, as always. A rollout is
+     off-policy by exactly one update, which training/staleness says: 1, or 0 where nothing was ahead.
+  3. Nothing is sampled ahead across an evaluation or a checkpoint of --eval_every and --save_every: `samples_ahead`.
+  4. After a signal between those, a resumed run samples by `behind` again what was ahead: `main`.
+
+    torchrun --standalone -m contrib.flow_grpo_ahead                        # the embedded model, vLLM-Omni rollouts
+    torchrun --standalone --nproc_per_node 4 -m contrib.flow_grpo_ahead --engine_devices 4 5 6 7  # of 8 GPUs
+
+It needs the engine. --eval_every sets how many rollouts in a row are ahead: all but the first of every eval_every.
+
+Parent: flow_grpo.py
+"""
+
+# ==== 1 ARGS ==========================================================================================================
+import math
+import random
+import threading
+from concurrent.futures import Future
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+from common.command_line import parse_args
+from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
+from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh, use_own_gpu
+from common.evaluation import evaluate_samples, log_rollout, reward_metrics
+from common.inputs import Inputs, check_inputs, choose_sizes
+from common.models.family import Family
+from common.models.loading import find_family, load_model
+from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs
+from common.rollout import RolloutRequest, Trajectories
+from common.run import Run, checkpoint_to_resume, friendly_errors
+from common.scoring import Scorer, all_equal, asked_parts, fill_failed, load_rewards
+from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
+from common.weights.attention import use_attention
+from common.weights.base_weights import quantise_encoders
+from common.weights.lora import make_lora
+from common.weights.policy import (
+    acting,
+    add_policies,
+    choose_adam_kernel,
+    follow,
+    keep_frozen_whole,
+    reshard,
+    sampling,
+)
+from common.weights.prompt_cache import prepare_prompts
+from common.weights.training_state import load_training_state, training_state
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import AdamW
+
+if TYPE_CHECKING:
+    from common.engine.client import VLLMEngine
+
+
+@dataclass
+class Args(RatioArgs):  # which has the shared options (common/options.py); parse_args refuses values beyond a Bound
+    # ---- run
+    name: str = "flow_grpo_ahead"
+    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
+
+    # ---- rollout
+    num_prompts: PositiveInt = 32
+    """prompts per rollout, over all ranks"""
+    group_size: Annotated[int, Bound(at_least=2)] = 8
+    """images per prompt, at least 2: the reward of each is compared with the group's mean"""
+    num_inference_steps: Annotated[int, Bound(at_least=2)] = 3
+    """sampling steps of a training image (Flow-GRPO: 10, and 40 in evaluation)"""
+    guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
+    """guidance in rollout, training and evaluation alike, as the model takes it (docs/models.md); 1 turns it off"""
+    sde_type: str = "sde"
+    """formula of the SDE steps: sde, dance, cps, cps_gauss (docs/flow_grpo.md), or your own path/to/file.py:function"""
+    noise_level: PositiveFloat = 0.7
+    """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
+    sde_window_size: Annotated[int, Bound(at_least=0)] = 1
+    """consecutive sampling steps that are SDE steps and trained; 0: all but the last, whatever the range"""
+    sde_window_range: tuple[int, int] = (0, 1)
+    """the window is drawn, once per rollout, within sampling steps lo to hi - 1, counted from 0; hi is
+    at most num_inference_steps - 1"""
+
+    # ---- algorithm
+    clip_range: PositiveFloat = 1e-3
+    """the ratio is clipped to 1 +- this; small, because log-probs are means over the latent (SD3.5 at 512: 1e-4)"""
+    kl_coef: Annotated[float, Bound(at_least=0)] = 0.06
+    """factor of the KL to the reference, the model before training (Flow-GRPO: 0.04 for OCR, 0.01 for PickScore)"""
+    kl_type: Literal["code", "paper"] = "code"
+    """code: with --sde_type sde the KL times the step's |dt|, as published coefficients assume; paper: without |dt|"""
+    adv_clip_max: PositiveFloat = 5.0
+    """advantages are clamped to +- this"""
+    scale_rewards: Literal["batch", "group", "none"] = "batch"
+    """divide advantages by the deviation of the rollout's rewards (batch), of the group's, or not at all (Dr.GRPO)"""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: weighted sum of
+    each reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
+
+    # ---- optimization
+    num_steps: Annotated[int, Bound(at_least=0)] = 36
+    """training steps of the run, each a rollout and its updates"""
+    updates_per_rollout: PositiveInt = 4
+    """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    epochs_per_rollout: PositiveInt = 1
+    """how often each of those mini-batches is trained on, an optimizer step each time"""
+    micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
+    """images per pass on a rank, and per local sampling batch; lowered to a mini-batch's share; 0: what fits a GPU"""
+    learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
+    """learning rate of AdamW (Flow-GRPO: 3e-4)"""
+    lr_schedule: str = "cosine"
+    """constant, or linear or cosine, by which the learning rate falls to nearly 0 at num_steps (if you resume with more
+    steps, it rises again). constant:N, linear:N and cosine:N first let it rise over N optimizer steps"""
+
+
+# ==== 2 SETUP =========================================================================================================
+def check(args: Args) -> Args:
+    """Refuse options that cannot work together. Returns them, micro_batch_size lowered to what a mini-batch has."""
+    if args.rollout == "local":
+        raise ValueError("--rollout local: a rollout ahead needs the engine; flow_grpo.py samples without one")
+    num_images = args.num_prompts * args.group_size
+    micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
+    check_sde_steps(
+        args.sde_type,
+        args.noise_level,
+        args.num_inference_steps,
+        window_range=args.sde_window_range,
+        window_size=args.sde_window_size,
+    )
+    sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
+    if sums_advantages and args.scale_rewards == "none":
+        raise ValueError("--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch")
+    return replace(args, micro_batch_size=micro_batch_size)
+
+
+def prepare(args: Args) -> Inputs:
+    """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)  # eval_rewards begin with these
+    eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
+    train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards)
+    eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
+    checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
+    # diffusers and peft, which take seconds to import, come last
+    size = (*args.image_size, args.num_frames)
+    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length, args.family)
+    if args.rollout == "vllm":
+        from common.engine.launch import check_engine
+
+        check_engine(family, args.model, args.engine_devices, args.rollout_correction)
+    lora = make_lora(
+        family,
+        model=args.model,
+        path=args.lora_path,
+        rank=args.lora_rank,
+        alpha=args.lora_alpha,
+        target_modules=args.lora_target_modules,
+        base_weights=args.base_weights,
+        checkpoint=checkpoint,
+    )
+    inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
+    return check_inputs(args, inputs)
+
+
+# ==== 3 DATA ==========================================================================================================
+def make_request(
+    args: Args,
+    model: Family,
+    prompts: PromptSet,
+    prompt_index: Tensor,
+    seeds: list[int],
+    sde_steps: tuple[int, ...] = (),
+) -> RolloutRequest:
+    """A request for B images of U prompts, encoded: prompt_index (B,) says which prompt, seeds (B) which noise."""
+    height, width = args.image_size
+    length = args.max_sequence_length
+    negatives = prompts.negatives(args.negative_prompt)
+    timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width, args.num_frames)
+    return RolloutRequest(
+        conditioning=model.encode(prompts, length, args.image_size, args.num_frames),
+        negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None without guidance
+        prompt_index=prompt_index,
+        seeds=seeds,
+        timesteps=timesteps.to(model.device),  # (T,), 1000 sigma, which the transformer gets
+        sigmas=sigmas,  # (T + 1,), on the CPU, as they become Python's floats
+        latent_shape=latent_shape,  # (C, h, w); (C, f, h, w) for a video
+        height=height,
+        width=width,
+        sde_steps=sde_steps,
+        sde_type=args.sde_type,
+        noise_level=args.noise_level,
+        guidance_scale=args.guidance_scale,
+    )
+
+
+def trained_steps(args: Args, step: int) -> tuple[int, ...]:
+    """The SDE steps of this rollout, which are the trained ones: a random window, or all but the last sampling step.
+
+    step: the training step, whose window is the same for every image and rank.
+    """
+    if args.sde_window_size == 0:
+        return tuple(range(args.num_inference_steps - 1))
+    low, high = args.sde_window_range
+    start = random.Random(args.seed + step).randint(low, high - args.sde_window_size)
+    return tuple(range(start, start + args.sde_window_size))
+
+
+def samples_ahead(args: Args, step: int) -> bool:
+    """Whether rollout step + 1 is sampled during training step `step`, and so by the policy from before its update.
+
+    Not across an evaluation or a checkpoint: the engine is free for the one, and a resumed run finds nothing ahead.
+    """
+    is_saved = step % args.eval_every == 0 or (args.save_every > 0 and step % args.save_every == 0)
+    return 0 < step < args.num_steps and not is_saved
+
+
+# ==== 4 MODEL =========================================================================================================
+def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
+    """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained."""
+    num_drawn = args.num_steps * args.num_prompts  # in the whole run; too long ones are reported, embeddings cached
+    prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
+    if args.base_weights:
+        quantise_encoders(model)
+    prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
+    policies = ["default", "behind"]  # peft's name for the trained one; its weights from before the last update
+    if args.ema_decay > 0:
+        policies.append("ema")
+    if args.kl_coef > 0:
+        policies.append("reference")
+    add_policies(model, inputs.lora, policies, args.seed)
+    shard(args, model, device)
+    use_attention(model, args.attention)
+    return model, [p for p in model.transformer.parameters() if p.requires_grad]
+
+
+def shard(args: Args, model: Family, device: torch.device) -> None:
+    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it."""
+    dtype = getattr(torch, args.dtype)
+    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    on_cpu = "cpu_offload" in args.train_with
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
+    mesh = shard_mesh(device, args.shard_ranks)
+    # FSDP would copy and cast all weights in every pass even where a rank has them whole: there it gets the LoRA alone
+    lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu
+    if lora_alone:
+        keep_frozen_whole(model, dtype)
+    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
+    for transformer in dict.fromkeys(model.policies.values()):
+        if "activation_checkpointing" in args.train_with:
+            transformer.enable_gradient_checkpointing()
+        blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
+        for module in [*blocks, transformer]:
+            if "compile" in args.train_with and module is not transformer:
+                # without this, the graphs with and without gradient round bf16 at different places: Flow-GRPO's first
+                # ratio is 1 +- 6e-4 instead of 1
+                module.compile(options={"emulate_precision_casts": True})
+            if not model.is_lora and transformer is not model.policies.get("reference"):
+                module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=model.unsharded)
+        if lora_alone:  # the LoRA is cast in the first pass after an optimizer step, and stays so until the next one
+            transformer.set_reshard_after_forward(False)
+            transformer.set_reshard_after_backward(False)
+
+
+# ==== 5 ENGINE ========================================================================================================
+def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine | None":
+    """This rank's vLLM-Omni engine, loading in the background while the trainer loads; None with --rollout local."""
+    if args.rollout == "local":
+        return None
+    from common.engine.client import VLLMEngine
+    from common.engine.launch import engine_gpus
+
+    log_file = folder / f"engine_rank{dist.get_rank()}.log"
+    gpus = engine_gpus(args.engine_devices, device)
+    return VLLMEngine(
+        args.model,
+        args.dtype,
+        args.rollout_batch_size,
+        log_file,
+        timeout_s=args.engine_timeout_s,
+        engine_with=args.engine_with,
+        gpus=gpus,
+        attention=args.attention,
+        family=args.family,
+    )
+
+
+# ==== 6 ROLLOUT =======================================================================================================
+@torch.no_grad()
+def sample_locally(model: Family, request: RolloutRequest) -> Trajectories:
+    """Sample the request's B images with the training transformer, by the SDE and ODE steps that it asks for."""
+    generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
+    first_latents = request.first_latents(generators, model.device)  # (B, C, h, w)
+    outputs = []
+    x = first_latents
+    for i in range(len(request.timesteps)):
+        outputs.append(policy_step(model, request, x, i, generator=generators))
+        x = outputs[-1].prev_sample  # the next x, by diffusers' name
+    return Trajectories.from_steps(first_latents, outputs, model.decode(x))
+
+
+def rollout(
+    args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, scorer: Scorer | None = None
+) -> Trajectories:
+    """The trajectories of the request's images, on the training device; the scorer gets images as they are finished."""
+    if engine:
+        # the Gaussians' means are as large as the latents, so the engine sends only those that are read: a
+        # micro-batch's for check_mismatch, all of them for a correction or where the old policy is the engine's
+        reads_all = args.rollout_correction != "none" or args.old_log_prob == "rollout"
+        num_means = len(request.seeds) if reads_all else args.micro_batch_size
+        finished = scorer.add if scorer else None
+        return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
+    parts = []
+    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
+    with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
+        # the update's own micro-batches, so that its first log-probs equal these to the bit and the ratio is exactly 1
+        for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
+            parts.append(sample_locally(model, request.select(rows)))
+            if scorer:
+                scorer.add(rows.tolist(), parts[-1].images)
+    return Trajectories.cat(parts)
+
+
+class PendingRollout(NamedTuple):
+    """A rollout that the engine samples: what was asked for, and what will come of it."""
+
+    request: RolloutRequest
+    seeds: list[int]  # (B,)
+    scorer: Scorer  # which gets images as they are finished
+    trajectories: "Future[Trajectories]"
+
+
+def begin_rollout(
+    args: Args, model: Family, engine: "VLLMEngine | None", inputs: Inputs, sampler: GroupSampler, step: int
+) -> PendingRollout:
+    """Let the engine sample the rollout of `step`, by the policy that it holds, while this process goes on.
+
+    sampler: of which the rollout is the next draw; it stays as it is. The engine takes no other call until then.
+    """
+    prompt_rows, prompt_index, image_index = copy(sampler).draw()  # (U,); (B,), which of the U; (B,), which of the N
+    prompts = inputs.train_set.select(prompt_rows)
+    seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
+    request = make_request(args, model, prompts, prompt_index, seeds, sde_steps=trained_steps(args, step))
+    scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
+    trajectories: Future[Trajectories] = Future()
+
+    def sample() -> None:
+        use_own_gpu()  # which is set for each thread
+        try:
+            trajectories.set_result(rollout(args, model, engine, request, scorer))
+        except BaseException as error:  # raised in the thread that waits for the result
+            trajectories.set_exception(error)
+
+    # a daemon: an engine that hangs must not keep a run from ending that has failed elsewhere
+    threading.Thread(target=sample, daemon=True).start()
+    return PendingRollout(request, seeds, scorer, trajectories)
+
+
+def resume_ahead(
+    args: Args, run: Run, model: Family, engine: "VLLMEngine | None", inputs: Inputs, sampler: GroupSampler
+) -> PendingRollout | None:
+    """What was ahead when a signal let the run save: sampled again by `behind`, to the bit. None if nothing was."""
+    if run.checkpoint is None or args.eval_only or not samples_ahead(args, run.step):
+        return None
+    with acting(model, "behind", engine):  # in the engine as well
+        ahead = begin_rollout(args, model, engine, inputs, sampler, run.step + 1)
+        ahead.trajectories.result()
+    return ahead
+
+
+class OldPolicy(NamedTuple):
+    """The policy that sampled, as the update needs it: the ratio's denominator. B images, W trained steps."""
+
+    log_probs: Tensor  # (B, W)
+    means: Tensor  # (B, W, ...), for a loss that compares means, as grpo_guard.py's does
+    sample_weights: Tensor  # (B, W), factors of the loss that make up for the engine's mismatch, or 1
+
+
+class Batch(NamedTuple):
+    """A rollout as the update takes it: B images of this rank."""
+
+    request: RolloutRequest
+    trajectories: Trajectories  # latents (B, T + 1, ...)
+    old: OldPolicy
+    advantages: Tensor  # (B,)
+
+
+# ==== 7 ADVANTAGE =====================================================================================================
+def compute_advantages(
+    rewards: Tensor, group_size: int, adv_clip_max: float = 5.0, scale_rewards: str = "batch"
+) -> Tensor:
+    """A = (reward - mean of the group) / (S + 1e-4), clamped to +- adv_clip_max (Flow-GRPO, eq. 4), in fp64.
+
+    rewards: (P * group_size,), group by group. S is the population standard deviation of the "group" (the paper) or of
+    all rewards ("batch", its code); "none" does not divide. Returns (P * group_size,).
+    """
+    groups = rewards.double().view(-1, group_size)  # (P, G)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale_rewards == "batch":
+        advantages = advantages / (groups.std(correction=0) + 1e-4)
+    elif scale_rewards == "group":
+        advantages = advantages / (groups.std(1, correction=0, keepdim=True) + 1e-4)
+    # equal rewards give exactly 0, not their round-off: with nothing to learn there must be no optimizer step
+    return advantages.masked_fill(all_equal(groups), 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
+
+
+def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
+    """Advantages (N,) of the scores (N, R) of R rewards. sum_then_normalize takes those of the weighted sum of scores.
+    normalize_then_sum adds each reward's own, unclamped, by weight, and divides this sum by its deviation over the
+    rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
+
+    Images whose prompts ask for the same rewards are compared as if they were the whole rollout (docs/rewards.md)."""
+    advantages = torch.zeros(len(scores), dtype=torch.float64)
+    for rows, columns in asked_parts(scores):  # one part, unless records name their rewards
+        part = scores[rows[:, None], columns]  # (n, r)
+        scale_rewards = args.scale_rewards
+        if args.multi_objective_aggregation == "normalize_then_sum" and len(columns) > 1:
+            own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in part.T]
+            part = torch.stack(own_advantages, 1)  # (n, r), advantages from here on
+            scale_rewards = "batch"  # their sum has group mean 0 already: what is left is to divide it, and to clamp
+        weights = part.new_tensor(args.reward_weights)[columns]  # (r,)
+        totals = (part * weights).sum(1)  # (n,); @ would round equal rows differently
+        advantages[rows] = compute_advantages(totals, args.group_size, adv_clip_max, scale_rewards)
+    return advantages
+
+
+# ==== 8 LOG PROB ======================================================================================================
+def policy_step(
+    model: Family,
+    request: RolloutRequest,
+    x: Tensor,
+    i: int,
+    *,
+    generator: list[torch.Generator] | None = None,
+    prev_sample: Tensor | None = None,
+) -> SDEStepOutput:
+    """Sampling step i of the policy from x (B, ...): where it goes, with the density of going there (Flow-GRPO, eq. 9).
+
+    An SDE step of --sde_type sde, with q = noise_level sqrt(s / (1 - min(s, sigma_max))), s = sigma, eps ~ N(0, 1):
+        x' = x + [v + q^2 / (2 s) (x + (1 - s) v)] dt + q sqrt(-dt) eps,    dt = sigma_next - sigma < 0.
+    It is a Gaussian policy: log_prob (B,) is the *mean* over elements of log N(x'; mean, std). Other steps are the
+    ODE's Euler step x + v dt. `generator` draws x'; or x' is given as `prev_sample` (B, ...), diffusers' name for it.
+    """
+    v = model.predict_velocity(
+        x, request.timesteps[i], request.conditioning, request.negative_conditioning, request.guidance_scale
+    )
+    sigma, sigma_next = request.sigmas[i : i + 2].tolist()
+    noise_level = request.noise_level if i in request.sde_steps else 0.0
+    return sde_step(
+        x,
+        v,
+        sigma,
+        sigma_next,
+        noise_level,
+        sde_type=request.sde_type,
+        sigma_max=request.sigma_max,  # the schedule's second
+        generator=generator,
+        prev_sample=prev_sample,
+    )
+
+
+@torch.no_grad()
+def recompute_log_probs(args: Args, model: Family, request: RolloutRequest, trajectories: Trajectories) -> Trajectories:
+    """The same trajectories with log_probs and means of the acting policy: the trained one, except within `acting`."""
+    log_probs = []
+    means = []
+    for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
+        sub_request = request.select(rows)
+        x = trajectories.latents[rows]  # (b, T + 1, ...)
+        outs = [policy_step(model, sub_request, x[:, i], i, prev_sample=x[:, i + 1]) for i in request.sde_steps]
+        log_probs.append(torch.stack([out.log_prob for out in outs], 1))
+        means.append(torch.stack([out.prev_sample_mean for out in outs], 1))
+    return replace(trajectories, log_probs=torch.cat(log_probs), prev_sample_means=torch.cat(means))
+
+
+def find_old_policy(
+    args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, trajectories: Trajectories
+) -> tuple[OldPolicy, dict]:
+    """The policy that sampled, and metrics of how far engine and trainer disagree; beyond round-off the run ends.
+
+    Its log-probs are the rollout's with --rollout local or --old_log_prob rollout; otherwise the trainer's.
+    """
+    ones = torch.ones_like(trajectories.log_probs)  # (B, W)
+    sampled = OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, ones)
+    if engine is None:
+        return sampled, {}
+    from common.engine.mismatch import check_mismatch, rollout_weights
+
+    takes_sampled = args.old_log_prob == "rollout"
+    if takes_sampled:  # a micro-batch is enough to see whether engine and trainer are one policy
+        rows = torch.arange(args.micro_batch_size)
+        request = request.select(rows)
+        trajectories = trajectories.select(rows)
+    recomputed = recompute_log_probs(args, model, request, trajectories)
+    metrics = check_mismatch(
+        request,
+        trajectories,
+        recomputed,
+        dtype=args.dtype,
+        velocity_limit=args.max_velocity_mismatch,
+        log_prob_limit=args.clip_range / 2 if takes_sampled else math.inf,  # the ratio may start this far from 1
+    )
+    if takes_sampled:
+        return sampled, metrics
+    sample_weights, weight_metrics = rollout_weights(
+        args.rollout_correction, request, trajectories, recomputed, args.clip_range
+    )
+    return OldPolicy(recomputed.log_probs, recomputed.prev_sample_means, sample_weights), metrics | weight_metrics
+
+
+# ==== 9 LOSS ==========================================================================================================
+def policy_loss(
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_range: float, sample_weights: Tensor | float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean over samples of max(-A ratio, -A clip(ratio, 1 +- clip_range)): minus eq. 5 at one sampling step, no KL.
+
+    ratio = exp(log_prob - old_log_prob). All (B,); a sample's loss is multiplied by its weight.
+    Returns the loss, to be minimised, and its metrics, scalars without gradient.
+    """
+    log_ratio = log_prob - old_log_prob  # (B,)
+    ratio = log_ratio.exp()
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    # the maximum is the pessimistic one: past the clip range a sample gains nothing, but can still lose
+    loss = (sample_weights * torch.maximum(unclipped_loss, clipped_loss)).mean()
+
+    is_higher = ratio > 1 + clip_range
+    is_lower = ratio < 1 - clip_range
+    higher = (is_higher & (advantages > 0)).double().mean()
+    lower = (is_lower & (advantages < 0)).double().mean()
+    metrics = {"loss": loss, "ratio_mean": ratio.mean(), "ratio_std": ratio.std(correction=0)}
+    metrics |= {"pg_clipfrac": higher + lower, "pg_clipfrac_higher": higher, "pg_clipfrac_lower": lower}
+    metrics["ppo_kl"] = -log_ratio.mean()
+    return loss, {f"actor/{name}": value.detach().double() for name, value in metrics.items()}
+
+
+def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, dt: float) -> Tensor:
+    """KL (B,) per latent element, of a step's Gaussian to the reference's: mean((mean - ref_mean)^2) / (2 variance).
+
+    --kl_type paper (the line after eq. 9): the variance is std^2. --kl_type code, which published coefficients assume:
+    q^2 = std^2 / -dt for the kind `sde`, else std^2. ref_mean (B, ...): the reference's, of the same samples. dt < 0.
+    """
+    variance = out.transition_std**2  # (B,)
+    if args.kl_type == "code" and args.sde_type == "sde":
+        variance = variance / -dt
+    return ((out.prev_sample_mean - ref_mean) ** 2).flatten(1).mean(1) / (2 * variance)
+
+
+def accumulate_gradients(
+    args: Args, model: Family, batch: Batch, mini_batch: Tensor, ref_means: Tensor | None
+) -> list[dict[str, Tensor]]:
+    """Add up the gradient of a mini-batch's loss: the mean over its images and the W trained steps (Flow-GRPO, eq. 5).
+
+    mini_batch: rows of the batch. A pass, forward and backward, is one sampling step of one micro-batch. Micro-batches
+    of one size and FSDP's average over ranks weigh images alike. ref_means: the reference's (B, W, ...), for the KL.
+    Returns the metrics of every pass.
+    """
+    latents = batch.trajectories.latents  # (B, T + 1, ...)
+    sde_steps = batch.request.sde_steps
+    dts = batch.request.sigmas.diff().tolist()  # T, negative
+    micro_batches = mini_batch.split(args.micro_batch_size)
+    num_passes = len(micro_batches) * len(sde_steps)
+    # FSDP averages gradients over the ranks in every backward pass; the last pass alone is enough, so we switch it off
+    # until then. Not for full weights: their unsharded fp32 gradients are as large as the model and would not fit
+    model.transformer.set_requires_gradient_sync(not model.is_lora)
+    passes: list[dict[str, Tensor]] = []
+    for rows in micro_batches:
+        sub_request = batch.request.select(rows)
+        rows = rows.to(latents.device)  # once: a GPU waits for every index that comes from the CPU
+        for w, i in enumerate(sde_steps):  # w: column of the W trained steps; i: sampling step
+            x = latents[rows, i]
+            x_next = latents[rows, i + 1]
+            if len(passes) == num_passes - 1:
+                model.transformer.set_requires_gradient_sync(True)
+            out = policy_step(model, sub_request, x, i, prev_sample=x_next)
+            old_log_prob = batch.old.log_probs[rows, w]
+            weights = batch.old.sample_weights[rows, w]
+            loss, metrics = policy_loss(out.log_prob, old_log_prob, batch.advantages[rows], args.clip_range, weights)
+            if ref_means is not None:
+                kl = kl_divergence(args, out, ref_means[rows, w], dts[i]).mean()
+                loss = loss + args.kl_coef * kl  # eq. 3 subtracts it from the objective, which is maximised
+                metrics["actor/kl_loss"] = kl.detach().double()
+            (loss / num_passes).backward()
+            passes.append(metrics)
+    return passes
+
+
+def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
+    """Clip the gradient, take one AdamW step, update the EMA. Returns the norm before clipping, equal on all ranks.
+
+    The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
+    """
+    reshard(model.transformer)  # the optimizer changes the shards: weights that passes have cast are out of date then
+    group = optimizer.param_groups[0]
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
+    if 0 < grad_norm < math.inf:
+        state = optimizer.state[group["params"][0]]
+        k = int(state.get("step", 0)) + 1  # the k-th optimizer step, by Adam's own count, which a checkpoint restores
+        group["lr"] = args.learning_rate * args.lr_factor(k)
+        optimizer.step()
+        if args.ema_decay > 0:
+            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # the average's decay, smaller at first
+    optimizer.zero_grad()
+    return grad_norm
+
+
+def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[str, float]:
+    """epochs_per_rollout x updates_per_rollout optimizer steps on a rank's B images. Returns metrics over all ranks."""
+    ref_means = None
+    if args.kl_coef:  # the reference's means, once per rollout, as they do not change
+        with acting(model, "reference"):
+            ref_means = recompute_log_probs(args, model, batch.request, batch.trajectories).prev_sample_means
+    # a tuple of rows in order, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
+    mini_batches = args.epochs_per_rollout * torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
+    grad_norms = []
+    finite_passes = []  # of the optimizer steps whose gradient is finite
+    metrics: dict[str, float] = {}
+    for number, mini_batch in enumerate(mini_batches):
+        passes = accumulate_gradients(args, model, batch, mini_batch, ref_means)
+        if number == 0:  # on-policy: the ratio is 1 to the bit, except with an engine and --old_log_prob rollout
+            means = mean_over_ranks(passes)
+            metrics["actor/on_policy_ratio_mean"] = means["actor/ratio_mean"]
+            metrics["actor/on_policy_ratio_std"] = means["actor/ratio_std"]
+        grad_norm = optimizer_step(args, model, optimizer)
+        if math.isfinite(grad_norm):  # it is over all ranks: they skip together
+            grad_norms.append(grad_norm)
+            finite_passes += passes
+    metrics["actor/skipped_steps"] = len(mini_batches) - len(grad_norms)  # norms not finite; those of 0 do not count
+    metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
+    if grad_norms:
+        metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
+        metrics |= mean_over_ranks(finite_passes)
+    return metrics
+
+
+# ==== 10 EVAL =========================================================================================================
+def evaluate(
+    args: Args, run: Run, model: Family, engine: "VLLMEngine | None", inputs: Inputs
+) -> tuple[dict, list | None]:
+    """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks.
+
+    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
+    """
+    with run.timed("testing"):
+        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each, of this rank
+        eval_args = args.for_evaluation
+        prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
+        request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
+        with acting(model, args.evaluated_policy, engine):  # in the engine as well
+            scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
+            rollout(eval_args, model, engine, request, scorer)
+        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of --reward, then --eval_reward
+        metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
+    if not args.eval_only:
+        run.save_if_best(model, args.evaluated_policy, metrics)
+    return metrics, grid
+
+
+# ==== 11 CHECKPOINT ===================================================================================================
+def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    state = training_state(model, optimizer, run.checkpoint_path)  # full weights are written now, beside this path
+    state["sampler"] = sampler.state_dict()
+    run.save_checkpoint(state, model, args.evaluated_policy)
+
+
+def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Restore what `save` wrote, on any number of ranks."""
+    state = run.load_checkpoint()
+    load_training_state(model, optimizer, state)
+    sampler.load_state_dict(state["sampler"])
+    adam = optimizer.param_groups[0]
+    adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
+    adam["eps"] = args.adam_eps
+
+
+# ==== 12 MAIN =========================================================================================================
+def main(args: Args, inputs: Inputs) -> None:
+    device = setup_distributed(args.shard_ranks)
+    args = choose_sizes(args, inputs)  # what fits, where an option is 0; rank and alpha of --lora_path
+    num_images = args.num_prompts * args.group_size
+    run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
+    engine = start_engine(args, run.folder, device)  # it loads while the policy does
+    model, parameters = load_policy(args, inputs, device)
+    optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    choose_adam_kernel(optimizer, model)  # foreach for a LoRA, fused for full weights
+    num_rows = len(inputs.train_set)
+    sampler = GroupSampler(num_rows, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
+    run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
+    if engine:  # push the policy for the first time, and prove that a push acts and that the engine samples as we do
+        one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
+        engine.verify_policy(model, one_image, sample_locally)
+
+    # RUN LOGIC, the same in all scripts: resume (where an evaluation failed, redo it), or evaluate before training
+    if run.checkpoint:
+        load(args, run, model, optimizer, sampler)
+        if engine:  # it still holds the policy from before `load`
+            engine.push_policy(model)
+    ahead = resume_ahead(args, run, model, engine, inputs, sampler)  # None, but after a signal
+    if args.eval_only or run.unlogged or (args.eval_at_start and not run.checkpoint):
+        run.log(*evaluate(args, run, model, engine, inputs))
+    last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
+
+    for step in range(run.step + 1, last_step + 1):
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))
+
+        # G images for each prompt (Flow-GRPO, eq. 9), from the last step, or from now on by the current policy
+        with run.timed("gen"):
+            staleness = int(ahead is not None)  # updates since the policy that sampled
+            request, seeds, scorer, sampled = ahead or begin_rollout(args, model, engine, inputs, sampler, step)
+            trajectories = sampled.result()
+            image_index = sampler.draw()[2]  # (B,), which of the N
+
+        # score them, each rank its own; then let the engine sample the next ones, by the weights from before the update
+        with run.timed("reward"):
+            scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)  # (N, R), NaN if one failed
+            ahead = begin_rollout(args, model, engine, inputs, sampler, step + 1) if samples_ahead(args, step) else None
+
+        # compare the images of a prompt with each other (eq. 4); one without a reward or without others gets 0
+        with run.timed("adv"):
+            filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
+            advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)
+            metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
+            metrics |= log_rollout(args, run, scorer, sampler, seeds=seeds, scores=scores, advantages=advantages)
+
+        # the density of the samples under the policy that sampled them, from the trainer or from the rollout
+        with run.timed("old_log_prob"), acting(model, "behind" if staleness else "default"):
+            old, mismatch_metrics = find_old_policy(args, model, engine, request, trajectories)
+
+        # make the sampling steps that led to better images likelier (Flow-GRPO, eq. 5)
+        with run.timed("update_actor"):
+            local_advantages = advantages[image_index].to(device, torch.float32)  # (B,)
+            batch = Batch(request, trajectories, old, local_advantages)
+            follow(model, "behind", 0.0)  # which samples what is ahead
+            metrics |= update(args, model, optimizer, batch) | mismatch_metrics
+
+        # the rollout after the next one samples with the new weights; a push waits for the engine
+        with run.timed("update_weights"):
+            if ahead:
+                ahead.trajectories.result()
+            if engine:
+                engine.push_policy(model)
+
+        # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
+        run.end_step(metrics | {"training/epoch": sampler.epoch, "training/staleness": staleness})
+        is_due = step % args.eval_every == 0 or step == args.num_steps
+        val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
+        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        stopping = run.should_stop()
+        if is_due or stopping or (args.save_every and step % args.save_every == 0):
+            save(args, run, model, optimizer, sampler)
+        if stopping:
+            break
+
+    if engine:
+        engine.close()
+    run.close()
+
+
+if __name__ == "__main__":
+    with friendly_errors():  # an expected error ends the script in one line, without a traceback
+        args = check(parse_args(Args, __doc__))
+        main(args, prepare(args))
