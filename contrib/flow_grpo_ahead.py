@@ -288,7 +288,6 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
         args.dtype,
         args.rollout_batch_size,
         log_file,
-        timeout_s=args.engine_timeout_s,
         engine_with=args.engine_with,
         gpus=gpus,
         attention=args.attention,
@@ -356,8 +355,8 @@ def begin_rollout(
     trajectories: Future[Trajectories] = Future()
 
     def sample() -> None:
-        use_own_gpu()  # which is set for each thread
         try:
+            use_own_gpu()  # which is set for each thread
             trajectories.set_result(rollout(args, model, engine, request, scorer))
         except BaseException as error:  # raised in the thread that waits for the result
             trajectories.set_exception(error)
@@ -508,7 +507,6 @@ def find_old_policy(
         trajectories,
         recomputed,
         dtype=args.dtype,
-        velocity_limit=args.max_velocity_mismatch,
         log_prob_limit=args.clip_range / 2 if takes_sampled else math.inf,  # the ratio may start this far from 1
     )
     if takes_sampled:
@@ -709,7 +707,7 @@ def main(args: Args, inputs: Inputs) -> None:
         if engine:  # it still holds the policy from before `load`
             engine.push_policy(model)
     ahead = resume_ahead(args, run, model, engine, inputs, sampler)  # None, but after a signal
-    if args.eval_only or run.unlogged or (args.eval_at_start and not run.checkpoint):
+    if args.eval_only or run.unlogged or not run.checkpoint:
         run.log(*evaluate(args, run, model, engine, inputs))
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
