@@ -32,7 +32,14 @@ KEY = re.compile(
 PARTS = {"lora_down": "lora_A", "lora.down": "lora_A", "lora_up": "lora_B", "lora.up": "lora_B"}
 TEXT_ENCODERS = re.compile(r"(?:base_model\.model\.)?(?:text_encoder|lora_te|text_model|conditioner)")
 # a part of a tensor's name: what it is
-OTHER_KINDS = {"dora_scale": "DoRA", "magnitude_vector": "DoRA", "lokr_": "LoKr", "hada_": "LoHa", "oft_": "OFT"}
+OTHER_KINDS = {
+    "dora_scale": "DoRA",
+    "magnitude_vector": "DoRA",
+    ".magnitude": "DoRA of ai-toolkit",  # by its own name
+    "lokr_": "LoKr",
+    "hada_": "LoHa",
+    "oft_": "OFT",
+}
 LARGEST = torch.finfo(torch.float32).max
 CONVERT = "`python -m tools.lora convert FILE OUT --model MODEL`"
 TAKEN = "in it, where only a transformer's lora_A and lora_B are taken"

@@ -257,6 +257,7 @@ def test_what_has_no_place_is_named_with_a_way_on(tmp_path):
         "lora_te1_text_model_q.lora_down.weight": "is a text encoder's",
         "transformer.blocks.0.to_q.dora_scale": r"it is a DoRA .*load_lora_weights, fuse_lora, save_pretrained",
         "lora_unet_blocks_0_to_q.lokr_w1": "it is a LoKr",
+        "transformer.blocks.0.to_q.magnitude": "it is a DoRA of ai-toolkit .*merge it with its own tool",
     }
     for key, fault in faults.items():
         save_file(good | {key: one}, file)
