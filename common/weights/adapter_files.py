@@ -33,7 +33,7 @@ KEY = re.compile(
 PARTS = {"lora_down": "lora_A", "lora.down": "lora_A", "lora_up": "lora_B", "lora.up": "lora_B"}
 TEXT_ENCODERS = re.compile(r"(?:base_model\.model\.)?(?:text_encoder|lora_te|text_model|conditioner)")
 # parts of the names of DoRA's, LoKr's, LoHa's and OFT's tensors; diffusers leaves some out, with a warning alone
-OTHER_KINDS = re.compile("dora_scale|magnitude_vector|lokr_|hada_|oft_")
+OTHER_KINDS = re.compile("dora_scale|magnitude|lokr_|hada_|oft_")
 LARGEST = torch.finfo(torch.float32).max
 CONVERT = "`python -m tools.lora convert FILE OUT --model MODEL`"
 

@@ -257,6 +257,7 @@ def test_what_has_no_place_is_named_with_a_way_on(tmp_path):
         "lora_te1_text_model_q.lora_down.weight": "is a text encoder's",
         "transformer.blocks.0.to_q.dora_scale": "dora_scale is of another kind than LoRA",
         "lora_unet_blocks_0_to_q.lokr_w1": "lokr_w1 is of another kind than LoRA",
+        "transformer.blocks.0.to_q.magnitude": "magnitude is of another kind than LoRA",
     }
     for key, fault in faults.items():
         save_file(good | {key: one}, file)
