@@ -30,7 +30,7 @@ Where it departs from the paper:
     their rewards, the rollout is that of the prompts that name the same ones.
   - log_prob and the KL are means over the D latent elements, as in the paper's code, so the ratio is the densities'
     ratio to the power 1 / D. Published clip ranges are 1e-5 to 1e-3; the embedded model's 1e-3 is ours.
-  - The KL, off by default, is that of the paper's code: |dt| times the one after eq. 9 (--kl_type paper: without |dt|).
+  - The KL is that of the paper's code: |dt| times the one after eq. 9 (--kl_type paper: without |dt|).
   - An SDE step's noise has the factor sqrt(s / (1 - s)), infinite at the first sampling step, where s = 1. There
     1 - s is taken at the second step's s, `sigma_max` (common/sde.py).
 """
