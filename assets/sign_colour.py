@@ -3,7 +3,8 @@
     torchrun --standalone flow_grpo.py --reward ocr assets/sign_colour.py:sign_colour --reward_weights 1 1
     torchrun --standalone flow_grpo.py --eval_reward assets/sign_colour.py:sign_colour        # only watched
 
-OCR does not see colours, and they drift while it is trained on alone (docs/rewards.md).
+OCR does not see colours, and they drift while it is trained on alone (docs/rewards.md). Its gradient by the pixels,
+`of_pixels`, is what contrib/draft.py trains on.
 """
 
 import re
@@ -48,4 +49,12 @@ def sign_colour(images, prompts, metadata):
     return scores
 
 
+def of_pixels(pixels, prompts, metadata):
+    """sign_colour (B,) of pixels (B, 3, H, W) in [0, 1], with the gradient, which reaches the median pixels."""
+    medians = 255 * pixels.flatten(2).quantile(0.5, dim=2)  # (B, 3); of an even number the mean of two, as NumPy's
+    distances = (medians - pixels.new_tensor([named_colour(prompt) for prompt in prompts])).abs().mean(1)
+    return (1 - distances / TOLERANCE).clamp(min=0)
+
+
+sign_colour.of_pixels = of_pixels
 sign_colour.check = named_colour  # shown every prompt before a model loads

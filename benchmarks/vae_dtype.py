@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.cpu import repair_torchvision
 from common.models.loading import family_class, load_model
-from common.models.vae import decode_in_slices, quantize, to_bfloat16
+from common.models.vae import decode_in_slices, quantize, to_bfloat16, to_unit_range
 from common.options import ASSETS
 
 import torch
@@ -26,12 +26,13 @@ SD35 = {
 }
 
 
+@torch.no_grad()
 def compare(name: str, vae: torch.nn.Module, latents: torch.Tensor) -> str:
     """The difference in a line. latents: as the VAE takes them. The VAE is in bf16 afterwards."""
     scale = 64 if "SD3.5" in name else 16
-    whole = quantize(decode_in_slices(vae, latents, scale)).int()  # (B, H, W, 3)
+    whole = quantize(to_unit_range(decode_in_slices(vae, latents, scale))).int()  # (B, H, W, 3)
     to_bfloat16(vae)
-    distance = (quantize(decode_in_slices(vae, latents, scale)).int() - whole).abs()
+    distance = (quantize(to_unit_range(decode_in_slices(vae, latents, scale))).int() - whole).abs()
     shares = ", ".join(f"{(distance <= n).float().mean():.2%} by at most {n}" for n in (0, 1, 2))
     size = " x ".join(map(str, whole.shape[:3]))
     return f"{name}, {size}: mean {distance.float().mean():.3f}, max {distance.max()} of 255; {shares}"

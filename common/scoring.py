@@ -21,6 +21,9 @@ the other images of the call. The function may have attributes:
                     ValueError and says what is missing
     offload         a function (), run when all images of a rollout are scored
     settings        names of the environment variables that its scores depend on; a run records their values
+    of_pixels       the reward as a differentiable function (pixels, prompts, metadata) -> scores, for contrib/draft.py:
+                    pixels (B, 3, H, W) in [0, 1], scores (B,), both tensors. It must agree with the reward of the same
+                    images, as near as their rounding to bytes allows
 
 On GPUs the rank's own GPU is the current device, in the scoring thread as well. Move a network there by `.to("cuda")`,
 best in fp32, and give it a fixed number of images at a time (common/rewards/clip_score.py shows how and why).
@@ -281,6 +284,38 @@ def score_images(
         for row, values in zip(rows, found, strict=True):
             if details is not None and values:
                 details[row][name] = values
+    return scores
+
+
+def score_pixels(rewards: dict[str, Reward], pixels: torch.Tensor, prompt_set: PromptSet) -> torch.Tensor:
+    """Scores (B, R) in fp64 as score_images gives them, with the gradient, by the `of_pixels` of each reward.
+
+    pixels: B images, (B, 3, H, W) in [0, 1], or B videos (B, 3, F, H, W), of the B prompts of a PromptSet.
+
+    Raises:
+        RunError: naming the reward whose of_pixels raised, or gave something else than a finite number, with a
+            gradient, for each image.
+    """
+    scores = pixels.new_full((len(pixels), len(rewards)), NOT_ASKED, dtype=torch.float64)
+    for column, (name, function) in enumerate(rewards.items()):
+        rows = prompt_set.asking(name)
+        if not rows:
+            continue
+        asking = prompt_set.select(rows)
+        of_pixels = function.of_pixels  # type: ignore[attr-defined]
+        try:
+            returned = of_pixels(pixels[rows], list(asking.prompts), asking.for_rewards())
+        except Exception as error:
+            told = describe(error, own_folder(of_pixels))
+            raise RunError(f"reward {name}: its of_pixels raised {told}") from error
+        if not isinstance(returned, torch.Tensor) or returned.shape != (len(rows),):
+            shape = tuple(returned.shape) if isinstance(returned, torch.Tensor) else type(returned).__name__
+            raise RunError(f"reward {name}: its of_pixels returned {shape} in place of a tensor ({len(rows)},)")
+        if not returned.requires_grad:
+            raise RunError(f"reward {name}: what its of_pixels returned has no gradient by the pixels")
+        if not returned.isfinite().all():
+            raise RunError(f"reward {name}: its of_pixels gave the scores {truncate(str(returned.tolist()))}")
+        scores[rows, column] = returned.double()
     return scores
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.engine import pipelines
-from common.models.vae import quantize
+from common.models.vae import quantize, to_unit_range
 from common.rollout import RolloutRequest
 
 import torch
@@ -87,7 +87,7 @@ def generate(omni: Omni, request: RolloutRequest, lora: bool, means: bool, is_la
         "latents": torch.stack([output.trajectory_latents for output in outputs]),
         "log_probs": torch.stack([output.trajectory_log_probs for output in outputs]),
         "transition_stds": torch.stack([rollout["transition_stds"] for rollout in rollouts]),
-        "images": torch.cat([quantize(image) for output in outputs for image in output.images]),
+        "images": torch.cat([quantize(to_unit_range(image)) for output in outputs for image in output.images]),
     }
     if means:
         fields["prev_sample_means"] = torch.stack([rollout["prev_sample_means"] for rollout in rollouts])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.data import PromptSet
-from common.models.vae import decode_in_slices, encode_in_slices, pil_images
+from common.models.vae import decode_in_slices, encode_in_slices, pil_images, to_unit_range
 
 import PIL.Image
 import torch
@@ -220,7 +220,15 @@ class Family(ABC):
     def decode(self, latents: torch.Tensor) -> Images:
         """Latents (B, ...) -> B PIL images, or B videos as lists of PIL frames, as the pipeline decodes them."""
         with on_device(self, "vae"):
-            return self.to_images(self.to_pixels(latents))
+            return self.to_images(self.pixels(latents))
+
+    def pixels(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents (B, ...) -> pixels (B, 3, H, W), or (B, 3, F, H, W), in [0, 1], which `decode` rounds to bytes.
+
+        The gradient goes through. The VAE must be on the device, until the backward pass is done: both passes belong in
+        one block `with on_device(model, "vae")`.
+        """
+        return to_unit_range(self.to_pixels(latents))
 
     @torch.no_grad()
     def encode_images(self, images: list[PIL.Image.Image], height: int, width: int) -> torch.Tensor:
@@ -232,12 +240,12 @@ class Family(ABC):
             return self.to_latents(images, height, width)
 
     def to_images(self, pixels: torch.Tensor) -> list:
-        """Pixels in [-1, 1], (B, 3, H, W), or (B, 3, F, H, W) of videos -> what `decode` returns. For `decode`."""
+        """Pixels in [0, 1], (B, 3, H, W), or (B, 3, F, H, W) of videos -> what `decode` returns. For `decode`."""
         return pil_images(pixels)
 
     # A family whose VAE is not diffusers' AutoencoderKL defines these two.
     def to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents (B, ...) -> pixels (B, 3, ...) in about [-1, 1]. For `decode`: the VAE is on the device already."""
+        """Latents (B, ...) -> pixels (B, 3, ...) in about [-1, 1]. For `pixels`: the VAE is on the device already."""
         vae = self.pipe.vae
         latents = latents.to(vae.device) / vae.config.scaling_factor + (vae.config.shift_factor or 0)
         return decode_in_slices(vae, latents, scale=self.pipe.vae_scale_factor**2)

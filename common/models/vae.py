@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from PIL.Image import fromarray
+from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:  # importing it takes seconds
     import diffusers
@@ -11,17 +12,23 @@ if TYPE_CHECKING:  # importing it takes seconds
 PIXELS_AT_ONCE = 1024 * 1024  # per call of the VAE: 4 images of 512 x 512, about 3 GB of activations in fp32
 
 
-@torch.no_grad()
 def decode_in_slices(vae: "diffusers.ModelMixin", latents: torch.Tensor, scale: int) -> torch.Tensor:
     """The VAE's latents (B, ...) -> its pixels (B, 3, ...); `scale` is the number of pixels per latent.
 
     A call takes as many images as have PIXELS_AT_ONCE pixels, and at least one. Pixels in [-1, 1] differ from those of
-    a single call for all B by round-off, on a CPU by 1e-6.
+    a single call for all B by round-off, on a CPU by 1e-6. Where latents have a gradient, each call is checkpointed:
+    the backward pass decodes again, and holds the activations of one call.
     """
+
+    def decode(images: torch.Tensor) -> torch.Tensor:
+        return vae.decode(images, return_dict=False)[0]
+
     pixels_of_one = scale * latents.shape[2:].numel()
     num_images = max(1, PIXELS_AT_ONCE // pixels_of_one)
-    slices = latents.split(num_images)
-    return torch.cat([vae.decode(images.to(vae.dtype), return_dict=False)[0] for images in slices])
+    slices = [images.to(vae.dtype) for images in latents.split(num_images)]
+    if torch.is_grad_enabled() and latents.requires_grad:
+        return torch.cat([checkpoint(decode, part, use_reentrant=False, preserve_rng_state=False) for part in slices])
+    return torch.cat([decode(part) for part in slices])
 
 
 @torch.no_grad()
@@ -41,17 +48,21 @@ def to_bfloat16(vae: "diffusers.ModelMixin") -> None:
         parameter.data = parameter.data.to(torch.bfloat16)
 
 
+def to_unit_range(pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels in about [-1, 1] -> in [0, 1], in fp32 and with their gradient, as diffusers' image processor does it."""
+    return (pixels.float() / 2 + 0.5).clamp(0, 1)
+
+
 def quantize(pixels: torch.Tensor) -> torch.Tensor:
-    """Pixels in [-1, 1], (B, 3, H, W) or (B, 3, F, H, W) of videos -> uint8 (B, H, W, 3) or (B, F, H, W, 3).
+    """Pixels in [0, 1], (B, 3, H, W) or (B, 3, F, H, W) of videos -> uint8 (B, H, W, 3) or (B, F, H, W, 3).
 
     Rounded as diffusers' image processor does it, but on the pixels' device: a quarter of the bytes leaves it.
     """
-    unit = (pixels.float() / 2 + 0.5).clamp(0, 1)
-    return (unit * 255).round().to(torch.uint8).movedim(1, -1).contiguous()
+    return (pixels * 255).round().to(torch.uint8).movedim(1, -1).contiguous()
 
 
 def pil_images(pixels: torch.Tensor) -> list:
-    """Pixels in [-1, 1], (B, 3, H, W) -> B PIL images; (B, 3, F, H, W) -> B videos as lists of F PIL frames."""
+    """Pixels in [0, 1], (B, 3, H, W) -> B PIL images; (B, 3, F, H, W) -> B videos as lists of F PIL frames."""
     arrays = quantize(pixels).cpu().numpy()
     if arrays.ndim == 4:
         return [fromarray(array) for array in arrays]

@@ -215,12 +215,16 @@ class Blueprint:
         model.transformer.disable_gradient_checkpointing()
         return Cost(meter.flops, meter.peak_bytes)
 
-    def decoding(self, batch: int, image_size: tuple[int, int], num_frames: int) -> Cost:
-        """Cost of decoding the latents of `batch` images in one call."""
+    def decoding(self, batch: int, image_size: tuple[int, int], num_frames: int, *, train: bool = False) -> Cost:
+        """Cost of decoding the latents of `batch` images in one call; train: with the backward pass."""
         shape = self.latent_shape(image_size, num_frames)
         tensors = [*self.pipe.vae.parameters(), *self.pipe.vae.buffers()]
         with self.mode, Meter(tensors) as meter:
-            self.model.decode(torch.zeros(batch, *shape))
+            if train:
+                latents = torch.zeros(batch, *shape, requires_grad=True)
+                self.model.pixels(latents).square().mean().backward()
+            else:
+                self.model.decode(torch.zeros(batch, *shape))
         return Cost(meter.flops, meter.peak_bytes)
 
 

@@ -76,6 +76,9 @@ class Workload:
     shard_ranks: int = 0
     acting_epochs: int = 1
     """epochs in which each policy that only acts makes its passes; 1: once per rollout"""
+    chained_steps: int = 0
+    """trained passes whose activations an image holds at once, as its gradient comes through them and the VAE; 0: each
+    pass has a backward pass of its own, and no gradient comes through the VAE"""
 
     @property
     def shards(self) -> int:
@@ -96,6 +99,11 @@ class Workload:
         """Whether ranks gather the whole transformer to sample, once per rollout."""
         may_gather = not {"cpu_offload", "gather_blocks"} & set(self.train_with)
         return may_gather and self.shards > 1 and not self.has_engine
+
+    @property
+    def held_passes(self) -> int:
+        """Trained passes of which an image holds the activations at once."""
+        return max(1, self.chained_steps)
 
     @property
     def images_of_a_rank(self) -> int:
@@ -121,9 +129,22 @@ def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option ma
             "trained_guidance": 1.0,
             "policies": ("trained", *average, "reference"),
         }
-    if "timestep_fraction" not in options and "sde_window_size" not in options:
-        raise ValueError("has none of --num_pairs, --timestep_fraction, --sde_window_size, which say what it trains")
     steps = options["num_inference_steps"]
+    if "gradient_steps" in options:  # DRaFT and ReFL sample in the update, and decode what they have sampled there
+        num_trained = options["gradient_steps"]
+        last = options["refl_range"][1] if options["method"] == "refl" else steps
+        return {
+            "num_images": options["num_prompts"],
+            "micro_batch_images": options["micro_batch_size"],
+            "sampled_steps": last - num_trained,
+            "trained_steps": num_trained,
+            "chained_steps": num_trained,
+            "trained_guidance": options["guidance_scale"],
+            "policies": ("trained", *average),
+        }
+    if "timestep_fraction" not in options and "sde_window_size" not in options:
+        known = "--num_pairs, --gradient_steps, --timestep_fraction, --sde_window_size"
+        raise ValueError(f"has none of {known}, which say what it trains")
     counts = {
         "num_images": options["num_prompts"] * options["group_size"],
         "micro_batch_images": options["micro_batch_size"],
@@ -156,6 +177,7 @@ class Costs(NamedTuple):
     training: Cost  # a trained pass
     decoding: Cost  # by the VAE
     decoding_batch: Cost  # by the VAE, the images of a pass of the trainer at once
+    trained_decoding: Cost = Cost(0, 0)  # the same with the backward pass, where the gradient comes through the VAE
 
 
 class Part(NamedTuple):
@@ -179,8 +201,17 @@ def measure(blueprint: Blueprint, w: Workload) -> Costs:
         forward = blueprint.velocity(*trained)
     training = blueprint.velocity(*trained, train=True, checkpointing=checkpointing)
     decoding = blueprint.decoding(1, *size)
-    decoding_batch = blueprint.decoding(w.micro_batch_images, *size)
-    return Costs(sampling, forward, training, decoding=decoding, decoding_batch=decoding_batch)
+    costs = Costs(sampling, forward, training, decoding=decoding, decoding_batch=decoding)
+    return measure_decoding(blueprint, w, costs)
+
+
+def measure_decoding(blueprint: Blueprint, w: Workload, costs: Costs) -> Costs:
+    """The same Costs, with what decoding the images of a pass costs for this Workload's size of a pass."""
+    size = (w.image_size, w.num_frames)
+    costs = costs._replace(decoding_batch=blueprint.decoding(w.micro_batch_images, *size))
+    if w.chained_steps:
+        costs = costs._replace(trained_decoding=blueprint.decoding(w.micro_batch_images, *size, train=True))
+    return costs
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -247,10 +278,12 @@ def pass_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     num_prompts = min(w.num_prompts, w.images_of_a_rank)
     kept = num_tensors * latent_bytes(blueprint, w) * w.images_of_a_rank
     kept += num_prompts * blueprint.conditioning_bytes(w.max_sequence_length, w.image_size, w.num_frames)
+    activations = n * w.held_passes * costs.training.peak_bytes
     both = ("rollout", "update")
     parts = [
         part_of_fsdp(blueprint, w),
-        Part(f"activations of {images}", n * costs.training.peak_bytes, ("update",), "device", to_train),
+        Part(f"activations of {images}", activations, ("update",), "device", to_train),
+        Part("decoding with a gradient", costs.trained_decoding.peak_bytes, ("update",), "device", advice),
         Part("trajectories and embeddings", kept, both, "device", "use more ranks, or fewer images a step"),
     ]
     if not w.has_engine:
@@ -331,6 +364,8 @@ def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     larger = "use a machine with more memory"
     encoded = ("encode",) if w.prompt_cache is None else ("start",)
     decoded = () if w.has_engine else ("rollout",)  # an engine has its own VAE
+    if w.chained_steps:
+        decoded = (*decoded, "update")
     if blueprint.num_sources:  # the VAE encodes pictures with the prompts, engine or not
         decoded = ("encode", *decoded)
     saved = 4 * (num_adapted(blueprint, w) + 3 * blueprint.num_trained)  # each policy; Adam's moments and adapter/
@@ -419,8 +454,7 @@ def choose_options(
         divisors = [divisor for divisor in range(share, 0, -1) if share % divisor == 0]
         for size in divisors:  # the last one is 1, which is taken in any case
             w = replace(w, shard_ranks=shard_ranks, micro_batch_images=size * of_one)
-            decoding = blueprint.decoding(w.micro_batch_images, w.image_size, w.num_frames)
-            if gpu_peak(blueprint, w, costs._replace(decoding_batch=decoding)) <= (1 - FREE) * gpu_bytes:
+            if gpu_peak(blueprint, w, measure_decoding(blueprint, w, costs)) <= (1 - FREE) * gpu_bytes:
                 break
     return {"shard_ranks": shard_ranks, "micro_batch_size": size}
 
@@ -486,11 +520,13 @@ def work(w: Workload, costs: Costs) -> dict[str, Work]:
     num_acting = sum(policy not in ("trained", "average") for policy in w.policies)
     phases = {}
     if w.sampled_steps:
-        phases["rollout"] = Work(n * w.sampled_steps * costs.sampling.flops, n * costs.decoding.flops)
+        decoded = 0 if w.chained_steps else n  # otherwise in the update
+        phases["rollout"] = Work(n * w.sampled_steps * costs.sampling.flops, decoded * costs.decoding.flops)
     if w.has_engine and w.old_log_prob == "recompute":  # a local rollout's log-probs are the trainer's own
         phases["old log-probs"] = Work(passes * costs.forward.flops)
     trained = w.epochs_per_rollout * costs.training.flops
-    phases["update"] = Work(passes * (trained + w.acting_epochs * num_acting * costs.forward.flops))
+    vae = n / w.micro_batch_images * costs.trained_decoding.flops
+    phases["update"] = Work(passes * (trained + w.acting_epochs * num_acting * costs.forward.flops), vae)
     evaluated = -(-w.num_eval_images // w.ranks)
     sampled = evaluated * w.eval_num_inference_steps * costs.sampling.flops
     phases["evaluation"] = Work(sampled, evaluated * costs.decoding.flops)

@@ -13,7 +13,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from common.rewards._networks import Source, find_file, load_network, offload, own_device, refusing_weights, weights_of
-from common.rewards.clip_score import embed_images, in_chunks, load_processor, read_clip
+from common.rewards.clip_score import embed_images, embed_pixels, in_chunks, load_processor, preprocess, read_clip
 
 import torch
 from PIL.Image import Image
@@ -31,6 +31,12 @@ def aesthetic(images: list[Image], prompts: list[str], metadata: list[dict]) -> 
     model, processor, layers = load()
     ratings = in_chunks(layers, embed_images(model, processor, images))  # (B, 1)
     return ratings[:, 0].tolist()
+
+
+def of_pixels(pixels: torch.Tensor, prompts: list[str], metadata: list[dict]) -> torch.Tensor:
+    """aesthetic (B,) of pixels (B, 3, H, W) in [0, 1], with the gradient."""
+    model, processor, layers = load()
+    return in_chunks(layers, embed_pixels(model, preprocess(processor, pixels)))[:, 0]
 
 
 def load() -> "tuple[CLIPModel, CLIPProcessor, torch.nn.Sequential]":
@@ -68,5 +74,6 @@ def load_layers(source: Source) -> torch.nn.Sequential:
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 aesthetic.settings = ("AESTHETIC_MODEL", "AESTHETIC_CLIP")  # type: ignore[attr-defined]
+aesthetic.of_pixels = of_pixels  # type: ignore[attr-defined]
 aesthetic.load = load  # type: ignore[attr-defined]
 aesthetic.offload = offload  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from common.rewards._networks import Source, load_network, offload, read_whole, refusing_weights, weights_of
 
 import torch
+import torch.nn.functional as F
 from PIL.Image import Image
 
 if TYPE_CHECKING:  # slow
@@ -33,9 +34,20 @@ def clip_score(images: list[Image], prompts: list[str], metadata: list[dict]) ->
     100. The reward in DiffusionNFT's code is this score / 30.
     """
     model, processor = load()
-    products = embed_images(model, processor, images) * embed_prompts(model, processor, prompts)  # (B, D)
-    cosines = products.sum(1)  # (B,)
-    return (100 * cosines.clamp(min=0)).tolist()
+    return score_embeddings(embed_images(model, processor, images), embed_prompts(model, processor, prompts)).tolist()
+
+
+def of_pixels(pixels: torch.Tensor, prompts: list[str], metadata: list[dict]) -> torch.Tensor:
+    """clip_score (B,) of pixels (B, 3, H, W) in [0, 1], with the gradient."""
+    model, processor = load()
+    with torch.no_grad():
+        prompt_embeds = embed_prompts(model, processor, prompts)
+    return score_embeddings(embed_pixels(model, preprocess(processor, pixels)), prompt_embeds)
+
+
+def score_embeddings(images: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+    """100 max(cos, 0), (B,), of embeddings (B, D) of length 1."""
+    return 100 * (images * prompts).sum(1).clamp(min=0)
 
 
 def load() -> "tuple[CLIPModel, CLIPProcessor]":
@@ -68,9 +80,30 @@ def load_processor(source: Source) -> "CLIPProcessor":
 
 def embed_images(model: "CLIPModel", processor: "CLIPProcessor", images: list[Image]) -> torch.Tensor:
     """Embeddings (B, D) of length 1 of B PIL images, of any size."""
-    pixels = processor.image_processor(images, return_tensors="pt")["pixel_values"]  # (B, 3, 224, 224)
+    return embed_pixels(model, processor.image_processor(images, return_tensors="pt")["pixel_values"])
+
+
+def embed_pixels(model: "CLIPModel", pixels: torch.Tensor) -> torch.Tensor:
+    """Embeddings (B, D) of length 1 of preprocessed images (B, 3, 224, 224)."""
     embeddings = in_chunks(lambda rows: model.get_image_features(rows).pooler_output, pixels.to(model.device))
     return embeddings / embeddings.norm(dim=-1, keepdim=True)
+
+
+def preprocess(processor: "CLIPProcessor", pixels: torch.Tensor) -> torch.Tensor:
+    """What the image processor makes of pixels (B, 3, H, W) in [0, 1], (B, 3, 224, 224): resized, cut and normalised.
+
+    The gradient goes through. PIL rounds to bytes before and after it resizes, which changes a score a little: see
+    docs/rewards.md.
+    """
+    config = processor.image_processor
+    height, width = pixels.shape[2:]
+    shortest = config.size["shortest_edge"]
+    resized = [shortest * side // min(height, width) for side in (height, width)]
+    pixels = F.interpolate(pixels, resized, mode="bicubic", antialias=True).clamp(0, 1)
+    top, left = (resized[0] - config.crop_size["height"]) // 2, (resized[1] - config.crop_size["width"]) // 2
+    pixels = pixels[:, :, top : top + config.crop_size["height"], left : left + config.crop_size["width"]]
+    mean, std = pixels.new_tensor([config.image_mean, config.image_std])[:, :, None, None]  # (3, 1, 1) each
+    return (pixels - mean) / std
 
 
 def embed_prompts(model: "CLIPModel", processor: "CLIPProcessor", prompts: list[str]) -> torch.Tensor:
@@ -98,5 +131,6 @@ def in_chunks(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tens
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 clip_score.settings = ("CLIP_SCORE_MODEL",)  # type: ignore[attr-defined]
+clip_score.of_pixels = of_pixels  # type: ignore[attr-defined]
 clip_score.load = load  # type: ignore[attr-defined]
 clip_score.offload = offload  # type: ignore[attr-defined]

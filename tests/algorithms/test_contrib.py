@@ -14,8 +14,9 @@ import grpo_guard
 from common.checkpoints import load_checkpoint, saved_checkpoints
 from common.data import PromptSet
 from common.rollout import RolloutRequest
+from common.scoring import NOT_ASKED, load_rewards
 from common.sde import image_seed
-from contrib import awm, crd, dance_grpo, dgpo, diffusion_opd, flow_dppo, online_dpo, tempflow_grpo
+from contrib import awm, crd, dance_grpo, dgpo, diffusion_opd, draft, flow_dppo, online_dpo, tempflow_grpo
 from dpo_offline import dpo_loss
 from tests.conftest import (
     EMBEDDED,
@@ -25,6 +26,7 @@ from tests.conftest import (
     brightness_reward,
     few_eval_prompts,
     own_options,
+    policy_without_fsdp,
     read_metrics,
     run_here,
     shared_options,
@@ -46,6 +48,7 @@ CHANGED = {
     "contrib/dance_grpo.py": 25,
     "contrib/dgpo.py": 77,
     "contrib/diffusion_opd.py": 158,
+    "contrib/draft.py": 549,
     "contrib/flow_dppo.py": 53,
     "contrib/flow_grpo_ahead.py": 92,
     "contrib/online_dpo.py": 88,
@@ -57,6 +60,7 @@ PARENTS = {
     "contrib/dance_grpo.py": "flow_grpo.py",
     "contrib/dgpo.py": "diffusion_nft.py",
     "contrib/diffusion_opd.py": "flow_grpo.py",
+    "contrib/draft.py": "flow_grpo.py",
     "contrib/flow_dppo.py": "grpo_guard.py",
     "contrib/flow_grpo_ahead.py": "flow_grpo.py",
     "contrib/online_dpo.py": "contrib/dgpo.py",
@@ -80,6 +84,18 @@ DIFFERENT = {
     "contrib/dance_grpo.py": {"main"},
     "contrib/dgpo.py": {"check", "draw_training_noise", "accumulate_gradients", "update", "main"},
     "contrib/diffusion_opd.py": {"check", "prepare", "load_policy", "Batch", "accumulate_gradients", "update", "main"},
+    "contrib/draft.py": {
+        "check",
+        "prepare",
+        "make_request",
+        "trained_steps",
+        "load_policy",
+        "rollout",
+        "accumulate_gradients",
+        "update",
+        "evaluate",
+        "main",
+    },
     "contrib/flow_dppo.py": {"policy_loss", "accumulate_gradients", "main"},
     "contrib/flow_grpo_ahead.py": {"check", "load_policy", "main"},
     "contrib/online_dpo.py": {"check", "compute_advantages", "accumulate_gradients", "main"},
@@ -92,6 +108,14 @@ DIFFERENT_OPTIONS = {
     "contrib/dance_grpo.py": {"sde_type", "kl_coef", "num_steps"},
     "contrib/dgpo.py": {"kl_coef"},
     "contrib/diffusion_opd.py": {"clip_range", "kl_type", "num_steps"},
+    "contrib/draft.py": {
+        "num_prompts",
+        "num_inference_steps",
+        "guidance_scale",
+        "num_steps",
+        "micro_batch_size",
+        "learning_rate",
+    },
     "contrib/flow_dppo.py": {"clip_range", "kl_coef", "num_steps"},
     "contrib/flow_grpo_ahead.py": set(),
     "contrib/online_dpo.py": {"group_size"},
@@ -138,6 +162,8 @@ def test_a_script_changes_its_parent_by_its_algorithm_alone(script):
 def test_no_option_is_unread_or_declared_again(script):
     assert unread_options(script) == []
     again = own_options(script).keys() & shared_options().keys()
+    if script == "contrib/draft.py":  # which needs a reward with a gradient
+        again -= {"reward"}
     assert again - {"lr_schedule"} == {"name", "num_steps", "micro_batch_size"}  # one has its parent's cosine
 
 
@@ -697,6 +723,72 @@ def test_tempflow_refuses_seeds_that_do_not_fit(monkeypatch):
         tempflow_grpo.check(tempflow_grpo.Args(branches_per_seed=1, advantage_group="seed"))
 
 
+# ---- DRaFT and ReFL --------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_draft_follows_the_weighted_sum_of_what_prompts_ask_for():
+    """Weights 2 and 0.5. The second prompt asks for the second reward, the third for none."""
+    scores = torch.tensor([[1.0, 4.0], [NOT_ASKED, 6.0], [NOT_ASKED, NOT_ASKED]], dtype=torch.float64)
+    scores.requires_grad_()
+    loss, metrics = draft.reward_loss(scores, (2.0, 0.5))
+    loss.backward()
+    assert loss.item() == pytest.approx(-((2 + 2) + 3) / 3) and metrics["actor/loss"] == loss
+    assert scores.grad.flatten().tolist() == pytest.approx([-2 / 3, -0.5 / 3, 0, -0.5 / 3, 0, 0])
+    means = draft.score_metrics(SimpleNamespace(reward_weights=(2.0, 0.5)), scores.detach(), {"a": None, "b": None})
+    assert means == {"critic/rewards/a/mean": 1, "critic/rewards/b/mean": 5, "critic/rewards/mean": 3.5}
+
+
+@pytest.mark.fast
+def test_the_steps_that_draft_and_refl_train():
+    assert draft.trained_steps(draft.Args(num_inference_steps=5, gradient_steps=2), step=1) == (3, 4)
+    args = draft.Args(num_inference_steps=5, method="refl", refl_range=(2, 4))
+    assert {draft.trained_steps(args, step) for step in range(20)} == {(2,), (3,)}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"gradient_steps": 4}, "--gradient_steps 4: at most --num_inference_steps, 3"),
+        ({"method": "refl", "refl_range": (1, 4)}, "--refl_range 1 4: 0 3 is the widest range of 3 steps"),
+        ({"method": "refl", "refl_range": (2, 2)}, "--refl_range 2 2: 0 3 is the widest range"),
+        ({"method": "refl", "gradient_steps": 2}, "--gradient_steps 2: --method refl has one, within --refl_range"),
+        ({"num_prompts": 6, "micro_batch_size": 4}, "--micro_batch_size 4: "),
+    ],
+)
+def test_draft_refuses_steps_that_do_not_fit(monkeypatch, options, fault):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match=fault):
+        draft.check(draft.Args(**options))
+
+
+@pytest.mark.fast
+def test_draft_refuses_a_reward_without_a_gradient(tmp_path):
+    line = run_here(tmp_path, "contrib/draft.py", "--reward", "ocr")
+    assert line == "draft.py: error: --reward ocr: has no of_pixels, a form with a gradient (docs/rewards.md)"
+
+
+def test_draft_has_no_graph_before_its_steps():
+    """ReFL's image is x - s v at its step; of DRaFT's steps, only the last K see a gradient. By the affine model."""
+    model = Shifting()
+    request = request_of(4, ()).select(torch.arange(6))
+    whole = draft.sample(model, request)
+    assert not whole.requires_grad
+    shifts = {}
+    for steps in ((3,), (2, 3), (0, 1, 2, 3)):
+        sampled = draft.sample(model, request, steps)
+        assert torch.equal(sampled, whole)
+        (shifts[steps],) = torch.autograd.grad(sampled.sum(), model.shift)
+    # x' = x + (x s + shift) dt at s 1, .75, .5, .25 with dt -1/4: each later step multiplies by 1 - s / 4
+    num = sampled.numel()
+    assert shifts[3,].item() == pytest.approx(-num / 4, rel=1e-5)
+    assert shifts[2, 3].item() == pytest.approx(-num / 4 * (1 + 15 / 16), rel=1e-5)
+    every = 1 + 15 / 16 + 15 / 16 * 7 / 8 + 15 / 16 * 7 / 8 * 13 / 16
+    assert shifts[0, 1, 2, 3].item() == pytest.approx(-num / 4 * every, rel=1e-5)
+    jumped = draft.sample(model, request, (1,))  # from s = .75
+    (shift,) = torch.autograd.grad(jumped.sum(), model.shift)
+    assert shift.item() == pytest.approx(-num * 0.75, rel=1e-5)
+
+
 # ---- as users run them -----------------------------------------------------------------------------------------------
 def test_a_script_is_started_as_a_module(tmp_path):
     """torchrun --standalone -m contrib.awm, as its header says, at the root."""
@@ -747,7 +839,7 @@ def write_teacher(folder, seed, rank, width=0):
 ON_TWO_RANKS = ["contrib/crd.py", "contrib/dgpo.py", "contrib/diffusion_opd.py", "contrib/online_dpo.py"]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script != "contrib/draft.py"])
 def test_a_script_runs_and_on_two_ranks_as_on_one(tmp_path, script):
     """With the same images and the same first update, as the groups that a loss takes are whole on every rank."""
     options = [*TINY, "--num_steps", 2, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
@@ -768,6 +860,61 @@ def test_a_script_runs_and_on_two_ranks_as_on_one(tmp_path, script):
     assert json.loads((run / "args.json").read_text())["args"]["name"] == "ranks1"
     assert (run / "source.py").read_text() == (ROOT / script).read_text()
     assert (run / "adapter" / "pytorch_lora_weights.safetensors").is_file()
+
+
+@pytest.fixture
+def redness(tmp_path):
+    """--reward of a file with a form for pixels."""
+    path = tmp_path / "red.py"
+    path.write_text(
+        "import numpy\n\n\ndef redness(images, prompts, metadata):\n"
+        "    return [numpy.asarray(image)[..., 0].mean() / 255 for image in images]\n\n\n"
+        "redness.of_pixels = lambda pixels, prompts, metadata: pixels[:, 0].mean((1, 2))\n"
+    )
+    return ["--reward", f"{path}:redness"]
+
+
+@pytest.mark.parametrize("changes", [["--gradient_steps", 2], ["--method", "refl"], ["--lora_rank", 0]])
+def test_draft_learns_and_two_ranks_do_as_one(tmp_path, redness, changes):
+    options = [*redness, *few_eval_prompts(tmp_path, 4), "--num_prompts", 8, "--micro_batch_size", 2, *changes]
+    options += ["--lr_schedule", "constant", "--learning_rate", 1e-4 if "--lora_rank" in changes else 5e-3]
+    run = tmp_path / "runs" / "ranks1"
+    torchrun(tmp_path, "contrib/draft.py", "--name", "ranks1", *options, "--num_steps", 4)
+    torchrun(tmp_path, "contrib/draft.py", "--name", "ranks2", *options, "--num_steps", 1, nproc=2)
+    one, two = (read_metrics(tmp_path / "runs" / name) for name in ("ranks1", "ranks2"))
+    for metric in ("critic/rewards/redness/mean", "actor/loss", "actor/grad_norm", "val/redness/mean"):
+        rows = (two[0], one[0]) if metric.startswith("val") else (two[1], one[1])
+        assert rows[0][metric] == pytest.approx(rows[1][metric], rel=1e-4, abs=1e-6), metric
+    assert one[1]["actor/grad_norm"] > 0 and one[1]["actor/loss"] == -one[1]["critic/rewards/mean"]
+    assert one[4]["val/redness/mean"] > one[0]["val/redness/mean"] + 0.02
+    assert (run / "source.py").read_text() == (ROOT / "contrib/draft.py").read_text()
+
+
+@pytest.mark.parametrize("steps", [(0, 1, 2), (0,)])
+def test_the_gradient_of_draft_is_that_of_differences(one_rank, redness, steps):
+    """Of the embedded model with its VAE, along the gradient by its LoRA, where all steps taken keep their graph."""
+    model, _, _ = policy_without_fsdp()
+    model.transformer.set_requires_gradient_sync = lambda wanted: None
+    args = draft.Args(micro_batch_size=2)
+    rewards = load_rewards([redness[1]], [1.0])
+    prompts = PromptSet(["a red sign", "a blue sign", "a green sign", "a grey sign"], [{}] * 4)
+    request = draft.make_request(args, model, prompts, torch.arange(4), [1, 2, 3, 4])
+    draft.accumulate_gradients(args, model, rewards, prompts, request, steps)
+    weights = [p for p in model.transformer.parameters() if p.requires_grad]
+    gradients = [p.grad.clone() for p in weights]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+
+    def loss_at(distance):
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight += distance / norm * gradient
+        _, scores = draft.accumulate_gradients(args, model, rewards, prompts, request, steps)
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight -= distance / norm * gradient
+        return -scores.mean().item()
+
+    assert (loss_at(1e-2) - loss_at(-1e-2)) / 2e-2 == pytest.approx(norm, rel=1e-3)
 
 
 def test_a_resumed_student_has_the_teachers_that_are_given(tmp_path):

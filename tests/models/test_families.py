@@ -473,6 +473,31 @@ def test_the_vae_decodes_and_encodes_a_few_images_at_a_time(model, monkeypatch):
         assert seen == [1, 1, 1]
 
 
+def test_pixels_are_what_decode_rounds_and_have_the_gradient_of_a_plain_call(model, monkeypatch):
+    """Calls of the VAE are checkpointed: each decodes once more in the backward pass."""
+    _, request = request_for(model)
+    latents = first_latents(request).requires_grad_()
+    calls = []
+    decode = model.pipe.vae.decode
+    monkeypatch.setattr(model.pipe.vae, "decode", lambda x, **options: calls.append(len(x)) or decode(x, **options))
+    monkeypatch.setattr("common.models.vae.PIXELS_AT_ONCE", 1)  # less than an image
+    decoded = model.decode(latents)
+    arrays = [np.stack(video) for video in decoded] if model.makes_videos else [np.asarray(one) for one in decoded]
+    gradients = []
+    for expected_calls in ([1] * 6, [1] * 3):
+        calls.clear()
+        pixels = model.pixels(latents)
+        assert pixels.min() >= 0 and pixels.max() <= 1
+        rounded = (pixels.detach() * 255).round().to(torch.uint8)  # (B, 3, H, W), or (B, 3, F, H, W)
+        assert np.array_equal(np.stack(arrays), rounded.movedim(1, -1).numpy())
+        weights = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(0))
+        gradients += torch.autograd.grad((weights * pixels).sum(), latents)
+        assert calls == expected_calls
+        monkeypatch.setattr("common.models.vae.checkpoint", lambda function, x, **options: function(x))
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+    assert gradients[0].flatten(1).norm(dim=1).min() > 0
+
+
 def test_images_and_latents(model):
     """encode_images is the reverse of decode: decoding an image's latents gives the VAE's reconstruction of it."""
     if model.makes_videos:

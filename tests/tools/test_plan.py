@@ -432,6 +432,8 @@ CHANGED = [
     ("flow_grpo.py", {"epochs_per_rollout": 3}, {"acting_epochs": 1}),  # the sampled steps stay
     ("diffusion_nft.py", {"epochs_per_rollout": 3}, {"acting_epochs": 3}),  # noise is drawn again in every epoch
     ("diffusion_nft.py", {"timestep_fraction": 0.1, "num_inference_steps": 5}, {"trained_steps": 1}),
+    ("contrib/draft.py", {"gradient_steps": 2}, {"sampled_steps": 1, "trained_steps": 2, "chained_steps": 2}),
+    ("contrib/draft.py", {"method": "refl", "refl_range": (0, 2)}, {"sampled_steps": 1, "policies": ("trained",)}),
 ]
 
 
@@ -440,10 +442,28 @@ CHANGED = [
     ("script", "changes", "expected"), [*((script, {"kl_coef": 0.0}, GRPO) for script in SCRIPTS[:3]), *CHANGED]
 )
 def test_an_algorithm_is_known_by_its_options(script, changes, expected):
-    args = replace(importlib.import_module(script.removesuffix(".py")).Args(), **changes)
+    args = replace(importlib.import_module(script.removesuffix(".py").replace("/", ".")).Args(), **changes)
     w = needs.workload_of(vars(args), num_eval_prompts=100, ranks=2, ranks_per_node=1)
     assert {name: getattr(w, name) for name in expected} == expected
     assert (w.ranks, w.shards, w.num_eval_images) == (2, 1, 100)
+
+
+@pytest.mark.fast
+def test_a_gradient_through_the_image_holds_every_step_and_the_vae():
+    """Twice the activations for two steps; the VAE, which is used in the update, with what its gradient keeps."""
+    blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
+    one, two = (replace(SMALL, chained_steps=steps) for steps in (1, 2))
+    costs = needs.measure(blueprint, one)
+    parts, of_two, plain = (by_name(needs.memory_parts(blueprint, w, costs)) for w in (one, two, SMALL))
+    activations = f"activations of {SMALL.micro_batch_images} images"
+    assert of_two[activations].num_bytes == 2 * parts[activations].num_bytes == 2 * plain[activations].num_bytes
+    assert parts["VAE, in use"].phases == ("rollout", "update") and plain["VAE, in use"].phases == ("rollout",)
+    decoding = blueprint.decoding(SMALL.micro_batch_images, (32, 96), 1)
+    assert parts["decoding with a gradient"].num_bytes == costs.trained_decoding.peak_bytes > 2 * decoding.peak_bytes
+    # forward, forward again, and a backward pass of the activations alone: the VAE's weights are frozen
+    assert 2.9 * decoding.flops < costs.trained_decoding.flops < 3.1 * decoding.flops
+    assert needs.measure(blueprint, SMALL).trained_decoding == Cost(0, 0)
+    assert needs.work(one, costs)["rollout"].vae == 0 < needs.work(one, costs)["update"].vae
 
 
 @pytest.fixture
@@ -555,7 +575,7 @@ def test_what_cannot_be_planned_ends_with_a_line(fork, tmp_path, monkeypatch):
     assert fork("--micro_batch_size", 0, device="cpu").startswith("--micro_batch_size 0: takes what fits on a GPU")
     (tmp_path / "fork.py").write_text("Args = 1\n")
     assert fork().startswith("fork.py: has no check")
-    with pytest.raises(ValueError, match="^has none of --num_pairs, --timestep_fraction, --sde_window_size"):
+    with pytest.raises(ValueError, match="^has none of --num_pairs, --gradient_steps, --timestep_fraction, "):
         needs.algorithm_counts({"ema_decay": 0.0})
 
 
