@@ -6,7 +6,8 @@
 
 A run is a script as it is, by its own `main`, on the model of benchmarks/exam_model.py, in a process forked from this
 one. All that is taken from it is its trained table. How the samples of a table are distributed is then integrated on a
-grid of z, without drawing any. The record, docs/lab/records/exam.jsonl, has a line for each row, task and seed.
+grid of z, without drawing any (benchmarks/exam_optima.py). The record, docs/lab/records/exam.jsonl, has a line for each
+row, task and seed.
 """
 
 import argparse
@@ -27,9 +28,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import exam_model
+from benchmarks.exam_optima import (
+    GROUP_SIZE,
+    NUM_STEPS,
+    ODE,
+    TASKS,
+    Sampler,
+    claimed_strength,
+    divergence,
+    final_density,
+    first_latent_share,
+    moments,
+    step_optimum,
+    strength_of,
+    tilted,
+    untrained,
+)
 from common import plots, run_record
 from common.cpu import repair_torchvision
-from common.sde import find_step_kind
 from common.user_code import load_function
 from tools.compare import paired_interval
 
@@ -43,13 +59,8 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "benchmarks" / "exam_model.py"
 RECORD = ROOT / "docs" / "lab" / "records" / "exam.jsonl"
-TASKS = {"gaussian": exam_model.Gaussian, "mixture": exam_model.Mixture}
-SEEDS = (1, 2, 3, 4)
-NUM_STEPS = exam_model.NUM_STEPS
-GROUP_SIZE = 8
+SEEDS = (1, 2, 3)
 POINTS = 12  # of a curve, beside its start
-GRID = np.linspace(-9, 9, 801)  # of z
-SPACING = GRID[1] - GRID[0]
 Options = dict[str, Any]
 
 # As far as a script has them. Nothing cuts a gradient or shrinks a weight, and the learning rate falls to 0: what
@@ -82,7 +93,7 @@ class Row:
     script: str
     options: Options
     price: float | None = None
-    noise: tuple[str, float, int] | None = None  # of the sampler that it trains: kind, level, noisy steps; None: ODE
+    noise: Sampler | None = None  # of the sampler that it trains, where all rollouts have the same; None: the ODE
     has_end: bool = True  # whether its loss has a fixed point: without one it goes on as long as it is trained
 
 
@@ -119,91 +130,6 @@ ROWS = {
     "dgpo": Row("contrib/dgpo.py", {"learning_rate": 0.03}, has_end=False),
     "online_dpo": Row("contrib/online_dpo.py", {"learning_rate": 0.03}, has_end=False),
 }
-
-
-# ---- how a table's samples are distributed ---------------------------------------------------------------------------
-def final_density(task: str, table: torch.Tensor, kind: str, level: float, noisy: int) -> tuple[np.ndarray, float]:
-    """The density of z on GRID after NUM_STEPS sampling steps, and the variance of any other direction.
-
-    The first `noisy` steps are SDE steps of a kind and noise level. A step maps z to mean(z), which carries the density
-    along, and adds Gaussian noise, which is a matrix on the grid.
-    """
-    field = exam_model.Field(*TASKS[task].mixture)
-    step_kind = find_step_kind(kind)
-    z = torch.from_numpy(GRID)
-    density, variance = np.exp(-(GRID**2) / 2) / math.sqrt(2 * math.pi), 1.0
-    for i in range(NUM_STEPS):
-        sigma, sigma_next = 1 - i / NUM_STEPS, 1 - (i + 1) / NUM_STEPS
-        noise_level = level if i < noisy else 0.0
-        at = torch.full_like(z, sigma)
-        step = (sigma, sigma_next, noise_level, 1 - 1 / NUM_STEPS)
-        with torch.no_grad():
-            mean, std = step_kind(z, field.along(z, at, table.double()), *step)
-            slope = field.coefficients(at[:1], table.double())[1].squeeze()
-        factor, _ = step_kind(torch.ones(1, dtype=torch.float64), slope, *step)
-        variance = variance * factor.item() ** 2 + std**2
-        if std:
-            kernel = np.exp(-(((GRID[:, None] - mean.numpy()) / std) ** 2) / 2) / (std * math.sqrt(2 * math.pi))
-            density = kernel @ density * SPACING
-        else:
-            moved = mean.numpy()
-            density = np.interp(GRID, moved, density / np.gradient(moved, SPACING), left=0, right=0)
-    return density / (density.sum() * SPACING), variance
-
-
-def divergence(density: np.ndarray, other: np.ndarray) -> float:
-    """KL of a density to another one, in nats."""
-    ratio = np.maximum(density, 1e-300) / np.maximum(other, 1e-300)
-    return float((density * np.log(ratio)).sum() * SPACING)
-
-
-def tilted(density: np.ndarray, strength: float) -> np.ndarray:
-    """p exp(strength z) / Z, the optimum of E[z] - KL / strength."""
-    weights = density * np.exp(strength * (GRID - GRID.max()))
-    return weights / (weights.sum() * SPACING)
-
-
-def moments(density: np.ndarray) -> dict[str, float]:
-    """Mean and variance of z, and the mass of z < 0, which is the mixture's mode of low reward."""
-    mean = float((density * GRID).sum() * SPACING)
-    variance = float((density * (GRID - mean) ** 2).sum() * SPACING)
-    below = GRID < 0
-    mass = float((density[below].sum() + density[GRID == 0].sum() / 2) * SPACING)
-    return {"mean": mean, "variance": variance, "mass": mass}
-
-
-def claimed_strength(reference: np.ndarray, price: float) -> float:
-    """1 / beta where beta = price std G / (G - 1), std being that of the rewards of the optimum itself."""
-    strength = 1.0
-    for _ in range(200):  # damped: a larger strength can mean a smaller deviation, and so a larger strength
-        std = math.sqrt(moments(tilted(reference, strength))["variance"])
-        strength = 0.9 * strength + 0.1 * (GROUP_SIZE - 1) / (GROUP_SIZE * price * std)
-    return strength
-
-
-def strength_of(reference: np.ndarray, nats: float) -> float:
-    """The strength whose optimum has this KL to the reference."""
-    low, high = 0.0, 30.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if divergence(tilted(reference, middle), reference) < nats else (low, middle)
-    return low
-
-
-def first_latent_share(kind: str, level: float, sigmas: list[float], noisy: int, std: float = 1.0) -> float:
-    """rho^2 of the Gaussian model: the share of the final variance that the first latent decides.
-
-    By linear propagation of x' = f x + noise. 1 - rho^2 is the share that an optimum with a fixed first latent tilts.
-    """
-    step_kind = find_step_kind(kind)
-    one = torch.ones(1, dtype=torch.float64)
-    of_first, of_noise = 1.0, 0.0
-    for i, (sigma, sigma_next) in enumerate(zip(sigmas, sigmas[1:], strict=False)):
-        slope = (sigma - (1 - sigma) * std**2) / ((1 - sigma) ** 2 * std**2 + sigma**2)
-        factor, noise = step_kind(one, slope * one, sigma, sigma_next, level if i < noisy else 0.0, sigmas[1])
-        of_first *= factor.item() ** 2
-        of_noise = of_noise * factor.item() ** 2 + noise**2
-    return of_first / (of_first + of_noise)
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
@@ -274,7 +200,7 @@ def run(job: tuple[str, Row, str, int]) -> dict:
         options |= {"train_prompts": prompts, "eval_prompts": prompts} | row.options
         if "kl_coef" in row.options:
             options["kl_coef"] = float(row.options["kl_coef"]) * KL_FACTOR[task]
-        if script.name == "dpo_offline.py":
+        if "    cache: " in script.read_text():
             options["cache"] = Path(folder) / "cache"
         if name.endswith("Bradley-Terry"):
             options["pairs"] = write_pairs(task, Path(folder), 1024, seed)
@@ -283,18 +209,18 @@ def run(job: tuple[str, Row, str, int]) -> dict:
     history = family.loaded[-1].transformer.history
     line = {"row": name, "task": task, "seed": seed, "script": row.script, "options": row.options}
     line |= {"updates": len(history), "seconds": round(time.perf_counter() - began, 1)}
-    line["ode"] = curve(task, history, ("sde", 0.0, 0))
+    line["ode"] = curve(task, history, ODE)
     if row.noise:
         line["trained"] = curve(task, history, row.noise)
     return line
 
 
-def curve(task: str, history: list[torch.Tensor], sampler: tuple[str, float, int]) -> list[dict[str, float]]:
+def curve(task: str, history: list[torch.Tensor], sampler: Sampler) -> list[dict[str, float]]:
     """KL to the start, moments and the other directions' variance, over the start's, of POINTS + 1 of the tables."""
-    reference, rest_before = final_density(task, history[0], *sampler)
+    reference, rest_before = final_density(task, history[0], sampler)
     points = []
     for place in sorted({round(i * (len(history) - 1) / POINTS) for i in range(POINTS + 1)}):
-        density, rest = final_density(task, history[place], *sampler)
+        density, rest = final_density(task, history[place], sampler)
         point = {"update": place, "kl": divergence(density, reference)} | moments(density)
         point["rest"] = rest / rest_before
         points.append({key: round(value, 5) for key, value in point.items()})
@@ -335,11 +261,9 @@ def biases(line: dict, price: float | None) -> dict[str, float]:
     By the sampler that was trained: the mean in deviations of the model before training, the variance as a share of the
     optimum's, the mass of the low mode; and what was claimed.
     """
-    sampler = "trained" if "trained" in line else "ode"
-    noise = ROWS[line["row"]].noise if line["row"] in ROWS else tuple(line["noise"] or ())
-    knots = torch.zeros_like(exam_model.Field(*TASKS[line["task"]].mixture).table.detach())
-    reference, _ = final_density(line["task"], knots, *(noise or ("sde", 0.0, 0)))
-    last = line[sampler][-1]
+    noise = ROWS[line["row"]].noise if line["row"] in ROWS else line["noise"]
+    reference, _ = final_density(line["task"], untrained(line["task"]), noise or ODE)
+    last = line["trained" if noise else "ode"][-1]
     if price:
         strength = claimed_strength(reference, price * KL_FACTOR[line["task"]])
     else:
@@ -393,8 +317,7 @@ def at_one_nat(line: dict) -> dict[str, float] | None:
         if before["kl"] <= 1 <= after["kl"]:
             share = (1 - before["kl"]) / (after["kl"] - before["kl"])
             found = {key: before[key] + share * (after[key] - before[key]) for key in before}
-            knots = torch.zeros_like(exam_model.Field(*TASKS[line["task"]].mixture).table.detach())
-            reference, _ = final_density(line["task"], knots, "sde", 0.0, 0)
+            reference, _ = final_density(line["task"], untrained(line["task"]), ODE)
             optimum = moments(tilted(reference, strength_of(reference, 1)))
             std = math.sqrt(moments(reference)["variance"])
             return {
@@ -419,6 +342,27 @@ def nat_text(lines: list[dict], task: str) -> str:
         if row.has_end or not of_row:
             continue
         cells = [interval([at[key] for at in found]) if found else "never" for key in columns]
+        text += f"| `{name}` | {' | '.join(cells)} |\n"
+    return text
+
+
+def step_text(lines: list[dict], task: str) -> str:
+    """A Markdown table of the rows whose KL is that of fixed noisy steps: mean and mass of the claimed optimum, of the
+    best steps, of the steps where the KL's own gradient ends, and measured."""
+    columns = ["claimed optimum", "best steps", "its gradient's end", "measured"]
+    text = f"| {task} | {' | '.join(columns)} |\n" + "|---" * (1 + len(columns)) + "|\n"
+    for name, row in ROWS.items():
+        of_row = [line for line in lines if line["row"] == name and line["task"] == task]
+        if not (row.price and row.noise and of_row):
+            continue
+        price = row.price * KL_FACTOR[task]
+        reference, _ = final_density(task, untrained(task), row.noise)
+        std = math.sqrt(moments(reference)["variance"])
+        optima = [tilted(reference, claimed_strength(reference, price))]
+        optima += [step_optimum(task, row.noise, price, counts_later_kl) for counts_later_kl in (True, False)]
+        found = [moments(optimum) for optimum in optima]
+        found.append({key: statistics.mean(line["trained"][-1][key] for line in of_row) for key in found[0]})
+        cells = [f"{at['mean'] / std:.3f}" + (f", {at['mass']:.3f}" if task == "mixture" else "") for at in found]
         text += f"| `{name}` | {' | '.join(cells)} |\n"
     return text
 
@@ -448,8 +392,7 @@ def draw(lines: list[dict], path: Path) -> None:
     panels = [("gaussian", "mean"), ("gaussian", "variance"), ("mixture", "mass"), ("mixture", "variance")]
     names = list(dict.fromkeys(line["row"] for line in lines))
     for axis, (task, key) in zip(axes.flat, panels, strict=True):
-        knots = torch.zeros_like(exam_model.Field(*TASKS[task].mixture).table.detach())
-        reference, _ = final_density(task, knots, "sde", 0.0, 0)
+        reference, _ = final_density(task, untrained(task), ODE)
         optima = [tilted(reference, strength) for strength in np.linspace(0, 4, 60)]
         spent = [divergence(optimum, reference) for optimum in optima]
         axis.plot(spent, [moments(optimum)[key] for optimum in optima], color="black", linewidth=2, label="optimum")
@@ -473,14 +416,17 @@ def sit(script: str, options: list[str], price: float | None, tasks: list[str], 
     pairs = " ".join(options).split("--")[1:]
     given: Options = {pair.split()[0]: " ".join(pair.split()[1:]) for pair in pairs}
     row = Row(script, given, price)
-    if "sde_window_size: " in Path(script).read_text():
+    defaults = vars(runpy.run_path(script)["Args"]())
+    if "sde_window_size" in defaults:
         row.options = ALL_STEPS | given
-        kind, level = row.options.get("sde_type", "sde"), float(row.options.get("noise_level", 0.7))
-        if str(row.options["sde_window_size"]) == "0":
-            row.noise = (kind, level, NUM_STEPS - 1)
+        used = defaults | row.options
+        if str(used["sde_window_size"]) == "0":
+            row.noise = (used["sde_type"], float(used["noise_level"]), NUM_STEPS - 1)
     name = Path(script).stem
     jobs = [(name, row, task, seed) for task in tasks for seed in range(1, seeds + 1)]
     lines = [line | {"noise": row.noise} for line in run_all(jobs, processes, None)]
+    if len(lines) < len(jobs):
+        sys.exit(1)  # with its error on the screen
     text = ""
     for task in tasks:
         if price:
@@ -493,11 +439,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("script", nargs="?", help="a script of yours; the options that follow are its own")
+    parser.add_argument(
+        "script", nargs="?", help="a script of yours, with an Args; the options that follow are its own"
+    )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="the base distributions")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="seeds 1 to this")
-    parser.add_argument("--price", type=float, help="of your script: its beta over std(rewards) G / (G - 1)")
+    parser.add_argument(
+        "--price",
+        type=float,
+        help="of your script: its beta over std(rewards) G / (G - 1); the mixture doubles it, and kl_coef",
+    )
     parser.add_argument("--processes", type=int, default=2, help="runs at once")
     parser.add_argument("--table", action="store_true", help="make no run")
     args, options = parser.parse_known_args()
@@ -518,6 +470,8 @@ def main() -> None:
             print(f"{title}\n\n{table_text(lines, task, prices, claimed)}")
     for task in TASKS:
         print(f"Without an end, where one nat is spent\n\n{nat_text(lines, task)}")
+    for task in TASKS:
+        print(f"The steps' own optimum\n\n{step_text(lines, task)}")
     print(f"The first latent's share\n\n{first_latent_text()}")
     draw(lines, RECORD.with_suffix(".png"))
 
