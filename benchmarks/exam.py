@@ -60,6 +60,7 @@ ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "benchmarks" / "exam_model.py"
 RECORD = ROOT / "docs" / "lab" / "records" / "exam.jsonl"
 SEEDS = (1, 2, 3)
+SPENT = 0.4  # nats, at which rows without a fixed point are compared
 POINTS = 12  # of a curve, beside its start
 Options = dict[str, Any]
 
@@ -297,7 +298,11 @@ def table_text(lines: list[dict], task: str, prices: dict[str, float | None], cl
     if task == "gaussian":
         columns.remove("bias of mass")
     shown = ["mean", "mean*"] if task == "gaussian" else ["mass", "mass*"]
-    text = f"| {task} | KL | {' | '.join([*shown, *columns])} |\n" + "|---" * (2 + len(shown) + len(columns)) + "|\n"
+    text = (
+        f"| {task}: seeds | KL | {' | '.join([*shown, *columns])} |\n"
+        + "|---" * (2 + len(shown) + len(columns))
+        + "|\n"
+    )
     for name in dict.fromkeys([*ROWS, *(line["row"] for line in lines)]):
         of_row = [line for line in lines if line["row"] == name and line["task"] == task]
         if not of_row or (claimed and not prices.get(name)) or (name in ROWS and not ROWS[name].has_end):
@@ -305,20 +310,20 @@ def table_text(lines: list[dict], task: str, prices: dict[str, float | None], cl
         found = [biases(line, prices[name] if claimed else None) for line in of_row]
         cells = [f"{statistics.mean(bias[key] for bias in found):.3f}" for key in ("KL", *shown)]
         cells += [interval([bias[key] for bias in found]) for key in columns]
-        text += f"| `{name}` | {' | '.join(cells)} |\n"
+        text += f"| `{name}`: {len(of_row)} | {' | '.join(cells)} |\n"
     return text
 
 
-def at_one_nat(line: dict) -> dict[str, float] | None:
-    """A run where its ODE samples are one nat from the model before training, linear between two points of its curve,
-    against the optimum there. None: it never is."""
+def where_spent(line: dict) -> dict[str, float] | None:
+    """A run where its ODE samples have the KL of SPENT to the model before training, linear between two points of its
+    curve, against the optimum there. None: they never have."""
     points = line["ode"]
     for before, after in itertools.pairwise(points):
-        if before["kl"] <= 1 <= after["kl"]:
-            share = (1 - before["kl"]) / (after["kl"] - before["kl"])
+        if before["kl"] <= SPENT <= after["kl"]:
+            share = (SPENT - before["kl"]) / (after["kl"] - before["kl"])
             found = {key: before[key] + share * (after[key] - before[key]) for key in before}
             reference, _ = final_density(line["task"], untrained(line["task"]), ODE)
-            optimum = moments(tilted(reference, strength_of(reference, 1)))
+            optimum = moments(tilted(reference, strength_of(reference, SPENT)))
             std = math.sqrt(moments(reference)["variance"])
             return {
                 "share of the run": found["update"] / points[-1]["update"],
@@ -330,19 +335,19 @@ def at_one_nat(line: dict) -> dict[str, float] | None:
     return None
 
 
-def nat_text(lines: list[dict], task: str) -> str:
-    """A Markdown table, a line for each row without an end, by the ODE: where it has spent one nat."""
+def budget_text(lines: list[dict], task: str) -> str:
+    """A Markdown table, a line for each row without an end, by the ODE: where it has spent SPENT."""
     columns = ["share of the run", "bias of mean", "bias of variance", "bias of mass", "other directions"]
     if task == "gaussian":
         columns.remove("bias of mass")
-    text = f"| {task} | {' | '.join(columns)} |\n" + "|---" * (1 + len(columns)) + "|\n"
+    text = f"| {task}: seeds | {' | '.join(columns)} |\n" + "|---" * (1 + len(columns)) + "|\n"
     for name, row in ROWS.items():
         of_row = [line for line in lines if line["row"] == name and line["task"] == task]
-        found = [at for line in of_row if (at := at_one_nat(line))]
+        found = [at for line in of_row if (at := where_spent(line))]
         if row.has_end or not of_row:
             continue
         cells = [interval([at[key] for at in found]) if found else "never" for key in columns]
-        text += f"| `{name}` | {' | '.join(cells)} |\n"
+        text += f"| `{name}`: {len(of_row)} | {' | '.join(cells)} |\n"
     return text
 
 
@@ -469,7 +474,7 @@ def main() -> None:
         for task in TASKS:
             print(f"{title}\n\n{table_text(lines, task, prices, claimed)}")
     for task in TASKS:
-        print(f"Without an end, where one nat is spent\n\n{nat_text(lines, task)}")
+        print(f"Without an end, where {SPENT} nats are spent\n\n{budget_text(lines, task)}")
     for task in TASKS:
         print(f"The steps' own optimum\n\n{step_text(lines, task)}")
     print(f"The first latent's share\n\n{first_latent_text()}")
