@@ -5,7 +5,7 @@ import csv
 import functools
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -174,17 +174,20 @@ def source_name(source: Path | str) -> str:
 def read_records(source: Path | str) -> list[tuple[str, dict]]:
     """[("file:line", {"prompt": ..., more})] of what holds prompts; takes the same and raises as read_prompts does."""
     path, field = split_source(source)
+    entries: Iterable[tuple[str, object]]
     if path.suffix == ".py" and field:
         entries, field = _call_function(str(source)), "prompt"
     else:
         with error_prefix(path):
             files = find_shards(path)
         field = field or "prompt"
-        entries = [entry for file in files for entry in _read_entries(file, field)]
+        entries = (entry for file in files for entry in _read_entries(file, field))
     records = []
     for where, entry in entries:
         with error_prefix(where):
             records.append((where, _as_record(entry, field)))
+    if not records:
+        raise ValueError(f"{source}: no prompts")
     return records
 
 
@@ -196,33 +199,31 @@ def _call_function(location: str) -> list[tuple[str, object]]:
         entries = list(function())
     except (Exception, SystemExit) as error:
         raise ValueError(f"prompts of {location}: {describe(error, own_folder(function))}") from error
-    if not entries:
-        raise ValueError(f"{location}: no prompts")
     return [(f"{location}, record {number}", entry) for number, entry in enumerate(entries)]
 
 
-def _read_entries(path: Path, field: str) -> Sequence[tuple[str, object]]:
-    """(Place, record or prompt) of all that a file has."""
+def _read_entries(path: Path, field: str) -> Iterator[tuple[str, object]]:
+    """(Place, record or prompt) of all that a file has. One at a time, so that the first at fault is named."""
     if path.suffix == ".parquet":
-        return read_chats(path, field)
+        yield from read_chats(path, field)
+        return
     with error_prefix(path):
         text = _read_text(path)
-        if path.suffix == ".json":
-            entries = _parse_json(text)
-            if not isinstance(entries, list) or not entries:
-                raise ValueError("must be a list of records or prompts: [...]")
-            return [(f"{path}, record {number}", entry) for number, entry in enumerate(entries)]
         if path.suffix == ".txt" and field != "prompt":
             raise ValueError(f"has no field {field}: each line of a .txt is a prompt")
-    if path.suffix == ".csv":
-        return _read_csv(path, text)
-    lines: list[tuple[str, object]] = []
-    for number, line in enumerate(text.split("\n"), 1):
-        where = f"{path}:{number}"
-        with error_prefix(where):
+        entries = _parse_json(text) if path.suffix == ".json" else []
+        if not isinstance(entries, list):
+            raise ValueError("must be a list of records or prompts: [...]")
+    if path.suffix == ".json":
+        yield from ((f"{path}, record {number}", entry) for number, entry in enumerate(entries))
+    elif path.suffix == ".csv":
+        yield from _read_csv(path, text)
+    else:
+        for number, line in enumerate(text.split("\n"), 1):
+            with error_prefix(f"{path}:{number}"):
+                entry = line.strip() if path.suffix == ".txt" or not line.strip() else _parse_json(line)
             if line.strip():
-                lines.append((where, line.strip() if path.suffix == ".txt" else _parse_json(line)))
-    return lines
+                yield f"{path}:{number}", entry
 
 
 def _read_text(path: Path) -> str:
@@ -236,21 +237,17 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def _read_csv(path: Path, text: str) -> list[tuple[str, object]]:
+def _read_csv(path: Path, text: str) -> Iterator[tuple[str, object]]:
     """The rows below the line that names the columns, with the line on which each ends. An empty cell is no field."""
     table = csv.DictReader(io.StringIO(text), strict=True)
-    entries: list[tuple[str, object]] = []
     try:
         for row in table:
             if None in row or None in row.values():  # under None are cells beyond the last column
                 columns = f"the {len(table.fieldnames or ())} columns of the first line"
                 raise ValueError(f"has more or fewer cells than {columns}; text with a comma needs quotes")
-            entries.append((f"{path}:{table.line_num}", {name: cell for name, cell in row.items() if cell}))
+            yield f"{path}:{table.line_num}", {name: cell for name, cell in row.items() if cell}
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{path}:{table.reader.line_num}: {error}") from None
-    if not entries:
-        raise ValueError(f"{path}: no prompts")
-    return entries
 
 
 def _parse_json(text: str) -> object:

@@ -323,7 +323,9 @@ def test_read_json(tmp_path):
         ("a.csv", "prompt,n\n", ": no prompts"),
         ("a.json", '["a",\n b]', ": not JSON that can be read: Expecting value: line 2 column 2"),
         ("a.json", '{"prompt": "a"}', ": must be a list of records or prompts"),
-        ("a.json", "[]", ": must be a list of records or prompts"),
+        ("a.json", "[]", ": no prompts"),
+        ("a.jsonl", '{"caption": "a"}\n{', ':1: a record needs "prompt"'),  # the first at fault
+        ("a.csv", "prompt,n\n,1\na,b,c\n", ':2: a record needs "prompt"'),
         ("a.json", '["a", 3]', ', record 1: a record needs "prompt", a non-empty string'),
         (
             "a.jsonl",
