@@ -170,9 +170,10 @@ class SharedArgs:
 
     # ---- evaluation
     eval_every: PositiveInt = 5
-    """training steps between evaluations, each with a checkpoint; the last step has both, step 0 only an evaluation"""
+    """training steps between evaluations; step 0 and the last step have one as well. A new best one saves its adapter
+    in best_adapter/"""
     save_every: NonNegativeInt = 0
-    """training steps between further checkpoints, beside those of the evaluations; 0: no further ones"""
+    """training steps between checkpoints; the last step and a signal save one as well. 0: as often as eval_every"""
     eval_num_inference_steps: PositiveInt = 3
     """sampling steps of an evaluation image, all of them ODE steps (Flow-GRPO's paper: 40)"""
     eval_guidance_scale: Annotated[float, Bound(at_least=1)] | None = None

@@ -1,6 +1,7 @@
 """What a resumed run does with what an earlier one left: checkpoint, options, log, best score and random states."""
 
 import json
+import math
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -120,6 +121,18 @@ def rewind(run: Path | str, step: int, logged_to: int | None = None) -> None:
         if checkpoint_step(path) > step:
             remove_checkpoint(path)
             print_message(f"continuing from step {step}: the later {path} is removed")
+
+
+def best_after(run: Path | str, step: int, metric: str) -> float:
+    """The highest value of a metric that metrics.jsonl has of the steps after `step`; -inf where it has none."""
+    try:
+        lines = (Path(run) / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        return max(
+            (row[metric] for row in rows if row["training/global_step"] > step and metric in row), default=-math.inf
+        )
+    except (*UNREADABLE, KeyError, TypeError):  # `rewind` names what is wrong
+        return -math.inf
 
 
 def resume_differences(saved_options: dict, options: dict, ignore: Collection[str] = ()) -> list[str]:
