@@ -183,7 +183,8 @@ class SharedArgs:
     eval_images_per_prompt: PositiveInt = 1
     """images of each held-out prompt, each from its own fixed seed; their diversity is logged if there are several"""
     eval_by: str | None = None
-    """a field of the held-out prompts' records, such as data_source: also log the rewards of each of its values"""
+    """a field of the held-out prompts' records, such as data_source: also log the rewards of each of its values, and of
+    `unknown`, the prompts whose records lack it"""
     eval_reward: tuple[str, ...] = ()
     """rewards, named as for --reward, that only score evaluations; they are not part of the weighted total"""
     best_by: str | None = None

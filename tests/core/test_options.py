@@ -419,6 +419,6 @@ def test_a_negative_prompt_that_cannot_act_is_refused_before_a_model_loads():
         check(Flux, with_one, guidance_scale=4.5)
     with pytest.raises(
         ValueError,
-        match="^--eval_by kind: .* prompt 'a' has no text or number .*; --eval_by None turns it off",
+        match="^--eval_by kind: no record of --eval_prompts has .*; --eval_by None turns it off",
     ):
         check(StableDiffusion3, plain, eval_by="kind")
