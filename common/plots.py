@@ -22,6 +22,7 @@ PANELS = {  # title -> metrics drawn in it; a name that ends with a slash stands
     "gradient norm": ("actor/grad_norm",),
     "KL to the reference": ("actor/kl_loss",),
     "diversity within a prompt, drift from step 0": ("critic/diversity", *WATCHED),
+    "velocity's norm, of the reference's": ("actor/velocity_norm",),
     "accuracy of the pairs": ("actor/implicit_accuracy",),
     "implicit rewards of the pairs": ("actor/margin", "actor/chosen_reward", "actor/rejected_reward"),
     "engine against trainer, |log-prob difference|": (

@@ -271,7 +271,8 @@ def test_the_optimum_in_one_dimension(sde_type, kl_type):
         return sde_step(x.expand(20, 1), v.expand(20, 1), s, s_next, level, sde_type=sde_type, **kwargs)
 
     args = flow_grpo.Args(sde_type=sde_type, kl_type=kl_type)
-    ref_mean = step(torch.tensor(0.2).double(), noise=nodes[:, None]).prev_sample_mean
+    ref = step(torch.tensor(0.2).double(), noise=nodes[:, None])
+    ref_mean = ref.prev_sample_mean
     v = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([v], lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.985)
@@ -280,7 +281,7 @@ def test_the_optimum_in_one_dimension(sde_type, kl_type):
             drawn = step(v, noise=nodes[:, None])
         out = step(v, prev_sample=drawn.prev_sample)
         loss, _ = flow_grpo.policy_loss(out.log_prob, drawn.log_prob, c * drawn.prev_sample[:, 0], 1e9, weights)
-        kl = flow_grpo.kl_divergence(args, out, ref_mean, s_next - s).mean()
+        kl = flow_grpo.kl_divergence(args, out, ref_mean, ref.velocity, s_next - s).mean()
         optimizer.zero_grad()
         (loss + b * kl).backward()
         optimizer.step()
