@@ -70,8 +70,8 @@ class SharedArgs:
     """take options from this file, an args.json of this script or YAML of names and values; options on the command line
     win over it"""
     resume: str | None = None
-    """`latest` resumes this run from its newest checkpoint, with its options except those that you pass, or starts the
-    run if there is none; a checkpoint file or a run folder starts a new run from that checkpoint"""
+    """`latest` resumes this run from its newest checkpoint, or starts the run if there is none; a checkpoint file or a
+    run folder starts a new run from that checkpoint. Options that you do not pass are the checkpoint's"""
     keep_checkpoints: PositiveInt = 2
     """how many of the newest checkpoints to keep"""
     max_minutes: NonNegativeFloat = 0.0
