@@ -124,8 +124,8 @@ class SharedArgs:
     """PEFT or diffusers LoRA to start from, with its own rank, alpha and modules; it is also the reference, if there is
     one"""
     lora_target_modules: tuple[str, ...] = ()
-    """modules that get a LoRA, by the end of their names; if none are given, the attention projections. not:NAME leaves
-    out those that end so, as in `to_q to_k not:blocks.0.attn.to_k`"""
+    """modules that get a LoRA, by the end of their names; if none are given, the attention projections. all-linear
+    means every linear layer. not:NAME leaves out those that end so, as in `to_q to_k not:blocks.0.attn.to_k`"""
 
     # ---- data
     train_prompts: tuple[str, ...] = (str(ASSETS / "train_prompts.txt"),)

@@ -204,11 +204,14 @@ def test_tensors_of_another_policy_are_refused_in_a_line(model, change):
         (("to_q", "proj_out"), (), None),
         (("attn.to_q", "ff.net.2"), (), None),
         ((), ("to_q", "to_k"), None),
+        (("all-linear",), ("to_q", "norm_out.linear"), None),
     ],
 )
 def test_exactly_those_modules_get_a_lora(target, exclude, count):
     model = embedded_model()
     ends = target or model.lora_target_modules
+    if target == ("all-linear",):
+        ends = tuple(name for name, _ in model.transformer.named_modules())
     linear = torch.nn.Linear
 
     def chosen(name, module):
@@ -219,7 +222,8 @@ def test_exactly_those_modules_get_a_lora(target, exclude, count):
         )
 
     expected = {name for name, module in model.transformer.named_modules() if chosen(name, module)}
-    lora = make_lora(type(model), rank=4, alpha=32, target_modules=(*target, *(f"not:{end}" for end in exclude)))
+    target_modules = (*target, *(f"not:{end}" for end in exclude))
+    lora = make_lora(type(model), model=str(EMBEDDED), rank=4, alpha=32, target_modules=target_modules)
     add_policies(model, lora, ["default"], seed=1)
     got = {key.rpartition(".lora_")[0] for key in tensors_on_rank_0(model)[0]}
     assert got == expected and len(got) == (count or len(got))
