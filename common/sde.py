@@ -162,7 +162,7 @@ class SDEStepOutput(NamedTuple):
     log_prob: Tensor  # (B,), mean over elements; None where std is 0
     prev_sample_mean: Tensor  # (B, ...)
     transition_std: Tensor  # (B,), standard deviation of the injected noise
-    velocity: Tensor  # (B, ...), the model's v
+    velocity: Tensor  # (B, ...), the model's v; None where std is 0: an evaluation would keep one for every step
 
 
 def sde_step(
@@ -208,7 +208,7 @@ def sde_step(
     if std == 0:
         if prev_sample is not None:
             raise ValueError(f"{step} is deterministic (noise_level {noise_level}): it has no log-prob")
-        return SDEStepOutput(mean, None, mean, transition_std, velocity)  # type: ignore[arg-type]  # an ODE step has no density
+        return SDEStepOutput(mean, None, mean, transition_std, None)  # type: ignore[arg-type]  # an ODE step has no density
 
     stds = transition_std.view(-1, *[1] * (mean.dim() - 1))  # (B, 1, ...)
     if prev_sample is None:
