@@ -38,7 +38,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
 from common.command_line import parse_args
-from common.cpu import repair_torchvision, use_onednn
+from common.cpu import repair_torchvision
+from common.onednn import use_onednn
 from common.scoring import load_rewards
 
 import torch

@@ -38,7 +38,8 @@ def settings():
         yield script, "kl-ema-2ranks", 2, [*local, "--num_steps", "5", *extras], 0.0
     for script in SCRIPTS:
         if script != "dpo_offline":
-            yield script, "vllm", 1, ["--rollout", "vllm", "--num_steps", "2"], ENGINE_TOLERANCE
+            options = ["--rollout", "vllm", "--num_steps", "2", "--lr_schedule", "constant", "--kl_coef", "0"]
+            yield script, "vllm", 1, options, ENGINE_TOLERANCE
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
-from common.cpu import refuse_an_old_driver, use_onednn
+from common.cpu import refuse_an_old_driver
+from common.onednn import use_onednn
 from common.process import end_with_parent, outlive_terminal, print_message, stop_requested
 
 import numpy as np

@@ -34,12 +34,13 @@ from typing import Any
 from unittest import mock
 
 from common import checkpoints, plots, process
-from common.cpu import repair_torchvision, use_onednn
+from common.cpu import repair_torchvision
 from common.data import PromptSet
 from common.engine import client
 from common.engine.launch import engine_environment
 from common.models.family import Family
 from common.models.loading import family_class, load_model
+from common.onednn import use_onednn
 from common.options import SharedArgs
 from common.run import Run
 from common.scoring import Reward

@@ -69,7 +69,7 @@ def reward_protocol(names: Sequence[str], rewards: dict[str, Reward]) -> Protoco
     return {
         "rewards": list(rewards),
         "reward_networks": sorted(networks),
-        "reward_files": {Path(name).name: content for name, content in contents.items()},
+        "reward_files": sorted(f"{Path(name).name}: {content}" for name, content in contents.items()),
         "reward_settings": {k: v for k, v in values.items() if v not in hashed and not k.endswith("_URL")},
     }
 

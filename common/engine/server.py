@@ -12,9 +12,10 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
-from common.cpu import repair_torchvision, use_onednn
+from common.cpu import repair_torchvision
 from common.engine import messages
 from common.errors import truncate
+from common.onednn import use_onednn
 
 
 def prepare() -> None:

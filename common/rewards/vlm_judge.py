@@ -17,6 +17,7 @@ environment variables, the same for all ranks; defaults stand at the end of the 
     VLM_JUDGE_TIMEOUT_S    seconds from a request to the last byte of its answer; 120
     VLM_JUDGE_RETRIES      further attempts after no answer or a server's error, after 1, 2, 4 ... 30 s; 4
     VLM_JUDGE_API_KEY      sent as a bearer token, to this host alone; none
+    VLM_JUDGE_SERVE        command that starts the server, one on each node, which ends with the run; none
 
 They are read once, before any model loads. Then the server is asked whether it has the model.
 """
@@ -41,6 +42,7 @@ from common.rewards._json_http import (
     read_server,
     text_setting,
 )
+from common.rewards._served import serve
 
 from PIL.Image import Image
 
@@ -202,9 +204,11 @@ def read_settings() -> Settings:
 
 
 def load() -> None:
-    """Raise ValueError for wrong settings, or if the server is not there or lacks the model."""
+    """Start the server, if asked. Raise ValueError for wrong settings, or if it is not there or lacks the model."""
     read_settings.cache_clear()
     settings = read_settings()
+    if command := os.environ.get("VLM_JUDGE_SERVE", "").strip():
+        serve("VLM_JUDGE_SERVE", command, settings.server.url)
     names = ask_for_names(settings.server, "/models", lambda answer: [model["id"] for model in answer["data"]])
     if names is None:
         raise ValueError(f"VLM_JUDGE_URL={settings.server.url}: no /models there; is its /v1 missing?")

@@ -85,7 +85,7 @@ def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if path.is_dir():
         file = path / (PEFT_FILE if is_peft else DIFFUSERS_FILE)
     if not file.is_file():  # a named pipe would be waited for
-        raise OSError(f"there is no file {file.name}")
+        raise OSError(f"No such file or directory: {file}")
     with safe_open(file, framework="pt") as opened:
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  (not a dict: no iteration)
         metadata = opened.metadata() or {}

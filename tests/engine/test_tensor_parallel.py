@@ -5,11 +5,11 @@ import time
 from collections import OrderedDict
 
 import flow_grpo
-from common.cpu import is_amd
 from common.engine import launch
 from common.engine.client import EngineError, VLLMEngine
 from common.models.krea2 import Krea2
 from common.models.loading import family_class, load_model
+from common.onednn import is_amd
 from common.weights.policy import add_policies, tensors_on_rank_0
 from tests.conftest import EMBEDDED, needs_engine, policy_without_fsdp, prompt_set, run_here, skip_without_engine
 from tests.tiny_models import make_checkpoint
@@ -48,12 +48,12 @@ REPAIRED = """
 import os
 from pathlib import Path
 
-from common import cpu
+from common import onednn
 
 import torch
 import torchvision  # which transformers imports, and vLLM with it
 
-has_onednn = "aten/mm/CPU" in cpu.overrides._op_impls
+has_onednn = "aten/mm/CPU" in onednn.overrides._op_impls
 has_nms = hasattr(torch.ops.torchvision, "nms")
 folder = Path(__file__).parent
 (folder / f"rank{os.environ['RANK']}.txt").write_text(f"{has_onednn} {has_nms}")

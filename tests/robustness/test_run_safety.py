@@ -242,5 +242,5 @@ def test_a_reward_that_changes_the_directory_is_named(tmp_path):
         os.chdir("elsewhere")
         return [0.0] * len(images)
 
-    with pytest.raises(RunError, match=r"^reward wanders changed the working directory to \S+/elsewhere"):
+    with pytest.raises(RunError, match=r"^reward wanders changed the working directory"):
         score_images({"wanders": wanders}, IMAGES, PROMPTS)

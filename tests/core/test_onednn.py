@@ -1,6 +1,6 @@
-"""common/cpu_matmul.py: oneDNN's products are torch's to round-off, where it is taken and where it is not."""
+"""common/onednn.py: oneDNN's products are torch's to round-off, where it is taken and where it is not."""
 
-from common import cpu as cpu_matmul
+from common import onednn
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.fast
 @pytest.fixture(params=[True, False], ids=["large", "small"])
 def size(request, monkeypatch):
     """Above and below the least number of multiplications."""
-    monkeypatch.setattr(cpu_matmul, "LEAST", 1000 if request.param else 2**40)
+    monkeypatch.setattr(onednn, "LEAST", 1000 if request.param else 2**40)
     return request.param
 
 
@@ -26,11 +26,11 @@ def test_products_are_those_of_fp64(size, dtype):
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
     exact = a.double() @ b.double()
     for name, got in (
-        ("mm", cpu_matmul.mm(a, b)),
-        ("transposed", cpu_matmul.mm(a.t().contiguous().t(), b.t().contiguous().t())),
-        ("addmm", cpu_matmul.addmm(bias, a, b) - bias),
-        ("scaled", (cpu_matmul.addmm(bias, a, b, beta=0.5, alpha=2) - 0.5 * bias) / 2),
-        ("matrix", cpu_matmul.addmm(a @ b, a, b) - a @ b),
+        ("mm", onednn.mm(a, b)),
+        ("transposed", onednn.mm(a.t().contiguous().t(), b.t().contiguous().t())),
+        ("addmm", onednn.addmm(bias, a, b) - bias),
+        ("scaled", (onednn.addmm(bias, a, b, beta=0.5, alpha=2) - 0.5 * bias) / 2),
+        ("matrix", onednn.addmm(a @ b, a, b) - a @ b),
     ):
         assert got.dtype == dtype and got.shape == (20, 40), name
         torch.testing.assert_close(got.double(), exact, rtol=0, atol=tolerance, msg=name)
@@ -38,16 +38,16 @@ def test_products_are_those_of_fp64(size, dtype):
 
 def test_empty_products(size):
     a, b, _ = matrices()
-    assert cpu_matmul.mm(a[:0], b).shape == (0, 40)
-    assert torch.equal(cpu_matmul.mm(a[:, :0], b[:0]), torch.zeros(20, 40))
+    assert onednn.mm(a[:0], b).shape == (0, 40)
+    assert torch.equal(onednn.mm(a[:, :0], b[:0]), torch.zeros(20, 40))
 
 
-@pytest.mark.skipif(not cpu_matmul.is_amd(), reason="torch's own matmul is as fast on this CPU")
+@pytest.mark.skipif(not onednn.is_amd(), reason="torch's own matmul is as fast on this CPU")
 def test_a_linear_layer_takes_it_with_gradient_and_without_to_the_bit(monkeypatch):
     calls = []
-    takes = cpu_matmul.takes_onednn
-    monkeypatch.setattr(cpu_matmul, "LEAST", 1)
-    monkeypatch.setattr(cpu_matmul, "takes_onednn", lambda a, b: calls.append(takes(a, b)) or takes(a, b))
+    takes = onednn.takes_onednn
+    monkeypatch.setattr(onednn, "LEAST", 1)
+    monkeypatch.setattr(onednn, "takes_onednn", lambda a, b: calls.append(takes(a, b)) or takes(a, b))
     torch.manual_seed(0)
     layer = torch.nn.Linear(30, 40)
     x = torch.randn(4, 5, 30, requires_grad=True)

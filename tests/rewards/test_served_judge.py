@@ -1,0 +1,157 @@
+"""The judge's server that a run starts itself (VLM_JUDGE_SERVE), with real processes and a judge of a few lines."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.rewards import _served
+from common.scoring import load_rewards
+from tests.conftest import ROOT, free_port
+
+import pytest
+
+pytestmark = pytest.mark.fast
+
+# a judge with a worker process, as vLLM has them: it says in files who they are, and gives every image the score 7
+JUDGE = """
+import json, os, subprocess, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, content):
+        data = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        self.answer({"data": [{"id": "tiny"}]})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer({"choices": [{"message": {"content": "Score: 7"}}]})
+
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+open(f"judge-{os.getpid()}", "w").write(f"{os.environ.get('WORLD_SIZE')} {os.environ['CUDA_VISIBLE_DEVICES']}")
+open(f"judge-{worker.pid}", "w").write("worker")
+server.serve_forever()
+"""
+RUN = """
+import sys
+from common.rewards.vlm_judge import load, vlm_judge
+from PIL import Image
+
+load()
+scores = vlm_judge([Image.new("RGB", (4, 4))] * 2, ["a", "b"], [{}, {}])
+print([score["score"] for score in scores], flush=True)
+sys.stdin.read()
+"""
+
+
+def is_alive(process: int) -> bool:
+    """Whether it runs; a process that has ended, and that nobody has waited for, does not."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks of one node, in tmp_path, that ask one judge for two scores each, and then wait."""
+    port = free_port()
+    (tmp_path / "judge.py").write_text(JUDGE)
+    settings = {
+        "VLM_JUDGE_URL": f"http://127.0.0.1:{port}/v1",
+        "VLM_JUDGE_MODEL": "tiny",
+        "VLM_JUDGE_SERVE": f"true; CUDA_VISIBLE_DEVICES=7 '{sys.executable}' judge.py {port}",
+        "PYTHONPATH": str(ROOT),
+        "WORLD_SIZE": "2",
+        "TMPDIR": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = []
+    for number in range(2):
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-c", RUN],
+                cwd=tmp_path,
+                env=os.environ | settings | {"LOCAL_RANK": str(number)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    yield ranks
+    for rank in ranks:
+        rank.communicate()  # closes its stdin
+
+
+def next_line(rank: subprocess.Popen[str]) -> str:
+    """The next line that a rank prints."""
+    assert rank.stdout
+    return rank.stdout.readline()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("end", ["kill", "ctrl-c", "finished"])
+def test_two_ranks_ask_one_judge_which_ends_with_its_run(
+    two_ranks: list[subprocess.Popen[str]], end: str, tmp_path: Path
+) -> None:
+    assert list(map(next_line, two_ranks)) == ["[0.7, 0.7]\n"] * 2
+    files = {file.read_text(): int(file.name.partition("-")[2]) for file in tmp_path.glob("judge-*")}
+    assert set(files) == {"None 7", "worker"}  # no second judge; torchrun's variables are not passed on
+    assert all(map(is_alive, files.values()))
+    first = two_ranks[0]
+    if end == "finished":
+        first.communicate()
+    else:
+        os.killpg(first.pid, signal.SIGKILL if end == "kill" else signal.SIGINT)
+    first.wait()
+    deadline = time.monotonic() + 30
+    while any(map(is_alive, files.values())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_alive, files.values()))
+
+
+@pytest.mark.parametrize(
+    ("command", "url", "message"),
+    [
+        (
+            "echo loading; echo ' no such model: tiny' >&2; exit 3",
+            None,
+            "exit status 3; its log {log} ends with: no such model: tiny",
+        ),
+        ("exit 1", None, "exit status 1; its log {log} ends with: nothing"),
+        (
+            "true",
+            "http://judge:8000/v1",
+            "each node starts a server of its own, so http://judge:8000/v1 must begin with",
+        ),
+    ],
+)
+def test_a_judge_that_cannot_start_ends_the_run_in_one_line(
+    command: str, url: str | None, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("VLM_JUDGE_URL", url or f"http://127.0.0.1:{free_port()}/v1")
+    monkeypatch.setenv("VLM_JUDGE_MODEL", "tiny")
+    monkeypatch.setenv("VLM_JUDGE_SERVE", command)
+    with pytest.raises(ValueError) as error:
+        load_rewards(["vlm_judge"], [1])
+    log = next(tmp_path.glob("vlm_judge_serve-*.log"), None)
+    assert str(error.value).startswith(f"--reward vlm_judge: VLM_JUDGE_SERVE: {message.format(log=log)}")
+
+
+def test_a_server_of_another_run_is_not_taken_for_the_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_served, "END_S", 0)
+    monkeypatch.setattr(_served, "answers", lambda url: True)
+    with pytest.raises(ValueError, match="a server answers at http://127.0.0.1:8000/v1 already: unset"):
+        _served.serve("VLM_JUDGE_SERVE", "true", "http://127.0.0.1:8000/v1")
