@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from common.checkpoints import load_checkpoint, saved_checkpoints
+from common.data import source_name
 from common.errors import error_prefix
 from common.help import print_help
 from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs, parse_lr_schedule
@@ -134,7 +135,7 @@ def check_options(args: SharedArgs) -> None:
     for option in ("train_prompts", "eval_prompts"):
         if not getattr(args, option):
             raise ValueError(f"--{option}: needs a file")
-    files = [Path(file).stem for file in args.eval_prompts] if len(args.eval_prompts) > 1 else []
+    files = [source_name(file) for file in args.eval_prompts] if len(args.eval_prompts) > 1 else []
     for name in files:
         if files.count(name) > 1:
             raise ValueError(f"--eval_prompts: two files are named {name}, and so would be their metrics; rename one")

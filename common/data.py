@@ -1,18 +1,21 @@
 """Prompts from files, whose faults are named by file and line or row before a model loads; and the images of a step."""
 
 import copy
+import csv
 import functools
+import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.distributed import gather, launched_world_size
 from common.errors import error_prefix, truncate
 from common.images import StoredImage, find_pictures
-from common.parquet import read_chats
+from common.parquet import find_shards, read_chats
 from common.process import print_message
 from common.sde import image_seed
+from common.user_code import describe, load_function, own_folder
 
 import torch
 import torch.distributed as dist
@@ -24,8 +27,8 @@ class PromptSet:
     """Prompts and their metadata, in the order of their file."""
 
     prompts: list[str]
-    metadata: list[dict]  # for the rewards: the other fields of a .jsonl record or columns of a .parquet row
-    files: list[str] = field(default_factory=list)  # the names of the prompts' files, without .jsonl, if several
+    metadata: list[dict]  # for the rewards: the other fields of a record or columns of a row
+    files: list[str] = field(default_factory=list)  # the names of the prompts' files (source_name), if several
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -78,32 +81,35 @@ def read_prompts(
     *,
     others: Iterable[str] = (),
 ) -> PromptSet:
-    """Read prompts from a .txt file (one a line), a .jsonl file ({"prompt": ..., anything else is metadata}) or a
-    .parquet file with a column `prompt`, of strings or of chats as VeRL-Omni writes them; other columns are metadata.
-    "image" names the pictures that an editing model gets, and "mask" where they change (common/images.py). The prompts
-    of several files follow each other.
+    """Read prompts from a .txt file (one a line), from the records of a .jsonl or .json file ({"prompt": ..., anything
+    else is metadata}), or from the rows of a .csv or .parquet file with a column `prompt`, which in a .parquet may have
+    chats as VeRL-Omni writes them; other columns are metadata. FILE:FIELD takes the prompts from another field. A
+    folder stands for its .parquet files, a pattern for the files that it fits, and path/to/file.py:function for the
+    records, or prompts, that a function without arguments returns.
 
-    Blank lines are skipped; with max_prompts only the first so many prompts of a file are taken. Each prompt is shown
-    to those of the rewards ({name: function}) that it asks for and that have a `check`, its metadata to those that have
-    a `check_metadata`. others: names of the run's other rewards, which a record may ask for as well.
+    "image" names the pictures that an editing model gets, and "mask" where they change (common/images.py). The prompts
+    of several files follow each other. Blank lines are skipped; with max_prompts only the first so many prompts of a
+    file are taken. Each prompt is shown to those of the rewards ({name: function}) that it asks for and that have a
+    `check`, its metadata to those that have a `check_metadata`. others: names of the run's other rewards, which a
+    record may ask for as well.
 
     Returns a PromptSet.
 
     Raises:
         ValueError: naming the file and, where there is one, the line or row at fault.
     """
-    several = [Path(path) for path in ([paths] if isinstance(paths, Path | str) else paths)]
+    several = [paths] if isinstance(paths, Path | str) else paths
     whole = PromptSet([], [])
     for path in several:
         prompts, metadata = _read_file(path, rewards, max_prompts, others)
         whole.prompts += prompts
         whole.metadata += metadata
-        whole.files += [path.stem] * len(prompts) if len(several) > 1 else []
+        whole.files += [source_name(path)] * len(prompts) if len(several) > 1 else []
     return whole
 
 
 def _read_file(
-    path: Path, rewards: dict[str, Callable] | None, max_prompts: int, others: Iterable[str]
+    path: Path | str, rewards: dict[str, Callable] | None, max_prompts: int, others: Iterable[str]
 ) -> tuple[list[str], list[dict]]:
     """The prompts and metadata of one of read_prompts' files."""
     functions = (rewards or {}).items()
@@ -115,7 +121,7 @@ def _read_file(
         prompt = record.pop("prompt")
         with error_prefix(where):
             if {"image", "images"} & record.keys():
-                record = find_pictures(record, path, where)
+                record = _find_pictures(record, path, where)
             if "rewards" in record:
                 _check_asked(record, rewards, others)
             for name, check in checks:
@@ -126,7 +132,7 @@ def _read_file(
                     check(record)
             if not isinstance(record.get("negative_prompt", ""), str):
                 raise ValueError('"negative_prompt": must be a string')
-            record.get("negative_prompt", "").encode()  # as _parse_record does with the prompt
+            record.get("negative_prompt", "").encode()  # as _as_record does with the prompt
         prompts.append(prompt)
         metadata.append(record)
     if 0 < max_prompts < len(prompts):
@@ -153,21 +159,119 @@ def _check_asked(record: dict, rewards: dict[str, Callable] | None, others: Iter
         raise ValueError(f'"rewards": asks for none of {", ".join(rewards)}')
 
 
-def read_records(path: Path) -> list[tuple[str, dict]]:
-    """[("file:line", {"prompt": ..., more})] of a prompt file; raises ValueError as read_prompts does."""
-    if path.suffix == ".parquet":
-        return read_chats(path)
-    with error_prefix(path):
-        lines = _read_lines(path)
+def split_source(source: Path | str) -> tuple[Path, str]:
+    """(FILE, FIELD) of prompts that an option names as FILE:FIELD, or as file.py:function; FIELD is "" without one."""
+    file, _, field = str(source).rpartition(":")
+    return (Path(source), "") if not file or "/" in field or Path(source).exists() else (Path(file), field)
+
+
+def source_name(source: Path | str) -> str:
+    """What metrics call the prompts: the function, or the file without .jsonl, a pattern without its *."""
+    path, field = split_source(source)
+    return field if path.suffix == ".py" else path.stem.replace("*", "").strip("-_") or path.parent.name
+
+
+def read_records(source: Path | str) -> list[tuple[str, dict]]:
+    """[("file:line", {"prompt": ..., more})] of what holds prompts; takes the same and raises as read_prompts does."""
+    path, field = split_source(source)
+    entries: Iterable[tuple[str, object]]
+    if path.suffix == ".py" and field:
+        entries, field = _call_function(str(source)), "prompt"
+    else:
+        with error_prefix(path):
+            files = find_shards(path)
+        field = field or "prompt"
+        entries = (entry for file in files for entry in _read_entries(file, field))
     records = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
+    for where, entry in entries:
         with error_prefix(where):
-            record = _parse_record(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
-        records.append((where, record))
+            records.append((where, _as_record(entry, field)))
+    if not records:
+        raise ValueError(f"{source}: no prompts")
     return records
+
+
+@functools.cache  # it may take long, and the record of a run asks again
+def _call_function(location: str) -> list[tuple[str, object]]:
+    """(Place, record or prompt) of all that a user's function, path/to/file.py:function, returns."""
+    function = load_function(location, "prompts of")
+    try:
+        entries = list(function())
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"prompts of {location}: {describe(error, own_folder(function))}") from error
+    return [(f"{location}, record {number}", entry) for number, entry in enumerate(entries)]
+
+
+def _read_entries(path: Path, field: str) -> Iterator[tuple[str, object]]:
+    """(Place, record or prompt) of all that a file has. One at a time, so that the first at fault is named."""
+    if path.suffix == ".parquet":
+        yield from read_chats(path, field)
+        return
+    with error_prefix(path):
+        text = _read_text(path)
+        if path.suffix == ".txt" and field != "prompt":
+            raise ValueError(f"has no field {field}: each line of a .txt is a prompt")
+        entries = _parse_json(text) if path.suffix == ".json" else []
+        if not isinstance(entries, list):
+            raise ValueError("must be a list of records or prompts: [...]")
+    if path.suffix == ".json":
+        yield from ((f"{path}, record {number}", entry) for number, entry in enumerate(entries))
+    elif path.suffix == ".csv":
+        yield from _read_csv(path, text)
+    else:
+        for number, line in enumerate(text.split("\n"), 1):
+            with error_prefix(f"{path}:{number}"):
+                entry = line.strip() if path.suffix == ".txt" or not line.strip() else _parse_json(line)
+            if line.strip():
+                yield f"{path}:{number}", entry
+
+
+def _read_text(path: Path) -> str:
+    if path.suffix not in (".txt", ".jsonl", ".json", ".csv"):
+        raise ValueError("prompts are read from .txt, .jsonl, .json, .csv and .parquet files, and file.py:function")
+    if not path.is_file():
+        raise ValueError("no such file")
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.strip():
+        raise ValueError("no prompts")
+    return text
+
+
+def _read_csv(path: Path, text: str) -> Iterator[tuple[str, object]]:
+    """The rows below the line that names the columns, with the line on which each ends. An empty cell is no field."""
+    table = csv.DictReader(io.StringIO(text), strict=True)
+    try:
+        for row in table:
+            if None in row or None in row.values():  # under None are cells beyond the last column
+                columns = f"the {len(table.fieldnames or ())} columns of the first line"
+                raise ValueError(f"has more or fewer cells than {columns}; text with a comma needs quotes")
+            yield f"{path}:{table.line_num}", {name: cell for name, cell in row.items() if cell}
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path}:{table.reader.line_num}: {error}") from None
+
+
+def _parse_json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
+        raise ValueError(f"not JSON that can be read: {error}") from None
+
+
+def _as_record(entry: object, field: str) -> dict:
+    """An entry's record with its prompt, which stands in `field`, as "prompt"; the entry may be the prompt alone."""
+    record = {field: entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, dict) else {}
+    prompt = record.pop(field, None)
+    if not isinstance(prompt, str) or not prompt.strip():
+        found = f"; it has {', '.join(map(str, record))}, and FILE:FIELD names another field" if record else ""
+        raise ValueError(f'a record needs "{field}", a non-empty string{found}')
+    prompt.encode()  # raises UnicodeEncodeError for half of a surrogate pair, which JSON can write and UTF-8 cannot
+    return record | {"prompt": prompt}
+
+
+def _find_pictures(record: dict, source: Path | str, where: str) -> dict:
+    """find_pictures, whose paths are relative to the folder that holds the files."""
+    path, _ = split_source(source)
+    return find_pictures(record, path / "shards" if path.is_dir() else path, where)
 
 
 def count_sources(num_sources: tuple[int, int], path: Path | str) -> int:
@@ -181,9 +285,9 @@ def count_sources(num_sources: tuple[int, int], path: Path | str) -> int:
     least, most = num_sources
     if least == most:
         return least
-    where, record = read_records(Path(path))[0]  # all files of a run have equally many pictures
+    where, record = read_records(path)[0]  # all files of a run have equally many pictures
     with error_prefix(where):
-        found = len(find_pictures(record, Path(path), where).get("image", ()))
+        found = len(_find_pictures(record, path, where).get("image", ()))
         if found > most:
             raise ValueError(f'has {found} "image"; the model takes {least} to {most}')
     return max(least, found)  # a plan may be asked for before there are records
@@ -213,29 +317,6 @@ def check_sources(num_sources: tuple[int, int], prompt_sets: Sequence[tuple[str,
         if count != first:
             raise ValueError(truncate(f"{found}; the first of all has {first or 'none'}, and each must have as many"))
     return first
-
-
-def _read_lines(path: Path) -> list[str]:
-    if path.suffix not in (".txt", ".jsonl"):
-        raise ValueError("prompts are read from .txt, .jsonl or .parquet files")
-    if not path.is_file():
-        raise ValueError("no such file")
-    text = path.read_text(encoding="utf-8-sig")
-    if not text.strip():
-        raise ValueError("no prompts")
-    return text.split("\n")
-
-
-def _parse_record(line: str) -> dict:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
-        raise ValueError(f"not JSON that can be read: {error}") from None
-    prompt = record.get("prompt") if isinstance(record, dict) else None
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError('a record needs "prompt", a non-empty string')
-    prompt.encode()  # raises UnicodeEncodeError for half of a surrogate pair, which JSON can write and UTF-8 cannot
-    return record
 
 
 # ---- which images a rollout makes, and which of them are a rank's ----------------------------------------------------

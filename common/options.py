@@ -129,8 +129,9 @@ class SharedArgs:
 
     # ---- data
     train_prompts: tuple[str, ...] = (str(ASSETS / "train_prompts.txt"),)
-    """prompts to train on: .txt, one per line; .jsonl, {"prompt": ...} with any metadata for the rewards; or .parquet,
-    as VeRL-Omni writes it (docs/flow_grpo.md); edits also have an "image" (docs/editing_and_video.md)"""
+    """prompts to train on: .txt, one per line; .jsonl, .json or .csv, {"prompt": ...} with any metadata for the
+    rewards; .parquet, or a folder of its shards; FILE:FIELD for another field, or your own path/to/file.py:function
+    (docs/flow_grpo.md); edits also have an "image" (docs/editing_and_video.md)"""
     eval_prompts: tuple[str, ...] = (str(ASSETS / "eval_prompts.txt"),)
     """held-out prompts, sampled at every evaluation: files like those of train_prompts. Of several files, the rewards
     of each are logged as well, as val/FILE/REWARD/mean"""

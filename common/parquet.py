@@ -1,17 +1,43 @@
-"""Rows of parquet files, and prompts in them."""
+"""Rows of parquet files, the shards of a data set, and prompts in them."""
 
+import glob
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.errors import error_prefix
-from common.process import print_message
+from common.errors import error_prefix, truncate
+from common.process import print_message, print_once
 
 
-def read_rows(path: Path, *layouts: Sequence[str], also: Sequence[str] | None = None) -> list[tuple[str, dict]]:
+def find_shards(path: Path) -> list[Path]:
+    """The file itself; or the .parquet files of a folder, or the files that a pattern fits, which a line names.
+
+    Raises:
+        ValueError: there is none, or the folder has several splits, such as train-*.parquet and test-*.parquet.
+    """
+    if path.is_dir():
+        files = sorted(path.glob("*.parquet"))
+        splits = sorted({re.split(r"\d", file.stem)[0] for file in files})
+        if len(splits) != 1:
+            found = f"files of several kinds, {', '.join(splits)}" if files else "no .parquet files"
+            raise ValueError(f"the folder has {found}; name those to read by a pattern: '{path}/train-*.parquet'")
+    elif "*" not in str(path) or path.exists():
+        return [path]
+    else:
+        files = sorted(Path(file) for file in glob.glob(str(path)))
+        if not files:
+            raise ValueError("there are no such files")
+    print_once(truncate(f"{path}: takes {', '.join(file.name for file in files)}"))
+    return files
+
+
+def read_rows(
+    path: Path, *layouts: Sequence[str], also: Sequence[str] | None = None, advice: str = ""
+) -> list[tuple[str, dict]]:
     """[("FILE, row N", {column: value})] of every row, N from 0.
 
     layouts: lists of columns; the file must have all of one of these lists, and the first such list is read. also:
-    further columns that are read if the file has them, None for all.
+    further columns that are read if the file has them, None for all. advice: the end of a message about columns.
 
     Raises:
         ValueError: naming the file: it is missing, no parquet, damaged, or lacks those columns.
@@ -25,25 +51,26 @@ def read_rows(path: Path, *layouts: Sequence[str], also: Sequence[str] | None = 
             found = file.schema_arrow.names
             needed = next((layout for layout in layouts if set(layout) <= set(found)), None)
             if needed is None:
-                raise ValueError(f"expected the columns {', '.join(layouts[-1])}; found {', '.join(found) or 'none'}")
+                expected = f"expected the columns {', '.join(layouts[-1])}"
+                raise ValueError(f"{expected}; found {', '.join(found) or 'none'}{advice}")
             columns = None if also is None else [*needed, *(column for column in also if column in found)]
             rows = file.read(columns).to_pylist()
     return [(f"{path}, row {number}", row) for number, row in enumerate(rows)]
 
 
-def read_chats(path: Path) -> list[tuple[str, dict]]:
-    """[("file, row N", {"prompt": ..., more})] of rows as VeRL-Omni's, whose `prompt` and `negative_prompt` are chats.
+def read_chats(path: Path, column: str = "prompt") -> list[tuple[str, dict]]:
+    """[("file, row N", {column: prompt, more})] of rows as VeRL-Omni's, whose `prompt` and `negative_prompt` are chats.
 
     The prompt is what the user says. What the system says before it is left out, as a pipeline has a template of its
     own.
     """
     records = []
     num_systems = 0
-    for where, row in read_rows(path, ["prompt"]):
+    for where, row in read_rows(path, [column], advice="; FILE:COLUMN names another"):
         with error_prefix(where):
-            chat = _read_chat("prompt", row["prompt"])
+            chat = _read_chat(column, row[column])
             if not chat["user"].strip():
-                raise ValueError("prompt: must not be blank")
+                raise ValueError(f"{column}: must not be blank")
             if "images" in row:  # verl marks their places in the text; a pipeline here has no such marks
                 chat["user"] = chat["user"].replace("<image>", "").strip()
             negative = row.pop("negative_prompt", None)
@@ -52,7 +79,7 @@ def read_chats(path: Path) -> list[tuple[str, dict]]:
                 row["negative_prompt"] = text
         if chat.get("system", "").strip():
             num_systems += 1
-        records.append((where, row | {"prompt": chat["user"]}))
+        records.append((where, row | {column: chat["user"]}))
     if not records:
         raise ValueError(f"{path}: no prompts")
     if num_systems:

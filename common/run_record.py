@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoints import FORMAT
+from common.data import read_records, split_source
 from common.models.loading import known_folder
 
 import torch
@@ -45,7 +46,7 @@ DATA = (
     "eval_prompts",
     "pairs",
 )  # options that name files or folders
-READ = {".json", ".jsonl", ".parquet", ".txt", ".safetensors", ".bin", ".model"}  # of a folder; not its images
+READ = {".json", ".jsonl", ".csv", ".parquet", ".txt", ".safetensors", ".bin", ".model"}  # of a folder; not its images
 PIECE = 2**20  # bytes
 NUM_PIECES = 64  # of a large file
 Contents = dict[str, str]  # what is read -> its size and digest
@@ -59,13 +60,18 @@ def find_contents(options: dict[str, Any]) -> Contents:
     for option in DATA:
         for value in values_of(options.get(option)):
             path = Path(value.partition("=")[2] if option == "teachers" else value)
+            if option.endswith("_prompts"):
+                path, field = split_source(value)
+                if path.suffix == ".py" and field:  # its code is in code/; what it returns may change without that
+                    found[f"--{option} {value}"] = digest_records(read_records(value))
+                    continue
             named[f"--{option} {value}"] = path
             if option == "model" and not path.is_dir() and (snapshot := known_folder(path)):  # more of it comes later
                 found[f"--{option} {value}"] = f"commit {snapshot.name}"
     named |= {f"{variable}={file}": file for variable, file in setting_files(options) if not is_question(variable)}
     for name, path in named.items():
         with suppress(OSError):  # what cannot be read is refused where it is needed
-            if "*" in str(path):  # a pattern of --pairs
+            if "*" in str(path):  # a pattern
                 found[name] = digest(sorted(Path(file) for file in glob.glob(str(path))))
             elif path.is_dir():
                 found[name] = digest(sorted(file for file in path.rglob("*") if file.suffix in READ))
@@ -134,6 +140,12 @@ def digest(files: list[Path]) -> str:
                 file.seek(i * (size - PIECE) // (NUM_PIECES - 1) if i else 0)
                 hashed.update(file.read(size if whole else PIECE))
     return f"{total} bytes, blake2b {hashed.hexdigest()}"
+
+
+def digest_records(records: list[tuple[str, dict]]) -> str:
+    """Number and BLAKE2b of what a function of prompts returned."""
+    text = json.dumps([record for _, record in records], sort_keys=True, default=str)
+    return f"{len(records)} records, blake2b {hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 def changed_contents(saved: Contents, now: Contents) -> Iterator[tuple[str, bool]]:

@@ -9,6 +9,8 @@ from common.cpu import repair_torchvision
 
 repair_torchvision()
 
+from common.rewards.hpsv2 import FILE
+
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -114,6 +116,58 @@ def make_clip(folder, seed):
     tokens.save_pretrained(folder)
     CLIPImageProcessorPil(size={"shortest_edge": CLIP_PIXELS}, crop_size=CLIP_PIXELS).save_pretrained(folder)
     return folder
+
+
+def as_open_clip(model):
+    """A transformers CLIP's tensors by open_clip's names, which packs q, k and v and multiplies from the right."""
+    own = model.state_dict()
+    tensors = {"logit_scale": own["logit_scale"], "attn_mask": torch.zeros(77, 77)}
+    tensors["visual.proj"] = own["visual_projection.weight"].T
+    tensors["text_projection"] = own["text_projection.weight"].T
+    tensors["visual.class_embedding"] = own["vision_model.embeddings.class_embedding"]
+    tensors["visual.conv1.weight"] = own["vision_model.embeddings.patch_embedding.weight"]
+    tensors["visual.positional_embedding"] = own["vision_model.embeddings.position_embedding.weight"]
+    tensors["positional_embedding"] = own["text_model.embeddings.position_embedding.weight"]
+    tensors["token_embedding.weight"] = own["text_model.embeddings.token_embedding.weight"]
+    for theirs, ours in (
+        ("visual.ln_pre", "vision_model.pre_layrnorm"),
+        ("visual.ln_post", "vision_model.post_layernorm"),
+    ):
+        tensors |= {f"{theirs}.{kind}": own[f"{ours}.{kind}"] for kind in ("weight", "bias")}
+    tensors |= {f"ln_final.{kind}": own[f"text_model.final_layer_norm.{kind}"] for kind in ("weight", "bias")}
+    for block, tower in (("visual.transformer", "vision_model"), ("transformer", "text_model")):
+        for number in range(2):
+            layer = f"{tower}.encoder.layers.{number}"
+            place = f"{block}.resblocks.{number}"
+            for kind in ("weight", "bias"):
+                parts = [own[f"{layer}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
+                tensors[f"{place}.attn.in_proj_{kind}"] = torch.cat(parts)
+                tensors[f"{place}.attn.out_proj.{kind}"] = own[f"{layer}.self_attn.out_proj.{kind}"]
+                tensors[f"{place}.ln_1.{kind}"] = own[f"{layer}.layer_norm1.{kind}"]
+                tensors[f"{place}.ln_2.{kind}"] = own[f"{layer}.layer_norm2.{kind}"]
+                tensors[f"{place}.mlp.c_fc.{kind}"] = own[f"{layer}.mlp.fc1.{kind}"]
+                tensors[f"{place}.mlp.c_proj.{kind}"] = own[f"{layer}.mlp.fc2.{kind}"]
+    return {name: tensor.half() if tensor.dim() == 0 else tensor for name, tensor in tensors.items()}
+
+
+def make_hpsv2(folder):
+    """A tiny CLIP below the folder, which is returned, and in the folder its weights as HPSv2.1's are published."""
+    clip = make_clip(folder / "clip", seed=1)
+    state = {"epoch": 0, "state_dict": as_open_clip(CLIPModel.from_pretrained(clip))}
+    torch.save(state, folder / FILE)
+    return clip
+
+
+class PublishedMLP(torch.nn.Module):
+    """The layers of improved-aesthetic-predictor with its dropouts and weight names, but narrower."""
+
+    def __init__(self):
+        super().__init__()
+        linear, dropout = torch.nn.Linear, torch.nn.Dropout
+        self.layers = torch.nn.Sequential(
+            linear(CLIP_WIDTH, 24), dropout(0.2), linear(24, 12), dropout(0.2), linear(12, 8), dropout(0.1),
+            linear(8, 4), linear(4, 1),
+        )  # fmt: skip
 
 
 def autoencoder(latent_channels, factor=4):

@@ -9,7 +9,8 @@ The output folder gets table.md, bench.json and the scores of each image. The sa
 loses a batch of each rank; with further LoRAs it adds them. A mean is that of the prompts' means. Where all records
 have GenEval's `tag` it is the mean of the parts' means; a field `part` only adds a row for each part. Intervals are
 95 % over prompts, and those of differences are of prompts paired with the base's. Results whose protocols differ never
-stand in one table. An image that a reward fails on is left out and counted.
+stand in one table. An image that a reward fails on is left out and counted. A record's "rewards" names those that its
+prompt asks for, so that one command has files of several tasks.
 """
 
 import argparse
@@ -80,17 +81,18 @@ class Bench(NamedTuple):
 
 # ---- results ---------------------------------------------------------------------------------------------------------
 def read_result(bench: Bench, policy: str, key: str) -> Result:
-    """A policy's result, from the files of all its batches. A prompt's score is None where the reward always failed."""
+    """A policy's result, from the files of all its batches. A prompt's score is None where the reward always failed,
+    or was not asked for."""
     files = [file for file, _ in bench.batches(key)]
     records = [record for file in files for record in json.loads(file.read_text(encoding="utf-8"))]
     result: Result = {"policy": policy, "key": key, "seeds": bench.protocol["seeds"], "scores": {}, "failed": {}}
     group_size = bench.protocol["images_per_prompt"]
     for name in bench.protocol["rewards"]:
-        scores = [record[name] for record in records]
+        scores = [record.get(name) for record in records]
         groups = [scores[first : first + group_size] for first in range(0, len(scores), group_size)]
         kept = [[score for score in group if score is not None] for group in groups]
         result["scores"][name] = [statistics.fmean(group) if group else None for group in kept]
-        result["failed"][name] = scores.count(None)
+        result["failed"][name] = sum(name in record and record[name] is None for record in records)
     return result
 
 
@@ -145,9 +147,9 @@ def as_markdown(bench: Bench, table: Sequence[dict[str, Any]], policies: Sequenc
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """The options of sampling: those given, otherwise the first run's evaluation's. ValueError: one is missing."""
     for name in NEEDED:
-        if not args.run and getattr(args, name) is None:
+        if not args.runs and getattr(args, name) is None:
             raise ValueError(f"--{name}: needed where no --run has it, as scores depend on it")
-    options = vars(Args()) | {"dtype": "bfloat16"} | (read_options(args.run[0]) if args.run else {})
+    options = vars(Args()) | {"dtype": "bfloat16"} | (read_options(args.runs[0]) if args.runs else {})
     options = as_evaluated(options, args.image_size, args.num_inference_steps, args.guidance_scale)
     for name in ("max_sequence_length", "negative_prompt", "dtype"):
         if getattr(args, name) is not None:
@@ -172,6 +174,7 @@ def make_bench(
     protocol |= {name: options[name] for name in OF_SAMPLING}
     protocol |= {"images_per_prompt": args.images_per_prompt, "seeds": args.seeds, "batch_size": args.batch_size}
     protocol |= rest
+    protocol["rewards"] = [name for name in rest["rewards"] if prompts.asking(name)]
     bench = Bench(label, prompts, protocol, folder / "scores" / label.replace("/", "_"))
     file = bench.folder / "protocol.json"
     if file.is_file():
@@ -223,10 +226,16 @@ def run(args: argparse.Namespace) -> str:
             raise ValueError(f"--reward {name}: compares the images of a group; a bench scores each image alone")
     prompt_sets = [(f"--prompts {file}", read_prompts(file, rewards, args.max_prompts)) for file in args.prompts]
     family = check_model(options, prompt_sets)
-    policies = read_policies([*args.lora, *args.run], args.model, "base")
+    policies = read_policies([*args.lora, *args.runs], args.model, "base")
+    whole = PromptSet([], [])
+    for _, prompts in prompt_sets:
+        whole = PromptSet(whole.prompts + prompts.prompts, whole.metadata + prompts.metadata)
+    for name in rewards:
+        if not whole.asking(name):
+            raise ValueError(f'--reward {name}: no prompt of --prompts asks for it in its "rewards"')
     own = {name: rewards[name] for name in (given.rpartition(":")[2] for given in args.reward if ":" in given)}
     if own:
-        try_rewards(own, prompt_sets[0][1], options["image_size"], options["num_frames"])
+        try_rewards(own, whole, options["image_size"], options["num_frames"])
     contents = " ".join(find_contents({"model": args.model}).values()) or args.model
     rest = reward_protocol(args.reward, rewards) | {"model": contents}
     folder = args.output or Path("runs") / f"bench_{Path(args.model).name}"
@@ -272,7 +281,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("model", help="diffusers pipeline: a folder or a hub id")
     parser.add_argument("--lora", nargs="+", default=[], type=Path, metavar="DIR", help="adapters or checkpoints")
-    parser.add_argument("--run", nargs="+", default=[], type=Path, help="runs; the first one's options are defaults")
+    parser.add_argument(
+        "--runs", "--run", nargs="+", default=[], type=Path, help="the first one's options are defaults"
+    )
     parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="each file has a table of its own")
     parser.add_argument("--reward", nargs="+", required=True, metavar="NAME", help="as the scripts take them")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: runs/bench_MODEL")

@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m tools.sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sources", nargs="+", type=Path, metavar="RUN", help="a run, then runs, adapters, checkpoints")
-    parser.add_argument("--prompts", required=True, help=".txt, .jsonl or .parquet, as --eval_prompts takes them")
+    parser.add_argument("--prompts", required=True, help="a file or function, as --eval_prompts takes it")
     parser.add_argument("--output", type=Path, help="folder to write (default: samples_of_PROMPTS in the first run)")
     add_sampling_options(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -4,17 +4,21 @@
     export HTTP_SCORER_URL=http://127.0.0.1:8080 HTTP_SCORER_REWARD=redness
     torchrun --standalone flow_grpo.py --reward http_scorer
 
-It listens to this machine only. Before you open it to other machines, decide who may ask it.
+It listens to this machine only. Before you open it to other machines, decide who may ask it. tools/published_scorers.py
+serves ImageReward and HPSv3 by it.
 """
 
 import base64
 import io
 import json
 import sys
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 from PIL import Image
+
+Scorer = Callable[[Image.Image, str, dict], float]
 
 
 def redness(image: Image.Image, prompt: str, metadata: dict) -> float:
@@ -23,23 +27,34 @@ def redness(image: Image.Image, prompt: str, metadata: dict) -> float:
     return red - (green + blue) / 2
 
 
+class Server(ThreadingHTTPServer):
+    """Threads, as every rank of a run asks at the same time: a scorer is called in several at once."""
+
+    def __init__(self, port: int, name: str, scorer: Scorer) -> None:
+        self.name, self.scorer = name, scorer
+        super().__init__(("127.0.0.1", port), Handler)
+
+
 class Handler(BaseHTTPRequestHandler):
+    server: Server
+
     def do_GET(self) -> None:  # a run asks this once, when it starts
-        self.answer({"rewards": ["redness"]})
+        self.answer({"rewards": [self.server.name]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        name = self.server.name
         results: list[dict] = []
         errors: list[dict] = []
         for request in body["requests"]:
             turn = request["history"][-1]  # the protocol's other servers know conversations; a run sends one turn
             try:
                 image = Image.open(io.BytesIO(base64.b64decode(turn["image_b64"]))).convert("RGB")
-                results.append({"redness": {"redness": redness(image, turn["text"], request["metadata"])}})
+                results.append({name: {name: self.server.scorer(image, turn["text"], request["metadata"])}})
                 errors.append({})
             except Exception as error:  # of this image alone: report it, and never send a score instead
                 results.append({})
-                errors.append({"redness": repr(error)})
+                errors.append({name: repr(error)})
         self.answer({"results": results, "errors": errors})
 
     def answer(self, content: dict) -> None:
@@ -53,5 +68,4 @@ class Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not sys.argv[1].isdigit():
         sys.exit(__doc__)
-    # threads, as every rank of a run asks at the same time
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+    Server(int(sys.argv[1]), "redness", redness).serve_forever()

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.data import PromptSet, read_records
-from common.errors import RunError, error_prefix, truncate
+from common.errors import RunError, error_prefix
 from common.images import StoredImage, check_header, find_images
-from common.parquet import read_rows
+from common.parquet import find_shards, read_rows
 from common.process import print_message
 
 TRL = ("prompt", "chosen", "rejected")  # TRL's columns of preferences; an image as bytes, or as datasets store it
@@ -34,7 +34,8 @@ Pairs = list[Pair]
 def read_pairs(path: Path | str) -> Pairs:
     """Read preference pairs: a .jsonl of {"prompt", "chosen", "rejected"}, the latter two image files relative to it,
     or a folder with such a pairs.jsonl ("chosen_score" and "rejected_score" may be given); or a .parquet file with
-    pick-a-pic's columns or TRL's (prompt, chosen, rejected), or a pattern of such files, "data/train-*.parquet".
+    pick-a-pic's columns or TRL's (prompt, chosen, rejected), a folder of such files, or a pattern of them,
+    "data/train-*.parquet".
     A field or column "image" has the pictures that were edited.
 
     Of the images only the header is looked at: each rank does it for its share of the pairs, as torchrun numbers ranks.
@@ -45,8 +46,9 @@ def read_pairs(path: Path | str) -> Pairs:
             folder without pairs.
         RunError: naming them: no such image, or not an image. Another rank may find no fault in its share.
     """
+    kept = Path(path) / "pairs.jsonl"  # by this project's own runs
     with error_prefix(path):
-        files = _find_files(Path(path))
+        files = [kept] if kept.exists() else find_shards(Path(path))
     read = _read_parquet if files[0].suffix == ".parquet" else _read_jsonl
     pairs = [pair for file in files for pair in read(file)]
     if not pairs:
@@ -56,21 +58,6 @@ def read_pairs(path: Path | str) -> Pairs:
             with refusing_alone():
                 check_header(image, str(image))
     return pairs
-
-
-def _find_files(path: Path) -> list[Path]:
-    """The file itself, a folder's pairs.jsonl, or the files that a pattern stands for, which a line names."""
-    if path.is_dir():
-        if not (path / "pairs.jsonl").exists():
-            raise ValueError(f"has no pairs.jsonl; name .parquet files by a pattern: --pairs '{path}/train-*.parquet'")
-        return [path / "pairs.jsonl"]
-    if "*" not in path.name or path.exists():
-        return [path]
-    files = sorted(path.parent.glob(path.name))
-    if not files:
-        raise ValueError("there are no such files")
-    print_message(truncate(f"--pairs {path}: takes {', '.join(file.name for file in files)}"))
-    return files
 
 
 def pair_prompts(pairs: Sequence[Pair]) -> PromptSet:

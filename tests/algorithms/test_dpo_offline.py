@@ -241,11 +241,13 @@ def test_pairs_of_pick_a_pic(tmp_path, capfd):
     pattern = tmp_path / "train-*.parquet"
     both = read_pairs(pattern)
     taken = f"{path.name}, train-00001-of-00002.parquet"
-    assert capfd.readouterr().err.startswith(f"--pairs {pattern}: takes {taken}\n")
+    assert capfd.readouterr().err.startswith(f"{pattern}: takes {taken}\n")
+    assert [pair.prompt for pair in read_pairs(tmp_path)] == [pair.prompt for pair in both]
     assert len(both) == 72 and [pair.prompt for pair in both][:3] == ["a mug", "a cup", "0"]
     with pytest.raises(ValueError, match=r"none-\*.parquet: there are no such files$"):
         read_pairs(tmp_path / "none-*.parquet")
-    with pytest.raises(ValueError, match=f"^{tmp_path}: has no pairs.jsonl; name .parquet files by a pattern"):
+    path.rename(tmp_path / "test-00000-of-00001.parquet")
+    with pytest.raises(ValueError, match=f"^{tmp_path}: the folder has files of several kinds, test-, train-; name"):
         read_pairs(tmp_path)
     (tmp_path / "pairs.jsonl").write_text("{")  # a folder of ours
     with pytest.raises(ValueError, match=r"pairs\.jsonl:1: not JSON"):

@@ -2,7 +2,7 @@
 
 import json
 
-from common.data import GroupSampler, PromptSet, gather_shares, read_prompts, share_of_rank
+from common.data import GroupSampler, PromptSet, count_sources, gather_shares, read_prompts, share_of_rank
 from common.rewards.ocr import quoted_text
 from common.scoring import load_rewards
 
@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from PIL import Image
 
 pytestmark = pytest.mark.fast
 
@@ -59,7 +60,7 @@ def test_every_prompt_of_a_file_is_checked_also_beyond_the_first(tmp_path):
         ('{"prompt": " \\t"}', '"prompt"'),
         ('{"prompt": 3}', '"prompt"'),
         ('["prompt"]', '"prompt"'),
-        ('"prompt"', '"prompt"'),
+        ('" "', '"prompt"'),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, bad, reason):
@@ -71,7 +72,7 @@ def test_a_bad_line_is_named(tmp_path, bad, reason):
 
 
 def test_a_bad_file_is_named(tmp_path):
-    for name in ("missing.txt", "missing.jsonl", "prompts.csv"):
+    for name in ("missing.txt", "missing.jsonl", "missing.csv", "missing.json", "prompts.tsv"):
         with pytest.raises(ValueError, match=name):
             read_prompts(tmp_path / name)
     (tmp_path / "folder.txt").mkdir()
@@ -86,7 +87,11 @@ def test_a_bad_file_is_named(tmp_path):
     ("name", "content", "way_out"),
     [
         ("prompts.txt", "ein Schild".encode("utf-16"), "'utf-8' codec can't decode byte 0xff in position 0"),
-        ("prompts.csv", b"prompt\na sign", "prompts are read from .txt, .jsonl or .parquet files"),
+        (
+            "prompts.tsv",
+            b"prompt\na sign",
+            "prompts are read from .txt, .jsonl, .json, .csv and .parquet files, and",
+        ),
     ],
 )
 def test_a_file_of_another_kind_is_told_the_way_out(tmp_path, name, content, way_out):
@@ -234,16 +239,138 @@ def test_a_bad_parquet_is_named(tmp_path):
         path.write_bytes(data)
         faults[path] = "arquet"  # its own words: no magic bytes, too small to be a Parquet file
     (tmp_path / "folder.parquet").mkdir()
-    faults[tmp_path / "folder.parquet"] = faults[tmp_path / "none.parquet"] = "no such file"
+    faults[tmp_path / "none.parquet"] = "no such file"
+    faults[tmp_path / "folder.parquet"] = "the folder has no .parquet files"
     faults[write_rows(tmp_path / "rows.parquet", [])] = "no prompts"
     other = pyarrow.schema({"caption": "string", "jpg_0": "binary"})
     columns = write_rows(tmp_path / "columns.parquet", [{"caption": "a mug", "jpg_0": b""}], other)
-    faults[columns] = "expected the columns prompt; found caption, jpg_0"
+    faults[columns] = "expected the columns prompt; found caption, jpg_0; FILE:COLUMN names another"
     for path, fault in faults.items():
         with pytest.raises(ValueError) as error:
             read_prompts(path)
         message = str(error.value)
         assert message.startswith(f"{path}: ") and fault in message and "\n" not in message
+
+
+# ---- shards, tables, lists and functions -----------------------------------------------------------------------------
+CAPTIONS = pyarrow.schema({"caption": "string", "n": "int64"})
+
+
+@pytest.mark.parametrize(("given", "name"), [("data", "data"), ("data/train-*.parquet", "train"), ("da*/tr*", "tr")])
+def test_the_shards_of_a_split_are_one_file(tmp_path, monkeypatch, capfd, given, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for shard in range(3):
+        rows = [{"caption": f"{shard}{row}", "n": row} for row in range(2)]
+        write_rows(tmp_path / "data" / f"train-0000{shard}-of-00003.parquet", rows, CAPTIONS)
+    expected = PromptSet(["00", "01", "10", "11", "20", "21"], [{"n": 0}, {"n": 1}] * 3)
+    assert read_prompts(f"{given}:caption") == expected
+    assert f"{given}: takes train-00000-of-00003.parquet, train-00001-of-00003.p" in capfd.readouterr().err
+    assert read_prompts([f"{given}:caption", write(tmp_path, "a.txt", "a")]).files == [name] * 6 + ["a"]
+    write_rows(tmp_path / "data" / "train-00001-of-00003.parquet", [{"caption": " ", "n": 1}], CAPTIONS)
+    with pytest.raises(ValueError, match=r"^data/train-00001-of-00003.parquet, row 0: caption: must not be blank$"):
+        read_prompts(f"{given}:caption")
+
+
+def test_a_folder_of_several_splits_is_not_one_file(tmp_path):
+    for name in ("train-00000-of-00001-0a1b", "train-00001-of-00002-1b2c"):  # the hub's old names end in a digest
+        write_rows(tmp_path / f"{name}.parquet", [{"caption": name, "n": 0}], CAPTIONS)
+    assert len(read_prompts(f"{tmp_path}:caption")) == 2
+    write_rows(tmp_path / "test-00000-of-00001.parquet", [{"caption": "a", "n": 0}], CAPTIONS)
+    with pytest.raises(ValueError) as error:
+        read_prompts(f"{tmp_path}:caption")
+    told = "the folder has files of several kinds, test-, train-; name those to read by a pattern"
+    assert str(error.value) == f"{tmp_path}: {told}: '{tmp_path}/train-*.parquet'"
+    with pytest.raises(ValueError, match=r"none-\*.parquet: there are no such files$"):
+        read_prompts(tmp_path / "none-*.parquet")
+
+
+def test_pictures_in_a_folder_of_shards_lie_beside_them(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    schema = pyarrow.schema({"prompt": "string", "image": "string"})
+    path = write_rows(tmp_path / "train-0.parquet", [{"prompt": "a", "image": "a.png"}], schema)
+    for source in (path, tmp_path, tmp_path / "*.parquet"):
+        assert read_prompts(source).sources()[0][0].size == (8, 8)
+        assert count_sources((0, 2), source) == 1
+
+
+def test_read_csv(tmp_path):
+    """As spreadsheets write them: a byte order mark, lines that end in CR LF, quoted commas and line breaks."""
+    text = '\ufeffid,text,negative_prompt\r\n1,"a sign ""12"", red",\r\n\r\n2,"two\r\nlines",blurry\r\n'
+    path = tmp_path / "prompts.csv"
+    path.write_bytes(text.encode())
+    first, second = {"id": "1"}, {"id": "2", "negative_prompt": "blurry"}
+    assert read_prompts(f"{path}:text") == PromptSet(['a sign "12", red', "two\nlines"], [first, second])
+
+
+def test_read_json(tmp_path):
+    """HPSv2's benchmark prompts are lists of strings; others publish lists of records."""
+    path = write(tmp_path, "anime.json", '["a fox", {"prompt": "a mug", "tag": "x"}]')
+    assert read_prompts(path) == PromptSet(["a fox", "a mug"], [{}, {"tag": "x"}])
+    path = write(tmp_path, "set.jsonl", '{"text": "a", "prompt": "short", "n": 1}\n')
+    assert read_prompts(f"{path}:text") == PromptSet(["a"], [{"n": 1}])
+    path = write(tmp_path, "a:b.txt", "a")  # a file is a file, whatever its name
+    assert read_prompts(path).prompts == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.csv", "prompt,n\na fox,1\na mug, red,2\n", ":3: has more or fewer cells than the 2 columns"),
+        ("a.csv", "prompt,n\na fox\n", ":2: has more or fewer cells than the 2 columns"),
+        ("a.csv", 'prompt\n"a fox\n', ":2: unexpected end of data"),
+        ("a.csv", "prompt,n\na fox,1\n,2\n", ':3: a record needs "prompt", a non-empty string; it has n, and FILE:F'),
+        ("a.csv", "prompt,n\n", ": no prompts"),
+        ("a.json", '["a",\n b]', ": not JSON that can be read: Expecting value: line 2 column 2"),
+        ("a.json", '{"prompt": "a"}', ": must be a list of records or prompts"),
+        ("a.json", "[]", ": no prompts"),
+        ("a.jsonl", '{"caption": "a"}\n{', ':1: a record needs "prompt"'),  # the first at fault
+        ("a.csv", "prompt,n\n,1\na,b,c\n", ':2: a record needs "prompt"'),
+        ("a.json", '["a", 3]', ', record 1: a record needs "prompt", a non-empty string'),
+        (
+            "a.jsonl",
+            '{"caption": "a"}',
+            ':1: a record needs "prompt", a non-empty string; it has caption, and FILE:FIELD',
+        ),
+        ("a.txt:caption", "a", ": has no field caption: each line of a .txt is a prompt"),
+    ],
+)
+def test_a_fault_of_a_table_or_list_is_named(tmp_path, name, text, told):
+    path = write(tmp_path, name.partition(":")[0], text)
+    with pytest.raises(ValueError) as error:
+        read_prompts(tmp_path / name)
+    assert str(error.value).startswith(f"{path}{told}") and "\n" not in str(error.value)
+
+
+def test_read_what_a_function_returns(tmp_path):
+    """It is called once; records are the caller's own."""
+    path = write(
+        tmp_path,
+        "my_prompts.py",
+        "calls = []\n"
+        "def signs():\n"
+        "    calls.append(1)\n"
+        "    yield {'prompt': 'a', 'calls': len(calls)}\n"
+        "    yield 'b'\n"
+        "def bad():\n    return [{'caption': 'a'}]\n"
+        "def none():\n    return []\n"
+        "def broken():\n    return open('/none/none')\n",
+    )
+    for _ in range(2):
+        assert read_prompts(f"{path}:signs") == PromptSet(["a", "b"], [{"calls": 1}, {}])
+    assert read_prompts([f"{path}:signs", f"{path}:signs"]).files == ["signs"] * 4
+    for name, told in (
+        (":bad", f'{path}:bad, record 0: a record needs "prompt", a non-empty string; it has caption, and FILE:FIELD'),
+        (":none", f"{path}:none: no prompts"),
+        (":broken", f"prompts of {path}:broken: FileNotFoundError: [Errno 2] No such file or directory"),
+        (":other", f"prompts of {path}:other: {path} has no function other"),
+        ("", f"{path}: prompts are read from .txt, .jsonl, .json, .csv and .parquet files, and file.py:function"),
+    ):
+        with pytest.raises(ValueError) as error:
+            read_prompts(f"{path}{name}")
+        assert str(error.value).startswith(told)
+    with pytest.raises(ValueError, match="no such file"):
+        read_prompts(f"{tmp_path}/none.py:signs")
 
 
 def test_read_flow_grpos_files(tmp_path):

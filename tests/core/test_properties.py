@@ -156,7 +156,8 @@ def attempt_prompts(example):
         lines = lines_of(data)
         assert len(found) == len(found.metadata) == len(lines)
         for prompt, metadata, (_, line) in zip(found.prompts, found.metadata, lines, strict=True):
-            record = json.loads(line) if suffix == ".jsonl" else {"prompt": line.strip()}
+            record = json.loads(line) if suffix == ".jsonl" else line.strip()
+            record = {"prompt": record} if isinstance(record, str) else record
             assert prompt == record.pop("prompt") and prompt.strip() and prompt.encode()
             assert repr(metadata) == repr(record)  # NaN equals nothing
 

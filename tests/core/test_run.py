@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import flow_grpo
 from common import process
 from common.checkpoints import atomic_file, save_checkpoint, saved_checkpoints
-from common.data import GroupSampler, PromptSet
+from common.data import GroupSampler, PromptSet, _call_function
 from common.distributed import gather, gather_objects
 from common.errors import NothingBegun, RunError
 from common.inputs import Inputs, choose_sizes
@@ -571,6 +571,35 @@ def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monke
     contents = find_contents(options | {"model": "someone/model"})
     assert contents["--model someone/model"] == "commit abc"
     assert not any("package" in name or "RUBRIC" in name for name in contents)
+
+
+@pytest.mark.fast
+def test_the_digest_of_prompts_covers_whatever_names_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    function = "from pathlib import Path\ndef listed():\n    return Path('list').read_text().splitlines()\n"
+    (tmp_path / "prompts_of_mine.py").write_text(function)
+    files = {
+        "q.csv:text": "q.csv",
+        "data": "data/a.csv",
+        "data/train-*": "data/train-1.parquet",
+        "prompts_of_mine.py:listed": "list",  # what it reads, and returns
+    }
+    for file in files.values():
+        Path(file).write_text("a\nb")
+    options = {"train_prompts": list(files), "eval_prompts": ["prompts_of_mine.py:listed"]}
+    before = find_contents(options)
+    told = {f"--train_prompts {source}" for source in files}
+    assert before.keys() == {*told, "--eval_prompts prompts_of_mine.py:listed", "code/prompts_of_mine.py"}
+    assert before["--train_prompts prompts_of_mine.py:listed"].startswith("2 records, blake2b ")
+    for source, file in files.items():
+        Path(file).write_text("a\nc")
+        _call_function.cache_clear()  # as another run's process
+        after = find_contents(options)
+        changed = [name for name, _ in changed_contents(before, after)]
+        assert f"--train_prompts {source}" in changed
+        assert ("--eval_prompts prompts_of_mine.py:listed" in changed) == (file == "list")
+        before = after
 
 
 def test_create_run_folder_records_git(tmp_path):

@@ -3,7 +3,7 @@
 from common.rewards.clip_score import embed_images
 from common.rewards.hpsv2 import FILE, hpsv2
 from common.scoring import load_rewards
-from tests.tiny_models import make_clip
+from tests.tiny_models import make_hpsv2
 
 import numpy as np
 import pytest
@@ -15,44 +15,10 @@ PROMPTS = ["a red sign", 'a sign that says "4711"']
 IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.radial_gradient("L").convert("RGB").resize((90, 90))]
 
 
-def as_open_clip(model):
-    """A transformers CLIP's tensors by open_clip's names, which packs q, k and v and multiplies from the right."""
-    own = model.state_dict()
-    tensors = {"logit_scale": own["logit_scale"], "attn_mask": torch.zeros(77, 77)}
-    tensors["visual.proj"] = own["visual_projection.weight"].T
-    tensors["text_projection"] = own["text_projection.weight"].T
-    tensors["visual.class_embedding"] = own["vision_model.embeddings.class_embedding"]
-    tensors["visual.conv1.weight"] = own["vision_model.embeddings.patch_embedding.weight"]
-    tensors["visual.positional_embedding"] = own["vision_model.embeddings.position_embedding.weight"]
-    tensors["positional_embedding"] = own["text_model.embeddings.position_embedding.weight"]
-    tensors["token_embedding.weight"] = own["text_model.embeddings.token_embedding.weight"]
-    for theirs, ours in (
-        ("visual.ln_pre", "vision_model.pre_layrnorm"),
-        ("visual.ln_post", "vision_model.post_layernorm"),
-    ):
-        tensors |= {f"{theirs}.{kind}": own[f"{ours}.{kind}"] for kind in ("weight", "bias")}
-    tensors |= {f"ln_final.{kind}": own[f"text_model.final_layer_norm.{kind}"] for kind in ("weight", "bias")}
-    for block, tower in (("visual.transformer", "vision_model"), ("transformer", "text_model")):
-        for number in range(2):
-            layer = f"{tower}.encoder.layers.{number}"
-            place = f"{block}.resblocks.{number}"
-            for kind in ("weight", "bias"):
-                parts = [own[f"{layer}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
-                tensors[f"{place}.attn.in_proj_{kind}"] = torch.cat(parts)
-                tensors[f"{place}.attn.out_proj.{kind}"] = own[f"{layer}.self_attn.out_proj.{kind}"]
-                tensors[f"{place}.ln_1.{kind}"] = own[f"{layer}.layer_norm1.{kind}"]
-                tensors[f"{place}.ln_2.{kind}"] = own[f"{layer}.layer_norm2.{kind}"]
-                tensors[f"{place}.mlp.c_fc.{kind}"] = own[f"{layer}.mlp.fc1.{kind}"]
-                tensors[f"{place}.mlp.c_proj.{kind}"] = own[f"{layer}.mlp.fc2.{kind}"]
-    return {name: tensor.half() if tensor.dim() == 0 else tensor for name, tensor in tensors.items()}
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A tiny CLIP, its weights as HPSv2.1's are published, and the variables that name them."""
-    folder = make_clip(tmp_path / "clip", seed=1)
-    state = {"epoch": 0, "state_dict": as_open_clip(CLIPModel.from_pretrained(folder))}
-    torch.save(state, tmp_path / FILE)
+    folder = make_hpsv2(tmp_path)
     monkeypatch.setenv("HPSV2_MODEL", str(tmp_path))
     monkeypatch.setenv("HPSV2_PROCESSOR", str(folder))
     monkeypatch.setattr("common.rewards._networks.LOADED", {})

@@ -13,7 +13,7 @@ from common.rewards.pickscore import pickscore
 from common.scoring import Scorer, load_rewards, score_images
 from common.user_code import load_function
 from tests.conftest import ROOT, TINY, assert_one_line, few_eval_prompts, read_metrics, run_here
-from tests.tiny_models import CLIP_PIXELS, CLIP_WIDTH, make_clip
+from tests.tiny_models import CLIP_PIXELS, CLIP_WIDTH, PublishedMLP, make_clip
 
 import numpy as np
 import pytest
@@ -26,18 +26,6 @@ NAMES = ["pickscore", "clip_score", "aesthetic"]
 REWARDS = {"pickscore": pickscore, "clip_score": clip_score, "aesthetic": aesthetic}
 SIZE = CLIP_PIXELS
 WIDTH = CLIP_WIDTH
-
-
-class PublishedMLP(torch.nn.Module):
-    """The layers of improved-aesthetic-predictor with its dropouts and weight names, but narrower."""
-
-    def __init__(self):
-        super().__init__()
-        linear, dropout = torch.nn.Linear, torch.nn.Dropout
-        self.layers = torch.nn.Sequential(
-            linear(WIDTH, 24), dropout(0.2), linear(24, 12), dropout(0.2), linear(12, 8), dropout(0.1), linear(8, 4),
-            linear(4, 1),
-        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

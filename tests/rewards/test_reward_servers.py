@@ -11,6 +11,7 @@ import math
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from decimal import Decimal
@@ -24,6 +25,7 @@ from common.rewards import _json_http as json_http
 from common.rewards.vlm_judge import QUESTION, QUESTION_OF_EDITS, read_axes, read_parts, read_score
 from common.scoring import Scorer, load_rewards, score_images
 from tests.conftest import ROOT, TINY, few_eval_prompts, read_metrics, run_here, without_times
+from tools import published_scorers, scorer_server
 
 import numpy as np
 import pyarrow
@@ -694,6 +696,137 @@ def test_the_example_server_scores_and_says_what_it_cannot(serve, monkeypatch):
     finally:
         process.kill()
         process.wait()
+
+
+STAND_INS = {
+    "ImageReward": """
+        from PIL import Image
+        def load(name):
+            assert name == "ImageReward-v1.0"
+            return Model()
+        class Model:
+            def score(self, prompt, image):
+                if not isinstance(image, Image.Image):
+                    raise TypeError("as theirs")
+                return len(prompt) + image.getpixel((0, 0))[0] / 255
+        """,
+    "hpsv3": """
+        import torch
+        class HPSv3RewardInferencer:
+            def __init__(self, config_path=None, checkpoint_path=None, device="cuda", differentiable=False):
+                assert device == "cuda"
+            def reward(self, prompts, image_paths):
+                mu = [len(prompt) + image.getpixel((0, 0))[0] / 255 for prompt, image in zip(prompts, image_paths)]
+                return torch.tensor([[one, 0.1] for one in mu])  # mu and sigma
+        """,
+}
+
+
+@fast
+@pytest.mark.parametrize(("name", "package"), [("image_reward", "ImageReward"), ("hpsv3", "hpsv3")])
+def test_published_scorers_ask_their_packages(name, package, serve, tmp_path, monkeypatch):
+    """Stand-ins with the signatures of the packages; the server, the protocol and the reward are real."""
+    (tmp_path / f"{package}.py").write_text(textwrap.dedent(STAND_INS[package]))
+    monkeypatch.syspath_prepend(tmp_path)
+    server = scorer_server.Server(0, name, published_scorers.SCORERS[name]())
+    monkeypatch.setattr(scorer_server.Handler, "log_message", lambda *args: None)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        monkeypatch.setenv("HTTP_SCORER_URL", f"http://127.0.0.1:{server.server_address[1]}")
+        monkeypatch.setenv("HTTP_SCORER_REWARD", name)
+        images = [Image.new("RGB", (4, 4), colour) for colour in ("red", "black")]
+        prompts = PromptSet(["a sign", "a red sign"], [{}, {}])
+        scores = score_images(load_rewards(["http_scorer"], [1]), images, prompts)
+        assert scores[:, 0].tolist() == pytest.approx([7, 10])
+        monkeypatch.setenv("HTTP_SCORER_REWARD", "clip")
+        with pytest.raises(ValueError, match=f"HTTP_SCORER_REWARD=clip: not at the server, which has {name}"):
+            load_rewards(["http_scorer"], [1])
+    finally:
+        server.shutdown()
+        server.server_close()
+        monkeypatch.delitem(sys.modules, package)
+
+
+JUDGED = ROOT / "tools" / "judged_rewards.py"
+
+
+@fast
+def test_unified_reward_2_is_the_mean_of_three_lines(serve, tmp_path, monkeypatch):
+    answers = [
+        "Alignment Score (1-5): 2.694\nCoherence Score (1-5): 2.371\nStyle Score (1-5): 2.8025\n",
+        "Alignment Score (1-5): 2\nStyle Score (1-5): 3",  # two of three
+        "Alignment Score (1-5): 2\nCoherence Score (1-5): 7\nStyle Score (1-5): 3",
+        "Alignment Score (1-5): 5\nCoherence Score (1-5): 4\nStyle Score (1-5): 3",
+    ]
+
+    def answer(path, body):
+        if body is None:
+            return good_answer("vlm_judge", path, body)
+        return 200, completion(answers[number(shown("vlm_judge", body)[0])])
+
+    reward = f"{JUDGED}:unified_reward_2"
+    monkeypatch.delenv("VLM_JUDGE_PROMPT", raising=False)
+    serve("vlm_judge", answer, load=False)
+    with pytest.raises(ValueError, match="VLM_JUDGE_PROMPT: must name a file with the model's question"):
+        load_rewards([reward], [1])
+    (tmp_path / "question.txt").write_text("Text Caption: [{prompt}]")
+    server, _ = serve("vlm_judge", answer, load=False, PROMPT=tmp_path / "question.txt")
+    details = [{} for _ in IMAGES]
+    scores = score_images(load_rewards([reward], [1]), IMAGES, PROMPTS, "mask", details)[:, 0].tolist()
+    assert scores == pytest.approx([(2.694 + 2.371 + 2.8025) / 3, math.nan, math.nan, 4], nan_ok=True)
+    assert details[3]["unified_reward_2"] == {"alignment": 5, "coherence": 4, "style": 3}
+    asked = [body["messages"][0]["content"][-1]["text"] for _, body, _ in server.requests]
+    assert sorted(asked) == [f"Text Caption: [prompt {i}]" for i in range(4)]
+
+
+@fast
+def test_geneval2_is_the_geometric_mean_of_the_right_answers(serve, tmp_path):
+    """By hand: tokens with and without a space, a word and its digits, a wrong answer, and one that is not there."""
+    tokens = {
+        "How many mugs are in the image?": {"two": 0.3, "Two": 0.1, " 2": 0.2, "2": 0.1, "three": 0.2},  # 0.7
+        "Are the mugs red?": {"Yes": 0.4, " yes": 0.1, "No": 0.5},  # 0.5
+        "Are there any mugs in the image?": {"No": 1.0},  # 0
+    }
+
+    def answer(path, body):
+        if body is None:
+            return good_answer("vlm_judge", path, body)
+        assert (body["max_tokens"], body["logprobs"], body["top_logprobs"], body["temperature"]) == (1, True, 20, 0)
+        text = body["messages"][0]["content"][-1]["text"]
+        if number(shown("vlm_judge", body)[0]) == 3:
+            return 400, {"error": "too large"}
+        asked = tokens[text.removesuffix(" Answer in one word.")]
+        found = [{"token": token, "logprob": math.log(share)} for token, share in asked.items()]
+        choice = {"message": {"content": "Yes"}, "logprobs": {"content": [{"token": "Yes", "top_logprobs": found}]}}
+        return 200, {"choices": [choice]}
+
+    pairs = [[question, "two" if "many" in question else "Yes"] for question in tokens]
+    records = [pairs[:2], pairs, pairs[:1], pairs[:2]]
+    serve("vlm_judge", answer, load=False)
+    rewards = load_rewards([f"{JUDGED}:geneval2"], [1])
+    lines = [json.dumps({"prompt": f"prompt {i}", "vqa_list": record}) for i, record in enumerate(records)]
+    (tmp_path / "geneval2_data.jsonl").write_text("\n".join(lines))
+    prompts = read_prompts(tmp_path / "geneval2_data.jsonl", rewards)
+    details = [{} for _ in IMAGES]
+    scores = score_images(rewards, IMAGES, prompts, "mask", details)[:, 0].tolist()
+    assert scores == pytest.approx([math.sqrt(0.7 * 0.5), 0, 0.7, math.nan], nan_ok=True)
+    assert [detail.get("geneval2") for detail in details[:3]] == [
+        {"am": pytest.approx(0.6)},
+        {"am": pytest.approx(0.4)},
+        {"am": pytest.approx(0.7)},
+    ]
+    for bad in ({}, {"vqa_list": []}, {"vqa_list": [["Is it?"]]}, {"vqa_list": "Is it?"}):
+        (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": "a", **bad}))
+        with pytest.raises(ValueError, match='bad.jsonl:1: the reward geneval2 needs "vqa_list"'):
+            read_prompts(tmp_path / "bad.jsonl", rewards)
+
+
+@fast
+def test_a_server_without_probabilities_is_no_judge_of_geneval2(serve):
+    serve("vlm_judge", load=False)
+    prompts = PromptSet(["a"], [{"vqa_list": [["Is it red?", "Yes"]]}])
+    with pytest.raises(RunError, match="an answer without top_logprobs"):
+        score_images(load_rewards([f"{JUDGED}:geneval2"], [1]), IMAGES[:1], prompts, "mask")
 
 
 # ---- beside a rollout ------------------------------------------------------------------------------------------------

@@ -250,6 +250,27 @@ def test_genevals_score_is_the_mean_of_its_parts(tmp_path, field, score):
 
 
 @pytest.mark.fast
+def test_a_prompt_has_the_rewards_that_it_asks_for(inputs, tmp_path):
+    """In one command: a file for one reward, and a file of which a part asks for the other one as well."""
+    asked = [["redness", "brightness"], ["redness", "brightness"], ["redness"], ["redness"]]
+    lines = [json.dumps({"prompt": f"a sign {n}", "rewards": names}) for n, names in enumerate(asked)]
+    (tmp_path / "both.jsonl").write_text("\n".join(lines))
+    (tmp_path / "one.jsonl").write_text("\n".join(lines[2:]))
+    rewards = brightness_and_redness(inputs)
+    words = [EMBEDDED, "--reward", *rewards, *SMALL, "--prompts"]
+    found = run_bench(*words, tmp_path / "both.jsonl", tmp_path / "one.jsonl", "--output", tmp_path / "out")["benches"]
+    assert [bench["protocol"]["rewards"] for bench in found] == [["brightness", "redness"], ["redness"]]
+    scores = found[0]["results"][0]["scores"]
+    assert scores["brightness"][2:] == [None, None] and None not in scores["brightness"][:2] + scores["redness"]
+    assert found[0]["results"][0]["failed"] == {"brightness": 0, "redness": 0}
+    assert found[0]["table"][0]["mean"][0] == pytest.approx(sum(scores["brightness"][:2]) / 2)
+    assert "| brightness | " in (tmp_path / "out" / "table.md").read_text().split("## ")[1]
+    assert "brightness |" not in (tmp_path / "out" / "table.md").read_text().split("## ")[2]
+    with pytest.raises(SystemExit, match="--reward brightness: no prompt of --prompts asks for it"):
+        run_bench(*words, tmp_path / "one.jsonl", "--output", tmp_path / "none")
+
+
+@pytest.mark.fast
 def test_a_reward_that_fails_on_an_image_is_counted(words, tmp_path):
     (tmp_path / "own.py").write_text(
         "def f(images, prompts, metadata):\n    return [1.0 if '8' in p else ValueError('no') for p in prompts]\n"
