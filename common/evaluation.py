@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-from common.data import GroupSampler, PromptSet, gather_shares
+from common.data import GroupSampler, PromptSet, gather_shares, source_name
 from common.distributed import gather, gather_objects
 from common.errors import ScoringError
 from common.options import EngineArgs, SharedArgs
@@ -111,7 +110,7 @@ def add_origin(
 
     option: --eval_prompts or --train_prompts, which names the file where there is only one. groups (B,).
     """
-    files = prompts.files or [Path(option[0]).stem] * len(records)
+    files = prompts.files or [source_name(option[0])] * len(records)
     for record, metadata, group, file in zip(records, prompts.metadata, groups, files, strict=True):
         rest = {name: value for name, value in metadata.items() if name not in ("image", "mask")}
         record |= {"step": step, "group": group, "prompt_file": file, "metadata": rest}
