@@ -43,6 +43,7 @@ from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, checkpoint_to_resume, friendly_errors
 from common.scoring import Scorer, all_equal, asked_parts, fill_failed, load_rewards
 from common.sde import image_seed, sde_step
+from common.watch import norm_ratio
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
@@ -505,6 +506,8 @@ def accumulate_gradients(
                 adv_clip_max=args.adv_clip_max,
                 kl_coef=args.kl_coef,
             )
+            if v_ref is not None:
+                metrics["actor/velocity_norm"] = norm_ratio(v, v_ref[rows, k])
             (loss / num_passes).backward()
             passes.append(metrics)
     return passes
@@ -674,7 +677,7 @@ def main(args: Args, inputs: Inputs) -> None:
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
         run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
         stopping = run.should_stop()
-        if is_due or stopping or (args.save_every and step % args.save_every == 0):
+        if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
             save(args, run, model, optimizer, sampler)
         if stopping:
             break

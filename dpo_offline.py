@@ -44,6 +44,7 @@ from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, checkpoint_to_resume, friendly_errors
 from common.scoring import Scorer, load_rewards, offload_rewards, weighted_totals
 from common.sde import draw_noise, image_seed, sde_step
+from common.watch import norm_ratio
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
@@ -320,8 +321,8 @@ def sample(args: Args, model: Family, request: RolloutRequest) -> Trajectories:
 # ==== 8 LOG PROB ======================================================================================================
 def flow_matching_errors(
     model: Family, conditioning: dict[str, Tensor], latents: Tensor, sigmas: Tensor, noise: Tensor
-) -> Tensor:
-    """e (2, B): mean over elements of (v - (noise - x0))^2 of chosen and rejected latents (2, B, ...), in fp32.
+) -> tuple[Tensor, Tensor]:
+    """e (2, B): mean over elements of (v - (noise - x0))^2 of chosen and rejected latents (2, B, ...), in fp32; and v.
 
     It stands for minus the log-prob. Both share sigmas (B,) and noise (B, ...). No guidance: the plain conditional
     prediction, as the paper trains it.
@@ -331,7 +332,7 @@ def flow_matching_errors(
     pair_conditioning = {name: torch.cat([tensor, tensor]) for name, tensor in conditioning.items()}
     timesteps = torch.cat([sigmas, sigmas]) * 1000
     v = model.predict_velocity(x_s.flatten(0, 1), timesteps, pair_conditioning).view_as(x_s)
-    return ((v - (noise - latents)) ** 2).flatten(2).mean(2)
+    return ((v - (noise - latents)) ** 2).flatten(2).mean(2), v
 
 
 # ==== 9 LOSS ==========================================================================================================
@@ -391,9 +392,10 @@ def update(
         eps = noise[rows].to(model.device)  # (b, ...)
 
         with torch.no_grad(), acting(model, "reference"):
-            ref_errors = flow_matching_errors(model, conditioning, latents, s, eps)  # (2, b)
-        errors = flow_matching_errors(model, conditioning, latents, s, eps)
+            ref_errors, v_ref = flow_matching_errors(model, conditioning, latents, s, eps)  # (2, b)
+        errors, v = flow_matching_errors(model, conditioning, latents, s, eps)
         loss, pass_metrics = dpo_loss(errors, ref_errors, args.dpo_beta)
+        pass_metrics["actor/velocity_norm"] = norm_ratio(v.flatten(0, 1), v_ref.flatten(0, 1))
         (loss / len(micro_batches)).backward()
         passes.append(pass_metrics)
     grad_norm = optimizer_step(args, model, optimizer)
@@ -487,7 +489,7 @@ def main(args: Args, inputs: Inputs) -> None:
         val_metrics, grid = evaluate(args, run, model, inputs) if is_due else ({}, None)
         run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
         stopping = run.should_stop()
-        if is_due or stopping or (args.save_every and step % args.save_every == 0):
+        if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
             save(args, run, model, optimizer, sampler)
         if stopping:
             break

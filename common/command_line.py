@@ -30,7 +30,7 @@ OF_ONE_START = ("resume", "eval_only", "args", "reward_settings")  # in a run's 
 def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | None = None) -> ArgsClass:
     """The options from the command line, within their bounds; the script's first line goes to the screen.
 
-    Those not given come from the file of --args or, with --eval_only or --resume latest, from the checkpoint. --help
+    Those not given come from the file of --args or, with --resume, from the checkpoint. --help
     prints the options that people set first, --help_all is tyro's own help of all; both exit.
 
     Raises:
@@ -101,25 +101,26 @@ def _words(option: Field, value: Any) -> list[str]:  # whatever a file holds
 
 
 def _defaults_of_checkpoint(args: SharedArgs) -> dict[str, Any]:
-    """{name: value} of the checkpoint that --eval_only evaluates or --resume latest resumes; {} where there is none.
+    """{name: value} of the checkpoint that --resume names; {} where `latest` finds none, and starts the run.
 
-    An option that is given wins. An evaluation may have other prompts and steps; a resumed run has all of them again.
+    An option that is given wins. An evaluation may have other prompts and steps; a run that trains on has all of them
+    again, and a new run that starts from a checkpoint writes where its own options say.
 
     Raises:
         ValueError: there is no good checkpoint to take options from.
     """
-    left_out: tuple[str, ...]
-    if args.eval_only and args.resume != "latest":
-        state = load_checkpoint(checkpoint_of(str(args.resume)))
+    is_latest = args.resume == "latest"
+    if is_latest and (args.eval_only or not saved_checkpoints(args.run_folder)):
+        return {}
+    state = load_checkpoint(checkpoint_of(args.run_folder if is_latest else str(args.resume)))
+    left_out: tuple[str, ...] = ("name", "max_minutes", "stop_if", *OF_ONE_START)
+    if args.eval_only:
         left_out = EXPECTED_TO_DIFFER
-    elif args.resume == "latest" and not args.eval_only and saved_checkpoints(args.run_folder):
-        print_message("--resume latest: options that are not given are the checkpoint's")
-        state = load_checkpoint(checkpoint_of(args.run_folder))
-        left_out = ("name", "max_minutes", "stop_if", *OF_ONE_START)
+    else:
+        print_message(f"--resume {args.resume}: options that are not given are the checkpoint's")
+        left_out += () if is_latest else ("output_dir",)
         if len(state["rng"]) != int(os.environ.get("WORLD_SIZE", "1")):
             left_out += OF_ITS_RANKS
-    else:
-        return {}
     return {name: value for name, value in state["args"].items() if name not in left_out}
 
 

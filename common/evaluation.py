@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from common.data import GroupSampler, PromptSet, gather_shares
+from common.data import GroupSampler, PromptSet, gather_shares, source_name
 from common.distributed import gather, gather_objects
 from common.errors import ScoringError
 from common.options import EngineArgs, SharedArgs
@@ -35,9 +35,11 @@ def evaluate_samples(
     (rewards, failures, diversity, drift) and, on rank 0, the first images with captions (None on other ranks).
     """
     folder = run.folder / "samples" / f"{run.step:04d}"
-    records = sample_records(scorer.prompt_set, seeds, scores, scorer.rewards, scorer.details)
-    grid = save_samples(folder, places, scorer.images, records)
     images_per_prompt = args.eval_images_per_prompt
+    records = sample_records(scorer.prompt_set, seeds, scores, scorer.rewards, scorer.details)
+    groups = [place // images_per_prompt for place in places]
+    add_origin(records, scorer.prompt_set, args.eval_prompts, run.step, groups)
+    grid = save_samples(folder, places, scorer.images, records)
     trained = zip((name.rpartition(":")[2] for name in args.reward), args.reward_weights, strict=True)
     reward_weights = [weight for name, weight in trained if name in scorer.rewards]  # without relative ones
     files = scorer.prompt_set.files
@@ -70,6 +72,7 @@ def log_rollout(
         records = sample_records(scorer.prompt_set, seeds, scores[rows], scorer.rewards, scorer.details)
         for record, advantage in zip(records, advantages[rows].tolist(), strict=True):
             record["advantage"] = advantage
+        add_origin(records, scorer.prompt_set, args.train_prompts, run.step, (rows // sampler.group_size).tolist())
         grid = save_samples(folder, rows.tolist(), scorer.images, records, has_surplus=False)
         if grid:
             images, captions = zip(*grid, strict=True)
@@ -97,6 +100,20 @@ def sample_records(
         if detail:
             record["details"] = detail
     return records
+
+
+def add_origin(
+    records: Sequence[dict], prompts: PromptSet, option: Sequence[str], step: int, groups: Sequence[int]
+) -> None:
+    """Add to the records of B images the training step, the number of their prompt among those of the step, the name of
+    its file, and its metadata: what else the file says of it, pictures apart.
+
+    option: --eval_prompts or --train_prompts, which names the file where there is only one. groups (B,).
+    """
+    files = prompts.files or [source_name(option[0])] * len(records)
+    for record, metadata, group, file in zip(records, prompts.metadata, groups, files, strict=True):
+        rest = {name: value for name, value in metadata.items() if name not in ("image", "mask")}
+        record |= {"step": step, "group": group, "prompt_file": file, "metadata": rest}
 
 
 def detail_metrics(details: Sequence[Details], prefix: str) -> dict[str, float]:
@@ -207,11 +224,13 @@ def metrics_by_field(
 ) -> dict[str, torch.Tensor]:
     """val/<value>/<reward>/mean@n and best@n: means over the prompts of one value, of their n images' mean or best.
 
-    <value>: of a field of the prompts' records, such as data_source (--eval_by). scores (B, R), reward_weights and
-    places (B,) are eval_metrics', and so is what counts. best@n is there where n > 1. A collective.
+    <value>: of a field of the prompts' records, such as data_source (--eval_by), or "unknown" where a record lacks it.
+    scores (B, R), reward_weights and places (B,) are eval_metrics', and so is what counts. best@n is there where n > 1.
+    A collective.
     """
     names = list(scorer.rewards)
-    values = [str(record[field]) for record in scorer.prompt_set.metadata]
+    found = [record.get(field) for record in scorer.prompt_set.metadata]
+    values = ["unknown" if value is None else str(value) for value in found]
     value_of_prompt = gather_values(values, places, images_per_prompt)
     num_images = len(value_of_prompt) * images_per_prompt
     scores, _ = count_failed(gather_shares(scores, num_images), names, len(reward_weights))  # (M, R)

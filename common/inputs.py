@@ -124,11 +124,14 @@ def check_asked(args: SharedArgs, inputs: Inputs) -> None:
 
 
 def check_field(eval_set: PromptSet, field: str) -> None:
-    """ValueError: a held-out prompt's record lacks the field, or has there what is neither a string nor a number."""
-    for prompt, record in zip(eval_set.prompts, eval_set.metadata, strict=True):
-        if not isinstance(record.get(field), str | int | float):
-            told = f"the record of the prompt {prompt!r} has no text or number of that name"
-            raise ValueError(f"--eval_by {field}: {told}; --eval_by None turns it off")
+    """ValueError: no held-out prompt's record has the field, or one has there neither a string nor a number."""
+    off = "; --eval_by None turns it off"
+    found = [record.get(field) for record in eval_set.metadata]
+    if all(value is None for value in found):
+        raise ValueError(f"--eval_by {field}: no record of --eval_prompts has a field of that name{off}")
+    for prompt, value in zip(eval_set.prompts, found, strict=True):
+        if value is not None and not isinstance(value, str | int | float):
+            raise ValueError(f"--eval_by {field}: the record of the prompt {prompt!r} has no text or number there{off}")
 
 
 def check_pictures(args: SharedArgs, inputs: Inputs) -> None:

@@ -70,8 +70,8 @@ class SharedArgs:
     """take options from this file, an args.json of this script or YAML of names and values; options on the command line
     win over it"""
     resume: str | None = None
-    """`latest` resumes this run from its newest checkpoint, with its options except those that you pass, or starts the
-    run if there is none; a checkpoint file or a run folder starts a new run from that checkpoint"""
+    """`latest` resumes this run from its newest checkpoint, or starts the run if there is none; a checkpoint file or a
+    run folder starts a new run from that checkpoint. Options that you do not pass are the checkpoint's"""
     keep_checkpoints: PositiveInt = 2
     """how many of the newest checkpoints to keep"""
     max_minutes: NonNegativeFloat = 0.0
@@ -124,8 +124,8 @@ class SharedArgs:
     """PEFT or diffusers LoRA to start from, with its own rank, alpha and modules; it is also the reference, if there is
     one"""
     lora_target_modules: tuple[str, ...] = ()
-    """modules that get a LoRA, by the end of their names; if none are given, the attention projections. not:NAME leaves
-    out those that end so, as in `to_q to_k not:blocks.0.attn.to_k`"""
+    """modules that get a LoRA, by the end of their names; if none are given, the attention projections. all-linear
+    means every linear layer. not:NAME leaves out those that end so, as in `to_q to_k not:blocks.0.attn.to_k`"""
 
     # ---- data
     train_prompts: tuple[str, ...] = (str(ASSETS / "train_prompts.txt"),)
@@ -171,9 +171,10 @@ class SharedArgs:
 
     # ---- evaluation
     eval_every: PositiveInt = 5
-    """training steps between evaluations, each with a checkpoint; the last step has both, step 0 only an evaluation"""
+    """training steps between evaluations; step 0 and the last step have one as well. A new best one saves its adapter
+    in best_adapter/"""
     save_every: NonNegativeInt = 0
-    """training steps between further checkpoints, beside those of the evaluations; 0: no further ones"""
+    """training steps between checkpoints; the last step and a signal save one as well. 0: as often as eval_every"""
     eval_num_inference_steps: PositiveInt = 3
     """sampling steps of an evaluation image, all of them ODE steps (Flow-GRPO's paper: 40)"""
     eval_guidance_scale: Annotated[float, Bound(at_least=1)] | None = None
@@ -183,7 +184,8 @@ class SharedArgs:
     eval_images_per_prompt: PositiveInt = 1
     """images of each held-out prompt, each from its own fixed seed; their diversity is logged if there are several"""
     eval_by: str | None = None
-    """a field of the held-out prompts' records, such as data_source: also log the rewards of each of its values"""
+    """a field of the held-out prompts' records, such as data_source: also log the rewards of each of its values, and of
+    `unknown`, the prompts whose records lack it"""
     eval_reward: tuple[str, ...] = ()
     """rewards, named as for --reward, that only score evaluations; they are not part of the weighted total"""
     best_by: str | None = None

@@ -22,6 +22,7 @@ PANELS = {  # title -> metrics drawn in it; a name that ends with a slash stands
     "gradient norm": ("actor/grad_norm",),
     "KL to the reference": ("actor/kl_loss",),
     "diversity within a prompt, drift from step 0": ("critic/diversity", *WATCHED),
+    "velocity's norm, of the reference's": ("actor/velocity_norm",),
     "accuracy of the pairs": ("actor/implicit_accuracy",),
     "implicit rewards of the pairs": ("actor/margin", "actor/chosen_reward", "actor/rejected_reward"),
     "engine against trainer, |log-prob difference|": (
@@ -183,7 +184,7 @@ def save_samples(
     lines = []  # of samples.jsonl
     grid = []
     for place, (record, picture) in sorted(by_place.items()):
-        lines.append(json.dumps({"file": f"{place:05d}.png", **record}) + "\n")
+        lines.append(json.dumps({"file": f"{place:05d}.png", **record}, default=str) + "\n")
         if picture:
             grid.append((picture, _caption(record)))
     with atomic_file(folder / "samples.jsonl") as temporary:
@@ -193,7 +194,8 @@ def save_samples(
 
 def _caption(record: dict) -> str:
     """The prompt and its score; two on the next line, more on a line each; then what rewards said beside the scores."""
-    scores = {name: score for name, score in record.items() if name not in ("prompt", "seed", "image", "details")}
+    others = {"prompt", "seed", "image", "details", "step", "group", "prompt_file", "metadata"}
+    scores = {name: score for name, score in record.items() if name not in others}
     told = [f"{name} failed" if score is None else f"{name} {score:.2f}" for name, score in scores.items()]
     prompt = " ".join(record["prompt"].split())
     below = ("\n" if len(told) > 2 else "  ").join(told)

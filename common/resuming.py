@@ -1,6 +1,7 @@
 """What a resumed run does with what an earlier one left: checkpoint, options, log, best score and random states."""
 
 import json
+import math
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -18,9 +19,10 @@ from common.distributed import on_rank_0
 from common.errors import UNREADABLE, RunError, error_prefix, truncate
 from common.process import print_message
 
-# options that may differ between a checkpoint and the run that resumes from it without a word
+OF_A_START = ("name", "output_dir", "args", "resume", "eval_only")
+# options that may differ between a checkpoint and the run that resumes it, or evaluates it, without a word
 EXPECTED_TO_DIFFER = (
-    *("name", "output_dir", "args", "resume", "eval_only"),
+    *OF_A_START,
     *("num_steps", "max_minutes", "stop_if", "keep_checkpoints", "save_every", "save_rollouts", "track"),
 )
 # the options that an evaluation's score depends on, beside the weights and the settings of its rewards
@@ -122,6 +124,18 @@ def rewind(run: Path | str, step: int, logged_to: int | None = None) -> None:
             print_message(f"continuing from step {step}: the later {path} is removed")
 
 
+def best_after(run: Path | str, step: int, metric: str) -> float:
+    """The highest value of a metric that metrics.jsonl has of the steps after `step`; -inf where it has none."""
+    try:
+        lines = (Path(run) / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        return max(
+            (row[metric] for row in rows if row["training/global_step"] > step and metric in row), default=-math.inf
+        )
+    except (*UNREADABLE, KeyError, TypeError):  # `rewind` names what is wrong
+        return -math.inf
+
+
 def resume_differences(saved_options: dict, options: dict, ignore: Collection[str] = ()) -> list[str]:
     """Two dicts of options -> ["learning_rate: 0.001 -> 0.0003"] for those that differ; (1, 2) equals [1, 2], and a
     name that is not there None."""
@@ -148,14 +162,16 @@ def report_resumed(
     """Print, on rank 0, which checkpoint the run resumes from, and which options differ from the recorded ones; then a
     line for each name that is `changed`: it has other contents, and whether the score depends on them.
 
+    A new run that starts from another run's checkpoint names all options that it changes.
+
     Returns whether later evaluations can be compared with the best one before: same run, same scoring.
     """
-    ignored = set(EXPECTED_TO_DIFFER)
+    is_same_run = options["resume"] == "latest"
+    ignored = set(EXPECTED_TO_DIFFER if is_same_run or options.get("eval_only") else OF_A_START)
     is_constant = options.get("lr_schedule", "constant").startswith("constant")
     if not is_constant and not options.get("eval_only"):  # the schedule ends at num_steps
-        ignored.remove("num_steps")
+        ignored.discard("num_steps")
     differences = resume_differences(saved_options, options, ignored)
-    is_same_run = options["resume"] == "latest"
     before = of_the_score(saved_options)
     now = of_the_score(options)
     rescored = [name for name in before | now if before.get(name) != now.get(name)]

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from common.sde import SDEStepOutput, draw_noise
 
@@ -131,6 +131,8 @@ class Trajectories:
     """(B, W)"""
     images: Images
     """B PIL images, or B videos: lists of PIL frames"""
+    velocities: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """(B, W, ...), of the SDE steps, as recompute_log_probs of the scripts computes them; otherwise empty"""
 
     @staticmethod
     def from_steps(initial: torch.Tensor, outputs: Sequence[SDEStepOutput], images: Images) -> "Trajectories":

@@ -41,7 +41,7 @@ from common.options import SharedArgs
 from common.plots import VAL_TOTAL, WATCHED, Picture, drawn_metrics, plot_curves, save_grid
 from common.process import catch_stop_signals, printable, stop_requested
 from common.profiling import Utilisation, profiled_step
-from common.resuming import checkpoint_of, report_resumed, rewind
+from common.resuming import best_after, checkpoint_of, report_resumed, rewind
 from common.run_record import Contents, changed_contents, find_contents, write_record
 from common.scoring import Reward, reward_settings
 from common.stop_rules import met_rules, read_stop_rules
@@ -364,7 +364,8 @@ class Run:
     def load_checkpoint(self) -> dict:
         """The state of the checkpoint to resume from; `step` and `best_score` become its own.
 
-        The best score stays unknown where another run wrote the checkpoint, or where evaluations are scored otherwise.
+        The best score stays unknown where another run wrote the checkpoint, where evaluations are scored otherwise, or
+        where best_adapter/ is of a later step.
         """
         assert self.checkpoint
         state = load_checkpoint(self.checkpoint)
@@ -375,6 +376,12 @@ class Run:
         changed = dict(changed_contents(state.get("contents", {}), self._contents))
         is_comparable = report_resumed(self.checkpoint, state["args"], self.config, changed)
         self.step = state["step"]
+        # checkpoints may be rarer than evaluations: a step that is done again may have written best_adapter/
+        if is_comparable:
+            later = best_after(self.folder, self.step, self.args.best_by or VAL_TOTAL) if self._writes else -math.inf
+            is_comparable = gather_objects(later)[0] <= state["best"]
+            if not is_comparable:
+                self.print_message(f"best_adapter is of a step after {self.step}, and is chosen again")
         self._best_step = state.get("best_step") if is_comparable else None
         self._saved_step = self._resumed_from = self._logged_to = self.step
         if self.args.resume == "latest" and state.get("unlogged"):

@@ -58,7 +58,8 @@ import torch.distributed as dist
 
 REWARDS = Path(__file__).parent / "rewards"  # a reward a file; those that begin with _ are helpers
 TOTAL = "weighted_total"  # logged for an evaluation beside each reward
-RECORDED = {"file", "prompt", "seed", "image", "details", "advantage"}  # in samples.jsonl, beside the rewards
+# in samples.jsonl, beside the rewards
+RECORDED = {"file", "prompt", "seed", "image", "details", "advantage", "step", "group", "prompt_file", "metadata"}
 NOT_ASKED = -math.inf  # in the place of a score that the prompt does not ask for; no reward may return it
 LOGGED = ("mean", "stderr", "failed")  # of each reward, which no detail may be called
 Reward = Callable[[Images, list[str], list[dict]], Sequence[float | dict | Exception]]

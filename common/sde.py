@@ -162,6 +162,7 @@ class SDEStepOutput(NamedTuple):
     log_prob: Tensor  # (B,), mean over elements; None where std is 0
     prev_sample_mean: Tensor  # (B, ...)
     transition_std: Tensor  # (B,), standard deviation of the injected noise
+    velocity: Tensor  # (B, ...), the model's v; None where std is 0: an evaluation would keep one for every step
 
 
 def sde_step(
@@ -200,13 +201,14 @@ def sde_step(
     if not sigma_next < sigma:
         raise ValueError(f"{step} does not go down")
     step_kind = find_step_kind(sde_type)
-    mean, std = step_kind(sample.to(dtype), model_output.to(dtype), sigma, sigma_next, noise_level, sigma_max=sigma_max)
+    velocity = model_output.to(dtype)
+    mean, std = step_kind(sample.to(dtype), velocity, sigma, sigma_next, noise_level, sigma_max=sigma_max)
     transition_std = mean.new_full((len(mean),), std)  # (B,)
 
     if std == 0:
         if prev_sample is not None:
             raise ValueError(f"{step} is deterministic (noise_level {noise_level}): it has no log-prob")
-        return SDEStepOutput(mean, None, mean, transition_std)  # type: ignore[arg-type]  # an ODE step has no density
+        return SDEStepOutput(mean, None, mean, transition_std, None)  # type: ignore[arg-type]  # an ODE step has no density
 
     stds = transition_std.view(-1, *[1] * (mean.dim() - 1))  # (B, 1, ...)
     if prev_sample is None:
@@ -217,7 +219,7 @@ def sde_step(
     log_density = -square / (2 * stds**2) - stds.log() - math.log(2 * math.pi) / 2
     log_density = -square if step_kind is cps else log_density
     log_prob = log_density.flatten(1).mean(1)  # (B,)
-    return SDEStepOutput(prev_sample.to(dtype), log_prob, mean, transition_std)
+    return SDEStepOutput(prev_sample.to(dtype), log_prob, mean, transition_std, velocity)
 
 
 def _describe(sigma: float, sigma_next: float) -> str:

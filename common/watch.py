@@ -59,6 +59,16 @@ def rollout_diversity(images: Images, sampler: GroupSampler) -> torch.Tensor:
     return gather(diversity(groups).sum()).sum() / sampler.prompts_per_step
 
 
+def norm_ratio(v: torch.Tensor, v_ref: torch.Tensor) -> torch.Tensor:
+    """Mean over samples of |v| / |v_ref|, fp64 and without gradient; both (B, ...).
+
+    Above 1 the velocities have grown beyond the reference's. NormGuard (arXiv 2606.27771) sees contrast and saturation
+    grow with them, where no reward does.
+    """
+    norms, ref_norms = (x.detach().flatten(1).double().norm(dim=1) for x in (v, v_ref))
+    return (norms / ref_norms).mean()
+
+
 # ---- an evaluation ---------------------------------------------------------------------------------------------------
 def watch_metrics(folder: Path, places: list[int], images: Images, images_per_prompt: int) -> dict[str, torch.Tensor]:
     """val/diversity (with several images per prompt) and val/drift_from_base of an evaluation in RUN/samples/STEP.

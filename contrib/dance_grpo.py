@@ -36,6 +36,7 @@ from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, checkpoint_to_resume, friendly_errors
 from common.scoring import Scorer, all_equal, asked_parts, fill_failed, load_rewards
 from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
+from common.watch import norm_ratio
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
@@ -91,8 +92,9 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     """the ratio is clipped to 1 +- this; small, because log-probs are means over the latent (SD3.5 at 512: 1e-4)"""
     kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
     """factor of the KL to the reference, the model before training (Flow-GRPO: 0.04 for OCR, 0.01 for PickScore)"""
-    kl_type: Literal["code", "paper"] = "code"
-    """code: with --sde_type sde the KL times the step's |dt|, as published coefficients assume; paper: without |dt|"""
+    kl_type: Literal["code", "paper", "velocity"] = "code"
+    """code: with --sde_type sde the KL times the step's |dt|, as published coefficients assume; paper: without |dt|;
+    velocity: the mean squared difference of the velocities, as in DiffusionNFT, on whose scale kl_coef then is"""
     adv_clip_max: PositiveFloat = 5.0
     """advantages are clamped to +- this"""
     scale_rewards: Literal["batch", "group", "none"] = "batch"
@@ -417,16 +419,24 @@ def policy_step(
 
 @torch.no_grad()
 def recompute_log_probs(args: Args, model: Family, request: RolloutRequest, trajectories: Trajectories) -> Trajectories:
-    """The same trajectories with log_probs and means of the acting policy: the trained one, except within `acting`."""
+    """The same trajectories with log_probs, means and velocities of the acting policy: the trained one, except within
+    `acting`."""
     log_probs = []
     means = []
+    velocities = []
     for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
         sub_request = request.select(rows)
         x = trajectories.latents[rows]  # (b, T + 1, ...)
         outs = [policy_step(model, sub_request, x[:, i], i, prev_sample=x[:, i + 1]) for i in request.sde_steps]
         log_probs.append(torch.stack([out.log_prob for out in outs], 1))
         means.append(torch.stack([out.prev_sample_mean for out in outs], 1))
-    return replace(trajectories, log_probs=torch.cat(log_probs), prev_sample_means=torch.cat(means))
+        velocities.append(torch.stack([out.velocity for out in outs], 1))
+    return replace(
+        trajectories,
+        log_probs=torch.cat(log_probs),
+        prev_sample_means=torch.cat(means),
+        velocities=torch.cat(velocities),
+    )
 
 
 def find_old_policy(
@@ -489,12 +499,16 @@ def policy_loss(
     return loss, {f"actor/{name}": value.detach().double() for name, value in metrics.items()}
 
 
-def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, dt: float) -> Tensor:
+def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, ref_velocity: Tensor, dt: float) -> Tensor:
     """KL (B,) per latent element, of a step's Gaussian to the reference's: mean((mean - ref_mean)^2) / (2 variance).
 
     --kl_type paper (the line after eq. 9): the variance is std^2. --kl_type code, which published coefficients assume:
-    q^2 = std^2 / -dt for the kind `sde`, else std^2. ref_mean (B, ...): the reference's, of the same samples. dt < 0.
+    q^2 = std^2 / -dt for the kind `sde`, else std^2. --kl_type velocity: mean((v - v_ref)^2), with no factor, as in
+    DiffusionNFT (after its eq. 5) and Flow-Factory (`v-based`); v is with guidance. dt < 0.
+    ref_mean and ref_velocity (B, ...): the reference's, of the same samples.
     """
+    if args.kl_type == "velocity":
+        return ((out.velocity - ref_velocity) ** 2).flatten(1).mean(1)
     variance = out.transition_std**2  # (B,)
     if args.kl_type == "code" and args.sde_type == "sde":
         variance = variance / -dt
@@ -502,12 +516,12 @@ def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, dt: float) -
 
 
 def accumulate_gradients(
-    args: Args, model: Family, batch: Batch, mini_batch: Tensor, ref_means: Tensor | None
+    args: Args, model: Family, batch: Batch, mini_batch: Tensor, reference: Trajectories | None
 ) -> list[dict[str, Tensor]]:
     """Add up the gradient of a mini-batch's loss: the mean over its images and the W trained steps (Flow-GRPO, eq. 5).
 
     mini_batch: rows of the batch. A pass, forward and backward, is one sampling step of one micro-batch. Micro-batches
-    of one size and FSDP's average over ranks weigh images alike. ref_means: the reference's (B, W, ...), for the KL.
+    of one size and FSDP's average over ranks weigh images alike. reference: its means and velocities, for the KL.
     Returns the metrics of every pass.
     """
     latents = batch.trajectories.latents  # (B, T + 1, ...)
@@ -531,8 +545,10 @@ def accumulate_gradients(
             old_log_prob = batch.old.log_probs[rows, w]
             weights = batch.old.sample_weights[rows, w]
             loss, metrics = policy_loss(out.log_prob, old_log_prob, batch.advantages[rows], args.clip_range, weights)
-            if ref_means is not None:
-                kl = kl_divergence(args, out, ref_means[rows, w], dts[i]).mean()
+            if reference is not None:
+                ref_velocity = reference.velocities[rows, w]
+                metrics["actor/velocity_norm"] = norm_ratio(out.velocity, ref_velocity)
+                kl = kl_divergence(args, out, reference.prev_sample_means[rows, w], ref_velocity, dts[i]).mean()
                 loss = loss + args.kl_coef * kl  # eq. 3 subtracts it from the objective, which is maximised
                 metrics["actor/kl_loss"] = kl.detach().double()
             (loss / num_passes).backward()
@@ -562,17 +578,17 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
 def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[str, float]:
     """epochs_per_rollout x updates_per_rollout optimizer steps on a rank's B images. Returns metrics over all ranks."""
-    ref_means = None
-    if args.kl_coef:  # the reference's means, once per rollout, as they do not change
+    reference = None
+    if args.kl_coef:  # the reference's means and velocities, once per rollout, as they do not change
         with acting(model, "reference"):
-            ref_means = recompute_log_probs(args, model, batch.request, batch.trajectories).prev_sample_means
+            reference = recompute_log_probs(args, model, batch.request, batch.trajectories)
     # a tuple of rows in order, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
     mini_batches = args.epochs_per_rollout * torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
     grad_norms = []
     finite_passes = []  # of the optimizer steps whose gradient is finite
     metrics: dict[str, float] = {}
     for number, mini_batch in enumerate(mini_batches):
-        passes = accumulate_gradients(args, model, batch, mini_batch, ref_means)
+        passes = accumulate_gradients(args, model, batch, mini_batch, reference)
         if number == 0:  # on-policy: the ratio is 1 to the bit, except with an engine and --old_log_prob rollout
             means = mean_over_ranks(passes)
             metrics["actor/on_policy_ratio_mean"] = means["actor/ratio_mean"]
@@ -701,7 +717,7 @@ def main(args: Args, inputs: Inputs) -> None:
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
         run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
         stopping = run.should_stop()
-        if is_due or stopping or (args.save_every and step % args.save_every == 0):
+        if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
             save(args, run, model, optimizer, sampler)
         if stopping:
             break

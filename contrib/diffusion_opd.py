@@ -6,7 +6,7 @@ We describe it as Flow-GRPO (2505.05470v5), from which it differs by the loss: e
 flow_grpo.py, with its equations. Read `main`, at the end, first:
 
   1. The student samples, with SDE steps that are trained: `rollout`.
-  2. Frozen teachers give the means of these steps from the same latents: `teacher_means`.
+  2. Frozen teachers give the means of these steps from the same latents: `replay_teachers`.
   3. The loss is the KL of the student's step to a teacher's of the same std, mean((mean - teacher mean)^2) / (2 std^2),
      averaged over images and trained steps: `kl_divergence`, `distillation_loss`.
   4. An image learns from the teacher in the field `teacher` of its prompt's record, or otherwise from all, by weight:
@@ -100,8 +100,9 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     """weights of the teachers for a prompt whose record names none; 1 / their number each where none is given"""
     clip_range: PositiveFloat = 1e-3
     """bound of the mismatch between engine and trainer, as in flow_grpo.py; there is no clip"""
-    kl_type: Literal["code", "paper"] = "paper"
-    """code: with --sde_type sde the KL times the step's |dt|, as published coefficients assume; paper: without |dt|"""
+    kl_type: Literal["code", "paper", "velocity"] = "paper"
+    """code: with --sde_type sde the KL times the step's |dt|, as published coefficients assume; paper: without |dt|;
+    velocity: the mean squared difference of the velocities, as in DiffusionNFT, on whose scale kl_coef then is"""
     adv_clip_max: PositiveFloat = 5.0
     """advantages are clamped to +- this"""
     scale_rewards: Literal["batch", "group", "none"] = "batch"
@@ -477,16 +478,24 @@ def policy_step(
 
 @torch.no_grad()
 def recompute_log_probs(args: Args, model: Family, request: RolloutRequest, trajectories: Trajectories) -> Trajectories:
-    """The same trajectories with log_probs and means of the acting policy: the trained one, except within `acting`."""
+    """The same trajectories with log_probs, means and velocities of the acting policy: the trained one, except within
+    `acting`."""
     log_probs = []
     means = []
+    velocities = []
     for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
         sub_request = request.select(rows)
         x = trajectories.latents[rows]  # (b, T + 1, ...)
         outs = [policy_step(model, sub_request, x[:, i], i, prev_sample=x[:, i + 1]) for i in request.sde_steps]
         log_probs.append(torch.stack([out.log_prob for out in outs], 1))
         means.append(torch.stack([out.prev_sample_mean for out in outs], 1))
-    return replace(trajectories, log_probs=torch.cat(log_probs), prev_sample_means=torch.cat(means))
+        velocities.append(torch.stack([out.velocity for out in outs], 1))
+    return replace(
+        trajectories,
+        log_probs=torch.cat(log_probs),
+        prev_sample_means=torch.cat(means),
+        velocities=torch.cat(velocities),
+    )
 
 
 def find_old_policy(
@@ -536,22 +545,25 @@ def distillation_loss(kls: Tensor, weights: Tensor, names: list[str]) -> tuple[T
     return loss, {f"actor/{name}": value.detach().double() for name, value in metrics.items()}
 
 
-def teacher_means(args: Args, model: Family, batch: Batch) -> list[Tensor]:
-    """The K teachers' means (B, W, ...) of the student's own trained steps."""
-    means = []
+def replay_teachers(args: Args, model: Family, batch: Batch) -> list[Trajectories]:
+    """The student's trajectories with the means and velocities of each of the K teachers."""
+    replayed = []
     for name in teacher_names(args):
         with acting(model, f"teacher_{name}"):
-            replayed = recompute_log_probs(args, model, batch.request, batch.trajectories)
-        means.append(replayed.prev_sample_means)
-    return means
+            replayed.append(recompute_log_probs(args, model, batch.request, batch.trajectories))
+    return replayed
 
 
-def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, dt: float) -> Tensor:
+def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, ref_velocity: Tensor, dt: float) -> Tensor:
     """KL (B,) per latent element, of a step's Gaussian to the reference's: mean((mean - ref_mean)^2) / (2 variance).
 
     --kl_type paper (the line after eq. 9): the variance is std^2. --kl_type code, which published coefficients assume:
-    q^2 = std^2 / -dt for the kind `sde`, else std^2. ref_mean (B, ...): the reference's, of the same samples. dt < 0.
+    q^2 = std^2 / -dt for the kind `sde`, else std^2. --kl_type velocity: mean((v - v_ref)^2), with no factor, as in
+    DiffusionNFT (after its eq. 5) and Flow-Factory (`v-based`); v is with guidance. dt < 0.
+    ref_mean and ref_velocity (B, ...): the reference's, of the same samples.
     """
+    if args.kl_type == "velocity":
+        return ((out.velocity - ref_velocity) ** 2).flatten(1).mean(1)
     variance = out.transition_std**2  # (B,)
     if args.kl_type == "code" and args.sde_type == "sde":
         variance = variance / -dt
@@ -559,12 +571,12 @@ def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, dt: float) -
 
 
 def accumulate_gradients(
-    args: Args, model: Family, batch: Batch, mini_batch: Tensor, means_of_teachers: list[Tensor]
+    args: Args, model: Family, batch: Batch, mini_batch: Tensor, teachers: list[Trajectories]
 ) -> list[dict[str, Tensor]]:
     """Add up the gradient of a mini-batch's loss: the mean over its images and the W trained steps (Flow-GRPO, eq. 5).
 
     mini_batch: rows of the batch. A pass, forward and backward, is one sampling step of one micro-batch. Micro-batches
-    of one size and FSDP's average over ranks weigh images alike. means_of_teachers: K of (B, W, ...).
+    of one size and FSDP's average over ranks weigh images alike. teachers: what `replay_teachers` gives.
     Returns the metrics of every pass.
     """
     latents = batch.trajectories.latents  # (B, T + 1, ...)
@@ -586,7 +598,10 @@ def accumulate_gradients(
             if len(passes) == num_passes - 1:
                 model.transformer.set_requires_gradient_sync(True)
             out = policy_step(model, sub_request, x, i, prev_sample=x_next)
-            kls = [kl_divergence(args, out, means[rows, w], dts[i]) for means in means_of_teachers]
+            kls = []
+            for teacher in teachers:
+                mean, velocity = teacher.prev_sample_means[rows, w], teacher.velocities[rows, w]
+                kls.append(kl_divergence(args, out, mean, velocity, dts[i]))
             weights = batch.teacher_weights[rows] * batch.old.sample_weights[rows, w, None]
             loss, metrics = distillation_loss(torch.stack(kls, 1), weights, names)
             (loss / num_passes).backward()
@@ -616,14 +631,14 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
 def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[str, float]:
     """epochs_per_rollout x updates_per_rollout optimizer steps on a rank's B images. Returns metrics over all ranks."""
-    means_of_teachers = teacher_means(args, model, batch)  # once per rollout, as they do not change
+    teachers = replay_teachers(args, model, batch)  # once per rollout, as they do not change
     # a tuple of rows in order, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
     mini_batches = args.epochs_per_rollout * torch.arange(len(batch.teacher_weights)).chunk(args.updates_per_rollout)
     grad_norms = []
     finite_passes = []  # of the optimizer steps whose gradient is finite
     metrics: dict[str, float] = {}
     for mini_batch in mini_batches:
-        passes = accumulate_gradients(args, model, batch, mini_batch, means_of_teachers)
+        passes = accumulate_gradients(args, model, batch, mini_batch, teachers)
         grad_norm = optimizer_step(args, model, optimizer)
         if math.isfinite(grad_norm):  # it is over all ranks: they skip together
             grad_norms.append(grad_norm)
@@ -747,7 +762,7 @@ def main(args: Args, inputs: Inputs) -> None:
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
         run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
         stopping = run.should_stop()
-        if is_due or stopping or (args.save_every and step % args.save_every == 0):
+        if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
             save(args, run, model, optimizer, sampler)
         if stopping:
             break

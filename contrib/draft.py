@@ -449,7 +449,7 @@ def main(args: Args, inputs: Inputs) -> None:
         val_metrics, grid = evaluate(args, run, model, inputs) if is_due else ({}, None)
         run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
         stopping = run.should_stop()
-        if is_due or stopping or (args.save_every and step % args.save_every == 0):
+        if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
             save(args, run, model, optimizer, sampler)
         if stopping:
             break

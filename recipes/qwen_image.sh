@@ -5,12 +5,13 @@
 # Never run by us on a GPU.
 # Shared: size, the LoRA's rank, evaluation steps and Adam's epsilon, from VeRL-Omni's scripts and Flow-GRPO's code
 # (config/grpo.py, pickscore_qwenimage, which has the micro-batch). Ours: a LoRA of the attention alone (VeRL-Omni's is
-# also of the MLPs).
+# also of the MLPs), and activation checkpointing: by tools.plan each of eight 80 GB GPUs then needs 65 GB for
+# flow_grpo.py, and without it 121 GB.
 script=${1:?"which script, flow_grpo.py for example"}
 settings=(
     --model Qwen/Qwen-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256
     --lora_rank 64 --lora_alpha 128 --adam_eps 1e-8
-    --eval_num_inference_steps 50 --micro_batch_size 4
+    --eval_num_inference_steps 50 --micro_batch_size 4 --train_with activation_checkpointing
     --reward ocr_scene_contains
 )
 case ${SETTINGS_OF:-$script} in
@@ -52,10 +53,11 @@ case ${SETTINGS_OF:-$script} in
         )
         ;;
     diffusion_nft.py)
-        # VeRL-Omni's script for DiffusionNFT, which evaluates with 40 steps; `old` follows once per rollout, as there.
+        # VeRL-Omni's script for DiffusionNFT, which evaluates with 40 steps. `old` follows at every second rollout, as
+        # there; its schedule counts optimizer steps here, and rollouts there.
         settings+=(
             --learning_rate 3e-4 --nft_beta 0.1 --kl_coef 1e-4
-            --decay_schedule delayed_linear_to_0_999
+            --decay_schedule delayed_linear_to_0_999 --update_interval 2
             --num_inference_steps 10
             --num_prompts 24 --group_size 16 --updates_per_rollout 2
         )

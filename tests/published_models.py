@@ -353,11 +353,15 @@ def recipe_commands() -> dict[str, Command]:
     return found
 
 
+COMMENTED = {"qwen_image flow_grpo.py": "80"}  # GB of the GPUs that the comment of a general recipe names
+
+
 def presets() -> list[tuple[int, str, list[str]]]:
-    """(ranks, script, options, --plan first) of each recipe that is for GPUs of a size."""
+    """(ranks, script, options, --plan first) of each recipe that is for GPUs of a size, by its name or its comment."""
     found = []
     for name, command in recipe_commands().items():
         size = re.search(r"_\d+x(\d+)gb$", name)
-        if size:
-            found.append((command.ranks, command.script, ["--plan", DEVICES[size[1]], *command.options]))
+        gb = size[1] if size else COMMENTED.get(name)
+        if gb:
+            found.append((command.ranks, command.script, ["--plan", DEVICES[gb], *command.options]))
     return found

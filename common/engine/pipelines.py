@@ -8,6 +8,7 @@ hooks carry the sampling. `sde_step` is the trainer's own function.
 import functools
 import importlib
 import operator
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -374,6 +375,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             if not self.add_lora(POLICY_LORA):
                 raise RuntimeError("vLLM-Omni did not take the adapter")
             self.lora_manager.set_active_adapter(POLICY_LORA)
+        except ValueError as error:
+            raise ValueError(unbound_modules(str(error), names) or str(error)) from error
         finally:
             pipeline._pending_lora = None
         held = {}
@@ -432,6 +435,21 @@ def of_all_workers(operation: str, push: Callable[[], tuple[int, Parts]]) -> tup
     names = dict.fromkeys(name for _, parts in workers for name in parts)
     held = {name: whole_fingerprint([parts.get(name) for _, parts in workers]) for name in names}
     return min(bound for bound, _ in workers), held
+
+
+def unbound_modules(message: str, names: dict[str, str]) -> str | None:
+    """What to do where vLLM-Omni's message lists modules of an adapter that it has no LoRA for; None for any other.
+
+    names: {its name of an adapter's tensor: our name}. Modules are named by their ends, without the blocks' numbers.
+    """
+    listed = re.search(r"unbound modules=\[(.*?)\]", message)
+    if listed is None:
+        return None
+    own = {full.rpartition(".lora_")[0]: name.rpartition(".lora_")[0] for full, name in names.items()}
+    modules = [own.get(module, module) for module in re.findall(r"'(.+?)'", listed[1])]
+    ends = sorted({re.sub(r"^.*?\.\d+\.", "", module) for module in modules})
+    given = " ".join(f"not:{end}" for end in ends)
+    return f"the engine has no LoRA for these: add {given} to --lora_target_modules, or pass --rollout local"
 
 
 def whole_fingerprint(parts: list[tuple[int, bool] | None]) -> int | None:

@@ -273,8 +273,9 @@ def pass_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     to_train = advice
     if "activation_checkpointing" not in w.train_with:
         to_train += ", or --train_with activation_checkpointing"
-    # a rank's share of a rollout: latents, the means of two policies at the trained steps, and embeddings
-    num_tensors = w.sampled_steps + 1 + 2 * w.trained_steps
+    # a rank's share of a rollout: latents, embeddings and, at the trained steps, the means of two policies and the
+    # reference's velocities
+    num_tensors = w.sampled_steps + 1 + 3 * w.trained_steps
     num_prompts = min(w.num_prompts, w.images_of_a_rank)
     kept = num_tensors * latent_bytes(blueprint, w) * w.images_of_a_rank
     kept += num_prompts * blueprint.conditioning_bytes(w.max_sequence_length, w.image_size, w.num_frames)

@@ -51,6 +51,11 @@ QUESTION_OF_EDITS = Path(__file__).with_name("vlm_judge_edit.txt")
 NUMBER = r"[+-]?\d+(?:\.\d+)?"
 SCORE = re.compile(rf"\s*({NUMBER})\s*(?:/\s*({NUMBER})\s*)?\.?\s*")  # 7 or 7/10, perhaps a full stop
 PART = re.compile(rf"^\s*(instruction|preservation):\s*({NUMBER})(?:\s*/\s*({NUMBER}))?\s*\.?\s*$", re.MULTILINE)
+# UnifiedReward 2's lines: "Style Score (1-5): 2.80"
+AXIS = re.compile(
+    rf"^\s*(alignment|coherence|style) score\s*(?:\(({NUMBER})-({NUMBER})\))?\s*:\s*({NUMBER})\s*\.?\s*$", re.MULTILINE
+)
+AXES = ("alignment", "coherence", "style")
 
 
 class Settings(NamedTuple):
@@ -67,6 +72,9 @@ def vlm_judge(images: list[Image], prompts: list[str], metadata: list[dict]) -> 
 
     The judge is asked at temperature 0. An image fails if its answer has no score or is cut short, or if the server
     refuses this request. A server that is gone, or that does not speak the protocol, ends the run.
+
+    An answer may instead have UnifiedReward 2's three lines, "Alignment Score (1-5): N", then "Coherence" and "Style":
+    the score is their mean, and the three become details beside it.
 
     Where a record has "image", the judge sees these pictures before their edit. Lines "Instruction: N" and
     "Preservation: N" of an answer become details beside the score, in [0, 1] as well.
@@ -108,6 +116,9 @@ async def judge(settings: Settings, image: Image, prompt: str, sources: list[Ima
     try:
         if is_cut:  # the last number may be half of a number
             raise ValueError(f"an answer cut at VLM_JUDGE_MAX_TOKENS {settings.max_tokens}: {text[-200:]!r}")
+        axes = read_axes(text, settings.least, settings.highest)
+        if axes:
+            return {"score": sum(axes.values()) / len(axes), **axes, "answer": text}
         score = read_score(text, settings.least, settings.highest)
         parts = read_parts(text, settings.least, settings.highest) if sources else {}
         return {"score": score, **parts, "answer": text}
@@ -132,6 +143,25 @@ def read_score(text: str, least: float, highest: float) -> float:
     if not least <= score <= highest:
         raise ValueError(f"an answer whose score is not in {least:g} to {highest:g}: {text[-200:]!r}")
     return (score - least) / (highest - least)
+
+
+def read_axes(text: str, least: float, highest: float) -> dict[str, float]:
+    """{"alignment": ..., "coherence": ..., "style": ...}, mapped as the score is; {} where an answer has no such line.
+
+    Raises:
+        ValueError: one of the three is missing or twice there, or outside of the range, or is said to be of another.
+    """
+    found = AXIS.findall(text.replace("*", "").lower())
+    if found and sorted(axis for axis, *_ in found) != list(AXES):
+        raise ValueError(f"an answer without one line each of Alignment, Coherence and Style Score: {text[-200:]!r}")
+    axes = {}
+    for axis, low, high, number in found:
+        is_of_range = not low or (float(low), float(high)) == (least, highest)
+        if not is_of_range or not least <= float(number) <= highest:
+            told = f"an answer whose {axis} score is not of VLM_JUDGE_RANGE, {least:g},{highest:g}"
+            raise ValueError(f"{told}: {text[-200:]!r}")
+        axes[axis] = (float(number) - least) / (highest - least)
+    return axes
 
 
 def read_parts(text: str, least: float, highest: float) -> dict[str, float]:

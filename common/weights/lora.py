@@ -9,7 +9,7 @@ from common.checkpoints import atomic_file
 from common.distributed import on_rank_0
 from common.models.family import Family
 from common.process import print_message
-from common.weights.adapter_files import LoRA, check_policy, read_lora
+from common.weights.adapter_files import LoRA, check_policy, linear_shapes, read_lora
 from common.weights.policy import tensors_on_rank_0
 
 import torch
@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 if TYPE_CHECKING:  # importing these takes seconds
     import diffusers
     import peft
+
+ALL_LINEAR = "all-linear"
 
 
 def make_lora(
@@ -33,8 +35,9 @@ def make_lora(
 ) -> LoRA | None:
     """The LoRA to train: that of `path` for `model`, which decides rank, alpha and modules; otherwise a new one.
 
-    Returns None for rank 0, which trains full weights. target_modules: none means the family's; "not:" leaves some
-    out. checkpoint: the one to resume from, whose policy must be alike.
+    Returns None for rank 0, which trains full weights. target_modules: none means the family's; "all-linear" every
+    linear layer of the transformer, as in peft; "not:" leaves some out. checkpoint: the one to resume from, whose
+    policy must be alike.
 
     Raises:
         ValueError: one line that names the option, and what is wrong with the file or differs from the checkpoint.
@@ -49,6 +52,8 @@ def make_lora(
 
         excluded = [name.removeprefix("not:") for name in target_modules if name.startswith("not:")]
         targets = [name for name in target_modules if not name.startswith("not:")]
+        if ALL_LINEAR in targets:  # peft knows the word for models of transformers alone
+            targets = [name for name in targets if name != ALL_LINEAR] + sorted(linear_shapes(str(model)))
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,

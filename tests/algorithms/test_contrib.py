@@ -46,9 +46,9 @@ CHANGED = {
     "contrib/awm.py": 55,
     "contrib/crd.py": 117,
     "contrib/dance_grpo.py": 25,
-    "contrib/dgpo.py": 77,
-    "contrib/diffusion_opd.py": 158,
-    "contrib/draft.py": 549,
+    "contrib/dgpo.py": 80,
+    "contrib/diffusion_opd.py": 163,
+    "contrib/draft.py": 565,
     "contrib/flow_dppo.py": 53,
     "contrib/flow_grpo_ahead.py": 92,
     "contrib/online_dpo.py": 88,
@@ -599,7 +599,8 @@ def test_the_students_loss_is_torchs_kl_to_its_teachers(trained_step):
     old = diffusion_opd.OldPolicy(trajectories.log_probs, student, torch.ones(6, 1))
     weights = torch.tensor([[1.0, 0], [0, 1], [0.5, 0.5]]).repeat(2, 1)
     batch = diffusion_opd.Batch(request, trajectories, old, weights)
-    passes = diffusion_opd.accumulate_gradients(args, model, batch, torch.arange(6), means)
+    teachers = [replace(trajectories, prev_sample_means=m, velocities=m) for m in means]
+    passes = diffusion_opd.accumulate_gradients(args, model, batch, torch.arange(6), teachers)
     std = trajectories.transition_stds[0, 0].item()
     s = 1 - trained_step / 4
     slope = -0.25 * (1 + (std / 0.5) ** 2 * (1 - s) / (2 * s))  # of the mean by v

@@ -347,8 +347,8 @@ def test_errors_by_hand():
     model = SimpleNamespace(predict_velocity=predict_velocity)
     latents = torch.tensor([0.0, 2.0]).view(2, 1, 1)  # chosen, rejected
     conditioning = {"prompt": torch.tensor([7])}
-    errors = flow_matching_errors(model, conditioning, latents, torch.tensor([0.25]), torch.tensor([[4.0]]))
-    assert errors.tolist() == [[4.0], [2.25]]
+    errors, v = flow_matching_errors(model, conditioning, latents, torch.tensor([0.25]), torch.tensor([[4.0]]))
+    assert errors.tolist() == [[4.0], [2.25]] and v.flatten().tolist() == [2.0, 3.5]
     assert asked == [([250.0, 250.0], [7, 7])]
 
 

@@ -40,27 +40,31 @@ def test_without_a_window_all_steps_except_the_last_are_trained():
 
 
 # ---- the KL ----------------------------------------------------------------------------------------------------------
-def kl_divergence(out, ref_mean, dt, sde_type, kl_type):
-    return flow_grpo.kl_divergence(flow_grpo.Args(sde_type=sde_type, kl_type=kl_type), out, ref_mean, dt)
+def kl_divergence(out, ref, dt, sde_type, kl_type):
+    args = flow_grpo.Args(sde_type=sde_type, kl_type=kl_type)
+    return flow_grpo.kl_divergence(args, out, ref.prev_sample_mean, ref.velocity, dt)
 
 
 @pytest.mark.parametrize(
     ("sde_type", "kl_type", "expected"),
-    [  # std .5 and .25, dt -.2, mean squares .04 and .01
+    [  # std .5 and .25, dt -.2, mean squares .04 and .01; those of the velocities .25 and .0625
         ("sde", "paper", [0.04 / 0.5, 0.01 / 0.125]),
         ("sde", "code", [0.2 * 0.04 / 0.5, 0.2 * 0.01 / 0.125]),
         ("dance", "code", [0.04 / 0.5, 0.01 / 0.125]),
         ("cps", "code", [0.04 / 0.5, 0.01 / 0.125]),
         ("cps_gauss", "paper", [0.04 / 0.5, 0.01 / 0.125]),
+        ("sde", "velocity", [0.25, 0.0625]),
+        ("cps", "velocity", [0.25, 0.0625]),
     ],
 )
 def test_kl_by_hand(sde_type, kl_type, expected):
-    mean, ref_mean = torch.zeros(2, 3, 4, dtype=torch.float64), torch.zeros(2, 3, 4, dtype=torch.float64)
+    mean, zero = torch.zeros(2, 3, 4, dtype=torch.float64), torch.zeros(2, 3, 4, dtype=torch.float64)
     mean[0], mean[1, :, 0] = 0.2, 0.2  # a quarter of the second sample's elements
     std = torch.tensor([0.5, 0.25], dtype=torch.float64)
-    kl = kl_divergence(SDEStepOutput(mean, None, mean, std), ref_mean, -0.2, sde_type, kl_type)
+    out = SDEStepOutput(mean, None, mean, std, 2.5 * mean)
+    kl = kl_divergence(out, SDEStepOutput(zero, None, zero, std, zero), -0.2, sde_type, kl_type)
     torch.testing.assert_close(kl, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
-    assert kl_divergence(SDEStepOutput(mean, None, mean, std), mean, -0.2, sde_type, kl_type).tolist() == [0, 0]
+    assert kl_divergence(out, out, -0.2, sde_type, kl_type).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("sde_type", TYPES)
@@ -71,8 +75,10 @@ def test_kl_is_that_of_torch_and_code_is_paper_times_dt_for_sde(sde_type):
     out, ref = (sde_step(x, v, 0.6, 0.35, 0.7, sde_type=sde_type, noise=noise) for v in (v, v_ref))
     std = out.transition_std[:, None, None]
     normal = [torch.distributions.Normal(o.prev_sample_mean, std) for o in (out, ref)]
-    paper = kl_divergence(out, ref.prev_sample_mean, -0.25, sde_type, "paper")
+    paper = kl_divergence(out, ref, -0.25, sde_type, "paper")
     torch.testing.assert_close(paper, torch.distributions.kl_divergence(*normal).flatten(1).mean(1), rtol=1e-9, atol=0)
-    code = kl_divergence(out, ref.prev_sample_mean, -0.25, sde_type, "code")
+    code = kl_divergence(out, ref, -0.25, sde_type, "code")
     torch.testing.assert_close(code, paper * (0.25 if sde_type == "sde" else 1), rtol=1e-12, atol=0)
     assert (paper > 0).all()
+    velocity = kl_divergence(out, ref, -0.25, sde_type, "velocity")
+    torch.testing.assert_close(velocity, ((v - v_ref) ** 2).flatten(1).mean(1), rtol=1e-12, atol=0)

@@ -1,6 +1,7 @@
 """Options that are not typed: from a file, and from the checkpoint that a run resumes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import flow_grpo
@@ -115,7 +116,7 @@ def test_a_list_may_be_empty(here):
     assert parse("--stop_if", "--seed", 3).stop_if == ()
 
 
-# ---- --resume latest -------------------------------------------------------------------------------------------------
+# ---- --resume -------------------------------------------------------------------------------------------------------
 def test_a_resumed_run_has_the_checkpoints_options_unless_they_are_given(here, monkeypatch, capfd):
     given = ["--guidance_scale", 2, "--num_steps", 40, "--max_minutes", 5, "--micro_batch_size", 4]
     saved = vars(parse("--name", "mine", *given, "--stop_if", "val/ocr/mean<0.1"))
@@ -134,3 +135,9 @@ def test_a_resumed_run_has_the_checkpoints_options_unless_they_are_given(here, m
     assert parse("--name", "mine", "--resume", "latest").micro_batch_size == flow_grpo.Args.micro_batch_size
     assert "--resume latest: options that are not given are the checkpoint's\n" in capfd.readouterr().err
     assert parse("--name", "other", "--resume", "latest").guidance_scale == 1.0  # another run's are not taken
+    ranks[0] = 1
+    states["runs/mine"] = {"args": saved | {"output_dir": "elsewhere", "seed": 7}}
+    args = parse("--name", "other", "--resume", "runs/mine", "--num_steps", 50)  # unless it is named
+    expected = parse("--name", "other", "--seed", 7, *given, "--num_steps", 50, "--max_minutes", 0)
+    assert args == replace(expected, resume="runs/mine")
+    assert "--resume runs/mine: options that are not given are the checkpoint's\n" in capfd.readouterr().err

@@ -9,6 +9,7 @@ from unittest import mock
 
 import dpo_offline
 import flow_grpo
+from common.checkpoints import saved_checkpoints
 from common.command_line import check_options, parse_args
 from common.data import PromptSet
 from common.engine import client
@@ -324,7 +325,7 @@ def test_nft_and_dpo_options(tmp_path):
 
 
 # ---- evaluations and checkpoints of their own ------------------------------------------------------------------------
-def test_checkpoints_between_evaluations(tmp_path):
+def test_evaluations_and_checkpoints_have_clocks_of_their_own(tmp_path):
     options = [*LOCAL, "--name", "mine", "--output_dir", "out", "--max_prompts", 2, "--num_steps", 3, "--eval_every", 2]
     assert run_here(tmp_path, "flow_grpo.py", *options, "--save_every", 1, "--keep_checkpoints", 5) is None
     folder = tmp_path / "out" / "mine"
@@ -334,10 +335,23 @@ def test_checkpoints_between_evaluations(tmp_path):
         f"step_{step:06d}.pt" for step in (1, 2, 3)
     ]
     assert not (tmp_path / "runs").exists()
+    assert (folder / "best_adapter").exists()
     # it is found again there
     again = [*options, "--save_every", 1, "--keep_checkpoints", 5, "--resume", "latest", "--num_steps", 4]
     assert run_here(tmp_path, "flow_grpo.py", *again) is None
     assert [row["training/global_step"] for row in read_metrics(folder)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("script", ["flow_grpo.py", "dpo_offline.py"])
+def test_checkpoints_may_be_rarer_than_evaluations(tmp_path, script):
+    options = ["--num_steps", 4, *few_eval_prompts(tmp_path, 2), "--keep_checkpoints", 5]
+    options += ["--num_pair_prompts", 6, "--group_size", 4, "--num_pairs", 2] if script == "dpo_offline.py" else LOCAL
+    assert run_here(tmp_path, script, *options, "--eval_every", 1, "--save_every", 3) is None
+    folder = tmp_path / "runs" / script.removesuffix(".py")
+    evaluated = [row["training/global_step"] for row in read_metrics(folder) if "val/ocr/mean" in row]
+    assert evaluated == [0, 1, 2, 3, 4]
+    assert [path.stem for path in saved_checkpoints(folder)] == ["step_000003", "step_000004"]
+    assert (folder / "best_adapter").exists()
 
 
 @pytest.mark.fast
@@ -405,6 +419,6 @@ def test_a_negative_prompt_that_cannot_act_is_refused_before_a_model_loads():
         check(Flux, with_one, guidance_scale=4.5)
     with pytest.raises(
         ValueError,
-        match="^--eval_by kind: .* prompt 'a' has no text or number .*; --eval_by None turns it off",
+        match="^--eval_by kind: no record of --eval_prompts has .*; --eval_by None turns it off",
     ):
         check(StableDiffusion3, plain, eval_by="kind")

@@ -204,11 +204,14 @@ def test_tensors_of_another_policy_are_refused_in_a_line(model, change):
         (("to_q", "proj_out"), (), None),
         (("attn.to_q", "ff.net.2"), (), None),
         ((), ("to_q", "to_k"), None),
+        (("all-linear",), ("to_q", "norm_out.linear"), None),
     ],
 )
 def test_exactly_those_modules_get_a_lora(target, exclude, count):
     model = embedded_model()
     ends = target or model.lora_target_modules
+    if target == ("all-linear",):
+        ends = tuple(name for name, _ in model.transformer.named_modules())
     linear = torch.nn.Linear
 
     def chosen(name, module):
@@ -219,7 +222,8 @@ def test_exactly_those_modules_get_a_lora(target, exclude, count):
         )
 
     expected = {name for name, module in model.transformer.named_modules() if chosen(name, module)}
-    lora = make_lora(type(model), rank=4, alpha=32, target_modules=(*target, *(f"not:{end}" for end in exclude)))
+    target_modules = (*target, *(f"not:{end}" for end in exclude))
+    lora = make_lora(type(model), model=str(EMBEDDED), rank=4, alpha=32, target_modules=target_modules)
     add_policies(model, lora, ["default"], seed=1)
     got = {key.rpartition(".lora_")[0] for key in tensors_on_rank_0(model)[0]}
     assert got == expected and len(got) == (count or len(got))
@@ -271,7 +275,8 @@ def test_the_optimum_in_one_dimension(sde_type, kl_type):
         return sde_step(x.expand(20, 1), v.expand(20, 1), s, s_next, level, sde_type=sde_type, **kwargs)
 
     args = flow_grpo.Args(sde_type=sde_type, kl_type=kl_type)
-    ref_mean = step(torch.tensor(0.2).double(), noise=nodes[:, None]).prev_sample_mean
+    ref = step(torch.tensor(0.2).double(), noise=nodes[:, None])
+    ref_mean = ref.prev_sample_mean
     v = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([v], lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.985)
@@ -280,7 +285,7 @@ def test_the_optimum_in_one_dimension(sde_type, kl_type):
             drawn = step(v, noise=nodes[:, None])
         out = step(v, prev_sample=drawn.prev_sample)
         loss, _ = flow_grpo.policy_loss(out.log_prob, drawn.log_prob, c * drawn.prev_sample[:, 0], 1e9, weights)
-        kl = flow_grpo.kl_divergence(args, out, ref_mean, s_next - s).mean()
+        kl = flow_grpo.kl_divergence(args, out, ref_mean, ref.velocity, s_next - s).mean()
         optimizer.zero_grad()
         (loss + b * kl).backward()
         optimizer.step()

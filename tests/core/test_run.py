@@ -415,6 +415,24 @@ def test_a_resumed_run_cuts_its_folder_back_only_when_it_writes(tmp_path, one_ra
     assert [row["a"] for row in read_metrics(folder)] == [1, 2, 4]
 
 
+@pytest.mark.parametrize(("later", "best"), [(0.4, 0.5), (0.5, 0.5), (0.75, -math.inf), (None, 0.5)])
+def test_a_best_adapter_that_a_later_step_wrote_is_chosen_again(tmp_path, one_rank, own_handlers, capsys, later, best):
+    """Evaluations may be more frequent than checkpoints, and the run may be killed between them."""
+    folder = tmp_path / "run"
+    run = new_run(folder, resume="latest", script=__file__, num_steps=4)
+    for step, score in enumerate((0.5, 0.25, later)):
+        run.begin_step(step)
+        run.log({} if score is None else {"val/weighted_total/mean": score})
+        if step < 2:
+            state = {"step": step, "best": 0.5, "best_step": 0, "args": run.config}
+            save_checkpoint(folder, step, state, 3)
+    (folder / "metrics.jsonl").open("a").write('{"training/global_step": 3, "val/weig')  # a kill
+    resumed = new_run(folder, resume="latest", script=__file__, checkpoint=saved_checkpoints(folder)[-1], num_steps=4)
+    resumed.load_checkpoint()
+    assert resumed.best_score == best
+    assert ("best_adapter is of a step after 1" in capsys.readouterr().out) == (best != 0.5)
+
+
 @pytest.mark.parametrize("best_by", [None, "val/watched/mean"])
 def test_the_best_adapter_is_that_of_the_highest_total_or_best_by(best_by, tmp_path, monkeypatch, capsys):
     saved = []

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import flow_grpo
 from common.checkpoints import FORMAT, save_checkpoint
@@ -129,6 +130,10 @@ def test_more_steps_are_told_where_they_change_the_learning_rate(capfd):
     linear = saved | {"lr_schedule": "linear"}
     report_resumed("c.pt", linear, linear | {"num_steps": 200})
     assert capfd.readouterr().err == "loaded c.pt; num_steps: 100 -> 200\n"
+    # a run that starts from another run's checkpoint names all that it changes
+    other = {"resume": "runs/other", "name": "new", "num_steps": 200, "keep_checkpoints": 5}
+    report_resumed("c.pt", saved | {"name": "old"}, saved | other)
+    assert capfd.readouterr().err == "loaded c.pt; keep_checkpoints: None -> 5; num_steps: 100 -> 200\n"
 
 
 @pytest.mark.fast
@@ -170,6 +175,7 @@ def test_evaluation_only_takes_the_options_of_the_checkpoint(tmp_path, monkeypat
     args = parse("--resume", "runs/long", "--eval_only", "True", "--name", "look", "--reward", "ocr")
     expected = flow_grpo.Args(name="look", resume="runs/long", eval_only=True, lora_rank=4, image_size=(64, 96))
     assert args == expected
-    assert parse("--resume", "runs/long") == flow_grpo.Args(resume="runs/long")  # training takes its own
+    trained = parse("--resume", "runs/long", "--reward", "ocr")  # a new run that trains on
+    assert trained == replace(expected, name="flow_grpo", eval_only=False, num_steps=7, track=True)
     with pytest.raises(ValueError, match="^--resume nowhere: no checkpoint there$"):
         parse("--resume", "nowhere", "--eval_only", "True")

@@ -24,8 +24,8 @@ from common.errors import RunError
 from common.process import catch_stop_signals
 from common.rollout import Trajectories
 from common.weights.adapter_files import read_lora
-from common.weights.lora import save_weights
-from common.weights.policy import tensors_on_rank_0
+from common.weights.lora import make_lora, save_weights
+from common.weights.policy import add_policies, tensors_on_rank_0
 from tests.broken_engine import shifted_sigmas
 from tests.conftest import (
     EMBEDDED,
@@ -294,6 +294,27 @@ def test_an_adapter_that_does_not_act_is_an_error(engine, monkeypatch):
         patch.setattr(engine, "_call", lambda operation, tensors, config: (4, real(operation, adapter, config)[1]))
         with pytest.raises(EngineError, match=r"stale: transformer_blocks.0.attn.to_k.lora_A.weight .*54 of 62 tensor"):
             engine.push(fewer, config)
+
+
+def test_modules_that_the_engine_has_no_lora_for_are_named(engine):
+    """As --lora_target_modules all-linear asks for; without them it takes all, the feed-forward ones too."""
+    model = embedded_model()
+    lacking = ("norm1.linear", "norm1_context.linear", "norm_out.linear", *EMBEDDERS)
+    excluded = [f"not:{end}" for end in lacking]
+    for left_out in ([], excluded):
+        lora = make_lora(type(model), model=str(EMBEDDED), rank=4, alpha=8, target_modules=["all-linear", *left_out])
+        add_policies(model, lora, ["default"], seed=1)
+        adapter, config = tensors_on_rank_0(model)
+        if left_out:
+            assert engine.push(adapter, config) == len(adapter) // 2 == 47
+        else:
+            advice = f"no LoRA for these: add {' '.join(excluded)} to --lora_target_modules, or pass --rollout local"
+            with pytest.raises(EngineError, match=advice):
+                engine.push(adapter, config)
+        model = embedded_model()
+
+
+EMBEDDERS = [f"time_text_embed.{name}_embedder.linear_{i}" for name in ("text", "timestep") for i in (1, 2)]
 
 
 def test_an_adapter_read_from_a_file_is_pushed(engine, tmp_path):

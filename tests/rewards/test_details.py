@@ -113,12 +113,12 @@ def test_details_stand_in_the_records_and_below_the_images(one_rank, tmp_path):
 @pytest.mark.fast
 def test_rewards_of_a_fields_values_by_hand(monkeypatch):
     """Four prompts of two images over two ranks, dealt one by one; the second image of the last prompt failed."""
-    field = ["signs", "signs", "mugs", "mugs"]
+    field = ["signs", "signs", None, None]
     scores = torch.tensor([[1, 10], [3, 30], [5, 50], [7, 70], [2, 0], [4, 0], [8, 0], [NAN, 0]], dtype=torch.float64)
 
     def of_rank(rank):
         places = [place for place in range(8) if place % 2 == rank]
-        prompts = PromptSet(["p"] * 4, [{"kind": field[place // 2]} for place in places])
+        prompts = PromptSet(["p"] * 4, [{"kind": field[place // 2]} if place < 6 else {} for place in places])
         scorer = Scorer({"a": plain, "watches": plain}, prompts)
         return metrics_by_field("kind", scorer, scores[places], (0.5,), places, images_per_prompt=2)
 
@@ -131,21 +131,25 @@ def test_rewards_of_a_fields_values_by_hand(monkeypatch):
         "val/signs/watches/best@2": 50,
         "val/signs/weighted_total/mean@2": 2,
         "val/signs/weighted_total/best@2": 2.5,
-        "val/mugs/a/mean@2": 5.5,  # (2 + 4) / 2 and 8
-        "val/mugs/a/best@2": 6,
-        "val/mugs/watches/mean@2": 0,
-        "val/mugs/watches/best@2": 0,
-        "val/mugs/weighted_total/mean@2": 2.75,
-        "val/mugs/weighted_total/best@2": 3,
+        "val/unknown/a/mean@2": 5.5,  # (2 + 4) / 2 and 8
+        "val/unknown/a/best@2": 6,
+        "val/unknown/watches/mean@2": 0,
+        "val/unknown/watches/best@2": 0,
+        "val/unknown/weighted_total/mean@2": 2.75,
+        "val/unknown/weighted_total/best@2": 3,
     }
 
 
 @pytest.mark.fast
-def test_a_prompt_without_the_field_is_named_before_anything_loads():
-    check_field(PromptSet(["a", "b"], [{"kind": "x"}, {"kind": 3}]), "kind")
-    for record in ({}, {"kind": None}, {"kind": ["x"]}):
-        with pytest.raises(ValueError, match="^--eval_by kind: the record of the prompt 'b' has no text or number"):
-            check_field(PromptSet(["a", "b"], [{"kind": "x"}, record]), "kind")
+def test_a_field_that_no_record_has_is_named_before_anything_loads():
+    for record in ({}, {"kind": None}, {"kind": 3}):
+        check_field(PromptSet(["a", "b"], [{"kind": "x"}, record]), "kind")
+    with pytest.raises(
+        ValueError, match="^--eval_by kind: no record of --eval_prompts has a field of that name; --eval_"
+    ):
+        check_field(PromptSet(["a", "b"], [{"kin": "x"}, {"kind": None}]), "kind")
+    with pytest.raises(ValueError, match="^--eval_by kind: the record of the prompt 'b' has no text or number there; "):
+        check_field(PromptSet(["a", "b"], [{"kind": "x"}, {"kind": ["x"]}]), "kind")
 
 
 # ---- in a run --------------------------------------------------------------------------------------------------------
@@ -165,6 +169,11 @@ def test_a_run_writes_its_rollouts_and_what_the_reward_read(tmp_path):
     rows = read_metrics(run)
     mean = sum(record["ocr"] for record in records) / 16
     assert rows[2]["critic/rewards/ocr/mean"] == pytest.approx(mean, abs=1e-12)
+    first = {"step": 2, "group": 0, "prompt_file": "train_prompts", "metadata": {}}
+    assert first.items() <= records[3].items() and first | {"group": 3} == {name: records[12][name] for name in first}
+    evaluated = [json.loads(line) for line in (run / "samples/0002/samples.jsonl").read_text().splitlines()]
+    origin = {"step": 2, "group": 1, "prompt_file": "kinds", "metadata": {"kind": "b"}}
+    assert origin.items() <= evaluated[1].items()
     assert max(record["advantage"] for record in records) == pytest.approx(rows[2]["critic/advantages/max"])
     assert all(isinstance(record["details"]["ocr"]["read"], str) for record in records)
     assert open_png(folder / "00015.png").size == (96, 32) and (folder / "grid.png").is_file()

@@ -22,7 +22,7 @@ from common.data import PromptSet, read_prompts
 from common.errors import RunError
 from common.images import StoredImage
 from common.rewards import _json_http as json_http
-from common.rewards.vlm_judge import QUESTION, QUESTION_OF_EDITS, read_parts, read_score
+from common.rewards.vlm_judge import QUESTION, QUESTION_OF_EDITS, read_axes, read_parts, read_score
 from common.scoring import Scorer, load_rewards, score_images
 from tests.conftest import ROOT, TINY, few_eval_prompts, read_metrics, run_here, without_times
 from tools import published_scorers, scorer_server
@@ -201,6 +201,40 @@ def test_a_part_of_a_score_outside_of_the_range_is_left_out():
     assert read_parts(TWO_PARTS, -1, 9) == {"instruction": 1, "preservation": 0.5}
     assert read_parts("Instruction: 7/10\nPreservation: 11\nScore: 4", 0, 10) == {"instruction": 0.7}
     assert read_parts("Instruction: 7/8\nScore: 4", 0, 10) == {}  # of another range
+
+
+THREE_LINES = "**Alignment Score (1-5):** 2.5\nCoherence Score (1-5): 2\nStyle Score (1-5): 3"
+
+
+@fast
+def test_the_three_lines_of_unified_reward_2(serve):
+    """In its own order, as its repository shows them."""
+    answer = lambda path, body: good_answer("vlm_judge", path, body) if body is None else (200, completion(THREE_LINES))
+    _, rewards = serve("vlm_judge", answer, RANGE="1,5")
+    details = [{}]
+    scores = score_images(rewards, IMAGES[:1], PROMPTS.select([0]), details=details)
+    assert scores.tolist() == [[pytest.approx(1.5 / 4)]]
+    said = details[0]["vlm_judge"]
+    assert said.pop("answer") == THREE_LINES and said == {"alignment": 0.375, "coherence": 0.25, "style": 0.5}
+
+
+@fast
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("Score: 4", None),
+        ("Style Score (1-5): 3\nScore: 4", "without one line each"),
+        (f"{THREE_LINES}\nStyle Score: 4", "without one line each"),
+        (THREE_LINES.replace("2.5", "5.5"), "whose alignment score is not of VLM_JUDGE_RANGE, 1,5"),
+        (THREE_LINES.replace("(1-5): 3", "(1-10): 3"), "whose style score is not of VLM_JUDGE_RANGE, 1,5"),
+    ],
+)
+def test_lines_of_another_kind_or_range_are_no_score(text, fault):
+    if fault is None:
+        assert read_axes(text, 1, 5) == {}
+    else:
+        with pytest.raises(ValueError, match=f"^an answer {fault}"):
+            read_axes(text, 1, 5)
 
 
 @fast

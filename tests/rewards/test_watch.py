@@ -68,6 +68,13 @@ def test_rms_and_diversity_by_hand():
 
 
 @fast
+def test_norm_ratio_by_hand():
+    """Norms 5 and 2 against 10 and 1."""
+    v, v_ref = torch.tensor([[[3.0, 4.0]], [[0.0, 2.0]]]), torch.tensor([[[10.0, 0.0]], [[0.0, -1.0]]])
+    assert watch.norm_ratio(v.requires_grad_(), v_ref).item() == 1.25
+
+
+@fast
 @pytest.mark.parametrize(
     ("world_size", "num_prompts", "group_size", "num_mini_batches"),
     [(1, 5, 3, 1), (2, 2, 2, 2), (2, 4, 6, 3), (3, 2, 6, 2), (4, 4, 2, 1), (6, 1, 6, 1), (6, 3, 4, 2)],
@@ -450,7 +457,8 @@ def test_a_run_is_watched_and_ends_by_a_rule(script, tmp_path, capfd):
     assert {"ocr", "sign_colour"} < sample.keys()
 
     assert run_here(tmp_path, script, *options, "--resume", "latest") is None
-    assert len(read_metrics(run)) == 4
+    norms = [row["actor/velocity_norm"] for row in read_metrics(run)[1:]]
+    assert norms == pytest.approx([1] * 3, abs=0.2) and norms[0] == pytest.approx(1, abs=1e-6) and norms[2] != norms[0]
     assert run_here(tmp_path, script, "--name", "look", "--resume", run, "--eval_only", "True") is None
     (looked,) = read_metrics(tmp_path / "runs" / "look")
     for name in ("val/drift_from_base", "val/sign_colour/mean"):

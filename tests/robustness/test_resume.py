@@ -461,7 +461,8 @@ def test_the_number_of_ranks_may_change(options, uninterrupted, tmp_path):
     second, third = whole / "checkpoints" / "step_000002.pt", run / "checkpoints" / "step_000003.pt"
     done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 3, "--resume", second, nproc=2)
     assert done.stdout.count("loaded ") == 1
-    assert f"loaded {second}; micro_batch_size: 8 -> 4\n" in done.stdout
+    differences = "keep_checkpoints: 9 -> 1; micro_batch_size: 8 -> 4; num_steps: 4 -> 3"
+    assert f"loaded {second}; {differences}\n" in done.stdout
     assert done.stdout.count("saved by 1 rank, resumed by 2: equal to an uninterrupted run to round-off\n") == 1
     assert saved_checkpoints(run) == [third] and len(load_checkpoint(third)["rng"]) == 2
     done = torchrun(tmp_path, "flow_grpo.py", *mine, "--num_steps", 4, "--resume", "latest", "--rollout_batch_size", 16)

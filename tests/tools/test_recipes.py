@@ -84,6 +84,7 @@ def test_diffusion_nft_has_a_published_pair_of_schedule_and_kl(name: str) -> Non
     args = parse_args(importlib.import_module("diffusion_nft").Args, "", COMMANDS[name].options)
     pair = ("delayed_linear_to_0_999", 1e-4) if args.model in WITH_NFTS_OWN_SCHEDULE else ("linear_to_0_5", 0)
     assert (args.decay_schedule, args.kl_coef) == pair and args.nft_beta == 0.1
+    assert args.update_interval == (2 if args.model == "Qwen/Qwen-Image" else 1)  # VeRL-Omni's
 
 
 # models with one command, and no settings for all scripts
