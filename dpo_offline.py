@@ -122,7 +122,11 @@ def prepare(args: Args) -> Inputs:
     pairs = None
     if args.pairs:
         pairs = read_pairs(args.pairs)
-    train_set = PromptSet([], []) if pairs else read_prompts(args.train_prompts, rewards, others=eval_rewards)
+    train_set = PromptSet([], [])
+    if not pairs:
+        train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards, shares=args.train_shares)
+    if args.train_shares:  # pairs are made of the first prompts of the set, so these have each file's share
+        train_set = train_set.first_drawn(args.num_pair_prompts, args.seed)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last

@@ -131,6 +131,9 @@ class SharedArgs:
     train_prompts: tuple[str, ...] = (str(ASSETS / "train_prompts.txt"),)
     """prompts to train on: .txt, one per line; .jsonl, {"prompt": ...} with any metadata for the rewards; or .parquet,
     as VeRL-Omni writes it (docs/flow_grpo.md); edits also have an "image" (docs/editing_and_video.md)"""
+    train_shares: Annotated[tuple[int, ...], Bound(at_least=1)] = ()
+    """with several files of train_prompts: the share of each file in the prompts that are drawn, such as 2 1; if none
+    are given, all prompts are drawn equally often"""
     eval_prompts: tuple[str, ...] = (str(ASSETS / "eval_prompts.txt"),)
     """held-out prompts, sampled at every evaluation: files like those of train_prompts. Of several files, the rewards
     of each are logged as well, as val/FILE/REWARD/mean"""
