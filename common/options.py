@@ -143,9 +143,9 @@ class SharedArgs:
     # ---- reward
     reward: tuple[str, ...] = ("ocr",)
     """ocr, ocr_contains (a sign's one line), ocr_scene, ocr_scene_contains (text anywhere), jpeg_compressibility,
-    jpeg_incompressibility, preservation (of edits), or your own path/to/file.py:function; pickscore, hpsv2, geneval,
-    clip_score, aesthetic, vlm_judge and http_scorer find models and servers by environment variables (docs/rewards.md)
-    """
+    jpeg_incompressibility, preservation (of edits), or your own path/to/file.py:function, with .KEY behind it if a
+    number that it returns beside "score" is the score; pickscore, hpsv2, geneval, clip_score, aesthetic, vlm_judge and
+    http_scorer find models and servers by environment variables (docs/rewards.md)"""
     reward_weights: tuple[float, ...] = (1.0,)
     """weight of each reward in their sum, the total"""
     reward_failure: Literal["stop", "mask"] = "stop"

@@ -25,7 +25,8 @@ the other images of the call. The function may have attributes:
 On GPUs the rank's own GPU is the current device, in the scoring thread as well. Move a network there by `.to("cuda")`,
 best in fp32, and give it a fixed number of images at a time (common/rewards/clip_score.py shows how and why).
 
-The built-in reward NAME is function NAME of common/rewards/NAME.py; your own is path/to/file.py:function.
+The built-in reward NAME is function NAME of common/rewards/NAME.py; your own is path/to/file.py:function. With .KEY at
+its end, a name takes this number of the reward's dicts as the score. Several such names of a function share one call.
 """
 
 import copy
@@ -90,7 +91,7 @@ def load_rewards(
     if reward_weights is not None and len(reward_weights) != len(names):
         raise ValueError(f"--reward_weights: {len(reward_weights)} weights for {len(names)} rewards; give one for each")
     for name in names:
-        if name in built_in_rewards() and num_frames > 1:
+        if split_key(name)[0] in built_in_rewards() and num_frames > 1:
             raise ValueError(f"{option} {name}: scores images, not the videos of --num_frames {num_frames}")
         log_name = name.rpartition(":")[2]
         if log_name in functions or log_name in (trained or {}):
@@ -98,8 +99,9 @@ def load_rewards(
         functions[log_name] = find_reward(name, option)
     for name in (RECORDED | {TOTAL}) & functions.keys():
         raise ValueError(f"{option} {' '.join(names)}: a run records something else as {name}: rename the function")
-    for name, function in functions.items():
-        if load and hasattr(function, "load"):
+    for name, function in functions.items() if load else ():
+        same = [other for other, of in {**(trained or {}), **functions}.items() if of is function]
+        if same[0] == name and hasattr(function, "load"):  # of several scores of a function the first name
             with error_prefix(f"{option} {name}", Exception):
                 function.load()
     absolute = {name: function for name, function in (trained or {}).items() if not is_relative(function)}
@@ -111,17 +113,25 @@ def is_relative(reward: Reward) -> bool:
     return getattr(reward, "relative", False)
 
 
+def split_key(name: str) -> tuple[str, str]:
+    """A reward's name without .KEY, and the key of its score in the dicts that it returns, by default "score"."""
+    file, colon, function = name.rpartition(":")
+    function, dot, key = function.partition(".")
+    return f"{file}{colon}{function}", key if dot else "score"
+
+
 def find_reward(name: str, option: str = "--reward") -> Reward:
     """The function of one reward; raises load_rewards' ValueError where there is none."""
     if ":" in name:
-        function = load_function(name, option)
+        function = load_function(split_key(name)[0], option)
         if option == "--eval_reward" and is_relative(function):
             raise ValueError(f"{option} {name}: is relative, so it says nothing of an evaluation")
         return function
-    if name not in built_in_rewards():
+    file = split_key(name)[0]
+    if file not in built_in_rewards():
         known = ", ".join(built_in_rewards())
         raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
-    return getattr(importlib.import_module(f"common.rewards.{name}"), name)
+    return getattr(importlib.import_module(f"common.rewards.{file}"), file)
 
 
 def reward_settings(rewards: dict[str, Reward]) -> dict[str, dict[str, str]]:
@@ -255,18 +265,20 @@ def score_images(
 
     NOT_ASKED where the prompt does not ask for the reward, which does not see the image then. NaN, with reward_failure
     "mask", where a reward gave an exception instead of a score. What a reward returned beside the scores, in dicts, is
-    added to the B details, where they are given.
+    added to the B details, where they are given; of a function with several names, to the first that a prompt asks for.
 
     Raises:
         RunError: naming the reward that raised, gave the wrong number of scores, or a score that is not finite; with
             "stop" also one that gave an exception instead of a score.
     """
     scores = torch.full((len(prompt_set), len(rewards)), NOT_ASKED, dtype=torch.float64)
-    for column, (name, function) in enumerate(rewards.items()):
-        rows = prompt_set.asking(name)
+    for function in {id(function): function for function in rewards.values()}.values():  # each once
+        columns = {name: column for column, name in enumerate(rewards) if rewards[name] is function}
+        rows = sorted({row for name in columns for row in prompt_set.asking(name)})
         if not rows:
             continue
         asking = prompt_set.select(rows)
+        names = ", ".join(columns)
         began_in = os.getcwd()
         try:
             # copies, so that no reward sees what another one did to them
@@ -274,25 +286,33 @@ def score_images(
             returned = function(copies, list(asking.prompts), asking.for_rewards())
         except BaseException as error:  # sys.exit(0) and asyncio's CancelledError are no Exception
             told = describe(error, own_folder(function))
-            raise RunError(f"reward {name} raised {told}") from error
+            raise RunError(f"reward {names} raised {told}") from error
         if os.getcwd() != began_in:
-            raise RunError(f"reward {name} changed the working directory, which the run's paths begin at")
-        scores[rows, column], found = _read_scores(name, returned, asking.prompts, reward_failure)
-        for row, values in zip(rows, found, strict=True):
-            if details is not None and values:
-                details[row][name] = values
+            raise RunError(f"reward {names} changed the working directory, which the run's paths begin at")
+        if hasattr(returned, "tolist"):  # an array of NumPy, a tensor
+            returned = returned.tolist()
+        if not isinstance(returned, list | tuple) or len(returned) != len(rows):
+            form = f"{len(returned)} things in a " if isinstance(returned, list | tuple) else "a "
+            form += f"{type(returned).__name__} for {len(rows)} images"
+            raise RunError(f"reward {names}: it returned {form}; return a list of a number for each image")
+        entries = dict(zip(rows, returned, strict=True))
+        keys = {split_key(name)[1] for name in columns}
+        for name, column in columns.items():
+            own = prompt_set.asking(name)
+            prompts = prompt_set.select(own).prompts
+            scores[own, column], found = _read_scores(name, [entries[row] for row in own], prompts, reward_failure)
+            for row, values in zip(own, found, strict=True):
+                beside = {key: value for key, value in values.items() if key not in keys}
+                if details is not None and beside and not columns.keys() & details[row].keys():
+                    details[row][name] = beside
     return scores
 
 
-def _read_scores(name: str, returned: Any, prompts: list[str], reward_failure: str) -> tuple[torch.Tensor, list[dict]]:
-    """What reward `name` returned for B images: the scores (B,) in fp64, NaN for the exceptions among them; and what
-    stands beside each score."""
-    if hasattr(returned, "tolist"):  # an array of NumPy, a tensor
-        returned = returned.tolist()
-    if not isinstance(returned, list | tuple) or len(returned) != len(prompts):
-        form = f"{len(returned)} things in a " if isinstance(returned, list | tuple) else "a "
-        form += f"{type(returned).__name__} for {len(prompts)} images"
-        raise RunError(f"reward {name}: it returned {form}; return a list of a number for each image")
+def _read_scores(name: str, returned: Sequence, prompts: list[str], reward_failure: str) -> tuple[torch.Tensor, list]:
+    """What reward `name` returned for B images: the scores (B,) in fp64, NaN for the exceptions among them; and a dict
+    of what stands beside each score."""
+    key = split_key(name)[1]
+    what = "the score" if key == "score" else f'"{key}"'
     scores = torch.full((len(prompts),), math.nan, dtype=torch.float64)
     details: list[dict] = [{} for _ in prompts]
     failures = {}  # by the image's place
@@ -302,15 +322,15 @@ def _read_scores(name: str, returned: Any, prompts: list[str], reward_failure: s
             continue
         given = entry if isinstance(entry, dict) else {"score": entry}
         values = {key: _scalar(value) for key, value in given.items()}
-        score = values.pop("score", None)
+        score = values.pop(key, None)
         image = f"reward {name}: image {i} (prompt: {prompts[i]})"
         if not _is_number(score):
-            raise RunError(f"{image}: the score must be a finite number or an exception, got {truncate(repr(score))}")
-        for key, value in values.items():
-            if key in LOGGED:
-                raise RunError(f'{image}: "{key}" is logged of each reward; give it another name')
+            raise RunError(f"{image}: {what} must be a finite number or an exception, got {truncate(repr(score))}")
+        for other, value in values.items():
+            if other in LOGGED:
+                raise RunError(f'{image}: "{other}" is logged of each reward; give it another name')
             if not (_is_number(value) or isinstance(value, str)):
-                raise RunError(f'{image}: "{key}" must be a finite number or a string, got {truncate(repr(value))}')
+                raise RunError(f'{image}: "{other}" must be a finite number or a string, got {truncate(repr(value))}')
         scores[i] = score
         details[i] = values
     if failures:
@@ -337,7 +357,7 @@ def _is_number(value: object) -> bool:
 
 def offload_rewards(rewards: dict[str, Reward]) -> None:
     """Run the `offload` of those rewards that have one."""
-    for function in rewards.values():
+    for function in {id(function): function for function in rewards.values()}.values():  # each once
         if hasattr(function, "offload"):
             function.offload()
 
