@@ -148,6 +148,9 @@ class SharedArgs:
     http_scorer find models and servers by environment variables (docs/rewards.md)"""
     reward_weights: tuple[float, ...] = (1.0,)
     """weight of each reward in their sum, the total"""
+    reward_frames: NonNegativeInt = 0
+    """of videos: the score of a built-in reward is the mean over this many frames, evenly spaced; your own rewards get
+    the whole video. 0: built-in rewards refuse videos"""
     reward_failure: Literal["stop", "mask"] = "stop"
     """when a reward cannot score an image, for example because a judge's answer holds no number: stop ends the run;
     mask gives the image its group's mean score and advantage 0, and counts it. A lost server always ends the run"""

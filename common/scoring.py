@@ -1,11 +1,11 @@
 """Rewards: plain functions `(images, prompts, metadata) -> scores`.
 
 images: list of B PIL images (RGB), or of B videos, lists of PIL frames, where the model makes videos; built-in rewards
-score images. prompts: list of B strings. metadata: list of B dicts, the other fields of a .jsonl prompt file. scores: B
-floats, higher is better. A reward that fails raises an exception: it never returns 0 instead. A reward that fails on
-one image alone may return the exception as that image's score; --reward_failure says what follows. A score may also be
-a dict, {"score": 0.5, "read": "4711"}: its other numbers and strings are kept with the image and stand below it in
-pictures, and means of the numbers are logged.
+score images, and with --reward_frames K a video by the mean over K frames. prompts: list of B strings. metadata: list
+of B dicts, the other fields of a .jsonl prompt file. scores: B floats, higher is better. A reward that fails raises an
+exception: it never returns 0 instead. A reward that fails on one image alone may return the exception as that image's
+score; --reward_failure says what follows. A score may also be a dict, {"score": 0.5, "read": "4711"}: its other numbers
+and strings are kept with the image and stand below it in pictures, and means of the numbers are logged.
 
 A reward is called with those images whose prompts ask for it: a prompt's record may name them, "rewards": ["ocr"].
 
@@ -30,6 +30,7 @@ its end, a name takes this number of the reward's dicts as the score. Several su
 """
 
 import copy
+import functools
 import importlib
 import math
 import os
@@ -72,6 +73,7 @@ def load_rewards(
     names: Sequence[str],
     reward_weights: Sequence[float] | None = None,
     num_frames: int = 1,
+    reward_frames: int = 0,
     *,
     option: str = "--reward",
     trained: dict[str, Reward] | None = None,
@@ -80,7 +82,8 @@ def load_rewards(
     """Reward functions by the name under which they are logged; `path/to/file.py:function` loads your own.
 
     reward_weights: one for each; None where `trained` rewards, but for relative ones, come first in the result, and
-    these only score evaluations. load: call the `load` of those that have one.
+    these only score evaluations. reward_frames: of how many frames a built-in reward scores a video of num_frames; 0:
+    of none. load: call the `load` of those that have one.
 
     Raises:
         ValueError: in one line, for an unknown reward, a missing file or function, a wrong number of weights, two
@@ -88,15 +91,23 @@ def load_rewards(
     """
     functions: dict[str, Reward] = {}
     use_own_gpu()  # before a user's file is imported, which may load a network
+    if reward_frames and not reward_frames <= num_frames > 1:
+        told = f"needs videos of as many frames; --num_frames is {num_frames}"
+        raise ValueError(f"--reward_frames {reward_frames}: {told}")
     if reward_weights is not None and len(reward_weights) != len(names):
         raise ValueError(f"--reward_weights: {len(reward_weights)} weights for {len(names)} rewards; give one for each")
     for name in names:
-        if split_key(name)[0] in built_in_rewards() and num_frames > 1:
-            raise ValueError(f"{option} {name}: scores images, not the videos of --num_frames {num_frames}")
+        of_images = split_key(name)[0] in built_in_rewards() and num_frames > 1
+        if of_images and not reward_frames:
+            advice = "--reward_frames 3 takes the mean over three frames"
+            raise ValueError(f"{option} {name}: scores images, not the videos of --num_frames {num_frames}; {advice}")
         log_name = name.rpartition(":")[2]
         if log_name in functions or log_name in (trained or {}):
             raise ValueError(f"{option} {' '.join(names)}: two rewards are named {log_name}")
         functions[log_name] = find_reward(name, option)
+        if of_images:
+            functions[log_name] = of_frames(functions[log_name], reward_frames)
+            print_message(f"{option} {name}: of a video, the mean over {reward_frames} of its {num_frames} frames")
     for name in (RECORDED | {TOTAL}) & functions.keys():
         raise ValueError(f"{option} {' '.join(names)}: a run records something else as {name}: rename the function")
     for name, function in functions.items() if load else ():
@@ -106,6 +117,36 @@ def load_rewards(
                 function.load()
     absolute = {name: function for name, function in (trained or {}).items() if not is_relative(function)}
     return absolute | functions
+
+
+@functools.cache  # one function for each, as several scores of a reward share a call
+def of_frames(reward: Reward, count: int) -> Reward:
+    """A reward of videos: the mean of a reward of images over `count` frames, the middles of as many equal parts.
+
+    Strings beside the scores are joined by " | ". A video of which one frame failed has failed.
+    """
+
+    @functools.wraps(reward)  # with its `check`, `load` and other attributes
+    def of_videos(videos: Any, prompts: list[str], metadata: list[dict]) -> list[dict | Exception]:
+        rows = [row for row in range(len(videos)) for _ in range(count)]
+        frames = [video[(2 * i + 1) * len(video) // (2 * count)] for video in videos for i in range(count)]
+        returned = reward(frames, [prompts[row] for row in rows], [metadata[row] for row in rows])
+        return [_mean_of_frames(returned[i : i + count]) for i in range(0, len(rows), count)]
+
+    return of_videos
+
+
+def _mean_of_frames(returned: Sequence) -> dict | Exception:
+    """What a video gets of what a reward returned for its frames."""
+    for entry in returned:
+        if isinstance(entry, Exception):
+            return entry
+    given = [entry if isinstance(entry, dict) else {"score": entry} for entry in returned]
+    found: dict = {}
+    for key in given[0]:
+        values = [_scalar(entry[key]) for entry in given]
+        found[key] = " | ".join(values) if isinstance(values[0], str) else sum(values) / len(values)
+    return found
 
 
 def is_relative(reward: Reward) -> bool:

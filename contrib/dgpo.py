@@ -136,8 +136,9 @@ def check(args: Args) -> Args:
 
 def prepare(args: Args) -> Inputs:
     """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
-    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)  # eval_rewards begin with these
-    eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
+    frames = (args.num_frames, args.reward_frames)  # of a video, and scored by built-in rewards
+    rewards = load_rewards(args.reward, args.reward_weights, *frames)  # eval_rewards begin with these
+    eval_rewards = load_rewards(args.eval_reward, None, *frames, option="--eval_reward", trained=rewards)
     train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None

@@ -47,7 +47,7 @@ OUTSIDE_AND_INSIDE = {  # of each bound that an option can have
 }
 OPTIONS_BY_BOUND = {
     "at least 0": """max_minutes shard_ranks save_every lora_rank
-        save_rollouts weight_decay max_prompts engine_devices sde_window_size kl_coef num_steps
+        save_rollouts weight_decay max_prompts engine_devices reward_frames sde_window_size kl_coef num_steps
         learning_rate micro_batch_size""",
     "at least 1": """keep_checkpoints image_size num_frames max_sequence_length lora_alpha eval_every
         eval_num_inference_steps eval_guidance_scale eval_images_per_prompt

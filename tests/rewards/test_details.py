@@ -8,7 +8,7 @@ from common.evaluation import detail_metrics, metrics_by_field, sample_records
 from common.images import open_png
 from common.inputs import check_field
 from common.plots import save_samples
-from common.scoring import NOT_ASKED, Scorer, load_rewards, score_images
+from common.scoring import NOT_ASKED, Scorer, load_rewards, of_frames, score_images
 from tests.conftest import TINY, few_eval_prompts, on_ranks, read_metrics, run_here
 
 import numpy as np
@@ -103,6 +103,30 @@ def test_two_scores_of_a_reward_come_from_one_call(tmp_path, monkeypatch):
     assert scores.tolist() == [[20, 1, 10], [40, 2, 20]] and details == [{}, {}, {}] and calls["head"] == 2
     with pytest.raises(RunError, match=r'^reward head.hue: image 0 \(prompt: first\): "hue" must be a finite number'):
         score_images(load_rewards(["heads.py:head.hue"], [1.0]), IMAGES[:1], PROMPTS.select([0]))
+
+
+@pytest.mark.fast
+def test_a_built_in_reward_scores_frames_of_videos(tmp_path, monkeypatch, capfd):
+    """Of seven frames the second, fourth and sixth; a user's own reward gets all of them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "whole.py").write_text("def whole(images, prompts, metadata):\n    return [len(v) for v in images]\n")
+    monkeypatch.setattr("common.rewards.jpeg_compressibility.jpeg_compressibility", redness)
+    of_frames.cache_clear()
+    names = ["jpeg_compressibility.score", "jpeg_compressibility.red", "whole.py:whole"]
+    rewards = load_rewards(names, [1.0] * 3, 7, 3)
+    assert "jpeg_compressibility.red: of a video, the mean over 3 of its 7 frames" in capfd.readouterr().err
+    videos = [[Image.new("RGB", (4, 2), (level + 10 * k**2, 0, 0)) for k in range(7)] for level in (0, 1)]
+    details = [{}, {}]
+    scores = score_images(rewards, videos, PROMPTS.select([0, 2]), "stop", details)
+    reds = [(10 + 90 + 250) / 3 + level for level in (0, 1)]
+    assert scores.tolist() == [[pytest.approx(red / 10), pytest.approx(red), 7] for red in reds]
+    assert details[0] == {"jpeg_compressibility.score": {"said": "10 of red | 90 of red | 250 of red"}}
+    failing = of_frames(lambda images, *_: [0.5, 0.25, 1, ValueError("no")], 2)
+    scores = score_images({"odd": failing}, videos, PROMPTS.select([0, 2]), "mask")
+    assert scores[0].tolist() == [0.375] and scores[1].isnan()
+    for frames, told in (((7, 8), "--num_frames is 7"), ((1, 1), "--num_frames is 1")):
+        with pytest.raises(ValueError, match=rf"^--reward_frames {frames[1]}: needs videos .*{told}"):
+            load_rewards(names[2:], [1.0], *frames)
 
 
 TWO_SCORES = """
