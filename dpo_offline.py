@@ -118,12 +118,17 @@ def check(args: Args) -> Args:
 
 def prepare(args: Args) -> Inputs:
     """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
-    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)  # eval_rewards begin with these
-    eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
+    frames = (args.num_frames, args.reward_frames)  # of a video, and scored by built-in rewards
+    rewards = load_rewards(args.reward, args.reward_weights, *frames)  # eval_rewards begin with these
+    eval_rewards = load_rewards(args.eval_reward, None, *frames, option="--eval_reward", trained=rewards)
     pairs = None
     if args.pairs:
         pairs = read_pairs(args.pairs)
-    train_set = PromptSet([], []) if pairs else read_prompts(args.train_prompts, rewards, others=eval_rewards)
+    train_set = PromptSet([], [])
+    if not pairs:
+        train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards, shares=args.train_shares)
+    if args.train_shares:  # pairs are made of the first prompts of the set, so these have each file's share
+        train_set = train_set.first_drawn(args.num_pair_prompts, args.seed)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last

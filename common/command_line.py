@@ -163,6 +163,9 @@ def check_options(args: SharedArgs) -> None:
         _check_bounds(name, getattr(args, name), _bounds(hint))
     if args.eval_guidance_scale not in (None, 1) and not hasattr(args, "guidance_scale"):
         raise ValueError(f"--eval_guidance_scale {args.eval_guidance_scale:g}: this script has no guidance")
+    if args.train_shares and len(args.train_shares) != len(args.train_prompts):
+        counts = f"{len(args.train_shares)} shares for {len(args.train_prompts)} files of --train_prompts"
+        raise ValueError(f"--train_shares: {counts}; give one for each")
 
 
 def _check_bounds(name: str, given: tuple | float | None, bounds: list[Bound]) -> None:

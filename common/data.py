@@ -29,6 +29,7 @@ class PromptSet:
     prompts: list[str]
     metadata: list[dict]  # for the rewards: the other fields of a record or columns of a row
     files: list[str] = field(default_factory=list)  # the names of the prompts' files (source_name), if several
+    shares: list[tuple[int, int]] = field(default_factory=list)  # with --train_shares: `parts`
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -57,9 +58,15 @@ class PromptSet:
                     record[name] = [decode(picture).copy() for picture in record[name]]
         return copies
 
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """What a GroupSampler draws from: (prompts, share) of each file, or of all files together without shares."""
+        return self.shares or [(len(self), 1)]
+
     def first_drawn(self, count: int, seed: int) -> "PromptSet":
-        """The prompts that a GroupSampler of that seed draws first, `count` of them, or each once if it draws more."""
-        return self.select(epoch_order(len(self), seed, epoch=0)[:count])
+        """The prompts among the first `count` that a GroupSampler of that seed draws, each once, in their order."""
+        count = min(count, draws_with_all(self.parts, num_epochs=1))
+        return self.select(dict.fromkeys(drawn_row(self.parts, seed, position) for position in range(count)))
 
     def negatives(self, default: str) -> "PromptSet":
         """What guidance moves the image of each prompt away from: a record's "negative_prompt", otherwise the default.
@@ -80,6 +87,7 @@ def read_prompts(
     max_prompts: int = 0,
     *,
     others: Iterable[str] = (),
+    shares: Sequence[int] = (),
 ) -> PromptSet:
     """Read prompts from a .txt file (one a line), from the records of a .jsonl or .json file ({"prompt": ..., anything
     else is metadata}), or from the rows of a .csv or .parquet file with a column `prompt`, which in a .parquet may have
@@ -91,7 +99,8 @@ def read_prompts(
     of several files follow each other. Blank lines are skipped; with max_prompts only the first so many prompts of a
     file are taken. Each prompt is shown to those of the rewards ({name: function}) that it asks for and that have a
     `check`, its metadata to those that have a `check_metadata`. others: names of the run's other rewards, which a
-    record may ask for as well.
+    record may ask for as well. shares: of each file, the share of the draws of a GroupSampler that are of its prompts;
+    () if files do not matter.
 
     Returns a PromptSet.
 
@@ -105,6 +114,7 @@ def read_prompts(
         whole.prompts += prompts
         whole.metadata += metadata
         whole.files += [source_name(path)] * len(prompts) if len(several) > 1 else []
+        whole.shares += [(len(prompts), shares[len(whole.shares)])] if shares else []
     return whole
 
 
@@ -320,18 +330,43 @@ def check_sources(num_sources: tuple[int, int], prompt_sets: Sequence[tuple[str,
 
 
 # ---- which images a rollout makes, and which of them are a rank's ----------------------------------------------------
-@functools.lru_cache(maxsize=2)
-def epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
-    """The rows of all prompts in the order in which an epoch draws them."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+@functools.lru_cache(maxsize=8)  # two epochs of each of several files
+def epoch_order(num_prompts: int, seed: int, epoch: int, file: int = 0) -> list[int]:
+    """The rows of all prompts, or of a file's, in the order in which an epoch draws them."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch + (file << 24))  # torch reads 32 bits
     return torch.randperm(num_prompts, generator=generator).tolist()
+
+
+@functools.lru_cache(maxsize=1)
+def shared_draws(shares: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(file, number of its draw) of sum(shares) draws, evenly spread: of shares 2 1 the files 0, 1, 0."""
+    # draw j of a file stands in the middle of the j-th of `share` equal parts
+    draws = [((2 * j + 1) / share, file, j) for file, share in enumerate(shares) for j in range(share)]
+    return [(file, j) for _, file, j in sorted(draws)]
+
+
+def drawn_row(parts: Sequence[tuple[int, int]], seed: int, position: int) -> int:
+    """The row of the prompt that is drawn at a position, from 0. parts: (prompts, share) of each file."""
+    shares = tuple(share for _, share in parts)
+    turn, place = divmod(position, sum(shares))
+    file, j = shared_draws(shares)[place]
+    num_prompts, share = parts[file]
+    epoch, place = divmod(turn * share + j, num_prompts)
+    return sum(number for number, _ in parts[:file]) + epoch_order(num_prompts, seed, epoch, file)[place]
+
+
+def draws_with_all(parts: Sequence[tuple[int, int]], num_epochs: int) -> int:
+    """After how many draws every file has been drawn so often. parts: (prompts, share) of each file."""
+    return sum(share for _, share in parts) * max(-(-num_epochs * number // share) for number, share in parts)
 
 
 class GroupSampler:
     """Draws the next `prompts_per_step` prompts, `group_size` images each, and says which of those images a rank makes.
 
     Prompts come in the order of a permutation seeded by (seed, epoch), one epoch after another; a draw may span two
-    epochs. The state is one number, the prompts drawn so far: the same whatever the number of ranks or of workers.
+    epochs. Of several parts with shares (--train_shares) each has epochs of its own, and they take turns: of
+    sum(shares) prompts in a row each part has exactly its share. The state is one number, the prompts drawn so far: the
+    same whatever the number of ranks or of workers.
 
     The images of a step are numbered over all ranks, prompt by prompt. They are cut into num_mini_batches consecutive
     mini-batches, one per optimizer step, and each mini-batch into as many consecutive shares as there are ranks. Every
@@ -340,7 +375,7 @@ class GroupSampler:
 
     def __init__(
         self,
-        num_prompts: int,
+        num_prompts: int | Sequence[tuple[int, int]],
         prompts_per_step: int,
         group_size: int,
         num_mini_batches: int = 1,
@@ -349,6 +384,7 @@ class GroupSampler:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        """num_prompts: how many there are to draw from, or the `parts` of a PromptSet."""
         rank = dist.get_rank() if rank is None else rank
         world_size = dist.get_world_size() if world_size is None else world_size
         num_images = prompts_per_step * group_size
@@ -357,7 +393,7 @@ class GroupSampler:
                 f"{prompts_per_step} prompts x {group_size} images do not divide into "
                 f"{num_mini_batches} mini-batches x {world_size} ranks"
             )
-        self.num_prompts = num_prompts
+        self.parts = [(num_prompts, 1)] if isinstance(num_prompts, int) else num_prompts
         self.prompts_per_step = prompts_per_step
         self.group_size = group_size
         self.seed = seed
@@ -378,13 +414,14 @@ class GroupSampler:
 
     @property
     def epoch(self) -> float:
-        """How often all prompts have been drawn so far."""
-        return self.position / self.num_prompts
+        """How often a prompt has been drawn so far, the mean over all prompts."""
+        return self.position / sum(number for number, _ in self.parts)
 
     def upcoming(self, num_steps: int) -> set[int]:
         """The rows of all prompts that the ranks together draw in the next steps."""
-        count = min(num_steps * self.prompts_per_step, 2 * self.num_prompts)  # two epochs' worth has every row
-        return {self._prompt_row(self.position + k) for k in range(count)}
+        # two epochs' worth has every row
+        count = min(num_steps * self.prompts_per_step, draws_with_all(self.parts, num_epochs=2))
+        return {drawn_row(self.parts, self.seed, self.position + k) for k in range(count)}
 
     def draw(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The next step on this rank: its U prompts and its B images of them, of P prompts and N images over all ranks.
@@ -393,13 +430,9 @@ class GroupSampler:
         the N, which are numbered prompt by prompt: image i is of prompt i // group_size of the P.
         """
         own, prompt_index = (self.image_index // self.group_size).unique(return_inverse=True)  # own: (U,) of the P
-        rows = [self._prompt_row(self.position + k) for k in own.tolist()]
+        rows = [drawn_row(self.parts, self.seed, self.position + k) for k in own.tolist()]
         self.position += self.prompts_per_step
         return torch.tensor(rows), prompt_index, self.image_index
-
-    def _prompt_row(self, position: int) -> int:
-        epoch = position // self.num_prompts
-        return epoch_order(self.num_prompts, self.seed, epoch)[position % self.num_prompts]
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}

@@ -132,6 +132,9 @@ class SharedArgs:
     """prompts to train on: .txt, one per line; .jsonl, .json or .csv, {"prompt": ...} with any metadata for the
     rewards; .parquet, or a folder of its shards; FILE:FIELD for another field, or your own path/to/file.py:function
     (docs/flow_grpo.md); edits also have an "image" (docs/editing_and_video.md)"""
+    train_shares: Annotated[tuple[int, ...], Bound(at_least=1)] = ()
+    """with several files of train_prompts: the share of each file in the prompts that are drawn, such as 2 1; if none
+    are given, all prompts are drawn equally often"""
     eval_prompts: tuple[str, ...] = (str(ASSETS / "eval_prompts.txt"),)
     """held-out prompts, sampled at every evaluation: files like those of train_prompts. Of several files, the rewards
     of each are logged as well, as val/FILE/REWARD/mean"""
@@ -141,11 +144,14 @@ class SharedArgs:
     # ---- reward
     reward: tuple[str, ...] = ("ocr",)
     """ocr, ocr_contains (a sign's one line), ocr_scene, ocr_scene_contains (text anywhere), jpeg_compressibility,
-    jpeg_incompressibility, preservation (of edits), or your own path/to/file.py:function; pickscore, hpsv2, geneval,
-    clip_score, aesthetic, vlm_judge and http_scorer find models and servers by environment variables (docs/rewards.md)
-    """
+    jpeg_incompressibility, preservation (of edits), or your own path/to/file.py:function, with .KEY behind it if a
+    number that it returns beside "score" is the score; pickscore, hpsv2, geneval, clip_score, aesthetic, vlm_judge and
+    http_scorer find models and servers by environment variables (docs/rewards.md)"""
     reward_weights: tuple[float, ...] = (1.0,)
     """weight of each reward in their sum, the total"""
+    reward_frames: NonNegativeInt = 0
+    """of videos: the score of a built-in reward is the mean over this many frames, evenly spaced; your own rewards get
+    the whole video. 0: built-in rewards refuse videos"""
     reward_failure: Literal["stop", "mask"] = "stop"
     """when a reward cannot score an image, for example because a judge's answer holds no number: stop ends the run;
     mask gives the image its group's mean score and advantage 0, and counts it. A lost server always ends the run"""

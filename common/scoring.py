@@ -1,11 +1,11 @@
 """Rewards: plain functions `(images, prompts, metadata) -> scores`.
 
 images: list of B PIL images (RGB), or of B videos, lists of PIL frames, where the model makes videos; built-in rewards
-score images. prompts: list of B strings. metadata: list of B dicts, the other fields of a .jsonl prompt file. scores: B
-floats, higher is better. A reward that fails raises an exception: it never returns 0 instead. A reward that fails on
-one image alone may return the exception as that image's score; --reward_failure says what follows. A score may also be
-a dict, {"score": 0.5, "read": "4711"}: its other numbers and strings are kept with the image and stand below it in
-pictures, and means of the numbers are logged.
+score images, and with --reward_frames K a video by the mean over K frames. prompts: list of B strings. metadata: list
+of B dicts, the other fields of a .jsonl prompt file. scores: B floats, higher is better. A reward that fails raises an
+exception: it never returns 0 instead. A reward that fails on one image alone may return the exception as that image's
+score; --reward_failure says what follows. A score may also be a dict, {"score": 0.5, "read": "4711"}: its other numbers
+and strings are kept with the image and stand below it in pictures, and means of the numbers are logged.
 
 A reward is called with those images whose prompts ask for it: a prompt's record may name them, "rewards": ["ocr"].
 
@@ -28,10 +28,12 @@ the other images of the call. The function may have attributes:
 On GPUs the rank's own GPU is the current device, in the scoring thread as well. Move a network there by `.to("cuda")`,
 best in fp32, and give it a fixed number of images at a time (common/rewards/clip_score.py shows how and why).
 
-The built-in reward NAME is function NAME of common/rewards/NAME.py; your own is path/to/file.py:function.
+The built-in reward NAME is function NAME of common/rewards/NAME.py; your own is path/to/file.py:function. With .KEY at
+its end, a name takes this number of the reward's dicts as the score. Several such names of a function share one call.
 """
 
 import copy
+import functools
 import importlib
 import math
 import os
@@ -75,6 +77,7 @@ def load_rewards(
     names: Sequence[str],
     reward_weights: Sequence[float] | None = None,
     num_frames: int = 1,
+    reward_frames: int = 0,
     *,
     option: str = "--reward",
     trained: dict[str, Reward] | None = None,
@@ -83,7 +86,8 @@ def load_rewards(
     """Reward functions by the name under which they are logged; `path/to/file.py:function` loads your own.
 
     reward_weights: one for each; None where `trained` rewards, but for relative ones, come first in the result, and
-    these only score evaluations. load: call the `load` of those that have one.
+    these only score evaluations. reward_frames: of how many frames a built-in reward scores a video of num_frames; 0:
+    of none. load: call the `load` of those that have one.
 
     Raises:
         ValueError: in one line, for an unknown reward, a missing file or function, a wrong number of weights, two
@@ -91,23 +95,62 @@ def load_rewards(
     """
     functions: dict[str, Reward] = {}
     use_own_gpu()  # before a user's file is imported, which may load a network
+    if reward_frames and not reward_frames <= num_frames > 1:
+        told = f"needs videos of as many frames; --num_frames is {num_frames}"
+        raise ValueError(f"--reward_frames {reward_frames}: {told}")
     if reward_weights is not None and len(reward_weights) != len(names):
         raise ValueError(f"--reward_weights: {len(reward_weights)} weights for {len(names)} rewards; give one for each")
     for name in names:
-        if name in built_in_rewards() and num_frames > 1:
-            raise ValueError(f"{option} {name}: scores images, not the videos of --num_frames {num_frames}")
+        of_images = split_key(name)[0] in built_in_rewards() and num_frames > 1
+        if of_images and not reward_frames:
+            advice = "--reward_frames 3 takes the mean over three frames"
+            raise ValueError(f"{option} {name}: scores images, not the videos of --num_frames {num_frames}; {advice}")
         log_name = name.rpartition(":")[2]
         if log_name in functions or log_name in (trained or {}):
             raise ValueError(f"{option} {' '.join(names)}: two rewards are named {log_name}")
         functions[log_name] = find_reward(name, option)
+        if of_images:
+            functions[log_name] = of_frames(functions[log_name], reward_frames)
+            print_message(f"{option} {name}: of a video, the mean over {reward_frames} of its {num_frames} frames")
     for name in (RECORDED | {TOTAL}) & functions.keys():
         raise ValueError(f"{option} {' '.join(names)}: a run records something else as {name}: rename the function")
-    for name, function in functions.items():
-        if load and hasattr(function, "load"):
+    for name, function in functions.items() if load else ():
+        same = [other for other, of in {**(trained or {}), **functions}.items() if of is function]
+        if same[0] == name and hasattr(function, "load"):  # of several scores of a function the first name
             with error_prefix(f"{option} {name}", Exception):
                 function.load()
     absolute = {name: function for name, function in (trained or {}).items() if not is_relative(function)}
     return absolute | functions
+
+
+@functools.cache  # one function for each, as several scores of a reward share a call
+def of_frames(reward: Reward, count: int) -> Reward:
+    """A reward of videos: the mean of a reward of images over `count` frames, the middles of as many equal parts.
+
+    Strings beside the scores are joined by " | ". A video of which one frame failed has failed.
+    """
+
+    @functools.wraps(reward)  # with its `check`, `load` and other attributes
+    def of_videos(videos: Any, prompts: list[str], metadata: list[dict]) -> list[dict | Exception]:
+        rows = [row for row in range(len(videos)) for _ in range(count)]
+        frames = [video[(2 * i + 1) * len(video) // (2 * count)] for video in videos for i in range(count)]
+        returned = reward(frames, [prompts[row] for row in rows], [metadata[row] for row in rows])
+        return [_mean_of_frames(returned[i : i + count]) for i in range(0, len(rows), count)]
+
+    return of_videos
+
+
+def _mean_of_frames(returned: Sequence) -> dict | Exception:
+    """What a video gets of what a reward returned for its frames."""
+    for entry in returned:
+        if isinstance(entry, Exception):
+            return entry
+    given = [entry if isinstance(entry, dict) else {"score": entry} for entry in returned]
+    found: dict = {}
+    for key in given[0]:
+        values = [_scalar(entry[key]) for entry in given]
+        found[key] = " | ".join(values) if isinstance(values[0], str) else sum(values) / len(values)
+    return found
 
 
 def is_relative(reward: Reward) -> bool:
@@ -115,17 +158,25 @@ def is_relative(reward: Reward) -> bool:
     return getattr(reward, "relative", False)
 
 
+def split_key(name: str) -> tuple[str, str]:
+    """A reward's name without .KEY, and the key of its score in the dicts that it returns, by default "score"."""
+    file, colon, function = name.rpartition(":")
+    function, dot, key = function.partition(".")
+    return f"{file}{colon}{function}", key if dot else "score"
+
+
 def find_reward(name: str, option: str = "--reward") -> Reward:
     """The function of one reward; raises load_rewards' ValueError where there is none."""
     if ":" in name:
-        function = load_function(name, option)
+        function = load_function(split_key(name)[0], option)
         if option == "--eval_reward" and is_relative(function):
             raise ValueError(f"{option} {name}: is relative, so it says nothing of an evaluation")
         return function
-    if name not in built_in_rewards():
+    file = split_key(name)[0]
+    if file not in built_in_rewards():
         known = ", ".join(built_in_rewards())
         raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
-    return getattr(importlib.import_module(f"common.rewards.{name}"), name)
+    return getattr(importlib.import_module(f"common.rewards.{file}"), file)
 
 
 def reward_settings(rewards: dict[str, Reward]) -> dict[str, dict[str, str]]:
@@ -259,18 +310,20 @@ def score_images(
 
     NOT_ASKED where the prompt does not ask for the reward, which does not see the image then. NaN, with reward_failure
     "mask", where a reward gave an exception instead of a score. What a reward returned beside the scores, in dicts, is
-    added to the B details, where they are given.
+    added to the B details, where they are given; of a function with several names, to the first that a prompt asks for.
 
     Raises:
         RunError: naming the reward that raised, gave the wrong number of scores, or a score that is not finite; with
             "stop" also one that gave an exception instead of a score.
     """
     scores = torch.full((len(prompt_set), len(rewards)), NOT_ASKED, dtype=torch.float64)
-    for column, (name, function) in enumerate(rewards.items()):
-        rows = prompt_set.asking(name)
+    for function in {id(function): function for function in rewards.values()}.values():  # each once
+        columns = {name: column for column, name in enumerate(rewards) if rewards[name] is function}
+        rows = sorted({row for name in columns for row in prompt_set.asking(name)})
         if not rows:
             continue
         asking = prompt_set.select(rows)
+        names = ", ".join(columns)
         began_in = os.getcwd()
         try:
             # copies, so that no reward sees what another one did to them
@@ -278,13 +331,25 @@ def score_images(
             returned = function(copies, list(asking.prompts), asking.for_rewards())
         except BaseException as error:  # sys.exit(0) and asyncio's CancelledError are no Exception
             told = describe(error, own_folder(function))
-            raise RunError(f"reward {name} raised {told}") from error
+            raise RunError(f"reward {names} raised {told}") from error
         if os.getcwd() != began_in:
-            raise RunError(f"reward {name} changed the working directory, which the run's paths begin at")
-        scores[rows, column], found = _read_scores(name, returned, asking.prompts, reward_failure)
-        for row, values in zip(rows, found, strict=True):
-            if details is not None and values:
-                details[row][name] = values
+            raise RunError(f"reward {names} changed the working directory, which the run's paths begin at")
+        if hasattr(returned, "tolist"):  # an array of NumPy, a tensor
+            returned = returned.tolist()
+        if not isinstance(returned, list | tuple) or len(returned) != len(rows):
+            form = f"{len(returned)} things in a " if isinstance(returned, list | tuple) else "a "
+            form += f"{type(returned).__name__} for {len(rows)} images"
+            raise RunError(f"reward {names}: it returned {form}; return a list of a number for each image")
+        entries = dict(zip(rows, returned, strict=True))
+        keys = {split_key(name)[1] for name in columns}
+        for name, column in columns.items():
+            own = prompt_set.asking(name)
+            prompts = prompt_set.select(own).prompts
+            scores[own, column], found = _read_scores(name, [entries[row] for row in own], prompts, reward_failure)
+            for row, values in zip(own, found, strict=True):
+                beside = {key: value for key, value in values.items() if key not in keys}
+                if details is not None and beside and not columns.keys() & details[row].keys():
+                    details[row][name] = beside
     return scores
 
 
@@ -320,15 +385,11 @@ def score_pixels(rewards: dict[str, Reward], pixels: torch.Tensor, prompt_set: P
     return scores
 
 
-def _read_scores(name: str, returned: Any, prompts: list[str], reward_failure: str) -> tuple[torch.Tensor, list[dict]]:
-    """What reward `name` returned for B images: the scores (B,) in fp64, NaN for the exceptions among them; and what
-    stands beside each score."""
-    if hasattr(returned, "tolist"):  # an array of NumPy, a tensor
-        returned = returned.tolist()
-    if not isinstance(returned, list | tuple) or len(returned) != len(prompts):
-        form = f"{len(returned)} things in a " if isinstance(returned, list | tuple) else "a "
-        form += f"{type(returned).__name__} for {len(prompts)} images"
-        raise RunError(f"reward {name}: it returned {form}; return a list of a number for each image")
+def _read_scores(name: str, returned: Sequence, prompts: list[str], reward_failure: str) -> tuple[torch.Tensor, list]:
+    """What reward `name` returned for B images: the scores (B,) in fp64, NaN for the exceptions among them; and a dict
+    of what stands beside each score."""
+    key = split_key(name)[1]
+    what = "the score" if key == "score" else f'"{key}"'
     scores = torch.full((len(prompts),), math.nan, dtype=torch.float64)
     details: list[dict] = [{} for _ in prompts]
     failures = {}  # by the image's place
@@ -338,15 +399,15 @@ def _read_scores(name: str, returned: Any, prompts: list[str], reward_failure: s
             continue
         given = entry if isinstance(entry, dict) else {"score": entry}
         values = {key: _scalar(value) for key, value in given.items()}
-        score = values.pop("score", None)
+        score = values.pop(key, None)
         image = f"reward {name}: image {i} (prompt: {prompts[i]})"
         if not _is_number(score):
-            raise RunError(f"{image}: the score must be a finite number or an exception, got {truncate(repr(score))}")
-        for key, value in values.items():
-            if key in LOGGED:
-                raise RunError(f'{image}: "{key}" is logged of each reward; give it another name')
+            raise RunError(f"{image}: {what} must be a finite number or an exception, got {truncate(repr(score))}")
+        for other, value in values.items():
+            if other in LOGGED:
+                raise RunError(f'{image}: "{other}" is logged of each reward; give it another name')
             if not (_is_number(value) or isinstance(value, str)):
-                raise RunError(f'{image}: "{key}" must be a finite number or a string, got {truncate(repr(value))}')
+                raise RunError(f'{image}: "{other}" must be a finite number or a string, got {truncate(repr(value))}')
         scores[i] = score
         details[i] = values
     if failures:
@@ -373,7 +434,7 @@ def _is_number(value: object) -> bool:
 
 def offload_rewards(rewards: dict[str, Reward]) -> None:
     """Run the `offload` of those rewards that have one."""
-    for function in rewards.values():
+    for function in {id(function): function for function in rewards.values()}.values():  # each once
         if hasattr(function, "offload"):
             function.offload()
 

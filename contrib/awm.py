@@ -134,9 +134,10 @@ def check(args: Args) -> Args:
 
 def prepare(args: Args) -> Inputs:
     """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
-    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)  # eval_rewards begin with these
-    eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
-    train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards)
+    frames = (args.num_frames, args.reward_frames)  # of a video, and scored by built-in rewards
+    rewards = load_rewards(args.reward, args.reward_weights, *frames)  # eval_rewards begin with these
+    eval_rewards = load_rewards(args.eval_reward, None, *frames, option="--eval_reward", trained=rewards)
+    train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
@@ -614,8 +615,8 @@ def main(args: Args, inputs: Inputs) -> None:
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
     choose_adam_kernel(optimizer, model)  # foreach for a LoRA, fused for full weights
-    num_rows = len(inputs.train_set)
-    sampler = GroupSampler(num_rows, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
+    parts = inputs.train_set.parts  # (prompts, share) of each file
+    sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
     if engine:  # push the policy for the first time, and prove that a push acts and that the engine samples as we do
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])

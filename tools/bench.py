@@ -220,7 +220,7 @@ def write(
 def run(args: argparse.Namespace) -> str:
     """Sample and score what is missing, each rank its share. Returns the tables, on rank 0, which writes them."""
     options = options_of(args)
-    rewards = load_rewards(args.reward, None, options["num_frames"])
+    rewards = load_rewards(args.reward, None, options["num_frames"], options["reward_frames"])
     for name, function in rewards.items():
         if is_relative(function) or getattr(function, "whole_group", False):
             raise ValueError(f"--reward {name}: compares the images of a group; a bench scores each image alone")

@@ -180,7 +180,8 @@ def disk_line(blueprint: Blueprint, w: Workload, options: dict[str, Any], num_ev
             parts.append(f"{w.prompt_cache} at most {size(each)} for each prompt of the pairs")
         else:
             limit = options.get("num_pair_prompts", options["num_steps"] * w.num_prompts)
-            drawn = min(len(read_prompts(options["train_prompts"])), limit) + num_eval_prompts + 1  # and the empty one
+            train_set = read_prompts(options["train_prompts"], shares=options["train_shares"])
+            drawn = len(train_set.first_drawn(limit, options["seed"])) + num_eval_prompts + 1  # and the empty one
             parts.append(f"{w.prompt_cache} at most {size(drawn * each)} for {drawn:,} prompts")
     return f"disk: {', '.join(parts)}"
 

@@ -27,7 +27,7 @@ OF_SAMPLING: tuple[str, ...] = (
     "max_sequence_length",
     "negative_prompt",
 )
-OF_SAMPLING += ("num_frames", "dtype", "vae_dtype", "base_weights")
+OF_SAMPLING += ("num_frames", "reward_frames", "dtype", "vae_dtype", "base_weights")
 
 
 def short_digest(text: str) -> str:

@@ -474,6 +474,52 @@ def test_the_prompts_of_the_first_draws_are_known_before_them(num_steps, expecte
     assert len(found) == expected and found == drawn[:expected] and set(found) == set(drawn)
 
 
+SHARED = SETTINGS | {"num_prompts": [(7, 2), (3, 3), (10, 1)]}  # rows 0 to 6, 7 to 9 and 10 to 19
+
+
+def test_files_take_turns_by_their_shares_each_in_epochs_of_its_own():
+    """Over 180 prompts: of every 6 in a row 2, 3 and 1, not file after file; another order in each epoch of a file."""
+    sampler = group_sampler(**SHARED)
+    stream = torch.cat([sampler.draw()[0] for _ in range(45)]).tolist()
+    files = ["abc"[(row > 6) + (row > 9)] for row in stream]
+    turns = {"".join(files[start : start + 6]) for start in range(175)}
+    assert {"".join(sorted(turn)) for turn in turns} == {"aabbbc"} and "babbac" not in turns and len(turns) == 6
+    assert "".join(files[:6]) == "babcab"
+    for file, first, count in (("a", 0, 7), ("b", 7, 3), ("c", 10, 10)):
+        rows = [row for row, of in zip(stream, files, strict=True) if of == file]
+        epochs = [rows[start : start + count] for start in range(0, len(rows) - count, count)]
+        assert all(sorted(epoch) == list(range(first, first + count)) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) > 1
+    assert sampler.epoch == 9 and stream != torch.cat([group_sampler(**SETTINGS).draw()[0] for _ in range(45)]).tolist()
+    twins = group_sampler(**SETTINGS | {"num_prompts": [(20, 1), (20, 1)]})
+    both = torch.cat([twins.draw()[0] for _ in range(10)]).view(20, 2)
+    assert (both[:, 0] + 20 != both[:, 1]).any()  # files of one length have orders of their own
+
+
+def test_one_file_is_drawn_as_without_shares():
+    whole, one, shared = (group_sampler(**SETTINGS | {"num_prompts": n}) for n in (20, [(20, 1)], [(20, 5)]))
+    for _ in range(20):
+        assert whole.draw()[0].tolist() == one.draw()[0].tolist() == shared.draw()[0].tolist()
+    assert PromptSet(["p"] * 20, [{}] * 20).parts == [(20, 1)]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 10, 15, 40])
+def test_draws_by_shares_are_known_before_them_on_every_rank_and_after_a_resume(num_steps):
+    prompts = [f"prompt {row}" for row in range(20)]
+    sampler = group_sampler(**SHARED)
+    rows = [row for _ in range(num_steps) for row in sampler.draw()[0].tolist()]
+    known = PromptSet(prompts, [{}] * 20, shares=SHARED["num_prompts"]).first_drawn(num_steps * 4, SHARED["seed"])
+    assert known.prompts == [f"prompt {row}" for row in dict.fromkeys(rows)]
+    assert (len(known) == 20) == (num_steps in (15, 40))  # 60 draws have the ten prompts of the last file
+    ranks = [group_sampler(**SHARED, num_mini_batches=2, rank=rank, world_size=2) for rank in (0, 1)]
+    for rank in ranks:
+        rank.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    upcoming = sampler.upcoming(num_steps)
+    rows = [row for _ in range(num_steps) for row in sampler.draw()[0].tolist()]
+    of_ranks = [row for _ in range(num_steps) for rank in ranks for row in rank.draw()[0].tolist()]
+    assert upcoming == set(rows) == set(of_ranks)
+
+
 def test_state_does_not_depend_on_the_number_of_ranks():
     one, two = group_sampler(**SETTINGS), group_sampler(**SETTINGS, rank=1, world_size=2)
     one.draw(), two.draw()

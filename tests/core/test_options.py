@@ -48,12 +48,12 @@ OUTSIDE_AND_INSIDE = {  # of each bound that an option can have
 }
 OPTIONS_BY_BOUND = {
     "at least 0": """max_minutes shard_ranks save_every lora_rank
-        save_rollouts weight_decay max_prompts engine_devices sde_window_size kl_coef num_steps
+        save_rollouts weight_decay max_prompts engine_devices reward_frames sde_window_size kl_coef num_steps
         learning_rate micro_batch_size""",
     "at least 1": """keep_checkpoints image_size num_frames max_sequence_length lora_alpha eval_every
         eval_num_inference_steps eval_guidance_scale eval_images_per_prompt
         rollout_batch_size num_prompts guidance_scale updates_per_rollout
-        epochs_per_rollout iters_per_group update_interval num_pair_prompts num_pairs profile_steps""",
+        epochs_per_rollout iters_per_group update_interval num_pair_prompts num_pairs profile_steps train_shares""",
     "at least 2": "group_size num_inference_steps",
     "above 0": """adam_eps max_grad_norm noise_level clip_range adv_clip_max nft_beta dpo_beta""",
     "above 0 and at most 1": "timestep_fraction",
@@ -84,8 +84,9 @@ def test_every_number_has_a_bound_and_is_held_to_it(script):
     bounds = {name: bound for bound, names in OPTIONS_BY_BOUND.items() for name in names.split()}
 
     def options_with(name, value):
-        is_tuple = isinstance(getattr(args_class(), name), tuple)
-        return replace(args_class(), **{name: (value, value) if is_tuple else value})
+        default = getattr(args_class(), name)
+        values = (value,) * max(1, len(default)) if isinstance(default, tuple) else value
+        return replace(args_class(), **{name: values})
 
     for name, is_float in numeric_options(args_class).items():
         bound = OTHER_BOUNDS.get((script, name), bounds.get(name))

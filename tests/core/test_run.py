@@ -536,7 +536,7 @@ def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monke
     monkeypatch.setattr("common.run_record.NUM_PIECES", 2)  # a file of more than 2 MiB is read in two pieces
     load_rewards(["mine.py:mine"], load=False)
     load_function("mine_too.py:mine", "--sde_type")
-    options = OPTIONS | {"reward": ("mine.py:mine",), "sde_type": "mine_too.py:mine", "model": "model"}
+    options = OPTIONS | {"reward": ("mine.py:mine.style",), "sde_type": "mine_too.py:mine", "model": "model"}
     options |= {"eval_prompts": "p.txt", "reward_settings": {"vlm_judge": {"VLM_JUDGE_PROMPT": "question.txt"}}}
     contents = find_contents(options)
     create_run_folder(tmp_path / "run", options, __file__, None, contents)

@@ -8,7 +8,7 @@ from common.evaluation import detail_metrics, metrics_by_field, sample_records
 from common.images import open_png
 from common.inputs import check_field
 from common.plots import save_samples
-from common.scoring import Scorer, load_rewards, score_images
+from common.scoring import NOT_ASKED, Scorer, load_rewards, of_frames, score_images
 from tests.conftest import TINY, few_eval_prompts, on_ranks, read_metrics, run_here
 
 import numpy as np
@@ -67,6 +67,85 @@ def test_scalars_of_numpy_and_torch_are_numbers():
     scores = score_images({"odd": lambda *_: scored}, IMAGES, PROMPTS, "stop", details)
     assert scores.tolist() == [[0.5], [1], [0.25]]
     assert json.loads(json.dumps(details)) == [{"odd": {"n": 3}}, {"odd": {"n": 2.5}}, {}]
+
+
+HEAD = """
+calls = {"head": 0, "load": 0, "offload": 0}
+
+def head(images, prompts, metadata):
+    calls["head"] += 1
+    reds = [image.getpixel((0, 0))[0] for image in images]
+    return [{"score": red / 10, "style": red * 2, "red": red} if red < 30 else ValueError("too red") for red in reds]
+
+head.load = lambda: calls.update(load=calls["load"] + 1)
+head.offload = lambda: calls.update(offload=calls["offload"] + 1)
+"""
+
+
+@pytest.mark.fast
+def test_two_scores_of_a_reward_come_from_one_call(tmp_path, monkeypatch):
+    """The first prompt asks for both, the second for the score alone; on the third the reward fails."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "heads.py").write_text(HEAD)
+    trained = load_rewards(["heads.py:head.style", "heads.py:head.score"], [1.0, 0.5])
+    rewards = load_rewards(["heads.py:head.red"], None, option="--eval_reward", trained=trained)
+    assert [*trained] == ["head.style", "head.score"] and [*rewards] == [*trained, "head.red"]
+    calls = trained["head.style"].__globals__["calls"]
+    prompts = PromptSet(PROMPTS.prompts, [{}, {"rewards": ["head.score"]}, {}])
+    scorer = Scorer(trained, prompts, "mask")
+    scorer.add([0, 1, 2], IMAGES)
+    scores = scorer.scores([0, 1, 2], 1)
+    assert scores[:2].tolist() == [[20, 1], [NOT_ASKED, 2]] and scores[2].isnan().all()
+    assert scorer.details == [{"head.style": {"red": 10}}, {"head.score": {"red": 20}}, {}]
+    assert calls == {"head": 1, "load": 1, "offload": 1}
+    details = [{}, {}, {}]
+    scores = score_images(rewards, IMAGES[:2], PROMPTS.select([0, 1]), "stop", details[:2])
+    assert scores.tolist() == [[20, 1, 10], [40, 2, 20]] and details == [{}, {}, {}] and calls["head"] == 2
+    with pytest.raises(RunError, match=r'^reward head.hue: image 0 \(prompt: first\): "hue" must be a finite number'):
+        score_images(load_rewards(["heads.py:head.hue"], [1.0]), IMAGES[:1], PROMPTS.select([0]))
+
+
+@pytest.mark.fast
+def test_a_built_in_reward_scores_frames_of_videos(tmp_path, monkeypatch, capfd):
+    """Of seven frames the second, fourth and sixth; a user's own reward gets all of them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "whole.py").write_text("def whole(images, prompts, metadata):\n    return [len(v) for v in images]\n")
+    monkeypatch.setattr("common.rewards.jpeg_compressibility.jpeg_compressibility", redness)
+    of_frames.cache_clear()
+    names = ["jpeg_compressibility.score", "jpeg_compressibility.red", "whole.py:whole"]
+    rewards = load_rewards(names, [1.0] * 3, 7, 3)
+    assert "jpeg_compressibility.red: of a video, the mean over 3 of its 7 frames" in capfd.readouterr().err
+    videos = [[Image.new("RGB", (4, 2), (level + 10 * k**2, 0, 0)) for k in range(7)] for level in (0, 1)]
+    details = [{}, {}]
+    scores = score_images(rewards, videos, PROMPTS.select([0, 2]), "stop", details)
+    reds = [(10 + 90 + 250) / 3 + level for level in (0, 1)]
+    assert scores.tolist() == [[pytest.approx(red / 10), pytest.approx(red), 7] for red in reds]
+    assert details[0] == {"jpeg_compressibility.score": {"said": "10 of red | 90 of red | 250 of red"}}
+    failing = of_frames(lambda images, *_: [0.5, 0.25, 1, ValueError("no")], 2)
+    scores = score_images({"odd": failing}, videos, PROMPTS.select([0, 2]), "mask")
+    assert scores[0].tolist() == [0.375] and scores[1].isnan()
+    for frames, told in (((7, 8), "--num_frames is 7"), ((1, 1), "--num_frames is 1")):
+        with pytest.raises(ValueError, match=rf"^--reward_frames {frames[1]}: needs videos .*{told}"):
+            load_rewards(names[2:], [1.0], *frames)
+
+
+TWO_SCORES = """
+def light(images, prompts, metadata):
+    lights = [sum(image.convert("L").tobytes()) / 1e6 for image in images]
+    return [{"score": light, "style": 1 - light} for light in lights]
+"""
+
+
+def test_the_scores_of_a_reward_have_weights_of_their_own(tmp_path):
+    (tmp_path / "two_scores.py").write_text(TWO_SCORES)
+    options = [*TINY, "--rollout", "local", *few_eval_prompts(tmp_path), "--num_steps", 1]
+    options += ["--reward", "two_scores.py:light.style", "two_scores.py:light.score", "--reward_weights", 1, 0.5]
+    assert run_here(tmp_path, "flow_grpo.py", *options, "--best_by", "val/light.style/mean") is None
+    before, after = read_metrics(next((tmp_path / "runs").iterdir()))
+    totals = (before, "val", "val/weighted_total/mean"), (after, "critic/rewards", "critic/rewards/mean")
+    for row, prefix, total in totals:
+        style, score = (row[f"{prefix}/light.{key}/mean"] for key in ("style", "score"))
+        assert style + score == pytest.approx(1) and row[total] == pytest.approx(style + score / 2)
 
 
 @pytest.mark.fast

@@ -230,6 +230,8 @@ def test_each_held_out_file_has_metrics_of_its_own(monkeypatch):
     [
         (["--eval_prompts", "x.txt", "more/x.jsonl"], "--eval_prompts: two files are named x, and so would be their"),
         (["--train_prompts"], "--train_prompts: needs a file"),
+        (["--train_shares", 2, 1], "--train_shares: 2 shares for 1 files of --train_prompts; give one for each"),
+        (["--train_shares", 0], "--train_shares 0: must be at least 1"),
         (["--eval_prompts", "x.txt", "y.txt", "--best_by", "val/z/ocr/mean"], "no evaluation logs val/z/ocr/mean"),
     ],
 )
@@ -258,16 +260,19 @@ def write_prompts(folder, name, records):
 
 @pytest.mark.parametrize("script", ["flow_grpo.py", "dpo_offline.py", "contrib/online_dpo.py"])
 def test_a_run_trains_each_prompt_on_its_rewards(tmp_path, script):
-    """The rewards refuse prompts of the other kind. Two held-out files ask for one of them."""
+    """The rewards refuse prompts of the other kind. Two held-out files ask for one of them.
+
+    Of three prompts in a row the second is of the second file: one of the two that offline DPO makes pairs of.
+    """
     (tmp_path / "mine.py").write_text(REWARDS)
     both = [("a bright sign", ["bright"]), ("a red sign", ["red"]), ("a bright red sign", ["red", "bright"])]
     options = ["--reward", "mine.py:bright", "mine.py:red", "--reward_weights", 1, 2, "--num_steps", 2]
-    options += ["--train_prompts", write_prompts(tmp_path, "one.jsonl", both[:1])]
-    options += [write_prompts(tmp_path, "more.jsonl", both[1:])]
+    options += ["--train_prompts", write_prompts(tmp_path, "more.jsonl", both[1:])]
+    options += [write_prompts(tmp_path, "one.jsonl", both[:1]), "--train_shares", 2, 1]
     evaluated = [write_prompts(tmp_path, f"{name}.jsonl", [(f"a red {name}", ["red"])] * 2) for name in ("mug", "hat")]
     options += ["--eval_prompts", *evaluated, "--best_by", "val/hat/red/mean"]
     if script == "dpo_offline.py":
-        options += ["--num_pair_prompts", 3, "--group_size", 4, "--num_pairs", 3]
+        options += ["--num_pair_prompts", 2, "--group_size", 4, "--num_pairs", 2]
     else:
         options += [*TINY, "--rollout", "local", "--save_rollouts", 1, "--num_prompts", 3]
     options += ["--num_inference_steps", 2, "--eval_num_inference_steps", 1]
@@ -278,7 +283,10 @@ def test_a_run_trains_each_prompt_on_its_rewards(tmp_path, script):
     assert rows[2]["val/mug/red/mean"] + rows[2]["val/hat/red/mean"] == pytest.approx(2 * rows[2]["val/red/mean"])
     assert not [name for name in rows[2] if name.startswith("val/bright")] and rows[2]["actor/grad_norm"] > 0
     assert (run / "best_adapter").is_dir()
-    if script != "dpo_offline.py":
+    if script == "dpo_offline.py":
+        pairs = [json.loads(line) for line in (run / "pairs.jsonl").read_text().splitlines()]
+        assert len(pairs) == 2 and pairs[1]["prompt"] == "a bright sign"
+    else:
         records = [json.loads(line) for line in (run / "rollouts/0001/samples.jsonl").read_text().splitlines()]
         kinds = {record["prompt"]: sorted(record.keys() & {"bright", "red"}) for record in records}
         assert kinds == {prompt: sorted(asked) for prompt, asked in both}

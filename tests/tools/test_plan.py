@@ -548,16 +548,20 @@ def test_a_run_on_gpus_counts_the_pictures_of_its_records(one_rank, monkeypatch)
 
 
 @pytest.mark.fast
-def test_the_disk_of_a_full_model_and_of_a_cache_by_hand():
+def test_the_disk_of_a_full_model_and_of_a_cache_by_hand(tmp_path):
     """Weights and two moments in fp32, an average; adapters in bf16. 3 held-out prompts, the empty one, 8 drawn."""
     blueprint = blueprint_of(EMBEDDED, 0, torch.bfloat16)
     w = replace(SMALL, policies=("trained", "average"), prompt_cache="kept", num_prompts=4, max_sequence_length=16)
     options = {"keep_checkpoints": 3, "num_steps": 2, "train_prompts": ROOT / "assets" / "train_prompts.txt"}
+    options |= {"train_shares": (), "seed": 1}
     checkpoint = 4 * blueprint.num_weights * 4 / 1e6
     adapter = 2 * blueprint.num_weights / 1e6
     cached = 12 * blueprint.conditioning_bytes(16, (32, 96)) / 1e6
     expected = f"disk: checkpoints 3 x {checkpoint:.1f} MB, adapter/ and best_adapter/ {2 * adapter:.1f} MB, "
     assert plan.disk_line(blueprint, w, options, 3) == expected + f"kept at most {cached:.1f} MB for 12 prompts"
+    (tmp_path / "two.txt").write_text("a sign\na mug\n")
+    files = {"train_prompts": (options["train_prompts"], tmp_path / "two.txt"), "train_shares": (1, 1)}
+    assert plan.disk_line(blueprint, w, options | files, 3).endswith("for 10 prompts")  # 4 and 2 are drawn
     line = plan.disk_line(blueprint, w, options | {"pairs": "mine.jsonl"}, 3)
     assert line.endswith("MB for each prompt of the pairs")
 
