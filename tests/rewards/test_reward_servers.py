@@ -747,36 +747,7 @@ def test_published_scorers_ask_their_packages(name, package, serve, tmp_path, mo
         monkeypatch.delitem(sys.modules, package)
 
 
-JUDGED = ROOT / "tools" / "judged_rewards.py"
-
-
-@fast
-def test_unified_reward_2_is_the_mean_of_three_lines(serve, tmp_path, monkeypatch):
-    answers = [
-        "Alignment Score (1-5): 2.694\nCoherence Score (1-5): 2.371\nStyle Score (1-5): 2.8025\n",
-        "Alignment Score (1-5): 2\nStyle Score (1-5): 3",  # two of three
-        "Alignment Score (1-5): 2\nCoherence Score (1-5): 7\nStyle Score (1-5): 3",
-        "Alignment Score (1-5): 5\nCoherence Score (1-5): 4\nStyle Score (1-5): 3",
-    ]
-
-    def answer(path, body):
-        if body is None:
-            return good_answer("vlm_judge", path, body)
-        return 200, completion(answers[number(shown("vlm_judge", body)[0])])
-
-    reward = f"{JUDGED}:unified_reward_2"
-    monkeypatch.delenv("VLM_JUDGE_PROMPT", raising=False)
-    serve("vlm_judge", answer, load=False)
-    with pytest.raises(ValueError, match="VLM_JUDGE_PROMPT: must name a file with the model's question"):
-        load_rewards([reward], [1])
-    (tmp_path / "question.txt").write_text("Text Caption: [{prompt}]")
-    server, _ = serve("vlm_judge", answer, load=False, PROMPT=tmp_path / "question.txt")
-    details = [{} for _ in IMAGES]
-    scores = score_images(load_rewards([reward], [1]), IMAGES, PROMPTS, "mask", details)[:, 0].tolist()
-    assert scores == pytest.approx([(2.694 + 2.371 + 2.8025) / 3, math.nan, math.nan, 4], nan_ok=True)
-    assert details[3]["unified_reward_2"] == {"alignment": 5, "coherence": 4, "style": 3}
-    asked = [body["messages"][0]["content"][-1]["text"] for _, body, _ in server.requests]
-    assert sorted(asked) == [f"Text Caption: [prompt {i}]" for i in range(4)]
+JUDGED = ROOT / "tools" / "geneval2.py"
 
 
 @fast

@@ -1,23 +1,14 @@
-"""UnifiedReward 2 and GenEval2: rewards that ask a vision-language model which vLLM serves, by vlm_judge's settings.
-
-    vllm serve CodeGoat24/UnifiedReward-2.0-qwen3vl-8b --port 8000
-    export VLM_JUDGE_URL=http://127.0.0.1:8000/v1 VLM_JUDGE_MODEL=CodeGoat24/UnifiedReward-2.0-qwen3vl-8b
-    export VLM_JUDGE_PROMPT=question.txt
-    python -m tools.bench ... --prompts drawbench.txt --reward tools/judged_rewards.py:unified_reward_2
+"""GenEval2: a reward that asks a vision-language model which vLLM serves, by vlm_judge's settings.
 
     vllm serve Qwen/Qwen3-VL-8B-Instruct --port 8000
     export VLM_JUDGE_URL=http://127.0.0.1:8000/v1 VLM_JUDGE_MODEL=Qwen/Qwen3-VL-8B-Instruct
-    python -m tools.bench ... --prompts geneval2_data.jsonl --reward tools/judged_rewards.py:geneval2
+    python -m tools.bench ... --prompts geneval2_data.jsonl --reward tools/geneval2.py:geneval2
 
-question.txt is UnifiedReward's own question: the text in CodeGoat24/UnifiedReward,
-inference_qwen/UnifiedReward-2.0-inference/point_score_ACS_image_generation.py, with {prompt} for the caption. The
-records of GenEval2 are those of facebookresearch/GenEval2, whose evaluation.py we read at a6e82d2. Both were tried with
-a stand-in for the server, never with these models.
+The records are those of facebookresearch/GenEval2, whose evaluation.py we read at a6e82d2. It was tried with a stand-in
+for the server, never with this model.
 """
 
 import math
-import os
-import re
 from typing import Any
 
 from common.rewards import vlm_judge as judge
@@ -25,27 +16,8 @@ from common.rewards._json_http import RefusedRequest, ServerError, ask, ask_for_
 
 from PIL.Image import Image
 
-AXES = ("alignment", "coherence", "style")
-LINE = re.compile(r"^\s*(Alignment|Coherence|Style) Score \(1-5\):\s*(\d+(?:\.\d+)?)\s*$", re.MULTILINE | re.IGNORECASE)
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 NUM_TOKENS = 20  # the most probable first tokens of an answer that are asked for: vLLM gives no more by default
-
-
-def unified_reward_2(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[dict | Exception]:
-    """The mean of the model's three scores, each from 1 to 5; they are details as well. It fails on other answers."""
-    question = judge.read_settings().questions[0]
-    asked = [(image, question.replace("{prompt}", prompt)) for image, prompt in zip(images, prompts, strict=True)]
-    limit = {"max_tokens": judge.read_settings().max_tokens}
-    return [choice if isinstance(choice, Exception) else read_axes(choice) for choice in ask_all(asked, limit)]
-
-
-def read_axes(choice: dict) -> dict | Exception:
-    """{"score": mean, and each axis} of an answer, or the ValueError that says what it lacks."""
-    text = str(choice["message"]["content"])
-    found = {axis.lower(): float(number) for axis, number in LINE.findall(text)}
-    if found.keys() != set(AXES) or not all(1 <= score <= 5 for score in found.values()):
-        return ValueError(f"an answer without three scores from 1 to 5: {text[-200:]!r}")
-    return {"score": sum(found.values()) / len(AXES), **found}
 
 
 def geneval2(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[dict | Exception]:
@@ -109,13 +81,6 @@ def ask_all(asked: list[tuple[Image, str]], more: dict) -> list[dict | Exception
     return ask_for_each(ask_one, asked, settings.server.concurrency)
 
 
-def load_with_question() -> None:
-    """Raise ValueError as vlm_judge does, or without a question."""
-    if not os.environ.get("VLM_JUDGE_PROMPT"):
-        raise ValueError("VLM_JUDGE_PROMPT: must name a file with the model's question: see tools/judged_rewards.py")
-    judge.load()
-
-
 def check_questions(record: dict) -> None:
     """Raise ValueError for a record without GenEval2's questions."""
     pairs = record.get("vqa_list")
@@ -129,8 +94,6 @@ def is_pair(value: object) -> bool:
 
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
-unified_reward_2.settings = ("VLM_JUDGE_URL", "VLM_JUDGE_MODEL", "VLM_JUDGE_PROMPT")  # type: ignore[attr-defined]
-unified_reward_2.load = load_with_question  # type: ignore[attr-defined]
 geneval2.settings = ("VLM_JUDGE_URL", "VLM_JUDGE_MODEL")  # type: ignore[attr-defined]
 geneval2.load = judge.load  # type: ignore[attr-defined]
 geneval2.check_metadata = check_questions  # type: ignore[attr-defined]
