@@ -262,8 +262,7 @@ BAD = {  # one or two of each stage of a start; tests/core/test_options.py has a
     # the family
     "--image_size 32 94": "--image_size 32 94: must be multiples of 8",
     "--image_size 100000 96": "--image_size 100000 96: this model has positions for ",
-    "--rollout_correction nonsense --rollout vllm": "--rollout_correction nonsense: 'nonsense' is not KIND:"
-    "none, or KIND:",
+    "--rollout_correction nonsense --rollout vllm": "--rollout_correction nonsense: 'nonsense' is not KIND:",
     # the LoRA
     "--lora_path no/such": "--lora_path no/such: not a LoRA that can be read: No such file or directory",
     "--lora_path .": "--lora_path .: not a LoRA that can be read: No such file or directory",
