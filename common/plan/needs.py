@@ -129,6 +129,9 @@ def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option ma
             "trained_guidance": 1.0,
             "policies": ("trained", *average, "reference"),
         }
+    known = ("gradient_steps", "timestep_fraction", "sde_window_size")
+    if not set(known) & options.keys():
+        raise ValueError(f"has none of --num_pairs, --{', --'.join(known)}, which say what it trains")
     steps = options["num_inference_steps"]
     if "gradient_steps" in options:  # DRaFT and ReFL sample in the update, and decode what they have sampled there
         num_trained = options["gradient_steps"]
@@ -142,9 +145,6 @@ def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option ma
             "trained_guidance": options["guidance_scale"],
             "policies": ("trained", *average),
         }
-    if "timestep_fraction" not in options and "sde_window_size" not in options:
-        known = "--num_pairs, --gradient_steps, --timestep_fraction, --sde_window_size"
-        raise ValueError(f"has none of {known}, which say what it trains")
     counts = {
         "num_images": options["num_prompts"] * options["group_size"],
         "micro_batch_images": options["micro_batch_size"],

@@ -188,7 +188,7 @@ def test_nan_in_the_weights_is_no_score(name, folder, tmp_path, monkeypatch):
     model.save_pretrained(tmp_path)
     monkeypatch.setenv("PICKSCORE_MODEL", str(tmp_path))
     monkeypatch.setenv("CLIP_SCORE_MODEL", str(tmp_path))
-    with pytest.raises(RunError, match=f"reward {name}: score nan for image 0"):
+    with pytest.raises(RunError, match=f"reward {name}: image 0 .*: the score must be a finite number or an exception, got nan"):
         score_images({name: REWARDS[name]}, IMAGES, PromptSet(PROMPTS, NOTHING))
 
 
@@ -281,7 +281,7 @@ def test_networks_leave_the_gpu_after_a_rollout_if_asked(asked, monkeypatch):
     scorer = Scorer({"clip_score": clip_score}, PromptSet(PROMPTS[:2], [{}] * 2))
     scorer.add([0], IMAGES[:1])
     scorer.add([1], IMAGES[1:2])
-    scorer.scores()
+    scorer.scores([0, 1], 2)
     assert moves == ["the GPU"] * 2 + ["cpu"] * asked
     assert own_device() == torch.device("cpu")
 

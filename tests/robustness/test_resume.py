@@ -233,7 +233,7 @@ def interrupt(script, folder, options, whole):
     elif script == "mix_grpo.py":  # from a checkpoint of another run, for as long as a step
         first = whole / "checkpoints" / "step_000001.pt"
         done = torchrun(folder, script, *options, "--name", NAME, "--resume", first, "--max_minutes", 1e-6)
-        assert f"loaded {first}\n" in done.stdout  # and no option differs
+        assert f"loaded {first}; max_minutes: 0.0 -> 1e-06\n" in done.stdout  # and no other option differs
         return 2
     else:
         torchrun(folder, script, *options, "--name", NAME, "--num_steps", 2)
