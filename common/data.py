@@ -178,7 +178,8 @@ def split_source(source: Path | str) -> tuple[Path, str]:
 def source_name(source: Path | str) -> str:
     """What metrics call the prompts: the function, or the file without .jsonl, a pattern without its *."""
     path, field = split_source(source)
-    return field if path.suffix == ".py" else path.stem.replace("*", "").strip("-_") or path.parent.name
+    name = path.name if path.is_dir() else path.stem  # a folder's may have a dot: v1.5
+    return field if path.suffix == ".py" else name.replace("*", "").strip("-_") or path.parent.name
 
 
 def read_records(source: Path | str) -> list[tuple[str, dict]]:
@@ -330,7 +331,7 @@ def check_sources(num_sources: tuple[int, int], prompt_sets: Sequence[tuple[str,
 
 
 # ---- which images a rollout makes, and which of them are a rank's ----------------------------------------------------
-@functools.lru_cache(maxsize=8)  # two epochs of each of several files
+@functools.lru_cache(maxsize=64)  # two epochs of each of several files
 def epoch_order(num_prompts: int, seed: int, epoch: int, file: int = 0) -> list[int]:
     """The rows of all prompts, or of a file's, in the order in which an epoch draws them."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch + (file << 24))  # torch reads 32 bits

@@ -1,5 +1,6 @@
 """What a script loads before its model, held against the options; and the sizes that options leave open."""
 
+import hashlib
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.data import PromptSet, check_sources
+from common.distributed import gather_objects
 from common.errors import RunError, error_prefix
 from common.images import warn_stretched
 from common.models.family import Family
@@ -205,8 +207,13 @@ def choose_sizes(args: ArgsClass, inputs: Inputs) -> ArgsClass:
     micro_batch_size or shard_ranks is 0. A collective.
 
     Raises:
-        RunError: --micro_batch_size 0 without a GPU.
+        RunError: --micro_batch_size 0 without a GPU; or ranks have read other prompts.
     """
+    for option, prompts in (("train_prompts", inputs.train_set), ("eval_prompts", inputs.eval_set)):
+        if len(set(gather_objects(hashlib.blake2b(repr(prompts).encode()).digest()))) > 1:
+            raise RunError(
+                f"--{option}: ranks have read other prompts, or another order: a function must not change it"
+            )
     if inputs.lora:
         args = replace(args, lora_rank=inputs.lora.config.r, lora_alpha=inputs.lora.config.lora_alpha)
     if args.micro_batch_size and not torch.cuda.is_available():

@@ -444,8 +444,14 @@ def checkpoint_to_resume(run: Path | str, resume: str | None, eval_only: bool = 
     if resume == "latest" and eval_only:
         advice = "let --resume name the run or checkpoint to evaluate"
         raise ValueError(f"--eval_only writes under a new --name: {advice}")
+    if resume == "latest" and not saved_checkpoints(run):
+        record = Path(run) / "args.json"
+        first = json.loads(record.read_text(encoding="utf-8"))["args"].get("resume") if record.is_file() else None
+        if first not in (None, "latest"):  # it would train the model from its beginning
+            raise ValueError(f"--resume latest: {run} has no checkpoint yet: start it with --resume {first} again")
+        return None
     if resume == "latest":
-        return checkpoint_of(run) if saved_checkpoints(run) else None
+        return checkpoint_of(run)
     found = [name for name in RESULTS if (Path(run) / name).exists()]
     if found:
         advice = "choose another --name" + ("" if eval_only else ", or continue it with --resume latest")

@@ -94,7 +94,7 @@ def is_question(variable: str) -> bool:
 def user_code(options: dict[str, Any]) -> dict[str, Path]:
     """By name the .py files that options name as file.py:function, what these have imported from beside them, and the
     judge's question."""
-    named = [re.fullmatch(r"(.+\.py):\w+(\.\w+)?", text) for value in options.values() for text in values_of(value)]
+    named = [re.fullmatch(r"(.+\.py):\w+(\..+)?", text) for value in options.values() for text in values_of(value)]
     files = {Path(match[1]).resolve() for match in named if match}
     folders = {file.parent for file in files}
     for module in list(sys.modules.values()) if folders else []:  # thousands

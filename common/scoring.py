@@ -147,7 +147,7 @@ def _mean_of_frames(returned: Sequence) -> dict | Exception:
             return entry
     given = [entry if isinstance(entry, dict) else {"score": entry} for entry in returned]
     found: dict = {}
-    for key in given[0]:
+    for key in [key for key in given[0] if all(key in entry for entry in given)]:
         values = [_scalar(entry[key]) for entry in given]
         found[key] = " | ".join(values) if isinstance(values[0], str) else sum(values) / len(values)
     return found

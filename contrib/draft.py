@@ -120,17 +120,22 @@ def check(args: Args) -> Args:
             raise ValueError(f"--refl_range {low} {high}: 0 {num_steps} is the widest range of {num_steps} steps")
         if args.gradient_steps > 1:
             raise ValueError(f"--gradient_steps {args.gradient_steps}: --method refl has one, within --refl_range")
+    if args.reward_failure == "mask":
+        raise ValueError("--reward_failure mask: a gradient has no image to leave out; stop is what DRaFT does")
     return replace(args, micro_batch_size=micro_batch_size)
 
 
 def prepare(args: Args) -> Inputs:
     """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
-    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames)  # eval_rewards begin with these
+    frames = (args.num_frames, args.reward_frames)  # of a video, and scored by built-in rewards
+    rewards = load_rewards(args.reward, args.reward_weights, *frames)  # eval_rewards begin with these
     for name, function in rewards.items():
         if not hasattr(function, "of_pixels"):
             raise ValueError(f"--reward {name}: has no of_pixels, a form with a gradient (docs/rewards.md)")
-    eval_rewards = load_rewards(args.eval_reward, None, args.num_frames, option="--eval_reward", trained=rewards)
-    train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards)
+        if "." in name:
+            raise ValueError(f"--reward {name}: of_pixels gives one score, without a key")
+    eval_rewards = load_rewards(args.eval_reward, None, *frames, option="--eval_reward", trained=rewards)
+    train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
@@ -420,7 +425,7 @@ def main(args: Args, inputs: Inputs) -> None:
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
     choose_adam_kernel(optimizer, model)  # foreach for a LoRA, fused for full weights
-    sampler = GroupSampler(len(inputs.train_set), args.num_prompts, group_size=1, seed=args.seed)
+    sampler = GroupSampler(inputs.train_set.parts, args.num_prompts, group_size=1, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
 
     # RUN LOGIC, the same in all scripts: resume (where an evaluation failed, redo it), or evaluate before training

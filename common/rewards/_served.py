@@ -25,7 +25,9 @@ OWN_NODE = "http://127.0.0.1:"
 START_S = 3600.0  # the longest start, as of a collective: a server may download its model
 END_S = 10.0  # from SIGTERM to SIGKILL
 # torchrun's variables, from which a server would take itself for one of its workers
-TORCHRUN = re.compile("((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+TORCHRUN = re.compile(
+    "OMP_NUM_THREADS|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+)
 
 
 @functools.cache  # one server for a process, whose Popen must be kept

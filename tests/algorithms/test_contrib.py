@@ -48,7 +48,7 @@ CHANGED = {
     "contrib/dance_grpo.py": 25,
     "contrib/dgpo.py": 80,
     "contrib/diffusion_opd.py": 163,
-    "contrib/draft.py": 572,
+    "contrib/draft.py": 569,
     "contrib/flow_dppo.py": 53,
     "contrib/flow_grpo_ahead.py": 92,
     "contrib/online_dpo.py": 88,

@@ -124,6 +124,8 @@ def test_a_built_in_reward_scores_frames_of_videos(tmp_path, monkeypatch, capfd)
     failing = of_frames(lambda images, *_: [0.5, 0.25, 1, ValueError("no")], 2)
     scores = score_images({"odd": failing}, videos, PROMPTS.select([0, 2]), "mask")
     assert scores[0].tolist() == [0.375] and scores[1].isnan()
+    some = of_frames(lambda images, *_: [{"score": 1, "a": 1}, {"score": 3}, {"score": 4}, {"score": 4, "a": 2}], 2)
+    assert score_images({"some": some}, videos, PROMPTS.select([0, 2])).tolist() == [[2], [4]]
     for frames, told in (((7, 8), "--num_frames is 7"), ((1, 1), "--num_frames is 1")):
         with pytest.raises(ValueError, match=rf"^--reward_frames {frames[1]}: needs videos .*{told}"):
             load_rewards(names[2:], [1.0], *frames)

@@ -1,6 +1,7 @@
 """A run is neither lost nor mixed with another: its folder, its processes, its name, what its reward may do."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from common.checkpoints import check_unchanged, lock_run, save_checkpoint, saved
 from common.command_line import check_options
 from common.data import PromptSet
 from common.errors import NothingBegun, RunError
+from common.inputs import choose_sizes
 from common.run import _begun, checkpoint_to_resume, create_run_folder, friendly_errors
 from common.scoring import score_images
 from tests.conftest import ROOT, TINY, few_eval_prompts, good_state, new_run
@@ -48,6 +50,27 @@ def test_a_start_that_failed_may_be_repeated(tmp_path):
     for name in ("args.json", "source.py", "engine_rank0.log"):
         (tmp_path / "runs" / "new" / name).touch()
     assert checkpoint_to_resume(Path("runs/new"), None) is None
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("first", [None, "latest", "runs/other"])
+def test_latest_without_a_checkpoint_does_not_forget_what_the_run_started_from(tmp_path, first):
+    (tmp_path / "args.json").write_text(json.dumps({"args": {"resume": first}}))
+    if first == "runs/other":
+        with pytest.raises(ValueError, match="has no checkpoint yet: start it with --resume runs/other again$"):
+            checkpoint_to_resume(tmp_path, "latest")
+    else:
+        assert checkpoint_to_resume(tmp_path, "latest") is None
+
+
+@pytest.mark.fast
+def test_ranks_that_read_other_prompts_are_refused(monkeypatch):
+    inputs = SimpleNamespace(train_set=PromptSet(["a", "b"], [{}, {}]), eval_set=PromptSet(["c"], [{}]), lora=None)
+    args = SimpleNamespace(micro_batch_size=1)
+    assert choose_sizes(args, inputs) is args
+    monkeypatch.setattr("common.inputs.gather_objects", lambda digest: [digest, b"of another order"])
+    with pytest.raises(RunError, match="^--train_prompts: ranks have read other prompts"):
+        choose_sizes(args, inputs)
 
 
 @pytest.mark.fast
