@@ -72,7 +72,6 @@ COMMON: Options = {
     "image_size": "16 16",
     "num_inference_steps": NUM_STEPS,
     "eval_num_inference_steps": 1,
-    "eval_at_start": False,
     "eval_every": 10**6,
     "max_prompts": 1,
     "num_prompts": 32,
