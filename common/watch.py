@@ -60,13 +60,14 @@ def rollout_diversity(images: Images, sampler: GroupSampler) -> torch.Tensor:
 
 
 def norm_ratio(v: torch.Tensor, v_ref: torch.Tensor) -> torch.Tensor:
-    """Mean over samples of |v| / |v_ref|, fp64 and without gradient; both (B, ...).
+    """Mean over samples of |v| / |v_ref|, fp64 and without gradient; both (B, ...). A sample
+    whose reference is 0 counts as 1.
 
     Above 1 the velocities have grown beyond the reference's. NormGuard (arXiv 2606.27771) sees contrast and saturation
     grow with them, where no reward does.
     """
     norms, ref_norms = (x.detach().flatten(1).double().norm(dim=1) for x in (v, v_ref))
-    return (norms / ref_norms).mean()
+    return torch.where(ref_norms == 0, 1.0, norms / ref_norms).mean()
 
 
 # ---- an evaluation ---------------------------------------------------------------------------------------------------

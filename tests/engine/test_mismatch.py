@@ -58,7 +58,7 @@ def normal_log_probs(prev_samples, means, stds):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("sde_type", ["sde", "dance", "cps_gauss", "cps"])
 def test_log_ratios_are_differences_of_gaussian_log_probs(sde_type, dtype):
-    (x, log_probs, engine_means, stds), (_, new_log_probs, means, _) = two_policies(sde_type, dtype)
+    (x, log_probs, engine_means, stds, _), (_, new_log_probs, means, *_) = two_policies(sde_type, dtype)
     got = log_ratios(x, means, engine_means, stds)
     want = normal_log_probs(x, means, stds) - normal_log_probs(x, engine_means, stds)
     assert got.dtype == torch.float64 and got.shape == (3, 2) and got.abs().min() > 1e-7
@@ -72,9 +72,11 @@ def test_log_ratios_are_differences_of_gaussian_log_probs(sde_type, dtype):
 
 def test_a_difference_of_fp32_log_probs_is_round_off_where_the_means_still_tell():
     """A policy moved by 1e-6 of a velocity: lr from means agrees with fp64 to 1 %; from fp32 log-probs it is noise."""
-    (x, _, engine_means, stds), (_, _, means, _) = two_policies("sde", shift=1e-6)
+    (x, _, engine_means, stds, _), (_, _, means, *_) = two_policies("sde", shift=1e-6)
     exact = log_ratios(x, means, engine_means, stds)
-    (x, log_probs, engine_means, stds), (_, new_log_probs, means, _) = two_policies("sde", torch.float32, shift=1e-6)
+    (x, log_probs, engine_means, stds, _), (_, new_log_probs, means, *_) = two_policies(
+        "sde", torch.float32, shift=1e-6
+    )
     from_means, from_log_probs = log_ratios(x, means, engine_means, stds), (new_log_probs - log_probs).double()
     assert (from_log_probs - exact).abs().max() > 5 * (from_means - exact).abs().max()
 

@@ -72,6 +72,7 @@ def test_norm_ratio_by_hand():
     """Norms 5 and 2 against 10 and 1."""
     v, v_ref = torch.tensor([[[3.0, 4.0]], [[0.0, 2.0]]]), torch.tensor([[[10.0, 0.0]], [[0.0, -1.0]]])
     assert watch.norm_ratio(v.requires_grad_(), v_ref).item() == 1.25
+    assert watch.norm_ratio(torch.zeros(2, 3), torch.zeros(2, 3)).item() == 1  # a field that is 0 at the start
 
 
 @fast

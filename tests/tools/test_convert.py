@@ -82,7 +82,7 @@ def test_what_cannot_be_converted_is_named(tmp_path, monkeypatch):
     assert run(monkeypatch, dates, tmp_path / "pairs").startswith(f"{dates}: expected the columns caption")
     (tmp_path / "empty").mkdir()
     line = run(monkeypatch, tmp_path / "empty", tmp_path / "pairs")
-    assert line.startswith(f"{tmp_path / 'empty'}: has no pairs.jsonl")
+    assert line.startswith(f"{tmp_path / 'empty'}: the folder has no .parquet files")
     (tmp_path / "ended" / "images").mkdir(parents=True)
     line = run(monkeypatch, dates, tmp_path / "ended")
     assert line.endswith(
