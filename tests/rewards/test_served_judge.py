@@ -44,10 +44,12 @@ open(f"judge-{worker.pid}", "w").write("worker")
 server.serve_forever()
 """
 RUN = """
+import signal
 import sys
 from common.rewards.vlm_judge import load, vlm_judge
 from PIL import Image
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
 load()
 scores = vlm_judge([Image.new("RGB", (4, 4))] * 2, ["a", "b"], [{}, {}])
 print([score["score"] for score in scores], flush=True)
@@ -114,7 +116,7 @@ def test_two_ranks_ask_one_judge_which_ends_with_its_run(
         first.communicate()
     else:
         os.killpg(first.pid, signal.SIGKILL if end == "kill" else signal.SIGINT)
-    first.wait()
+    first.wait(60)
     deadline = time.monotonic() + 30
     while any(map(is_alive, files.values())) and time.monotonic() < deadline:
         time.sleep(0.1)
