@@ -212,5 +212,9 @@ def lock_run(folder: Path | str) -> None:
         print_message(f"{path} cannot be locked ({error}): make sure yourself that no other run writes to it")
         return
     record = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    try:
+        holder_file.write_text(json.dumps(record) + "\n")
+    except OSError:  # a full disk
+        lock.release()
+        raise
     _locks[path] = lock
-    holder_file.write_text(json.dumps(record) + "\n")
