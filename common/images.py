@@ -34,6 +34,11 @@ class StoredImage:
         """Its file, or the row that has its bytes."""
         return self.content if isinstance(self.content, Path) else self.where
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its file, which is not read for it."""
+        return self.content.stat().st_size if isinstance(self.content, Path) else len(self.content)
+
     def read_bytes(self) -> bytes:
         """Its content."""
         return self.content.read_bytes() if isinstance(self.content, Path) else self.content

@@ -3,6 +3,7 @@
 Before a model loads, a fault is named by file and line or row as far as it shows without decoding an image.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,10 @@ def read_pairs(path: Path | str) -> Pairs:
         for image in (pairs[row].chosen, pairs[row].rejected):
             with refusing_alone():
                 check_header(image, str(image))
+        chosen, rejected = pairs[row].chosen, pairs[row].rejected
+        with refusing_alone():
+            if chosen.num_bytes == rejected.num_bytes and chosen.read_bytes() == rejected.read_bytes():
+                raise ValueError(f"{chosen}: chosen and rejected are the same image")
     return pairs
 
 
@@ -129,7 +134,9 @@ def _find_sources(record: dict, file: Path, where: str) -> list[StoredImage]:
 
 
 def _check_scores(chosen: float | None, rejected: float | None) -> None:
-    if chosen is None or rejected is None:
-        return
-    if not isinstance(chosen, int | float) or not isinstance(rejected, int | float) or not chosen > rejected:
+    given = [score for score in (chosen, rejected) if score is not None]
+    for score in given:
+        if type(score) not in (int, float) or not -math.inf < score < math.inf:
+            raise ValueError("chosen_score and rejected_score must be numbers, and finite: one is not above the other")
+    if len(given) == 2 and not given[0] > given[1]:
         raise ValueError(f"chosen is scored {chosen}, not above rejected, {rejected}")

@@ -210,7 +210,9 @@ def attempt_pairs(example):
             assert chosen.content == folder / record["chosen"] and rejected.content == folder / record["rejected"]
             for image in (chosen, rejected):
                 image.open().close()
+            assert chosen.read_bytes() != rejected.read_bytes()
             scores = [record.get(name) for name in ("chosen_score", "rejected_score") if record.get(name) is not None]
+            assert all(type(score) in (int, float) and -math.inf < score < math.inf for score in scores)
             assert len(scores) < 2 or scores[0] > scores[1]
 
     with scratch() as folder:
