@@ -134,9 +134,8 @@ def _find_sources(record: dict, file: Path, where: str) -> list[StoredImage]:
 
 
 def _check_scores(chosen: float | None, rejected: float | None) -> None:
-    given = [score for score in (chosen, rejected) if score is not None]
-    for score in given:
-        if type(score) not in (int, float) or not -math.inf < score < math.inf:
-            raise ValueError("chosen_score and rejected_score must be numbers, and finite: one is not above the other")
-    if len(given) == 2 and not given[0] > given[1]:
+    for score in (chosen, rejected):
+        if score is not None and (type(score) not in (int, float) or not -math.inf < score < math.inf):
+            raise ValueError(f"chosen is scored {chosen}, not above rejected, {rejected}: {score} is no finite number")
+    if chosen is not None and rejected is not None and not chosen > rejected:
         raise ValueError(f"chosen is scored {chosen}, not above rejected, {rejected}")
