@@ -1,4 +1,4 @@
-"""Ten settings at ten sampling steps: three learning rates tried, six or eight seeds, both samplers, fixed tests.
+"""Ten settings at ten sampling steps, each tuned until no choice lies at an edge; six or eight seeds, fixed tests.
 
     python -m benchmarks.comparison RECORD --cores 0 1           # every run that RECORD lacks, one on each core
     python -m benchmarks.comparison --plan 18                    # runs, hours and the --cut, at 18 s for a rollout
@@ -14,6 +14,7 @@ The design, docs/lab/comparison.md ("The design"), is the constants below. Stage
             trained step. The scripts do not log it: actor/ppo_kl is over all mini-batches and steps, and an estimate of
             it in flow_grpo.py. So these short runs go through `run_with_divergence`, which computes it from the means.
   tune      three learning rates, for trust regions three thresholds around that one; half the rollouts, one seed
+  widen     the neighbours of a row's choice that were not tried, learning rate or threshold, until it beats them all
   run       the choice, by the reward of the tuning prompts alone, on seeds and prompts that tuning did not see
   evaluate  the policies trained on noisy steps, by those steps, each right after its run; the ODE's reward is in the
             runs already
@@ -49,10 +50,12 @@ MATCH_ROLLOUTS = 9  # as many as a window of one has positions
 IMAGES, UPDATES = 128, 4  # of a rollout, in every row: equal images are equal optimizer steps
 TUNE_SEED = 100  # no seed of the table
 LEARNING_RATES = (3e-4, 1e-3, 3e-3)  # Flow-GRPO's published rate, the shipped one, three times that
+RATES = (1e-4, *LEARNING_RATES, 1e-2)  # as far as widening goes
 MATCH_RATE = 1e-3
 GRID = (1 / 16, 1 / 4, 1, 4, 16)  # times the shipped threshold
 MATCHED_WITHIN = 4  # a divergence further from Flow-GRPO's, as a ratio, matches nothing
 AROUND = {3: (1 / 4, 1, 4), 1: (1,)}  # times the matched threshold, by the number of thresholds
+FACTORS = (1 / 64, 1 / 16, 1 / 4, 1, 4, 16, 64)  # of it, as far as widening goes
 NUM_PROMPTS = 128  # the table's held-out prompts, the first of the file; tuning has the others
 EVAL_EVERY = 5
 BASE = "flow_grpo"
@@ -169,11 +172,11 @@ def matched(record, row):
     return threshold, ratios.get(threshold), bool(near)
 
 
-def thresholds_of(record, row):
-    """Those that tuning tries."""
+def thresholds_of(record, row, factors=None):
+    """Those that tuning tries, or the matched one times each of `factors`."""
     if not ROWS[row]["threshold"]:
         return [None]
-    return [matched(record, row)[0] * factor for factor in AROUND[cut_of(record)[1]]]
+    return [matched(record, row)[0] * factor for factor in factors or AROUND[cut_of(record)[1]]]
 
 
 def tune_jobs(record):
@@ -185,9 +188,27 @@ def tune_jobs(record):
     return jobs
 
 
+def widening_jobs(record):
+    """What tuning has not tried next to each row's choice, the other value kept. None: no choice lies at an edge."""
+    jobs = []
+    for row in ROWS:
+        rate, threshold = chosen(record, row)
+        thresholds = thresholds_of(record, row, FACTORS)
+        choices = [(near, threshold) for near in neighbours(RATES, rate)]
+        choices += [(rate, near) for near in neighbours(thresholds, threshold)]
+        jobs += [make_job("tune", rollouts_of(record, "tune"), row, TUNE_SEED, *choice) for choice in choices]
+    return [job for job in jobs if not is_recorded(job, record)]
+
+
+def neighbours(values, value):
+    """Of `value` in `values`: the one before and the one after, as far as there are."""
+    place = values.index(value)
+    return [*values[max(place - 1, 0) : place], *values[place + 1 : place + 2]]
+
+
 def chosen(record, row):
     """(learning rate, threshold) of the highest last reward of the tuning prompts; of equal ones the lowest."""
-    tried = thresholds_of(record, row)  # before a cut there may have been more
+    tried = thresholds_of(record, row, FACTORS)  # a matching run that came later may have moved them
     lines = [line for line in lines_of(record, "tune", row) if line["threshold"] in tried and not line["failed"]]
     if not lines:
         raise SystemExit(f"{row}: the record has no tuning run of it that ended well")
@@ -476,6 +497,8 @@ def do_job(job, path, core):
 def compare_all(path, cores):
     work_through(match_jobs(), path, cores)
     work_through(tune_jobs(read_record(path)), path, cores)
+    while jobs := widening_jobs(read_record(path)):
+        work_through(jobs, path, cores)
     work_through(run_jobs(read_record(path)), path, cores)
     work_through(evaluate_jobs(read_record(path)), path, cores)
 
