@@ -6,6 +6,7 @@ import functools
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,9 +123,6 @@ def _read_file(
     path: Path | str, rewards: dict[str, Callable] | None, max_prompts: int, others: Iterable[str]
 ) -> tuple[list[str], list[dict]]:
     """The prompts and metadata of one of read_prompts' files."""
-    functions = (rewards or {}).items()
-    checks = [(name, reward.check) for name, reward in functions if hasattr(reward, "check")]
-    metadata_checks = [(name, reward.check_metadata) for name, reward in functions if hasattr(reward, "check_metadata")]
     prompts = []
     metadata = []
     for where, record in read_records(path):
@@ -134,12 +132,11 @@ def _read_file(
                 record = _find_pictures(record, path, where)
             if "rewards" in record:
                 _check_asked(record, rewards, others)
-            for name, check in checks:
-                if asks_for(record, name):
-                    check(prompt)
-            for name, check in metadata_checks:
-                if asks_for(record, name):
-                    check(record)
+            for attribute, value in (("check", prompt), ("check_metadata", record)):
+                for name, reward in (rewards or {}).items():
+                    if hasattr(reward, attribute) and asks_for(record, name):
+                        with _naming_way_out(record, name, [*(rewards or {}), *others]):
+                            getattr(reward, attribute)(value)
             if not isinstance(record.get("negative_prompt", ""), str):
                 raise ValueError('"negative_prompt": must be a string')
             record.get("negative_prompt", "").encode()  # as _as_record does with the prompt
@@ -149,6 +146,19 @@ def _read_file(
         print_message(f"{path}: the first {max_prompts} of its {len(prompts)} prompts (--max_prompts)")
         return prompts[:max_prompts], metadata[:max_prompts]
     return prompts, metadata
+
+
+@contextmanager
+def _naming_way_out(record: dict, name: str, known: Iterable[str]) -> Iterator[None]:
+    """Add to the ValueError of a reward's check how a prompt is left to the other rewards, if there are some."""
+    try:
+        yield
+    except ValueError as error:
+        others = [other for other in dict.fromkeys(known) if other != name]
+        if "rewards" in record or not others:
+            raise
+        advice = f'a record may ask for other rewards alone: "rewards": {json.dumps(others)} (docs/rewards.md)'
+        raise ValueError(f"{error}; {advice}") from error
 
 
 def _check_asked(record: dict, rewards: dict[str, Callable] | None, others: Iterable[str]) -> None:
