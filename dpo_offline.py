@@ -112,6 +112,8 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
 # ==== 2 SETUP =========================================================================================================
 def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them with the micro-batch that a rank has."""
+    if args.eval_only:  # no rollout is made, or cut into mini-batches
+        return args
     micro_batch_size = fit_micro_batch(args.num_pairs, 1, args.micro_batch_size, "--num_pairs")
     return replace(args, micro_batch_size=micro_batch_size)
 
@@ -122,11 +124,12 @@ def prepare(args: Args) -> Inputs:
     rewards = load_rewards(args.reward, args.reward_weights, *frames)  # eval_rewards begin with these
     eval_rewards = load_rewards(args.eval_reward, None, *frames, option="--eval_reward", trained=rewards)
     pairs = None
-    if args.pairs:
+    if args.pairs and not args.eval_only:
         pairs = read_pairs(args.pairs)
     train_set = PromptSet([], [])
     if not pairs:
-        train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards, shares=args.train_shares)
+        trained_on = () if args.eval_only else args.train_prompts
+        train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     if args.train_shares:  # pairs are made of the first prompts of the set, so these have each file's share
         train_set = train_set.first_drawn(args.num_pair_prompts, args.seed)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)

@@ -395,16 +395,16 @@ class GroupSampler:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """num_prompts: how many there are to draw from, or the `parts` of a PromptSet."""
+        """num_prompts: how many there are to draw from, or the `parts` of a PromptSet. Of 0 nothing is drawn."""
         rank = dist.get_rank() if rank is None else rank
         world_size = dist.get_world_size() if world_size is None else world_size
+        self.parts = [(num_prompts, 1)] if isinstance(num_prompts, int) else num_prompts
         num_images = prompts_per_step * group_size
-        if num_images % (num_mini_batches * world_size):
+        if sum(number for number, _ in self.parts) and num_images % (num_mini_batches * world_size):
             raise ValueError(
                 f"{prompts_per_step} prompts x {group_size} images do not divide into "
                 f"{num_mini_batches} mini-batches x {world_size} ranks"
             )
-        self.parts = [(num_prompts, 1)] if isinstance(num_prompts, int) else num_prompts
         self.prompts_per_step = prompts_per_step
         self.group_size = group_size
         self.seed = seed
@@ -418,6 +418,8 @@ class GroupSampler:
         self.position = 0
 
     def __str__(self) -> str:
+        if not sum(number for number, _ in self.parts):
+            return "no prompts to train on"
         num_images = self.prompts_per_step * self.group_size
         sizes = f"{num_images} images = {self.prompts_per_step} prompts x {self.group_size}"
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"

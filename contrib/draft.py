@@ -110,6 +110,8 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
 # ==== 2 SETUP =========================================================================================================
 def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them with the micro-batch that a rank has."""
+    if args.eval_only:  # no rollout is made, or cut into mini-batches
+        return args
     micro_batch_size = fit_micro_batch(args.num_prompts, 1, args.micro_batch_size, "--num_prompts")
     num_steps = args.num_inference_steps
     if args.method == "draft" and args.gradient_steps > num_steps:
@@ -135,7 +137,8 @@ def prepare(args: Args) -> Inputs:
         if "." in name:
             raise ValueError(f"--reward {name}: of_pixels gives one score, without a key")
     eval_rewards = load_rewards(args.eval_reward, None, *frames, option="--eval_reward", trained=rewards)
-    train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards, shares=args.train_shares)
+    trained_on = () if args.eval_only else args.train_prompts
+    train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
