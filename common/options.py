@@ -58,9 +58,7 @@ class SharedArgs:
 
     # ---- run
     name: str = ""
-    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
-    output_dir: str = "runs"
-    """folder that holds the run folders"""
+    """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
     seed: Annotated[int, Bound(at_least=0, at_most=2**32 - 1)] = 1
     """seed of the data order, the noise and the LoRA's initial weights"""
     track: bool | Literal["wandb", "tensorboard"] = False
@@ -203,7 +201,7 @@ class SharedArgs:
     @property
     def run_folder(self) -> Path:
         """The folder of this run."""
-        return Path(self.output_dir) / self.name
+        return Path("runs") / self.name
 
     @property
     def for_evaluation(self) -> Self:

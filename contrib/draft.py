@@ -71,7 +71,7 @@ from torch.optim import AdamW
 class Args(SharedArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
     # ---- run
     name: str = "draft"
-    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
+    """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
 
     # ---- reward
     reward: tuple[str, ...] = (f"{ASSETS / 'sign_colour.py'}:sign_colour",)

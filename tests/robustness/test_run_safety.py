@@ -74,9 +74,9 @@ def test_ranks_that_read_other_prompts_are_refused(monkeypatch):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("name", ["..", ".", "", "a/../../b", "/tmp/elsewhere", "a/b", "x" * 300, "a\0b"])
-def test_a_name_does_not_lead_out_of_runs(name):
-    with pytest.raises(ValueError, match="^--name .*: must be the name of one folder, of at most 200 bytes$"):
+@pytest.mark.parametrize("name", ["..", ".", "", "a/../../b", "/", "a/b", "x" * 300, "a\0b"])
+def test_a_name_that_is_not_absolute_does_not_lead_out_of_runs(name):
+    with pytest.raises(ValueError, match="^--name .*: must be the name of a folder, .*, or an absolute path$"):
         check_options(flow_grpo.Args(name=name))
 
 
