@@ -292,7 +292,7 @@ def add_teachers(model: Family, teachers: dict[str, tuple]) -> None:
         transformer.add_adapter(config, adapter_name=policy)
         set_peft_model_state_dict(transformer, tensors, adapter_name=policy)
         model.policies[policy] = transformer
-        model.frozen |= {policy}
+        model.frozen_policies |= {policy}
     for key, parameter in transformer.named_parameters():
         if ".teacher_" in key:
             parameter.data = parameter.data.float()
