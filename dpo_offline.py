@@ -71,7 +71,7 @@ from torch.optim import AdamW
 class Args(SharedArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
     # ---- run
     name: str = "dpo_offline"
-    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
+    """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
 
     # ---- data
     pairs: str | None = None
@@ -119,10 +119,11 @@ def check(args: Args) -> Args:
 
 
 def prepare(args: Args) -> Inputs:
-    """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
-    frames = (args.num_frames, args.reward_frames)  # of a video, and scored by built-in rewards
-    rewards = load_rewards(args.reward, args.reward_weights, *frames)  # eval_rewards begin with these
-    eval_rewards = load_rewards(args.eval_reward, None, *frames, option="--eval_reward", trained=rewards)
+    """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. An error names what is wrong."""
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
+    eval_rewards = load_rewards(  # they begin with those above, except the `relative` ones
+        args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
+    )
     pairs = None
     if args.pairs and not args.eval_only:
         pairs = read_pairs(args.pairs)
@@ -135,8 +136,9 @@ def prepare(args: Args) -> Inputs:
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
-    size = (*args.image_size, args.num_frames)
-    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length, args.family)
+    height, width = args.image_size
+    length = args.max_sequence_length
+    family = find_family(args.model, height, width, args.num_frames, args.guidance_scale, length, args.family)
     if family.makes_videos:
         raise ValueError(f"--model {args.model}: makes videos, and dpo_offline.py takes pairs of images")
     lora = make_lora(
@@ -422,10 +424,11 @@ def update(
 def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict, list | None]:
     """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks.
 
-    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
+    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, up to 32 images as (PIL image, caption).
+    The adapter of the best evaluation is saved.
     """
     with run.timed("testing"):
-        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each, of this rank
+        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each: this rank's
         eval_args = args.for_evaluation
         prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
         request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
@@ -448,7 +451,7 @@ def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 
 def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
-    """Restore what `save` wrote, on any number of ranks."""
+    """Restore what `save` wrote, on any number of ranks; and the run's step, best score and unlogged metrics."""
     state = run.load_checkpoint()
     load_training_state(model, optimizer, state)
     sampler.load_state_dict(state["sampler"])
@@ -471,7 +474,7 @@ def main(args: Args, inputs: Inputs) -> None:
     sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.seed)  # of pairs
     _, _, latent_shape = model.schedule(1, *args.image_size)
 
-    # RUN LOGIC, the same in all scripts: resume (where an evaluation failed, redo it), or evaluate before training
+    # RUN LOGIC, the same in all scripts: resume, or evaluate before training. An unlogged step lacks its evaluation
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
     files = {}
@@ -482,7 +485,7 @@ def main(args: Args, inputs: Inputs) -> None:
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
-        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a reward fails
 
         # make the chosen images likelier than the rejected ones, relative to the reference (eq. 14)
         with run.timed("update_actor"):

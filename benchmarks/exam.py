@@ -196,7 +196,7 @@ def run(job: tuple[str, Row, str, int]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.txt"
         prompts.write_text("".join(f"sample {i}\n" for i in range(512)))
-        options: Options = {"family": location, "reward": f"{MODEL}:height", "output_dir": folder, "seed": seed}
+        options: Options = {"family": location, "reward": f"{MODEL}:height", "name": f"{folder}/run", "seed": seed}
         options |= {"train_prompts": prompts, "eval_prompts": prompts} | row.options
         if "kl_coef" in row.options:
             options["kl_coef"] = float(row.options["kl_coef"]) * KL_FACTOR[task]

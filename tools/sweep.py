@@ -74,7 +74,7 @@ def plan_runs(script: str, words: Sequence[str], seeds: Sequence[int]) -> list[S
         ValueError: there is no such script or option, or an option that the sweep sets is given.
     """
     options = split_options(words)
-    for name in ("seed", "resume", "output_dir"):
+    for name in ("seed", "resume"):
         if name in options:
             raise ValueError(f"--{name}: the sweep sets it")
     is_recipe = script.endswith(".sh")
@@ -87,8 +87,8 @@ def plan_runs(script: str, words: Sequence[str], seeds: Sequence[int]) -> list[S
     runs = []
     for chosen in itertools.product(*(options[name] for name in swept)):
         setting = options | {name: [value] for name, value in zip(swept, chosen, strict=True)}
-        group = "-".join([base_name, *(f"{name}{value}" for name, value in zip(swept, chosen, strict=True))])
-        group = group.replace("/", "_")
+        values = [f"{name}{value}".replace("/", "_") for name, value in zip(swept, chosen, strict=True)]
+        group = "-".join([base_name, *values])
         for seed in seeds:
             name = f"{group}-seed{seed}"
             given = [word for option, values in setting.items() for word in (f"--{option}", *values)]
@@ -129,7 +129,7 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
             return "finished before"
         device = free.get()
         try:
-            environment = {"WANDB_RUN_GROUP": run.group} | dict(os.environ)
+            environment = {"WANDB_RUN_GROUP": Path(run.group).name} | dict(os.environ)
             if device:
                 environment["CUDA_VISIBLE_DEVICES"] = device
             on = f"CUDA_VISIBLE_DEVICES={device} " if device else ""

@@ -44,11 +44,11 @@ from safetensors.torch import load_file, save_file
 # fix, with its reason in the commit.
 CHANGED = {
     "contrib/awm.py": 55,
-    "contrib/crd.py": 117,
+    "contrib/crd.py": 120,
     "contrib/dance_grpo.py": 25,
     "contrib/dgpo.py": 80,
-    "contrib/diffusion_opd.py": 163,
-    "contrib/draft.py": 569,
+    "contrib/diffusion_opd.py": 166,
+    "contrib/draft.py": 573,
     "contrib/flow_dppo.py": 53,
     "contrib/flow_grpo_ahead.py": 92,
     "contrib/online_dpo.py": 88,

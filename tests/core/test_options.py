@@ -361,7 +361,7 @@ def test_nft_and_dpo_options(tmp_path):
 
 # ---- evaluations and checkpoints of their own ------------------------------------------------------------------------
 def test_evaluations_and_checkpoints_have_clocks_of_their_own(tmp_path):
-    options = [*LOCAL, "--name", "mine", "--output_dir", "out", "--max_prompts", 2, "--num_steps", 3, "--eval_every", 2]
+    options = [*LOCAL, "--name", tmp_path / "out" / "mine", "--max_prompts", 2, "--num_steps", 3, "--eval_every", 2]
     assert run_here(tmp_path, "flow_grpo.py", *options, "--save_every", 1, "--keep_checkpoints", 5) is None
     folder = tmp_path / "out" / "mine"
     rows = read_metrics(folder)
