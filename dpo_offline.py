@@ -257,7 +257,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     if args.base_weights:
         quantise_encoders(model)
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
-    policies = ["default", "reference"]  # the former is peft's name for the trained one
+    policies = ["default"] if args.eval_only else ["default", "reference"]  # peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")
     add_policies(model, inputs.lora, policies, args.seed)

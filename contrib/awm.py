@@ -220,7 +220,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     policies = ["default", "old"]  # the former is peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")
-    if args.kl_coef > 0:
+    if args.kl_coef > 0 and not args.eval_only:
         policies.append("reference")
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)

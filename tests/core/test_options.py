@@ -257,14 +257,23 @@ NO_TRAINING = ["--eval_only", "True", "--max_prompts", 2, "--train_prompts", "no
         *("contrib/crd.py", "contrib/dgpo.py", "contrib/draft.py", "contrib/online_dpo.py"),
     ],
 )
-def test_an_evaluation_alone_needs_no_training_prompts_and_cuts_no_mini_batches(tmp_path, capfd, script):
-    """Nor pairs, nor passes of whole groups. Without a start there is no drift: it would be 0, from itself."""
+def test_an_evaluation_alone_needs_no_training_prompts_and_cuts_no_mini_batches(tmp_path, capfd, monkeypatch, script):
+    """Nor pairs, passes of whole groups, or a reference. Without a start there is no drift: it would be 0."""
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    add_policies, policies = module.add_policies, []
+
+    def added(model, lora, names, seed):
+        policies.extend(names)
+        add_policies(model, lora, names, seed)
+
+    monkeypatch.setattr(module, "add_policies", added)
     local = [] if script in ("dpo_offline.py", "contrib/draft.py") else ["--rollout", "local"]
     pairs = ["--pairs", "nowhere.jsonl"] if script == "dpo_offline.py" else []
     assert run_here(tmp_path, script, "--name", "look", *NO_TRAINING, *local, *pairs) is None
     (row,) = read_metrics(tmp_path / "runs" / "look")
     assert "val/weighted_total/mean" in row and "val/drift_from_base" not in row
     assert "optimizer steps" not in capfd.readouterr().out
+    assert policies[0] == "default" and "reference" not in policies
 
 
 def test_an_evaluation_of_a_lora_on_three_ranks(tmp_path):
