@@ -14,8 +14,8 @@ Models, rewards, files and the vLLM-Omni engine's process are in common/. Read `
      (eq. 3, and the line after eq. 9): `accumulate_gradients`, `kl_divergence`, `update`.
   6. The engine that samples gets the new weights: `engine.push_policy`.
 
-A step, or training step, is one rollout and its updates. Trained steps are those sampling steps that the SDE takes; a
-sample is an image at one of them.
+A training step is one rollout and its updates. Trained steps are those sampling steps that the SDE takes; a sample is
+an image at one of them.
 Shapes: P prompts x G images are the N images of a rollout. A rank has B of them, of U prompts; a micro-batch has b. A
 function that takes any number of images calls it B. An image takes T sampling steps, W of them trained. There are R
 rewards. docs/glossary.md has the other words.
@@ -30,7 +30,8 @@ Where it departs from the paper:
     paper). Where prompts' records name their rewards, it is over the prompts that name the same ones. A group is the G
     images of one drawn prompt (the code's: all images of one text), and advantages are clamped.
   - log_prob and the KL are means over the D latent elements, as in the paper's code, so the ratio is the densities'
-    ratio to the power 1 / D. Published clip ranges are 1e-5 to 1e-3; the embedded model's 1e-3 is ours.
+    ratio to the power 1 / D (not with cps, whose log_prob has no 1 / std^2). Published clip ranges are 1e-5 to 1e-4 for
+    images; the embedded model's 1e-3 is ours.
   - The KL of --sde_type sde is that of the paper's code: |dt| times the one after eq. 9 (--kl_type paper: without).
   - An SDE step's noise has the factor sqrt(s / (1 - s)), infinite at the first sampling step, where s = 1. There
     1 - s is taken at the second step's s, `sigma_max` (common/sde.py).
@@ -159,7 +160,7 @@ def check(args: Args) -> Args:
 
 
 def prepare(args: Args) -> Inputs:
-    """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. An error names what is wrong."""
+    """Load everything but the model and the checkpoint: rewards, prompts, the LoRA. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
     eval_rewards = load_rewards(  # they begin with those above, except the `relative` ones
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
@@ -257,7 +258,10 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
 
 
 def shard(args: Args, model: Family, device: torch.device) -> None:
-    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it."""
+    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it.
+
+    Before that: activation checkpointing, compiling, and fp32 for full weights that are trained or averaged.
+    """
     dtype = getattr(torch, args.dtype)
     # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -267,7 +271,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     # FSDP would copy and cast all weights in every pass even where a rank has them whole: there it gets the LoRA alone
     lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu
     if lora_alone:
-        keep_frozen_whole(model, dtype)
+        keep_frozen_whole(model, dtype)  # they are model.unsharded from here on, which FSDP ignores
     # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
@@ -349,7 +353,7 @@ class OldPolicy(NamedTuple):
     """The policy that sampled, as the update needs it: the ratio's denominator. B images, W trained steps."""
 
     log_probs: Tensor  # (B, W)
-    means: Tensor  # (B, W, ...), for a loss that compares means, as grpo_guard.py's does
+    means: Tensor  # (B, W, ...), for a loss that compares means: of grpo_guard.py and its copies
     sample_weights: Tensor  # (B, W), factors of the loss that make up for the engine's mismatch, or 1
 
 
@@ -386,7 +390,8 @@ def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tenso
     normalize_then_sum adds each reward's own, unclamped, by weight, and divides this sum by its deviation over the
     rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
 
-    Images whose prompts ask for the same rewards are compared as if they were the whole rollout (docs/rewards.md)."""
+    Scores are -inf where a prompt's record does not ask for the reward. Images whose prompts ask for the same rewards
+    have their own advantages, as if they were the whole rollout (docs/rewards.md)."""
     advantages = torch.zeros(len(scores), dtype=torch.float64)
     for rows, columns in asked_parts(scores):  # one part, unless records name their rewards
         part = scores[rows[:, None], columns]  # (n, r)
@@ -416,8 +421,8 @@ def policy_step(
     An SDE step of --sde_type sde, with q = noise_level sqrt(s / (1 - min(s, sigma_max))), s = sigma, eps ~ N(0, 1):
         x' = x + [v + q^2 / (2 s) (x + (1 - s) v)] dt + q sqrt(-dt) eps,    dt = sigma_next - sigma < 0.
     It is a Gaussian policy: log_prob (B,) is the *mean* over elements of log N(x'; mean, std). Other steps are the
-    ODE's Euler step x + v dt. `generator` draws x'; or x' is given as `prev_sample` (B, ...), diffusers' name for it.
-    request: of these B images alone, as `select` gives it, with a row of conditioning for each.
+    ODE's Euler step x + v dt, without a density. `generator` draws x'; or x' is given as `prev_sample` (B, ...),
+    diffusers' name for it. request: of these B images alone, as `select` gives it, a row of conditioning for each.
     """
     v = model.predict_velocity(
         x, request.timesteps[i], request.conditioning, request.negative_conditioning, request.guidance_scale
@@ -464,7 +469,8 @@ def find_old_policy(
 ) -> tuple[OldPolicy, dict]:
     """The policy that sampled, and metrics of how far engine and trainer disagree; beyond round-off the run ends.
 
-    Its log-probs are the rollout's with --rollout local or --old_log_prob rollout; otherwise the trainer's.
+    Its log-probs are the rollout's with --rollout local or --old_log_prob rollout; otherwise the trainer's. Its sample
+    weights are those of --rollout_correction.
     """
     ones = torch.ones_like(trajectories.log_probs)  # (B, W)
     sampled = OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, ones)
@@ -541,8 +547,8 @@ def accumulate_gradients(
     """Add up the gradient of a mini-batch's loss: the mean over its images and the W trained steps (Flow-GRPO, eq. 5).
 
     mini_batch: rows of the batch. A pass, forward and backward, is one sampling step of one micro-batch. Micro-batches
-    of one size and FSDP's average over ranks weigh images alike. reference: its means and velocities, for the KL.
-    Returns the metrics of every pass.
+    are equally large, and FSDP averages over ranks: all images weigh the same. reference: its means and velocities at
+    the same latents, for the KL. Returns the metrics of every pass.
     """
     latents = batch.trajectories.latents  # (B, T + 1, ...)
     sde_steps = batch.request.sde_steps
@@ -577,7 +583,8 @@ def accumulate_gradients(
 
 
 def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
-    """Clip the gradient, take one AdamW step, update the EMA. Returns the norm before clipping, equal on all ranks.
+    """Clip the gradient, take one AdamW step at the schedule's rate, update the EMA. Returns the norm before clipping,
+    equal on all ranks.
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
@@ -633,7 +640,7 @@ def evaluate(
     """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks.
 
     Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, up to 32 images as (PIL image, caption).
-    The adapter of the best evaluation is saved.
+    Except with --eval_only, the policy of the best evaluation is saved.
     """
     with run.timed("testing"):
         places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each: this rank's
@@ -643,7 +650,7 @@ def evaluate(
         with acting(model, args.evaluated_policy, engine):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(eval_args, model, engine, request, scorer)
-        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of --reward, then --eval_reward
+        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of inputs.eval_rewards
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
@@ -685,7 +692,7 @@ def main(args: Args, inputs: Inputs) -> None:
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
         engine.verify_policy(model, one_image, sample_locally)
 
-    # RUN LOGIC, the same in all scripts: resume, or evaluate before training. An unlogged step lacks its evaluation
+    # RUN LOGIC, the same in all scripts: resume, and redo an evaluation that had failed (unlogged); or evaluate first
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
         if engine:  # it still holds the policy from before `load`
@@ -706,7 +713,7 @@ def main(args: Args, inputs: Inputs) -> None:
             scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
             trajectories = rollout(args, model, engine, request, scorer)
 
-        # score them, each rank its own; most were scored while others were sampled
+        # score them; most were scored while others were sampled
         with run.timed("reward"):
             # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
             scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)

@@ -128,7 +128,7 @@ def check(args: Args) -> Args:
 
 
 def prepare(args: Args) -> Inputs:
-    """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. An error names what is wrong."""
+    """Load everything but the model and the checkpoint: rewards, prompts, the LoRA. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
     for name, function in rewards.items():
         if not hasattr(function, "of_pixels"):
@@ -216,7 +216,10 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
 
 
 def shard(args: Args, model: Family, device: torch.device) -> None:
-    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it."""
+    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it.
+
+    Before that: activation checkpointing, compiling, and fp32 for full weights that are trained or averaged.
+    """
     dtype = getattr(torch, args.dtype)
     # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -226,7 +229,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     # FSDP would copy and cast all weights in every pass even where a rank has them whole: there it gets the LoRA alone
     lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu
     if lora_alone:
-        keep_frozen_whole(model, dtype)
+        keep_frozen_whole(model, dtype)  # they are model.unsharded from here on, which FSDP ignores
     # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
@@ -330,7 +333,8 @@ def accumulate_gradients(
 
 
 def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
-    """Clip the gradient, take one AdamW step, update the EMA. Returns the norm before clipping, equal on all ranks.
+    """Clip the gradient, take one AdamW step at the schedule's rate, update the EMA. Returns the norm before clipping,
+    equal on all ranks.
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
@@ -390,7 +394,7 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
     """Images of every held-out prompt, from the same seeds every time, shared by the ranks, and scored as PIL images.
 
     Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, up to 32 images as (PIL image, caption).
-    The adapter of the best evaluation is saved.
+    Except with --eval_only, the policy of the best evaluation is saved.
     """
     with run.timed("testing"):
         places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each: this rank's
@@ -400,7 +404,7 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
         with acting(model, args.evaluated_policy):
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(eval_args, model, request, scorer)
-        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of --reward, then --eval_reward
+        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of inputs.eval_rewards
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
@@ -437,7 +441,7 @@ def main(args: Args, inputs: Inputs) -> None:
     sampler = GroupSampler(inputs.train_set.parts, args.num_prompts, group_size=1, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
 
-    # RUN LOGIC, the same in all scripts: resume, or evaluate before training. An unlogged step lacks its evaluation
+    # RUN LOGIC, the same in all scripts: resume, and redo an evaluation that had failed (unlogged); or evaluate first
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
     if args.eval_only or run.unlogged or not run.checkpoint:

@@ -47,11 +47,11 @@ CHANGED = {
     "contrib/crd.py": 120,
     "contrib/dance_grpo.py": 25,
     "contrib/dgpo.py": 80,
-    "contrib/diffusion_opd.py": 166,
-    "contrib/draft.py": 573,
+    "contrib/diffusion_opd.py": 168,
+    "contrib/draft.py": 575,
     "contrib/flow_dppo.py": 53,
     "contrib/flow_grpo_ahead.py": 92,
-    "contrib/online_dpo.py": 88,
+    "contrib/online_dpo.py": 89,
     "contrib/tempflow_grpo.py": 55,
 }
 PARENTS = {
