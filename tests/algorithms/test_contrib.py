@@ -1108,13 +1108,14 @@ def test_a_teacher_of_another_shape_is_named(tmp_path):
 
 
 def test_v_grpo_does_the_same_with_an_engine(tmp_path):
-    """In the second step as well, for which the engine has got the trained policy."""
+    """In the second step as well, for which the engine has got the trained policy. The second epoch is compared with
+    the policy before the first one."""
     options = [*TINY, "--num_steps", 2, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
-    options += ["--micro_batch_size", 4, "--learning_rate", 0.01]
+    options += ["--micro_batch_size", 4, "--learning_rate", 0.01, "--updates_per_rollout", 1, "--epochs_per_rollout", 2]
     for rollout in ("local", "vllm"):
         torchrun(tmp_path, "contrib/v_grpo.py", "--name", rollout, "--rollout", rollout, *options)
     local, vllm = (read_metrics(tmp_path / "runs" / name) for name in ("local", "vllm"))
-    assert local[2]["critic/rewards/mean"] != local[1]["critic/rewards/mean"]
+    assert local[2]["critic/rewards/mean"] != local[1]["critic/rewards/mean"] and local[1]["actor/kl_loss"] > 0
     for row, other in zip(local[1:], vllm[1:], strict=True):
         assert row["critic/rewards/mean"] == pytest.approx(other["critic/rewards/mean"], abs=1e-5)
         assert row["actor/loss"] == pytest.approx(other["actor/loss"], rel=1e-3, abs=1e-6)
