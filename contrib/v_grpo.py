@@ -113,8 +113,8 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
     """samples per pass on a rank, a multiple of pairs_per_prompt: an image is as many samples in the update, and one in
     a local sampling batch; lowered to the images of a mini-batch's share"""
-    learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
-    """learning rate of AdamW (Flow-GRPO: 3e-4)"""
+    learning_rate: Annotated[float, Bound(at_least=0)] = 3e-3
+    """learning rate of AdamW (paper: 3e-4)"""
 
 
 # ==== 2 SETUP =========================================================================================================

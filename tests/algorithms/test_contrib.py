@@ -53,7 +53,7 @@ CHANGED = {
     "contrib/flow_grpo_ahead.py": 92,
     "contrib/online_dpo.py": 88,
     "contrib/tempflow_grpo.py": 55,
-    "contrib/v_grpo.py": 278,
+    "contrib/v_grpo.py": 282,
 }
 PARENTS = {
     "contrib/awm.py": "diffusion_nft.py",
@@ -132,7 +132,7 @@ DIFFERENT_OPTIONS = {
     "contrib/flow_grpo_ahead.py": set(),
     "contrib/online_dpo.py": {"group_size"},
     "contrib/tempflow_grpo.py": {"sde_window_range", "kl_coef", "num_steps"},
-    "contrib/v_grpo.py": {"clip_range", "old_kl_coef", "micro_batch_size"},
+    "contrib/v_grpo.py": {"clip_range", "old_kl_coef", "micro_batch_size", "learning_rate"},
 }
 SCRIPTS = list(CHANGED)
 
