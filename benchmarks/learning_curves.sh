@@ -86,6 +86,12 @@ contrib() {
             --eval_reward "$COLOUR"
         run "v_grpo-local-seed$seed" 1 "-m contrib.v_grpo" --seed "$seed" --rollout local --eval_reward "$COLOUR"
     done
+    for rate in 1e-3 3e-3; do  # V-GRPO's search
+        for clip in 1e-2 1e-1; do
+            run "v_grpo-rate$rate-clip$clip-seed100" 1 "-m contrib.v_grpo" --seed 100 --rollout local --num_steps 10 \
+                --learning_rate "$rate" --clip_range "$clip"
+        done
+    done
     # two teachers, of a seed that no student has, and a student of both
     run teacher-ocr 1 flow_grpo.py $EARLIER --seed 4 --rollout local --eval_reward "$COLOUR"
     run teacher-colour 1 flow_grpo.py $EARLIER --seed 4 --rollout local --reward "$COLOUR" --eval_reward ocr
