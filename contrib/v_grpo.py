@@ -18,7 +18,7 @@ with that of its own parent. Read `main`, at the end, first:
     torchrun --standalone -m contrib.v_grpo                       # assets/embedded on a CPU, vLLM-Omni's rollouts
     torchrun --standalone -m contrib.v_grpo --rollout local       # the training transformer samples: no vLLM needed
 
-We know the paper, and what readers say of its code, but not the code itself (tang-bd/v-grpo). Our choices:
+We read its equations and what others say of its code, tang-bd/v-grpo, but not the code. Our choices:
   - The schedule that is cut into parts is the sampler's. A number of timesteps that K does not divide is cut all the
     same, into parts of equal probability: of 3 timesteps, 4 pairs have at least one of them twice.
   - The mean of squares over the mean of absolutes, as in their code; eq. 14 has a sum of squares.
