@@ -120,6 +120,8 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
 # ==== 2 SETUP =========================================================================================================
 def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them, micro_batch_size lowered to what a mini-batch has."""
+    if args.eval_only:  # no rollout is made, or cut into mini-batches
+        return args
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     if micro_batch_size % args.pairs_per_prompt or not micro_batch_size:
@@ -136,7 +138,8 @@ def prepare(args: Args) -> Inputs:
     frames = (args.num_frames, args.reward_frames)  # of a video, and scored by built-in rewards
     rewards = load_rewards(args.reward, args.reward_weights, *frames)  # eval_rewards begin with these
     eval_rewards = load_rewards(args.eval_reward, None, *frames, option="--eval_reward", trained=rewards)
-    train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards, shares=args.train_shares)
+    trained_on = () if args.eval_only else args.train_prompts
+    train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
