@@ -53,7 +53,7 @@ CHANGED = {
     "contrib/flow_grpo_ahead.py": 92,
     "contrib/online_dpo.py": 89,
     "contrib/tempflow_grpo.py": 55,
-    "contrib/v_grpo.py": 282,
+    "contrib/v_grpo.py": 284,
 }
 PARENTS = {
     "contrib/awm.py": "diffusion_nft.py",
