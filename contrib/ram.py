@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 class Args(EngineArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
     # ---- run
     name: str = "ram"
-    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
+    """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
 
     # ---- rollout
     num_prompts: PositiveInt = 32
