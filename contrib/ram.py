@@ -90,14 +90,14 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     """sampling steps of a training image (Flow-GRPO: 10, and 40 in evaluation)"""
 
     # ---- algorithm
-    reward_multiplier: PositiveFloat = 50.0
+    reward_multiplier: PositiveFloat = 3.0
     """eta, the factor of A in the target (RAM's README: 50); the KL to the model before training costs 1 / eta"""
     timestep_fraction: Annotated[float, Bound(above=0, at_most=1)] = 1.0
     """share of the sampling schedule's timesteps that every image is trained at"""
-    decay_schedule: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999", "fixed"] = "linear_to_0_5"
+    decay_schedule: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999", "fixed"] = "fixed"
     """the d of old = d old + (1 - d) trained after k optimizer steps. copy: 0; linear_to_0_5: min(0.001 k, 0.5);
     delayed_linear_to_0_999: 0 up to k = 75, then min(0.0075 (k - 75), 0.999); fixed: old_decay"""
-    old_decay: Annotated[float, Bound(at_least=0, below=1)] = 0.5
+    old_decay: Annotated[float, Bound(at_least=0, below=1)] = 0.9
     """d of the schedule `fixed`, from 0 (copy) to below 1"""
     update_interval: PositiveInt = 1
     """rollouts between two updates of `old`"""

@@ -53,7 +53,7 @@ CHANGED = {
     "contrib/flow_dppo.py": 53,
     "contrib/flow_grpo_ahead.py": 92,
     "contrib/online_dpo.py": 88,
-    "contrib/ram.py": 103,
+    "contrib/ram.py": 107,
     "contrib/tempflow_grpo.py": 55,
 }
 PARENTS = {
@@ -123,7 +123,7 @@ DIFFERENT_OPTIONS = {
     "contrib/flow_dppo.py": {"clip_range", "kl_coef", "num_steps"},
     "contrib/flow_grpo_ahead.py": set(),
     "contrib/online_dpo.py": {"group_size"},
-    "contrib/ram.py": set(),
+    "contrib/ram.py": {"decay_schedule", "old_decay"},
     "contrib/tempflow_grpo.py": {"sde_window_range", "kl_coef", "num_steps"},
 }
 SCRIPTS = list(CHANGED)
