@@ -24,8 +24,9 @@ unclipped, with the factor 1 / eta of its KL.
 We read the equations of the paper, and about its code (AndreasBergmeister/ram), not the code itself. Departures:
   - Eq. 17 has v in the target, without gradient. v_old in its place, as well as sampling with `old`, are the code's.
     With --decay_schedule copy --updates_per_rollout 1 both are the same.
-  - We do not know how the code's `old` decays, nor whether it clamps A, or divides A by the deviation of a group or of
-    all rewards. All three are DiffusionNFT's here. So are the timesteps: of the sampling schedule, without repeats.
+  - We do not know how fast the code's `old` follows; ours keeps 0.9 of itself after every rollout.
+  - Nor do we know whether the code clamps A, or divides A by the deviation of a group or of all rewards, and which
+    timesteps it draws. All three are DiffusionNFT's here.
   - As in the paper's main loss, the gradient of the path cost is left out; its section 5 has variants that keep it.
 
 Parent: diffusion_nft.py
