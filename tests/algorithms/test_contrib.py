@@ -352,8 +352,8 @@ def test_ram_loss_by_hand():
     assert metrics["actor/kl_loss"].item() == pytest.approx(0.25)
     assert metrics["actor/old_deviation"].item() == pytest.approx((0.25 + 0.5625) / 2)
     # an image that a reward failed on has the weight 0: even the pull to the reference is gone
-    loss, _ = ram.ram_loss(*arguments, **options, sample_weights=torch.tensor([1.0, 0.0]))
-    assert loss.item() == pytest.approx(2.25 / 2)
+    loss, metrics = ram.ram_loss(*arguments, **options, sample_weights=torch.tensor([1.0, 0.0]))
+    assert loss.item() == pytest.approx(2.25 / 2) and metrics["actor/kl_loss"].item() == pytest.approx(0.25 / 2)
 
 
 @pytest.mark.fast
