@@ -22,7 +22,7 @@ from common.distributed import gather_objects, stop_early
 from common.engine import messages
 from common.engine.launch import engine_environment
 from common.engine.mismatch import check_sampling
-from common.errors import RunError
+from common.errors import RunError, truncate
 from common.models.family import Family, Images
 from common.process import print_message, stop_requested
 from common.rollout import RolloutRequest, Trajectories
@@ -405,6 +405,8 @@ class VLLMEngine:
         how = f"exit code {code}"
         if code < 0:
             how += f", {signal.Signals(-code).name}"
+        elif lines := self.log_file.read_text(errors="replace").split("\n")[:-1]:
+            how += f", {truncate(lines[-1])}"  # of a traceback the exception, such as that vLLM cannot be imported
         return f"the rollout engine died during {operation} ({how}); its log: {self.log_file}"
 
 

@@ -45,14 +45,14 @@ from safetensors.torch import load_file, save_file
 # fix, with its reason in the commit.
 CHANGED = {
     "contrib/awm.py": 55,
-    "contrib/crd.py": 117,
+    "contrib/crd.py": 120,
     "contrib/dance_grpo.py": 25,
     "contrib/dgpo.py": 80,
-    "contrib/diffusion_opd.py": 163,
-    "contrib/draft.py": 569,
+    "contrib/diffusion_opd.py": 168,
+    "contrib/draft.py": 575,
     "contrib/flow_dppo.py": 53,
     "contrib/flow_grpo_ahead.py": 92,
-    "contrib/online_dpo.py": 88,
+    "contrib/online_dpo.py": 89,
     "contrib/ram.py": 107,
     "contrib/tempflow_grpo.py": 55,
 }
