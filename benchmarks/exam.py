@@ -130,6 +130,7 @@ ROWS = {
     "crd": Row("contrib/crd.py", NO_KL, has_end=False),
     "dgpo": Row("contrib/dgpo.py", {"learning_rate": 0.03}, has_end=False),
     "online_dpo": Row("contrib/online_dpo.py", {"learning_rate": 0.03}, has_end=False),
+    "v_grpo": Row("contrib/v_grpo.py", {"learning_rate": 0.03}, has_end=False),
 }
 
 
