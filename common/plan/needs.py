@@ -120,7 +120,7 @@ def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option ma
     Raises:
         ValueError: it has none of these options.
     """
-    kl = ["reference"] if options.get("kl_coef", 0) > 0 else []
+    kl = ["reference"] if options.get("kl_coef", 0) > 0 or "reward_multiplier" in options else []  # RAM's target has it
     average = ["average"] if options["ema_decay"] > 0 else []
     if "num_pairs" in options:  # offline DPO: pairs at one timestep each, without guidance; it samples before training
         return {

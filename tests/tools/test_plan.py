@@ -434,6 +434,7 @@ CHANGED = [
     ("diffusion_nft.py", {"epochs_per_rollout": 3}, {"acting_epochs": 3}),  # noise is drawn again in every epoch
     ("diffusion_nft.py", {"timestep_fraction": 0.1, "num_inference_steps": 5}, {"trained_steps": 1}),
     ("contrib/v_grpo.py", {"epochs_per_rollout": 3}, GRPO | {"trained_steps": 4, "trained_acts": True}),
+    ("contrib/ram.py", {}, NFT | {"policies": ("trained", "old", "reference")}),
     ("contrib/draft.py", {"gradient_steps": 2}, {"sampled_steps": 1, "trained_steps": 2, "chained_steps": 2}),
     ("contrib/draft.py", {"method": "refl", "refl_range": (0, 2)}, {"sampled_steps": 1, "policies": ("trained",)}),
 ]
