@@ -126,6 +126,8 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
 # ==== 2 SETUP =========================================================================================================
 def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them, micro_batch_size lowered to a rank's mini-batch."""
+    if args.eval_only:  # no rollout is made, or cut into mini-batches
+        return args
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
@@ -140,7 +142,8 @@ def prepare(args: Args) -> Inputs:
     eval_rewards = load_rewards(  # they begin with those above, except the `relative` ones
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
-    train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards, shares=args.train_shares)
+    trained_on = () if args.eval_only else args.train_prompts
+    train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
@@ -216,9 +219,11 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     if args.base_weights:
         quantise_encoders(model)
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
-    policies = ["default", "old", "reference"]  # the first is peft's name for the trained one
+    policies = ["default", "old"]  # the former is peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")
+    if not args.eval_only:
+        policies.append("reference")
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
     use_attention(model, args.attention)
