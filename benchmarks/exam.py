@@ -409,7 +409,7 @@ def draw(lines: list[dict], path: Path) -> None:
             if not curves:
                 continue
             mean = lambda what: [statistics.mean(c[i][what] for c in curves) for i in range(len(curves[0]))]  # noqa: B023
-            style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+            style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10]}
             axis.plot(mean("kl"), mean(key), **style, marker=".", linewidth=1, label=name)
         what = {"mean": "mean of z", "variance": "variance of z", "mass": "mass of the low mode"}[key]
         axis.set(xlabel="KL to the model before training, nats", ylabel=what, title=task, xlim=(0, 2))
