@@ -425,6 +425,9 @@ def sit(script: str, options: list[str], price: float | None, tasks: list[str], 
     given: Options = {pair.split()[0]: " ".join(pair.split()[1:]) for pair in pairs}
     row = Row(script, given, price)
     defaults = vars(runpy.run_path(script)["Args"]())
+    for option in ("kl_coef", "reward_multiplier"):  # which a task multiplies, as it does the price
+        if option in defaults:
+            given.setdefault(option, defaults[option])
     if "sde_window_size" in defaults:
         row.options = ALL_STEPS | given
         used = defaults | row.options

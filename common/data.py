@@ -135,7 +135,7 @@ def _read_file(
             for attribute, value in (("check", prompt), ("check_metadata", record)):
                 for name, reward in (rewards or {}).items():
                     if hasattr(reward, attribute) and asks_for(record, name):
-                        with _naming_way_out(record, name, [*(rewards or {}), *others]):
+                        with _naming_way_out(record, name, rewards or {}, others):
                             getattr(reward, attribute)(value)
             if not isinstance(record.get("negative_prompt", ""), str):
                 raise ValueError('"negative_prompt": must be a string')
@@ -149,15 +149,17 @@ def _read_file(
 
 
 @contextmanager
-def _naming_way_out(record: dict, name: str, known: Iterable[str]) -> Iterator[None]:
-    """Add to the ValueError of a reward's check how a prompt is left to the other rewards, if there are some."""
+def _naming_way_out(record: dict, name: str, rewards: Iterable[str], others: Iterable[str]) -> Iterator[None]:
+    """Add to the ValueError of a reward's check how a prompt is left to the other rewards, if there are some: a record
+    must ask for one of `rewards`, and may ask for `others`."""
     try:
         yield
     except ValueError as error:
-        others = [other for other in dict.fromkeys(known) if other != name]
-        if "rewards" in record or not others:
+        left = [reward for reward in rewards if reward != name]
+        if "rewards" in record or not left:
             raise
-        advice = f'a record may ask for other rewards alone: "rewards": {json.dumps(others)} (docs/rewards.md)'
+        asked = list(dict.fromkeys([*left, *(reward for reward in others if reward != name)]))
+        advice = f'a record may ask for other rewards alone: "rewards": {json.dumps(asked)} (docs/rewards.md)'
         raise ValueError(f"{error}; {advice}") from error
 
 

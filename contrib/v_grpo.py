@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 class Args(EngineArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
     # ---- run
     name: str = "v_grpo"
-    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
+    """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
 
     # ---- rollout
     num_prompts: PositiveInt = 32
@@ -112,7 +112,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
     """samples per pass on a rank, a multiple of pairs_per_prompt: an image is as many samples in the update, and one in
-    a local sampling batch; lowered to the images of a mini-batch's share"""
+    a local sampling batch; lowered to a mini-batch's share"""
     learning_rate: Annotated[float, Bound(at_least=0)] = 3e-3
     """learning rate of AdamW (paper: 3e-4)"""
 
@@ -123,7 +123,10 @@ def check(args: Args) -> Args:
     if args.eval_only:  # no rollout is made, or cut into mini-batches
         return args
     num_images = args.num_prompts * args.group_size
-    micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
+    fit_micro_batch(num_images, args.updates_per_rollout, 0)  # mini-batches are of whole images
+    counted = "--num_prompts x --group_size x --pairs_per_prompt"
+    num_samples = num_images * args.pairs_per_prompt
+    micro_batch_size = fit_micro_batch(num_samples, args.updates_per_rollout, args.micro_batch_size, counted)
     if micro_batch_size % args.pairs_per_prompt or not micro_batch_size:
         wanted = f"must be a multiple of --pairs_per_prompt {args.pairs_per_prompt}"
         raise ValueError(f"--micro_batch_size {micro_batch_size}: {wanted}, as a pass has all pairs of its images")

@@ -82,7 +82,9 @@ def plan_runs(script: str, words: Sequence[str], seeds: Sequence[int]) -> list[S
         raise ValueError(f"{script}: no such recipe")
     known = "flow_grpo.py" if is_recipe else script
     swept = [name for name, values in options.items() if len(values) > 1 and takes_one_value(known, name)]
-    base_name = options.pop("name", [Path(script).stem])[0]
+    base_name = options.pop("name", [Path(script).stem])[0].rstrip("/")
+    if not Path(base_name).is_absolute() and Path(base_name).name != base_name:
+        raise ValueError(f"--name {base_name}: must be the name of a folder, or an absolute path")
     start = ["bash", script] if is_recipe else ["torchrun", "--standalone", script]
     runs = []
     for chosen in itertools.product(*(options[name] for name in swept)):
@@ -134,8 +136,9 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
                 environment["CUDA_VISIBLE_DEVICES"] = device
             on = f"CUDA_VISIBLE_DEVICES={device} " if device else ""
             print(f"{on}{shlex.join(run.command)}", flush=True)
-            RUNS.mkdir(exist_ok=True)
-            with open(RUNS / f"{run.name}.log", "a") as log:
+            log_file = RUNS / f"{run.name}.log"
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            with open(log_file, "a") as log:
                 code = subprocess.run(run.command, env=environment, stdout=log, stderr=log).returncode
         finally:
             free.put(device)

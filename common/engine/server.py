@@ -2,7 +2,8 @@
 
 `client.py` runs it as `python -m common.engine.server FD PARENT`, with the pipe's file descriptor and the trainer's
 process id. The calls themselves are in `omni.py`. Where an engine is split over several workers, multiprocessing runs
-this file in each of them too, under another name, before it imports vLLM there.
+this file in each of them too, under another name, before it imports vLLM there. Until vLLM is imported, this process
+does not see that the trainer is gone.
 """
 
 import contextlib

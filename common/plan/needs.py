@@ -453,7 +453,7 @@ def choose_options(
     costs = measure(blueprint, w)
     shard_ranks = choose_shard_ranks(blueprint, w, costs, gpu_bytes)
     of_one = w.micro_batch_images  # if size is 0: 1, and 2 for a pair
-    share = w.images_of_a_rank // (of_one * options.get("updates_per_rollout", 1))
+    share = max(1, w.images_of_a_rank // (of_one * options.get("updates_per_rollout", 1)))  # an evaluation cuts none
     if not size and saved_size and share % saved_size == 0:
         size = saved_size
     if not size:

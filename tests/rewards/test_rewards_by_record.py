@@ -86,8 +86,9 @@ def test_a_prompt_that_a_reward_refuses_may_ask_for_the_others_alone(tmp_path):
     with pytest.raises(ValueError) as error:
         read_prompts(tmp_path / "draw.txt", **others)
     assert str(error.value) == f"{tmp_path}/draw.txt:2: needs a text; {told}"
-    with pytest.raises(ValueError, match="draw.txt:2: needs a text$"):
-        read_prompts(tmp_path / "draw.txt", {"reads": reads})
+    for only_others in ((), ["watches"]):  # which a record cannot ask for alone
+        with pytest.raises(ValueError, match="draw.txt:2: needs a text$"):
+            read_prompts(tmp_path / "draw.txt", {"reads": reads}, others=only_others)
     (tmp_path / "draw.jsonl").write_text('{"prompt": "a mug", "rewards": ["b", "watches"]}\n')
     assert read_prompts(tmp_path / "draw.jsonl", **others).prompts == ["a mug"]
     reads.check_metadata = reads.check

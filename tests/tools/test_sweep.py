@@ -27,6 +27,8 @@ def test_every_value_runs_with_every_seed_under_a_name_of_its_own(in_checkout):
         "torchrun --standalone flow_grpo.py --rollout local --learning_rate 1e-3 --image_size 32 96 "
         "--name flow_grpo-learning_rate1e-3-seed1 --seed 1 --resume latest"
     )
+    (run,) = sweep.plan_runs("flow_grpo.py", ["--name", "/data/mine/"], seeds=[1])
+    assert run.name == "/data/mine-seed1"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,7 @@ def test_every_value_runs_with_every_seed_under_a_name_of_its_own(in_checkout):
         ("flow_grpo.py", "--seed 3", "--seed: the sweep sets it"),
         ("flow_grpo.py", "--learning_rat 1 2", "--learning_rat: flow_grpo.py has no such option"),
         ("flow_grpo.py", "3", "3: options of the script begin with --"),
+        ("flow_grpo.py", "--name a/b", "--name a/b: must be the name of a folder, or an absolute path"),
         ("recipes/no.sh", "", "recipes/no.sh: no such recipe"),
     ],
 )
