@@ -71,7 +71,7 @@ from torch.optim import AdamW
 class Args(SharedArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
     # ---- run
     name: str = "dpo_offline"
-    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
+    """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
 
     # ---- data
     pairs: str | None = None
@@ -112,28 +112,33 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
 # ==== 2 SETUP =========================================================================================================
 def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them with the micro-batch that a rank has."""
+    if args.eval_only:  # no rollout is made, or cut into mini-batches
+        return args
     micro_batch_size = fit_micro_batch(args.num_pairs, 1, args.micro_batch_size, "--num_pairs")
     return replace(args, micro_batch_size=micro_batch_size)
 
 
 def prepare(args: Args) -> Inputs:
-    """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
-    frames = (args.num_frames, args.reward_frames)  # of a video, and scored by built-in rewards
-    rewards = load_rewards(args.reward, args.reward_weights, *frames)  # eval_rewards begin with these
-    eval_rewards = load_rewards(args.eval_reward, None, *frames, option="--eval_reward", trained=rewards)
+    """Load everything but the model and the checkpoint: rewards, prompts, the LoRA. An error names what is wrong."""
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
+    eval_rewards = load_rewards(  # they begin with those above, except the `relative` ones
+        args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
+    )
     pairs = None
-    if args.pairs:
+    if args.pairs and not args.eval_only:
         pairs = read_pairs(args.pairs)
     train_set = PromptSet([], [])
     if not pairs:
-        train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards, shares=args.train_shares)
+        trained_on = () if args.eval_only else args.train_prompts
+        train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     if args.train_shares:  # pairs are made of the first prompts of the set, so these have each file's share
         train_set = train_set.first_drawn(args.num_pair_prompts, args.seed)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
-    size = (*args.image_size, args.num_frames)
-    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length, args.family)
+    height, width = args.image_size
+    length = args.max_sequence_length
+    family = find_family(args.model, height, width, args.num_frames, args.guidance_scale, length, args.family)
     if family.makes_videos:
         raise ValueError(f"--model {args.model}: makes videos, and dpo_offline.py takes pairs of images")
     lora = make_lora(
@@ -252,7 +257,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     if args.base_weights:
         quantise_encoders(model)
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
-    policies = ["default", "reference"]  # the former is peft's name for the trained one
+    policies = ["default"] if args.eval_only else ["default", "reference"]  # peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")
     add_policies(model, inputs.lora, policies, args.seed)
@@ -262,7 +267,10 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
 
 
 def shard(args: Args, model: Family, device: torch.device) -> None:
-    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it."""
+    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it.
+
+    Before that: activation checkpointing, compiling, and fp32 for full weights that are trained or averaged.
+    """
     dtype = getattr(torch, args.dtype)
     # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -272,7 +280,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     # FSDP would copy and cast all weights in every pass even where a rank has them whole: there it gets the LoRA alone
     lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu
     if lora_alone:
-        keep_frozen_whole(model, dtype)
+        keep_frozen_whole(model, dtype)  # they are model.unsharded from here on, which FSDP ignores
     # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
@@ -361,7 +369,8 @@ def dpo_loss(errors: Tensor, ref_errors: Tensor, dpo_beta: float) -> tuple[Tenso
 
 
 def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
-    """Clip the gradient, take one AdamW step, update the EMA. Returns the norm before clipping, equal on all ranks.
+    """Clip the gradient, take one AdamW step at the schedule's rate, update the EMA. Returns the norm before clipping,
+    equal on all ranks.
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
@@ -419,10 +428,11 @@ def update(
 def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict, list | None]:
     """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks.
 
-    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
+    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, up to 32 images as (PIL image, caption).
+    Except with --eval_only, the policy of the best evaluation is saved.
     """
     with run.timed("testing"):
-        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each, of this rank
+        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each: this rank's
         eval_args = args.for_evaluation
         prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
         request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
@@ -445,7 +455,7 @@ def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 
 def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
-    """Restore what `save` wrote, on any number of ranks."""
+    """Restore what `save` wrote, on any number of ranks; and the run's step, best score and unlogged metrics."""
     state = run.load_checkpoint()
     load_training_state(model, optimizer, state)
     sampler.load_state_dict(state["sampler"])
@@ -468,7 +478,7 @@ def main(args: Args, inputs: Inputs) -> None:
     sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.seed)  # of pairs
     _, _, latent_shape = model.schedule(1, *args.image_size)
 
-    # RUN LOGIC, the same in all scripts: resume (where an evaluation failed, redo it), or evaluate before training
+    # RUN LOGIC, the same in all scripts: resume, and redo an evaluation that had failed (unlogged); or evaluate first
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
     files = {}
@@ -479,7 +489,7 @@ def main(args: Args, inputs: Inputs) -> None:
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
-        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a reward fails
 
         # make the chosen images likelier than the rejected ones, relative to the reference (eq. 14)
         with run.timed("update_actor"):

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 class Args(RatioArgs):  # which has the shared options (common/options.py); parse_args refuses values beyond a Bound
     # ---- run
     name: str = "mix_grpo"
-    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
+    """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
 
     # ---- rollout
     num_prompts: PositiveInt = 32
@@ -110,7 +110,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     num_steps: Annotated[int, Bound(at_least=0)] = 36
     """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 4
-    """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    """number of mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
@@ -124,7 +124,9 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
 
 # ==== 2 SETUP =========================================================================================================
 def check(args: Args) -> Args:
-    """Refuse options that cannot work together. Returns them, micro_batch_size lowered to what a mini-batch has."""
+    """Refuse options that cannot work together. Returns them, micro_batch_size lowered to a rank's mini-batch."""
+    if args.eval_only:  # no rollout is made, or cut into mini-batches
+        return args
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     check_sde_steps(
@@ -141,16 +143,19 @@ def check(args: Args) -> Args:
 
 
 def prepare(args: Args) -> Inputs:
-    """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
-    frames = (args.num_frames, args.reward_frames)  # of a video, and scored by built-in rewards
-    rewards = load_rewards(args.reward, args.reward_weights, *frames)  # eval_rewards begin with these
-    eval_rewards = load_rewards(args.eval_reward, None, *frames, option="--eval_reward", trained=rewards)
-    train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards, shares=args.train_shares)
+    """Load everything but the model and the checkpoint: rewards, prompts, the LoRA. An error names what is wrong."""
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
+    eval_rewards = load_rewards(  # they begin with those above, except the `relative` ones
+        args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
+    )
+    trained_on = () if args.eval_only else args.train_prompts
+    train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
-    size = (*args.image_size, args.num_frames)
-    family = find_family(args.model, *size, args.guidance_scale, args.max_sequence_length, args.family)
+    height, width = args.image_size
+    length = args.max_sequence_length
+    family = find_family(args.model, height, width, args.num_frames, args.guidance_scale, length, args.family)
     if args.rollout == "vllm":
         from common.engine.launch import check_engine
 
@@ -231,8 +236,11 @@ def rollouts_at(args: Args, start: int) -> int:
 
 # ==== 4 MODEL =========================================================================================================
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
-    """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained."""
-    num_drawn = args.num_steps * args.num_prompts  # in the whole run; too long ones are reported, embeddings cached
+    """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained.
+
+    The prompts of the whole run are looked at as well: too long ones are reported, and --prompt_cache is filled.
+    """
+    num_drawn = args.num_steps * args.num_prompts
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
@@ -241,7 +249,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     policies = ["default"]  # peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")
-    if args.kl_coef > 0:
+    if args.kl_coef > 0 and not args.eval_only:
         policies.append("reference")
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
@@ -250,7 +258,10 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
 
 
 def shard(args: Args, model: Family, device: torch.device) -> None:
-    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it."""
+    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it.
+
+    Before that: activation checkpointing, compiling, and fp32 for full weights that are trained or averaged.
+    """
     dtype = getattr(torch, args.dtype)
     # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -260,7 +271,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     # FSDP would copy and cast all weights in every pass even where a rank has them whole: there it gets the LoRA alone
     lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu
     if lora_alone:
-        keep_frozen_whole(model, dtype)
+        keep_frozen_whole(model, dtype)  # they are model.unsharded from here on, which FSDP ignores
     # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
@@ -321,7 +332,8 @@ def rollout(
     """The trajectories of the request's images, on the training device; the scorer gets images as they are finished."""
     if engine:
         # the Gaussians' means are as large as the latents, so the engine sends only those that are read: a
-        # micro-batch's for check_mismatch, all of them for a correction or where the old policy is the engine's
+        # micro-batch's for check_mismatch, all of them for a correction, or for a loss that compares means with the
+        # engine's (OldPolicy.means)
         reads_all = args.rollout_correction != "none" or args.old_log_prob == "rollout"
         num_means = len(request.seeds) if reads_all else args.micro_batch_size
         finished = scorer.add if scorer else None
@@ -360,7 +372,7 @@ class OldPolicy(NamedTuple):
     """The policy that sampled, as the update needs it: the ratio's denominator. B images, W trained steps."""
 
     log_probs: Tensor  # (B, W)
-    means: Tensor  # (B, W, ...), for a loss that compares means, as grpo_guard.py's does
+    means: Tensor  # (B, W, ...), for a loss that compares means: of grpo_guard.py and its copies
     sample_weights: Tensor  # (B, W), factors of the loss that make up for the engine's mismatch, or 1
 
 
@@ -388,7 +400,7 @@ def compute_advantages(
         advantages = advantages / (groups.std(correction=0) + 1e-4)
     elif scale_rewards == "group":
         advantages = advantages / (groups.std(1, correction=0, keepdim=True) + 1e-4)
-    # equal rewards give exactly 0, not their round-off: with nothing to learn there must be no optimizer step
+    # rewards that are equal up to round-off give exactly 0: with nothing to learn there must be no optimizer step
     return advantages.masked_fill(all_equal(groups), 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
 
 
@@ -397,7 +409,8 @@ def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tenso
     normalize_then_sum adds each reward's own, unclamped, by weight, and divides this sum by its deviation over the
     rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
 
-    Images whose prompts ask for the same rewards are compared as if they were the whole rollout (docs/rewards.md)."""
+    Scores are -inf where a prompt's record does not ask for the reward. Images whose prompts ask for the same rewards
+    have their own advantages, as if they were the whole rollout (docs/rewards.md)."""
     advantages = torch.zeros(len(scores), dtype=torch.float64)
     for rows, columns in asked_parts(scores):  # one part, unless records name their rewards
         part = scores[rows[:, None], columns]  # (n, r)
@@ -427,7 +440,8 @@ def policy_step(
     An SDE step of --sde_type sde, with q = noise_level sqrt(s / (1 - min(s, sigma_max))), s = sigma, eps ~ N(0, 1):
         x' = x + [v + q^2 / (2 s) (x + (1 - s) v)] dt + q sqrt(-dt) eps,    dt = sigma_next - sigma < 0.
     It is a Gaussian policy: log_prob (B,) is the *mean* over elements of log N(x'; mean, std). Other steps are the
-    ODE's Euler step x + v dt. `generator` draws x'; or x' is given as `prev_sample` (B, ...), diffusers' name for it.
+    ODE's Euler step x + v dt, without a density. `generator` draws x'; or x' is given as `prev_sample` (B, ...),
+    diffusers' name for it. request: of these B images alone, as `select` gives it, a row of conditioning for each.
     """
     v = model.predict_velocity(
         x, request.timesteps[i], request.conditioning, request.negative_conditioning, request.guidance_scale
@@ -474,7 +488,8 @@ def find_old_policy(
 ) -> tuple[OldPolicy, dict]:
     """The policy that sampled, and metrics of how far engine and trainer disagree; beyond round-off the run ends.
 
-    Its log-probs are the rollout's with --rollout local or --old_log_prob rollout; otherwise the trainer's.
+    Its log-probs are the rollout's with --rollout local or --old_log_prob rollout; otherwise the trainer's. Its sample
+    weights are those of --rollout_correction.
     """
     ones = torch.ones_like(trajectories.log_probs)  # (B, W)
     sampled = OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, ones)
@@ -551,8 +566,8 @@ def accumulate_gradients(
     """Add up the gradient of a mini-batch's loss: the mean over its images and the W trained steps (eq. 9).
 
     mini_batch: rows of the batch. A pass, forward and backward, is one sampling step of one micro-batch. Micro-batches
-    of one size and FSDP's average over ranks weigh images alike. reference: its means and velocities, for the KL.
-    Returns the metrics of every pass.
+    are equally large, and FSDP averages over ranks: all images weigh the same. reference: its means and velocities at
+    the same latents, for the KL. Returns the metrics of every pass.
     """
     latents = batch.trajectories.latents  # (B, T + 1, ...)
     sde_steps = batch.request.sde_steps
@@ -587,7 +602,8 @@ def accumulate_gradients(
 
 
 def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
-    """Clip the gradient, take one AdamW step, update the EMA. Returns the norm before clipping, equal on all ranks.
+    """Clip the gradient, take one AdamW step at the schedule's rate, update the EMA. Returns the norm before clipping,
+    equal on all ranks.
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
@@ -612,8 +628,9 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[st
     if args.kl_coef:  # the reference's means and velocities, once per rollout, as they do not change
         with acting(model, "reference"):
             reference = recompute_log_probs(args, model, batch.request, batch.trajectories)
-    # a tuple of rows in order, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
-    mini_batches = args.epochs_per_rollout * torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
+    # rows in order, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
+    mini_batches = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
+    mini_batches = args.epochs_per_rollout * mini_batches  # the tuple, repeated
     grad_norms = []
     finite_passes = []  # of the optimizer steps whose gradient is finite
     metrics: dict[str, float] = {}
@@ -641,17 +658,18 @@ def evaluate(
 ) -> tuple[dict, list | None]:
     """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks.
 
-    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
+    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, up to 32 images as (PIL image, caption).
+    Except with --eval_only, the policy of the best evaluation is saved.
     """
     with run.timed("testing"):
-        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each, of this rank
+        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each: this rank's
         eval_args = args.for_evaluation
         prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
         request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
         with acting(model, args.evaluated_policy, engine):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(eval_args, model, engine, request, scorer)
-        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of --reward, then --eval_reward
+        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of inputs.eval_rewards
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
@@ -667,7 +685,7 @@ def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 
 def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
-    """Restore what `save` wrote, on any number of ranks."""
+    """Restore what `save` wrote, on any number of ranks; and the run's step, best score and unlogged metrics."""
     state = run.load_checkpoint()
     load_training_state(model, optimizer, state)
     sampler.load_state_dict(state["sampler"])
@@ -693,7 +711,7 @@ def main(args: Args, inputs: Inputs) -> None:
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
         engine.verify_policy(model, one_image, sample_locally)
 
-    # RUN LOGIC, the same in all scripts: resume (where an evaluation failed, redo it), or evaluate before training
+    # RUN LOGIC, the same in all scripts: resume, and redo an evaluation that had failed (unlogged); or evaluate first
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
         if engine:  # it still holds the policy from before `load`
@@ -703,7 +721,7 @@ def main(args: Args, inputs: Inputs) -> None:
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
-        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a reward fails
 
         # sample G images for each prompt with the current policy (Flow-GRPO, eq. 9)
         with run.timed("gen"):
@@ -716,11 +734,12 @@ def main(args: Args, inputs: Inputs) -> None:
             scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
             trajectories = rollout(args, model, engine, request, scorer)
 
-        # score them, each rank its own; most were scored while others were sampled
+        # score them; most were scored while others were sampled
         with run.timed("reward"):
-            scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)  # (N, R), NaN if one failed
+            # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
+            scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
 
-        # compare the images of a prompt with each other (eq. 4); one without a reward or without others gets 0
+        # compare the images of a prompt with each other (eq. 4); a failed image, or one without others, gets 0
         with run.timed("adv"):
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)

@@ -98,7 +98,7 @@ class Row:
 
 
 # A mixture's deviation falls as a mode is lost, which divides beta as well: with twice the KL some of the mode remains.
-KL_FACTOR = {"gaussian": 1, "mixture": 2}  # of kl_coef, and so of the price
+KL_FACTOR = {"gaussian": 1, "mixture": 2}  # of kl_coef or 1 / reward_multiplier, and so of the price
 ALL_STEPS: Options = {"sde_window_size": 0, "kl_type": "paper"}  # every sampling step but the last is noisy and trained
 # A window moves over them: a step is trained in a part of the rollouts alone, and needs more of them.
 WINDOW: Options = {"sde_window_range": "0 9", "kl_type": "paper", "num_steps": 120, "learning_rate": 0.1}
@@ -125,10 +125,12 @@ ROWS = {
     "tempflow_grpo": Row("contrib/tempflow_grpo.py", WINDOW | {"sde_window_size": 1, "kl_coef": 4}),
     "flow_dppo": Row("contrib/flow_dppo.py", ALL_STEPS | {"kl_coef": 1}, 1.0, SDE),
     "crd, KL": Row("contrib/crd.py", {"kl_coef": 2}),
+    "ram": Row("contrib/ram.py", {"reward_multiplier": 1}, 1.0),
     "awm": Row("contrib/awm.py", NO_KL, has_end=False),
     "crd": Row("contrib/crd.py", NO_KL, has_end=False),
     "dgpo": Row("contrib/dgpo.py", {"learning_rate": 0.03}, has_end=False),
     "online_dpo": Row("contrib/online_dpo.py", {"learning_rate": 0.03}, has_end=False),
+    "v_grpo": Row("contrib/v_grpo.py", {"learning_rate": 0.03}, has_end=False),
 }
 
 
@@ -196,10 +198,12 @@ def run(job: tuple[str, Row, str, int]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.txt"
         prompts.write_text("".join(f"sample {i}\n" for i in range(512)))
-        options: Options = {"family": location, "reward": f"{MODEL}:height", "output_dir": folder, "seed": seed}
+        options: Options = {"family": location, "reward": f"{MODEL}:height", "name": f"{folder}/run", "seed": seed}
         options |= {"train_prompts": prompts, "eval_prompts": prompts} | row.options
         if "kl_coef" in row.options:
             options["kl_coef"] = float(row.options["kl_coef"]) * KL_FACTOR[task]
+        if "reward_multiplier" in row.options:  # contrib/ram.py's, one over a kl_coef
+            options["reward_multiplier"] = float(row.options["reward_multiplier"]) / KL_FACTOR[task]
         if "    cache: " in script.read_text():
             options["cache"] = Path(folder) / "cache"
         if name.endswith("Bradley-Terry"):
@@ -405,7 +409,7 @@ def draw(lines: list[dict], path: Path) -> None:
             if not curves:
                 continue
             mean = lambda what: [statistics.mean(c[i][what] for c in curves) for i in range(len(curves[0]))]  # noqa: B023
-            style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+            style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10]}
             axis.plot(mean("kl"), mean(key), **style, marker=".", linewidth=1, label=name)
         what = {"mean": "mean of z", "variance": "variance of z", "mass": "mass of the low mode"}[key]
         axis.set(xlabel="KL to the model before training, nats", ylabel=what, title=task, xlim=(0, 2))
@@ -421,6 +425,9 @@ def sit(script: str, options: list[str], price: float | None, tasks: list[str], 
     given: Options = {pair.split()[0]: " ".join(pair.split()[1:]) for pair in pairs}
     row = Row(script, given, price)
     defaults = vars(runpy.run_path(script)["Args"]())
+    for option in ("kl_coef", "reward_multiplier"):  # which a task multiplies, as it does the price
+        if option in defaults:
+            given.setdefault(option, defaults[option])
     if "sde_window_size" in defaults:
         row.options = ALL_STEPS | given
         used = defaults | row.options
@@ -452,7 +459,8 @@ def main() -> None:
     parser.add_argument(
         "--price",
         type=float,
-        help="of your script: its beta over std(rewards) G / (G - 1); the mixture doubles it, and kl_coef",
+        help="of your script: its beta over std(rewards) G / (G - 1); the mixture doubles it and kl_coef, and halves"
+        " reward_multiplier",
     )
     parser.add_argument("--processes", type=int, default=2, help="runs at once")
     parser.add_argument("--table", action="store_true", help="make no run")

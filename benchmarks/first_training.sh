@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The first training that we would run on one rented GPU of 80 GB, with published weights: Stable Diffusion 3.5 medium
-# learns to draw the digits that its prompt asks for. Never run: we had no GPU.
+# learns to draw the digits that its prompt asks for. Never run: our one half hour on a GPU had no published weights.
 #
 #     hf auth login                          # after accepting the model's licence on its page
 #     benchmarks/first_training.sh           # what you add wins, except --name: --rollout local, --resume latest

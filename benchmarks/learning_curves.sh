@@ -7,7 +7,7 @@
 #
 # defaults: the five scripts as they are, six seeds each, and README's first command. All other parts are of EARLIER
 # defaults. engines: flow_grpo.py with vLLM-Omni, with the trainer's own sampling, and on two ranks (without CPUS).
-# factors: one factor at a time. siblings: the other four scripts. contrib: three scripts of
+# factors: one factor at a time. siblings: the other four scripts. contrib: five scripts of
 # contrib/, and the teachers that one of them needs. edits: the embedded model of edits, with and without preservation
 # as a reward. Log and options of each run go to docs/lab/records/NAME.
 set -euo pipefail
@@ -82,8 +82,20 @@ siblings() {
 contrib() {
     for seed in 1 2 3; do
         run "crd-local-seed$seed" 1 "-m contrib.crd" --seed "$seed" --rollout local --eval_reward "$COLOUR"
+        run "ram-local-seed$seed" 1 "-m contrib.ram" --seed "$seed" --rollout local --eval_reward "$COLOUR"
         run "tempflow_grpo-local-seed$seed" 1 "-m contrib.tempflow_grpo" --seed "$seed" --rollout local \
             --eval_reward "$COLOUR"
+        run "v_grpo-local-seed$seed" 1 "-m contrib.v_grpo" --seed "$seed" --rollout local --eval_reward "$COLOUR"
+    done
+    for rate in 1e-3 3e-3; do  # V-GRPO's search
+        for clip in 1e-2 1e-1; do
+            run "v_grpo-rate$rate-clip$clip-seed100" 1 "-m contrib.v_grpo" --seed 100 --rollout local --num_steps 10 \
+                --learning_rate "$rate" --clip_range "$clip"
+        done
+    done
+    for eta in 50 10 3 1; do  # RAM's search: `old` hardly lags
+        run "ram-eta$eta-seed100" 1 "-m contrib.ram" --seed 100 --rollout local --eval_reward "$COLOUR" \
+            --num_steps 10 --reward_multiplier "$eta" --decay_schedule linear_to_0_5
     done
     # two teachers, of a seed that no student has, and a student of both
     run teacher-ocr 1 flow_grpo.py $EARLIER --seed 4 --rollout local --eval_reward "$COLOUR"

@@ -118,7 +118,6 @@ def _defaults_of_checkpoint(args: SharedArgs) -> dict[str, Any]:
         left_out = EXPECTED_TO_DIFFER
     else:
         print_message(f"--resume {args.resume}: options that are not given are the checkpoint's")
-        left_out += () if is_latest else ("output_dir",)
         if len(state["rng"]) != int(os.environ.get("WORLD_SIZE", "1")):
             left_out += OF_ITS_RANKS
     return {name: value for name, value in state["args"].items() if name not in left_out}
@@ -147,9 +146,10 @@ def check_options(args: SharedArgs) -> None:
     ranks_of_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if args.shard_ranks and ranks_of_a_node % args.shard_ranks:
         raise ValueError(f"--shard_ranks {args.shard_ranks}: does not divide the {ranks_of_a_node} ranks of a node")
-    name = args.name
-    if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 200:
-        raise ValueError(f"--name {name}: must be the name of one folder, of at most 200 bytes")
+    folder = Path(args.name)
+    is_whole = folder.is_absolute() or args.name == folder.name
+    if not is_whole or folder.name in ("", "..") or "\0" in args.name or len(os.fsencode(folder.name)) > 200:
+        raise ValueError(f"--name {args.name}: must be the name of a folder, of at most 200 bytes, or an absolute path")
     if isinstance(args, EngineArgs) and args.rollout == "vllm" and args.vae_dtype != "float32":
         raise ValueError(f"--vae_dtype {args.vae_dtype}: needs --rollout local; the engine's VAE is float32")
     if isinstance(args, EngineArgs) and args.rollout == "local" and args.engine_devices:

@@ -6,6 +6,7 @@ import functools
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,9 +123,6 @@ def _read_file(
     path: Path | str, rewards: dict[str, Callable] | None, max_prompts: int, others: Iterable[str]
 ) -> tuple[list[str], list[dict]]:
     """The prompts and metadata of one of read_prompts' files."""
-    functions = (rewards or {}).items()
-    checks = [(name, reward.check) for name, reward in functions if hasattr(reward, "check")]
-    metadata_checks = [(name, reward.check_metadata) for name, reward in functions if hasattr(reward, "check_metadata")]
     prompts = []
     metadata = []
     for where, record in read_records(path):
@@ -134,12 +132,11 @@ def _read_file(
                 record = _find_pictures(record, path, where)
             if "rewards" in record:
                 _check_asked(record, rewards, others)
-            for name, check in checks:
-                if asks_for(record, name):
-                    check(prompt)
-            for name, check in metadata_checks:
-                if asks_for(record, name):
-                    check(record)
+            for attribute, value in (("check", prompt), ("check_metadata", record)):
+                for name, reward in (rewards or {}).items():
+                    if hasattr(reward, attribute) and asks_for(record, name):
+                        with _naming_way_out(record, name, rewards or {}, others):
+                            getattr(reward, attribute)(value)
             if not isinstance(record.get("negative_prompt", ""), str):
                 raise ValueError('"negative_prompt": must be a string')
             record.get("negative_prompt", "").encode()  # as _as_record does with the prompt
@@ -149,6 +146,21 @@ def _read_file(
         print_message(f"{path}: the first {max_prompts} of its {len(prompts)} prompts (--max_prompts)")
         return prompts[:max_prompts], metadata[:max_prompts]
     return prompts, metadata
+
+
+@contextmanager
+def _naming_way_out(record: dict, name: str, rewards: Iterable[str], others: Iterable[str]) -> Iterator[None]:
+    """Add to the ValueError of a reward's check how a prompt is left to the other rewards, if there are some: a record
+    must ask for one of `rewards`, and may ask for `others`."""
+    try:
+        yield
+    except ValueError as error:
+        left = [reward for reward in rewards if reward != name]
+        if "rewards" in record or not left:
+            raise
+        asked = list(dict.fromkeys([*left, *(reward for reward in others if reward != name)]))
+        advice = f'a record may ask for other rewards alone: "rewards": {json.dumps(asked)} (docs/rewards.md)'
+        raise ValueError(f"{error}; {advice}") from error
 
 
 def _check_asked(record: dict, rewards: dict[str, Callable] | None, others: Iterable[str]) -> None:
@@ -385,16 +397,16 @@ class GroupSampler:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """num_prompts: how many there are to draw from, or the `parts` of a PromptSet."""
+        """num_prompts: how many there are to draw from, or the `parts` of a PromptSet. Of 0 nothing is drawn."""
         rank = dist.get_rank() if rank is None else rank
         world_size = dist.get_world_size() if world_size is None else world_size
+        self.parts = [(num_prompts, 1)] if isinstance(num_prompts, int) else num_prompts
         num_images = prompts_per_step * group_size
-        if num_images % (num_mini_batches * world_size):
+        if sum(number for number, _ in self.parts) and num_images % (num_mini_batches * world_size):
             raise ValueError(
                 f"{prompts_per_step} prompts x {group_size} images do not divide into "
                 f"{num_mini_batches} mini-batches x {world_size} ranks"
             )
-        self.parts = [(num_prompts, 1)] if isinstance(num_prompts, int) else num_prompts
         self.prompts_per_step = prompts_per_step
         self.group_size = group_size
         self.seed = seed
@@ -408,6 +420,8 @@ class GroupSampler:
         self.position = 0
 
     def __str__(self) -> str:
+        if not sum(number for number, _ in self.parts):
+            return "no prompts to train on"
         num_images = self.prompts_per_step * self.group_size
         sizes = f"{num_images} images = {self.prompts_per_step} prompts x {self.group_size}"
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"

@@ -47,7 +47,8 @@ def evaluate_samples(
     metrics |= detail_metrics(scorer.details, "val")
     if args.eval_by:
         metrics |= metrics_by_field(args.eval_by, scorer, scores, reward_weights, places, images_per_prompt)
-    return metrics | watch_metrics(folder, places, scorer.images, images_per_prompt), grid
+    has_start = not args.eval_only or args.resume is not None  # a model or LoRA alone would be compared with itself
+    return metrics | watch_metrics(folder, places, scorer.images, images_per_prompt, has_start=has_start), grid
 
 
 def log_rollout(

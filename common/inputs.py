@@ -191,8 +191,10 @@ def try_rewards(
     # several greys: where all images are equal, a reward that divides by their deviation would have none
     greys = [Image.new("RGB", (width, height), (128 + 20 * i,) * 3) for i in range(NUM_GREYS)]
     images: Any = greys if num_frames == 1 else [[grey] * num_frames for grey in greys]
-    print_message(f"trying reward {', '.join(rewards)} on grey images")
-    for name, function in rewards.items():
+    asked = {name: function for name, function in rewards.items() if prompts.asking(name)}
+    if asked:
+        print_message(f"trying reward {', '.join(asked)} on grey images")
+    for name, function in asked.items():
         count = NUM_GREYS if getattr(function, "whole_group", False) else 1
         try:
             score_images({name: function}, images[:count], prompts.select(prompts.asking(name)[:1] * count), "mask")

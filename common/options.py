@@ -6,7 +6,8 @@ Bounds stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3
 
 import math
 import re
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
@@ -54,21 +55,19 @@ def parse_lr_schedule(text: str) -> tuple[str, int]:
 # ---- options ---------------------------------------------------------------------------------------------------------
 @dataclass
 class SharedArgs:
-    """Options of the same meaning and default in every script; a script's own `Args` adds to them."""
+    """Options of the same meaning in every script; a script's own `Args` adds to them, and may change a default."""
 
     # ---- run
     name: str = ""
-    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
-    output_dir: str = "runs"
-    """folder that holds the run folders"""
+    """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
     seed: Annotated[int, Bound(at_least=0, at_most=2**32 - 1)] = 1
     """seed of the data order, the noise and the LoRA's initial weights"""
     track: bool | Literal["wandb", "tensorboard"] = False
     """also log metrics and validation images to wandb (True means wandb; files go to WANDB_DIR, if set) or to
     TensorBoard"""
     args: str | None = None
-    """take options from this file, an args.json of this script or YAML of names and values; options on the command line
-    win over it"""
+    """read options from this file first, an args.json of this script or YAML of names and values; options on the
+    command line win over it"""
     resume: str | None = None
     """`latest` resumes this run from its newest checkpoint, or starts the run if there is none; a checkpoint file or a
     run folder starts a new run from that checkpoint. Options that you do not pass are the checkpoint's"""
@@ -144,9 +143,9 @@ class SharedArgs:
     # ---- reward
     reward: tuple[str, ...] = ("ocr",)
     """ocr, ocr_contains (a sign's one line), ocr_scene, ocr_scene_contains (text anywhere), jpeg_compressibility,
-    jpeg_incompressibility, preservation (of edits), or your own path/to/file.py:function, with .KEY behind it if a
-    number that it returns beside "score" is the score; pickscore, hpsv2, geneval, clip_score, aesthetic, vlm_judge and
-    http_scorer find models and servers by environment variables (docs/rewards.md)"""
+    jpeg_incompressibility, preservation (of edits), or your own path/to/file.py:function; file.py:judge.style takes
+    the number `style` that judge returns, in the place of its score. pickscore, hpsv2, geneval, clip_score, aesthetic,
+    vlm_judge and http_scorer find models and servers by environment variables (docs/rewards.md)"""
     reward_weights: tuple[float, ...] = (1.0,)
     """weight of each reward in their sum, the total"""
     reward_frames: NonNegativeInt = 0
@@ -203,15 +202,16 @@ class SharedArgs:
     @property
     def run_folder(self) -> Path:
         """The folder of this run."""
-        return Path(self.output_dir) / self.name
+        return Path("runs") / self.name
 
     @property
     def for_evaluation(self) -> Self:
         """These options with the evaluation's steps and guidance in the place of the rollouts'."""
-        changes: dict = {"num_inference_steps": self.eval_num_inference_steps}
+        evaluated = copy(self)  # every script's own Args has num_inference_steps, and most have guidance_scale
+        evaluated.num_inference_steps = self.eval_num_inference_steps  # type: ignore[attr-defined]
         if self.eval_guidance_scale is not None and hasattr(self, "guidance_scale"):
-            changes["guidance_scale"] = self.eval_guidance_scale
-        return replace(self, **changes)
+            evaluated.guidance_scale = self.eval_guidance_scale  # type: ignore[attr-defined]
+        return evaluated
 
     def lr_factor(self, k: int) -> float:
         """The factor of the learning rate, in (0, 1], at the k-th optimizer step of the run, counted from 1."""

@@ -19,7 +19,7 @@ from common.distributed import on_rank_0
 from common.errors import UNREADABLE, RunError, error_prefix, truncate
 from common.process import print_message
 
-OF_A_START = ("name", "output_dir", "args", "resume", "eval_only")
+OF_A_START = ("name", "args", "resume", "eval_only")
 # options that may differ between a checkpoint and the run that resumes it, or evaluates it, without a word
 EXPECTED_TO_DIFFER = (
     *OF_A_START,

@@ -16,13 +16,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from common import checkpoints
 from common.checkpoints import (
     FORMAT,
     check_unchanged,
-    checkpoint_path,
-    load_checkpoint,
     lock_run,
-    save_checkpoint,
     saved_checkpoints,
     writing,
 )
@@ -104,8 +102,9 @@ class Run:
         """Begin a run in runs/<name>, or resume it from `checkpoint`.
 
         rewards: {name: function}, by which evaluations are scored, with the settings that are recorded beside the
-        options. script: the script's file, copied into the folder, which is made and locked; "" leaves the folder as it
-        is. num_images: images of a training step over all ranks, for speeds.
+        options. script: the script's file, copied into the folder, which is made and locked. "" writes metrics alone:
+        no record, lock or heartbeat, no signals, no last line of an error. num_images: images of a training step over
+        all ranks, for speeds.
 
         Raises:
             RunError: another process writes to the folder or has just written to it, or it cannot be written.
@@ -122,7 +121,8 @@ class Run:
         self._saved_step = 0  # of the newest checkpoint
         self._sampler: GroupSampler | None = None
         self._save: Callable[[], None] | None = None
-        self._before: tuple[int, dict, dict] | None = None  # step, random states and sampler's, which the policy is of
+        # (step, random states, the sampler's) that belong to the weights; None while they change
+        self._policy_states: tuple[int, dict, dict] | None = None
         self._best_step: int | None = None  # of the best evaluation; None: unknown
         self._num_images = num_images
         self._writes = on_rank_0()
@@ -131,7 +131,7 @@ class Run:
         self._created: float | None = time.perf_counter()  # until the first phase: the time before it is the startup
         self._device_memory_gb = 0.0  # the most that was in use on the GPU, by any process, since the last `log`
         self._step_began: float | None = None  # perf_counter at the start of a training step; None outside of one
-        self._begun_at = time.perf_counter()  # of the training step that began last, with its evaluation
+        self._last_step_began = time.perf_counter()  # of the training step that began last, with its evaluation
         self._longest_step_s = 0.0
         self._owns_folder = bool(script)
         self._resumed_from = -1  # the step of the checkpoint; -1: nothing stays of an earlier run
@@ -145,7 +145,7 @@ class Run:
         self._contents: Contents = {}  # recorded as well, but not in wandb
         if script:
             catch_stop_signals(args.max_minutes)
-            _begun.append(self)
+            _current_run.append(self)
             self._contents = gather_objects(find_contents(self.config) if self._writes else {})[0]
             create_run_folder(self.folder, self.config, script, self.checkpoint, self._contents)
         self._utilisation: Utilisation | None = None
@@ -157,14 +157,17 @@ class Run:
     # ---- the clock ----
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the block's seconds to timing_s/<name>; waits for the GPU. The time before the first block is startup."""
+        """Add the block's seconds to timing_s/<name>; waits for the GPU. The time before the first block is startup.
+
+        A block is also a phase of heartbeat.json. Within update_actor a failure saves no checkpoint: weights change.
+        """
         began = time.perf_counter()
         if self._created is not None:
             self._timing["startup"] = began - self._created
             self._created = None
         self._write_heartbeat(name)
         if name == "update_actor":
-            self._before = None  # until `end_step` the policy is of no step
+            self._policy_states = None  # until `end_step`
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -203,7 +206,7 @@ class Run:
         self._sampler, self._save = sampler, save
         self._keep_states(step - 1)
         self.step = step
-        self._step_began = self._begun_at = time.perf_counter()
+        self._step_began = self._last_step_began = time.perf_counter()
 
     def end_step(self, metrics: dict) -> None:
         """Keep the metrics of a training step until `log`, and that the policy is of this step now."""
@@ -212,15 +215,15 @@ class Run:
 
     def _keep_states(self, step: int) -> None:
         if self._sampler:
-            self._before = (step, rng_states(), self._sampler.state_dict())
+            self._policy_states = (step, rng_states(), self._sampler.state_dict())
 
     def save_after_failure(self) -> None:
         """After a ScoringError: save what the failed rollout or evaluation began with. A collective."""
-        save, before, self._save = self._save, self._before, None
-        if save is None or before is None or before[0] == self._saved_step:
+        save, states, self._save = self._save, self._policy_states, None
+        if save is None or states is None or states[0] == self._saved_step:
             return
-        self.step, states, position = before
-        restore_rng_states(states)
+        self.step, of_rngs, position = states
+        restore_rng_states(of_rngs)
         assert self._sampler
         self._sampler.load_state_dict(position)
         is_finite = all(math.isfinite(value) for value in self.unlogged.values())
@@ -239,7 +242,8 @@ class Run:
 
     # ---- the log ----
     def log(self, metrics: dict, grid: list[Picture] | None = None) -> None:
-        """Append a line of metrics, and the seconds of every phase, to metrics.jsonl; then start a new timing.
+        """Append a line of metrics, and the seconds of every phase, to metrics.jsonl; then start a new timing. A
+        collective.
 
         metrics: finite numbers or scalar tensors by name; to them come those of `end_step`. grid: an evaluation's
         captioned images, from which grid_STEP.png and curves.png are drawn. Where an evaluation meets a rule of
@@ -286,8 +290,8 @@ class Run:
             self._tracker.log(step, metrics, grid)
 
     def _append(self, step: int, row: dict) -> None:
-        """Add a line to metrics.jsonl. The first one cuts a resumed run back to its checkpoint
-        before: a resumed run that fails earlier leaves everything as it was."""
+        """Add a line to metrics.jsonl. Before the first line a resumed run is cut back to its checkpoint: one that
+        fails earlier leaves everything as it was."""
         path = self.folder / "metrics.jsonl"
         if self._has_written and not path.exists():
             raise RunError(f"step {step}: {path}, which this run has written, is gone")
@@ -345,30 +349,31 @@ class Run:
     @property
     def checkpoint_path(self) -> Path:
         """checkpoints/step_000030.pt of the current step."""
-        return checkpoint_path(self.folder, self.step)
+        return checkpoints.checkpoint_path(self.folder, self.step)
 
     def save_checkpoint(self, state: dict, model: Family, policy: str) -> None:
         """Write checkpoints/step_000030.pt of `state`, and adapter/ of `policy` for diffusers. A collective.
 
-        Full weights are as large as their checkpoint: their adapter/ is written when the run ends.
+        Full weights are as large as their checkpoint: their adapter/ is written when the run ends, as `should_stop` has
+        said, or at the last step.
         """
         state |= {"step": self.step, "args": self.config, "contents": self._contents, "format": FORMAT}
         state |= {"best": self.best_score, "best_step": self._best_step}
         state |= {"unlogged": self.unlogged}
         with self.timed("save_checkpoint"):  # after `log`: a resumed run cuts the log back to the checkpoint
-            save_checkpoint(self.folder, self.step, state, self.args.keep_checkpoints)
+            checkpoints.save_checkpoint(self.folder, self.step, state, self.args.keep_checkpoints)
             if model.is_lora or self._is_stopping or self.step == self.args.num_steps:
                 save_policy(self.folder / "adapter", model, policy, self.args.dtype)
         self._saved_step = self.step
 
     def load_checkpoint(self) -> dict:
-        """The state of the checkpoint to resume from; `step` and `best_score` become its own.
+        """The state of the checkpoint to resume from, which sets this run's step, best_score and unlogged.
 
         The best score stays unknown where another run wrote the checkpoint, where evaluations are scored otherwise, or
         where best_adapter/ is of a later step.
         """
         assert self.checkpoint
-        state = load_checkpoint(self.checkpoint)
+        state = checkpoints.load_checkpoint(self.checkpoint)
         if "shards" in state:
             is_file = Path(str(self.args.resume)).suffix == ".pt"
             self.checkpoint, state = first_intact(self.checkpoint, state, may_be_earlier=not is_file)
@@ -407,7 +412,7 @@ class Run:
     def should_stop(self) -> bool:
         """Whether a signal on any rank, too little time for another step, or a rule of --stop_if asks for the end. A
         collective."""
-        self._longest_step_s = max(self._longest_step_s, time.perf_counter() - self._begun_at)
+        self._longest_step_s = max(self._longest_step_s, time.perf_counter() - self._last_step_began)
         self._is_stopping = any(gather_objects(stop_requested(self._longest_step_s))) or self._stop_reason is not None
         return self._is_stopping
 
@@ -435,27 +440,29 @@ class Run:
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
-def checkpoint_to_resume(run: Path | str, resume: str | None, eval_only: bool = False) -> Path | None:
+def checkpoint_to_resume(folder: Path | str, resume: str | None, eval_only: bool = False) -> Path | None:
     """The checkpoint that --resume means, or None: `latest` is the newest of this run, if any; else a file or a run.
 
     Raises:
-        ValueError: the folder `run` holds a run that would be overwritten, or there is no good checkpoint.
+        ValueError: the run's folder holds a run that would be overwritten, or there is no good checkpoint.
     """
     if resume == "latest" and eval_only:
         advice = "let --resume name the run or checkpoint to evaluate"
         raise ValueError(f"--eval_only writes under a new --name: {advice}")
-    if resume == "latest" and not saved_checkpoints(run):
-        record = Path(run) / "args.json"
-        first = json.loads(record.read_text(encoding="utf-8"))["args"].get("resume") if record.is_file() else None
-        if first not in (None, "latest"):  # it would train the model from its beginning
-            raise ValueError(f"--resume latest: {run} has no checkpoint yet: start it with --resume {first} again")
+    if resume == "latest" and not saved_checkpoints(folder):
+        record = Path(folder) / "args.json"
+        options = json.loads(record.read_text(encoding="utf-8"))["args"] if record.is_file() else {}
+        resumed_from = options.get("resume")
+        if resumed_from not in (None, "latest"):  # the run would begin with the model before any training
+            advice = f"start it with --resume {resumed_from} again"
+            raise ValueError(f"--resume latest: {folder} has no checkpoint yet: {advice}")
         return None
     if resume == "latest":
-        return checkpoint_of(run)
-    found = [name for name in RESULTS if (Path(run) / name).exists()]
+        return checkpoint_of(folder)
+    found = [name for name in RESULTS if (Path(folder) / name).exists()]
     if found:
         advice = "choose another --name" + ("" if eval_only else ", or continue it with --resume latest")
-        raise ValueError(f"{run} already holds a run: {advice} (found {found[0]})")
+        raise ValueError(f"{folder} already holds a run: {advice} (found {found[0]})")
     return checkpoint_of(resume) if resume else None
 
 
@@ -499,7 +506,7 @@ def over_ranks(by_rank: Sequence[tuple[dict[str, float], dict[str, float]]]) -> 
 
 
 # ---- a whole script --------------------------------------------------------------------------------------------------
-_begun: list[Run] = []  # the run of this process, once it has begun
+_current_run: list[Run] = []  # the run of this process, once it has begun
 
 
 @contextmanager
@@ -510,12 +517,12 @@ def friendly_errors() -> Iterator[None]:
     because another rank is gone also ends in one line; the lost rank's own line is the one to read. Every other
     exception is a bug and keeps its traceback.
     """
-    _begun.clear()
+    _current_run.clear()
     repair_torchvision()  # before diffusers is imported
     try:
         yield
     except (ValueError, RuntimeError) as error:  # a RunError is a RuntimeError, as what torch raises
-        run = _begun[0] if _begun else None
+        run = _current_run[0] if _current_run else None
         is_training = run is not None and run.bar is not None
         if run and run.bar is not None:
             run.bar.close()  # the last line is one of its own
@@ -544,7 +551,8 @@ def exit_value(error: Exception, folder: Path | None, is_training: bool) -> str 
         return 1 if silent else last_line(str(error), error, folder)
     if not any(sign in str(error) for sign in RANK_IS_GONE):
         return None
-    # while prompts were encoded, say; ranks do not begin at one moment, nor does their time end so
+    # the lost rank may have stopped as asked, while prompts were encoded, say: its --max_minutes may have ended a
+    # minute before this rank's
     has_stopped = stop_requested(60.0) and not is_training
     return 0 if has_stopped else last_line(ANOTHER_RANK_LOST, error, folder)
 

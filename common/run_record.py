@@ -54,10 +54,15 @@ Contents = dict[str, str]  # what is read -> its size and digest
 
 # ---- what a run is made of -------------------------------------------------------------------------------------------
 def find_contents(options: dict[str, Any]) -> Contents:
-    """Size and digest of all that options name: {"--eval_prompts signs.txt": ..., "code/mine.py": ...}."""
+    """Size and digest of all that options name: {"--eval_prompts signs.txt": ..., "code/mine.py": ...}.
+
+    With --eval_only, without what training alone would read.
+    """
     found: Contents = {}
     named = {f"code/{name}": file for name, file in user_code(options).items()}
     for option in DATA:
+        if options.get("eval_only") and option in ("train_prompts", "pairs"):
+            continue
         for value in values_of(options.get(option)):
             path = Path(value.partition("=")[2] if option == "teachers" else value)
             if option.endswith("_prompts"):

@@ -71,12 +71,14 @@ def norm_ratio(v: torch.Tensor, v_ref: torch.Tensor) -> torch.Tensor:
 
 
 # ---- an evaluation ---------------------------------------------------------------------------------------------------
-def watch_metrics(folder: Path, places: list[int], images: Images, images_per_prompt: int) -> dict[str, torch.Tensor]:
+def watch_metrics(
+    folder: Path, places: list[int], images: Images, images_per_prompt: int, *, has_start: bool = True
+) -> dict[str, torch.Tensor]:
     """val/diversity (with several images per prompt) and val/drift_from_base of an evaluation in RUN/samples/STEP.
 
     The drift is the mean rms_difference between an image and the image of the same prompt and seed at step 0. A line
-    says why where there is none to compare with; the metric is then missing. places (B,) and images: as save_samples
-    took them. A collective; the metrics are the same on all ranks.
+    says why where there is none to compare with; the metric is then missing. has_start: whether there is a step 0 to
+    look for. places (B,) and images: as save_samples took them. A collective; the metrics are the same on all ranks.
     """
     pictures = small_pictures(images)  # (B, D)
     num_images = int(gather(torch.tensor(places)).max()) + 1
@@ -84,6 +86,8 @@ def watch_metrics(folder: Path, places: list[int], images: Images, images_per_pr
     if images_per_prompt > 1:
         groups, _ = gather_groups(pictures, torch.tensor(places), images_per_prompt)
         metrics["val/diversity"] = gather(diversity(groups).sum()).sum() / (num_images // images_per_prompt)
+    if not has_start:
+        return metrics
     base = gather_objects(_find_base(folder) if on_rank_0() else None)[0]
     before = None
     if base is not None:

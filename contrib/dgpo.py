@@ -11,7 +11,7 @@ not named below is in diffusion_nft.py, with its equations. Read `main`, at the 
   3. -log sigmoid(R+ - R-), over dpo_beta, is minimised: R+ of the images with A > 0, R- of the others (Bradley-Terry):
      `dgpo_loss`. An image that has moved too far from `old` has no gradient; its authors added this clip in review.
 
-    torchrun --standalone -m contrib.dgpo                       # assets/embedded on a CPU, vLLM-Omni's rollouts
+    torchrun --standalone -m contrib.dgpo                       # assets/embedded, vLLM-Omni's rollouts
     torchrun --standalone -m contrib.dgpo --rollout local       # the training transformer samples: no vLLM needed
 
 The formulas are those of the authors' code. Where it departs from that code:
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 class Args(EngineArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
     # ---- run
     name: str = "dgpo"
-    """the run's folder is runs/<name>; it must not hold a run yet, unless you resume it"""
+    """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
 
     # ---- rollout
     num_prompts: PositiveInt = 32
@@ -113,7 +113,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     num_steps: Annotated[int, Bound(at_least=0)] = 30
     """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 4
-    """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    """number of mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
@@ -124,7 +124,9 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
 
 # ==== 2 SETUP =========================================================================================================
 def check(args: Args) -> Args:
-    """Refuse options that cannot work together. Returns them, micro_batch_size lowered to what a mini-batch has."""
+    """Refuse options that cannot work together. Returns them, micro_batch_size lowered to a rank's mini-batch."""
+    if args.eval_only:  # no rollout is made, or cut into mini-batches
+        return args
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     if micro_batch_size % args.group_size or not micro_batch_size:
@@ -136,16 +138,19 @@ def check(args: Args) -> Args:
 
 
 def prepare(args: Args) -> Inputs:
-    """Load everything but the model: rewards, prompts, the LoRA, the checkpoint. A ValueError names what is wrong."""
-    frames = (args.num_frames, args.reward_frames)  # of a video, and scored by built-in rewards
-    rewards = load_rewards(args.reward, args.reward_weights, *frames)  # eval_rewards begin with these
-    eval_rewards = load_rewards(args.eval_reward, None, *frames, option="--eval_reward", trained=rewards)
-    train_set = read_prompts(args.train_prompts, rewards, others=eval_rewards, shares=args.train_shares)
+    """Load everything but the model and the checkpoint: rewards, prompts, the LoRA. An error names what is wrong."""
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
+    eval_rewards = load_rewards(  # they begin with those above, except the `relative` ones
+        args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
+    )
+    trained_on = () if args.eval_only else args.train_prompts
+    train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
-    size = (*args.image_size, args.num_frames)
-    family = find_family(args.model, *size, 1.0, args.max_sequence_length, args.family)
+    height, width = args.image_size
+    length = args.max_sequence_length
+    family = find_family(args.model, height, width, args.num_frames, 1.0, length, args.family)
     if args.rollout == "vllm":
         from common.engine.launch import check_engine
 
@@ -205,8 +210,11 @@ def draw_training_noise(args: Args, batch: "Batch", step: int, epoch: int) -> tu
 
 # ==== 4 MODEL =========================================================================================================
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
-    """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained."""
-    num_drawn = args.num_steps * args.num_prompts  # in the whole run; too long ones are reported, embeddings cached
+    """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained.
+
+    The prompts of the whole run are looked at as well: too long ones are reported, and --prompt_cache is filled.
+    """
+    num_drawn = args.num_steps * args.num_prompts
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
@@ -215,7 +223,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     policies = ["default", "old"]  # the former is peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")
-    if args.kl_coef > 0:
+    if args.kl_coef > 0 and not args.eval_only:
         policies.append("reference")
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
@@ -224,7 +232,10 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
 
 
 def shard(args: Args, model: Family, device: torch.device) -> None:
-    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it."""
+    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it.
+
+    Before that: activation checkpointing, compiling, and fp32 for full weights that are trained or averaged.
+    """
     dtype = getattr(torch, args.dtype)
     # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -234,7 +245,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     # FSDP would copy and cast all weights in every pass even where a rank has them whole: there it gets the LoRA alone
     lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu
     if lora_alone:
-        keep_frozen_whole(model, dtype)
+        keep_frozen_whole(model, dtype)  # they are model.unsharded from here on, which FSDP ignores
     # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
     for transformer in dict.fromkeys(model.policies.values()):
         if "activation_checkpointing" in args.train_with:
@@ -354,7 +365,7 @@ def compute_advantages(
         advantages = advantages / (groups.std(correction=0) + 1e-4)
     elif scale_rewards == "group":
         advantages = advantages / (groups.std(1, correction=0, keepdim=True) + 1e-4)
-    # equal rewards give exactly 0, not their round-off: with nothing to learn there must be no optimizer step
+    # rewards that are equal up to round-off give exactly 0: with nothing to learn there must be no optimizer step
     return advantages.masked_fill(all_equal(groups), 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
 
 
@@ -363,7 +374,8 @@ def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tenso
     normalize_then_sum adds each reward's own, unclamped, by weight, and divides this sum by its deviation over the
     rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
 
-    Images whose prompts ask for the same rewards are compared as if they were the whole rollout (docs/rewards.md)."""
+    Scores are -inf where a prompt's record does not ask for the reward. Images whose prompts ask for the same rewards
+    have their own advantages, as if they were the whole rollout (docs/rewards.md)."""
     advantages = torch.zeros(len(scores), dtype=torch.float64)
     for rows, columns in asked_parts(scores):  # one part, unless records name their rewards
         part = scores[rows[:, None], columns]  # (n, r)
@@ -479,7 +491,8 @@ def accumulate_gradients(
 
     mini_batch: rows of the batch; timesteps (B, K), noise (B, K, ...); v_old and v_ref (B, K, ...): velocities_of `old`
     and of the reference. A pass, forward and backward, is one timestep of one micro-batch.
-    Micro-batches of one size and FSDP's average over ranks weigh images alike. Returns the metrics of every pass.
+    Micro-batches are equally large, and FSDP averages over ranks: all images weigh the same. Returns the metrics of
+    every pass.
     """
     num_timesteps = timesteps.shape[1]  # K
     micro_batches = mini_batch.split(args.micro_batch_size)
@@ -521,7 +534,8 @@ def accumulate_gradients(
 
 
 def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
-    """Clip the gradient, take one AdamW step, update the EMA. Returns the norm before clipping, equal on all ranks.
+    """Clip the gradient, take one AdamW step at the schedule's rate, update the EMA. Returns the norm before clipping,
+    equal on all ranks.
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
@@ -575,17 +589,18 @@ def evaluate(
 ) -> tuple[dict, list | None]:
     """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks.
 
-    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, 32 images as (PIL image, caption).
+    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, up to 32 images as (PIL image, caption).
+    Except with --eval_only, the policy of the best evaluation is saved.
     """
     with run.timed("testing"):
-        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each, of this rank
+        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each: this rank's
         eval_args = args.for_evaluation
         prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
         request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
         with acting(model, args.evaluated_policy, engine, "old"):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(eval_args, model, engine, request, scorer)
-        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of --reward, then --eval_reward
+        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of inputs.eval_rewards
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
@@ -601,7 +616,7 @@ def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 
 
 def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
-    """Restore what `save` wrote, on any number of ranks."""
+    """Restore what `save` wrote, on any number of ranks; and the run's step, best score and unlogged metrics."""
     state = run.load_checkpoint()
     load_training_state(model, optimizer, state)
     sampler.load_state_dict(state["sampler"])
@@ -627,7 +642,7 @@ def main(args: Args, inputs: Inputs) -> None:
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
         engine.verify_policy(model, one_image, sample_locally)
 
-    # RUN LOGIC, the same in all scripts: resume (where an evaluation failed, redo it), or evaluate before training
+    # RUN LOGIC, the same in all scripts: resume, and redo an evaluation that had failed (unlogged); or evaluate first
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
         if engine:  # it still holds the policy from before `load`
@@ -637,7 +652,7 @@ def main(args: Args, inputs: Inputs) -> None:
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
-        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a reward fails
 
         # sample G images for each prompt with `old`, which the engine holds already (Algorithm 1, line 3)
         with run.timed("gen"):
@@ -649,11 +664,12 @@ def main(args: Args, inputs: Inputs) -> None:
             with acting(model, "old"):
                 trajectories = rollout(args, model, engine, request, scorer)
 
-        # score them, each rank its own; most were scored while others were sampled
+        # score them; most were scored while others were sampled
         with run.timed("reward"):
-            scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)  # (N, R), NaN if one failed
+            # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
+            scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
 
-        # compare the images of a prompt with each other (eq. 4); one without a reward or without others gets 0
+        # compare the images of a prompt with each other (eq. 4); a failed image, or one without others, gets 0
         with run.timed("adv"):
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)

@@ -1,4 +1,4 @@
-"""The two pictures on the README's first screen, from the records: docs/before_after.png and docs/curve.png.
+"""The pictures of the README and of docs/flow_grpo.md, from the records: docs/before_after.png and docs/curve.png.
 
     python -m docs.make_front_page
 
@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 DOCS = Path(__file__).parent
 RECORDS = DOCS / "lab" / "records"
 GRIDS = RECORDS / "default-flow_grpo"
-CELL = (196, 82)  # pixels of an image of a grid with its caption and margins
+CELL = (196, 96)  # pixels of an image of a grid with its caption and margins
 COLUMNS = 6
 ROWS = 2
 TITLE_HEIGHT = 26

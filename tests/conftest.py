@@ -277,7 +277,7 @@ def new_run(
     **options: Any,
 ) -> Run:
     """A run in `folder`, with the shared options' defaults and these options."""
-    args = SharedArgs(name=folder.name, output_dir=str(folder.parent), **options)
+    args = SharedArgs(name=str(folder.absolute()), **options)
     return Run(args, rewards or {}, script=script, checkpoint=checkpoint, num_images=num_images)
 
 

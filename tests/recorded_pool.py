@@ -20,17 +20,15 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.engine.server import prepare
+from common.engine.server import omni  # first: it repairs what vLLM imports
 
-prepare()
+# isort: split
+from common.engine.cpu_worker import CpuDiffusionWorker
+from common.models.loading import family_class
+from common.rollout import RolloutRequest
 
-from common.engine import omni  # noqa: E402  (after the repairs)
-from common.engine.cpu_worker import CpuDiffusionWorker  # noqa: E402
-from common.models.loading import family_class  # noqa: E402
-from common.rollout import RolloutRequest  # noqa: E402
-
-import torch  # noqa: E402
-from diffusers import AutoModel  # noqa: E402
+import torch
+from diffusers import AutoModel
 
 warnings.simplefilter("ignore")  # gc also finds objects whose attributes are deprecated
 

@@ -136,9 +136,6 @@ def serve(path: str) -> None:
 
 
 if __name__ == "__main__":
-    from common.engine.server import prepare
-
-    prepare()  # before vLLM is imported
-    importlib.import_module("common.engine.omni")
+    importlib.import_module("common.engine.server")  # and vLLM
     serve(sys.argv[1])
     runpy.run_module("common.engine.server", run_name="__main__", alter_sys=True)

@@ -74,7 +74,7 @@ def plan_runs(script: str, words: Sequence[str], seeds: Sequence[int]) -> list[S
         ValueError: there is no such script or option, or an option that the sweep sets is given.
     """
     options = split_options(words)
-    for name in ("seed", "resume", "output_dir"):
+    for name in ("seed", "resume"):
         if name in options:
             raise ValueError(f"--{name}: the sweep sets it")
     is_recipe = script.endswith(".sh")
@@ -82,13 +82,15 @@ def plan_runs(script: str, words: Sequence[str], seeds: Sequence[int]) -> list[S
         raise ValueError(f"{script}: no such recipe")
     known = "flow_grpo.py" if is_recipe else script
     swept = [name for name, values in options.items() if len(values) > 1 and takes_one_value(known, name)]
-    base_name = options.pop("name", [Path(script).stem])[0]
+    base_name = options.pop("name", [Path(script).stem])[0].rstrip("/")
+    if not Path(base_name).is_absolute() and Path(base_name).name != base_name:
+        raise ValueError(f"--name {base_name}: must be the name of a folder, or an absolute path")
     start = ["bash", script] if is_recipe else ["torchrun", "--standalone", script]
     runs = []
     for chosen in itertools.product(*(options[name] for name in swept)):
         setting = options | {name: [value] for name, value in zip(swept, chosen, strict=True)}
-        group = "-".join([base_name, *(f"{name}{value}" for name, value in zip(swept, chosen, strict=True))])
-        group = group.replace("/", "_")
+        values = [f"{name}{value}".replace("/", "_") for name, value in zip(swept, chosen, strict=True)]
+        group = "-".join([base_name, *values])
         for seed in seeds:
             name = f"{group}-seed{seed}"
             given = [word for option, values in setting.items() for word in (f"--{option}", *values)]
@@ -129,13 +131,14 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
             return "finished before"
         device = free.get()
         try:
-            environment = {"WANDB_RUN_GROUP": run.group} | dict(os.environ)
+            environment = {"WANDB_RUN_GROUP": Path(run.group).name} | dict(os.environ)
             if device:
                 environment["CUDA_VISIBLE_DEVICES"] = device
             on = f"CUDA_VISIBLE_DEVICES={device} " if device else ""
             print(f"{on}{shlex.join(run.command)}", flush=True)
-            RUNS.mkdir(exist_ok=True)
-            with open(RUNS / f"{run.name}.log", "a") as log:
+            log_file = RUNS / f"{run.name}.log"
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            with open(log_file, "a") as log:
                 code = subprocess.run(run.command, env=environment, stdout=log, stderr=log).returncode
         finally:
             free.put(device)

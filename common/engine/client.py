@@ -22,7 +22,7 @@ from common.distributed import gather_objects, stop_early
 from common.engine import messages
 from common.engine.launch import engine_environment
 from common.engine.mismatch import check_sampling
-from common.errors import RunError
+from common.errors import RunError, truncate
 from common.models.family import Family, Images
 from common.process import print_message, stop_requested
 from common.rollout import RolloutRequest, Trajectories
@@ -93,6 +93,7 @@ class VLLMEngine:
         self.is_asleep = False
         self.num_asked = 0
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self.log_begins = self.log_file.stat().st_size if self.log_file.exists() else 0  # after another start's lines
         print_message(f"starting the rollout engine; its log: {self.log_file}")
         num_threads = num_threads or max(1, torch.get_num_threads() // len(gpus))
         if self.sleeps and gpus[0] is None:
@@ -405,7 +406,17 @@ class VLLMEngine:
         how = f"exit code {code}"
         if code < 0:
             how += f", {signal.Signals(-code).name}"
+        elif line := self._last_log_line():  # of a traceback the exception, such as that vLLM cannot be imported
+            how += f", {truncate(line)}"
         return f"the rollout engine died during {operation} ({how}); its log: {self.log_file}"
+
+    def _last_log_line(self) -> str:
+        """The last line that this child has written to its log; "" if there is none."""
+        with contextlib.suppress(OSError), open(self.log_file, "rb") as log:
+            log.seek(self.log_begins)
+            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+            return lines[-1] if lines else ""
+        return ""
 
 
 def to_pil(pixels: np.ndarray) -> Images:

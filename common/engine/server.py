@@ -1,7 +1,9 @@
 """The engine's process: answers the trainer's calls over a pipe, until the trainer is gone.
 
 `client.py` runs it as `python -m common.engine.server FD PARENT`, with the pipe's file descriptor and the trainer's
-process id. The calls themselves are in `omni.py`, which imports vLLM-Omni and so is imported after `prepare`.
+process id. The calls themselves are in `omni.py`. Where an engine is split over several workers, multiprocessing runs
+this file in each of them too, under another name, before it imports vLLM there. Until vLLM is imported, this process
+does not see that the trainer is gone.
 """
 
 import contextlib
@@ -17,12 +19,12 @@ from common.engine import messages
 from common.errors import truncate
 from common.onednn import use_onednn
 
+# Two repairs for machines without a GPU, which must come before vLLM is imported: it imports torchvision.
+repair_torchvision()
+if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # torch.compile has products of its own
+    use_onednn()
 
-def prepare() -> None:
-    """Two repairs for machines without a GPU. vLLM imports torchvision, so they come before vLLM."""
-    repair_torchvision()
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # torch.compile has products of its own
-        use_onednn()
+from common.engine import omni  # noqa: E402
 
 
 def serve(connection: Connection) -> None:
@@ -33,8 +35,6 @@ def serve(connection: Connection) -> None:
     """
     options, num_workers = messages.receive(connection)
     try:
-        from common.engine import omni  # imports vLLM-Omni
-
         engine = omni.load_engine(options, num_workers)
     except Exception as error:
         traceback.print_exc()
@@ -66,11 +66,6 @@ def exit_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-if __name__ == "__mp_main__":
-    # a worker of an engine that is split: multiprocessing runs this file under this name before it imports vLLM
-    prepare()
-
 if __name__ == "__main__":
     threading.Thread(target=exit_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
-    prepare()
     serve(Connection(int(sys.argv[1])))

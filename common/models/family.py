@@ -53,11 +53,11 @@ class Family(ABC):
     makes_videos = False  # such a family has no `encode_images`, which offline DPO needs
     attention_kernels: tuple[str, ...] = ("native", "cudnn", "flash")  # that its transformer can take (--attention)
     is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_devices)
-    # The least and the most sources of a prompt, for a model that edits: all records of a run have equally many.
+    # The least and the most source images of a prompt, for a model that edits: all records of a run have equally many.
     num_sources = (0, 0)
-    source_tokens = 0  # of each, beside max_sequence_length, in a text encoder that sees them
+    source_tokens = 0  # tokens of a source image, beside max_sequence_length, in a text encoder that sees it
 
-    # Exported by diffusers, with a `transformer` and a `save_lora_weights`.
+    # A pipeline of diffusers that has a `transformer` and `save_lora_weights`.
     pipe: "diffusers.DiffusionPipeline"
     # Its `_no_split_modules` name FSDP's units, the blocks first. With full weights every policy has a transformer, and
     # this is the acting policy's: methods use self.transformer, never self.pipe.transformer.
@@ -68,13 +68,13 @@ class Family(ABC):
     # `add_policies` (common/weights/policy.py) sets these two.
     is_lora: bool  # whether a LoRA is trained, or full weights
     policies: "dict[str, diffusers.ModelMixin]"  # the transformer of each policy; with a LoRA, one for all policies
-    frozen = frozenset({"reference"})  # policies that no checkpoint holds, as training never changes them
+    frozen_policies = frozenset({"reference"})  # policies that no checkpoint holds, as training never changes them
 
     def __init__(self, pipe: "diffusers.DiffusionPipeline") -> None:
         self.pipe = pipe
         self.transformer = pipe.transformer
         self.unsharded: set[torch.nn.Parameter] = set()  # frozen weights that FSDP leaves out, as each rank has all
-        self.negative: dict[tuple[str, int], Conditioning] = {}  # by prompt and length; encode_negative fills it
+        self.negative_cache: dict[tuple[str, int], Conditioning] = {}  # by prompt and length, for encode_negative
         # --prompt_cache: B prompts, length -> what encode_prompts gave for them; `prepare_prompts` sets it
         self.kept_conditioning: Callable[[list[str], int], Conditioning] | None = None
 
@@ -113,7 +113,7 @@ class Family(ABC):
         timestep: 1000 sigma, (B,), on the latents' device; it must not be rounded.
         """
 
-    # ---- prompts ----
+    # ---- prompts: encode, or encode_negative -> encode_through_cache -> encode_prompts -> encode_batch ----
     @torch.no_grad()
     def encode_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
         """Conditioning of B prompts, in the text encoders' dtype, by `encode_batch`."""
@@ -123,7 +123,7 @@ class Family(ABC):
                 batches.append(self.encode_batch(prompts[i : i + PROMPTS_AT_ONCE], max_sequence_length))
         return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
-    def embed_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+    def encode_through_cache(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
         """encode_prompts, or what --prompt_cache has of it."""
         if self.kept_conditioning is None:
             return self.encode_prompts(prompts, max_sequence_length)
@@ -133,9 +133,12 @@ class Family(ABC):
     def encode(
         self, prompts: PromptSet, max_sequence_length: int, image_size: tuple[int, int], num_frames: int = 1
     ) -> Conditioning:
-        """Conditioning of B prompts and their pictures, brought to image_size. WanImageToVideo reads num_frames."""
-        conditioning = self.embed_prompts(prompts.prompts, max_sequence_length)
-        if "image" in prompts.metadata[0]:
+        """Conditioning (U, ...) of U prompts and of their source images, brought to image_size.
+
+        WanImageToVideo reads num_frames.
+        """
+        conditioning = self.encode_through_cache(prompts.prompts, max_sequence_length)
+        if "image" in prompts.metadata[0]:  # then all of them have source images
             conditioning |= self.encode_sources(prompts.sources(), *image_size)
         return conditioning
 
@@ -151,27 +154,29 @@ class Family(ABC):
         if guidance_scale <= 1 or not self.has_negative_prompt:
             return None
         if len(set(prompts)) > 1:
-            return self.embed_negative_prompts(prompts, max_sequence_length)
+            return self.encode_negative_prompts(prompts, max_sequence_length)
         key = (prompts[0], max_sequence_length)
-        if key not in self.negative:  # the last one alone is kept: each prompt may have its own
-            self.negative = {key: self.embed_negative_prompts(prompts[:1], max_sequence_length)}
-        return self.negative[key]
+        if key not in self.negative_cache:  # the last one alone is kept: each prompt may have its own
+            self.negative_cache = {key: self.encode_negative_prompts(prompts[:1], max_sequence_length)}
+        return self.negative_cache[key]
 
-    def embed_negative_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
-        """As embed_prompts; a model that encodes negative prompts in another way overrides it, without the cache."""
-        return self.embed_prompts(prompts, max_sequence_length)
+    def encode_negative_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
+        """As encode_through_cache. A model that encodes negative prompts otherwise overrides it, without the cache."""
+        return self.encode_through_cache(prompts, max_sequence_length)
 
-    # ---- the pictures of a model that edits, which sets num_sources ----
+    # ---- the source images of a model that edits, which sets num_sources ----
     def encode_sources(self, sources: list[list[PIL.Image.Image]], height: int, width: int) -> Conditioning:
-        """S pictures of each of B prompts, at the image's size -> {"source_latents": (B, S, C, h, w)}, fp32 as the VAE.
+        """S source images of each of U prompts, at the image's size -> {"source_latents": (U, S, C, h, w)}, fp32 as the
+        VAE.
 
         Both branches of guidance get what has a name that begins with source_.
         """
-        latents = self.encode_images([picture for of_record in sources for picture in of_record], height, width)
+        latents = self.encode_images([image for of_prompt in sources for image in of_prompt], height, width)
         return {"source_latents": latents.unflatten(0, (len(sources), -1))}
 
     def source_shapes(self, latent_shape: tuple[int, ...], count: int) -> Shapes:
-        """{name: shape} of what encode_sources gives of one prompt's `count` pictures, for latents of this shape."""
+        """{name: shape} of what encode_sources gives of one prompt with `count` source images, whose latents have this
+        shape."""
         return {"source_latents": (count, *latent_shape)}
 
     # ---- the velocity, with guidance ----
@@ -187,8 +192,8 @@ class Family(ABC):
 
         A scale above 1 takes the negative prompts' velocity as well. The gradient goes through both.
 
-        timestep: 1000 sigma, one number or (B,). negative_conditioning: of the negative prompts, (B, ...) each, or of
-        the one for all B, (1, ...).
+        timestep: 1000 sigma, one number or (B,). negative_conditioning: the conditioning of the negative prompts,
+        tensors (B, ...), or (1, ...) of one negative prompt for all B.
         """
         timestep = timestep.to(latents.device).expand(len(latents))
         if guidance_scale <= 1:
@@ -199,21 +204,21 @@ class Family(ABC):
         both = {}
         for name, tensor in conditioning.items():  # (B, ...)
             # (B, ...) or (1, ...); both branches see the same condition images
-            negative = tensor if name.startswith("source_") else negative_conditioning[name]
-            if negative.shape[1:] != tensor.shape[1:]:
-                shapes = f"{tuple(tensor.shape)} of the prompts, {tuple(negative.shape)} of the negative"
+            other = tensor if name.startswith("source_") else negative_conditioning[name]
+            if other.shape[1:] != tensor.shape[1:]:
+                shapes = f"{tuple(tensor.shape)} of the prompts, {tuple(other.shape)} of the negative"
                 raise ValueError(f"{name}: {shapes}")
-            both[name] = torch.cat([tensor, negative.expand_as(tensor)])
+            both[name] = torch.cat([tensor, other.expand_as(tensor)])
         velocities = self.forward(torch.cat([latents, latents]), timestep.repeat(2), both)
         velocity, negative_velocity = velocities.chunk(2)
         return self.guide(velocity, negative_velocity, guidance_scale)
 
-    def guide(self, velocity: torch.Tensor, negative: torch.Tensor, guidance_scale: float) -> torch.Tensor:
+    def guide(self, velocity: torch.Tensor, negative_velocity: torch.Tensor, guidance_scale: float) -> torch.Tensor:
         """The guided velocity v_neg + g (v_pos - v_neg), (B, ...), at scale g above 1.
 
         A pipeline that counts guidance from 0 has v_pos + s (v_pos - v_neg), which is the same for s = g - 1.
         """
-        return negative + guidance_scale * (velocity - negative)
+        return negative_velocity + guidance_scale * (velocity - negative_velocity)
 
     # ---- images ----
     @torch.no_grad()
@@ -228,7 +233,7 @@ class Family(ABC):
         The gradient goes through. The VAE must be on the device, until the backward pass is done: both passes belong in
         one block `with on_device(model, "vae")`.
         """
-        return to_unit_range(self.to_pixels(latents))
+        return to_unit_range(self.decode_vae(latents))
 
     @torch.no_grad()
     def encode_images(self, images: list[PIL.Image.Image], height: int, width: int) -> torch.Tensor:
@@ -237,28 +242,28 @@ class Family(ABC):
         Images of another size are resized.
         """
         with on_device(self, "vae"):
-            return self.to_latents(images, height, width)
+            return self.encode_vae(images, height, width)
 
     def to_images(self, pixels: torch.Tensor) -> list:
         """Pixels in [0, 1], (B, 3, H, W), or (B, 3, F, H, W) of videos -> what `decode` returns. For `decode`."""
         return pil_images(pixels)
 
     # A family whose VAE is not diffusers' AutoencoderKL defines these two.
-    def to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+    def decode_vae(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (B, ...) -> pixels (B, 3, ...) in about [-1, 1]. For `pixels`: the VAE is on the device already."""
         vae = self.pipe.vae
         latents = latents.to(vae.device) / vae.config.scaling_factor + (vae.config.shift_factor or 0)
         return decode_in_slices(vae, latents, scale=self.pipe.vae_scale_factor**2)
 
-    def to_latents(self, images: list[PIL.Image.Image], height: int, width: int) -> torch.Tensor:
+    def encode_vae(self, images: list[PIL.Image.Image], height: int, width: int) -> torch.Tensor:
         """B PIL images -> latents (B, ...). For `encode_images`: the VAE is on the device already."""
         vae = self.pipe.vae
         pixels = self.pipe.image_processor.preprocess(images, height, width)
         latents = encode_in_slices(vae, pixels.to(vae.device))
         return (latents - (vae.config.shift_factor or 0)) * vae.config.scaling_factor
 
-    def frozen_tensors(self) -> list[torch.Tensor]:
-        """The key of offline DPO's cache: all tensors that `encode_images` and `encode_prompts` use, in fixed order."""
+    def encoder_tensors(self) -> list[torch.Tensor]:
+        """All tensors that `encode_images` and `encode_prompts` use, in fixed order: offline DPO's cache is of them."""
         config = self.pipe.vae.config
         scale_and_shift = [config.get("scaling_factor"), config.get("shift_factor")]
         scale_and_shift += [*(config.get("latents_mean") or ()), *(config.get("latents_std") or ())]

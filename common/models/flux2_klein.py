@@ -92,13 +92,13 @@ class Flux2Klein(Family):
         std = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
         return vae.bn.running_mean[:, None, None], std[:, None, None]
 
-    def to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+    def decode_vae(self, latents: torch.Tensor) -> torch.Tensor:
         vae = self.pipe.vae
         mean, std = self._latent_statistics()
         latents = self.pipe._unpatchify_latents(latents.to(vae.device) * std + mean)
         return decode_in_slices(vae, latents, scale=self.pipe.vae_scale_factor**2)
 
-    def to_latents(self, images: list[Image], height: int, width: int) -> torch.Tensor:
+    def encode_vae(self, images: list[Image], height: int, width: int) -> torch.Tensor:
         vae = self.pipe.vae
         pixels = self.pipe.image_processor.preprocess(images, height, width)
         mean, std = self._latent_statistics()

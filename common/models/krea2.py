@@ -88,8 +88,8 @@ class Krea2(Family):
         )[0]
         return self.pipe._unpack_latents(velocity.float(), scale * h, scale * w)[:, :, 0]
 
-    to_pixels = decode_frames
-    to_latents = encode_frames
+    decode_vae = decode_frames
+    encode_vae = encode_frames
 
     @staticmethod
     def engine_pipeline(mixin: type) -> type:

@@ -68,7 +68,7 @@ def latent_statistics(vae: "diffusers.AutoencoderKLQwenImage") -> torch.Tensor:
 
 
 def decode_frames(model: Family, latents: torch.Tensor) -> torch.Tensor:
-    """A family's `to_pixels`: latents (B, C, h, w) -> pixels (B, 3, H, W), as the pipeline decodes them."""
+    """A family's `decode_vae`: latents (B, C, h, w) -> pixels (B, 3, H, W), as the pipeline decodes them."""
     pipe = model.pipe
     mean, std = latent_statistics(pipe.vae)
     latents = latents.to(pipe.vae.device)[:, :, None] * std + mean  # (B, C, 1 frame, h, w)
@@ -76,7 +76,7 @@ def decode_frames(model: Family, latents: torch.Tensor) -> torch.Tensor:
 
 
 def encode_frames(model: Family, images: list[Image], height: int, width: int) -> torch.Tensor:
-    """A family's `to_latents`: B PIL images -> latents (B, C, h, w), the mode of the VAE's posterior."""
+    """A family's `encode_vae`: B PIL images -> latents (B, C, h, w), the mode of the VAE's posterior."""
     pipe = model.pipe
     pixels = pipe.image_processor.preprocess(images, height, width)
     pixels = pixels.to(pipe.vae.device)[:, :, None]  # (B, 3, 1 frame, height, width)

@@ -71,10 +71,10 @@ class QwenImage(Family):
         velocity = velocity[:, : (h // 2) * (w // 2)]  # a family that edits has tokens of pictures behind them
         return self.unpack(velocity.float(), h, w)
 
-    def guide(self, velocity: torch.Tensor, negative: torch.Tensor, guidance_scale: float) -> torch.Tensor:
+    def guide(self, velocity: torch.Tensor, negative_velocity: torch.Tensor, guidance_scale: float) -> torch.Tensor:
         """The guided velocity, each token of which is then rescaled to the norm of its v_pos."""
         batch, channels, h, w = velocity.shape
-        guided = super().guide(velocity, negative, guidance_scale)
+        guided = super().guide(velocity, negative_velocity, guidance_scale)
         tokens = self.pipe._pack_latents(guided, batch, channels, h, w)
         norm = self.pipe._pack_latents(velocity, batch, channels, h, w).norm(dim=-1, keepdim=True)
         return self.unpack(tokens * (norm / tokens.norm(dim=-1, keepdim=True)), h, w)
@@ -88,8 +88,8 @@ class QwenImage(Family):
         """The latents (B, C, h, w) of tokens (B, h w / 4, 4 C)."""
         return self.pipe._unpack_latents(tokens, 2 * h, 2 * w, vae_scale_factor=2)[:, :, 0]
 
-    to_pixels = decode_frames
-    to_latents = encode_frames
+    decode_vae = decode_frames
+    encode_vae = encode_frames
 
     @staticmethod
     def engine_pipeline(mixin: type) -> type:

@@ -66,7 +66,7 @@ class Wan(Family):
         )[0]
         return velocity.float()
 
-    def to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+    def decode_vae(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (B, ...) -> pixels (B, 3, F, H, W), as the pipeline decodes them."""
         vae = self.pipe.vae
         scale = self.pipe.vae_scale_factor_spatial**2 * self.pipe.vae_scale_factor_temporal

@@ -31,7 +31,7 @@ def encode_pairs(
     Raises:
         RunError: naming an image that cannot be read, or a pair whose images are the same.
     """
-    bits = [hash_bits(tensor) for tensor in model.frozen_tensors()]
+    bits = [hash_bits(tensor) for tensor in model.encoder_tensors()]
     frozen_key = hashlib.blake2b(repr(bits).encode())
     own: dict[int, Path] = {}
     shared = sorted(rows)[dist.get_rank() :: dist.get_world_size()]

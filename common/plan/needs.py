@@ -74,6 +74,8 @@ class Workload:
     ranks_here: int = 1
     """ranks of a node"""
     shard_ranks: int = 0
+    trained_acts: bool = False
+    """whether the trained policy itself acts before the update, as others do"""
     acting_epochs: int = 1
     """epochs in which each policy that only acts makes its passes; 1: once per rollout"""
     chained_steps: int = 0
@@ -118,7 +120,7 @@ def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option ma
     Raises:
         ValueError: it has none of these options.
     """
-    kl = ["reference"] if options.get("kl_coef", 0) > 0 else []
+    kl = ["reference"] if options.get("kl_coef", 0) > 0 or "reward_multiplier" in options else []  # RAM's target has it
     average = ["average"] if options["ema_decay"] > 0 else []
     if "num_pairs" in options:  # offline DPO: pairs at one timestep each, without guidance; it samples before training
         return {
@@ -129,7 +131,7 @@ def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option ma
             "trained_guidance": 1.0,
             "policies": ("trained", *average, "reference"),
         }
-    known = ("gradient_steps", "timestep_fraction", "sde_window_size")
+    known = ("gradient_steps", "timestep_fraction", "pairs_per_prompt", "sde_window_size")
     if not set(known) & options.keys():
         raise ValueError(f"has none of --num_pairs, --{', --'.join(known)}, which say what it trains")
     steps = options["num_inference_steps"]
@@ -156,6 +158,9 @@ def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option ma
         counts["trained_steps"] = int(options["timestep_fraction"] * steps) or 1
         counts["acting_epochs"] = options["epochs_per_rollout"]
         counts["policies"] = ("trained", "old", *average, *kl)
+    elif "pairs_per_prompt" in options:  # V-GRPO: the trained policy is its own `old`, before the update
+        counts["trained_steps"] = options["pairs_per_prompt"]
+        counts["trained_acts"] = True
     else:  # Flow-GRPO and its kin
         counts["trained_steps"] = options["sde_window_size"] or steps - 1
     return counts
@@ -448,7 +453,7 @@ def choose_options(
     costs = measure(blueprint, w)
     shard_ranks = choose_shard_ranks(blueprint, w, costs, gpu_bytes)
     of_one = w.micro_batch_images  # if size is 0: 1, and 2 for a pair
-    share = w.images_of_a_rank // (of_one * options.get("updates_per_rollout", 1))
+    share = max(1, w.images_of_a_rank // (of_one * options.get("updates_per_rollout", 1)))  # an evaluation cuts none
     if not size and saved_size and share % saved_size == 0:
         size = saved_size
     if not size:
@@ -518,7 +523,7 @@ def work(w: Workload, costs: Costs) -> dict[str, Work]:
     """{phase: Work} of a rank's step. The last phase, an evaluation, is not part of a step."""
     n = w.images_of_a_rank
     passes = n * w.trained_steps
-    num_acting = sum(policy not in ("trained", "average") for policy in w.policies)
+    num_acting = w.trained_acts + sum(policy not in ("trained", "average") for policy in w.policies)
     phases = {}
     if w.sampled_steps:
         decoded = 0 if w.chained_steps else n  # otherwise in the update

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.rewards._networks import find_file, load_network, offload, weights_of
-from common.rewards.clip_score import embed_images, embed_prompts, load_processor
+from common.rewards.clip_score import embed_images, embed_pixels, embed_prompts, load_processor, preprocess
 
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 if TYPE_CHECKING:  # slow
@@ -71,6 +72,26 @@ def pad_to_square(image: Image.Image, side: int) -> Image.Image:
     return square
 
 
+def of_pixels(pixels: torch.Tensor, prompts: list[str], metadata: list[dict]) -> torch.Tensor:
+    """hpsv2 (B,) of pixels (B, 3, H, W) in [0, 1], with the gradient."""
+    model, processor = load()
+    with torch.no_grad():
+        prompt_embeds = embed_prompts(model, processor, prompts)
+    pixels = pad_pixels(pixels, processor.image_processor.crop_size["height"])
+    return (embed_pixels(model, preprocess(processor, pixels)) * prompt_embeds).sum(1)
+
+
+def pad_pixels(pixels: torch.Tensor, side: int) -> torch.Tensor:
+    """pad_to_square of pixels (B, 3, H, W) in [0, 1], (B, 3, side, side) unless they are square, with the gradient."""
+    height, width = pixels.shape[2:]
+    if height == width:
+        return pixels
+    resized = [round(length * side / max(height, width)) for length in (height, width)]
+    pixels = F.interpolate(pixels, resized, mode="bicubic", antialias=True).clamp(0, 1)
+    top, left = ((side - length) // 2 for length in resized)
+    return F.pad(pixels, (left, side - resized[1] - left, top, side - resized[0] - top))
+
+
 def load() -> "tuple[CLIPModel, CLIPProcessor]":
     """The CLIPModel with the published weights and its processor; raises load_network's ValueError."""
     source = weights_of("HPSV2_MODEL", "xswu/HPSv2")
@@ -109,5 +130,6 @@ def rename(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 hpsv2.settings = ("HPSV2_MODEL", "HPSV2_PROCESSOR")  # type: ignore[attr-defined]
+hpsv2.of_pixels = of_pixels  # type: ignore[attr-defined]
 hpsv2.load = load  # type: ignore[attr-defined]
 hpsv2.offload = offload  # type: ignore[attr-defined]

@@ -10,7 +10,14 @@ weights were trained with, PICKSCORE_PROCESSOR (default laion/CLIP-ViT-H-14-laio
 from typing import TYPE_CHECKING
 
 from common.rewards._networks import load_network, offload, weights_of
-from common.rewards.clip_score import embed_images, embed_prompts, load_processor, read_clip
+from common.rewards.clip_score import (
+    embed_images,
+    embed_pixels,
+    embed_prompts,
+    load_processor,
+    preprocess,
+    read_clip,
+)
 
 import torch
 from PIL.Image import Image
@@ -26,9 +33,21 @@ def pickscore(images: list[Image], prompts: list[str], metadata: list[dict]) -> 
     exp(logit_scale) is about 100, and images of today's models score about 0.75 to 0.9.
     """
     model, processor = load()
-    products = embed_images(model, processor, images) * embed_prompts(model, processor, prompts)  # (B, D)
-    cosines = products.sum(1)  # (B,)
-    return (model.logit_scale.exp() * cosines / 26).tolist()
+    image_embeds = embed_images(model, processor, images)
+    return score_embeddings(model, image_embeds, embed_prompts(model, processor, prompts)).tolist()
+
+
+def of_pixels(pixels: torch.Tensor, prompts: list[str], metadata: list[dict]) -> torch.Tensor:
+    """pickscore (B,) of pixels (B, 3, H, W) in [0, 1], with the gradient."""
+    model, processor = load()
+    with torch.no_grad():
+        prompt_embeds = embed_prompts(model, processor, prompts)
+    return score_embeddings(model, embed_pixels(model, preprocess(processor, pixels)), prompt_embeds)
+
+
+def score_embeddings(model: "CLIPModel", images: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+    """exp(logit_scale) cos / 26, (B,), of embeddings (B, D) of length 1."""
+    return model.logit_scale.exp() * (images * prompts).sum(1) / 26
 
 
 def load() -> "tuple[CLIPModel, CLIPProcessor]":
@@ -40,5 +59,6 @@ def load() -> "tuple[CLIPModel, CLIPProcessor]":
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 pickscore.settings = ("PICKSCORE_MODEL", "PICKSCORE_PROCESSOR")  # type: ignore[attr-defined]
+pickscore.of_pixels = of_pixels  # type: ignore[attr-defined]
 pickscore.load = load  # type: ignore[attr-defined]
 pickscore.offload = offload  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ def training_state(model: Family, optimizer: torch.optim.Optimizer, path: Path) 
     policies = {}
     # before the optimizer's state: this shards again what a forward pass without a backward left whole
     for name in model.policies:
-        if name not in model.frozen:
+        if name not in model.frozen_policies:
             policies[name], _ = tensors_on_rank_0(model, name)
     moments = {}  # none before the first optimizer step
     if optimizer.state:
@@ -45,7 +45,7 @@ def load_training_state(model: Family, optimizer: torch.optim.AdamW, state: dict
     """
     policies = state["policies"]
     for name in model.policies:
-        if name not in model.frozen and "shards" not in state:
+        if name not in model.frozen_policies and "shards" not in state:
             load_policy_tensors(model, name, policies.get(name, policies["default"]))
     if "shards" in state:
         load_shards(state, model, optimizer)

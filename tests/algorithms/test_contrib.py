@@ -16,7 +16,19 @@ from common.data import PromptSet
 from common.rollout import RolloutRequest
 from common.scoring import NOT_ASKED, load_rewards
 from common.sde import image_seed
-from contrib import awm, crd, dance_grpo, dgpo, diffusion_opd, draft, flow_dppo, online_dpo, tempflow_grpo
+from contrib import (
+    awm,
+    crd,
+    dance_grpo,
+    dgpo,
+    diffusion_opd,
+    draft,
+    flow_dppo,
+    online_dpo,
+    ram,
+    tempflow_grpo,
+    v_grpo,
+)
 from dpo_offline import dpo_loss
 from tests.conftest import (
     EMBEDDED,
@@ -35,6 +47,7 @@ from tests.conftest import (
 )
 from tools.diff import changed_lines, parent_of, sections
 
+import numpy
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
@@ -44,15 +57,17 @@ from safetensors.torch import load_file, save_file
 # fix, with its reason in the commit.
 CHANGED = {
     "contrib/awm.py": 55,
-    "contrib/crd.py": 117,
+    "contrib/crd.py": 120,
     "contrib/dance_grpo.py": 25,
     "contrib/dgpo.py": 80,
-    "contrib/diffusion_opd.py": 163,
-    "contrib/draft.py": 569,
+    "contrib/diffusion_opd.py": 168,
+    "contrib/draft.py": 575,
     "contrib/flow_dppo.py": 53,
     "contrib/flow_grpo_ahead.py": 92,
-    "contrib/online_dpo.py": 88,
+    "contrib/online_dpo.py": 89,
+    "contrib/ram.py": 107,
     "contrib/tempflow_grpo.py": 55,
+    "contrib/v_grpo.py": 287,
 }
 PARENTS = {
     "contrib/awm.py": "diffusion_nft.py",
@@ -64,7 +79,9 @@ PARENTS = {
     "contrib/flow_dppo.py": "grpo_guard.py",
     "contrib/flow_grpo_ahead.py": "flow_grpo.py",
     "contrib/online_dpo.py": "contrib/dgpo.py",
+    "contrib/ram.py": "diffusion_nft.py",
     "contrib/tempflow_grpo.py": "flow_grpo.py",
+    "contrib/v_grpo.py": "contrib/awm.py",
 }
 # Functions and classes of the parent that the algorithm changes; any other of the same name is equal to the byte.
 DIFFERENT = {
@@ -99,7 +116,18 @@ DIFFERENT = {
     "contrib/flow_dppo.py": {"policy_loss", "accumulate_gradients", "main"},
     "contrib/flow_grpo_ahead.py": {"check", "load_policy", "main"},
     "contrib/online_dpo.py": {"check", "compute_advantages", "accumulate_gradients", "main"},
+    "contrib/ram.py": {"load_policy", "Batch", "accumulate_gradients", "update", "main"},
     "contrib/tempflow_grpo.py": {"check", "accumulate_gradients", "main"},
+    "contrib/v_grpo.py": {
+        "check",
+        "draw_training_noise",
+        "load_policy",
+        "Batch",
+        "accumulate_gradients",
+        "update",
+        "evaluate",
+        "main",
+    },
 }
 # Options of another default, bound or meaning; `name` differs in all.
 DIFFERENT_OPTIONS = {
@@ -119,7 +147,9 @@ DIFFERENT_OPTIONS = {
     "contrib/flow_dppo.py": {"clip_range", "kl_coef", "num_steps"},
     "contrib/flow_grpo_ahead.py": set(),
     "contrib/online_dpo.py": {"group_size"},
+    "contrib/ram.py": {"decay_schedule", "old_decay"},
     "contrib/tempflow_grpo.py": {"sde_window_range", "kl_coef", "num_steps"},
+    "contrib/v_grpo.py": {"clip_range", "old_kl_coef", "micro_batch_size", "learning_rate"},
 }
 SCRIPTS = list(CHANGED)
 
@@ -337,6 +367,207 @@ def test_crd_has_two_followers():
     assert decays == pytest.approx([0, 0, 0.15, 0.999])
 
 
+def v_grpo_options(**changes):
+    return {"sigma": SIGMA, "clip_range": 0.3, "old_kl_coef": 0.0, **changes}
+
+
+@pytest.mark.fast
+def test_v_grpo_loss_by_hand():
+    """One image with two pairs. x0_hat - x0 is 1/4, -1/4, of `old` 1/2, 0; e is |.| where there is one element: the
+    ratio is exp((1/2 + 0) / 2 - (1/4 + 1/4) / 2) = 1. The mean over pairs stands in the exponent."""
+    arguments = [column(1.5, 3.0), column(1.0, 2.0), X_T, X0]
+    image = {"advantages": torch.tensor([2.0], dtype=torch.float64)}
+    loss, metrics = v_grpo.v_grpo_loss(*arguments, **v_grpo_options(**image, old_kl_coef=0.5))
+    kl = (0.25**2 + 0.25**2) / 2  # of the predicted images: sigma (v - v_old) is 1/4 twice
+    assert loss.item() == pytest.approx(-2 + 0.5 * kl) and metrics["actor/kl_loss"].item() == pytest.approx(kl)
+    assert metrics["actor/ratio_mean"] == 1 and metrics["actor/pg_clipfrac"] == 0
+    # as two images of one pair: ratios e^1/4 and e^-1/4; the first is beyond 1.1, the second below .9, where A < 0
+    images = {"advantages": torch.tensor([1.0, -3.0], dtype=torch.float64), "clip_range": 0.1}
+    loss, metrics = v_grpo.v_grpo_loss(*arguments, **v_grpo_options(**images))
+    assert loss.item() == pytest.approx((-1.1 + 3 * 0.9) / 2) and metrics["actor/pg_clipfrac"] == 1
+    assert metrics["actor/ratio_mean"].item() == pytest.approx((math.exp(0.25) + math.exp(-0.25)) / 2)
+    # an image that a reward failed on has the weight 0 in both terms
+    weights = torch.tensor([1.0, 0.0])
+    loss, _ = v_grpo.v_grpo_loss(*arguments, **v_grpo_options(**images) | {"old_kl_coef": 0.5}, sample_weights=weights)
+    assert loss.item() == pytest.approx((-1.1 + 0.5 * 0.25**2) / 2)
+
+
+@pytest.mark.fast
+def test_v_grpo_has_the_gradient_of_a_loop_over_images_and_pairs():
+    """Of six images with three pairs, by torch's own errors and a clip written out."""
+    torch.manual_seed(0)
+    v, noise, x0 = torch.randn(3, 6, 3, 5, dtype=torch.float64)
+    v_old = v + 0.3 * torch.randn(6, 3, 5, dtype=torch.float64)
+    x0 = x0[:, :1].expand(6, 3, 5)  # an image's pairs have one x0
+    s = torch.rand(6, 3, 1, dtype=torch.float64) * 0.9 + 0.1
+    x_t = (1 - s) * x0 + s * noise
+    advantages = torch.randn(6, dtype=torch.float64)
+    v.requires_grad_()
+    flat = [tensor.flatten(0, 1) for tensor in (v, v_old, x_t, x0)]
+    options = v_grpo_options(sigma=s.flatten(), advantages=advantages, clip_range=0.02, old_kl_coef=0.7)
+    loss, metrics = v_grpo.v_grpo_loss(*flat, **options)
+    loss.backward()
+    expected = torch.zeros((), dtype=torch.float64)
+    num_clipped = 0
+    for i in range(6):
+        log_ratio = kl = 0
+        for j in range(3):
+            predicted, before = (x_t[i, j] - s[i, j] * w[i, j] for w in (v, v_old))
+            for images, sign in ((predicted, -1), (before, 1)):
+                size = torch.nn.functional.l1_loss(images.detach(), x0[i, j])
+                log_ratio = log_ratio + sign * torch.nn.functional.mse_loss(images, x0[i, j]) / size / 3
+            kl = kl + torch.nn.functional.mse_loss(predicted, before) / 3
+        ratio = log_ratio.exp()
+        is_clipped = ratio > 1.02 if advantages[i] > 0 else ratio < 0.98
+        limit = 1.02 if advantages[i] > 0 else 0.98
+        num_clipped += is_clipped.item()
+        expected = expected - advantages[i] * (torch.tensor(limit) if is_clipped else ratio) / 6 + 0.7 * kl / 6
+    assert 0 < num_clipped < 6 and metrics["actor/pg_clipfrac"].item() == pytest.approx(num_clipped / 6)
+    assert loss.item() == pytest.approx(expected.item())
+    (gradient,) = torch.autograd.grad(expected, v)
+    torch.testing.assert_close(v.grad, gradient)
+
+
+def drawn_pairs(image_index, step=4, num_timesteps=16):
+    """V-GRPO's pairs of these images, of prompts with two images each."""
+    args = SimpleNamespace(seed=1, pairs_per_prompt=4, group_size=2)
+    request = SimpleNamespace(timesteps=torch.arange(num_timesteps).float(), latent_shape=(2, 3))
+    batch = SimpleNamespace(request=request, x0=torch.empty(0), image_index=torch.as_tensor(image_index))
+    return v_grpo.draw_training_noise(args, batch, step)
+
+
+@pytest.mark.fast
+def test_v_grpo_shares_pairs_within_a_prompt():
+    timesteps, noise = drawn_pairs(range(6))
+    for pairs in (timesteps, noise):
+        groups = pairs.unflatten(0, (3, 2))
+        assert torch.equal(groups[:, 0], groups[:, 1])
+        assert len({tuple(group.flatten().tolist()) for group in groups[:, 0]}) == 3  # a prompt's own
+    assert len({tuple(row.flatten().tolist()) for row in noise[0]}) == 4  # four noises
+    other_step = drawn_pairs(range(6), step=5)
+    assert not torch.equal(other_step[0], timesteps) and not torch.equal(other_step[1][0], noise[0])
+    # a rank that made the last images draws theirs
+    rows = [5, 2, 3]
+    of_rank = drawn_pairs(rows)
+    assert torch.equal(of_rank[0], timesteps[rows]) and torch.equal(of_rank[1], noise[rows])
+
+
+@pytest.mark.fast
+def test_v_grpo_takes_a_timestep_of_each_part_of_the_schedule():
+    """Of 16 timesteps one of each four. Of three, four pairs have the first first and the last last, and all are
+    equally likely."""
+    timesteps, _ = drawn_pairs(range(0, 400, 2))
+    assert torch.equal(timesteps // 4, torch.arange(4.0).expand(200, 4)) and len(timesteps.unique()) == 16
+    timesteps, _ = drawn_pairs(range(0, 2000, 2), num_timesteps=3)
+    assert (timesteps[:, 0] == 0).all() and (timesteps[:, 3] == 2).all()
+    shares = [(timesteps == t).double().mean().item() for t in range(3)]
+    assert shares == pytest.approx([1 / 3] * 3, abs=0.01)
+
+
+@pytest.mark.fast
+def test_v_grpos_passes_have_all_pairs_of_an_image():
+    """The gradient of six images in passes of two, against the loss of each image alone, its pairs one by one."""
+    args = v_grpo.Args(micro_batch_size=4, pairs_per_prompt=2, group_size=3, clip_range=0.1, old_kl_coef=0.5)
+    model = Shifting()
+    x0 = torch.randn(6, 1, 2, 2, generator=torch.Generator().manual_seed(1))
+    advantages = torch.tensor([1.0, -1, 2, 0.5, -2, -0.5])
+    batch = v_grpo.Batch(request_of(4, ()), x0, advantages, torch.ones(6), torch.arange(6))
+    timesteps, noise = v_grpo.draw_training_noise(args, batch, 1)
+    v_old = v_grpo.old_velocities(args, model, batch, timesteps=timesteps, noise=noise)
+    model.shift.data += 0.05
+    passes = v_grpo.accumulate_gradients(
+        args, model, batch, torch.arange(6), timesteps=timesteps, noise=noise, v_old=v_old
+    )
+    shift = torch.tensor(0.05, requires_grad=True)
+    losses = []
+    for i in range(6):
+        velocities = []
+        x_t = []
+        for k in range(2):
+            s = timesteps[i, k] / 1000
+            x_t.append((1 - s) * x0[i] + s * noise[i, k])
+            velocities.append(x_t[k] * s + batch.request.conditioning["c"][i // 3].sum())
+        v = torch.stack(velocities)
+        torch.testing.assert_close(v_old[i], v)
+        options = {"sigma": timesteps[i] / 1000, "clip_range": 0.1, "old_kl_coef": 0.5}
+        loss, _ = v_grpo.v_grpo_loss(
+            v + shift, v, torch.stack(x_t), x0[i].expand(2, 1, 2, 2), **options, advantages=advantages[i : i + 1]
+        )
+        losses.append(loss)
+    torch.stack(losses).mean().backward()
+    assert len(passes) == 3
+    torch.testing.assert_close(model.shift.grad, shift.grad)
+    assert sum(row["actor/loss"] for row in passes).item() / 3 == pytest.approx(sum(losses).item() / 6, rel=1e-5)
+
+
+@pytest.mark.fast
+def test_v_grpo_clips_advantages_softly():
+    advantages = torch.tensor([-6.0, 0.0, 0.01, 3.0], dtype=torch.float64)
+    soft = v_grpo.clip_softly(advantages, 3.0)
+    assert soft.tolist() == pytest.approx([-3 * math.tanh(2), 0, 0.01, 3 * math.tanh(1)], abs=1e-7)
+    assert torch.equal(v_grpo.clip_softly(advantages, 0.0), advantages)
+
+
+@pytest.mark.fast
+def test_ram_loss_by_hand():
+    """Targets 1 + 2 * 1 * (2 - 1) = 3 and 2.5 + 2 * -.5 * (2 - 2.25) = 2.75, from which v is 3/2 and 1/4 away."""
+    arguments = [column(1.5, 3.0), column(1.0, 2.25), column(1.0, 2.5), X_T, X0]
+    options = {"sigma": SIGMA, "advantages": torch.tensor([1.0, -0.5]), "reward_multiplier": 2.0}
+    loss, metrics = ram.ram_loss(*arguments, **options)
+    assert loss.item() == pytest.approx((2.25 + 0.0625) / 2) and metrics["actor/loss"] == loss
+    assert metrics["actor/kl_loss"].item() == pytest.approx(0.25)
+    assert metrics["actor/old_deviation"].item() == pytest.approx((0.25 + 0.5625) / 2)
+    # an image that a reward failed on has the weight 0: even the pull to the reference is gone
+    loss, metrics = ram.ram_loss(*arguments, **options, sample_weights=torch.tensor([1.0, 0.0]))
+    assert loss.item() == pytest.approx(2.25 / 2) and metrics["actor/kl_loss"].item() == pytest.approx(0.25 / 2)
+
+
+@pytest.mark.fast
+def test_ram_has_the_gradient_of_two_errors_and_that_of_awm():
+    """That of mean((v - v_ref)^2) + eta A mean((v - v_target)^2) where v_old is v, and 2 eta A (v_old - v) more
+    elsewhere. Of AWM's loss at `old`, whose KL has the factor 1 / eta."""
+    torch.manual_seed(0)
+    v, v_old, v_ref, x_t, x0 = torch.randn(5, 6, 5, dtype=torch.float64)
+    sigma = torch.rand(6, dtype=torch.float64) + 0.1
+    advantages = torch.randn(6, dtype=torch.float64).clamp(-1, 1)
+    v.requires_grad_()
+    eta = 4.0
+    options = {"sigma": sigma, "advantages": advantages, "reward_multiplier": eta}
+    gradients = []
+    for old in (v.detach(), v_old):
+        loss, _ = ram.ram_loss(v, old, v_ref, x_t, x0, **options)
+        gradients += torch.autograd.grad(loss, v)
+    error = ((v - (x_t - x0) / sigma[:, None]) ** 2).mean(1)
+    (expected,) = torch.autograd.grad((((v - v_ref) ** 2).mean(1) + eta * advantages * error).mean(), v)
+    torch.testing.assert_close(gradients[0], expected)
+    more = 2 * eta * advantages[:, None] * (v_old - v.detach()) / v.numel()
+    torch.testing.assert_close(gradients[1], expected + more)
+    options = {"sigma": sigma, "r": (advantages + 1) / 2, "clip_range": 1.0, "old_kl_coef": 1.0, "kl_coef": 1 / eta}
+    loss, _ = awm.awm_loss(v, v.detach(), v_ref, x_t, x0, **options)
+    torch.testing.assert_close(gradients[0], eta * torch.autograd.grad(loss, v)[0])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("mean", "rests"), [(0.6, True), (0.5, False)])
+def test_ram_rests_at_the_tilted_gaussian(mean, rests):
+    """Of N(0, 1) with the reward x0 and eta .6 that is N(.6, 1). Gauss-Hermite sums over x0 and the noise: the gradient
+    is 0 along a shift of v and along a slope, which is what the velocity of a Gaussian has."""
+    nodes, weights = (torch.from_numpy(values) for values in numpy.polynomial.hermite_e.hermegauss(5))
+    x0, noise = (mean + nodes).repeat_interleave(5)[:, None], nodes.repeat(5)[:, None]
+    weights = torch.outer(weights, weights).flatten() / weights.sum() ** 2  # they add up to 1
+    for s in (0.9, 0.3):
+        x_t = (1 - s) * x0 + s * noise
+        slope = (2 * s - 1) / ((1 - s) ** 2 + s**2)
+        v = slope * (x_t - (1 - s) * mean) - mean
+        v_now = v.clone().requires_grad_()
+        sigma = torch.full((25,), s, dtype=torch.float64)
+        options = {"sigma": sigma, "advantages": x0[:, 0] - mean, "reward_multiplier": 0.6}
+        loss, _ = ram.ram_loss(v_now, v, slope * x_t, x_t, x0, **options, sample_weights=25 * weights)
+        loss.backward()
+        along = [v_now.grad.sum().item(), (v_now.grad * x_t).sum().item()]
+        assert (along == pytest.approx([0, 0], abs=1e-12)) == rests
+
+
 @pytest.mark.fast
 def test_online_dpo_has_the_loss_of_offline_dpo():
     """Of three pairs, best first or last: dpo_offline.dpo_loss over dpo_beta."""
@@ -390,7 +621,7 @@ def test_online_dpo_trains_on_the_pairs_of_its_rank():
 
 @pytest.mark.fast
 def test_nothing_is_learned_where_all_images_score_the_same():
-    """r is 1/2: at `old` and the reference the gradient of every loss is exactly 0."""
+    """A is 0, and r 1/2: at `old` and the reference the gradient of every loss is exactly 0."""
     r = torch.full((2,), 0.5, dtype=torch.float64)
     start = column(1.5, 3.0)
     options = {"sigma": SIGMA, "r": r, "clip_range": 0.5, "kl_coef": 1.0}
@@ -400,7 +631,15 @@ def test_nothing_is_learned_where_all_images_score_the_same():
         loss_function(v, start, start, X_T, X0, **options, **more)[0].backward()
         assert (v.grad == 0).all()
     v = start.clone().requires_grad_()
+    indifferent = v_grpo_options(advantages=torch.zeros(1, dtype=torch.float64), old_kl_coef=1.0)
+    v_grpo.v_grpo_loss(v, start, X_T, X0, **indifferent)[0].backward()
+    assert (v.grad == 0).all()
+    v = start.clone().requires_grad_()
     crd.crd_loss(v, start, start, X_T, X0, **crd_options(r=r, kl_coef=1.0))[0].backward()
+    assert (v.grad == 0).all()
+    v = start.clone().requires_grad_()
+    options = {"sigma": SIGMA, "advantages": torch.zeros(2), "reward_multiplier": 50.0}
+    ram.ram_loss(v, start, start, X_T, X0, **options)[0].backward()
     assert (v.grad == 0).all()
 
 
@@ -414,6 +653,9 @@ def test_groups_that_are_cut_are_refused(monkeypatch):
         with pytest.raises(ValueError, match=f"--micro_batch_size 0: passes hold {fault}"):
             script.check(script.Args(micro_batch_size=0))
         script.check(script.Args(micro_batch_size=8))
+    for size in (0, 2):
+        with pytest.raises(ValueError, match=f"--micro_batch_size {size}: must be a multiple of --pairs_per_prompt 4"):
+            v_grpo.check(v_grpo.Args(micro_batch_size=size))
 
 
 # ---- Flow-DPPO -------------------------------------------------------------------------------------------------------
@@ -536,7 +778,7 @@ class Affine:
     pipe = SimpleNamespace(components={})  # no VAE
 
     def predict_velocity(self, x, timestep, conditioning, negative=None, guidance_scale=1.0):
-        return x * timestep / 1000 + conditioning["c"].sum(1).view(-1, 1, 1, 1)
+        return x * timestep.reshape(-1, 1, 1, 1) / 1000 + conditioning["c"].sum(1).view(-1, 1, 1, 1)
 
     def decode(self, latents):
         return [None] * len(latents)
@@ -835,9 +1077,10 @@ def write_teacher(folder, seed, rank, width=0):
     return folder
 
 
-# what a rank needs beyond its own images: whole groups, a policy of each rank's own, teachers. The others take images
-# one by one, as their parents do, which are run on two ranks in test_siblings.py and test_flow_grpo.py
-ON_TWO_RANKS = ["contrib/crd.py", "contrib/dgpo.py", "contrib/diffusion_opd.py", "contrib/online_dpo.py"]
+# what a rank needs beyond its own images: whole groups, noise that is a group's, a policy of each rank's own, teachers,
+# a reference in the target. The others take images one by one, as their parents do, which are run on two ranks in
+# test_siblings.py and test_flow_grpo.py
+ON_TWO_RANKS = [f"contrib/{name}.py" for name in ("crd", "dgpo", "diffusion_opd", "online_dpo", "ram", "v_grpo")]
 
 
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script != "contrib/draft.py"])
@@ -915,7 +1158,7 @@ def test_the_gradient_of_draft_is_that_of_differences(one_rank, redness, steps):
                 weight -= distance / norm * gradient
         return -scores.mean().item()
 
-    assert (loss_at(1e-2) - loss_at(-1e-2)) / 2e-2 == pytest.approx(norm, rel=1e-3)
+    assert (loss_at(5e-3) - loss_at(-5e-3)) / 1e-2 == pytest.approx(norm, rel=1e-4)
 
 
 def test_a_resumed_student_has_the_teachers_that_are_given(tmp_path):
@@ -945,14 +1188,32 @@ def test_a_teacher_of_another_shape_is_named(tmp_path):
     assert "to_q.lora_A.weight is for 131 features, where the transformer" in line
 
 
-def test_tempflow_samples_the_same_images_in_the_engine(tmp_path):
-    options = [*TINY, "--num_steps", 1, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
-    options += ["--sde_window_range", 1, 2]
+def test_v_grpo_does_the_same_with_an_engine(tmp_path):
+    """In the second step as well, for which the engine has got the trained policy. The second epoch is compared with
+    the policy before the first one."""
+    options = [*TINY, "--num_steps", 2, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
+    options += ["--micro_batch_size", 4, "--learning_rate", 0.01, "--updates_per_rollout", 1, "--epochs_per_rollout", 2]
     for rollout in ("local", "vllm"):
-        torchrun(tmp_path, "contrib/tempflow_grpo.py", "--name", rollout, "--rollout", rollout, *options)
+        torchrun(tmp_path, "contrib/v_grpo.py", "--name", rollout, "--rollout", rollout, *options)
+    local, vllm = (read_metrics(tmp_path / "runs" / name) for name in ("local", "vllm"))
+    assert local[2]["critic/rewards/mean"] != local[1]["critic/rewards/mean"] and local[1]["actor/kl_loss"] > 0
+    for row, other in zip(local[1:], vllm[1:], strict=True):
+        assert row["critic/rewards/mean"] == pytest.approx(other["critic/rewards/mean"], abs=1e-5)
+        assert row["actor/loss"] == pytest.approx(other["actor/loss"], rel=1e-3, abs=1e-6)
+    assert local[2]["val/brightness/mean"] == pytest.approx(vllm[2]["val/brightness/mean"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("script", "changes"), [("contrib/tempflow_grpo.py", ["--sde_window_range", 1, 2]), ("contrib/ram.py", [])]
+)
+def test_the_engine_samples_the_same_images(tmp_path, script, changes):
+    options = [*TINY, "--num_steps", 1, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
+    for rollout in ("local", "vllm"):
+        torchrun(tmp_path, script, "--name", rollout, "--rollout", rollout, *options, *changes)
     local, vllm = (read_metrics(tmp_path / "runs" / name)[1] for name in ("local", "vllm"))
     assert local["critic/rewards/mean"] == pytest.approx(vllm["critic/rewards/mean"], abs=1e-6)
-    assert vllm["rollout_corr/logprob_abs_diff_max"] <= 2e-6
+    assert local["actor/grad_norm"] == pytest.approx(vllm["actor/grad_norm"], rel=1e-3)
+    assert vllm.get("rollout_corr/logprob_abs_diff_max", 0) <= 2e-6  # where there is a log-prob
 
 
 # ---- Flow-GRPO one rollout ahead -------------------------------------------------------------------------------------

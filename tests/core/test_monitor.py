@@ -158,14 +158,19 @@ def test_tensorboard_gets_scalars_and_first_frames(tmp_path, monkeypatch):
 
 
 @pytest.mark.fast
-def test_wandb_files_go_where_its_variable_says(tmp_path, monkeypatch):
+def test_wandb_files_and_runs_go_where_its_variables_say(tmp_path, monkeypatch):
+    """WANDB_RUN_GROUP and WANDB_TAGS wandb reads itself, where its `init` is not given others."""
     calls = []
     wandb = SimpleNamespace(init=lambda **options: calls.append(options))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.delenv("WANDB_DIR", raising=False)
+    for variable in ("WANDB_DIR", "WANDB_PROJECT"):
+        monkeypatch.delenv(variable, raising=False)
     start_tracker(True, tmp_path, {"seed": 1})
     monkeypatch.setenv("WANDB_DIR", "/elsewhere")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     start_tracker("wandb", tmp_path, {"seed": 1})
     first, second = calls
     assert first["dir"] == str(tmp_path) and second["dir"] == "/elsewhere"
+    assert first["project"] == "cleanflow" and second["project"] == "mine"
+    assert not {"group", "tags"} & first.keys()
     assert first["id"] == second["id"] == (tmp_path / "wandb_id.txt").read_text()

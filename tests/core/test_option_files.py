@@ -136,7 +136,7 @@ def test_a_resumed_run_has_the_checkpoints_options_unless_they_are_given(here, m
     assert "--resume latest: options that are not given are the checkpoint's\n" in capfd.readouterr().err
     assert parse("--name", "other", "--resume", "latest").guidance_scale == 1.0  # another run's are not taken
     ranks[0] = 1
-    states["runs/mine"] = {"args": saved | {"output_dir": "elsewhere", "seed": 7}}
+    states["runs/mine"] = {"args": saved | {"seed": 7}}
     args = parse("--name", "other", "--resume", "runs/mine", "--num_steps", 50)  # unless it is named
     expected = parse("--name", "other", "--seed", 7, *given, "--num_steps", 50, "--max_minutes", 0)
     assert args == replace(expected, resume="runs/mine")

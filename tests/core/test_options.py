@@ -17,6 +17,8 @@ from common.inputs import Inputs, check_inputs
 from common.models.flux import Flux
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.sde import image_seed
+from common.weights.lora import save_weights
+from common.weights.policy import tensors_on_rank_0
 from tests.conftest import (
     ROOT,
     SCRIPTS,
@@ -24,8 +26,10 @@ from tests.conftest import (
     few_eval_prompts,
     is_installed,
     needs_wandb,
+    policy_without_fsdp,
     read_metrics,
     run_here,
+    torchrun,
 )
 
 import pytest
@@ -243,6 +247,46 @@ def test_eval_only_evaluates_what_resume_names_and_trains_nothing(run, tmp_path)
     assert not (tmp_path / "runs/trained/checkpoints").exists()
 
 
+NO_TRAINING = ["--eval_only", "True", "--max_prompts", 2, "--train_prompts", "nowhere.txt", "--micro_batch_size", 7]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        *("flow_grpo.py", "diffusion_nft.py", "dpo_offline.py"),
+        *("contrib/crd.py", "contrib/dgpo.py", "contrib/draft.py"),
+        *("contrib/online_dpo.py", "contrib/ram.py", "contrib/v_grpo.py"),
+    ],
+)
+def test_an_evaluation_alone_needs_no_training_prompts_and_cuts_no_mini_batches(tmp_path, capfd, monkeypatch, script):
+    """Nor pairs, passes of whole groups, or a reference. Without a start there is no drift: it would be 0."""
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    add_policies, policies = module.add_policies, []
+
+    def added(model, lora, names, seed):
+        policies.extend(names)
+        add_policies(model, lora, names, seed)
+
+    monkeypatch.setattr(module, "add_policies", added)
+    local = [] if script in ("dpo_offline.py", "contrib/draft.py") else ["--rollout", "local"]
+    pairs = ["--pairs", "nowhere.jsonl"] if script == "dpo_offline.py" else []
+    assert run_here(tmp_path, script, "--name", "look", *NO_TRAINING, *local, *pairs) is None
+    (row,) = read_metrics(tmp_path / "runs" / "look")
+    assert "val/weighted_total/mean" in row and "val/drift_from_base" not in row
+    assert "optimizer steps" not in capfd.readouterr().out
+    assert policies[0] == "default" and "reference" not in policies
+
+
+def test_an_evaluation_of_a_lora_on_three_ranks(tmp_path):
+    """Which a rollout of 256 images in 4 mini-batches would not be cut into. Its drift would be 0 as well."""
+    model, _, config = policy_without_fsdp()
+    save_weights(tmp_path / "lora", model.pipe, tensors_on_rank_0(model)[0], config)
+    options = ["--eval_only", "True", "--max_prompts", 2, "--rollout", "local", "--lora_path", "lora"]
+    torchrun(tmp_path, "flow_grpo.py", *options, nproc=3)
+    (row,) = read_metrics(tmp_path / "runs" / "flow_grpo")
+    assert "val/ocr/mean" in row and "val/drift_from_base" not in row
+
+
 class Started(Exception):
     """Raised where an engine's process would start."""
 
@@ -327,7 +371,7 @@ def test_nft_and_dpo_options(tmp_path):
 
 # ---- evaluations and checkpoints of their own ------------------------------------------------------------------------
 def test_evaluations_and_checkpoints_have_clocks_of_their_own(tmp_path):
-    options = [*LOCAL, "--name", "mine", "--output_dir", "out", "--max_prompts", 2, "--num_steps", 3, "--eval_every", 2]
+    options = [*LOCAL, "--name", tmp_path / "out" / "mine", "--max_prompts", 2, "--num_steps", 3, "--eval_every", 2]
     assert run_here(tmp_path, "flow_grpo.py", *options, "--save_every", 1, "--keep_checkpoints", 5) is None
     folder = tmp_path / "out" / "mine"
     rows = read_metrics(folder)

@@ -432,7 +432,7 @@ def test_a_checkpoint_before_the_first_optimizer_step_takes_none(one_rank, tmp_p
     args, model, trained = policy(name="run", ema_decay=0.9, resume="latest")
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     sampler = GroupSampler(8, 4, 4, seed=1)
-    args = replace(args, output_dir=str(tmp_path))
+    args = replace(args, name=str(tmp_path / args.name))
     run = Run(args, {})
     run.best_score = 0.5
     run.step = 1

@@ -545,6 +545,9 @@ def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monke
     assert (tmp_path / "run" / "code" / "besides_mine.py").read_text() == "x = 1\n"
     assert json.loads((tmp_path / "run" / "args.json").read_text())["contents"] == contents
     assert contents.keys() == {*(f"code/{name}" for name in kept), "--model model", "--eval_prompts p.txt"}
+    # an evaluation alone reads no training prompts, so it does not call their function either
+    alone = options | {"eval_only": True, "train_prompts": "no_such.py:function", "pairs": "p.txt"}
+    assert find_contents(alone).keys() == contents.keys()
     expected = hashlib.blake2b(b"a sign\n", digest_size=16).hexdigest()
     assert contents["--eval_prompts p.txt"] == f"7 bytes, blake2b {expected}"
     for file, is_of_score in (("p.txt", True), ("besides_mine.py", True), ("question.txt", True)):

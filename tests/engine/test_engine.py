@@ -671,6 +671,14 @@ def test_a_dead_and_a_stuck_engine_are_errors_within_their_time(tmp_path):
         engine.wait_ready()
 
 
+def test_a_vllm_that_cannot_be_imported_is_named(tmp_path, monkeypatch):
+    (tmp_path / "vllm_omni.py").write_text("raise ImportError('libcuda.so.1: cannot open')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    engine = start(tmp_path)
+    with pytest.raises(EngineError, match=r"died during start \(exit code 1, ImportError: libcuda.so.1: cannot open\)"):
+        engine.wait_ready()
+
+
 def test_a_stop_signal_is_obeyed_while_an_engine_loads(tmp_path, own_handlers, capfd):
     catch_stop_signals(0)
     engine = start(tmp_path)

@@ -170,7 +170,7 @@ def test_a_prompt_cache_of_whole_encoders_is_not_read_with_quantised_ones(one_ra
     expected = model.encode_prompts(PROMPTS[:1], LENGTH)
     prepare_prompts(model, PROMPTS, LENGTH, tmp_path)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2 * num_files
-    for name, tensor in model.embed_prompts(PROMPTS[:1], LENGTH).items():
+    for name, tensor in model.encode_through_cache(PROMPTS[:1], LENGTH).items():
         assert torch.equal(tensor, expected[name])
     again = load_model(StableDiffusion3, EMBEDDED, torch.float32, "cpu")
     quantise_encoders(again)

@@ -348,7 +348,7 @@ def test_a_prompt_cache_brings_the_encoders_for_all_its_prompts_at_once(one_rank
     assert gpu.events == [f"key, {there}", there, there, there]  # the third prompt is the empty one
     assert gpu.places() == "encoders waiting, VAE waiting"
     gpu.events.clear()
-    model.embed_prompts(["another"], 16)
+    model.encode_through_cache(["another"], 16)
     assert gpu.events == []
 
 
@@ -420,7 +420,7 @@ def test_the_negative_prompt_is_encoded_once_and_not_without_guidance(monkeypatc
         assert torch.equal(several[name], tensor)
     # a family may encode them in its own way, and the one row is kept all the same
     other = []
-    monkeypatch.setattr(model, "embed_negative_prompts", lambda *asked: other.append(asked) or dict(several))
+    monkeypatch.setattr(model, "encode_negative_prompts", lambda *asked: other.append(asked) or dict(several))
     for _ in range(2):
         model.encode_negative(prompt_set(["ugly"] * 2), 2.0, 16)
     model.encode_negative(prompt_set(["ugly", ""]), 2.0, 16)

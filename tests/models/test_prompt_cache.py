@@ -41,7 +41,7 @@ def test_every_prompt_is_encoded_once_and_alone_and_then_read(one_rank, tmp_path
     calls = counting(model, monkeypatch)
     prepare_prompts(model, [*PROMPTS[:2], PROMPTS[0]], LENGTH, tmp_path / "cache")
     assert calls == [[prompt] for prompt in PROMPTS]
-    together = model.embed_prompts([PROMPTS[1], PROMPTS[0], PROMPTS[1]], LENGTH)
+    together = model.encode_through_cache([PROMPTS[1], PROMPTS[0], PROMPTS[1]], LENGTH)
     assert len(calls) == 3
     assert_equal(together, {name: torch.cat([alone[i][name] for i in (1, 0, 1)]) for name in together})
     assert_equal(model.encode_negative(prompt_set([""]), 4.5, LENGTH), alone[2])
@@ -51,7 +51,7 @@ def test_every_prompt_is_encoded_once_and_alone_and_then_read(one_rank, tmp_path
     # short, although it covers vocabularies: it is hashed for every prompt
     assert len(prompt_cache.encoders_key(another)) == 128
     prepare_prompts(another, PROMPTS, LENGTH, tmp_path / "cache")
-    assert_equal(another.embed_prompts(PROMPTS[:1], LENGTH), alone[0])
+    assert_equal(another.encode_through_cache(PROMPTS[:1], LENGTH), alone[0])
     assert calls == []
 
 
@@ -86,7 +86,7 @@ def test_a_prompt_whose_file_is_cut_is_encoded_again_when_it_is_read(one_rank, t
     """And not at the start, which would read the whole folder."""
     model = embedded_model()
     prepare_prompts(model, PROMPTS[:2], LENGTH, tmp_path)
-    expected = model.embed_prompts(PROMPTS[:1], LENGTH)
+    expected = model.encode_through_cache(PROMPTS[:1], LENGTH)
     file = file_of(model, tmp_path, PROMPTS[0])
     file.write_bytes(file.read_bytes()[:-10] if content is None else content)
     model = embedded_model()
@@ -94,7 +94,7 @@ def test_a_prompt_whose_file_is_cut_is_encoded_again_when_it_is_read(one_rank, t
     prepare_prompts(model, PROMPTS[:2], LENGTH, tmp_path)
     assert calls == []
     capfd.readouterr()
-    assert_equal(model.embed_prompts([PROMPTS[0], PROMPTS[1], PROMPTS[0]], LENGTH), three(expected, model))
+    assert_equal(model.encode_through_cache([PROMPTS[0], PROMPTS[1], PROMPTS[0]], LENGTH), three(expected, model))
     told = f"--prompt_cache {tmp_path}: encoding a prompt that has no file which can be read: {PROMPTS[0]}\n"
     assert calls == [[PROMPTS[0]]] and capfd.readouterr().err == told
     assert_equal(load_file(file), expected)
@@ -107,7 +107,7 @@ def file_of(model, folder, prompt):
 
 def three(one, model):
     """The first prompt's conditioning, the second's, and the first's again."""
-    other = model.embed_prompts(PROMPTS[1:2], LENGTH)
+    other = model.encode_through_cache(PROMPTS[1:2], LENGTH)
     return {name: torch.cat([one[name], other[name], one[name]]) for name in one}
 
 
@@ -186,12 +186,12 @@ def test_a_prompt_that_is_not_in_the_cache_is_encoded_and_reported(one_rank, tmp
     assert encoding == f"--prompt_cache {tmp_path}: encoding 2 prompts that it lacks"
     expected = embedded_model().encode_prompts([PROMPTS[1]], LENGTH)
     capfd.readouterr()
-    assert_equal(model.embed_prompts([PROMPTS[1]], LENGTH), expected)
+    assert_equal(model.encode_through_cache([PROMPTS[1]], LENGTH), expected)
     assert (
         capfd.readouterr().err
         == f"--prompt_cache {tmp_path}: encoding a prompt that has no file which can be read: {PROMPTS[1]}\n"
     )
-    model.embed_prompts([PROMPTS[1]], LENGTH)
+    model.encode_through_cache([PROMPTS[1]], LENGTH)
     assert capfd.readouterr().err == ""
 
 

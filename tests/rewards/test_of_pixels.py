@@ -6,20 +6,24 @@ from common.errors import RunError
 from common.models.vae import pil_images
 from common.rewards.aesthetic import aesthetic
 from common.rewards.clip_score import clip_score, preprocess
+from common.rewards.hpsv2 import FILE, hpsv2, pad_pixels, pad_to_square
+from common.rewards.pickscore import pickscore
 from common.scoring import NOT_ASKED, score_images, score_pixels
 from tests.conftest import prompt_set
-from tests.tiny_models import CLIP_WIDTH, make_clip
+from tests.tiny_models import CLIP_WIDTH, as_open_clip, make_clip
 
 import pytest
 import torch
+from transformers import CLIPModel
 
 PROMPTS = ["a red sign", "a blue sign", "a yellow sign"]
-REWARDS = {"clip_score": clip_score, "aesthetic": aesthetic, "sign_colour": sign_colour}
+REWARDS = {"clip_score": clip_score, "aesthetic": aesthetic, "pickscore": pickscore, "hpsv2": hpsv2}
+REWARDS["sign_colour"] = sign_colour
 
 
 @pytest.fixture(autouse=True, scope="module")
 def weights(tmp_path_factory):
-    """A tiny random CLIP, and two layers that rate its embeddings."""
+    """A tiny random CLIP, also as HPSv2.1's weights are published, and two layers that rate its embeddings."""
     folder = tmp_path_factory.mktemp("weights")
     make_clip(folder, seed=6)  # whose embeddings of these images and prompts point the same way
     generator = torch.Generator().manual_seed(2)
@@ -28,9 +32,12 @@ def weights(tmp_path_factory):
         tensors[f"layers.{number}.weight"] = torch.randn(outputs, inputs, generator=generator)
         tensors[f"layers.{number}.bias"] = torch.randn(outputs, generator=generator)
     torch.save(tensors, folder / "aesthetic-model.pth")
+    torch.save(as_open_clip(CLIPModel.from_pretrained(folder)), folder / FILE)
+    of_clip = ("CLIP_SCORE_MODEL", "AESTHETIC_CLIP", "PICKSCORE_MODEL", "PICKSCORE_PROCESSOR", "HPSV2_PROCESSOR")
     with pytest.MonkeyPatch.context() as patched:
-        for variable in ("CLIP_SCORE_MODEL", "AESTHETIC_CLIP", "AESTHETIC_MODEL"):
+        for variable in (*of_clip, "AESTHETIC_MODEL"):
             patched.setenv(variable, str(folder))
+        patched.setenv("HPSV2_MODEL", str(folder / FILE))
         yield
 
 
@@ -45,7 +52,10 @@ def some_pixels(name, size):
 
 
 # with these random networks; what CLIP sees differs by 3 of 255 at most
-@pytest.mark.parametrize(("name", "distance"), [("clip_score", 1.0), ("aesthetic", 0.2), ("sign_colour", 5e-3)])
+@pytest.mark.parametrize(
+    ("name", "distance"),
+    [("clip_score", 1.0), ("aesthetic", 0.2), ("pickscore", 1e-2), ("hpsv2", 1e-2), ("sign_colour", 5e-3)],
+)
 @pytest.mark.parametrize("size", [(64, 64), (32, 96), (70, 53), (24, 24)])
 def test_a_reward_of_pixels_is_that_of_the_image(name, distance, size):
     """As near as rounding to bytes allows: before PIL resizes, between its two passes, and after them."""
@@ -58,6 +68,10 @@ def test_a_reward_of_pixels_is_that_of_the_image(name, distance, size):
     torch.testing.assert_close(scores.detach(), expected, rtol=0, atol=distance)
     if name != "sign_colour":
         processor = REWARDS[name].load()[1]
+        if name == "hpsv2":
+            side = processor.image_processor.crop_size["height"]
+            images = [pad_to_square(image, side) for image in images]
+            pixels = pad_pixels(pixels, side)
         seen = processor.image_processor(images, return_tensors="pt")["pixel_values"]
         std = torch.tensor(processor.image_processor.image_std)[:, None, None]
         assert (255 * std * (preprocess(processor, pixels.detach()) - seen)).abs().max() < 3

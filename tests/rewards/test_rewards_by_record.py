@@ -69,6 +69,36 @@ def test_a_record_that_names_no_reward_of_the_run_is_named(tmp_path, field, faul
     assert str(error.value) == f'{path}:3: "rewards": {fault}'
 
 
+@fast
+def test_a_prompt_that_a_reward_refuses_may_ask_for_the_others_alone(tmp_path):
+    """The message says how, where there are others: of a line, and of a record that names none."""
+
+    def reads(images, prompts, metadata): ...
+
+    def refuse(value):
+        if not value or "text" not in value:
+            raise ValueError("needs a text")
+
+    reads.check = refuse
+    (tmp_path / "draw.txt").write_text("a text\na mug\n")
+    told = 'a record may ask for other rewards alone: "rewards": ["b", "watches"] (docs/rewards.md)'
+    others = {"rewards": {"reads": reads, "b": None}, "others": ["watches", "b"]}
+    with pytest.raises(ValueError) as error:
+        read_prompts(tmp_path / "draw.txt", **others)
+    assert str(error.value) == f"{tmp_path}/draw.txt:2: needs a text; {told}"
+    for only_others in ((), ["watches"]):  # which a record cannot ask for alone
+        with pytest.raises(ValueError, match="draw.txt:2: needs a text$"):
+            read_prompts(tmp_path / "draw.txt", {"reads": reads}, others=only_others)
+    (tmp_path / "draw.jsonl").write_text('{"prompt": "a mug", "rewards": ["b", "watches"]}\n')
+    assert read_prompts(tmp_path / "draw.jsonl", **others).prompts == ["a mug"]
+    reads.check_metadata = reads.check
+    reads.check = str
+    (tmp_path / "draw.jsonl").write_text('{"prompt": "a mug"}\n')
+    with pytest.raises(ValueError) as error:
+        read_prompts(tmp_path / "draw.jsonl", **others)
+    assert str(error.value) == f"{tmp_path}/draw.jsonl:1: needs a text; {told}"
+
+
 # ---- scoring ---------------------------------------------------------------------------------------------------------
 IMAGES = [Image.new("RGB", (8, 8), (value, 0, 0)) for value in (10, 20, 30)]
 PROMPTS = PromptSet(["first", "second", "third"], [{"rewards": ["a"]}, {"rewards": ["b"]}, {}])

@@ -16,7 +16,7 @@ from common.command_line import check_options
 from common.data import PromptSet
 from common.errors import NothingBegun, RunError
 from common.inputs import choose_sizes
-from common.run import _begun, checkpoint_to_resume, create_run_folder, friendly_errors
+from common.run import _current_run, checkpoint_to_resume, create_run_folder, friendly_errors
 from common.scoring import score_images
 from tests.conftest import ROOT, TINY, few_eval_prompts, good_state, new_run
 
@@ -74,9 +74,9 @@ def test_ranks_that_read_other_prompts_are_refused(monkeypatch):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("name", ["..", ".", "", "a/../../b", "/tmp/elsewhere", "a/b", "x" * 300, "a\0b"])
-def test_a_name_does_not_lead_out_of_runs(name):
-    with pytest.raises(ValueError, match="^--name .*: must be the name of one folder, of at most 200 bytes$"):
+@pytest.mark.parametrize("name", ["..", ".", "", "a/../../b", "/", "a/b", "x" * 300, "a\0b"])
+def test_a_name_that_is_not_absolute_does_not_lead_out_of_runs(name):
+    with pytest.raises(ValueError, match="^--name .*: must be the name of a folder, .*, or an absolute path$"):
         check_options(flow_grpo.Args(name=name))
 
 
@@ -196,7 +196,7 @@ def last_line(error, begun_in=None):
     """What a script that raises `error` exits with, perhaps once its run had begun in a folder."""
     with pytest.raises(SystemExit) as ended, friendly_errors():
         if begun_in:
-            _begun.append(SimpleNamespace(folder=begun_in, bar=None))  # as much of a Run as is asked
+            _current_run.append(SimpleNamespace(folder=begun_in, bar=None))  # as much of a Run as is asked
         raise error
     return ended.value.code
 
@@ -215,7 +215,7 @@ def test_a_bad_option_is_printed_once_and_a_later_value_error_is_a_bug(tmp_path,
     line = last_line(ValueError("--seed -1: must be at least 0"))
     assert line.endswith("error: --seed -1: must be at least 0")
     with pytest.raises(ValueError, match="^torch's$"), friendly_errors():
-        _begun.append(SimpleNamespace(folder=tmp_path, bar=None))
+        _current_run.append(SimpleNamespace(folder=tmp_path, bar=None))
         raise ValueError("torch's")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert last_line(ValueError("--seed -1: must be at least 0")) == 1  # rank 0 prints it

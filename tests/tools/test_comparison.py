@@ -617,10 +617,9 @@ def test_the_divergence_and_the_evaluation_of_a_tiny_run(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "RUNS", tmp_path)
     for name, value in {"IMAGES": 16, "UPDATES": 2, "NUM_PROMPTS": 4}.items():
         monkeypatch.setattr(comparison, name, value)
-    guard = ROWS["grpo_guard"]
-    monkeypatch.setitem(guard, "options", f"{guard['options']} --output_dir {tmp_path}")
+    name = str(tmp_path / "tiny")
     job = make_job("match", 1, "grpo_guard", 1, 1e-3, 5e-4)
-    line = comparison.train(job, "tiny", 0)
+    line = comparison.train(job, name, 0)
     (step,) = line["steps"]
     # ppo_kl is the mean over the rollout's two mini-batches, of which the first has 0
     divergences = step["divergences"]
@@ -633,10 +632,10 @@ def test_the_divergence_and_the_evaluation_of_a_tiny_run(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "trained_steps", lambda *_: ())
     by_ode = comparison.score_by_own_sampler(job, tmp_path / "tiny", chunks=2)
     # its folder is taken again by the same command alone
-    assert comparison.train(job, "tiny", 0)["steps"] == line["steps"]
+    assert comparison.train(job, name, 0)["steps"] == line["steps"]
     monkeypatch.setattr(comparison, "IMAGES", 32)
     with pytest.raises(RuntimeError, match="tiny: other options have begun it"):
-        comparison.train(job, "tiny", 0)
+        comparison.train(job, name, 0)
     assert by_ode["ocr"] == pytest.approx(evaluation["ocr"], abs=0.03)  # a digit of one image, read otherwise
     assert by_ode["sign_colour"] == pytest.approx(evaluation["sign_colour"], abs=1e-3)
     assert by_ode["jpeg_compressibility"] == pytest.approx(evaluation["jpeg_compressibility"], rel=1e-3)

@@ -269,6 +269,7 @@ def test_work_and_seconds(monkeypatch):
     expected = {"rollout": (120, 40), "old log-probs": (56, 0), "update": (536, 0), "evaluation": (2 * 10, 2 * 10)}
     assert needs.work(w, COSTS) == expected
     assert needs.work(replace(w, acting_epochs=2), COSTS)["update"].transformer == 592
+    assert needs.work(replace(w, trained_acts=True), COSTS)["update"].transformer == 592
     assert needs.work(replace(SMALL, sampled_steps=0), COSTS) == {"update": (8 * 2 * 30, 0), "evaluation": (40, 40)}
     # a FLOP a second of the transformer, and two of the VAE
     monkeypatch.setitem(plan.DEVICES, "rtx4090", Device(24, 165, 1e-12, 2e-12))
@@ -432,6 +433,8 @@ CHANGED = [
     ("flow_grpo.py", {"epochs_per_rollout": 3}, {"acting_epochs": 1}),  # the sampled steps stay
     ("diffusion_nft.py", {"epochs_per_rollout": 3}, {"acting_epochs": 3}),  # noise is drawn again in every epoch
     ("diffusion_nft.py", {"timestep_fraction": 0.1, "num_inference_steps": 5}, {"trained_steps": 1}),
+    ("contrib/v_grpo.py", {"epochs_per_rollout": 3}, GRPO | {"trained_steps": 4, "trained_acts": True}),
+    ("contrib/ram.py", {}, NFT | {"policies": ("trained", "old", "reference")}),
     ("contrib/draft.py", {"gradient_steps": 2}, {"sampled_steps": 1, "trained_steps": 2, "chained_steps": 2}),
     ("contrib/draft.py", {"method": "refl", "refl_range": (0, 2)}, {"sampled_steps": 1, "policies": ("trained",)}),
 ]

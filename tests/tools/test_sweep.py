@@ -27,6 +27,8 @@ def test_every_value_runs_with_every_seed_under_a_name_of_its_own(in_checkout):
         "torchrun --standalone flow_grpo.py --rollout local --learning_rate 1e-3 --image_size 32 96 "
         "--name flow_grpo-learning_rate1e-3-seed1 --seed 1 --resume latest"
     )
+    (run,) = sweep.plan_runs("flow_grpo.py", ["--name", "/data/mine/"], seeds=[1])
+    assert run.name == "/data/mine-seed1"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,7 @@ def test_every_value_runs_with_every_seed_under_a_name_of_its_own(in_checkout):
         ("flow_grpo.py", "--seed 3", "--seed: the sweep sets it"),
         ("flow_grpo.py", "--learning_rat 1 2", "--learning_rat: flow_grpo.py has no such option"),
         ("flow_grpo.py", "3", "3: options of the script begin with --"),
+        ("flow_grpo.py", "--name a/b", "--name a/b: must be the name of a folder, or an absolute path"),
         ("recipes/no.sh", "", "recipes/no.sh: no such recipe"),
     ],
 )
@@ -44,8 +47,9 @@ def test_what_cannot_be_swept_is_one_line(script, words, told, in_checkout):
 
 
 WRITES_A_RUN = """
-import json, pathlib, sys
+import json, os, pathlib, sys
 name, last = sys.argv[1:]
+print(f"{name} in group", os.environ["WANDB_RUN_GROUP"])
 folder = pathlib.Path("runs") / name
 (folder / "checkpoints").mkdir(parents=True)
 (folder / "checkpoints" / f"step_{int(last):06d}.pt").touch()
@@ -57,11 +61,13 @@ sys.exit(last == "0")
 
 def test_a_finished_run_is_not_started_again_and_every_end_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
     (tmp_path / "run.py").write_text(WRITES_A_RUN)
     command = [sys.executable, "run.py"]
     runs = [sweep.SweptRun(name, "g", [*command, name, last]) for name, last in (("a", "2"), ("b", "1"), ("c", "0"))]
     ends = sweep.run_all(runs, devices=["0", "1"])
     assert ends == {"a": "finished", "b": "stopped early", "c": "failed with 1: see runs/c.log"}
+    assert (tmp_path / "runs/c.log").read_text() == "c in group g\n"
     again = sweep.run_all(runs[:1], devices=[])  # to start it again would fail: its folder is there
     assert again == {"a": "finished before"}
 

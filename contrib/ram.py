@@ -1,0 +1,678 @@
+"""RAM, Reinforce Adjoint Matching (arXiv 2605.10759v1): pretraining's target moved by the reward, the whole algorithm.
+
+Pretraining fits the velocity to noise - x0. The best model for a reward, at the price of a KL to the model before
+training, noises images in the same way and tilts only x0: p*(x0) ~ p_ref(x0) exp(eta A(x0)) (eq. 7, whose r is our
+eta A). So the velocity is fitted again, to a target that the reward shifts. No density, no gradient of the reward.
+We describe it as DiffusionNFT (2509.16117v2), from which it differs by the loss, and by what the loss needs no more
+(optimality, adaptive weights, the factor of a KL): everything that is not named below is in diffusion_nft.py, with its
+equations. Read `main`, at the end, first. With v_target = noise - x0:
+
+  1. Rewards, compared within a prompt, become advantages A: `compute_advantages`.
+  2. An image's target is v_ref + eta A (v_target - v_old), without gradient; the loss is the squared distance of v to
+     it (eq. 17). eta is --reward_multiplier: `ram_loss`.
+  3. v_ref is the model before training. `old` samples, and follows the trained policy: `follow_trained`.
+
+    torchrun --standalone -m contrib.ram                       # assets/embedded, vLLM-Omni's rollouts
+    torchrun --standalone -m contrib.ram --rollout local       # the training transformer samples: no vLLM needed
+
+Where it ends: v - v_ref = eta E[A (v_target - v) | x_s], over its own images. On the way of the tilts exp(l eta A), l
+from 0 to 1, the right side is the derivative of v by l (eq. 19), and the exact change is its integral; RAM takes its
+value at l = 1. So it reaches p* to first order in eta, and exactly where the derivative is constant, as for a Gaussian
+with a linear reward. At v_old = v its gradient is that of mean((v - v_ref)^2) + eta A mean((v - v_target)^2): AWM's,
+unclipped, with the factor 1 / eta of its KL.
+
+We read the equations of the paper, and about its code (AndreasBergmeister/ram), not the code itself. Departures:
+  - Eq. 17 has v in the target, without gradient. v_old in its place, as well as sampling with `old`, are the code's.
+    With --decay_schedule copy --updates_per_rollout 1 both are the same.
+  - We do not know how fast the code's `old` follows; ours keeps 0.9 of itself after every rollout.
+  - Nor do we know whether the code clamps A, or divides A by the deviation of a group or of all rewards, and which
+    timesteps it draws. All three are DiffusionNFT's here.
+  - As in the paper's main loss, the gradient of the path cost is left out; its section 5 has variants that keep it.
+
+Parent: diffusion_nft.py
+"""
+
+# ==== 1 ARGS ==========================================================================================================
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+from common.command_line import parse_args
+from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
+from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
+from common.evaluation import evaluate_samples, log_rollout, reward_metrics
+from common.inputs import Inputs, check_inputs, choose_sizes
+from common.models.family import Family
+from common.models.loading import find_family, load_model
+from common.options import Bound, EngineArgs, PositiveFloat, PositiveInt
+from common.rollout import RolloutRequest, Trajectories
+from common.run import Run, checkpoint_to_resume, friendly_errors
+from common.scoring import Scorer, all_equal, asked_parts, fill_failed, load_rewards
+from common.sde import image_seed, sde_step
+from common.watch import norm_ratio
+from common.weights.attention import use_attention
+from common.weights.base_weights import quantise_encoders
+from common.weights.lora import make_lora
+from common.weights.policy import (
+    acting,
+    add_policies,
+    choose_adam_kernel,
+    follow,
+    keep_frozen_whole,
+    reshard,
+    sampling,
+)
+from common.weights.prompt_cache import prepare_prompts
+from common.weights.training_state import load_training_state, training_state
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import AdamW
+
+if TYPE_CHECKING:
+    from common.engine.client import VLLMEngine
+
+
+@dataclass
+class Args(EngineArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
+    # ---- run
+    name: str = "ram"
+    """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
+
+    # ---- rollout
+    num_prompts: PositiveInt = 32
+    """prompts per rollout, over all ranks"""
+    group_size: Annotated[int, Bound(at_least=2)] = 8
+    """images per prompt, at least 2: the reward of each is compared with the group's mean"""
+    num_inference_steps: PositiveInt = 3
+    """sampling steps of a training image (Flow-GRPO: 10, and 40 in evaluation)"""
+
+    # ---- algorithm
+    reward_multiplier: PositiveFloat = 3.0
+    """eta, the factor of A in the target (RAM's README: 50); the KL to the model before training costs 1 / eta"""
+    timestep_fraction: Annotated[float, Bound(above=0, at_most=1)] = 1.0
+    """share of the sampling schedule's timesteps that every image is trained at"""
+    decay_schedule: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999", "fixed"] = "fixed"
+    """the d of old = d old + (1 - d) trained after k optimizer steps. copy: 0; linear_to_0_5: min(0.001 k, 0.5);
+    delayed_linear_to_0_999: 0 up to k = 75, then min(0.0075 (k - 75), 0.999); fixed: old_decay"""
+    old_decay: Annotated[float, Bound(at_least=0, below=1)] = 0.9
+    """d of the schedule `fixed`, from 0 (copy) to below 1"""
+    update_interval: PositiveInt = 1
+    """rollouts between two updates of `old`"""
+    adv_clip_max: PositiveFloat = 5.0
+    """advantages are clamped to +- this"""
+    scale_rewards: Literal["batch", "group", "none"] = "batch"
+    """divide advantages by the deviation of the rollout's rewards (batch), of the group's, or not at all (Dr.GRPO)"""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: weighted sum of
+    each reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
+
+    # ---- optimization
+    num_steps: Annotated[int, Bound(at_least=0)] = 30
+    """training steps of the run, each a rollout and its updates"""
+    updates_per_rollout: PositiveInt = 4
+    """number of mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    epochs_per_rollout: PositiveInt = 1
+    """how often each of those mini-batches is trained on, an optimizer step each time"""
+    micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
+    """images per pass on a rank, and per local sampling batch; lowered to a mini-batch's share; 0: what fits a GPU"""
+    learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
+    """learning rate of AdamW (Flow-GRPO: 3e-4)"""
+
+
+# ==== 2 SETUP =========================================================================================================
+def check(args: Args) -> Args:
+    """Refuse options that cannot work together. Returns them, micro_batch_size lowered to a rank's mini-batch."""
+    if args.eval_only:  # no rollout is made, or cut into mini-batches
+        return args
+    num_images = args.num_prompts * args.group_size
+    micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
+    sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
+    if sums_advantages and args.scale_rewards == "none":
+        raise ValueError("--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch")
+    return replace(args, micro_batch_size=micro_batch_size)
+
+
+def prepare(args: Args) -> Inputs:
+    """Load everything but the model and the checkpoint: rewards, prompts, the LoRA. An error names what is wrong."""
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
+    eval_rewards = load_rewards(  # they begin with those above, except the `relative` ones
+        args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
+    )
+    trained_on = () if args.eval_only else args.train_prompts
+    train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
+    eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
+    checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
+    # diffusers and peft, which take seconds to import, come last
+    height, width = args.image_size
+    length = args.max_sequence_length
+    family = find_family(args.model, height, width, args.num_frames, 1.0, length, args.family)
+    if args.rollout == "vllm":
+        from common.engine.launch import check_engine
+
+        check_engine(family, args.model, args.engine_devices)
+    lora = make_lora(
+        family,
+        model=args.model,
+        path=args.lora_path,
+        rank=args.lora_rank,
+        alpha=args.lora_alpha,
+        target_modules=args.lora_target_modules,
+        base_weights=args.base_weights,
+        checkpoint=checkpoint,
+    )
+    inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
+    return check_inputs(args, inputs)
+
+
+# ==== 3 DATA ==========================================================================================================
+def make_request(
+    args: Args, model: Family, prompts: PromptSet, prompt_index: Tensor, seeds: list[int]
+) -> RolloutRequest:
+    """A request for B ODE images of U prompts, encoded: prompt_index (B,) says which prompt, seeds (B) the noise."""
+    height, width = args.image_size
+    timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width, args.num_frames)
+    return RolloutRequest(
+        conditioning=model.encode(prompts, args.max_sequence_length, args.image_size, args.num_frames),
+        negative_conditioning=None,  # no guidance
+        prompt_index=prompt_index,
+        seeds=seeds,
+        timesteps=timesteps,  # (T,)
+        sigmas=sigmas,  # (T + 1,), on the CPU, as they become Python's floats
+        latent_shape=latent_shape,  # (C, h, w); (C, f, h, w) for a video
+        height=height,
+        width=width,
+    )
+
+
+def draw_training_noise(args: Args, batch: "Batch", step: int, epoch: int) -> tuple[Tensor, Tensor]:
+    """For each of B images K timesteps of the sampling schedule, (B, K), and fresh noise, (B, K, ...).
+
+    Seeded by (seed, step, epoch, global image index), apart from the rollout's noise: the same on any number of ranks.
+    """
+    request = batch.request
+    # truncated, as in the paper's code: 0.99 of 10 timesteps are 9
+    num_timesteps = max(1, int(args.timestep_fraction * args.num_inference_steps))  # K
+    purpose = f"{step} update" if epoch == 0 else f"{step} update {epoch}"  # in the seed, in the step's place
+    timesteps = []
+    noise = []
+    for index in batch.image_index.tolist():
+        generator = torch.Generator().manual_seed(image_seed(args.seed, purpose, index))
+        chosen = torch.randperm(len(request.timesteps), generator=generator)[:num_timesteps]
+        timesteps.append(request.timesteps[chosen])
+        noise.append(torch.randn(num_timesteps, *request.latent_shape, generator=generator))
+    return torch.stack(timesteps).to(batch.x0.device), torch.stack(noise)
+
+
+# ==== 4 MODEL =========================================================================================================
+def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
+    """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained.
+
+    The prompts of the whole run are looked at as well: too long ones are reported, and --prompt_cache is filled.
+    """
+    num_drawn = args.num_steps * args.num_prompts
+    prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
+    if args.base_weights:
+        quantise_encoders(model)
+    prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
+    policies = ["default", "old"]  # the former is peft's name for the trained one
+    if args.ema_decay > 0:
+        policies.append("ema")
+    if not args.eval_only:
+        policies.append("reference")
+    add_policies(model, inputs.lora, policies, args.seed)
+    shard(args, model, device)
+    use_attention(model, args.attention)
+    return model, [p for p in model.transformer.parameters() if p.requires_grad]
+
+
+def shard(args: Args, model: Family, device: torch.device) -> None:
+    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it.
+
+    Before that: activation checkpointing, compiling, and fp32 for full weights that are trained or averaged.
+    """
+    dtype = getattr(torch, args.dtype)
+    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    on_cpu = "cpu_offload" in args.train_with
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
+    mesh = shard_mesh(device, args.shard_ranks)
+    # FSDP would copy and cast all weights in every pass even where a rank has them whole: there it gets the LoRA alone
+    lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu
+    if lora_alone:
+        keep_frozen_whole(model, dtype)  # they are model.unsharded from here on, which FSDP ignores
+    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
+    for transformer in dict.fromkeys(model.policies.values()):
+        if "activation_checkpointing" in args.train_with:
+            transformer.enable_gradient_checkpointing()
+        blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
+        for module in [*blocks, transformer]:
+            if "compile" in args.train_with and module is not transformer:
+                # without this, the graphs with and without gradient round bf16 at different places: Flow-GRPO's first
+                # ratio is 1 +- 6e-4 instead of 1
+                module.compile(options={"emulate_precision_casts": True})
+            if not model.is_lora and transformer is not model.policies.get("reference"):
+                module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=model.unsharded)
+        if lora_alone:  # the LoRA is cast in the first pass after an optimizer step, and stays so until the next one
+            transformer.set_reshard_after_forward(False)
+            transformer.set_reshard_after_backward(False)
+
+
+def old_policy_decay(decay_schedule: str, old_decay: float, k: int) -> float:
+    """d of old <- d old + (1 - d) trained, after k optimizer steps (figure 8, with k instead of iterations)."""
+    if decay_schedule == "copy":
+        return 0.0
+    if decay_schedule == "linear_to_0_5":
+        return min(0.001 * k, 0.5)
+    if decay_schedule == "delayed_linear_to_0_999":
+        return min(max(0.0, 0.0075 * (k - 75)), 0.999)
+    return old_decay
+
+
+def follow_trained(args: Args, model: Family, optimizer: AdamW) -> float:
+    """Let `old` follow the trained policy (Algorithm 1, line 14). Returns the decay d."""
+    state = optimizer.state.get(optimizer.param_groups[0]["params"][0], {})
+    k = int(state.get("step", 0))  # optimizer steps taken so far
+    decay = old_policy_decay(args.decay_schedule, args.old_decay, k)
+    follow(model, "old", decay)
+    return decay
+
+
+# ==== 5 ENGINE ========================================================================================================
+def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine | None":
+    """This rank's vLLM-Omni engine, loading in the background while the trainer loads; None with --rollout local."""
+    if args.rollout == "local":
+        return None
+    from common.engine.client import VLLMEngine
+    from common.engine.launch import engine_gpus
+
+    log_file = folder / f"engine_rank{dist.get_rank()}.log"
+    gpus = engine_gpus(args.engine_devices, device)
+    return VLLMEngine(
+        args.model,
+        args.dtype,
+        args.rollout_batch_size,
+        log_file,
+        engine_with=args.engine_with,
+        gpus=gpus,
+        attention=args.attention,
+        family=args.family,
+    )
+
+
+# ==== 6 ROLLOUT =======================================================================================================
+@torch.no_grad()
+def sample_locally(model: Family, request: RolloutRequest) -> Trajectories:
+    """Sample the request's B images with the training transformer and the acting policy, by the ODE."""
+    generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
+    first_latents = request.first_latents(generators, model.device)  # (B, C, h, w)
+    outputs = []
+    x = first_latents
+    for i in range(len(request.timesteps)):
+        v = model.predict_velocity(x, request.timesteps[i], request.conditioning)
+        sigma, sigma_next = request.sigmas[i : i + 2].tolist()
+        outputs.append(sde_step(x, v, sigma, sigma_next, noise_level=0.0))
+        x = outputs[-1].prev_sample  # the next x, by diffusers' name
+    return Trajectories.from_steps(first_latents, outputs, model.decode(x))
+
+
+def rollout(
+    args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, scorer: Scorer | None = None
+) -> Trajectories:
+    """Trajectories of ODE steps, whose latents (B, 1, ...) are the final ones; the scorer gets finished images."""
+    if engine:
+        finished = scorer.add if scorer else None
+        return engine.generate(request, finished=finished).to(model.device)
+    # micro_batch_size images at once
+    parts = []
+    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
+    with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
+        for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
+            parts.append(sample_locally(model, request.select(rows)))
+            if scorer:
+                scorer.add(rows.tolist(), parts[-1].images)
+    return Trajectories.cat(parts)
+
+
+class Batch(NamedTuple):
+    """A rollout as the update takes it: B images of this rank."""
+
+    request: RolloutRequest
+    x0: Tensor  # (B, ...), final latents of the rollout
+    advantages: Tensor  # (B,)
+    sample_weights: Tensor  # (B,), 0 for images that a reward failed on, otherwise 1
+    image_index: Tensor  # (B,), the images' numbers over all ranks
+
+
+# ==== 7 ADVANTAGE =====================================================================================================
+def compute_advantages(
+    rewards: Tensor, group_size: int, adv_clip_max: float = 5.0, scale_rewards: str = "batch"
+) -> Tensor:
+    """A = (reward - mean of the group) / (S + 1e-4), clamped to +- adv_clip_max (Flow-GRPO, eq. 4), in fp64.
+
+    rewards: (P * group_size,), group by group. S is the population standard deviation of the "group" (the paper) or of
+    all rewards ("batch", its code); "none" does not divide. Returns (P * group_size,).
+    """
+    groups = rewards.double().view(-1, group_size)  # (P, G)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale_rewards == "batch":
+        advantages = advantages / (groups.std(correction=0) + 1e-4)
+    elif scale_rewards == "group":
+        advantages = advantages / (groups.std(1, correction=0, keepdim=True) + 1e-4)
+    # rewards that are equal up to round-off give exactly 0: with nothing to learn there must be no optimizer step
+    return advantages.masked_fill(all_equal(groups), 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
+
+
+def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
+    """Advantages (N,) of the scores (N, R) of R rewards. sum_then_normalize takes those of the weighted sum of scores.
+    normalize_then_sum adds each reward's own, unclamped, by weight, and divides this sum by its deviation over the
+    rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
+
+    Scores are -inf where a prompt's record does not ask for the reward. Images whose prompts ask for the same rewards
+    have their own advantages, as if they were the whole rollout (docs/rewards.md)."""
+    advantages = torch.zeros(len(scores), dtype=torch.float64)
+    for rows, columns in asked_parts(scores):  # one part, unless records name their rewards
+        part = scores[rows[:, None], columns]  # (n, r)
+        scale_rewards = args.scale_rewards
+        if args.multi_objective_aggregation == "normalize_then_sum" and len(columns) > 1:
+            own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in part.T]
+            part = torch.stack(own_advantages, 1)  # (n, r), advantages from here on
+            scale_rewards = "batch"  # their sum has group mean 0 already: what is left is to divide it, and to clamp
+        weights = part.new_tensor(args.reward_weights)[columns]  # (r,)
+        totals = (part * weights).sum(1)  # (n,); @ would round equal rows differently
+        advantages[rows] = compute_advantages(totals, args.group_size, adv_clip_max, scale_rewards)
+    return advantages
+
+
+# ==== 8 LOG PROB ======================================================================================================
+# None: the loss is a regression, and needs no density.
+
+
+# ==== 9 LOSS ==========================================================================================================
+def ram_loss(
+    v: Tensor,
+    v_old: Tensor,
+    v_ref: Tensor,
+    x_t: Tensor,
+    x0: Tensor,
+    *,
+    sigma: Tensor,
+    advantages: Tensor,
+    reward_multiplier: float,
+    sample_weights: Tensor | float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """mean((v - target)^2), target = v_ref + reward_multiplier A (noise - x0 - v_old), without gradient (eq. 17).
+
+    Velocities, x_t and x0 (B, ...); sigma, advantages A and sample_weights (B,). Returns the loss, to be minimised, and
+    its metrics, scalars without gradient.
+    """
+    per_image = (-1, *[1] * (x0.dim() - 1))
+    shift = (x_t - x0) / sigma.view(per_image) - v_old  # noise - x0 - v_old
+    target = v_ref + reward_multiplier * advantages.view(per_image) * shift
+    loss = (sample_weights * ((v - target) ** 2).flatten(1).mean(1)).mean()
+    kl = (sample_weights * ((v - v_ref) ** 2).flatten(1).mean(1)).mean()
+    metrics = {"loss": loss, "kl_loss": kl, "old_deviation": ((v - v_old) ** 2).mean()}
+    return loss, {f"actor/{name}": value.detach().double() for name, value in metrics.items()}
+
+
+def noise_images(x0: Tensor, t: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The forward process at timesteps t (b,) in (0, 1000]: sigma (b,) = t / 1000, and x_t (b, ...) of x0 and noise."""
+    sigma = (t / 1000).to(x0.device)
+    s = sigma.view(-1, *[1] * (x0.dim() - 1))
+    x_t = (1 - s) * x0 + s * noise.to(x0.device)
+    return sigma, x_t
+
+
+@torch.no_grad()
+def velocities_of(args: Args, model: Family, policy: str, batch: Batch, *, timesteps: Tensor, noise: Tensor) -> Tensor:
+    """Velocities (B, K, ...) of a policy that stays as it is meanwhile, in the update's micro-batches."""
+    parts = []
+    with acting(model, policy):
+        for rows in torch.arange(len(batch.x0)).split(args.micro_batch_size):
+            conditioning = batch.request.select(rows).conditioning
+            eps = noise[rows].to(batch.x0.device)  # (b, K, ...)
+            rows = rows.to(batch.x0.device)  # once: a GPU waits for every index that comes from the CPU
+            columns = []
+            for k in range(timesteps.shape[1]):
+                t = timesteps[rows, k]  # (b,)
+                _, x_t = noise_images(batch.x0[rows], t, eps[:, k])
+                columns.append(model.predict_velocity(x_t, t, conditioning))
+            parts.append(torch.stack(columns, 1))
+    return torch.cat(parts)
+
+
+def accumulate_gradients(
+    args: Args,
+    model: Family,
+    batch: Batch,
+    mini_batch: Tensor,
+    *,
+    timesteps: Tensor,
+    noise: Tensor,
+    v_old: Tensor,
+    v_ref: Tensor,
+) -> list[dict[str, Tensor]]:
+    """Add up the gradient of a mini-batch's loss: the mean over its images and their K timesteps (eq. 17).
+
+    mini_batch: rows of the batch; timesteps (B, K), noise (B, K, ...); v_old and v_ref (B, K, ...): velocities_of `old`
+    and of the reference. A pass, forward and backward, is one timestep of one micro-batch.
+    Micro-batches are equally large, and FSDP averages over ranks: all images weigh the same. Returns the metrics of
+    every pass.
+    """
+    num_timesteps = timesteps.shape[1]  # K
+    micro_batches = mini_batch.split(args.micro_batch_size)
+    num_passes = len(micro_batches) * num_timesteps
+    # FSDP averages gradients over the ranks in every backward pass; the last pass alone is enough, so we switch it off
+    # until then. Not for full weights: their unsharded fp32 gradients are as large as the model and would not fit
+    model.transformer.set_requires_gradient_sync(not model.is_lora)
+    passes: list[dict[str, Tensor]] = []
+    for rows in micro_batches:
+        conditioning = batch.request.select(rows).conditioning
+        eps = noise[rows].to(batch.x0.device)  # (b, K, ...)
+        rows = rows.to(batch.x0.device)
+        for k in range(num_timesteps):
+            if len(passes) == num_passes - 1:
+                model.transformer.set_requires_gradient_sync(True)
+            t = timesteps[rows, k]  # (b,)
+            x0 = batch.x0[rows]
+            sigma, x_t = noise_images(x0, t, eps[:, k])
+            v = model.predict_velocity(x_t, t, conditioning)
+            loss, metrics = ram_loss(
+                v,
+                v_old[rows, k],
+                v_ref[rows, k],
+                x_t,
+                x0,
+                sigma=sigma,
+                advantages=batch.advantages[rows],
+                sample_weights=batch.sample_weights[rows],
+                reward_multiplier=args.reward_multiplier,
+            )
+            metrics["actor/velocity_norm"] = norm_ratio(v, v_ref[rows, k])
+            (loss / num_passes).backward()
+            passes.append(metrics)
+    return passes
+
+
+def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
+    """Clip the gradient, take one AdamW step at the schedule's rate, update the EMA. Returns the norm before clipping,
+    equal on all ranks.
+
+    The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
+    """
+    reshard(model.transformer)  # the optimizer changes the shards: weights that passes have cast are out of date then
+    group = optimizer.param_groups[0]
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
+    if 0 < grad_norm < math.inf:
+        state = optimizer.state[group["params"][0]]
+        k = int(state.get("step", 0)) + 1  # the k-th optimizer step, by Adam's own count, which a checkpoint restores
+        group["lr"] = args.learning_rate * args.lr_factor(k)
+        optimizer.step()
+        if args.ema_decay > 0:
+            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # the average's decay, smaller at first
+    optimizer.zero_grad()
+    return grad_norm
+
+
+def update(args: Args, model: Family, optimizer: AdamW, batch: Batch, step: int) -> dict[str, float]:
+    """epochs_per_rollout x updates_per_rollout optimizer steps on a rank's B images. Returns metrics over all ranks."""
+    # a tuple of rows in order, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
+    mini_batches = torch.arange(len(batch.x0)).chunk(args.updates_per_rollout)
+    grad_norms = []
+    finite_passes = []  # of the optimizer steps whose gradient is finite
+    metrics: dict[str, float] = {}
+    for epoch in range(args.epochs_per_rollout):
+        # drawn again in every epoch, as in the paper's code
+        timesteps, noise = draw_training_noise(args, batch, step, epoch)
+        v_old = velocities_of(args, model, "old", batch, timesteps=timesteps, noise=noise)
+        v_ref = velocities_of(args, model, "reference", batch, timesteps=timesteps, noise=noise)
+        for mini_batch in mini_batches:
+            passes = accumulate_gradients(
+                args, model, batch, mini_batch, timesteps=timesteps, noise=noise, v_old=v_old, v_ref=v_ref
+            )
+            grad_norm = optimizer_step(args, model, optimizer)
+            if math.isfinite(grad_norm):  # it is over all ranks: they skip together
+                grad_norms.append(grad_norm)
+                finite_passes += passes
+    num_updates = args.epochs_per_rollout * len(mini_batches)
+    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # norms not finite; those of 0 are not counted
+    metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
+    if grad_norms:
+        metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
+        metrics |= mean_over_ranks(finite_passes)
+    return metrics
+
+
+# ==== 10 EVAL =========================================================================================================
+def evaluate(
+    args: Args, run: Run, model: Family, engine: "VLLMEngine | None", inputs: Inputs
+) -> tuple[dict, list | None]:
+    """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks.
+
+    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, up to 32 images as (PIL image, caption).
+    Except with --eval_only, the policy of the best evaluation is saved.
+    """
+    with run.timed("testing"):
+        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each: this rank's
+        eval_args = args.for_evaluation
+        prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
+        request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
+        with acting(model, args.evaluated_policy, engine, "old"):  # in the engine as well
+            scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
+            rollout(eval_args, model, engine, request, scorer)
+        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of inputs.eval_rewards
+        metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
+    if not args.eval_only:
+        run.save_if_best(model, args.evaluated_policy, metrics)
+    return metrics, grid
+
+
+# ==== 11 CHECKPOINT ===================================================================================================
+def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    state = training_state(model, optimizer, run.checkpoint_path)  # full weights are written now, beside this path
+    state["sampler"] = sampler.state_dict()
+    run.save_checkpoint(state, model, args.evaluated_policy)
+
+
+def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Restore what `save` wrote, on any number of ranks; and the run's step, best score and unlogged metrics."""
+    state = run.load_checkpoint()
+    load_training_state(model, optimizer, state)
+    sampler.load_state_dict(state["sampler"])
+    adam = optimizer.param_groups[0]
+    adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
+    adam["eps"] = args.adam_eps
+
+
+# ==== 12 MAIN =========================================================================================================
+def main(args: Args, inputs: Inputs) -> None:
+    device = setup_distributed(args.shard_ranks)
+    args = choose_sizes(args, inputs)  # what fits, where an option is 0; rank and alpha of --lora_path
+    num_images = args.num_prompts * args.group_size
+    run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
+    engine = start_engine(args, run.folder, device)  # it loads while the policy does
+    model, parameters = load_policy(args, inputs, device)
+    optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    choose_adam_kernel(optimizer, model)  # foreach for a LoRA, fused for full weights
+    parts = inputs.train_set.parts  # (prompts, share) of each file
+    sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
+    run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
+    if engine:  # push the policy for the first time, and prove that a push acts and that the engine samples as we do
+        one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
+        engine.verify_policy(model, one_image, sample_locally)
+
+    # RUN LOGIC, the same in all scripts: resume, and redo an evaluation that had failed (unlogged); or evaluate first
+    if run.checkpoint:
+        load(args, run, model, optimizer, sampler)
+        if engine:  # it still holds the policy from before `load`
+            engine.push_policy(model, "old")
+    if args.eval_only or run.unlogged or not run.checkpoint:
+        run.log(*evaluate(args, run, model, engine, inputs))
+    last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
+
+    for step in range(run.step + 1, last_step + 1):
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a reward fails
+
+        # sample G images for each prompt with `old`, which the engine holds already (Algorithm 1, line 3)
+        with run.timed("gen"):
+            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,); (B,), which of the U; (B,), which of the N
+            prompts = inputs.train_set.select(prompt_rows)
+            seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
+            request = make_request(args, model, prompts, prompt_index, seeds)
+            scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
+            with acting(model, "old"):
+                trajectories = rollout(args, model, engine, request, scorer)
+
+        # score them; most were scored while others were sampled
+        with run.timed("reward"):
+            # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
+            scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
+
+        # compare the images of a prompt with each other (eq. 4); a failed image, or one without others, gets 0
+        with run.timed("adv"):
+            filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
+            advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)
+            metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
+            metrics |= log_rollout(args, run, scorer, sampler, seeds=seeds, scores=scores, advantages=advantages)
+
+        # fit the velocity to the target that the advantages shift, on the forward process (eq. 17)
+        with run.timed("update_actor"):
+            local_advantages = advantages[image_index].to(device, torch.float32)  # (B,)
+            sample_weights = is_compared[image_index].to(device, torch.float32)  # (B,)
+            batch = Batch(request, trajectories.latents[:, -1], local_advantages, sample_weights, image_index)
+            metrics |= update(args, model, optimizer, batch, step)
+
+        # `old` follows, and the next rollout samples with it (line 14)
+        with run.timed("update_weights"):
+            if step % args.update_interval == 0:
+                metrics["old_policy/decay"] = follow_trained(args, model, optimizer)
+            if engine:
+                engine.push_policy(model, "old")
+
+        # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
+        run.end_step(metrics | {"training/epoch": sampler.epoch})
+        is_due = step % args.eval_every == 0 or step == args.num_steps
+        val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
+        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        stopping = run.should_stop()
+        if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
+            save(args, run, model, optimizer, sampler)
+        if stopping:
+            break
+
+    if engine:
+        engine.close()
+    run.close()
+
+
+if __name__ == "__main__":
+    with friendly_errors():  # an expected error ends the script in one line, without a traceback
+        args = check(parse_args(Args, __doc__))
+        main(args, prepare(args))

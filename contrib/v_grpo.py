@@ -1,0 +1,670 @@
+"""V-GRPO, Variational GRPO (arXiv 2604.23380): a PPO ratio of flow-matching errors, estimated with little variance.
+
+A whole generation is one action. Flow matching's loss is a bound on minus its log-probability, and takes its place, as
+in AWM. The bound is a mean over timesteps and noises, of which a step can afford a few, so its noise must not drown the
+differences between the images of a prompt. We describe it as AWM (2509.25050), whose description is in contrib/awm.py,
+with that of its own parent. Read `main`, at the end, first:
+
+  1. Sample images with the trained policy itself, by any solver, without guidance. There is no policy `old`: theta_old
+     is the trained one before the update.
+  2. Advantages are compared within a prompt. They can be clipped softly, eta tanh(A / eta) (eq. 17): `clip_softly`.
+  3. All images of a prompt share K pairs of a timestep and a noise, which stay for the whole update. There is one
+     timestep of each of K equal parts of the sampling schedule: `draw_training_noise`.
+  4. The error of a pair is that of the predicted image, divided by its own size (eq. 14):
+     mean((x0_hat - x0)^2) / mean |x0_hat - x0|. Minus an image's mean error over its pairs stands for its log-prob.
+  5. The ratio to theta_old is clipped as in PPO: `v_grpo_loss`.
+  6. Optionally the predicted images are kept near those of theta_old, at the same pairs (eq. 16): `v_grpo_loss`.
+
+    torchrun --standalone -m contrib.v_grpo                       # assets/embedded, vLLM-Omni's rollouts
+    torchrun --standalone -m contrib.v_grpo --rollout local       # the training transformer samples: no vLLM needed
+
+We read its equations and what others say of its code, tang-bd/v-grpo, but not the code. Our choices:
+  - The schedule that is cut into parts is the sampler's. A number of timesteps that K does not divide is cut all the
+    same, into parts of equal probability: of 3 timesteps, 4 pairs have at least one of them twice.
+  - The mean of squares over the mean of absolutes, as in their code; eq. 14 has a sum of squares.
+  - Pairs are a prompt's own, as in the paper; in their code they are those of a whole mini-batch.
+  - The error of theta_old is divided by its own size, that of the trained policy by its own: at theta_old both agree.
+  - The KL is a mean over elements. Advantages are DiffusionNFT's, clamped to adv_clip_max before eq. 17.
+
+Parent: contrib/awm.py
+"""
+
+# ==== 1 ARGS ==========================================================================================================
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+from common.command_line import parse_args
+from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
+from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
+from common.evaluation import evaluate_samples, log_rollout, reward_metrics
+from common.inputs import Inputs, check_inputs, choose_sizes
+from common.models.family import Family
+from common.models.loading import find_family, load_model
+from common.options import Bound, EngineArgs, PositiveFloat, PositiveInt
+from common.rollout import RolloutRequest, Trajectories
+from common.run import Run, checkpoint_to_resume, friendly_errors
+from common.scoring import Scorer, all_equal, asked_parts, fill_failed, load_rewards
+from common.sde import image_seed, sde_step
+from common.weights.attention import use_attention
+from common.weights.base_weights import quantise_encoders
+from common.weights.lora import make_lora
+from common.weights.policy import (
+    acting,
+    add_policies,
+    choose_adam_kernel,
+    follow,
+    keep_frozen_whole,
+    reshard,
+    sampling,
+)
+from common.weights.prompt_cache import prepare_prompts
+from common.weights.training_state import load_training_state, training_state
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import AdamW
+
+if TYPE_CHECKING:
+    from common.engine.client import VLLMEngine
+
+
+@dataclass
+class Args(EngineArgs):  # and the shared options, in common/options.py; parse_args refuses values beyond a Bound
+    # ---- run
+    name: str = "v_grpo"
+    """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
+
+    # ---- rollout
+    num_prompts: PositiveInt = 32
+    """prompts per rollout, over all ranks"""
+    group_size: Annotated[int, Bound(at_least=2)] = 8
+    """images per prompt, at least 2: the reward of each is compared with the group's mean"""
+    num_inference_steps: PositiveInt = 3
+    """sampling steps of a training image (Flow-GRPO: 10, and 40 in evaluation)"""
+
+    # ---- algorithm
+    clip_range: PositiveFloat = 1e-2
+    """exp(old error - error) of an image is clipped to 1 +- this (paper: 6e-3 to 1e-2)"""
+    old_kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
+    """factor of mean((x0_hat - x0_hat_old)^2), the distance to the policy that sampled"""
+    pairs_per_prompt: PositiveInt = 4
+    """K, pairs of a timestep and a noise that all images of a prompt are trained at (paper: 4)"""
+    adv_soft_clip: Annotated[float, Bound(at_least=0)] = 0.0
+    """eta of eta tanh(advantage / eta) (paper: 3, where a rollout has one optimizer step); 0: advantages stay"""
+    adv_clip_max: PositiveFloat = 5.0
+    """advantages are clamped to +- this"""
+    scale_rewards: Literal["batch", "group", "none"] = "batch"
+    """divide advantages by the deviation of the rollout's rewards (batch), of the group's, or not at all (Dr.GRPO)"""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: weighted sum of
+    each reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
+
+    # ---- optimization
+    num_steps: Annotated[int, Bound(at_least=0)] = 30
+    """training steps of the run, each a rollout and its updates"""
+    updates_per_rollout: PositiveInt = 4
+    """number of mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    epochs_per_rollout: PositiveInt = 1
+    """how often each of those mini-batches is trained on, an optimizer step each time"""
+    micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
+    """samples per pass on a rank, a multiple of pairs_per_prompt: an image is as many samples in the update, and one in
+    a local sampling batch; lowered to a mini-batch's share"""
+    learning_rate: Annotated[float, Bound(at_least=0)] = 3e-3
+    """learning rate of AdamW (paper: 3e-4)"""
+
+
+# ==== 2 SETUP =========================================================================================================
+def check(args: Args) -> Args:
+    """Refuse options that cannot work together. Returns them, micro_batch_size lowered to a rank's mini-batch."""
+    if args.eval_only:  # no rollout is made, or cut into mini-batches
+        return args
+    num_images = args.num_prompts * args.group_size
+    fit_micro_batch(num_images, args.updates_per_rollout, 0)  # mini-batches are of whole images
+    counted = "--num_prompts x --group_size x --pairs_per_prompt"
+    num_samples = num_images * args.pairs_per_prompt
+    micro_batch_size = fit_micro_batch(num_samples, args.updates_per_rollout, args.micro_batch_size, counted)
+    if micro_batch_size % args.pairs_per_prompt or not micro_batch_size:
+        wanted = f"must be a multiple of --pairs_per_prompt {args.pairs_per_prompt}"
+        raise ValueError(f"--micro_batch_size {micro_batch_size}: {wanted}, as a pass has all pairs of its images")
+    sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
+    if sums_advantages and args.scale_rewards == "none":
+        raise ValueError("--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch")
+    return replace(args, micro_batch_size=micro_batch_size)
+
+
+def prepare(args: Args) -> Inputs:
+    """Load everything but the model and the checkpoint: rewards, prompts, the LoRA. An error names what is wrong."""
+    rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
+    eval_rewards = load_rewards(  # they begin with those above, except the `relative` ones
+        args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
+    )
+    trained_on = () if args.eval_only else args.train_prompts
+    train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
+    eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
+    checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
+    # diffusers and peft, which take seconds to import, come last
+    height, width = args.image_size
+    length = args.max_sequence_length
+    family = find_family(args.model, height, width, args.num_frames, 1.0, length, args.family)
+    if args.rollout == "vllm":
+        from common.engine.launch import check_engine
+
+        check_engine(family, args.model, args.engine_devices)
+    lora = make_lora(
+        family,
+        model=args.model,
+        path=args.lora_path,
+        rank=args.lora_rank,
+        alpha=args.lora_alpha,
+        target_modules=args.lora_target_modules,
+        base_weights=args.base_weights,
+        checkpoint=checkpoint,
+    )
+    inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
+    return check_inputs(args, inputs)
+
+
+# ==== 3 DATA ==========================================================================================================
+def make_request(
+    args: Args, model: Family, prompts: PromptSet, prompt_index: Tensor, seeds: list[int]
+) -> RolloutRequest:
+    """A request for B ODE images of U prompts, encoded: prompt_index (B,) says which prompt, seeds (B) the noise."""
+    height, width = args.image_size
+    timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width, args.num_frames)
+    return RolloutRequest(
+        conditioning=model.encode(prompts, args.max_sequence_length, args.image_size, args.num_frames),
+        negative_conditioning=None,  # no guidance
+        prompt_index=prompt_index,
+        seeds=seeds,
+        timesteps=timesteps,  # (T,)
+        sigmas=sigmas,  # (T + 1,), on the CPU, as they become Python's floats
+        latent_shape=latent_shape,  # (C, h, w); (C, f, h, w) for a video
+        height=height,
+        width=width,
+    )
+
+
+def draw_training_noise(args: Args, batch: "Batch", step: int) -> tuple[Tensor, Tensor]:
+    """For each of B images the K pairs of its prompt: timesteps of the sampling schedule, (B, K), noise, (B, K, ...).
+
+    The k-th timestep is drawn from the k-th of K equal parts of the schedule. Seeded by (seed, step, prompt), apart
+    from the rollout's noise: the same for all images of a prompt, and on any number of ranks.
+    """
+    request = batch.request
+    num_pairs = args.pairs_per_prompt  # K
+    timesteps = []
+    noise = []
+    for index in batch.image_index.tolist():
+        prompt = index // args.group_size  # its number in this step
+        generator = torch.Generator().manual_seed(image_seed(args.seed, f"{step} update", prompt))
+        offsets = torch.rand(num_pairs, generator=generator, dtype=torch.float64)
+        places = (torch.arange(num_pairs) + offsets) / num_pairs  # (K,), one in each part of [0, 1)
+        timesteps.append(request.timesteps[(places * len(request.timesteps)).long()])
+        noise.append(torch.randn(num_pairs, *request.latent_shape, generator=generator))
+    return torch.stack(timesteps).to(batch.x0.device), torch.stack(noise)
+
+
+# ==== 4 MODEL =========================================================================================================
+def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
+    """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained.
+
+    The prompts of the whole run are looked at as well: too long ones are reported, and --prompt_cache is filled.
+    """
+    num_drawn = args.num_steps * args.num_prompts
+    prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
+    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
+    if args.base_weights:
+        quantise_encoders(model)
+    prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
+    policies = ["default"]  # peft's name for the trained one
+    if args.ema_decay > 0:
+        policies.append("ema")
+    add_policies(model, inputs.lora, policies, args.seed)
+    shard(args, model, device)
+    use_attention(model, args.attention)
+    return model, [p for p in model.transformer.parameters() if p.requires_grad]
+
+
+def shard(args: Args, model: Family, device: torch.device) -> None:
+    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it.
+
+    Before that: activation checkpointing, compiling, and fp32 for full weights that are trained or averaged.
+    """
+    dtype = getattr(torch, args.dtype)
+    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    on_cpu = "cpu_offload" in args.train_with
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
+    mesh = shard_mesh(device, args.shard_ranks)
+    # FSDP would copy and cast all weights in every pass even where a rank has them whole: there it gets the LoRA alone
+    lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu
+    if lora_alone:
+        keep_frozen_whole(model, dtype)  # they are model.unsharded from here on, which FSDP ignores
+    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
+    for transformer in dict.fromkeys(model.policies.values()):
+        if "activation_checkpointing" in args.train_with:
+            transformer.enable_gradient_checkpointing()
+        blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
+        for module in [*blocks, transformer]:
+            if "compile" in args.train_with and module is not transformer:
+                # without this, the graphs with and without gradient round bf16 at different places: Flow-GRPO's first
+                # ratio is 1 +- 6e-4 instead of 1
+                module.compile(options={"emulate_precision_casts": True})
+            if not model.is_lora and transformer is not model.policies.get("reference"):
+                module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=model.unsharded)
+        if lora_alone:  # the LoRA is cast in the first pass after an optimizer step, and stays so until the next one
+            transformer.set_reshard_after_forward(False)
+            transformer.set_reshard_after_backward(False)
+
+
+# ==== 5 ENGINE ========================================================================================================
+def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine | None":
+    """This rank's vLLM-Omni engine, loading in the background while the trainer loads; None with --rollout local."""
+    if args.rollout == "local":
+        return None
+    from common.engine.client import VLLMEngine
+    from common.engine.launch import engine_gpus
+
+    log_file = folder / f"engine_rank{dist.get_rank()}.log"
+    gpus = engine_gpus(args.engine_devices, device)
+    return VLLMEngine(
+        args.model,
+        args.dtype,
+        args.rollout_batch_size,
+        log_file,
+        engine_with=args.engine_with,
+        gpus=gpus,
+        attention=args.attention,
+        family=args.family,
+    )
+
+
+# ==== 6 ROLLOUT =======================================================================================================
+@torch.no_grad()
+def sample_locally(model: Family, request: RolloutRequest) -> Trajectories:
+    """Sample the request's B images with the training transformer and the acting policy, by the ODE."""
+    generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
+    first_latents = request.first_latents(generators, model.device)  # (B, C, h, w)
+    outputs = []
+    x = first_latents
+    for i in range(len(request.timesteps)):
+        v = model.predict_velocity(x, request.timesteps[i], request.conditioning)
+        sigma, sigma_next = request.sigmas[i : i + 2].tolist()
+        outputs.append(sde_step(x, v, sigma, sigma_next, noise_level=0.0))
+        x = outputs[-1].prev_sample  # the next x, by diffusers' name
+    return Trajectories.from_steps(first_latents, outputs, model.decode(x))
+
+
+def rollout(
+    args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, scorer: Scorer | None = None
+) -> Trajectories:
+    """Trajectories of ODE steps, whose latents (B, 1, ...) are the final ones; the scorer gets finished images."""
+    if engine:
+        finished = scorer.add if scorer else None
+        return engine.generate(request, finished=finished).to(model.device)
+    # micro_batch_size images at once
+    parts = []
+    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
+    with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
+        for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
+            parts.append(sample_locally(model, request.select(rows)))
+            if scorer:
+                scorer.add(rows.tolist(), parts[-1].images)
+    return Trajectories.cat(parts)
+
+
+class Batch(NamedTuple):
+    """A rollout as the update takes it: B images of this rank."""
+
+    request: RolloutRequest
+    x0: Tensor  # (B, ...), final latents of the rollout
+    advantages: Tensor  # (B,)
+    sample_weights: Tensor  # (B,), 0 for images that a reward failed on, otherwise 1
+    image_index: Tensor  # (B,), the images' numbers over all ranks
+
+
+# ==== 7 ADVANTAGE =====================================================================================================
+def compute_advantages(
+    rewards: Tensor, group_size: int, adv_clip_max: float = 5.0, scale_rewards: str = "batch"
+) -> Tensor:
+    """A = (reward - mean of the group) / (S + 1e-4), clamped to +- adv_clip_max (Flow-GRPO, eq. 4), in fp64.
+
+    rewards: (P * group_size,), group by group. S is the population standard deviation of the "group" (the paper) or of
+    all rewards ("batch", its code); "none" does not divide. Returns (P * group_size,).
+    """
+    groups = rewards.double().view(-1, group_size)  # (P, G)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale_rewards == "batch":
+        advantages = advantages / (groups.std(correction=0) + 1e-4)
+    elif scale_rewards == "group":
+        advantages = advantages / (groups.std(1, correction=0, keepdim=True) + 1e-4)
+    # rewards that are equal up to round-off give exactly 0: with nothing to learn there must be no optimizer step
+    return advantages.masked_fill(all_equal(groups), 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
+
+
+def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
+    """Advantages (N,) of the scores (N, R) of R rewards. sum_then_normalize takes those of the weighted sum of scores.
+    normalize_then_sum adds each reward's own, unclamped, by weight, and divides this sum by its deviation over the
+    rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
+
+    Scores are -inf where a prompt's record does not ask for the reward. Images whose prompts ask for the same rewards
+    have their own advantages, as if they were the whole rollout (docs/rewards.md)."""
+    advantages = torch.zeros(len(scores), dtype=torch.float64)
+    for rows, columns in asked_parts(scores):  # one part, unless records name their rewards
+        part = scores[rows[:, None], columns]  # (n, r)
+        scale_rewards = args.scale_rewards
+        if args.multi_objective_aggregation == "normalize_then_sum" and len(columns) > 1:
+            own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in part.T]
+            part = torch.stack(own_advantages, 1)  # (n, r), advantages from here on
+            scale_rewards = "batch"  # their sum has group mean 0 already: what is left is to divide it, and to clamp
+        weights = part.new_tensor(args.reward_weights)[columns]  # (r,)
+        totals = (part * weights).sum(1)  # (n,); @ would round equal rows differently
+        advantages[rows] = compute_advantages(totals, args.group_size, adv_clip_max, scale_rewards)
+    return advantages
+
+
+# ==== 8 LOG PROB ======================================================================================================
+# None: the forward process needs no density of a trajectory. Minus an image's error takes its place, in v_grpo_loss.
+def clip_softly(advantages: Tensor, eta: float) -> Tensor:
+    """eta tanh(A / eta) of advantages A (N,) (eq. 17); A where eta is 0."""
+    return eta * (advantages / eta).tanh() if eta else advantages
+
+
+# ==== 9 LOSS ==========================================================================================================
+def v_grpo_loss(
+    v: Tensor,
+    v_old: Tensor,
+    x_t: Tensor,
+    x0: Tensor,
+    *,
+    sigma: Tensor,
+    advantages: Tensor,
+    clip_range: float,
+    old_kl_coef: float,
+    sample_weights: Tensor | float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """mean(max(-A ratio, -A clip(ratio))) + old_kl_coef mean((x0_hat - x0_hat_old)^2) (eq. 16), over b images.
+
+    ratio = exp(mean over pairs of e(v_old) - e(v)), clipped to 1 +- clip_range, with x0_hat = x_t - sigma v and
+    e(v) = mean((x0_hat - x0)^2) / w per pair, where w = mean |x0_hat - x0|, at least 1e-5, in fp64 and without gradient
+    (eq. 14). Velocities, x_t and x0 (b K, ...) and sigma (b K,): an image's K pairs after each other; advantages and
+    sample_weights, of both terms, (b,). Returns the loss, to be minimised, and its metrics, scalars without gradient.
+    """
+    sigma = sigma.view(-1, *[1] * (x0.dim() - 1))
+
+    def weighted_error(velocity: Tensor) -> Tensor:
+        difference = x_t - sigma * velocity - x0
+        weight = difference.detach().double().abs().flatten(1).mean(1).clamp(min=1e-5)  # (b K,)
+        return (difference**2).flatten(1).mean(1) / weight
+
+    log_ratio = (weighted_error(v_old) - weighted_error(v)).view(len(advantages), -1).mean(1)  # (b,)
+    ratio = log_ratio.exp()
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    is_clipped = (clipped_loss > unclipped_loss).double()
+    loss = (sample_weights * torch.maximum(unclipped_loss, clipped_loss)).mean()
+    distances = ((sigma * (v - v_old)) ** 2).flatten(1).mean(1)  # (b K,), of the predicted images
+    old_kl = (sample_weights * distances.view(len(advantages), -1).mean(1)).mean()
+    loss = loss + old_kl_coef * old_kl
+    metrics = {"loss": loss, "ratio_mean": ratio.mean(), "pg_clipfrac": is_clipped.mean(), "kl_loss": old_kl}
+    metrics["old_deviation"] = ((v - v_old) ** 2).mean()
+    return loss, {f"actor/{name}": value.detach().double() for name, value in metrics.items()}
+
+
+def noise_images(x0: Tensor, t: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The forward process at timesteps t (b,) in (0, 1000]: sigma (b,) = t / 1000, and x_t (b, ...) of x0 and noise."""
+    sigma = (t / 1000).to(x0.device)
+    s = sigma.view(-1, *[1] * (x0.dim() - 1))
+    x_t = (1 - s) * x0 + s * noise.to(x0.device)
+    return sigma, x_t
+
+
+def predict_pairs(
+    model: Family, batch: Batch, rows: Tensor, *, timesteps: Tensor, noise: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The acting policy's velocity of b images of the batch, `rows`, at all their K pairs, in one pass.
+
+    timesteps (B, K), noise (B, K, ...). Returns v, x_t and x0 (b K, ...) and sigma (b K,), an image's pairs after each
+    other.
+    """
+    num_pairs = timesteps.shape[1]  # K
+    conditioning = batch.request.select(rows.repeat_interleave(num_pairs)).conditioning
+    eps = noise[rows].flatten(0, 1)  # (b K, ...)
+    rows = rows.to(batch.x0.device)  # once: a GPU waits for every index that comes from the CPU
+    t = timesteps[rows].flatten()  # (b K,)
+    x0 = batch.x0[rows].repeat_interleave(num_pairs, 0)  # (b K, ...)
+    sigma, x_t = noise_images(x0, t, eps)
+    return model.predict_velocity(x_t, t, conditioning), x_t, x0, sigma
+
+
+@torch.no_grad()
+def old_velocities(args: Args, model: Family, batch: Batch, *, timesteps: Tensor, noise: Tensor) -> Tensor:
+    """Velocities (B, K, ...) of the trained policy before the update, in the update's micro-batches."""
+    num_pairs = timesteps.shape[1]  # K
+    parts = []
+    for rows in torch.arange(len(batch.x0)).split(args.micro_batch_size // num_pairs):
+        v, *_ = predict_pairs(model, batch, rows, timesteps=timesteps, noise=noise)
+        parts.append(v.unflatten(0, (len(rows), num_pairs)))
+    return torch.cat(parts)
+
+
+def accumulate_gradients(
+    args: Args,
+    model: Family,
+    batch: Batch,
+    mini_batch: Tensor,
+    *,
+    timesteps: Tensor,
+    noise: Tensor,
+    v_old: Tensor,
+) -> list[dict[str, Tensor]]:
+    """Add up the gradient of a mini-batch's loss, the mean over its images.
+
+    mini_batch: rows of the batch; timesteps (B, K), noise and v_old (B, K, ...). A pass, forward and backward, is a
+    micro-batch of images with all of their K pairs, as the exponential of a ratio is of the mean over them.
+    Micro-batches are equally large, and FSDP averages over ranks: all images weigh the same. Returns the metrics of
+    every pass.
+    """
+    micro_batches = mini_batch.split(args.micro_batch_size // timesteps.shape[1])
+    num_passes = len(micro_batches)
+    # FSDP averages gradients over the ranks in every backward pass; the last pass alone is enough, so we switch it off
+    # until then. Not for full weights: their unsharded fp32 gradients are as large as the model and would not fit
+    model.transformer.set_requires_gradient_sync(not model.is_lora)
+    passes: list[dict[str, Tensor]] = []
+    for rows in micro_batches:
+        if len(passes) == num_passes - 1:
+            model.transformer.set_requires_gradient_sync(True)
+        v, x_t, x0, sigma = predict_pairs(model, batch, rows, timesteps=timesteps, noise=noise)
+        rows = rows.to(batch.x0.device)
+        loss, metrics = v_grpo_loss(
+            v,
+            v_old[rows].flatten(0, 1),
+            x_t,
+            x0,
+            sigma=sigma,
+            advantages=batch.advantages[rows],
+            sample_weights=batch.sample_weights[rows],
+            clip_range=args.clip_range,
+            old_kl_coef=args.old_kl_coef,
+        )
+        (loss / num_passes).backward()
+        passes.append(metrics)
+    return passes
+
+
+def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
+    """Clip the gradient, take one AdamW step at the schedule's rate, update the EMA. Returns the norm before clipping,
+    equal on all ranks.
+
+    The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
+    """
+    reshard(model.transformer)  # the optimizer changes the shards: weights that passes have cast are out of date then
+    group = optimizer.param_groups[0]
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
+    if 0 < grad_norm < math.inf:
+        state = optimizer.state[group["params"][0]]
+        k = int(state.get("step", 0)) + 1  # the k-th optimizer step, by Adam's own count, which a checkpoint restores
+        group["lr"] = args.learning_rate * args.lr_factor(k)
+        optimizer.step()
+        if args.ema_decay > 0:
+            follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # the average's decay, smaller at first
+    optimizer.zero_grad()
+    return grad_norm
+
+
+def update(args: Args, model: Family, optimizer: AdamW, batch: Batch, step: int) -> dict[str, float]:
+    """epochs_per_rollout x updates_per_rollout optimizer steps on a rank's B images. Returns metrics over all ranks."""
+    # a tuple of rows in order, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
+    mini_batches = torch.arange(len(batch.x0)).chunk(args.updates_per_rollout)
+    grad_norms = []
+    finite_passes = []  # of the optimizer steps whose gradient is finite
+    metrics: dict[str, float] = {}
+    # once: theta_old is the policy before the first optimizer step, and all epochs keep its pairs
+    timesteps, noise = draw_training_noise(args, batch, step)
+    v_old = old_velocities(args, model, batch, timesteps=timesteps, noise=noise)
+    for mini_batch in args.epochs_per_rollout * mini_batches:
+        passes = accumulate_gradients(args, model, batch, mini_batch, timesteps=timesteps, noise=noise, v_old=v_old)
+        grad_norm = optimizer_step(args, model, optimizer)
+        if math.isfinite(grad_norm):  # it is over all ranks: they skip together
+            grad_norms.append(grad_norm)
+            finite_passes += passes
+    num_updates = args.epochs_per_rollout * len(mini_batches)
+    metrics["actor/skipped_steps"] = num_updates - len(grad_norms)  # norms not finite; those of 0 are not counted
+    metrics["actor/lr"] = optimizer.param_groups[0]["lr"]
+    if grad_norms:
+        metrics["actor/grad_norm"] = sum(grad_norms) / len(grad_norms)
+        metrics |= mean_over_ranks(finite_passes)
+    return metrics
+
+
+# ==== 10 EVAL =========================================================================================================
+def evaluate(
+    args: Args, run: Run, model: Family, engine: "VLLMEngine | None", inputs: Inputs
+) -> tuple[dict, list | None]:
+    """ODE images of every held-out prompt, from the same seeds every time, shared by the ranks.
+
+    Returns their metrics (rewards, failures, diversity, drift) and, on rank 0, up to 32 images as (PIL image, caption).
+    Except with --eval_only, the policy of the best evaluation is saved.
+    """
+    with run.timed("testing"):
+        places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each: this rank's
+        eval_args = args.for_evaluation
+        prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
+        request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
+        with acting(model, args.evaluated_policy, engine):  # in the engine as well
+            scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
+            rollout(eval_args, model, engine, request, scorer)
+        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of inputs.eval_rewards
+        metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
+    if not args.eval_only:
+        run.save_if_best(model, args.evaluated_policy, metrics)
+    return metrics, grid
+
+
+# ==== 11 CHECKPOINT ===================================================================================================
+def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    state = training_state(model, optimizer, run.checkpoint_path)  # full weights are written now, beside this path
+    state["sampler"] = sampler.state_dict()
+    run.save_checkpoint(state, model, args.evaluated_policy)
+
+
+def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
+    """Restore what `save` wrote, on any number of ranks; and the run's step, best score and unlogged metrics."""
+    state = run.load_checkpoint()
+    load_training_state(model, optimizer, state)
+    sampler.load_state_dict(state["sampler"])
+    adam = optimizer.param_groups[0]
+    adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
+    adam["eps"] = args.adam_eps
+
+
+# ==== 12 MAIN =========================================================================================================
+def main(args: Args, inputs: Inputs) -> None:
+    device = setup_distributed(args.shard_ranks)
+    args = choose_sizes(args, inputs)  # what fits, where an option is 0; rank and alpha of --lora_path
+    num_images = args.num_prompts * args.group_size
+    run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
+    engine = start_engine(args, run.folder, device)  # it loads while the policy does
+    model, parameters = load_policy(args, inputs, device)
+    optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    choose_adam_kernel(optimizer, model)  # foreach for a LoRA, fused for full weights
+    parts = inputs.train_set.parts  # (prompts, share) of each file
+    sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
+    run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
+    if engine:  # push the policy for the first time, and prove that a push acts and that the engine samples as we do
+        one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
+        engine.verify_policy(model, one_image, sample_locally)
+
+    # RUN LOGIC, the same in all scripts: resume, and redo an evaluation that had failed (unlogged); or evaluate first
+    if run.checkpoint:
+        load(args, run, model, optimizer, sampler)
+        if engine:  # it still holds the policy from before `load`
+            engine.push_policy(model)
+    if args.eval_only or run.unlogged or not run.checkpoint:
+        run.log(*evaluate(args, run, model, engine, inputs))
+    last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
+
+    for step in range(run.step + 1, last_step + 1):
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a reward fails
+
+        # sample G images for each prompt with the current policy
+        with run.timed("gen"):
+            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,); (B,), which of the U; (B,), which of the N
+            prompts = inputs.train_set.select(prompt_rows)
+            seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
+            request = make_request(args, model, prompts, prompt_index, seeds)
+            scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
+            trajectories = rollout(args, model, engine, request, scorer)
+
+        # score them; most were scored while others were sampled
+        with run.timed("reward"):
+            # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
+            scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
+
+        # compare the images of a prompt with each other (eq. 4); a failed image, or one without others, gets 0
+        with run.timed("adv"):
+            filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
+            advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)
+            advantages = clip_softly(advantages, args.adv_soft_clip)
+            metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
+            metrics |= log_rollout(args, run, scorer, sampler, seeds=seeds, scores=scores, advantages=advantages)
+
+        # match the better images and unmatch the others, at the pairs of their prompt (eq. 14, 16)
+        with run.timed("update_actor"):
+            local_advantages = advantages[image_index].to(device, torch.float32)  # (B,)
+            sample_weights = is_compared[image_index].to(device, torch.float32)  # (B,)
+            batch = Batch(request, trajectories.latents[:, -1], local_advantages, sample_weights, image_index)
+            metrics |= update(args, model, optimizer, batch, step)
+
+        # the next rollout samples with the new weights
+        with run.timed("update_weights"):
+            if engine:
+                engine.push_policy(model)
+
+        # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
+        run.end_step(metrics | {"training/epoch": sampler.epoch})
+        is_due = step % args.eval_every == 0 or step == args.num_steps
+        val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
+        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        stopping = run.should_stop()
+        if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
+            save(args, run, model, optimizer, sampler)
+        if stopping:
+            break
+
+    if engine:
+        engine.close()
+    run.close()
+
+
+if __name__ == "__main__":
+    with friendly_errors():  # an expected error ends the script in one line, without a traceback
+        args = check(parse_args(Args, __doc__))
+        main(args, prepare(args))
