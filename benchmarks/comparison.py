@@ -55,7 +55,7 @@ MATCH_RATE = 1e-3
 GRID = (1 / 16, 1 / 4, 1, 4, 16)  # times the shipped threshold
 MATCHED_WITHIN = 4  # a divergence further from Flow-GRPO's, as a ratio, matches nothing
 AROUND = {3: (1 / 4, 1, 4), 1: (1,)}  # times the matched threshold, by the number of thresholds
-FACTORS = (1 / 64, 1 / 16, 1 / 4, 1, 4, 16, 64)  # of it, as far as widening goes
+WIDEST = {3: (1 / 64, 1 / 16, 1 / 4, 1, 4, 16, 64), 1: (1,)}  # as far as widening goes
 NUM_PROMPTS = 128  # the table's held-out prompts, the first of the file; tuning has the others
 EVAL_EVERY = 5
 BASE = "flow_grpo"
@@ -172,11 +172,11 @@ def matched(record, row):
     return threshold, ratios.get(threshold), bool(near)
 
 
-def thresholds_of(record, row, factors=None):
-    """Those that tuning tries, or the matched one times each of `factors`."""
+def thresholds_of(record, row, factors=AROUND):
+    """Those that tuning tries, or with WIDEST those that widening may try."""
     if not ROWS[row]["threshold"]:
         return [None]
-    return [matched(record, row)[0] * factor for factor in factors or AROUND[cut_of(record)[1]]]
+    return [matched(record, row)[0] * factor for factor in factors[cut_of(record)[1]]]
 
 
 def tune_jobs(record):
@@ -193,7 +193,7 @@ def widening_jobs(record):
     jobs = []
     for row in ROWS:
         rate, threshold = chosen(record, row)
-        thresholds = thresholds_of(record, row, FACTORS)
+        thresholds = thresholds_of(record, row, WIDEST)
         choices = [(near, threshold) for near in neighbours(RATES, rate)]
         choices += [(rate, near) for near in neighbours(thresholds, threshold)]
         jobs += [make_job("tune", rollouts_of(record, "tune"), row, TUNE_SEED, *choice) for choice in choices]
@@ -208,7 +208,7 @@ def neighbours(values, value):
 
 def chosen(record, row):
     """(learning rate, threshold) of the highest last reward of the tuning prompts; of equal ones the lowest."""
-    tried = thresholds_of(record, row, FACTORS)  # a matching run that came later may have moved them
+    tried = thresholds_of(record, row, WIDEST)  # before a cut there may have been more
     lines = [line for line in lines_of(record, "tune", row) if line["threshold"] in tried and not line["failed"]]
     if not lines:
         raise SystemExit(f"{row}: the record has no tuning run of it that ended well")

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import math
 import shlex
 import subprocess
 from dataclasses import fields
@@ -641,3 +642,31 @@ def test_the_divergence_and_the_evaluation_of_a_tiny_run(tmp_path, monkeypatch):
     assert by_ode["jpeg_compressibility"] == pytest.approx(evaluation["jpeg_compressibility"], rel=1e-3)
     assert noisy["jpeg_compressibility"] != pytest.approx(by_ode["jpeg_compressibility"], rel=1e-3)
     assert list(noisy) == ["images", "ocr", "sign_colour", "jpeg_compressibility"]
+
+
+def test_tuning_widens_until_no_neighbour_is_better():
+    """A reward that grows with the threshold and falls with the rate away from 1e-3, tried from the first grid on."""
+    shipped = ROWS["grpo_guard"]["threshold"][1]
+    record = [make_job("cut", 20, None, 0) | {"thresholds": 3}]
+    for row, factors in (("flow_grpo", (1,)), ("grpo_guard", comparison.GRID)):
+        for factor in factors:
+            job = make_job("match", comparison.MATCH_ROLLOUTS, row, 100, 1e-3, ROWS[row]["threshold"][1] * factor)
+            divergence = 1.0 if factor in (1, 1 / 16) and row == "flow_grpo" or factor == 1 / 16 else 100.0
+            record.append(job | {"failed": False, "steps": [{"divergences": {"0": divergence}}]})
+
+    def tried(job):
+        score = -abs(math.log(job["learning_rate"] / 1e-3)) + 0.1 * math.log((job["threshold"] or 1) / shipped)
+        return job | {"failed": False, "steps": [], "evaluations": [{"ocr": score}]}
+
+    others = [row for row in ROWS if row != "grpo_guard"]
+    record += [tried(job) for job in comparison.tune_jobs(record) if job["row"] == "grpo_guard"]
+    with pytest.MonkeyPatch.context() as patch:
+        for row in others:
+            patch.delitem(comparison.ROWS, row)
+        rounds = 0
+        while jobs := comparison.widening_jobs(record):
+            assert not any(comparison.is_recorded(job, record) for job in jobs)
+            record += [tried(job) for job in jobs]
+            rounds += 1
+        assert comparison.chosen(record, "grpo_guard") == (1e-3, 4 * shipped)  # 64 times the matched 16th: the widest
+    assert rounds == 3  # two thresholds more, then the rates beside the last one
