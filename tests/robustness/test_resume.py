@@ -312,7 +312,8 @@ def test_a_run_in_a_terminal_saves(tmp_path, by, command, rollout):
     line = command.format(f"{torchrun} {ROOT / 'flow_grpo.py'} {options}")
     terminal, inside = os.openpty()
     own_session = ["setsid", "--ctty", "sh", "-c", line]
-    root = subprocess.Popen(own_session, cwd=tmp_path, stdin=inside, stdout=inside, stderr=inside)
+    heeds = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where pytest itself is under nohup
+    root = subprocess.Popen(own_session, cwd=tmp_path, stdin=inside, stdout=inside, stderr=inside, preexec_fn=heeds)
     os.close(inside)
     os.set_blocking(terminal, False)
     run = tmp_path / "runs" / NAME
