@@ -59,20 +59,21 @@ def log_rollout(
     *,
     seeds: list[int],
     scores: torch.Tensor,
-    advantages: torch.Tensor,
+    advantages: torch.Tensor | None,
 ) -> dict:
     """Metrics of a rollout that the loss does not read: critic/diversity, and what rewards say beside scores.
 
     Every --save_rollouts steps it also writes this rank's B images to rollouts/STEP/ and, on rank 0, their
-    samples.jsonl and a grid of the first. scores (N, R) and advantages (N,) are those of all ranks' images. A
-    collective.
+    samples.jsonl and a grid of the first. scores (N, R) and advantages (N,), None where the loss takes none, are those
+    of all ranks' images. A collective.
     """
     if args.save_rollouts and run.step % args.save_rollouts == 0:
         folder = run.folder / "rollouts" / f"{run.step:04d}"
         rows = sampler.image_index  # (B,)
         records = sample_records(scorer.prompt_set, seeds, scores[rows], scorer.rewards, scorer.details)
-        for record, advantage in zip(records, advantages[rows].tolist(), strict=True):
-            record["advantage"] = advantage
+        if advantages is not None:
+            for record, advantage in zip(records, advantages[rows].tolist(), strict=True):
+                record["advantage"] = advantage
         add_origin(records, scorer.prompt_set, args.train_prompts, run.step, (rows // sampler.group_size).tolist())
         grid = save_samples(folder, rows.tolist(), scorer.images, records, has_surplus=False)
         if grid:
@@ -131,12 +132,13 @@ def detail_metrics(details: Sequence[Details], prefix: str) -> dict[str, float]:
 
 def reward_metrics(
     scores: torch.Tensor,
-    advantages: torch.Tensor,
+    advantages: torch.Tensor | None,
     rewards: dict[str, Reward],
     reward_weights: Sequence[float],
     group_size: int,
 ) -> dict[str, torch.Tensor | float]:
-    """Statistics of a rollout's scores (N, R), NaN where a reward failed, and of its advantages (N,).
+    """Statistics of a rollout's scores (N, R), NaN where a reward failed, and of its advantages (N,),
+    or None where a loss takes no advantages.
 
     std_mean is the mean over groups of the population standard deviation of the weighted total. zero_std_ratio is the
     share of groups whose images all score the same, from which nothing is learned. Only whole images count, in groups
@@ -169,10 +171,11 @@ def reward_metrics(
     metrics["critic/rewards/std_mean"] = deviations.mean()
     metrics["critic/rewards/zero_std_ratio"] = are_equal.double().mean()
     metrics["critic/rewards/group_size"] = group_size
-    kept_advantages = advantages[is_kept.flatten()]
-    metrics["critic/advantages/mean"] = kept_advantages.mean()
-    metrics["critic/advantages/max"] = kept_advantages.max()
-    metrics["critic/advantages/min"] = kept_advantages.min()
+    if advantages is not None:
+        kept_advantages = advantages[is_kept.flatten()]
+        metrics["critic/advantages/mean"] = kept_advantages.mean()
+        metrics["critic/advantages/max"] = kept_advantages.max()
+        metrics["critic/advantages/min"] = kept_advantages.min()
     return metrics
 
 

@@ -41,8 +41,9 @@ from common.models.loading import find_family, load_model
 from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, checkpoint_to_resume, friendly_errors
-from common.scoring import Scorer, all_equal, asked_parts, fill_failed, load_rewards
+from common.scoring import Scorer, fill_failed, load_rewards
 from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
+from common.weights.adapter_files import read_lora
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
@@ -103,13 +104,6 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     kl_type: Literal["code", "paper", "velocity"] = "paper"
     """code: with --sde_type sde the KL times the step's |dt|, as published coefficients assume; paper: without |dt|;
     velocity: the mean squared difference of the velocities, as in DiffusionNFT, on whose scale kl_coef then is"""
-    adv_clip_max: PositiveFloat = 5.0
-    """advantages are clamped to +- this"""
-    scale_rewards: Literal["batch", "group", "none"] = "batch"
-    """divide advantages by the deviation of the rollout's rewards (batch), of the group's, or not at all (Dr.GRPO)"""
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """with several rewards. sum_then_normalize: advantages of their weighted sum; normalize_then_sum: weighted sum of
-    each reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
 
     # ---- optimization
     num_steps: Annotated[int, Bound(at_least=0)] = 30
@@ -127,14 +121,14 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
 # ==== 2 SETUP =========================================================================================================
 def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them, micro_batch_size lowered to a rank's mini-batch."""
+    if args.eval_only:  # no rollout is made, or cut into mini-batches, and no teacher is asked
+        return args
     if not args.teachers:
         raise ValueError("--teachers: at least one NAME=PATH is needed")
     if args.teacher_weights and len(args.teacher_weights) != len(args.teachers):
         raise ValueError(f"--teacher_weights: {len(args.teacher_weights)} for {len(args.teachers)} of --teachers")
     if args.teacher_weights and sum(args.teacher_weights) == 0:
         raise ValueError("--teacher_weights: at least one must be above 0")
-    if args.eval_only:  # no rollout is made, or cut into mini-batches
-        return args
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     check_sde_steps(
@@ -144,9 +138,6 @@ def check(args: Args) -> Args:
         window_range=args.sde_window_range,
         window_size=args.sde_window_size,
     )
-    sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
-    if sums_advantages and args.scale_rewards == "none":
-        raise ValueError("--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch")
     return replace(args, micro_batch_size=micro_batch_size)
 
 
@@ -178,12 +169,13 @@ def prepare(args: Args) -> Inputs:
         base_weights=args.base_weights,
         checkpoint=checkpoint,
     )
-    teachers = read_teachers(args)
+    teachers = {} if args.eval_only else read_teachers(args)
     for name, (_, config) in teachers.items():
         if lora is None or config.r != lora.config.r:
             student = "has full weights" if lora is None else f"has the rank {lora.config.r}"
             raise ValueError(f"--teachers {name}: of rank {config.r}, where the student {student}")
-    weigh_teachers(args, train_set)  # refuses a record that names no teacher
+    if not args.eval_only:
+        weigh_teachers(args, train_set)  # refuses a record that names no teacher
     inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
     return check_inputs(args, inputs)
 
@@ -195,8 +187,6 @@ def teacher_names(args: Args) -> list[str]:
 
 def read_teachers(args: Args) -> dict[str, tuple]:
     """{name: (tensors, LoraConfig)} of --teachers. A ValueError names the teacher, and what is wrong with its file."""
-    from common.weights.adapter_files import read_lora  # only LoRAs that are given need it
-
     teachers: dict[str, tuple] = {}
     for given in args.teachers:
         name, _, path = given.partition("=")
@@ -283,8 +273,9 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     if args.ema_decay > 0:
         policies.append("ema")
     add_policies(model, inputs.lora, policies, args.seed)
-    with acting(model, "default"):  # and again after the block, as a new adapter would act
-        add_teachers(model, read_teachers(args))
+    if not args.eval_only:
+        with acting(model, "default"):  # and again after the block, as a new adapter would act
+            add_teachers(model, read_teachers(args))
     shard(args, model, device)
     use_attention(model, args.attention)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
@@ -416,43 +407,7 @@ class Batch(NamedTuple):
 
 
 # ==== 7 ADVANTAGE =====================================================================================================
-def compute_advantages(
-    rewards: Tensor, group_size: int, adv_clip_max: float = 5.0, scale_rewards: str = "batch"
-) -> Tensor:
-    """A = (reward - mean of the group) / (S + 1e-4), clamped to +- adv_clip_max (Flow-GRPO, eq. 4), in fp64.
-
-    rewards: (P * group_size,), group by group. S is the population standard deviation of the "group" (the paper) or of
-    all rewards ("batch", its code); "none" does not divide. Returns (P * group_size,).
-    """
-    groups = rewards.double().view(-1, group_size)  # (P, G)
-    advantages = groups - groups.mean(1, keepdim=True)
-    if scale_rewards == "batch":
-        advantages = advantages / (groups.std(correction=0) + 1e-4)
-    elif scale_rewards == "group":
-        advantages = advantages / (groups.std(1, correction=0, keepdim=True) + 1e-4)
-    # rewards that are equal up to round-off give exactly 0: with nothing to learn there must be no optimizer step
-    return advantages.masked_fill(all_equal(groups), 0.0).clamp(-adv_clip_max, adv_clip_max).flatten()
-
-
-def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
-    """Advantages (N,) of the scores (N, R) of R rewards. sum_then_normalize takes those of the weighted sum of scores.
-    normalize_then_sum adds each reward's own, unclamped, by weight, and divides this sum by its deviation over the
-    rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
-
-    Scores are -inf where a prompt's record does not ask for the reward. Images whose prompts ask for the same rewards
-    have their own advantages, as if they were the whole rollout (docs/rewards.md)."""
-    advantages = torch.zeros(len(scores), dtype=torch.float64)
-    for rows, columns in asked_parts(scores):  # one part, unless records name their rewards
-        part = scores[rows[:, None], columns]  # (n, r)
-        scale_rewards = args.scale_rewards
-        if args.multi_objective_aggregation == "normalize_then_sum" and len(columns) > 1:
-            own_advantages = [compute_advantages(r, args.group_size, math.inf, scale_rewards) for r in part.T]
-            part = torch.stack(own_advantages, 1)  # (n, r), advantages from here on
-            scale_rewards = "batch"  # their sum has group mean 0 already: what is left is to divide it, and to clamp
-        weights = part.new_tensor(args.reward_weights)[columns]  # (r,)
-        totals = (part * weights).sum(1)  # (n,); @ would round equal rows differently
-        advantages[rows] = compute_advantages(totals, args.group_size, adv_clip_max, scale_rewards)
-    return advantages
+# None: teachers say where an image should go, and rewards only show how far the student is.
 
 
 # ==== 8 LOG PROB ======================================================================================================
@@ -748,17 +703,13 @@ def main(args: Args, inputs: Inputs) -> None:
             scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
             trajectories = rollout(args, model, engine, request, scorer)
 
-        # score them; most were scored while others were sampled
+        # score them, which teaches nothing here; most were scored while others were sampled
         with run.timed("reward"):
             # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
             scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
-
-        # compare the images of a prompt with each other (eq. 4); a failed image, or one without others, gets 0
-        with run.timed("adv"):
-            filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
-            advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)
-            metrics = reward_metrics(scores, advantages, inputs.rewards, args.reward_weights, args.group_size)
-            metrics |= log_rollout(args, run, scorer, sampler, seeds=seeds, scores=scores, advantages=advantages)
+            fill_failed(scores, inputs.rewards, args.group_size)  # ends the run where no prompt has two scored images
+            metrics = reward_metrics(scores, None, inputs.rewards, args.reward_weights, args.group_size)
+            metrics |= log_rollout(args, run, scorer, sampler, seeds=seeds, scores=scores, advantages=None)
 
         # the density of the samples under the policy that sampled them, from the trainer or from the rollout
         with run.timed("old_log_prob"):

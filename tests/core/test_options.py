@@ -254,12 +254,15 @@ NO_TRAINING = ["--eval_only", "True", "--max_prompts", 2, "--train_prompts", "no
     "script",
     [
         *("flow_grpo.py", "diffusion_nft.py", "dpo_offline.py"),
-        *("contrib/crd.py", "contrib/dgpo.py", "contrib/draft.py"),
+        *("contrib/crd.py", "contrib/dgpo.py", "contrib/diffusion_opd.py", "contrib/draft.py"),
         *("contrib/online_dpo.py", "contrib/ram.py", "contrib/v_grpo.py"),
     ],
 )
 def test_an_evaluation_alone_needs_no_training_prompts_and_cuts_no_mini_batches(tmp_path, capfd, monkeypatch, script):
-    """Nor pairs, passes of whole groups, or a reference. Without a start there is no drift: it would be 0."""
+    """Nor pairs, passes of whole groups, a reference, teachers or a reward's gradient.
+
+    Without a start there is no drift: it would be 0.
+    """
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     add_policies, policies = module.add_policies, []
 
@@ -269,8 +272,12 @@ def test_an_evaluation_alone_needs_no_training_prompts_and_cuts_no_mini_batches(
 
     monkeypatch.setattr(module, "add_policies", added)
     local = [] if script in ("dpo_offline.py", "contrib/draft.py") else ["--rollout", "local"]
-    pairs = ["--pairs", "nowhere.jsonl"] if script == "dpo_offline.py" else []
-    assert run_here(tmp_path, script, "--name", "look", *NO_TRAINING, *local, *pairs) is None
+    own = {
+        "dpo_offline.py": ["--pairs", "nowhere.jsonl"],
+        "contrib/draft.py": ["--reward", "ocr"],
+        "contrib/diffusion_opd.py": ["--teachers", "a=nowhere"],
+    }
+    assert run_here(tmp_path, script, "--name", "look", *NO_TRAINING, *local, *own.get(script, [])) is None
     (row,) = read_metrics(tmp_path / "runs" / "look")
     assert "val/weighted_total/mean" in row and "val/drift_from_base" not in row
     assert "optimizer steps" not in capfd.readouterr().out
