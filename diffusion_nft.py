@@ -112,11 +112,12 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     num_steps: Annotated[int, Bound(at_least=0)] = 30
     """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 4
-    """number of mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
-    """images per pass on a rank, and per local sampling batch; lowered to a mini-batch's share; 0: what fits a GPU"""
+    """images per pass on a rank, and per local sampling batch; lowered to a rank's share of a mini-batch,
+    which it must divide; 0: what fits a GPU"""
     learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
     """learning rate of AdamW (Flow-GRPO: 3e-4)"""
 
@@ -135,9 +136,9 @@ def check(args: Args) -> Args:
 
 
 def prepare(args: Args) -> Inputs:
-    """Load everything but the model and the checkpoint: rewards, prompts, the LoRA. An error names what is wrong."""
+    """Load and check all but the model: rewards, prompts, the LoRA, which checkpoint. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
-    eval_rewards = load_rewards(  # they begin with those above, except the `relative` ones
+    eval_rewards = load_rewards(  # the trained ones first, without the `relative` ones
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
     trained_on = () if args.eval_only else args.train_prompts
@@ -221,7 +222,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     if args.ema_decay > 0:
         policies.append("ema")
     if args.kl_coef > 0 and not args.eval_only:
-        policies.append("reference")
+        policies.append("reference")  # a new LoRA gets none: its base model is the reference
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
     use_attention(model, args.attention)
@@ -234,7 +235,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     Before that: activation checkpointing, compiling, and fp32 for full weights that are trained or averaged.
     """
     dtype = getattr(torch, args.dtype)
-    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
+    # FSDP must not cast the inputs: it would round the timesteps to bf16. A family's `forward` casts what it should
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
@@ -343,7 +344,7 @@ class Batch(NamedTuple):
     request: RolloutRequest
     x0: Tensor  # (B, ...), final latents of the rollout
     r: Tensor  # (B,), optimality
-    sample_weights: Tensor  # (B,), 0 for images that a reward failed on, otherwise 1
+    sample_weights: Tensor  # (B,), 1, or 0 for images that are not compared
     image_index: Tensor  # (B,), the images' numbers over all ranks
 
 
@@ -374,7 +375,7 @@ def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tenso
     Scores are -inf where a prompt's record does not ask for the reward. Images whose prompts ask for the same rewards
     have their own advantages, as if they were the whole rollout (docs/rewards.md)."""
     advantages = torch.zeros(len(scores), dtype=torch.float64)
-    for rows, columns in asked_parts(scores):  # one part, unless records name their rewards
+    for rows, columns in asked_parts(scores):  # one part, unless records name theirs; of whole groups, in order
         part = scores[rows[:, None], columns]  # (n, r)
         scale_rewards = args.scale_rewards
         if args.multi_objective_aggregation == "normalize_then_sum" and len(columns) > 1:
@@ -550,7 +551,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
 def update(args: Args, model: Family, optimizer: AdamW, batch: Batch, step: int) -> dict[str, float]:
     """epochs_per_rollout x updates_per_rollout optimizer steps on a rank's B images. Returns metrics over all ranks."""
-    # a tuple of rows in order, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
+    # rows in order, not shuffled, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
     mini_batches = torch.arange(len(batch.x0)).chunk(args.updates_per_rollout)
     grad_norms = []
     finite_passes = []  # of the optimizer steps whose gradient is finite
@@ -630,11 +631,11 @@ def main(args: Args, inputs: Inputs) -> None:
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_adam_kernel(optimizer, model)  # foreach for a LoRA, fused for full weights
+    choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
     parts = inputs.train_set.parts  # (prompts, share) of each file
     sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
-    if engine:  # push the policy for the first time, and prove that a push acts and that the engine samples as we do
+    if engine:  # push for the first time; prove that a push acts and that it samples as we do (with any weights)
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
         engine.verify_policy(model, one_image, sample_locally)
 

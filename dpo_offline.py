@@ -93,7 +93,8 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
 
     # ---- algorithm
     dpo_beta: PositiveFloat = 120.0
-    """factor of the errors' differences in the logit; a larger one keeps nearer to the reference (paper: from 2000)"""
+    """twice the factor of the errors' differences in the logit; a larger one keeps nearer to the reference (paper: from
+    2000)"""
 
     # ---- optimization
     num_steps: Annotated[int, Bound(at_least=0)] = 48
@@ -119,9 +120,9 @@ def check(args: Args) -> Args:
 
 
 def prepare(args: Args) -> Inputs:
-    """Load everything but the model and the checkpoint: rewards, prompts, the LoRA. An error names what is wrong."""
+    """Load and check all but the model: rewards, prompts, the LoRA, which checkpoint. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
-    eval_rewards = load_rewards(  # they begin with those above, except the `relative` ones
+    eval_rewards = load_rewards(  # the trained ones first, without the `relative` ones
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
     pairs = None
@@ -272,7 +273,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     Before that: activation checkpointing, compiling, and fp32 for full weights that are trained or averaged.
     """
     dtype = getattr(torch, args.dtype)
-    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
+    # FSDP must not cast the inputs: it would round the timesteps to bf16. A family's `forward` casts what it should
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
@@ -472,7 +473,7 @@ def main(args: Args, inputs: Inputs) -> None:
     run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_adam_kernel(optimizer, model)  # foreach for a LoRA, fused for full weights
+    choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
     pairs = None if args.eval_only else find_pairs(args, run, model, inputs)
     num_found = len(pairs) if pairs else 0
     sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.seed)  # of pairs

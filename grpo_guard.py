@@ -77,7 +77,8 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     num_inference_steps: Annotated[int, Bound(at_least=2)] = 3
     """sampling steps of a training image (Flow-GRPO: 10, and 40 in evaluation)"""
     guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
-    """guidance in rollout, training and evaluation alike, as the model takes it (docs/models.md); 1 turns it off"""
+    """guidance in rollout and training, and in evaluation unless --eval_guidance_scale differs, as the model takes it
+    (docs/models.md); 1 turns it off"""
     sde_type: str = "sde"
     """formula of the SDE steps: sde, dance, cps, cps_gauss (docs/flow_grpo.md), or your own path/to/file.py:function"""
     noise_level: PositiveFloat = 0.7
@@ -108,11 +109,12 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     num_steps: Annotated[int, Bound(at_least=0)] = 36
     """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 4
-    """number of mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
-    """images per pass on a rank, and per local sampling batch; lowered to a mini-batch's share; 0: what fits a GPU"""
+    """images per pass on a rank, and per local sampling batch; lowered to a rank's share of a mini-batch,
+    which it must divide; 0: what fits a GPU"""
     learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
     """learning rate of AdamW (Flow-GRPO: 3e-4)"""
     lr_schedule: str = "cosine"
@@ -141,9 +143,9 @@ def check(args: Args) -> Args:
 
 
 def prepare(args: Args) -> Inputs:
-    """Load everything but the model and the checkpoint: rewards, prompts, the LoRA. An error names what is wrong."""
+    """Load and check all but the model: rewards, prompts, the LoRA, which checkpoint. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
-    eval_rewards = load_rewards(  # they begin with those above, except the `relative` ones
+    eval_rewards = load_rewards(  # the trained ones first, without the `relative` ones
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
     trained_on = () if args.eval_only else args.train_prompts
@@ -191,7 +193,7 @@ def make_request(
         negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None without guidance
         prompt_index=prompt_index,
         seeds=seeds,
-        timesteps=timesteps.to(model.device),  # (T,), 1000 sigma, which the transformer gets
+        timesteps=timesteps.to(model.device),  # (T,), 1000 sigma, which predict_velocity takes
         sigmas=sigmas,  # (T + 1,), on the CPU, as they become Python's floats
         latent_shape=latent_shape,  # (C, h, w); (C, f, h, w) for a video
         height=height,
@@ -203,7 +205,7 @@ def make_request(
     )
 
 
-def trained_steps(args: Args, step: int) -> tuple[int, ...]:
+def draw_sde_steps(args: Args, step: int) -> tuple[int, ...]:
     """The SDE steps of this rollout, which are the trained ones: a random window, or all but the last sampling step.
 
     step: the training step, whose window is the same for every image and rank.
@@ -231,7 +233,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     if args.ema_decay > 0:
         policies.append("ema")
     if args.kl_coef > 0 and not args.eval_only:
-        policies.append("reference")
+        policies.append("reference")  # a new LoRA gets none: its base model is the reference
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
     use_attention(model, args.attention)
@@ -244,7 +246,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     Before that: activation checkpointing, compiling, and fp32 for full weights that are trained or averaged.
     """
     dtype = getattr(torch, args.dtype)
-    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
+    # FSDP must not cast the inputs: it would round the timesteps to bf16. A family's `forward` casts what it should
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
@@ -302,7 +304,7 @@ def sample_locally(model: Family, request: RolloutRequest) -> Trajectories:
     outputs = []
     x = first_latents
     for i in range(len(request.timesteps)):
-        outputs.append(policy_step(model, request, x, i, generator=generators))
+        outputs.append(policy_step(model, request, x, i, generator=generators))  # an SDE step draws from each
         x = outputs[-1].prev_sample  # the next x, by diffusers' name
     return Trajectories.from_steps(first_latents, outputs, model.decode(x))
 
@@ -374,7 +376,7 @@ def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tenso
     Scores are -inf where a prompt's record does not ask for the reward. Images whose prompts ask for the same rewards
     have their own advantages, as if they were the whole rollout (docs/rewards.md)."""
     advantages = torch.zeros(len(scores), dtype=torch.float64)
-    for rows, columns in asked_parts(scores):  # one part, unless records name their rewards
+    for rows, columns in asked_parts(scores):  # one part, unless records name theirs; of whole groups, in order
         part = scores[rows[:, None], columns]  # (n, r)
         scale_rewards = args.scale_rewards
         if args.multi_objective_aggregation == "normalize_then_sum" and len(columns) > 1:
@@ -463,14 +465,14 @@ def find_old_policy(
     if takes_sampled:  # a micro-batch is enough to see whether engine and trainer are one policy
         rows = torch.arange(args.micro_batch_size)
         request = request.select(rows)
-        trajectories = trajectories.select(rows)
+        trajectories = trajectories.select(rows)  # `sampled` has all
     recomputed = recompute_log_probs(args, model, request, trajectories)
     metrics = check_mismatch(
         request,
         trajectories,
         recomputed,
         dtype=args.dtype,
-        log_prob_limit=args.clip_range / 2 if takes_sampled else math.inf,  # the ratio may start this far from 1
+        log_prob_limit=args.clip_range / 2 if takes_sampled else math.inf,  # log-probs may start this far apart
     )
     if takes_sampled:
         return sampled, metrics
@@ -560,7 +562,7 @@ def accumulate_gradients(
     passes: list[dict[str, Tensor]] = []
     for rows in micro_batches:
         sub_request = batch.request.select(rows)
-        rows = rows.to(latents.device)  # once: a GPU waits for every index that comes from the CPU
+        rows = rows.to(latents.device)  # after `select`, and once: a GPU waits for every index that comes from the CPU
         for w, i in enumerate(sde_steps):  # w: column of the W trained steps; i: sampling step
             x = latents[rows, i]
             x_next = latents[rows, i + 1]
@@ -615,7 +617,7 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[st
     if args.kl_coef:  # the reference's means and velocities, once per rollout, as they do not change
         with acting(model, "reference"):
             reference = recompute_log_probs(args, model, batch.request, batch.trajectories)
-    # rows in order, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
+    # rows in order, not shuffled, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
     mini_batches = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
     mini_batches = args.epochs_per_rollout * mini_batches  # the tuple, repeated
     grad_norms = []
@@ -690,11 +692,11 @@ def main(args: Args, inputs: Inputs) -> None:
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_adam_kernel(optimizer, model)  # foreach for a LoRA, fused for full weights
+    choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
     parts = inputs.train_set.parts  # (prompts, share) of each file
     sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
-    if engine:  # push the policy for the first time, and prove that a push acts and that the engine samples as we do
+    if engine:  # push for the first time; prove that a push acts and that it samples as we do (with any weights)
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
         engine.verify_policy(model, one_image, sample_locally)
 
@@ -715,7 +717,7 @@ def main(args: Args, inputs: Inputs) -> None:
             prompt_rows, prompt_index, image_index = sampler.draw()  # (U,); (B,), which of the U; (B,), which of the N
             prompts = inputs.train_set.select(prompt_rows)
             seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
-            request = make_request(args, model, prompts, prompt_index, seeds, sde_steps=trained_steps(args, step))
+            request = make_request(args, model, prompts, prompt_index, seeds, sde_steps=draw_sde_steps(args, step))
             scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
             trajectories = rollout(args, model, engine, request, scorer)
 

@@ -366,7 +366,7 @@ def run_with_divergence(script, argv):
     with friendly_errors():
         args = module.check(parse_args(module.Args, module.__doc__, argv))
         if args.sde_window_size:
-            module.trained_steps = moving_window
+            module.draw_sde_steps = moving_window
         module.main(args, module.prepare(args))
 
 
@@ -409,7 +409,7 @@ def score_by_own_sampler(run, adapter, chunks=8):
     held_out = read_prompts(args.eval_prompts, max_prompts=args.max_prompts)
     copies = args.eval_images_per_prompt
     places = range(len(held_out) * copies)
-    windows = sorted({module.trained_steps(args, step) for step in range(1, args.num_steps + 1)})
+    windows = sorted({module.draw_sde_steps(args, step) for step in range(1, args.num_steps + 1)})
     scores = []
     for chunk in range(chunks):
         rows = places[chunk::chunks]

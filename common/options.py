@@ -55,13 +55,13 @@ def parse_lr_schedule(text: str) -> tuple[str, int]:
 # ---- options ---------------------------------------------------------------------------------------------------------
 @dataclass
 class SharedArgs:
-    """Options of the same meaning in every script; a script's own `Args` adds to them, and may change a default."""
+    """Options of every script, whose own `Args` adds to them, and may change a default or what its unit is."""
 
     # ---- run
     name: str = ""
     """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
     seed: Annotated[int, Bound(at_least=0, at_most=2**32 - 1)] = 1
-    """seed of the data order, the noise and the LoRA's initial weights"""
+    """seed of the data order, the noise, the windows of SDE steps and the LoRA's initial weights"""
     track: bool | Literal["wandb", "tensorboard"] = False
     """also log metrics and validation images to wandb (True means wandb; files go to WANDB_DIR, if set) or to
     TensorBoard"""
@@ -70,7 +70,8 @@ class SharedArgs:
     command line win over it"""
     resume: str | None = None
     """`latest` resumes this run from its newest checkpoint, or starts the run if there is none; a checkpoint file or a
-    run folder starts a new run from that checkpoint. Options that you do not pass are the checkpoint's"""
+    run folder starts a new run from that checkpoint. Options that you do not pass are the checkpoint's,
+    but for name, max_minutes and stop_if, and sizes that depend on the number of ranks"""
     keep_checkpoints: PositiveInt = 2
     """how many of the newest checkpoints to keep"""
     max_minutes: NonNegativeFloat = 0.0
@@ -87,7 +88,8 @@ class SharedArgs:
     family: str | None = None
     """your own path/to/file.py:Class that adapts the pipeline (docs/fork.md); None: the family in common/models/"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of frozen weights and forward passes; trained weights, Adam and sampling are always fp32"""
+    """dtype of frozen weights and forward passes; trained weights, Adam, latents and the sampling steps' arithmetic are
+    always fp32"""
     vae_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the VAE; bfloat16 needs --rollout local, decodes 1.4 times as fast on an H100, and moves pixels by 0.2
     (embedded model) or 0.9 (random weights of SD3.5's shape) of 255 on average, and by 3 or 12 at most"""
@@ -179,7 +181,7 @@ class SharedArgs:
     """training steps between evaluations; step 0 and the last step have one as well. A new best one saves its adapter
     in best_adapter/"""
     save_every: NonNegativeInt = 0
-    """training steps between checkpoints; the last step and a signal save one as well. 0: as often as eval_every"""
+    """training steps between checkpoints; the last step and an early stop save one as well. 0: every eval_every"""
     eval_num_inference_steps: PositiveInt = 3
     """sampling steps of an evaluation image, all of them ODE steps (Flow-GRPO's paper: 40)"""
     eval_guidance_scale: Annotated[float, Bound(at_least=1)] | None = None
@@ -216,7 +218,7 @@ class SharedArgs:
     def lr_factor(self, k: int) -> float:
         """The factor of the learning rate, in (0, 1], at the k-th optimizer step of the run, counted from 1."""
         kind, num_warmup_steps = parse_lr_schedule(self.lr_schedule)
-        # offline DPO takes one optimizer step per training step
+        # offline DPO and DRaFT take one optimizer step per training step
         updates_per_step = getattr(self, "updates_per_rollout", 1) * getattr(self, "epochs_per_rollout", 1)
         num_updates = self.num_steps * updates_per_step
         k = k if kind == "constant" else min(k, num_updates)
@@ -256,7 +258,7 @@ class EngineArgs(SharedArgs):
 
 @dataclass
 class RatioArgs(EngineArgs):
-    """The options of the scripts whose loss compares a new log-prob with that of the old policy."""
+    """The options of the scripts whose loss compares a step's density with that of the old policy."""
 
     # ---- rollout
     old_log_prob: Literal["rollout", "recompute"] = "recompute"

@@ -30,7 +30,7 @@ class RolloutRequest:
     prompt_index: torch.Tensor
     """(B,), each image's row of `conditioning`"""
     seeds: list[int]
-    """B seeds of each image's noise: its initial latents first, then one draw for every SDE step"""
+    """B seeds of each image's noise: its initial latents first, unless they are given, then a draw for each SDE step"""
     timesteps: torch.Tensor
     """(T,) fp32 in (0, 1000], best on the model's device"""
     sigmas: torch.Tensor
@@ -126,7 +126,7 @@ class Trajectories:
     prev_sample_means: torch.Tensor
     """(B, W, ...), of the SDE steps; (M, W, ...) where only the first M images' means are read"""
     log_probs: torch.Tensor
-    """(B, W), as the engine that sampled computed them"""
+    """(B, W), of the policy that sampled, or of the one that a script has scored the samples by"""
     transition_stds: torch.Tensor
     """(B, W)"""
     images: Images

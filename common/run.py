@@ -1,7 +1,7 @@
-"""A run and its folder runs/<name>: options, source, metrics, clock, curves and checkpoints; a kill loses none of them.
+"""A run and its folder runs/<name>: options, source, metrics, clock, curves and checkpoints, each whole after a kill.
 
-What stands here is equal in all five scripts, and no ablation changes it. What a checkpoint holds, what an evaluation
-does and what is logged stand in the scripts.
+What stands here is equal in all five scripts, and no ablation changes it. What an evaluation does, and what else a
+checkpoint holds and the log says, stand in the scripts.
 """
 
 import json
@@ -101,8 +101,8 @@ class Run:
     ) -> None:
         """Begin a run in runs/<name>, or resume it from `checkpoint`.
 
-        rewards: {name: function}, by which evaluations are scored, with the settings that are recorded beside the
-        options. script: the script's file, copied into the folder, which is made and locked. "" writes metrics alone:
+        rewards: {name: function} of training and evaluation, whose settings are recorded beside the options. script:
+        the script's file, copied into the folder, which is made and locked. "" writes metrics alone:
         no record, lock or heartbeat, no signals, no last line of an error. num_images: images of a training step over
         all ranks, for speeds.
 
@@ -126,12 +126,12 @@ class Run:
         self._best_step: int | None = None  # of the best evaluation; None: unknown
         self._num_images = num_images
         self._writes = on_rank_0()
-        self._stop_reason: str | None = None  # the rule that the last evaluation met
+        self._stop_reason: str | None = None  # the rule that an evaluation met first
         self._timing: dict[str, float] = {}  # seconds of every phase since the last `log`, on this rank
         self._created: float | None = time.perf_counter()  # until the first phase: the time before it is the startup
         self._device_memory_gb = 0.0  # the most that was in use on the GPU, by any process, since the last `log`
-        self._step_began: float | None = None  # perf_counter at the start of a training step; None outside of one
-        self._last_step_began = time.perf_counter()  # of the training step that began last, with its evaluation
+        self._step_began: float | None = None  # perf_counter at the start of a training step, until `log`
+        self._last_step_began = time.perf_counter()  # the same, but kept beyond `log`, for `should_stop`
         self._longest_step_s = 0.0
         self._owns_folder = bool(script)
         self._resumed_from = -1  # the step of the checkpoint; -1: nothing stays of an earlier run
@@ -157,7 +157,8 @@ class Run:
     # ---- the clock ----
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the block's seconds to timing_s/<name>; waits for the GPU. The time before the first block is startup.
+        """Add the block's seconds to timing_s/<name>, to the end of the GPU's work. The time before the first block is
+        startup.
 
         A block is also a phase of heartbeat.json. Within update_actor a failure saves no checkpoint: weights change.
         """
@@ -214,6 +215,7 @@ class Run:
         self._keep_states(self.step)
 
     def _keep_states(self, step: int) -> None:
+        """Remember the random states and the sampler's of the policy after `step`, for save_after_failure."""
         if self._sampler:
             self._policy_states = (step, rng_states(), self._sampler.state_dict())
 
@@ -250,8 +252,8 @@ class Run:
         --stop_if, `should_stop` says so on every rank; a line warns where the evaluation lacks the metric of a rule.
 
         Raises:
-            RunError: naming the metrics that are NaN or infinite, or the folder that could not be written; or the third
-                training step in a row had no finite gradient.
+            RunError: on rank 0, naming the metrics that are NaN or infinite, or the folder that could not be written;
+                on every rank, at the third training step in a row without a finite gradient.
         """
         if self._step_began is not None:  # a training step, whose seconds are without its evaluation
             self._timing["step"] = time.perf_counter() - self._step_began - self._timing.get("testing", 0.0)

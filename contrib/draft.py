@@ -128,14 +128,14 @@ def check(args: Args) -> Args:
 
 
 def prepare(args: Args) -> Inputs:
-    """Load everything but the model and the checkpoint: rewards, prompts, the LoRA. An error names what is wrong."""
+    """Load and check all but the model: rewards, prompts, the LoRA, which checkpoint. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
     for name, function in () if args.eval_only else rewards.items():
         if not hasattr(function, "of_pixels"):
             raise ValueError(f"--reward {name}: has no of_pixels, a form with a gradient (docs/rewards.md)")
         if "." in name:
             raise ValueError(f"--reward {name}: of_pixels gives one score, without a key")
-    eval_rewards = load_rewards(  # they begin with those above, except the `relative` ones
+    eval_rewards = load_rewards(  # the trained ones first, without the `relative` ones
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
     trained_on = () if args.eval_only else args.train_prompts
@@ -174,7 +174,7 @@ def make_request(
         negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None without guidance
         prompt_index=prompt_index,
         seeds=seeds,
-        timesteps=timesteps.to(model.device),  # (T,), 1000 sigma, which the transformer gets
+        timesteps=timesteps.to(model.device),  # (T,), 1000 sigma, which predict_velocity takes
         sigmas=sigmas,  # (T + 1,), on the CPU, as they become Python's floats
         latent_shape=latent_shape,  # (C, h, w); (C, f, h, w) for a video
         height=height,
@@ -221,7 +221,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     Before that: activation checkpointing, compiling, and fp32 for full weights that are trained or averaged.
     """
     dtype = getattr(torch, args.dtype)
-    # FSDP must not cast the inputs: it would round the timesteps to bf16. predict_velocity casts what it should
+    # FSDP must not cast the inputs: it would round the timesteps to bf16. A family's `forward` casts what it should
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
@@ -437,7 +437,7 @@ def main(args: Args, inputs: Inputs) -> None:
     run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
-    choose_adam_kernel(optimizer, model)  # foreach for a LoRA, fused for full weights
+    choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
     sampler = GroupSampler(inputs.train_set.parts, args.num_prompts, group_size=1, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
 

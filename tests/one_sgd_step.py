@@ -35,7 +35,7 @@ def main(path: str, micro_batch_size: int, shard_ranks: int) -> None:
     prompt_rows, prompt_index, image_index = sampler.draw()
     drawn = inputs.train_set.select(prompt_rows)
     seeds = [image_seed(args.seed, 1, index) for index in image_index.tolist()]
-    sde_steps = flow_grpo.trained_steps(args, step=1)
+    sde_steps = flow_grpo.draw_sde_steps(args, step=1)
     request = flow_grpo.make_request(args, model, drawn, prompt_index, seeds, sde_steps=sde_steps)
     trajectories = flow_grpo.rollout(args, model, None, request)
     old, _ = flow_grpo.find_old_policy(args, model, None, request, trajectories)

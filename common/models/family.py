@@ -50,7 +50,7 @@ class Family(ABC):
     lora_target_modules: tuple[str, ...]
     longest_prompt = 512  # tokens, at most
     has_negative_prompt = True  # whether guidance moves away from one
-    makes_videos = False  # such a family has no `encode_images`, which offline DPO needs
+    makes_videos = False  # then offline DPO refuses it: `encode_vae` is not written for its VAE
     attention_kernels: tuple[str, ...] = ("native", "cudnn", "flash")  # that its transformer can take (--attention)
     is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_devices)
     # The least and the most source images of a prompt, for a model that edits: all records of a run have equally many.
@@ -62,7 +62,8 @@ class Family(ABC):
     # Its `_no_split_modules` name FSDP's units, the blocks first. With full weights every policy has a transformer, and
     # this is the acting policy's: methods use self.transformer, never self.pipe.transformer.
     transformer: "diffusers.ModelMixin"
-    # Where the model computes. Weights wait on the CPU: FSDP moves the transformer, and `on_device` moves the rest.
+    # Where the model computes. Weights wait on the CPU: FSDP or `keep_frozen_whole` moves the transformer, and
+    # `on_device` moves the rest.
     device: torch.device
 
     # `add_policies` (common/weights/policy.py) sets these two.
@@ -113,7 +114,7 @@ class Family(ABC):
         timestep: 1000 sigma, (B,), on the latents' device; it must not be rounded.
         """
 
-    # ---- prompts: encode, or encode_negative -> encode_through_cache -> encode_prompts -> encode_batch ----
+    # ---- prompts: encode, or encode_negative(_prompts) -> encode_through_cache -> encode_prompts -> encode_batch ----
     @torch.no_grad()
     def encode_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
         """Conditioning of B prompts, in the text encoders' dtype, by `encode_batch`."""
@@ -146,7 +147,7 @@ class Family(ABC):
         self, negatives: PromptSet, guidance_scale: float, max_sequence_length: int
     ) -> Conditioning | None:
         """Conditioning of U negative prompts (U, ...), or their one row (1, ...) where all are equal; None if guidance
-        of that scale needs no second pass.
+        of that scale needs no second pass, or the model takes no negative prompt.
 
         The one row is encoded once: the text encoders would come to the device again for each rollout.
         """

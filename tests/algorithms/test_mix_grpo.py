@@ -26,7 +26,7 @@ def trace(num_steps, **options):
             **options,
         }
     )
-    windows = [mix_grpo.trained_steps(args, step) for step in range(1, num_steps + 1)]
+    windows = [mix_grpo.draw_sde_steps(args, step) for step in range(1, num_steps + 1)]
     starts = [window[0] for window in windows]
     assert windows == [tuple(range(start, start + args.sde_window_size)) for start in starts]
     return starts

@@ -16,7 +16,7 @@ TYPES = ("sde", "dance", "cps", "cps_gauss")
 # ---- the window ------------------------------------------------------------------------------------------------------
 def windows(steps, seed, size, window_range):
     args = flow_grpo.Args(seed=seed, sde_window_size=size, sde_window_range=window_range, num_inference_steps=20)
-    return [flow_grpo.trained_steps(args, step) for step in steps]
+    return [flow_grpo.draw_sde_steps(args, step) for step in steps]
 
 
 @pytest.mark.parametrize(("size", "window_range"), [(2, (0, 5)), (1, (3, 9)), (4, (0, 4))])

@@ -161,7 +161,7 @@ def test_the_window_of_mix_grpo_visits_every_position_at_any_length(monkeypatch,
     for rollouts in {n for cut, _ in comparison.CUTS for n in (cut, cut // 2)}:
         job = make_job("run", rollouts, "mix_grpo", 1, 1e-3, 1e-3)
         args = parse_args(mix_grpo.Args, "", comparison.options_of(job, "any"))
-        assert {mix_grpo.trained_steps(args, step)[0] for step in range(1, rollouts + 1)} == set(range(8))
+        assert {mix_grpo.draw_sde_steps(args, step)[0] for step in range(1, rollouts + 1)} == set(range(8))
 
 
 @fast
@@ -575,11 +575,11 @@ def test_matching_sees_every_position_of_the_window(row, positions, monkeypatch,
     monkeypatch.setenv("WORLD_SIZE", "1")
     script = ROWS[row]["script"].removesuffix(".py")
     module = importlib.import_module(script)
-    for name in ("accumulate_gradients", "update", "trained_steps"):
+    for name in ("accumulate_gradients", "update", "draw_sde_steps"):
         monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
     seen = []
     monkeypatch.setattr(module, "prepare", lambda args: None)
-    main = lambda args, _: seen.extend(module.trained_steps(args, step) for step in range(1, args.num_steps + 1))
+    main = lambda args, _: seen.extend(module.draw_sde_steps(args, step) for step in range(1, args.num_steps + 1))
     monkeypatch.setattr(module, "main", main)
     job = make_job("match", comparison.MATCH_ROLLOUTS, row, 100, 1e-3, 1e-3)
     comparison.run_with_divergence(script, comparison.options_of(job, "any"))
@@ -601,7 +601,7 @@ def test_a_step_is_measured_under_its_number_in_the_whole_schedule(monkeypatch):
         mix_grpo.accumulate_gradients(args, None, batch, None)
         found.update(mix_grpo.update())
 
-    fakes = {"prepare": lambda args: None, "main": main, "trained_steps": None, "update": lambda: {"loss": 1}}
+    fakes = {"prepare": lambda args: None, "main": main, "draw_sde_steps": None, "update": lambda: {"loss": 1}}
     fakes |= {"check": lambda args: args, "accumulate_gradients": lambda *_: None}
     fakes["recompute_log_probs"] = lambda *_: SimpleNamespace(prev_sample_means=means)
     for name, fake in fakes.items():
@@ -630,7 +630,7 @@ def test_the_divergence_and_the_evaluation_of_a_tiny_run(tmp_path, monkeypatch):
     assert evaluation["images"] == 16 and evaluation["updates"] == 2 and evaluation["seconds"] > 0
     module = importlib.import_module("grpo_guard")
     noisy = comparison.score_by_own_sampler(job, tmp_path / "tiny", chunks=2)
-    monkeypatch.setattr(module, "trained_steps", lambda *_: ())
+    monkeypatch.setattr(module, "draw_sde_steps", lambda *_: ())
     by_ode = comparison.score_by_own_sampler(job, tmp_path / "tiny", chunks=2)
     # its folder is taken again by the same command alone
     assert comparison.train(job, name, 0)["steps"] == line["steps"]

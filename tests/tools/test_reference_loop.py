@@ -22,7 +22,7 @@ def test_their_update_has_our_gradient(guidance_scale, monkeypatch):
     model.transformer.set_requires_gradient_sync = lambda is_last_pass: None  # FSDP's
     prompts = ['a red sign that says "4711"', 'a blue sign that says "305"']
     prompt_index = torch.arange(NUM_IMAGES) // args.group_size
-    steps = flow_grpo.trained_steps(args, step=1)
+    steps = flow_grpo.draw_sde_steps(args, step=1)
     drawn = prompt_set(prompts)
     request = flow_grpo.make_request(args, model, drawn, prompt_index, list(range(NUM_IMAGES)), steps)
     ours = flow_grpo.rollout(args, model, None, request)
