@@ -61,7 +61,7 @@ def find_contents(options: dict[str, Any]) -> Contents:
     found: Contents = {}
     named = {f"code/{name}": file for name, file in user_code(options).items()}
     for option in DATA:
-        if options.get("eval_only") and option in ("train_prompts", "pairs"):
+        if options.get("eval_only") and option in ("train_prompts", "pairs", "teachers"):
             continue
         for value in values_of(options.get(option)):
             path = Path(value.partition("=")[2] if option == "teachers" else value)

@@ -1,4 +1,4 @@
-"""Rules that end a run: --stop_if 'val/aesthetic/mean<5.2'. Only runs with that option import this file."""
+"""Rules that end a run: --stop_if 'val/aesthetic/mean<5.2'."""
 
 import math
 import re
