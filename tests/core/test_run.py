@@ -547,6 +547,7 @@ def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monke
     assert contents.keys() == {*(f"code/{name}" for name in kept), "--model model", "--eval_prompts p.txt"}
     # an evaluation alone reads no training prompts, so it does not call their function either
     alone = options | {"eval_only": True, "train_prompts": "no_such.py:function", "pairs": "p.txt"}
+    alone |= {"teachers": ("a=p.txt",)}
     assert find_contents(alone).keys() == contents.keys()
     expected = hashlib.blake2b(b"a sign\n", digest_size=16).hexdigest()
     assert contents["--eval_prompts p.txt"] == f"7 bytes, blake2b {expected}"
