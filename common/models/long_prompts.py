@@ -1,19 +1,27 @@
 """Prompts that are longer than a text encoder takes: counted once, in one line, in the place of the libraries' own.
 
 diffusers prints the part that is cut off in each rollout and evaluation and on each rank, with all prompts' padding.
+The count leaves out the template that a pipeline puts around prompts. Where it takes all the tokens, so that nothing is
+left of any prompt, the run ends.
 """
 
 import logging
+import math
 import re
 from typing import TYPE_CHECKING
 
 from common.distributed import on_rank_0
+from common.errors import RunError
+from common.models.family import Family
 from common.process import print_message
+
+import torch
 
 if TYPE_CHECKING:
     import diffusers
 
 TRUNCATED = ("The following part of your input was truncated", "Token indices sequence length is longer")
+NUM_COMPARED = 8  # prompts
 
 
 def count_long_prompts(pipe: "diffusers.DiffusionPipeline", prompts: list[str], max_sequence_length: int) -> None:
@@ -39,6 +47,27 @@ def count_long_prompts(pipe: "diffusers.DiffusionPipeline", prompts: list[str], 
     if cut:
         longest = next(iter(cut.values()))
         print_message(f"prompts cut off, of {len(distinct):,}: {', '.join(cut)}; the longest starts {longest[:60]!r}")
+
+
+def check_prompts_differ(model: Family, prompts: list[str], max_sequence_length: int) -> None:
+    """Encode up to NUM_COMPARED of the prompts, from the first to the last, and compare what the transformer gets.
+
+    A model that needs source images is left out, and so is one without a tokenizer.
+
+    Raises:
+        RunError: it is the same for all of them.
+    """
+    has_tokenizer = any(name.startswith("tokenizer") for name in model.pipe.components)
+    # a tokenizer may drop case and spaces
+    distinct = list({" ".join(prompt.lower().split()): prompt for prompt in prompts if prompt}.values())
+    if not has_tokenizer or model.num_sources[0] > 0 or len(distinct) < 2:
+        return
+    compared = distinct[:: math.ceil(len(distinct) / NUM_COMPARED)]
+    conditioning = model.encode_through_cache(compared, max_sequence_length)  # (B, ...) each
+    if all(torch.equal(tensor, tensor[:1].expand_as(tensor)) for tensor in conditioning.values()):
+        pair = f"{compared[0][:60]!r} and {compared[1][:60]!r}"
+        advice = "the text that the pipeline puts before them takes all tokens; pass more"
+        raise RunError(f"--max_sequence_length {max_sequence_length}: {pair} are the same to the model: {advice}")
 
 
 def is_no_truncation(record: logging.LogRecord) -> bool:

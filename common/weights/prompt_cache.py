@@ -14,7 +14,7 @@ from common.checkpoints import remove_stale, writing
 from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import truncate
 from common.models.family import Conditioning, Family, hash_bits, on_device, pin_encoders
-from common.models.long_prompts import count_long_prompts
+from common.models.long_prompts import check_prompts_differ, count_long_prompts
 from common.process import print_message
 
 import torch
@@ -29,16 +29,20 @@ def prepare_prompts(model: Family, prompts: list[str], max_sequence_length: int,
 
     The text encoders come to the device once for all prompts; later they come again only for a prompt that was not
     among these, or whose file cannot be read. A collective: the ranks share the work.
+
+    Raises:
+        RunError: max_sequence_length leaves nothing of the prompts, as a pipeline's template may take all tokens.
     """
     count_long_prompts(model.pipe, prompts, max_sequence_length)
     if folder is None:
         pin_encoders(model)  # which come to the device for each rollout
-        return
-    with on_device(model, "text_encoder"):  # a GPU hashes gigabytes faster
-        cache = PromptCache(Path(folder), encoders_key(model), model.encode_prompts)
-        cache.add_missing([*prompts, ""], max_sequence_length)  # "": the negative prompt of guidance
-    dist.barrier()  # a rank reads what the others have encoded
-    model.kept_conditioning = cache.read
+    else:
+        with on_device(model, "text_encoder"):  # a GPU hashes gigabytes faster
+            cache = PromptCache(Path(folder), encoders_key(model), model.encode_prompts)
+            cache.add_missing([*prompts, ""], max_sequence_length)  # "": the negative prompt of guidance
+        dist.barrier()  # a rank reads what the others have encoded
+        model.kept_conditioning = cache.read
+    check_prompts_differ(model, prompts, max_sequence_length)
 
 
 class PromptCache:

@@ -306,7 +306,7 @@ def test_a_rollout_copies_no_more_than_it_did(one_rank):
 
 def test_a_prompt_sets_encoding_copies_no_more_than_it_did(one_rank):
     told = one_rank[1]
-    encodings = 3  # two evaluations and a rollout
+    encodings = 4  # of the prompts that are compared at the start, two evaluations and a rollout
     found = {name: phase_sum(told, "encode", name) / encodings for name in ("waits", "empty_cache")}
     assert_at_most(found, RATCHETS["an encoding"])
 

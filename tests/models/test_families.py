@@ -329,10 +329,11 @@ def test_the_schedule_at_other_sizes(model, monkeypatch, height, width, num_infe
 
 @with_references
 def test_prompts_do_not_see_each_other(model):
-    """A prompt, with its pictures, gives the same velocity alone and beside a longer prompt with larger pictures."""
+    """A prompt, with its pictures, gives the same velocity alone and beside a longer prompt with larger pictures; at
+    the same latents, another prompt gives another one."""
     _, request = request_for(model)
     both = request.select(torch.arange(2))
-    x = first_latents(request)[:2]
+    x = torch.cat([first_latents(request)[:1]] * 2)
     t = request.timesteps[1]
     with torch.no_grad():
         together = model.predict_velocity(x, t, both.conditioning, both.negative_conditioning, GUIDANCE)

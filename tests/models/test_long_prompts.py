@@ -2,6 +2,7 @@
 
 import logging
 
+from common.errors import RunError
 from common.models.long_prompts import count_long_prompts, is_no_truncation
 from common.weights.prompt_cache import prepare_prompts
 from tests.conftest import embedded_model
@@ -59,6 +60,21 @@ def test_the_libraries_say_nothing_of_it(one_rank, capfd, caplog):
     said = capfd.readouterr().err
     assert "prompts cut off, of 2: 1 by " in said
     assert "truncated" not in said + caplog.text and "longer than the specified" not in said + caplog.text
+
+
+@pytest.mark.parametrize("folder", [None, "cache"])
+def test_a_template_that_leaves_nothing_of_the_prompts_ends_the_run(folder, one_rank, tmp_path, monkeypatch):
+    """The embedded model's encoders take 16 tokens. Prompts that differ in case and spaces alone may be the same."""
+    model = embedded_model()
+    own = model.encode_batch
+    prompts = ["a sign", "a red sign", "A  sign"]
+    prepare_prompts(model, prompts, 16, folder and tmp_path / "without")
+    monkeypatch.setattr(model, "encode_batch", lambda texts, n: own(["x " * 40 + text for text in texts], n))
+    model.kept_conditioning = None
+    prepare_prompts(model, prompts[::2], 16, folder and tmp_path / "alike")
+    model.kept_conditioning = None
+    with pytest.raises(RunError, match="^--max_sequence_length 16: 'A  sign' and 'a red sign' are the same"):
+        prepare_prompts(model, prompts, 16, folder and tmp_path / folder)
 
 
 def test_other_messages_pass():

@@ -85,13 +85,14 @@ def test_what_embeddings_depend_on_is_in_the_key(one_rank, tmp_path, monkeypatch
 def test_a_prompt_whose_file_is_cut_is_encoded_again_when_it_is_read(one_rank, tmp_path, monkeypatch, capfd, content):
     """And not at the start, which would read the whole folder."""
     model = embedded_model()
-    prepare_prompts(model, PROMPTS[:2], LENGTH, tmp_path)
+    prompts = [PROMPTS[1], PROMPTS[0], *"abcdefg"]  # of nine, the second is not among those that are compared
+    prepare_prompts(model, prompts, LENGTH, tmp_path)
     expected = model.encode_through_cache(PROMPTS[:1], LENGTH)
     file = file_of(model, tmp_path, PROMPTS[0])
     file.write_bytes(file.read_bytes()[:-10] if content is None else content)
     model = embedded_model()
     calls = counting(model, monkeypatch)
-    prepare_prompts(model, PROMPTS[:2], LENGTH, tmp_path)
+    prepare_prompts(model, prompts, LENGTH, tmp_path)
     assert calls == []
     capfd.readouterr()
     assert_equal(model.encode_through_cache([PROMPTS[0], PROMPTS[1], PROMPTS[0]], LENGTH), three(expected, model))
