@@ -353,6 +353,15 @@ def score_images(
     return scores
 
 
+def check_of_pixels(rewards: dict[str, Reward]) -> None:
+    """ValueError: score_pixels cannot take a reward, as it has no `of_pixels`, or is one number of several (.KEY)."""
+    for name, function in rewards.items():
+        if not hasattr(function, "of_pixels"):
+            raise ValueError(f"--reward {name}: has no of_pixels, a form with a gradient (docs/rewards.md)")
+        if "." in name:
+            raise ValueError(f"--reward {name}: of_pixels gives one score, without a key")
+
+
 def score_pixels(rewards: dict[str, Reward], pixels: torch.Tensor, prompt_set: PromptSet) -> torch.Tensor:
     """Scores (B, R) in fp64 as score_images gives them, with the gradient, by the `of_pixels` of each reward.
 
@@ -361,7 +370,9 @@ def score_pixels(rewards: dict[str, Reward], pixels: torch.Tensor, prompt_set: P
     Raises:
         RunError: naming the reward whose of_pixels raised, or gave something else than a finite number, with a
             gradient, for each image.
+        ValueError: check_of_pixels' errors, which a script had better raise before the model loads.
     """
+    check_of_pixels(rewards)
     scores = pixels.new_full((len(pixels), len(rewards)), NOT_ASKED, dtype=torch.float64)
     for column, (name, function) in enumerate(rewards.items()):
         rows = prompt_set.asking(name)

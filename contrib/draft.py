@@ -44,7 +44,16 @@ from common.models.loading import find_family, load_model
 from common.options import ASSETS, Bound, PositiveInt, SharedArgs
 from common.rollout import RolloutRequest
 from common.run import Run, checkpoint_to_resume, friendly_errors
-from common.scoring import NOT_ASKED, Reward, Scorer, load_rewards, offload_rewards, score_pixels, weighted_totals
+from common.scoring import (
+    NOT_ASKED,
+    Reward,
+    Scorer,
+    check_of_pixels,
+    load_rewards,
+    offload_rewards,
+    score_pixels,
+    weighted_totals,
+)
 from common.sde import image_seed, sde_step
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
@@ -130,11 +139,8 @@ def check(args: Args) -> Args:
 def prepare(args: Args) -> Inputs:
     """Load and check all but the model: rewards, prompts, the LoRA, which checkpoint. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
-    for name, function in () if args.eval_only else rewards.items():
-        if not hasattr(function, "of_pixels"):
-            raise ValueError(f"--reward {name}: has no of_pixels, a form with a gradient (docs/rewards.md)")
-        if "." in name:
-            raise ValueError(f"--reward {name}: of_pixels gives one score, without a key")
+    if not args.eval_only:
+        check_of_pixels(rewards)
     eval_rewards = load_rewards(  # the trained ones first, without the `relative` ones
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )

@@ -61,7 +61,7 @@ CHANGED = {
     "contrib/dance_grpo.py": 25,
     "contrib/dgpo.py": 80,
     "contrib/diffusion_opd.py": 231,
-    "contrib/draft.py": 579,
+    "contrib/draft.py": 585,
     "contrib/flow_dppo.py": 53,
     "contrib/flow_grpo_ahead.py": 92,
     "contrib/online_dpo.py": 89,

@@ -135,3 +135,12 @@ def test_what_of_pixels_must_return(of_pixels, fault):
     pixels = some_pixels("clip_score", (8, 8)).requires_grad_()
     with pytest.raises(RunError, match=f"^reward mine: .*{fault}"):
         score_pixels({"mine": reward}, pixels, prompt_set(PROMPTS))
+
+
+def test_one_number_of_several_has_no_gradient_of_its_own():
+    """of_pixels gives one tensor: head.style and head.content would both get it."""
+    pixels = some_pixels("sign_colour", (8, 8)).requires_grad_()
+    with pytest.raises(ValueError, match=r"^--reward sign_colour.red: of_pixels gives one score, without a key"):
+        score_pixels({"sign_colour.red": sign_colour}, pixels, prompt_set(PROMPTS))
+    with pytest.raises(ValueError, match="^--reward ocr: has no of_pixels"):
+        score_pixels({"ocr": lambda images, prompts, metadata: [1.0]}, pixels, prompt_set(PROMPTS))
