@@ -13,7 +13,8 @@ Rewards run in a thread beside the rollout, batch by batch as images are finishe
 the other images of the call. The function may have attributes:
 
     whole_group     True: it is called when all images are sampled, once for each group with all images of it
-    relative        True: it only compares the images of a group, so it scores no evaluation, and chooses no best one
+    relative        True: it only compares the images of a group, so it scores no evaluation, and chooses no best one;
+                    it needs whole_group
     check           a function (prompt), run on every prompt that asks for the reward, before any model loads; raises
                     ValueError for a prompt that the reward cannot score
     check_metadata  a function (dict), run on the metadata of these prompts in the same way
@@ -171,6 +172,9 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
         function = load_function(split_key(name)[0], option)
         if option == "--eval_reward" and is_relative(function):
             raise ValueError(f"{option} {name}: is relative, so it says nothing of an evaluation")
+        if is_relative(function) and not getattr(function, "whole_group", False):
+            told = "is relative, and compares images of a group, which come together with whole_group = True"
+            raise ValueError(f"{option} {name}: {told}")
         return function
     file = split_key(name)[0]
     if file not in built_in_rewards():

@@ -419,12 +419,16 @@ def test_a_reward_that_fails_beside_the_rollout_ends_it_when_scores_are_asked_fo
 
 # ---- relative rewards ------------------------------------------------------------------------------------------------
 def test_a_relative_reward_trains_and_scores_no_evaluation(tmp_path):
-    (tmp_path / "mine.py").write_text("def wins(images, prompts, metadata):\n    pass\n\n\nwins.relative = True\n")
+    wins = "def wins(images, prompts, metadata):\n    pass\n\n\nwins.relative = True\n"
+    (tmp_path / "mine.py").write_text(f"{wins}wins.whole_group = True\n")
     mine = f"{tmp_path}/mine.py:wins"
     rewards = load_rewards([mine, "ocr"], [2, 1])
     assert [*load_rewards(["ocr_contains"], option="--eval_reward", trained=rewards)] == ["ocr", "ocr_contains"]
     with pytest.raises(ValueError, match="^--eval_reward .*:wins: is relative"):
         load_rewards([mine], option="--eval_reward", trained={})
+    (tmp_path / "of_batches.py").write_text(wins)
+    with pytest.raises(ValueError, match="^--reward .*:wins: is relative, .* whole_group = True$"):
+        load_rewards([f"{tmp_path}/of_batches.py:wins"], [1])
     scores = torch.tensor([[1, 0], [0, 5], [1, 5], [0, 5]], dtype=torch.float64)
     metrics = reward_metrics(scores, scores[:, 0], rewards, (2, 1), 2)  # totals 2, 5 | 7, 5
     assert metrics["critic/rewards/mean"] == 15 / 4 and metrics["critic/rewards/max"] == 5
