@@ -6,6 +6,7 @@ is not 1, so one option sets both.
 
 import importlib.util
 
+from common.errors import RunError
 from common.models.family import Family
 from common.models.loading import family_class
 
@@ -44,6 +45,9 @@ def use_attention(model: Family, attention: str) -> None:
     pass by the shapes and strides of query, key and value, but not by the strides of the gradient that it gets. FLUX's
     blocks of two kinds differ in nothing else, and on an H100 the gradient became garbage where the second kind begins
     (docs/lab/records/gpu_first_h100_flux.md). vLLM turns cuDNN off in the engine, too.
+
+    Raises:
+        RunError: a part of the transformer, of a user's own family, does not let its kernel be chosen.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)  # `sdpa_kernel` below still asks for it by name
     if attention == "native":
@@ -71,5 +75,9 @@ def use_attention(model: Family, attention: str) -> None:
     for transformer in model.policies.values():
         transformer.set_attention_backend(DIFFUSERS_NAMES[attention])
         for module in transformer.modules():
-            if isinstance(getattr(module, "processor", None), JointAttnProcessor2_0):
+            processor = getattr(module, "processor", None)
+            if isinstance(processor, JointAttnProcessor2_0):
                 module.processor = JointAttnProcessor()
+            elif processor is not None and not hasattr(processor, "_attention_backend"):
+                told = f"{type(processor).__name__} calls torch's kernel and no other: take native"
+                raise RunError(f"--attention {attention}: {type(transformer).__name__}'s {told}")

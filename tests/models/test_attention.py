@@ -5,6 +5,7 @@ import io
 from types import SimpleNamespace
 
 from common.data import PromptSet
+from common.errors import RunError
 from common.images import StoredImage
 from common.models.loading import family_class, load_model
 from common.weights import attention
@@ -15,7 +16,7 @@ from tests.tiny_models import FAMILIES, make_checkpoint
 
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel
+from diffusers import Lumina2Transformer2DModel, SD3Transformer2DModel
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from PIL import Image
@@ -130,6 +131,19 @@ def test_the_kernel_is_taken_by_every_family_that_says_so(name, tmp_path, monkey
     other = velocity()
     torch.testing.assert_close(other, native, rtol=1e-4, atol=1e-5)
     assert bool(calls) != isinstance(model.transformer, SD3Transformer2DModel)  # which has the test below
+
+
+def test_a_transformer_that_chooses_its_kernel_itself_is_refused(monkeypatch):
+    """Lumina 2's, as CogView4's: diffusers leaves it as it is, without a message."""
+    monkeypatch.setitem(attention.DIFFUSERS_NAMES, "cudnn", "_native_math")
+    monkeypatch.setattr(
+        attention_dispatch._AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE
+    )  # use_attention sets it for the process
+    transformer = Lumina2Transformer2DModel(
+        hidden_size=32, num_layers=1, num_refiner_layers=1, num_attention_heads=2, axes_dim_rope=(4, 6, 6)
+    )
+    with pytest.raises(RunError, match="^--attention cudnn: Lumina2Transformer2DModel's Lumina2AttnProcessor2_0 calls"):
+        use_attention(SimpleNamespace(policies={"default": transformer}), "cudnn")
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
