@@ -8,6 +8,8 @@ methods are a family's own: `check`, `conditioning_shapes`, `encode_batch`, `sch
 default, which suits most models.
 """
 
+import hashlib
+import inspect
 import itertools
 import os
 from abc import ABC, abstractmethod
@@ -312,6 +314,13 @@ def on_device(model: Family, prefix: str) -> Iterator[None]:
     yield
     for tensor, data in waiting:
         tensor.data = data
+
+
+def hash_code(model: Family) -> str:
+    """A hash of the files that define the model's family and the families that it inherits from, without this file."""
+    families = [c for c in type(model).__mro__ if issubclass(c, Family) and c is not Family]
+    code = [(c.__name__, Path(inspect.getfile(c)).read_bytes()) for c in families]
+    return hashlib.blake2b(repr(code).encode()).hexdigest()
 
 
 def pin_encoders(model: Family) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from common.checkpoints import remove_stale, writing
 from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import truncate
-from common.models.family import Conditioning, Family, hash_bits, on_device, pin_encoders
+from common.models.family import Conditioning, Family, hash_bits, hash_code, on_device, pin_encoders
 from common.models.long_prompts import check_prompts_differ, count_long_prompts
 from common.process import print_message
 
@@ -98,11 +98,12 @@ class PromptCache:
 
 
 def encoders_key(model: Family) -> str:
-    """A hash of everything but the prompt that embeddings depend on: encoders' bits, tokenizers, library versions."""
+    """A hash of everything but the prompt that embeddings depend on: encoders' bits, tokenizers, the family's code,
+    library versions."""
     import diffusers
     import transformers
 
-    parts: list[object] = [diffusers.__version__, transformers.__version__, type(model).__name__]
+    parts: list[object] = [diffusers.__version__, transformers.__version__, hash_code(model)]
     for name, component in sorted(model.pipe.components.items()):
         if name.startswith("text_encoder") and component is not None:
             parts += [hash_bits(tensor) for tensor in component.state_dict().values()]

@@ -368,6 +368,9 @@ def test_encoded_pairs_hold_chosen_first_and_cannot_tell_a_colour_mode(one_rank,
     first.write_bytes(whole[:100])  # what a failing disk has left of it
     encode_pairs(model, pairs, {0, 1}, **place)
     assert_same(torch.load(first, weights_only=True), cached)
+    # a family of one's own, from another file, may encode otherwise
+    model.__class__ = type("Mine", (type(model),), {"__module__": __name__})
+    assert encode_pairs(model, pairs, {0}, **place)[0] != first
 
 
 # ---- made pairs that an interrupted start has begun ------------------------------------------------------------------

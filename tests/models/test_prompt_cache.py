@@ -7,6 +7,7 @@ import signal
 import time
 
 from common import process
+from common.models.loading import family_class
 from common.process import catch_stop_signals
 from common.weights import prompt_cache
 from common.weights.prompt_cache import prepare_prompts
@@ -78,6 +79,21 @@ def test_what_embeddings_depend_on_is_in_the_key(one_rank, tmp_path, monkeypatch
     calls = counting(model, monkeypatch)
     prepare_prompts(model, PROMPTS[:1], LENGTH - 1 if change == "length" else LENGTH, tmp_path)
     assert len(calls) == (0 if change == "nothing" else 2)  # the prompt and the empty prompt
+
+
+@pytest.mark.fast
+def test_a_family_of_your_own_that_has_changed_encodes_again(tmp_path):
+    """Its file decides, and not the folder that the file lies in."""
+    pipe = embedded_model().pipe
+    keys = []
+    for folder, body in {"one": "pass", "same": "pass", "other": "template = 'a photo of '"}.items():
+        file = tmp_path / folder / "mine.py"
+        file.parent.mkdir()
+        parent = "from common.models.stable_diffusion_3 import StableDiffusion3"
+        file.write_text(f"{parent}\n\n\nclass Mine(StableDiffusion3):\n    {body}\n")
+        family = family_class(EMBEDDED, f"{file}:Mine")
+        keys.append(prompt_cache.encoders_key(family(pipe)))
+    assert keys[0] == keys[1] != keys[2]
 
 
 @pytest.mark.fast
