@@ -96,7 +96,10 @@ class Family(ABC):
     @staticmethod
     @abstractmethod
     def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
-        """{name: shape} of one prompt's conditioning, from the transformer's config alone. tools/plan.py needs it."""
+        """{name: shape} of one prompt's conditioning, from the transformer's config alone. tools/plan.py needs it.
+
+        It gives a plan zeros, but ones for a name that ends with `mask`, and the number of tokens for the shape ().
+        """
 
     @abstractmethod
     def encode_batch(self, prompts: list[str], max_sequence_length: int) -> Conditioning:

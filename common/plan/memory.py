@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from common.errors import RunError
 from common.models.family import ENCODERS, Conditioning, Family, pinned_bytes
 from common.models.loading import pipeline_without_weights
 from common.weights.base_weights import linear_layers
@@ -16,7 +17,7 @@ from common.weights.lora import LoRA
 from common.weights.policy import add_policies
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -199,6 +200,9 @@ class Blueprint:
         """Cost of predict_velocity for one image.
 
         train: with the backward pass; checkpointing: with activation checkpointing.
+
+        Raises:
+            RunError: a user's own family, or its transformer, reads numbers of a tensor.
         """
         model = self.model
         if checkpointing:
@@ -209,7 +213,12 @@ class Blueprint:
             conditioning = self.conditioning(length, image_size, num_frames)
             negative = self.conditioning(length, image_size, num_frames) if guidance_scale > 1 else None
             latents = torch.zeros(1, *shape)
-            velocity = model.predict_velocity(latents, timesteps[0], conditioning, negative, guidance_scale)
+            try:
+                velocity = model.predict_velocity(latents, timesteps[0], conditioning, negative, guidance_scale)
+            except DataDependentOutputException as error:
+                told = "its pass reads numbers of a tensor, so its memory cannot be planned from shapes"
+                advice = "on GPUs pass --micro_batch_size and --shard_ranks"
+                raise RunError(f"{type(model).__name__}: {told}: {advice}") from error
             if train:
                 velocity.square().mean().backward()
         model.transformer.disable_gradient_checkpointing()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from common.data import PromptSet
+from common.errors import RunError
 from common.models.family import Family
 from common.models.loading import family_class
 from common.plan import needs
@@ -356,6 +357,15 @@ def test_the_sum_of_a_nodes_memory_is_held_against_this_machine(monkeypatch):
     (node,) = plan.memories(None, eight, COSTS, "cpu")
     with pytest.raises(ValueError, match="needs 65.0 GB of the 64 GB of this machine, in the phase save; the largest"):
         plan.check_fits(node, "cpu")
+
+
+@pytest.mark.fast
+def test_a_pass_that_reads_numbers_has_no_plan(monkeypatch):
+    """As Lumina 2's, which reads how long prompts are from their mask."""
+    blueprint = Blueprint(family_class(EMBEDDED), str(EMBEDDED), None, torch.float32)
+    monkeypatch.setattr(blueprint.model, "forward", lambda x, t, conditioning: conditioning["prompt_embeds"].tolist())
+    with pytest.raises(RunError, match="^StableDiffusion3: its pass reads numbers of a tensor"):
+        blueprint.velocity((32, 96), 1, 16, 1.0)
 
 
 @pytest.mark.fast
