@@ -198,8 +198,9 @@ def read_records(source: Path | str) -> list[tuple[str, dict]]:
     """[("file:line", {"prompt": ..., more})] of what holds prompts; takes the same and raises as read_prompts does."""
     path, field = split_source(source)
     entries: Iterable[tuple[str, object]]
+    advice = ", and FILE:FIELD names another field"
     if path.suffix == ".py" and field:
-        entries, field = _call_function(str(source)), "prompt"
+        entries, field, advice = _call_function(str(source)), "prompt", ""
     else:
         with error_prefix(path):
             files = find_shards(path)
@@ -208,7 +209,7 @@ def read_records(source: Path | str) -> list[tuple[str, dict]]:
     records = []
     for where, entry in entries:
         with error_prefix(where):
-            records.append((where, _as_record(entry, field)))
+            records.append((where, _as_record(entry, field, advice)))
     if not records:
         raise ValueError(f"{source}: no prompts")
     return records
@@ -219,9 +220,13 @@ def _call_function(location: str) -> list[tuple[str, object]]:
     """(Place, record or prompt) of all that a user's function, path/to/file.py:function, returns."""
     function = load_function(location, "prompts of")
     try:
-        entries = list(function())
+        returned = function()
+        is_one = returned is None or isinstance(returned, str | dict)  # no list of letters or keys
+        entries = [] if is_one else list(returned)
     except (Exception, SystemExit) as error:
         raise ValueError(f"prompts of {location}: {describe(error, own_folder(function))}") from error
+    if is_one:
+        raise ValueError(f"prompts of {location}: it returned a {type(returned).__name__}, not a list or a generator")
     return [(f"{location}, record {number}", entry) for number, entry in enumerate(entries)]
 
 
@@ -280,12 +285,14 @@ def _parse_json(text: str) -> object:
         raise ValueError(f"not JSON that can be read: {error}") from None
 
 
-def _as_record(entry: object, field: str) -> dict:
-    """An entry's record with its prompt, which stands in `field`, as "prompt"; the entry may be the prompt alone."""
+def _as_record(entry: object, field: str, advice: str) -> dict:
+    """An entry's record with its prompt, which stands in `field`, as "prompt"; the entry may be the prompt alone.
+
+    advice: for a record that has other fields, at the end of the error."""
     record = {field: entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, dict) else {}
     prompt = record.pop(field, None)
     if not isinstance(prompt, str) or not prompt.strip():
-        found = f"; it has {', '.join(map(str, record))}, and FILE:FIELD names another field" if record else ""
+        found = f"; it has {', '.join(map(str, record))}{advice}" if record else ""
         raise ValueError(f'a record needs "{field}", a non-empty string{found}')
     prompt.encode()  # raises UnicodeEncodeError for half of a surrogate pair, which JSON can write and UTF-8 cannot
     return record | {"prompt": prompt}

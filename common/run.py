@@ -304,7 +304,8 @@ class Run:
             file.write(json.dumps(row) + "\n")
 
     def _show(self, step: int, metrics: dict[str, float], *, has_grid: bool) -> None:
-        """Move the progress bar, warn once where nothing is learned, and print an evaluation's rewards."""
+        """Move the progress bar, warn once where nothing is learned, and of a first ratio that is not 1, and print an
+        evaluation's rewards."""
         if self.bar is not None:
             self.bar.set_postfix({label: f"{metrics[name]:.3f}" for name, label in SHOWN.items() if name in metrics})
             self.bar.update(step - self.bar.n)
@@ -312,6 +313,13 @@ class Run:
             self._has_warned = True
             self.print_message(
                 f"step {step}: every image scores as the others of its prompt do: nothing is learned from them"
+            )
+        ratio = metrics.get("actor/on_policy_ratio_mean", 1.0)
+        deviation = metrics.get("actor/on_policy_ratio_std", 0.0)
+        if step == 1 and max(abs(ratio - 1), deviation) > 1e-3:  # no weight has changed yet: it is 1 but for rounding
+            self.print_message(
+                f"step 1: the ratio begins at {ratio:.3f} +- {deviation:.3f} instead of 1: the rollout's log-probs are "
+                "not those that the update computes of the same samples (docs/fork.md)"
             )
         if has_grid:
             told = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]

@@ -126,13 +126,15 @@ def check_step_kind(sde_type: str, noise_level: float) -> None:
 
     Raises:
         ValueError: in one line that names --sde_type and --noise_level: it is unknown, raises, or does not give a mean
-            of the samples' shape and a std above 0, both finite in fp32; or is not the Euler step at noise_level 0.
+            of the samples' shape and a std above 0, both finite in fp32; gives an image another step beside other
+            images, or when asked again; or is not the Euler step at noise_level 0.
     """
     step_kind = find_step_kind(sde_type)
     refused = f"--sde_type {sde_type} --noise_level {noise_level}:"
     if step_kind in (cps, cps_gauss) and noise_level > 1:
         raise ValueError(f"{refused} it is the sine's argument in units of pi / 2: at most 1")
     x = torch.linspace(-1, 1, 12).view(2, 2, 3)
+    beside_another = torch.stack([x[0], -3 * x[1]])  # the first image again, beside another second one
     for sigma, sigma_next in ((1.0, 0.9), (0.6, 0.5)):
         step = _describe(sigma, sigma_next)
         try:
@@ -141,6 +143,10 @@ def check_step_kind(sde_type: str, noise_level: float) -> None:
             has_shape = mean.shape == ode_mean.shape == x.shape
             std_in_fp32 = float(torch.tensor(float(std)))
             is_finite = bool(mean.isfinite().all()) and 0 < std_in_fp32 < math.inf
+            other_mean, other_std = step_kind(
+                beside_another, -beside_another, sigma, sigma_next, noise_level, sigma_max=0.9
+            )
+            is_own = has_shape and math.isclose(std, other_std) and torch.allclose(mean[0], other_mean[0])
             euler = x - x * (sigma_next - sigma)
             is_euler = has_shape and float(ode_std) == 0 and torch.allclose(ode_mean, euler)
         except (Exception, SystemExit) as error:  # a user's own function can raise anything
@@ -150,6 +156,11 @@ def check_step_kind(sde_type: str, noise_level: float) -> None:
             raise ValueError(f"{refused} {step} gives no mean of the samples' shape {tuple(x.shape)}")
         if not is_finite:
             raise ValueError(f"{refused} {step} gives std {std:g} and a mean of up to {mean.abs().max():g}")
+        if not is_own:
+            raise ValueError(
+                f"{refused} {step} of an image changes with the images beside it, or from call to call: the mean must "
+                "depend on this image's x and v alone, and std on neither; sde_step draws the noise"
+            )
         if not is_euler:
             raise ValueError(f"{refused} at noise_level 0 {step} is not the Euler step x + v dt with std 0")
 

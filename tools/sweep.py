@@ -2,7 +2,7 @@
 
     python -m tools.sweep --seeds 1 2 3 -- flow_grpo.py --rollout local --learning_rate 1e-3 3e-3
     python -m tools.sweep --seeds 1 2 3 --devices 0 1 2 3 -- recipes/sd35_medium_1x24gb.sh --name mine
-    python -m tools.sweep --seeds 1 2 3 --print_only -- flow_grpo.py
+    python -m tools.sweep --seeds 1 2 3 --print_only -- contrib/awm.py
 
 An option that takes one value and is given several is swept. A run is named for the script (or --name), the values that
 are swept and its seed. Each run is a process of one rank; with --devices one runs on each of these GPUs at a time,
@@ -65,6 +65,15 @@ def takes_one_value(script: str, option: str) -> bool:
     return "tuple" not in str(hints[option])
 
 
+def program(script: str) -> list[str]:
+    """torchrun's words for a script: its file, or -m and its module where it lies in a folder of the checkout, from
+    which a file alone would not find common/."""
+    path = Path(script)
+    if path.is_absolute() or ".." in path.parts or len(path.parts) == 1:
+        return [script]
+    return ["-m", ".".join(path.with_suffix("").parts)]
+
+
 def plan_runs(script: str, words: Sequence[str], seeds: Sequence[int]) -> list[SweptRun]:
     """The runs of all combinations of the swept values, each with all seeds.
 
@@ -85,7 +94,7 @@ def plan_runs(script: str, words: Sequence[str], seeds: Sequence[int]) -> list[S
     base_name = options.pop("name", [Path(script).stem])[0].rstrip("/")
     if not Path(base_name).is_absolute() and Path(base_name).name != base_name:
         raise ValueError(f"--name {base_name}: must be the name of a folder, or an absolute path")
-    start = ["bash", script] if is_recipe else ["torchrun", "--standalone", script]
+    start = ["bash", script] if is_recipe else ["torchrun", "--standalone", *program(script)]
     runs = []
     for chosen in itertools.product(*(options[name] for name in swept)):
         setting = options | {name: [value] for name, value in zip(swept, chosen, strict=True)}

@@ -354,13 +354,19 @@ def test_read_what_a_function_returns(tmp_path):
         "    yield 'b'\n"
         "def bad():\n    return [{'caption': 'a'}]\n"
         "def none():\n    return []\n"
+        "def one():\n    return 'a fox'\n"
+        "def record():\n    return {'prompt': 'a fox'}\n"
+        "def forgotten():\n    ['a fox']\n"
         "def broken():\n    return open('/none/none')\n",
     )
     for _ in range(2):
         assert read_prompts(f"{path}:signs") == PromptSet(["a", "b"], [{"calls": 1}, {}])
     assert read_prompts([f"{path}:signs", f"{path}:signs"]).files == ["signs"] * 4
     for name, told in (
-        (":bad", f'{path}:bad, record 0: a record needs "prompt", a non-empty string; it has caption, and FILE:FIELD'),
+        (":bad", f'{path}:bad, record 0: a record needs "prompt", a non-empty string; it has caption'),
+        (":one", f"prompts of {path}:one: it returned a str, not a list or a generator"),
+        (":record", f"prompts of {path}:record: it returned a dict, not a list or a generator"),
+        (":forgotten", f"prompts of {path}:forgotten: it returned a NoneType, not a list or a generator"),
         (":none", f"{path}:none: no prompts"),
         (":broken", f"prompts of {path}:broken: FileNotFoundError: [Errno 2] No such file or directory"),
         (":other", f"prompts of {path}:other: {path} has no function other"),
@@ -368,7 +374,7 @@ def test_read_what_a_function_returns(tmp_path):
     ):
         with pytest.raises(ValueError) as error:
             read_prompts(f"{path}{name}")
-        assert str(error.value).startswith(told)
+        assert str(error.value).startswith(told) and "FILE:FIELD" not in str(error.value)
     with pytest.raises(ValueError, match="no such file"):
         read_prompts(f"{tmp_path}/none.py:signs")
 

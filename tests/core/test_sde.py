@@ -352,6 +352,14 @@ def without_std(x, v, sigma, sigma_next, noise_level, sigma_max):
     return x[None]
 def not_euler(x, v, sigma, sigma_next, noise_level, sigma_max):
     return x, noise_level
+def of_the_mean_image(x, v, sigma, sigma_next, noise_level, sigma_max):
+    return x + v * (sigma_next - sigma) + noise_level * x.mean(0), noise_level
+def of_the_batch_std(x, v, sigma, sigma_next, noise_level, sigma_max):
+    return x + v * (sigma_next - sigma), noise_level * float(x.std())
+def of_the_batch_velocity(x, v, sigma, sigma_next, noise_level, sigma_max):
+    return x + v * (sigma_next - sigma), noise_level * float(v.abs().mean())
+def drawn_twice(x, v, sigma, sigma_next, noise_level, sigma_max):
+    return x + v * (sigma_next - sigma) + noise_level * torch.randn_like(x), noise_level
 takes_less = lambda x, v: x
 """
 
@@ -365,6 +373,10 @@ takes_less = lambda x, v: x
         ("not_a_number", "gives std nan"),
         ("without_std", "raised ValueError: not enough values to unpack"),
         ("not_euler", "at noise_level 0 the step from sigma 1.0 to 0.9 is not the Euler step x + v dt with std 0"),
+        ("of_the_mean_image", "of an image changes with the images beside it, or from call to call"),
+        ("of_the_batch_std", "of an image changes with the images beside it, or from call to call"),
+        ("of_the_batch_velocity", "of an image changes with the images beside it, or from call to call"),
+        ("drawn_twice", "of an image changes with the images beside it, or from call to call"),
         ("takes_less", "raised TypeError"),
     ],
 )

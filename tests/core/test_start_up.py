@@ -101,6 +101,20 @@ def test_rollouts_of_equal_rewards_are_reported_once(tmp_path, capsys):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(("mean", "deviation", "is_told"), [(1.0, 6e-4, False), (1.289, 0.0, True), (1.0, 0.03, True)])
+def test_a_ratio_that_does_not_begin_at_1_is_reported(mean, deviation, is_told, tmp_path, capsys):
+    """A fork that samples otherwise than it computes log-probs. After the first step the policy may be another one."""
+    run = new_run(tmp_path, num_steps=2)
+    for step in (1, 2):
+        run.begin_step(step)
+        run.end_step({"actor/on_policy_ratio_mean": mean, "actor/on_policy_ratio_std": deviation})
+        run.log({})
+    shown = capsys.readouterr().out
+    assert shown.count("the ratio begins at") == is_told
+    assert (f"step 1: the ratio begins at {mean:.3f} +- {deviation:.3f} instead of 1: " in shown) == is_told
+
+
+@pytest.mark.fast
 def test_another_score_is_not_compared_with_the_best_one_so_far(capfd):
     saved = {"reward": ("ocr",), "reward_weights": (1.0,), "eval_prompts": "a.txt", "resume": "latest"}
     assert report_resumed("c.pt", saved, saved)

@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 from common.command_line import parse_args
@@ -135,7 +136,7 @@ def test_another_launcher(tmp_path) -> None:
 
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if "which script" in (ROOT / path).read_text()])
 def test_a_fork_gets_the_settings_of_its_parent(tmp_path: Path, recipe: Path) -> None:
-    """Also a fork of a fork, and with the commit of its parent."""
+    """Also a fork of a fork, and with the commit of its parent. One in a folder imports what lies in the root."""
     launch = os.environ | {"LAUNCH": "echo"}
     for name, parent in (("mine.py", "flow_grpo.py@0123abc"), ("again.py", "mine.py"), ("lost.py", "nothing.py")):
         (tmp_path / name).write_text(f'"""Mine.\n\nParent: {parent}\n"""\n')
@@ -146,6 +147,10 @@ def test_a_fork_gets_the_settings_of_its_parent(tmp_path: Path, recipe: Path) ->
         of[script] = subprocess.run(command, env=launch, capture_output=True, text=True, cwd=tmp_path)
     for fork in ("mine.py", "again.py"):
         assert of[fork].stdout == of["flow_grpo.py"].stdout.replace("flow_grpo.py", fork, 1)
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine.py").write_text('"""Mine.\n\nParent: flow_grpo.py\n"""\nimport beside\n')
+    subprocess.run(["bash", path, "folder/mine.py"], env=launch | {"LAUNCH": sys.executable}, check=True, cwd=tmp_path)
     assert of["lost.py"].returncode == 2 and of["lost.py"].stderr.endswith("has no settings for lost.py\n")
 
 

@@ -32,6 +32,19 @@ def test_every_value_runs_with_every_seed_under_a_name_of_its_own(in_checkout):
 
 
 @pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("flow_grpo.py", ["flow_grpo.py"]),
+        ("./flow_grpo.py", ["./flow_grpo.py"]),
+        ("contrib/awm.py", ["-m", "contrib.awm"]),
+    ],
+)
+def test_a_script_in_a_folder_is_started_as_a_module(script, expected, in_checkout):
+    (run,) = sweep.plan_runs(script, [], seeds=[1])
+    assert run.command[: 2 + len(expected)] == ["torchrun", "--standalone", *expected]
+
+
+@pytest.mark.parametrize(
     ("script", "words", "told"),
     [
         ("flow_grpo.py", "--seed 3", "--seed: the sweep sets it"),
