@@ -12,6 +12,7 @@ seen from the root of the project.
 import argparse
 import difflib
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -159,4 +160,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     main()
