@@ -1,11 +1,12 @@
-"""What foretells reward hacking? The watched metrics of the comparison's runs, against the colours that no reward saw.
+"""What shows reward hacking? The watched metrics of the comparison's runs, against the colours that no reward saw.
 
     python -m benchmarks.hacking docs/lab/records/comparison_wider.jsonl
 
 In these runs `ocr` is trained on, and held-out `sign_colour` is not: an evaluation is hacked where it lies more than
 DROP below the model's before training. Each metric that needs no second reward is asked whether it tells these
-evaluations from the others, at the same time (now) and for the run's last evaluation from the ones before (ahead). The
-table, Markdown, goes to the screen; docs/lab/hacking.md has it.
+evaluations from the others (now), and whether, at evaluations that are not hacked, it tells the runs that are hacked at
+their end from the others (ahead). A threshold is chosen on odd seeds and tried on even ones. The table, Markdown, goes
+to the screen; docs/lab/hacking.md has it.
 """
 
 import argparse
@@ -22,8 +23,10 @@ Score = Callable[[dict, dict], float]  # of an evaluation, and the one before tr
 METRICS: dict[str, Score] = {
     "`val/drift_from_base`": lambda now, start: now["drift"],
     "gain of the trained reward": lambda now, start: now["ocr"] - start["ocr"],
-    "`val/diversity`, of that before, falling": lambda now, start: -now["diversity"] / start["diversity"],
-    "bytes as a JPEG, growing": lambda now, start: start["jpeg_compressibility"] - now["jpeg_compressibility"],
+    "loss of `val/diversity`, a share": lambda now, start: 1 - now["diversity"] / start["diversity"],
+    "growth of the bytes as a JPEG, a share": lambda now, start: (
+        now["jpeg_compressibility"] / start["jpeg_compressibility"] - 1
+    ),
 }
 
 
@@ -37,15 +40,17 @@ class Example(NamedTuple):
 
 
 def read_examples(record: Path, *, ahead: bool) -> list[Example]:
-    """The evaluations of a comparison's runs; ahead: all but a run's last, and whether that one is hacked."""
+    """The evaluations of a comparison's runs; ahead: those before the last that are not hacked, and whether it is."""
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     runs = [line for line in lines if line["stage"] == "run" and not line["failed"]]
     examples = []
     for number, run in enumerate(runs):
         start, *later = run["evaluations"]
         for now in later[:-1] if ahead else later:
-            judged = later[-1] if ahead else now
-            is_hacked = judged["sign_colour"] < start["sign_colour"] - DROP
+            limit = start["sign_colour"] - DROP
+            if ahead and now["sign_colour"] < limit:
+                continue
+            is_hacked = (later[-1] if ahead else now)["sign_colour"] < limit
             scores = [score(now, start) for score in METRICS.values()]
             examples.append(Example(number, run["seed"], scores, is_hacked))
     return examples
@@ -79,7 +84,7 @@ def columns(examples: list[Example], metric: int) -> tuple[np.ndarray, np.ndarra
 
 
 def best_threshold(scores: np.ndarray, is_hacked: np.ndarray) -> float:
-    """The score above which most are told right, hacked evaluations and others weighing the same (Youden's J)."""
+    """The score from which on most are told right, hacked evaluations and others weighing the same (Youden's J)."""
     gains = [(scores[is_hacked] >= limit).mean() - (scores[~is_hacked] >= limit).mean() for limit in np.sort(scores)]
     return float(np.sort(scores)[int(np.argmax(gains))])
 

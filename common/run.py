@@ -139,6 +139,7 @@ class Run:
         self._has_written = False
         self._is_stopping = False
         self._has_warned = False
+        self._has_seen_ratio = False
         self._num_skipped = 0  # training steps in a row without a finite gradient
         self.bar: tqdm | None = None
         self._trace = ExitStack()  # holds the profiler of the current training step
@@ -314,13 +315,14 @@ class Run:
             self.print_message(
                 f"step {step}: every image scores as the others of its prompt do: nothing is learned from them"
             )
-        ratio = metrics.get("actor/on_policy_ratio_mean", 1.0)
-        deviation = metrics.get("actor/on_policy_ratio_std", 0.0)
-        if step == 1 and max(abs(ratio - 1), deviation) > 1e-3:  # no weight has changed yet: it is 1 but for rounding
-            self.print_message(
-                f"step 1: the ratio begins at {ratio:.3f} +- {deviation:.3f} instead of 1: the rollout's log-probs are "
-                "not those that the update computes of the same samples (docs/fork.md)"
-            )
+        ratio = metrics.get("actor/on_policy_ratio_mean")
+        if ratio is not None and not self._has_seen_ratio:
+            self._has_seen_ratio = True
+            deviation = metrics["actor/on_policy_ratio_std"]
+            if max(abs(ratio - 1), deviation) > 1e-3:  # no weight has changed since the rollout
+                told = "the rollout's log-probs are not those that the update computes of the same samples"
+                advice = "pass --old_log_prob recompute, or see docs/fork.md"
+                self.print_message(f"step {step}: the ratio begins at {ratio:.3f} +- {deviation:.3f}: {told}: {advice}")
         if has_grid:
             told = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]
             told += [f"{name} {value:g}" for name, value in metrics.items() if name.endswith("/failed") and value > 0]

@@ -168,19 +168,20 @@ def split_key(name: str) -> tuple[str, str]:
 
 def find_reward(name: str, option: str = "--reward") -> Reward:
     """The function of one reward; raises load_rewards' ValueError where there is none."""
-    if ":" in name:
-        function = load_function(split_key(name)[0], option)
-        if option == "--eval_reward" and is_relative(function):
-            raise ValueError(f"{option} {name}: is relative, so it says nothing of an evaluation")
-        if is_relative(function) and not getattr(function, "whole_group", False):
-            told = "is relative, and compares images of a group, which come together with whole_group = True"
-            raise ValueError(f"{option} {name}: {told}")
-        return function
     file = split_key(name)[0]
-    if file not in built_in_rewards():
+    if ":" in name:
+        function: Reward = load_function(file, option)
+    elif file in built_in_rewards():
+        function = getattr(importlib.import_module(f"common.rewards.{file}"), file)
+    else:
         known = ", ".join(built_in_rewards())
         raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
-    return getattr(importlib.import_module(f"common.rewards.{file}"), file)
+    if option == "--eval_reward" and is_relative(function):
+        raise ValueError(f"{option} {name}: is relative, so it says nothing of an evaluation")
+    if is_relative(function) and not getattr(function, "whole_group", False):
+        told = "is relative, and compares images of a group, which come together with whole_group = True"
+        raise ValueError(f"{option} {name}: {told}")
+    return function
 
 
 def reward_settings(rewards: dict[str, Reward]) -> dict[str, dict[str, str]]:

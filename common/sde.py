@@ -134,20 +134,20 @@ def check_step_kind(sde_type: str, noise_level: float) -> None:
     if step_kind in (cps, cps_gauss) and noise_level > 1:
         raise ValueError(f"{refused} it is the sine's argument in units of pi / 2: at most 1")
     x = torch.linspace(-1, 1, 12).view(2, 2, 3)
-    beside_another = torch.stack([x[0], -3 * x[1]])  # the first image again, beside another second one
+    v = x.square() - 0.5
+    # the first image again, as the second one beside another first one
+    moved_x, moved_v = torch.stack([-3 * x[1], x[0]]), torch.stack([2 * v[1], v[0]])
     for sigma, sigma_next in ((1.0, 0.9), (0.6, 0.5)):
         step = _describe(sigma, sigma_next)
         try:
-            mean, std = step_kind(x, -x, sigma, sigma_next, noise_level, sigma_max=0.9)
-            ode_mean, ode_std = step_kind(x, -x, sigma, sigma_next, 0.0, sigma_max=0.9)
+            mean, std = step_kind(x, v, sigma, sigma_next, noise_level, sigma_max=0.9)
+            ode_mean, ode_std = step_kind(x, v, sigma, sigma_next, 0.0, sigma_max=0.9)
             has_shape = mean.shape == ode_mean.shape == x.shape
             std_in_fp32 = float(torch.tensor(float(std)))
             is_finite = bool(mean.isfinite().all()) and 0 < std_in_fp32 < math.inf
-            other_mean, other_std = step_kind(
-                beside_another, -beside_another, sigma, sigma_next, noise_level, sigma_max=0.9
-            )
-            is_own = has_shape and math.isclose(std, other_std) and torch.allclose(mean[0], other_mean[0])
-            euler = x - x * (sigma_next - sigma)
+            moved, moved_std = step_kind(moved_x, moved_v, sigma, sigma_next, noise_level, sigma_max=0.9)
+            is_own = has_shape and math.isclose(std, moved_std) and torch.allclose(mean[0], moved[1])
+            euler = x + v * (sigma_next - sigma)
             is_euler = has_shape and float(ode_std) == 0 and torch.allclose(ode_mean, euler)
         except (Exception, SystemExit) as error:  # a user's own function can raise anything
             told = describe(error, own_folder(step_kind))

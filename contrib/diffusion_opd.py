@@ -79,7 +79,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     num_prompts: PositiveInt = 32
     """prompts per rollout, over all ranks"""
     group_size: Annotated[int, Bound(at_least=2)] = 8
-    """images per prompt, at least 2: the reward of each is compared with the group's mean"""
+    """images per prompt, at least 2, as statistics of rewards are of groups"""
     num_inference_steps: Annotated[int, Bound(at_least=2)] = 3
     """sampling steps of a training image (Flow-GRPO: 10, and 40 in evaluation)"""
     guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
@@ -104,7 +104,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     """bound of the mismatch between engine and trainer, as in flow_grpo.py; there is no clip"""
     kl_type: Literal["code", "paper", "velocity"] = "paper"
     """code: with --sde_type sde the KL times the step's |dt|, as published coefficients assume; paper: without |dt|;
-    velocity: the mean squared difference of the velocities, as in DiffusionNFT, on whose scale kl_coef then is"""
+    velocity: the mean squared difference of the velocities, as in DiffusionNFT"""
 
     # ---- optimization
     num_steps: Annotated[int, Bound(at_least=0)] = 30
@@ -263,7 +263,8 @@ def draw_sde_steps(args: Args, step: int) -> tuple[int, ...]:
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained.
 
-    The prompts of the whole run are looked at as well: too long ones are reported, and --prompt_cache is filled.
+    The prompts of the whole run are looked at as well: too long ones are reported, and if the model cannot tell them
+    apart the run ends; --prompt_cache is filled.
     """
     num_drawn = args.num_steps * args.num_prompts
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)

@@ -66,12 +66,12 @@ def takes_one_value(script: str, option: str) -> bool:
 
 
 def program(script: str) -> list[str]:
-    """torchrun's words for a script: its file, or -m and its module where it lies in a folder of the checkout, from
-    which a file alone would not find common/."""
-    path = Path(script)
-    if path.is_absolute() or ".." in path.parts or len(path.parts) == 1:
-        return [script]
-    return ["-m", ".".join(path.with_suffix("").parts)]
+    """The words that start a script. One in a folder would not find common/, where the checkout is not on the path."""
+    start = ["torchrun", "--standalone", script]
+    if len(Path(script).parts) == 1:
+        return start
+    path = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
+    return ["env", f"PYTHONPATH={path}", *start]
 
 
 def plan_runs(script: str, words: Sequence[str], seeds: Sequence[int]) -> list[SweptRun]:
@@ -94,7 +94,7 @@ def plan_runs(script: str, words: Sequence[str], seeds: Sequence[int]) -> list[S
     base_name = options.pop("name", [Path(script).stem])[0].rstrip("/")
     if not Path(base_name).is_absolute() and Path(base_name).name != base_name:
         raise ValueError(f"--name {base_name}: must be the name of a folder, or an absolute path")
-    start = ["bash", script] if is_recipe else ["torchrun", "--standalone", *program(script)]
+    start = ["bash", script] if is_recipe else program(script)
     runs = []
     for chosen in itertools.product(*(options[name] for name in swept)):
         setting = options | {name: [value] for name, value in zip(swept, chosen, strict=True)}

@@ -50,7 +50,8 @@ def count_long_prompts(pipe: "diffusers.DiffusionPipeline", prompts: list[str], 
 
 
 def check_prompts_differ(model: Family, prompts: list[str], max_sequence_length: int) -> None:
-    """Encode up to NUM_COMPARED of the prompts, from the first to the last, and compare what the transformer gets.
+    """Encode NUM_COMPARED of the prompts, from the first to the last, or all where these are alike, and compare what
+    the transformer gets.
 
     A model that needs source images is left out, and so is one without a tokenizer.
 
@@ -62,12 +63,13 @@ def check_prompts_differ(model: Family, prompts: list[str], max_sequence_length:
     distinct = list({" ".join(prompt.lower().split()): prompt for prompt in prompts if prompt}.values())
     if not has_tokenizer or model.num_sources[0] > 0 or len(distinct) < 2:
         return
-    compared = distinct[:: math.ceil(len(distinct) / NUM_COMPARED)]
-    conditioning = model.encode_through_cache(compared, max_sequence_length)  # (B, ...) each
-    if all(torch.equal(tensor, tensor[:1].expand_as(tensor)) for tensor in conditioning.values()):
-        pair = f"{compared[0][:60]!r} and {compared[1][:60]!r}"
-        advice = "the text that the pipeline puts before them takes all tokens; pass more"
-        raise RunError(f"--max_sequence_length {max_sequence_length}: {pair} are the same to the model: {advice}")
+    for compared in (distinct[:: math.ceil(len(distinct) / NUM_COMPARED)], distinct):
+        conditioning = model.encode_through_cache(compared, max_sequence_length)  # (B, ...) each
+        if not all(torch.equal(tensor, tensor[:1].expand_as(tensor)) for tensor in conditioning.values()):
+            return
+    told = f"all {len(distinct)} prompts are the same to the model"
+    why = "a template or a beginning that they share takes all tokens, or its tokenizer does not know their letters"
+    raise RunError(f"--max_sequence_length {max_sequence_length}: {told}: {why}")
 
 
 def is_no_truncation(record: logging.LogRecord) -> bool:

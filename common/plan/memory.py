@@ -17,7 +17,12 @@ from common.weights.lora import LoRA
 from common.weights.policy import add_policies
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -215,10 +220,9 @@ class Blueprint:
             latents = torch.zeros(1, *shape)
             try:
                 velocity = model.predict_velocity(latents, timesteps[0], conditioning, negative, guidance_scale)
-            except DataDependentOutputException as error:
-                told = "its pass reads numbers of a tensor, so its memory cannot be planned from shapes"
-                advice = "on GPUs pass --micro_batch_size and --shard_ranks"
-                raise RunError(f"{type(model).__name__}: {told}: {advice}") from error
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                told = "its pass reads numbers of a tensor, so it cannot be planned from shapes"
+                raise RunError(f"{type(model).__name__}: {told}") from error
             if train:
                 velocity.square().mean().backward()
         model.transformer.disable_gradient_checkpointing()

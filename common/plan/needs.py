@@ -473,7 +473,7 @@ def fit_to_gpus(
     lora: None for full weights. checkpoint: the one that the run resumes from, if any.
 
     Raises:
-        RunError: --micro_batch_size 0 without a GPU.
+        RunError: --micro_batch_size 0 without a GPU, or a family's pass cannot be planned.
     """
     if not torch.cuda.is_available():
         raise RunError("--micro_batch_size 0: takes what fits on a GPU, and this machine has none: pass a number")
@@ -487,15 +487,18 @@ def fit_to_gpus(
         saved = checkpoint and checkpoint.parents[1] / "args.json"
         if saved and saved.is_file():
             saved_size = json.loads(saved.read_text(encoding="utf-8"))["args"]["micro_batch_size"]
-        chosen = choose_options(
-            Blueprint(family, options["model"], lora, dtype, num_sources, vae_dtype),
-            options,
-            len(eval_set),
-            torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
-            ranks=int(os.environ["WORLD_SIZE"]),
-            ranks_here=ranks_here,
-            saved_size=saved_size,
-        )
+        try:
+            chosen = choose_options(
+                Blueprint(family, options["model"], lora, dtype, num_sources, vae_dtype),
+                options,
+                len(eval_set),
+                torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+                ranks=int(os.environ["WORLD_SIZE"]),
+                ranks_here=ranks_here,
+                saved_size=saved_size,
+            )
+        except RunError as error:
+            raise RunError(f"{error}: pass --micro_batch_size and --shard_ranks, above 0") from error
         print_message(describe(chosen, ranks_here))
     return gather_objects(chosen)[0]
 

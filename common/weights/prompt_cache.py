@@ -31,7 +31,7 @@ def prepare_prompts(model: Family, prompts: list[str], max_sequence_length: int,
     among these, or whose file cannot be read. A collective: the ranks share the work.
 
     Raises:
-        RunError: max_sequence_length leaves nothing of the prompts, as a pipeline's template may take all tokens.
+        RunError: all prompts are the same to the model, as where a pipeline's template takes all tokens.
     """
     count_long_prompts(model.pipe, prompts, max_sequence_length)
     if folder is None:

@@ -60,7 +60,7 @@ CHANGED = {
     "contrib/crd.py": 120,
     "contrib/dance_grpo.py": 25,
     "contrib/dgpo.py": 80,
-    "contrib/diffusion_opd.py": 231,
+    "contrib/diffusion_opd.py": 235,
     "contrib/draft.py": 585,
     "contrib/flow_dppo.py": 53,
     "contrib/flow_grpo_ahead.py": 92,

@@ -360,6 +360,12 @@ def of_the_batch_velocity(x, v, sigma, sigma_next, noise_level, sigma_max):
     return x + v * (sigma_next - sigma), noise_level * float(v.abs().mean())
 def drawn_twice(x, v, sigma, sigma_next, noise_level, sigma_max):
     return x + v * (sigma_next - sigma) + noise_level * torch.randn_like(x), noise_level
+def of_the_first_std(x, v, sigma, sigma_next, noise_level, sigma_max):
+    return x + v * (sigma_next - sigma), noise_level * float(x[0].std())
+def of_the_first_image(x, v, sigma, sigma_next, noise_level, sigma_max):
+    return x + v * (sigma_next - sigma) + noise_level * x[:1], noise_level
+def of_the_mean_sum(x, v, sigma, sigma_next, noise_level, sigma_max):
+    return x + v * (sigma_next - sigma) + noise_level * (x + v).mean(0), noise_level
 takes_less = lambda x, v: x
 """
 
@@ -376,6 +382,9 @@ takes_less = lambda x, v: x
         ("of_the_mean_image", "of an image changes with the images beside it, or from call to call"),
         ("of_the_batch_std", "of an image changes with the images beside it, or from call to call"),
         ("of_the_batch_velocity", "of an image changes with the images beside it, or from call to call"),
+        ("of_the_first_std", "of an image changes with the images beside it, or from call to call"),
+        ("of_the_first_image", "of an image changes with the images beside it, or from call to call"),
+        ("of_the_mean_sum", "of an image changes with the images beside it, or from call to call"),
         ("drawn_twice", "of an image changes with the images beside it, or from call to call"),
         ("takes_less", "raised TypeError"),
     ],

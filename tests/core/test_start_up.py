@@ -111,7 +111,7 @@ def test_a_ratio_that_does_not_begin_at_1_is_reported(mean, deviation, is_told, 
         run.log({})
     shown = capsys.readouterr().out
     assert shown.count("the ratio begins at") == is_told
-    assert (f"step 1: the ratio begins at {mean:.3f} +- {deviation:.3f} instead of 1: " in shown) == is_told
+    assert (f"step 1: the ratio begins at {mean:.3f} +- {deviation:.3f}: " in shown) == is_told
 
 
 @pytest.mark.fast

@@ -73,7 +73,7 @@ def test_a_template_that_leaves_nothing_of_the_prompts_ends_the_run(folder, one_
     model.kept_conditioning = None
     prepare_prompts(model, prompts[::2], 16, folder and tmp_path / "alike")
     model.kept_conditioning = None
-    with pytest.raises(RunError, match="^--max_sequence_length 16: 'A  sign' and 'a red sign' are the same"):
+    with pytest.raises(RunError, match="^--max_sequence_length 16: all 2 prompts are the same"):
         prepare_prompts(model, prompts, 16, folder and tmp_path / folder)
 
 

@@ -22,21 +22,23 @@ def evaluation(sign_colour, drift):
     return {"sign_colour": sign_colour, "drift": drift, "ocr": 0.5, "diversity": 0.2, "jpeg_compressibility": -0.004}
 
 
-def test_a_metric_that_foretells_everything_and_one_that_says_nothing(tmp_path):
+def test_a_metric_that_tells_much_and_one_that_says_nothing(tmp_path):
     lines = []
     for seed in range(1, 7):
         is_hacked = seed > 3  # of both halves
-        later = [evaluation(0.9 if is_hacked else 0.95, 0.3 if is_hacked else 0.1) for _ in range(2)]
-        later.append(evaluation(0.8 if is_hacked else 0.95, 0.4 if is_hacked else 0.1))
+        later = [evaluation(0.95, 0.3 if is_hacked else 0.1), evaluation(0.9 if is_hacked else 0.95, 0.3)]
+        later.append(evaluation(0.8 if is_hacked else 0.95, 0.4 if is_hacked else 0.3))
         lines.append({"stage": "run", "failed": False, "seed": seed, "evaluations": [evaluation(0.96, 0.0), *later]})
     lines.append({"stage": "tune", "failed": False, "seed": 100, "evaluations": []})
     lines.append({"stage": "run", "failed": True, "seed": 9, "evaluations": []})
     record = tmp_path / "record.jsonl"
     record.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     now, ahead = (read_examples(record, ahead=ahead) for ahead in (False, True))
-    assert (len(now), sum(e.is_hacked for e in now)) == (18, 9)
-    assert (len(ahead), sum(e.is_hacked for e in ahead)) == (12, 6)  # by the last one, which is none of them
+    assert (len(now), sum(e.is_hacked for e in now)) == (18, 6)
+    # by the last one; of the hacked runs only the first, as the second is hacked already
+    assert (len(ahead), sum(e.is_hacked for e in ahead)) == (3 + 6, 3)
     rows = table(record).splitlines()
-    assert rows[2] == "| `val/drift_from_base` | now | 1.00 [1.00, 1.00] | 0.3 | 1.00 | 0.00 |"
+    # 0.3 and 0.4 against three of 0.1 and nine of 0.3
+    assert rows[2].startswith("| `val/drift_from_base` | now | 0.81 [")
     assert rows[3].startswith("| gain of the trained reward | now | 0.50 [0.50, 0.50] | ")
-    assert rows[7] == "| `val/drift_from_base` | ahead | 1.00 [1.00, 1.00] | 0.3 | 1.00 | 0.00 |"
+    assert rows[7].startswith("| `val/drift_from_base` | ahead | 0.75 [")  # 3 x 0.3 against 3 x 0.1 and 3 x 0.3

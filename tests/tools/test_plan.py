@@ -360,10 +360,13 @@ def test_the_sum_of_a_nodes_memory_is_held_against_this_machine(monkeypatch):
 
 
 @pytest.mark.fast
-def test_a_pass_that_reads_numbers_has_no_plan(monkeypatch):
+@pytest.mark.parametrize("read", ["tolist", "nonzero"])
+def test_a_pass_that_reads_numbers_has_no_plan(read, monkeypatch):
     """As Lumina 2's, which reads how long prompts are from their mask."""
     blueprint = Blueprint(family_class(EMBEDDED), str(EMBEDDED), None, torch.float32)
-    monkeypatch.setattr(blueprint.model, "forward", lambda x, t, conditioning: conditioning["prompt_embeds"].tolist())
+    monkeypatch.setattr(
+        blueprint.model, "forward", lambda x, t, conditioning: getattr(conditioning["prompt_embeds"], read)()
+    )
     with pytest.raises(RunError, match="^StableDiffusion3: its pass reads numbers of a tensor"):
         blueprint.velocity((32, 96), 1, 16, 1.0)
 

@@ -31,17 +31,10 @@ def test_every_value_runs_with_every_seed_under_a_name_of_its_own(in_checkout):
     assert run.name == "/data/mine-seed1"
 
 
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        ("flow_grpo.py", ["flow_grpo.py"]),
-        ("./flow_grpo.py", ["./flow_grpo.py"]),
-        ("contrib/awm.py", ["-m", "contrib.awm"]),
-    ],
-)
-def test_a_script_in_a_folder_is_started_as_a_module(script, expected, in_checkout):
-    (run,) = sweep.plan_runs(script, [], seeds=[1])
-    assert run.command[: 2 + len(expected)] == ["torchrun", "--standalone", *expected]
+def test_a_script_in_a_folder_finds_common(in_checkout, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/own")
+    (run,) = sweep.plan_runs("contrib/awm.py", [], seeds=[1])
+    assert run.command[:5] == ["env", f"PYTHONPATH={Path.cwd()}:/own", "torchrun", "--standalone", "contrib/awm.py"]
 
 
 @pytest.mark.parametrize(
