@@ -320,9 +320,9 @@ class Run:
             self._has_seen_ratio = True
             deviation = metrics["actor/on_policy_ratio_std"]
             if max(abs(ratio - 1), deviation) > 1e-3:  # no weight has changed since the rollout
-                told = "the rollout's log-probs are not those that the update computes of the same samples"
+                why = "the rollout's log-probs are not those that the update computes of the same samples"
                 advice = "pass --old_log_prob recompute, or see docs/fork.md"
-                self.print_message(f"step {step}: the ratio begins at {ratio:.3f} +- {deviation:.3f}: {told}: {advice}")
+                self.print_message(f"step {step}: the ratio begins at {ratio:.3f} +- {deviation:.3f}: {why}: {advice}")
         if has_grid:
             told = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]
             told += [f"{name} {value:g}" for name, value in metrics.items() if name.endswith("/failed") and value > 0]

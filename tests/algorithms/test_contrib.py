@@ -134,7 +134,7 @@ DIFFERENT_OPTIONS = {
     "contrib/crd.py": {"kl_coef", "decay_schedule", "update_interval"},
     "contrib/dance_grpo.py": {"sde_type", "kl_coef", "num_steps"},
     "contrib/dgpo.py": {"kl_coef"},
-    "contrib/diffusion_opd.py": {"clip_range", "kl_type", "num_steps"},
+    "contrib/diffusion_opd.py": {"group_size", "clip_range", "kl_type", "num_steps"},
     "contrib/draft.py": {
         "num_prompts",
         "num_inference_steps",
