@@ -1,0 +1,204 @@
+"""Two tasks for one model, numbers (ocr) and plain signs (sign_colour): mixed, in stages, or by two teachers.
+
+    python -m benchmarks.second_task RECORD --cores 0 1        # every run that RECORD lacks, one arm on each core
+    python -m benchmarks.second_task RECORD --only stages --seed 2   # an arm again: does it give the same numbers?
+    python -m benchmarks.second_task RECORD --table            # its tables
+
+RECORD is docs/lab/records/second_task.jsonl, a line for each arm of a seed. The first command resumes where it stopped,
+and does all arms of a seed before the next seed. The design, docs/lab/second_task.md, is the constants below.
+"""
+
+import argparse
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from assets import make_mixed
+from benchmarks.comparison import RUNS, child, make_job, read_record, work_through
+from tools.compare import comparison_table
+
+# ---- the design, fixed before the first run --------------------------------------------------------------------------
+SEEDS = 6
+ROLLOUTS, IMAGES, GROUP = 36, 128, 8  # of an arm, over all of its parts; images of a rollout, and of a prompt
+NUM_PROMPTS, COPIES = 128, 2  # of a held-out file at most, its first; images of each
+EVAL_EVERY = 18  # rollouts; also before the first and after the last
+OPTIONS = (
+    "--learning_rate 1e-3 --lr_schedule constant --num_inference_steps 3 --eval_num_inference_steps 3 "
+    "--sde_type sde --noise_level 0.7 --sde_window_size 1 --sde_window_range 0 1 --updates_per_rollout 4"
+)
+NO_KL = "--kl_coef 0 --clip_range 1e-3"
+SUM = f"{NO_KL} --multi_objective_aggregation sum_then_normalize --scale_rewards batch"
+GDPO = f"{NO_KL} --multi_objective_aggregation normalize_then_sum --scale_rewards group"
+PAIR = ("numbers", "plain")  # prompt files, each with its reward, see prompts()
+REWARDS = {"numbers": "ocr", "plain": "assets/sign_colour.py:sign_colour"}
+
+
+def part_of(name, trained, rollouts, options=SUM, starts_from=None, teachers=()):
+    """A run: the prompt files that it trains on in equal shares, how long; the parts whose LoRAs it starts from."""
+    part = {"name": name, "trained": trained, "rollouts": rollouts, "options": options}
+    return part | {"starts_from": starts_from, "teachers": teachers}
+
+
+ARMS = {  # each samples ROLLOUTS * IMAGES images, those of teachers included
+    "mixed": [part_of("sum", PAIR, 36)],
+    "gdpo": [part_of("gdpo", PAIR, 36, GDPO)],
+    "stages": [part_of("first", PAIR[:1], 18), part_of("second", PAIR[1:], 18, starts_from="first")],
+    "teachers": [
+        part_of("teacher_numbers", PAIR[:1], 14),
+        part_of("teacher_plain", PAIR[1:], 14),
+        part_of("student", PAIR, 8, "--kl_type paper", teachers=("teacher_numbers", "teacher_plain")),
+    ],
+}
+BASE = "mixed"
+HELD_OUT = {  # in the record: in a run's log
+    "ocr of numbers": "val/numbers/ocr/mean",
+    "sign_colour of plain signs": "val/plain/sign_colour/mean",
+    "sign_colour of numbers": "val/numbers/sign_colour/mean",  # no arm is trained on it
+}
+BOTH = "both"  # mean of the two trained ones, by which arms are compared
+
+
+# ---- one arm of a seed -----------------------------------------------------------------------------------------------
+def prompts(folder):
+    """Write the prompts of assets/make_mixed.py: training ones name their teacher, held-out numbers both rewards."""
+    make_mixed.main(folder)
+    for path in sorted(folder.glob("*/*.jsonl")):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        for record in records:
+            if path.parent.name == "train":
+                record["teacher"] = f"teacher_{path.stem}"
+            elif path.stem == "numbers":
+                record["rewards"] = ["ocr", "sign_colour"]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def folder_name(job, part):
+    return f"second-{job['row']}-{part['name']}-seed{job['seed']}"
+
+
+def command_of(job, part, prefix=""):
+    """The command line of a part. prefix: of the names of its runs."""
+    options = ["--name", prefix + folder_name(job, part), "--seed", job["seed"], "--rollout", "local"]
+    options += ["--num_steps", part["rollouts"], "--eval_every", EVAL_EVERY, "--save_every", part["rollouts"]]
+    options += ["--num_prompts", IMAGES // GROUP, "--group_size", GROUP, *OPTIONS.split(), *part["options"].split()]
+    options += ["--max_prompts", NUM_PROMPTS, "--eval_images_per_prompt", COPIES]
+    options += ["--train_prompts", *(f"runs/second_prompts/train/{name}.jsonl" for name in part["trained"])]
+    options += ["--eval_prompts", *(f"runs/second_prompts/eval/{name}.jsonl" for name in PAIR)]
+    options += ["--reward", *(REWARDS[name] for name in part["trained"])]
+    options += ["--reward_weights", *(1 for _ in part["trained"])]
+    if len(part["trained"]) > 1:
+        options += ["--train_shares", *(1 for _ in part["trained"])]
+    others = [REWARDS[name] for name in PAIR if name not in part["trained"]]
+    if others:
+        options += ["--eval_reward", *others]
+    adapter = lambda name: f"runs/{prefix}{folder_name(job, {'name': name})}/adapter"
+    if part["starts_from"]:
+        options += ["--lora_path", adapter(part["starts_from"])]
+    if part["teachers"]:
+        options += ["--teachers", *(f"{name}={adapter(name)}" for name in part["teachers"])]
+    script = ["-m", "contrib.diffusion_opd"] if part["teachers"] else ["flow_grpo.py"]
+    options += ["--resume", "latest"]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", *script, *map(str, options)]
+
+
+def train(job, core, prefix=""):
+    """Run, or resume, an arm's parts one after the other on a core. Returns its line of the record."""
+    parts = []
+    for part in ARMS[job["row"]]:
+        folder = RUNS / (prefix + folder_name(job, part))
+        command = command_of(job, part, prefix)
+        with open(f"{folder}.log", "w") as file:
+            child(command, core, stdout=file, stderr=subprocess.STDOUT, check=True)
+        evaluations = []
+        for text in (folder / "metrics.jsonl").read_text().splitlines():
+            line = json.loads(text)
+            if HELD_OUT["ocr of numbers"] in line:
+                values = {key: line[metric] for key, metric in HELD_OUT.items()}
+                evaluations.append({"rollouts": line["training/global_step"]} | values)
+        if evaluations[-1]["rollouts"] != part["rollouts"]:  # SIGTERM lets a run save and exit with 0
+            raise RuntimeError(f"{folder}: {part['rollouts']} rollouts are not done: start the comparison again")
+        git_hash = json.loads((folder / "args.json").read_text())["git_hash"]
+        parts.append({"name": part["name"], "git_hash": git_hash, "evaluations": evaluations})
+    return job | {"parts": parts}
+
+
+def again(path, job, core):
+    """Run an arm of a seed alone, and compare it with the record."""
+    for part in ARMS[job["row"]]:
+        shutil.rmtree(RUNS / f"again-{folder_name(job, part)}", ignore_errors=True)
+    values = lambda line: [[[one[key] for key in HELD_OUT] for one in part["evaluations"]] for part in line["parts"]]
+    now = train(job, core, "again-")
+    print(now["parts"][-1]["evaluations"][-1])
+    for line in read_record(path):
+        if all(line[key] == job[key] for key in job):
+            print(f"{'the same' if values(line) == values(now) else 'other'} numbers as recorded, at all evaluations")
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+def rows_of(part, before=0):
+    """A part's evaluations as tools.compare reads a run's log, after the rollouts of the parts `before` it."""
+    rows = []
+    for one in part["evaluations"]:
+        values = {key: one[key] for key in HELD_OUT}
+        values[BOTH] = (one["ocr of numbers"] + one["sign_colour of plain signs"]) / 2
+        rows.append({"training/global_step": before + one["rollouts"]} | values)
+    return rows
+
+
+def settings_of(record):
+    """{label of a row: {label-seedN: rows}}: the model before training, each arm's end, and each part's."""
+    settings = {}
+    for line in record:
+        before = 0
+        for part in line["parts"]:
+            is_last = part is line["parts"][-1]
+            label = line["row"] if is_last else f"{line['row']}, {part['name']}"
+            seed = f"-seed{line['seed']}"
+            rows = rows_of(part, before)
+            settings.setdefault(label, {})[label + seed] = rows
+            if line["row"] == BASE:
+                settings.setdefault("before", {})["before" + seed] = rows[:1]
+            before += part["evaluations"][-1]["rollouts"]
+    return settings
+
+
+def print_tables(path):
+    """Of the seeds that have all arms: against the model before training, against BASE, and what stages forget."""
+    record = read_record(path)
+    of_seed = {line["seed"]: 0 for line in record}
+    for line in record:
+        of_seed[line["seed"]] += 1
+    settings = settings_of([line for line in record if of_seed[line["seed"]] == len(ARMS)])
+    metrics = [BOTH, *HELD_OUT]
+    everything = {name: rows for label, runs in settings.items() if label != "before" for name, rows in runs.items()}
+    arms = {name: rows for arm in ARMS for name, rows in settings[arm].items()}
+    print(comparison_table(everything, settings["before"], metrics), end="\n\n")
+    print(comparison_table(arms, settings[BASE], metrics), end="\n\n")
+    print(comparison_table(settings["stages"], settings["stages, first"], metrics), end="\n\n")
+    students = settings["teachers"]
+    for teacher in ("teachers, teacher_numbers", "teachers, teacher_plain"):
+        print(comparison_table(students, settings[teacher], metrics), end="\n\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--cores", nargs="+", type=int, default=[0, 1], help="one arm on each")
+    parser.add_argument("--only", choices=ARMS, metavar="ARM", help="this arm again, with --seed")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--table", action="store_true")
+    args = parser.parse_args()
+    if args.table:
+        return print_tables(args.record)
+    prompts(RUNS / "second_prompts")
+    if args.only:
+        return again(args.record, make_job("second_task", ROLLOUTS, args.only, args.seed), args.cores[0])
+    jobs = [make_job("second_task", ROLLOUTS, arm, seed) for seed, arm in itertools.product(range(1, SEEDS + 1), ARMS)]
+    return work_through(jobs, args.record, args.cores, lambda job, path, core: train(job, core))
+
+
+if __name__ == "__main__":
+    main()
