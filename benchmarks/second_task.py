@@ -138,13 +138,12 @@ def again(path, job, core):
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
-def rows_of(part, before=0):
-    """A part's evaluations as tools.compare reads a run's log, after the rollouts of the parts `before` it."""
+def rows_of(part):
+    """A part's evaluations as tools.compare reads a run's log."""
     rows = []
     for one in part["evaluations"]:
-        values = {key: one[key] for key in HELD_OUT}
-        values[BOTH] = (one["ocr of numbers"] + one["sign_colour of plain signs"]) / 2
-        rows.append({"training/global_step": before + one["rollouts"]} | values)
+        both = (one["ocr of numbers"] + one["sign_colour of plain signs"]) / 2
+        rows.append({BOTH: both} | {key: one[key] for key in HELD_OUT})
     return rows
 
 
@@ -152,35 +151,32 @@ def settings_of(record):
     """{label of a row: {label-seedN: rows}}: the model before training, each arm's end, and each part's."""
     settings = {}
     for line in record:
-        before = 0
+        seed = f"-seed{line['seed']}"
         for part in line["parts"]:
-            is_last = part is line["parts"][-1]
-            label = line["row"] if is_last else f"{line['row']}, {part['name']}"
-            seed = f"-seed{line['seed']}"
-            rows = rows_of(part, before)
-            settings.setdefault(label, {})[label + seed] = rows
+            label = line["row"] if part is line["parts"][-1] else f"{line['row']}, {part['name']}"
+            settings.setdefault(label, {})[label + seed] = rows_of(part)
             if line["row"] == BASE:
-                settings.setdefault("before", {})["before" + seed] = rows[:1]
-            before += part["evaluations"][-1]["rollouts"]
+                settings.setdefault("before", {})["before" + seed] = rows_of(part)[:1]
     return settings
 
 
 def print_tables(path):
-    """Of the seeds that have all arms: against the model before training, against BASE, and what stages forget."""
-    record = read_record(path)
-    of_seed = {line["seed"]: 0 for line in record}
-    for line in record:
-        of_seed[line["seed"]] += 1
-    settings = settings_of([line for line in record if of_seed[line["seed"]] == len(ARMS)])
-    metrics = [BOTH, *HELD_OUT]
-    everything = {name: rows for label, runs in settings.items() if label != "before" for name, rows in runs.items()}
+    """Print, of the seeds that have all arms: every end against the model before training; each arm against BASE; the
+    second stage against the first; the student against each teacher.
+    """
+    lines = sorted(read_record(path), key=lambda line: (line["seed"], list(ARMS).index(line["row"])))
+    seeds = [line["seed"] for line in lines]
+    settings = settings_of([line for line in lines if seeds.count(line["seed"]) == len(ARMS)])
+    every_end = {name: rows for label, runs in settings.items() if label != "before" for name, rows in runs.items()}
     arms = {name: rows for arm in ARMS for name, rows in settings[arm].items()}
-    print(comparison_table(everything, settings["before"], metrics), end="\n\n")
-    print(comparison_table(arms, settings[BASE], metrics), end="\n\n")
-    print(comparison_table(settings["stages"], settings["stages, first"], metrics), end="\n\n")
-    students = settings["teachers"]
-    for teacher in ("teachers, teacher_numbers", "teachers, teacher_plain"):
-        print(comparison_table(students, settings[teacher], metrics), end="\n\n")
+    for runs, against in (
+        (every_end, "before"),
+        (arms, BASE),
+        (settings["stages"], "stages, first"),
+        (settings["teachers"], "teachers, teacher_numbers"),
+        (settings["teachers"], "teachers, teacher_plain"),
+    ):
+        print(comparison_table(runs, settings[against], [BOTH, *HELD_OUT]), end="\n\n")
 
 
 def main():
