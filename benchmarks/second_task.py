@@ -33,7 +33,8 @@ NO_KL = "--kl_coef 0 --clip_range 1e-3"
 SUM = f"{NO_KL} --multi_objective_aggregation sum_then_normalize --scale_rewards batch"
 GDPO = f"{NO_KL} --multi_objective_aggregation normalize_then_sum --scale_rewards group"
 PAIR = ("numbers", "plain")  # prompt files, each with its reward, see prompts()
-REWARDS = {"numbers": "ocr", "plain": "assets/sign_colour.py:sign_colour"}
+PAIR_OF_BOTH = ("both", "plain")  # the numbers ask for both rewards
+REWARDS = {"numbers": "ocr", "both": "ocr", "plain": "assets/sign_colour.py:sign_colour"}
 
 
 def part_of(name, trained, rollouts, options=SUM, starts_from=None, teachers=()):
@@ -52,25 +53,33 @@ ARMS = {  # each samples ROLLOUTS * IMAGES images, those of teachers included
         part_of("student", PAIR, 8, "--kl_type paper", teachers=("teacher_numbers", "teacher_plain")),
     ],
 }
-BASE = "mixed"
+# A prompt that asks for one reward has the same advantages by either sum, if the deviation is of the same images. So
+# these two came later, after four seeds of the others: numbers that ask for both.
+LATER_ARMS = {"both_sum": [part_of("sum", PAIR_OF_BOTH, 36)], "both_gdpo": [part_of("gdpo", PAIR_OF_BOTH, 36, GDPO)]}
+ALL_ARMS = ARMS | LATER_ARMS
+BASE, LATER_BASE = "mixed", "both_sum"
 HELD_OUT = {  # in the record: in a run's log
     "ocr of numbers": "val/numbers/ocr/mean",
     "sign_colour of plain signs": "val/plain/sign_colour/mean",
-    "sign_colour of numbers": "val/numbers/sign_colour/mean",  # no arm is trained on it
+    "sign_colour of numbers": "val/numbers/sign_colour/mean",  # only LATER_ARMS are trained on it
 }
 BOTH = "both"  # mean of the two trained ones, by which arms are compared
 
 
 # ---- one arm of a seed -----------------------------------------------------------------------------------------------
 def prompts(folder):
-    """Write the prompts of assets/make_mixed.py: training ones name their teacher, held-out numbers both rewards."""
+    """Write the prompts of assets/make_mixed.py: training ones name their teacher, held-out numbers both rewards.
+
+    `both` are the numbers to train on, with both rewards as well.
+    """
     make_mixed.main(folder)
+    shutil.copyfile(folder / "train/numbers.jsonl", folder / "train/both.jsonl")
     for path in sorted(folder.glob("*/*.jsonl")):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         for record in records:
             if path.parent.name == "train":
                 record["teacher"] = f"teacher_{path.stem}"
-            elif path.stem == "numbers":
+            if path.stem == "both" or (path.parent.name, path.stem) == ("eval", "numbers"):
                 record["rewards"] = ["ocr", "sign_colour"]
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -91,7 +100,7 @@ def command_of(job, part, prefix=""):
     options += ["--reward_weights", *(1 for _ in part["trained"])]
     if len(part["trained"]) > 1:
         options += ["--train_shares", *(1 for _ in part["trained"])]
-    others = [REWARDS[name] for name in PAIR if name not in part["trained"]]
+    others = [REWARDS[name] for name in PAIR if REWARDS[name] not in options]
     if others:
         options += ["--eval_reward", *others]
     adapter = lambda name: f"runs/{prefix}{folder_name(job, {'name': name})}/adapter"
@@ -107,7 +116,7 @@ def command_of(job, part, prefix=""):
 def train(job, core, prefix=""):
     """Run, or resume, an arm's parts one after the other on a core. Returns its line of the record."""
     parts = []
-    for part in ARMS[job["row"]]:
+    for part in ALL_ARMS[job["row"]]:
         folder = RUNS / (prefix + folder_name(job, part))
         command = command_of(job, part, prefix)
         with open(f"{folder}.log", "w") as file:
@@ -127,7 +136,7 @@ def train(job, core, prefix=""):
 
 def again(path, job, core):
     """Run an arm of a seed alone, and compare it with the record."""
-    for part in ARMS[job["row"]]:
+    for part in ALL_ARMS[job["row"]]:
         shutil.rmtree(RUNS / f"again-{folder_name(job, part)}", ignore_errors=True)
     values = lambda line: [[[one[key] for key in HELD_OUT] for one in part["evaluations"]] for part in line["parts"]]
     now = train(job, core, "again-")
@@ -155,35 +164,42 @@ def settings_of(record):
         for part in line["parts"]:
             label = line["row"] if part is line["parts"][-1] else f"{line['row']}, {part['name']}"
             settings.setdefault(label, {})[label + seed] = rows_of(part)
-            if line["row"] == BASE:
+            if line["row"] in (BASE, LATER_BASE):
                 settings.setdefault("before", {})["before" + seed] = rows_of(part)[:1]
     return settings
 
 
-def print_tables(path):
-    """Print, of the seeds that have all arms: every end against the model before training; each arm against BASE; the
-    second stage against the first; the student against each teacher.
-    """
-    lines = sorted(read_record(path), key=lambda line: (line["seed"], list(ARMS).index(line["row"])))
+def with_all(record, arms):
+    """The lines of these arms, of the seeds that have all of them, in order."""
+    lines = [line for line in record if line["row"] in arms]
     seeds = [line["seed"] for line in lines]
-    settings = settings_of([line for line in lines if seeds.count(line["seed"]) == len(ARMS)])
-    every_end = {name: rows for label, runs in settings.items() if label != "before" for name, rows in runs.items()}
-    arms = {name: rows for arm in ARMS for name, rows in settings[arm].items()}
-    for runs, against in (
-        (every_end, "before"),
-        (arms, BASE),
-        (settings["stages"], "stages, first"),
-        (settings["teachers"], "teachers, teacher_numbers"),
-        (settings["teachers"], "teachers, teacher_plain"),
-    ):
-        print(comparison_table(runs, settings[against], [BOTH, *HELD_OUT]), end="\n\n")
+    whole = [line for line in lines if seeds.count(line["seed"]) == len(arms)]
+    return sorted(whole, key=lambda line: (line["seed"], list(arms).index(line["row"])))
+
+
+def print_tables(path):
+    """Print every end against the model before training; each arm against BASE; the second stage against the first; the
+    student against each teacher; and the later arms, against the model before training and LATER_BASE.
+    """
+    record = read_record(path)
+    settings, later = settings_of(with_all(record, ARMS)), settings_of(with_all(record, LATER_ARMS))
+    joined = lambda groups: {name: rows for runs in groups for name, rows in runs.items()}
+    every_end = joined(runs for label, runs in settings.items() if label != "before")
+    pairs = [(every_end, settings["before"]), (joined(settings[arm] for arm in ARMS), settings[BASE])]
+    pairs += [(settings["stages"], settings["stages, first"])]
+    pairs += [(settings["teachers"], settings[f"teachers, {part['name']}"]) for part in ARMS["teachers"][:2]]
+    if later:
+        of_later = joined(later[arm] for arm in LATER_ARMS)
+        pairs += [(of_later, later["before"]), (of_later, later[LATER_BASE])]
+    for runs, against in pairs:
+        print(comparison_table(runs, against, [BOTH, *HELD_OUT]), end="\n\n")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("--cores", nargs="+", type=int, default=[0, 1], help="one arm on each")
-    parser.add_argument("--only", choices=ARMS, metavar="ARM", help="this arm again, with --seed")
+    parser.add_argument("--only", choices=ALL_ARMS, metavar="ARM", help="this arm again, with --seed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
@@ -192,7 +208,9 @@ def main():
     prompts(RUNS / "second_prompts")
     if args.only:
         return again(args.record, make_job("second_task", ROLLOUTS, args.only, args.seed), args.cores[0])
-    jobs = [make_job("second_task", ROLLOUTS, arm, seed) for seed, arm in itertools.product(range(1, SEEDS + 1), ARMS)]
+    seeds = range(1, SEEDS + 1)
+    rows = [*itertools.product(seeds, ARMS), *itertools.product(seeds, LATER_ARMS)]
+    jobs = [make_job("second_task", ROLLOUTS, arm, seed) for seed, arm in rows]
     return work_through(jobs, args.record, args.cores, lambda job, path, core: train(job, core))
 
 
