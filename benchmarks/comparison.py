@@ -66,11 +66,12 @@ WINDOW = "--sde_window_size"
 ALL_STEPS, ANYWHERE = f"{WINDOW} 0", "--sde_window_range 0 9"  # all but the last
 
 
-def row_of(script, seeds, options="", threshold=None, cost=1.0, is_apart=False):
+def row_of(script, seeds, options="", threshold=None, cost=1.0, is_apart=False, is_matched=True):
     """threshold: of a trust region between Gaussian steps, (option, shipped value). cost: seconds of a rollout, as a
-    multiple of Flow-GRPO's, rounded up. is_apart: it learns from pairs, and is compared in no test."""
+    multiple of Flow-GRPO's, rounded up. is_apart: it learns from pairs, and is compared in no test.
+    is_matched: False where the threshold bounds no Gaussian step: it is tuned around the shipped value."""
     setting = {"script": script, "seeds": seeds, "options": options, "threshold": threshold}
-    return setting | {"cost": cost, "is_apart": is_apart}
+    return setting | {"cost": cost, "is_apart": is_apart, "is_noisy": bool(threshold) and is_matched}
 
 
 ROWS = {
@@ -85,6 +86,9 @@ ROWS = {
     "awm": row_of("contrib.awm", 6, cost=1.4),
     "dgpo": row_of("contrib.dgpo", 6, cost=1.45),
     "crd": row_of("contrib.crd", 6, cost=1.4),
+    "v_grpo": row_of("contrib.v_grpo", 6, cost=1.2),
+    # the KL that bounds how far it moves costs 1 / reward_multiplier
+    "ram": row_of("contrib.ram", 6, threshold=("reward_multiplier", 3.0), cost=1.4, is_matched=False),
     "online_dpo": row_of("contrib.online_dpo", 6, cost=1.4, is_apart=True),
     # as many images as the others sample, made into pairs before, and as many optimizer steps
     "dpo_offline": row_of("dpo_offline.py", 6, "--dpo_beta 100", cost=0.7, is_apart=True),
@@ -136,7 +140,7 @@ def lines_of(record, stage, row):
 def match_jobs():
     jobs = []
     for row, setting in ROWS.items():
-        if setting["threshold"]:
+        if setting["is_noisy"]:
             factors = (1,) if row == BASE else GRID
             for factor in factors:
                 of_run = {"learning_rate": MATCH_RATE, "threshold": setting["threshold"][1] * factor}
@@ -159,8 +163,11 @@ def mean_divergence(line):
 
 def matched(record, row):
     """(threshold, its divergence over Flow-GRPO's, whether that is near): of the GRID the nearest, as a ratio, and of
-    equal ones the nearest to the shipped; where none is near the shipped one, with the ratio None if its run failed."""
+    equal ones the nearest to the shipped; where none is near the shipped one, with the ratio None if its run failed.
+    A threshold that bounds no Gaussian step is the shipped one."""
     shipped = ROWS[row]["threshold"][1]
+    if not ROWS[row]["is_noisy"]:
+        return shipped, None, True
     whole = [line for line in lines_of(record, "match", row) if not line["failed"]]
     base = [line for line in lines_of(record, "match", BASE) if not line["failed"]]
     if not base:
@@ -228,14 +235,14 @@ def run_jobs(record):
 
 def evaluations_of(job):
     """What follows a run that was trained on noisy steps, while its folder is there."""
-    is_noisy = job["stage"] == "run" and ROWS[job["row"]]["threshold"]
+    is_noisy = job["stage"] == "run" and ROWS[job["row"]]["is_noisy"]
     return [make_job("evaluate", job["rollouts"], job["row"], job["seed"])] if is_noisy else []
 
 
 def evaluate_jobs(record):
     """Seed 0 is the model before training. The others follow their runs, except where a kill came between."""
     rollouts = rollouts_of(record, "evaluate")
-    noisy = [(row, setting["seeds"]) for row, setting in ROWS.items() if setting["threshold"]]
+    noisy = [(row, setting["seeds"]) for row, setting in ROWS.items() if setting["is_noisy"]]
     return [make_job("evaluate", rollouts, row, seed) for row, seeds in noisy for seed in range(seeds + 1)]
 
 
@@ -533,11 +540,10 @@ def plan(seconds, num_rollouts=CUTS[0][0], num_thresholds=CUTS[0][1]):
 
     for row, setting in ROWS.items():
         cost = setting["cost"]
-        has_region = setting["threshold"] is not None
-        if has_region:
+        if setting["is_noisy"]:
             add("match", 1 if row == BASE else len(GRID), MATCH_ROLLOUTS, 1, cost)
             add("evaluate", setting["seeds"] + 1, 0, 1, cost)
-        runs = len(LEARNING_RATES) * (num_thresholds if has_region else 1)
+        runs = len(LEARNING_RATES) * (num_thresholds if setting["threshold"] else 1)
         add("tune", runs, num_rollouts // 2, 1 + math.ceil(num_rollouts // 2 / EVAL_EVERY), cost)
         add("run", setting["seeds"], num_rollouts, 1 + num_rollouts // EVAL_EVERY, cost)
     return {stage: (counts[stage], spent[stage] / 3600 / 2) for stage in counts}
