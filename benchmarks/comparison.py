@@ -66,12 +66,13 @@ WINDOW = "--sde_window_size"
 ALL_STEPS, ANYWHERE = f"{WINDOW} 0", "--sde_window_range 0 9"  # all but the last
 
 
-def row_of(script, seeds, options="", threshold=None, cost=1.0, is_apart=False, is_matched=True):
-    """threshold: of a trust region between Gaussian steps, (option, shipped value). cost: seconds of a rollout, as a
-    multiple of Flow-GRPO's, rounded up. is_apart: it learns from pairs, and is compared in no test.
-    is_matched: False where the threshold bounds no Gaussian step: it is tuned around the shipped value."""
+def row_of(script, seeds, options="", threshold=None, cost=1.0, is_apart=False, has_gaussian_steps=True):
+    """threshold: what is tuned beside the learning rate, (option, shipped value). Between Gaussian steps it bounds, and
+    is matched first; without them it is another option, tuned around the shipped value. cost: seconds of a rollout, as
+    a multiple of Flow-GRPO's, rounded up. is_apart: it learns from pairs, and is compared in no test."""
     setting = {"script": script, "seeds": seeds, "options": options, "threshold": threshold}
-    return setting | {"cost": cost, "is_apart": is_apart, "is_noisy": bool(threshold) and is_matched}
+    setting |= {"is_noisy": bool(threshold) and has_gaussian_steps}  # in training, between the sampling steps
+    return setting | {"cost": cost, "is_apart": is_apart, "choice": None}
 
 
 ROWS = {
@@ -88,13 +89,21 @@ ROWS = {
     "crd": row_of("contrib.crd", 6, cost=1.4),
     "v_grpo": row_of("contrib.v_grpo", 6, cost=1.2),
     # the KL that bounds how far it moves costs 1 / reward_multiplier
-    "ram": row_of("contrib.ram", 6, threshold=("reward_multiplier", 3.0), cost=1.4, is_matched=False),
+    "ram": row_of("contrib.ram", 6, threshold=("reward_multiplier", 3.0), cost=1.4, has_gaussian_steps=False),
     "online_dpo": row_of("contrib.online_dpo", 6, cost=1.4, is_apart=True),
     # as many images as the others sample, made into pairs before, and as many optimizer steps
     "dpo_offline": row_of("dpo_offline.py", 6, "--dpo_beta 100", cost=0.7, is_apart=True),
 }
+# of rows above, added after their runs. choice: a (learning rate, threshold) that is given here, and so not tuned
+VARIANTS = {
+    # as bounded as Flow-GRPO: both at their matched threshold and one learning rate
+    "grpo_guard_matched": ROWS["grpo_guard"] | {"seeds": 6, "choice": (3e-3, 3.125e-5)},
+    "mix_grpo_slower": ROWS["mix_grpo"] | {"choice": (1e-3, 6.25e-5)},  # tuning's second best, which kept more colour
+    "crd_kl": ROWS["crd"] | {"options": "--kl_coef 0.1 --kl_guidance_scale 4.5", "cost": 1.9},  # of CRD's code
+}
+ROWS |= VARIANTS
 EVAL_COST, STARTUP_S = 0.9, 12  # an evaluation, as a multiple of Flow-GRPO's rollout; seconds of a run's start
-BUDGET_H = 7  # of two cores, for everything: what we could spend
+BUDGET_H = 9.5  # of two cores, for everything: 7 that we could spend first, the rest for the rows that came later
 LONGEST_MIN = 15  # of one core, for one run
 HELD_OUT = {  # name: (metric, digits)
     "ocr": ("val/ocr/mean", 3),
@@ -140,7 +149,7 @@ def lines_of(record, stage, row):
 def match_jobs():
     jobs = []
     for row, setting in ROWS.items():
-        if setting["is_noisy"]:
+        if setting["is_noisy"] and not setting["choice"]:
             factors = (1,) if row == BASE else GRID
             for factor in factors:
                 of_run = {"learning_rate": MATCH_RATE, "threshold": setting["threshold"][1] * factor}
@@ -186,10 +195,14 @@ def thresholds_of(record, row, factors=AROUND):
     return [matched(record, row)[0] * factor for factor in factors[cut_of(record)[1]]]
 
 
+def tuned_rows():
+    return [row for row, setting in ROWS.items() if not setting["choice"]]
+
+
 def tune_jobs(record):
     rollouts = rollouts_of(record, "tune")
     jobs = []
-    for row in ROWS:
+    for row in tuned_rows():
         for choice in itertools.product(LEARNING_RATES, thresholds_of(record, row)):
             jobs.append(make_job("tune", rollouts, row, TUNE_SEED, *choice))
     return jobs
@@ -198,7 +211,7 @@ def tune_jobs(record):
 def widening_jobs(record):
     """What tuning has not tried next to each row's choice, the other value kept. None: no choice lies at an edge."""
     jobs = []
-    for row in ROWS:
+    for row in tuned_rows():
         rate, threshold = chosen(record, row)
         thresholds = thresholds_of(record, row, WIDEST)
         choices = [(near, threshold) for near in neighbours(RATES, rate)]
@@ -215,6 +228,8 @@ def neighbours(values, value):
 
 def chosen(record, row):
     """(learning rate, threshold) of the highest last reward of the tuning prompts; of equal ones the lowest."""
+    if ROWS[row]["choice"]:
+        return ROWS[row]["choice"]
     tried = thresholds_of(record, row, WIDEST)  # before a cut there may have been more
     lines = [line for line in lines_of(record, "tune", row) if line["threshold"] in tried and not line["failed"]]
     if not lines:
@@ -282,7 +297,7 @@ def options_of(job, name):
         options += ["--rollout", "local", "--num_prompts", IMAGES // 8, "--group_size", 8]
         options += ["--num_steps", rollouts, "--eval_every", every, "--updates_per_rollout", UPDATES]
     options += setting["options"].split()
-    if job["row"] == "mix_grpo":  # as long at a position as leaves a rollout for the last of eight
+    if setting["script"] == "mix_grpo.py":  # as long at a position as leaves a rollout for the last of eight
         options += ["--iters_per_group", max(1, (rollouts - 1) // 7)]
     if job["threshold"] is not None:
         options += [f"--{setting['threshold'][0]}", job["threshold"]]
@@ -541,10 +556,12 @@ def plan(seconds, num_rollouts=CUTS[0][0], num_thresholds=CUTS[0][1]):
     for row, setting in ROWS.items():
         cost = setting["cost"]
         if setting["is_noisy"]:
-            add("match", 1 if row == BASE else len(GRID), MATCH_ROLLOUTS, 1, cost)
+            if not setting["choice"]:
+                add("match", 1 if row == BASE else len(GRID), MATCH_ROLLOUTS, 1, cost)
             add("evaluate", setting["seeds"] + 1, 0, 1, cost)
         runs = len(LEARNING_RATES) * (num_thresholds if setting["threshold"] else 1)
-        add("tune", runs, num_rollouts // 2, 1 + math.ceil(num_rollouts // 2 / EVAL_EVERY), cost)
+        if not setting["choice"]:
+            add("tune", runs, num_rollouts // 2, 1 + math.ceil(num_rollouts // 2 / EVAL_EVERY), cost)
         add("run", setting["seeds"], num_rollouts, 1 + num_rollouts // EVAL_EVERY, cost)
     return {stage: (counts[stage], spent[stage] / 3600 / 2) for stage in counts}
 
