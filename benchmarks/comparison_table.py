@@ -55,9 +55,9 @@ def holm(p_values):
 
 
 # ---- table and picture -----------------------------------------------------------------------------------------------
-def step_times(record, stage, rows, is_first):
+def step_times(record, stages, rows, is_first):
     """Seconds of the training steps on the first machine, or of those on later ones, in ascending order."""
-    lines = [line for row in rows for line in lines_of(record, stage, row)]
+    lines = [line for row in rows for stage in stages for line in lines_of(record, stage, row)]
     lines = [line for line in lines if line.get("git_hash", "").startswith(FIRST_MACHINE) == is_first]
     return sorted(step["seconds"] for line in lines for step in line.get("steps", ()))
 
@@ -65,19 +65,19 @@ def step_times(record, stage, rows, is_first):
 def step_seconds(record, row):
     """Median seconds of a training step on the first machine, which does not depend on learning rate and threshold.
 
-    A row that was never there has Guard's, in proportion to the seconds of both on a later machine. As other work
-    shared that one, these are those that a tenth of the steps stays below.
+    A row that was never there has those of cps, which was on both, in proportion to the seconds of both rows on the
+    later one. As other work shared that machine, these are those that a tenth of the steps stays below.
     """
     alike = [name for name in ROWS if all(ROWS[name][key] == ROWS[row][key] for key in ("script", "options"))]
     for stage in ("run", "tune"):
-        first = step_times(record, stage, alike, True)
+        first = step_times(record, [stage], alike, True)
         if first:
             return statistics.median(first)
-    own, guard = (step_times(record, "run", [name], False) for name in (row, "grpo_guard_matched"))
-    on_first = step_times(record, "run", ["grpo_guard"], True)
-    if not (guard and on_first):  # a record of one machine
+    own, both = (step_times(record, ["tune", "run"], [name], False) for name in (row, "cps"))
+    on_first = step_times(record, ["tune"], ["cps"], True)
+    if not (own and both and on_first):  # a record of one machine
         return statistics.median(own or [0.0])
-    return statistics.median(on_first) * own[len(own) // 10] / guard[len(guard) // 10]
+    return statistics.median(on_first) * own[len(own) // 10] / both[len(both) // 10]
 
 
 def runs_of(record, row):
