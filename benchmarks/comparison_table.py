@@ -25,7 +25,6 @@ from benchmarks.comparison import (
     ROWS,
     TESTED,
     UPDATES,
-    VARIANTS,
     WIDEST,
     chosen,
     lines_of,
@@ -55,9 +54,9 @@ def holm(p_values):
 
 
 # ---- table and picture -----------------------------------------------------------------------------------------------
-def step_times(record, stages, rows, is_first):
-    """Seconds of the training steps on the first machine, or of those on later ones, in ascending order."""
-    lines = [line for row in rows for stage in stages for line in lines_of(record, stage, row)]
+def step_times(record, stages, row, is_first):
+    """Seconds of a row's training steps on the first machine, or of those on later ones, in ascending order."""
+    lines = [line for stage in stages for line in lines_of(record, stage, row)]
     lines = [line for line in lines if line.get("git_hash", "").startswith(FIRST_MACHINE) == is_first]
     return sorted(step["seconds"] for line in lines for step in line.get("steps", ()))
 
@@ -68,13 +67,12 @@ def step_seconds(record, row):
     A row that was never there has those of cps, which was on both, in proportion to the seconds of both rows on the
     later one. As other work shared that machine, these are those that a tenth of the steps stays below.
     """
-    alike = [name for name in ROWS if all(ROWS[name][key] == ROWS[row][key] for key in ("script", "options"))]
     for stage in ("run", "tune"):
-        first = step_times(record, [stage], alike, True)
+        first = step_times(record, [stage], row, True)
         if first:
             return statistics.median(first)
-    own, both = (step_times(record, ["tune", "run"], [name], False) for name in (row, "cps"))
-    on_first = step_times(record, ["tune"], ["cps"], True)
+    own, both = (step_times(record, ["tune", "run"], name, False) for name in (row, "cps"))
+    on_first = step_times(record, ["tune"], "cps", True)
     if not (own and both and on_first):  # a record of one machine
         return statistics.median(own or [0.0])
     return statistics.median(on_first) * own[len(own) // 10] / both[len(both) // 10]
@@ -229,8 +227,6 @@ def row_name(record, row):
 def choice(record, row):
     """A row's learning rate and threshold; * where it is the first or the last that widening may try."""
     learning_rate, threshold = chosen(record, row)
-    if ROWS[row]["choice"]:
-        return f"{learning_rate:g}, {threshold:g} (given)"
     thresholds = thresholds_of(record, row, WIDEST)
     text = f"{learning_rate:g}" + ("*" if learning_rate in (RATES[0], RATES[-1]) else "")
     if not threshold:
@@ -270,7 +266,7 @@ def table_text(record):
 
 def costs_of(record, rows):
     """What each row took, and where its curve reaches Flow-GRPO's reward."""
-    together = [row for row in rows if not ROWS[row]["is_apart"] and row not in VARIANTS]
+    together = [row for row in rows if not ROWS[row]["is_apart"]]
     whole = [line for row in together for line in runs_of(record, row) if not line["failed"]]  # a failed run is short
     seconds = min((line["evaluations"][-1]["seconds"] for line in whole), default=0.0)
     table = [["", "learning rate, threshold", "seconds", f"reward after {seconds:.0f} s", "against Flow-GRPO's"]]
@@ -289,8 +285,6 @@ def tuning_of(record):
     """The last reward (and sign_colour) of each tuning run, a line for each threshold of a row; the choice is bold."""
     table = [["", "threshold (times the matched)", *(f"{rate:g}" for rate in RATES)]]
     for row in ROWS:
-        if ROWS[row]["choice"]:
-            continue
         tried = {(line["learning_rate"], line["threshold"]): line for line in lines_of(record, "tune", row)}
         for threshold in sorted({threshold for _, threshold in tried}, key=lambda value: value or 0):
             label = f"{threshold:g} ({threshold / matched(record, row)[0]:g})" if threshold else ""
@@ -309,7 +303,7 @@ def draw(record, path):
     figure, axes = plt.subplots(2, 3, figsize=(15, 8.5), layout="constrained")
     panels = [("images", "ocr"), ("seconds", "ocr"), ("drift", "ocr")]
     panels += [("drift", key) for key in ("sign_colour", "jpeg_compressibility", "diversity")]
-    rows = [row for row in ROWS if lines_of(record, "run", row) and row not in VARIANTS]
+    rows = [row for row in ROWS if lines_of(record, "run", row)]
     colours = iter(COLOURS)
     for row in rows:
         lines = runs_of(record, row)
