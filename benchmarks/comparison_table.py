@@ -13,6 +13,7 @@ above; this came after the first 19 runs. A learning rate or threshold at an end
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -54,28 +55,26 @@ def holm(p_values):
 
 
 # ---- table and picture -----------------------------------------------------------------------------------------------
-def step_times(record, stages, row, is_first):
-    """Seconds of a row's training steps on the first machine, or of those on later ones, in ascending order."""
-    lines = [line for stage in stages for line in lines_of(record, stage, row)]
-    lines = [line for line in lines if line.get("git_hash", "").startswith(FIRST_MACHINE) == is_first]
-    return sorted(step["seconds"] for line in lines for step in line.get("steps", ()))
+def step_times(record, stage, row, is_first):
+    """Seconds of a row's training steps on the first machine, or of those on later ones."""
+    lines = [line for line in lines_of(record, stage, row) if "git_hash" in line]
+    lines = [line for line in lines if line["git_hash"].startswith(FIRST_MACHINE) == is_first]
+    return [step["seconds"] for line in lines for step in line["steps"]]
 
 
 def step_seconds(record, row):
-    """Median seconds of a training step on the first machine, which does not depend on learning rate and threshold.
+    """Median seconds of a training step on the first machine: of the row's runs, or of its tuning if they ran later.
 
-    A row that was never there has those of cps, which was on both, in proportion to the seconds of both rows on the
-    later one. As other work shared that machine, these are those that a tenth of the steps stays below.
+    Learning rate and threshold do not change what a step costs. nan: the row never ran there. A record without any run
+    from there is of one machine.
     """
     for stage in ("run", "tune"):
-        first = step_times(record, [stage], row, True)
+        first = step_times(record, stage, row, True)
         if first:
             return statistics.median(first)
-    own, both = (step_times(record, ["tune", "run"], name, False) for name in (row, "cps"))
-    on_first = step_times(record, ["tune"], "cps", True)
-    if not (own and both and on_first):  # a record of one machine
-        return statistics.median(own or [0.0])
-    return statistics.median(on_first) * own[len(own) // 10] / both[len(both) // 10]
+    if any(step_times(record, "run", name, True) for name in ROWS):
+        return math.nan
+    return statistics.median(step_times(record, "run", row, False) or [0.0])
 
 
 def runs_of(record, row):
@@ -198,7 +197,10 @@ def cell(record, row, what, digits):
     if not values:
         return ""
     mean = f"{statistics.mean(values.values()):.{digits}f}"
-    return mean if start is None else f"{mean}, {interval([value - start for value in values.values()], digits)}"
+    if start is None:
+        return mean
+    change = interval([value - start for value in values.values()], digits)
+    return f"{mean}, {change}" if start else change  # drift starts at 0
 
 
 def over_next(record, rows, row):
@@ -265,19 +267,23 @@ def table_text(record):
 
 
 def costs_of(record, rows):
-    """What each row took, and where its curve reaches Flow-GRPO's reward."""
-    together = [row for row in rows if not ROWS[row]["is_apart"]]
+    """What each row took, and where its curve reaches Flow-GRPO's reward. No seconds of a row that is not timed."""
+    ends = {row: max(line["evaluations"][-1]["seconds"] for line in runs_of(record, row)) for row in rows}
+    timed = [row for row in rows if not math.isnan(ends[row])]
+    together = [row for row in timed if not ROWS[row]["is_apart"]]
     whole = [line for row in together for line in runs_of(record, row) if not line["failed"]]  # a failed run is short
     seconds = min((line["evaluations"][-1]["seconds"] for line in whole), default=0.0)
     table = [["", "learning rate, threshold", "seconds", f"reward after {seconds:.0f} s", "against Flow-GRPO's"]]
     table[0] += ["images needed", "seconds needed", "sign_colour at Flow-GRPO's reward"]
     for row in rows:
-        in_all = max(line["evaluations"][-1]["seconds"] for line in runs_of(record, row))
-        after = f"{statistics.mean(values_of(record, row, 'seconds', seconds).values()):.3f}"
-        difference = "" if row == BASE else interval(paired_differences(record, row, "seconds", seconds), 3)
-        table.append([row_name(record, row), choice(record, row), f"{in_all:.0f}", after, difference])
-        table[-1] += [share_needed(record, row, across) for across in ("images", "seconds")]
-        table[-1].append(told(at_base_reward(record, row, "sign_colour"), 2))
+        in_all, after, difference, needed = "", "", "", ""
+        if row in timed:
+            in_all = f"{ends[row]:.0f}"
+            after = f"{statistics.mean(values_of(record, row, 'seconds', seconds).values()):.3f}"
+            difference = "" if row == BASE else interval(paired_differences(record, row, "seconds", seconds), 3)
+            needed = share_needed(record, row, "seconds")
+        table.append([row_name(record, row), choice(record, row), in_all, after, difference])
+        table[-1] += [share_needed(record, row, "images"), needed, told(at_base_reward(record, row, "sign_colour"), 2)]
     return table
 
 

@@ -427,6 +427,7 @@ def made_up_record():
             steps = [{"seconds": evaluations[-1]["seconds"] / num_steps}] * num_steps
             steps[:seed] = [{"seconds": 999}] * seed  # the machine was shared, for fewer than half of the steps
             line = make_job("run", 30, row, seed, *comparison.chosen(record, row)) | {"failed": False, "steps": steps}
+            line["git_hash"] = "1234567"
             record.append(line | {"evaluations": evaluations})
             if ROWS[row]["threshold"]:
                 record.append(make_job("evaluate", 30, row, seed) | {"ocr": 0.5 + seed / 100})
@@ -492,25 +493,25 @@ def test_a_choice_at_the_end_of_what_may_be_tried_is_marked(monkeypatch):
 
 
 @fast
-def test_seconds_of_later_machines_are_those_of_the_first():
-    """A step takes cps 10 s on the first machine and 5 s on a later one, where RAM takes 6."""
-
-    def line(row, commit, seconds, stage="run"):
-        rollouts = {"run": 30, "tune": 15}[stage]
-        job = make_job(stage, rollouts, row, 1, *comparison.chosen(record, row))
-        return job | {"git_hash": f"{commit}0000", "steps": [{"seconds": one} for one in seconds]}
-
-    record = made_up_tuning()
-    record += [line("cps", "e9841c6", [10, 9, 30], "tune"), line("cps", "1234567", [5, 5, 50])]
-    record += [
-        line("ram", "1234567", [6, 60, 60]),
-        line("grpo_guard", "c6c8dfa", [11]),
-        line("awm", "1234567", [4] * 9),
-    ]
-    seconds = {row: comparison_table.step_seconds(record, row) for row in ("cps", "ram", "grpo_guard", "awm")}
-    assert seconds == {"cps": 10, "ram": 12, "grpo_guard": 11, "awm": 8}
-    alone = [one for one in record if one["row"] != "cps"]  # a record of one machine
-    assert comparison_table.step_seconds(alone, "ram") == 60
+def test_seconds_are_those_of_the_first_machine():
+    record = made_up_record()
+    for line in record:
+        if "steps" in line and line["stage"] == "run":
+            later = line["row"] in ("cps", "grpo_guard")
+            line["git_hash"] = "1234567" if later else "c6c8dfa0000"
+        if line["stage"] == "tune" and line["row"] == "cps":
+            line |= {"git_hash": "e9841c60000", "steps": [{"seconds": one} for one in (4, 5, 99)]}
+    *_, costs, _, _ = tables(comparison_table.table_text(record))
+    # 30 steps of 5 s are those of its tuning; Guard was never there, and is not timed
+    timed = [costs[row]["seconds"] for row in ("flow_grpo", "cps", "grpo_guard")]
+    assert timed == ["200", "150", ""]
+    assert costs["cps"]["reward after 150 s"].startswith("0.945")
+    guard = costs["grpo_guard"]
+    assert [guard["reward after 150 s"], guard["seconds needed"], guard["images needed"]] == ["", "", "0.80"]
+    for line in record:
+        if "git_hash" in line:
+            line["git_hash"] = "1234567"
+    assert comparison_table.step_seconds(record, "grpo_guard") == pytest.approx(200 / 30)  # a record of one machine
 
 
 @fast
