@@ -1,4 +1,4 @@
-"""Ten settings at ten sampling steps, each tuned until no choice lies at an edge; six or eight seeds, fixed tests.
+"""Fourteen settings at ten sampling steps, each tuned until no choice lies at an edge; six or eight seeds, fixed tests.
 
     python -m benchmarks.comparison RECORD --cores 0 1           # every run that RECORD lacks, one on each core
     python -m benchmarks.comparison --plan 18                    # runs, hours and the --cut, at 18 s for a rollout
@@ -13,7 +13,8 @@ The design, docs/lab/comparison.md ("The design"), is the constants below. Stage
             E[(mean - old mean)^2 / (2 std^2)] over a rollout's last mini-batch, before its optimizer step, at each
             trained step. The scripts do not log it: actor/ppo_kl is over all mini-batches and steps, and an estimate of
             it in flow_grpo.py. So these short runs go through `run_with_divergence`, which computes it from the means.
-  tune      three learning rates, for trust regions three thresholds around that one; half the rollouts, one seed
+  tune      three learning rates, for trust regions three thresholds around that one, for RAM three values of eta;
+            half the rollouts, one seed
   widen     the neighbours of a row's choice that were not tried, learning rate or threshold, until it beats them all
   run       the choice, by the reward of the tuning prompts alone, on seeds and prompts that tuning did not see
   evaluate  the policies trained on noisy steps, by those steps, each right after its run; the ODE's reward is in the
@@ -66,10 +67,12 @@ WINDOW = "--sde_window_size"
 ALL_STEPS, ANYWHERE = f"{WINDOW} 0", "--sde_window_range 0 9"  # all but the last
 
 
-def row_of(script, seeds, options="", threshold=None, cost=1.0, is_apart=False):
-    """threshold: of a trust region between Gaussian steps, (option, shipped value). cost: seconds of a rollout, as a
-    multiple of Flow-GRPO's, rounded up. is_apart: it learns from pairs, and is compared in no test."""
+def row_of(script, seeds, options="", threshold=None, cost=1.0, is_apart=False, has_gaussian_steps=True):
+    """threshold: what is tuned beside the learning rate, (option, shipped value). Between Gaussian steps it bounds, and
+    is matched first; without them it is another option, tuned around the shipped value. cost: seconds of a rollout, as
+    a multiple of Flow-GRPO's, rounded up. is_apart: it learns from pairs, and is compared in no test."""
     setting = {"script": script, "seeds": seeds, "options": options, "threshold": threshold}
+    setting |= {"is_noisy": bool(threshold) and has_gaussian_steps}  # in training, between the sampling steps
     return setting | {"cost": cost, "is_apart": is_apart}
 
 
@@ -85,12 +88,15 @@ ROWS = {
     "awm": row_of("contrib.awm", 6, cost=1.4),
     "dgpo": row_of("contrib.dgpo", 6, cost=1.45),
     "crd": row_of("contrib.crd", 6, cost=1.4),
+    "v_grpo": row_of("contrib.v_grpo", 6, cost=0.85),
+    # the KL that bounds how far it moves costs 1 / reward_multiplier
+    "ram": row_of("contrib.ram", 6, threshold=("reward_multiplier", 3.0), cost=1.4, has_gaussian_steps=False),
     "online_dpo": row_of("contrib.online_dpo", 6, cost=1.4, is_apart=True),
     # as many images as the others sample, made into pairs before, and as many optimizer steps
     "dpo_offline": row_of("dpo_offline.py", 6, "--dpo_beta 100", cost=0.7, is_apart=True),
 }
 EVAL_COST, STARTUP_S = 0.9, 12  # an evaluation, as a multiple of Flow-GRPO's rollout; seconds of a run's start
-BUDGET_H = 7  # of two cores, for everything: what we could spend
+BUDGET_H = 8.5  # of two cores, for everything: 7 that we could spend first, 1.5 for RAM and V-GRPO
 LONGEST_MIN = 15  # of one core, for one run
 HELD_OUT = {  # name: (metric, digits)
     "ocr": ("val/ocr/mean", 3),
@@ -136,7 +142,7 @@ def lines_of(record, stage, row):
 def match_jobs():
     jobs = []
     for row, setting in ROWS.items():
-        if setting["threshold"]:
+        if setting["is_noisy"]:
             factors = (1,) if row == BASE else GRID
             for factor in factors:
                 of_run = {"learning_rate": MATCH_RATE, "threshold": setting["threshold"][1] * factor}
@@ -159,8 +165,11 @@ def mean_divergence(line):
 
 def matched(record, row):
     """(threshold, its divergence over Flow-GRPO's, whether that is near): of the GRID the nearest, as a ratio, and of
-    equal ones the nearest to the shipped; where none is near the shipped one, with the ratio None if its run failed."""
+    equal ones the nearest to the shipped; where none is near the shipped one, with the ratio None if its run failed.
+    A threshold that bounds no Gaussian step is the shipped one."""
     shipped = ROWS[row]["threshold"][1]
+    if not ROWS[row]["is_noisy"]:
+        return shipped, None, True
     whole = [line for line in lines_of(record, "match", row) if not line["failed"]]
     base = [line for line in lines_of(record, "match", BASE) if not line["failed"]]
     if not base:
@@ -228,14 +237,14 @@ def run_jobs(record):
 
 def evaluations_of(job):
     """What follows a run that was trained on noisy steps, while its folder is there."""
-    is_noisy = job["stage"] == "run" and ROWS[job["row"]]["threshold"]
+    is_noisy = job["stage"] == "run" and ROWS[job["row"]]["is_noisy"]
     return [make_job("evaluate", job["rollouts"], job["row"], job["seed"])] if is_noisy else []
 
 
 def evaluate_jobs(record):
     """Seed 0 is the model before training. The others follow their runs, except where a kill came between."""
     rollouts = rollouts_of(record, "evaluate")
-    noisy = [(row, setting["seeds"]) for row, setting in ROWS.items() if setting["threshold"]]
+    noisy = [(row, setting["seeds"]) for row, setting in ROWS.items() if setting["is_noisy"]]
     return [make_job("evaluate", rollouts, row, seed) for row, seeds in noisy for seed in range(seeds + 1)]
 
 
@@ -533,11 +542,10 @@ def plan(seconds, num_rollouts=CUTS[0][0], num_thresholds=CUTS[0][1]):
 
     for row, setting in ROWS.items():
         cost = setting["cost"]
-        has_region = setting["threshold"] is not None
-        if has_region:
+        if setting["is_noisy"]:
             add("match", 1 if row == BASE else len(GRID), MATCH_ROLLOUTS, 1, cost)
             add("evaluate", setting["seeds"] + 1, 0, 1, cost)
-        runs = len(LEARNING_RATES) * (num_thresholds if has_region else 1)
+        runs = len(LEARNING_RATES) * (num_thresholds if setting["threshold"] else 1)
         add("tune", runs, num_rollouts // 2, 1 + math.ceil(num_rollouts // 2 / EVAL_EVERY), cost)
         add("run", setting["seeds"], num_rollouts, 1 + num_rollouts // EVAL_EVERY, cost)
     return {stage: (counts[stage], spent[stage] / 3600 / 2) for stage in counts}

@@ -1,6 +1,6 @@
 """What shows reward hacking? The watched metrics of the comparison's runs, against the colours that no reward saw.
 
-    python -m benchmarks.hacking docs/lab/records/comparison_wider.jsonl
+    python -m benchmarks.hacking docs/lab/records/comparison.jsonl
 
 In these runs `ocr` is trained on, and held-out `sign_colour` is not: an evaluation is hacked where it lies more than
 DROP below the model's before training. Each metric that needs no second reward is asked whether it tells these

@@ -55,8 +55,9 @@ def test_the_plans_counts_are_the_jobs(monkeypatch):
     jobs = {"match": comparison.match_jobs(), "tune": comparison.tune_jobs(record)}
     jobs |= {"run": comparison.run_jobs(record), "evaluate": comparison.evaluate_jobs(record)}
     counts = {stage: len(of_stage) for stage, of_stage in jobs.items()}
-    # six trust regions: one run of Flow-GRPO and 5 x 5; 6 x 3 x 3 and 6 x 3; 5 rows x 8 and 7 x 6 seeds; 4 x 9 + 2 x 7
-    assert counts == {"match": 26, "tune": 72, "run": 82, "evaluate": 50}
+    # six trust regions: one run of Flow-GRPO and 5 x 5. They and RAM have 3 x 3 tries, 7 rows have 3. 5 rows x 8
+    # and 9 x 6 seeds; with noisy steps 4 x 9 + 2 x 7
+    assert counts == {"match": 26, "tune": 84, "run": 94, "evaluate": 50}
     assert {stage: runs for stage, (runs, _) in stages.items()} == counts
     assert all(len({json.dumps(job) for job in of_stage}) == len(of_stage) for of_stage in jobs.values())
     assert not {job["seed"] for job in jobs["run"]} & {comparison.TUNE_SEED}
@@ -117,13 +118,13 @@ def test_a_cut_to_one_threshold_chooses_by_that_one():
     assert {job["threshold"] for job in comparison.tune_jobs(record) if job["row"] == "cps"} == {0.25e-4}
     assert comparison.chosen(record, "cps") == (1e-3, 0.25e-4)
     counts = comparison.plan(18, 30, 1)
-    assert counts["tune"][0] == len(comparison.tune_jobs(record)) == 36
+    assert counts["tune"][0] == len(comparison.tune_jobs(record)) == 42
 
 
 @fast
 @pytest.mark.parametrize(
     ("stage", "row"),
-    [*(("match", row) for row in ROWS if ROWS[row]["threshold"]), *itertools.product(["tune", "run"], ROWS)],
+    [*(("match", row) for row in ROWS if ROWS[row]["is_noisy"]), *itertools.product(["tune", "run"], ROWS)],
 )
 def test_every_command_is_one_that_the_script_takes(stage, row, monkeypatch, tmp_path):
     from common.command_line import parse_args
@@ -147,6 +148,7 @@ def test_every_command_is_one_that_the_script_takes(stage, row, monkeypatch, tmp
     assert args.seed == 3 and args.learning_rate == 1e-3 and args.num_inference_steps == 10
     if setting["threshold"]:
         assert getattr(args, setting["threshold"][0]) == threshold
+    if setting["is_noisy"]:
         assert args.noise_level == (0.9 if row == "cps" else 0.7)
     else:
         assert not {"noise_level", "sde_type"} & {field.name for field in fields(args)}
@@ -191,7 +193,7 @@ def made_up_tuning():
     for job in comparison.tune_jobs(record):
         reward = {3e-4: 0.7, 1e-3: 0.8, 3e-3: 0.9}[job["learning_rate"]]
         failed = job["learning_rate"] == 3e-3
-        record.append(job | {"failed": failed, "evaluations": [{"ocr": 0.95}, {"ocr": reward}]})
+        record.append(job | {"failed": failed, "evaluations": [{"ocr": 0.95}, {"ocr": reward, "sign_colour": 0.9}]})
     return record
 
 
@@ -203,6 +205,9 @@ def test_the_threshold_is_matched_and_the_last_reward_chooses():
     assert comparison.matched(record, "flow_grpo") == (1e-3, 1, True)
     tuned = [job for job in comparison.tune_jobs(record) if job["row"] == "cps"]
     assert sorted({job["threshold"] for job in tuned}) == [0.0625e-4, 0.25e-4, 1e-4]
+    # RAM's bounds no Gaussian step: it is not matched, and is tuned around the shipped one
+    assert sorted({job["threshold"] for job in comparison.tune_jobs(record) if job["row"] == "ram"}) == [0.75, 3, 12]
+    assert "ram" not in {job["row"] for job in comparison.match_jobs()}
     assert comparison.chosen(record, "cps") == (1e-3, 0.0625e-4)  # the lowest of equal ones; 3e-3 has failed
     assert comparison.chosen(record, "awm") == (1e-3, None)
     # in whatever order the cores finished
@@ -422,6 +427,7 @@ def made_up_record():
             steps = [{"seconds": evaluations[-1]["seconds"] / num_steps}] * num_steps
             steps[:seed] = [{"seconds": 999}] * seed  # the machine was shared, for fewer than half of the steps
             line = make_job("run", 30, row, seed, *comparison.chosen(record, row)) | {"failed": False, "steps": steps}
+            line["git_hash"] = "1234567"
             record.append(line | {"evaluations": evaluations})
             if ROWS[row]["threshold"]:
                 record.append(make_job("evaluate", 30, row, seed) | {"ocr": 0.5 + seed / 100})
@@ -440,31 +446,72 @@ def tables(text):
 
 @fast
 def test_the_tables_of_a_made_up_record():
-    rewards, costs, others, seeds = tables(comparison_table.table_text(made_up_record()))
+    start, base, costs, seeds, tuning = tables(comparison_table.table_text(made_up_record()))
     rows = ["flow_grpo", "cps", "grpo_guard", "flow_dppo", "diffusion_nft", "dpo_offline (apart)"]
-    assert list(costs) == list(seeds) == rows and list(rewards) == list(others) == ["before training", *rows]
-    assert rewards["before training"]["reward by the ODE"] == "0.600"
-    assert rewards["flow_grpo"]["reward by the ODE"] == "0.845" and rewards["flow_grpo"]["p (Holm)"] == ""
-    assert rewards["cps"]["reward by the ODE"] == "0.945, +0.100 [+0.100, +0.100]"
-    assert {rewards[row]["p (Holm)"] for row in comparison.TESTED} == {"0.031"}
-    assert rewards["dpo_offline (apart)"]["p (Holm)"] == ""
-    noisy = [rewards[row]["by training's noisy steps"] for row in ("flow_grpo", "cps", "diffusion_nft")]
-    assert noisy == ["0.545", "0.545, +0.000 [+0.000, +0.000]", ""]  # NFT's steps have no noise
-    before = [rewards[row]["before training, noisy"] for row in ("flow_grpo", "cps", "diffusion_nft")]
-    assert before == ["", "0.432", ""]  # Flow-GRPO's is not recorded
+    assert list(costs) == list(seeds) == rows and list(base) == rows[1:] and list(start) == ["before training", *rows]
+    assert start["before training"]["reward by the ODE"] == "0.600"
+    # .81 to .88 have a deviation of .0245: half is 2.365 x .0245 / sqrt(8) = .0205
+    assert start["flow_grpo"]["reward by the ODE"] == "0.845, +0.245 [+0.225, +0.265]"
+    assert start["cps"]["sign_colour"] == "0.70, -0.20 [-0.20, -0.20]"
+    assert base["cps"]["reward by the ODE"] == "+0.100 [+0.100, +0.100]"
+    assert {base[row]["p (Holm)"] for row in comparison.TESTED} == {"0.031"}
+    assert base["dpo_offline (apart)"]["p (Holm)"] == ""
+    noisy = [start[row]["by training's noisy steps"] for row in ("flow_grpo", "cps", "diffusion_nft")]
+    # before training Flow-GRPO's is not recorded, that of cps is .432, and NFT's steps have no noise
+    assert noisy == ["0.545", "0.545, +0.113 [+0.093, +0.133]", ""]
+    assert base["cps"]["by training's noisy steps"] == "+0.000 [+0.000, +0.000]"
+    assert base["cps"]["sign_colour"] == "+0.00 [+0.00, +0.00]"
+    lower = [base[row]["reward over the next lower row's"] for row in ("cps", "dpo_offline (apart)")]
+    assert lower == ["flow_grpo +0.100 [+0.100, +0.100]", ""]  # offline DPO's .82 is the lowest
     # the quickest row, cps, is at 100 s when it ends; the others are at their second evaluation then
-    after = [costs[row]["reward after 100 s"] for row in ("cps", "flow_grpo")]
-    assert after[0].startswith("0.945, +0.245 [") and after[1] == "0.700"
+    after = [(costs[row]["reward after 100 s"], costs[row]["against Flow-GRPO's"]) for row in ("cps", "flow_grpo")]
+    assert after == [("0.945", "+0.245 [+0.225, +0.265]"), ("0.700", "")]
     assert [costs[row]["seconds"] for row in rows] == ["200", "100", "200", "200", "200", "200"]
     # .7 + .245 x .592 is Flow-GRPO's .845, at 1.592 of two intervals; those of cps take half as long
     needed = [(costs[row]["images needed"], costs[row]["seconds needed"]) for row in rows[:3]]
     assert needed == [("1.00", "1.00"), ("0.80", "0.40"), ("0.80", "0.80")]
     assert costs["dpo_offline (apart)"]["images needed"] == "1.00"  # .82, as Flow-GRPO's seeds 1 to 3
-    assert costs["cps"]["learning rate, threshold"] == "0.001, 6.25e-06*"  # a quarter of the matched one
-    assert others["cps"]["sign_colour"] == "0.70, +0.00 [+0.00, +0.00]"
-    assert others["cps"]["sign_colour at Flow-GRPO's reward"] == "0.74"  # .9 - .1 x 1.592
+    assert costs["cps"]["sign_colour at Flow-GRPO's reward"] == "0.74"  # .9 - .1 x 1.592
     each = [" ".join(f"{base + seed / 100:.3f}" for seed in range(1, 9)) for base in (0.8, 0.5)]
     assert list(seeds["flow_grpo"].values()) == each
+    assert tuning["awm"] == {"threshold (times the matched)": "", "0.0001": "", "0.0003": "0.700 (0.90)"} | {
+        "0.001": "**0.800 (0.90)**",
+        "0.003": "failed",
+        "0.01": "",
+    }
+    assert tuning["cps"]["threshold (times the matched)"] == "0.0001 (4)"  # the last of its three
+
+
+@fast
+def test_a_choice_at_the_end_of_what_may_be_tried_is_marked(monkeypatch):
+    record = made_up_record()
+    assert comparison_table.choice(record, "cps") == "0.001, 6.25e-06"  # a quarter of the matched one
+    assert comparison_table.choice(record, "ram") == "0.001, 0.75"  # its lowest of equal ones
+    monkeypatch.setattr(comparison_table, "WIDEST", comparison.AROUND)
+    monkeypatch.setattr(comparison_table, "RATES", (1e-3, 3e-3))
+    assert comparison_table.choice(record, "cps") == "0.001*, 6.25e-06*"
+
+
+@fast
+def test_seconds_are_those_of_the_first_machine():
+    record = made_up_record()
+    for line in record:
+        if "steps" in line and line["stage"] == "run":
+            later = line["row"] in ("cps", "grpo_guard")
+            line["git_hash"] = "1234567" if later else "c6c8dfa0000"
+        if line["stage"] == "tune" and line["row"] == "cps":
+            line |= {"git_hash": "e9841c60000", "steps": [{"seconds": one} for one in (4, 5, 99)]}
+    *_, costs, _, _ = tables(comparison_table.table_text(record))
+    # 30 steps of 5 s are those of its tuning; Guard was never there, and is not timed
+    timed = [costs[row]["seconds"] for row in ("flow_grpo", "cps", "grpo_guard")]
+    assert timed == ["200", "150", ""]
+    assert costs["cps"]["reward after 150 s"].startswith("0.945")
+    guard = costs["grpo_guard"]
+    assert [guard["reward after 150 s"], guard["seconds needed"], guard["images needed"]] == ["", "", "0.80"]
+    for line in record:
+        if "git_hash" in line:
+            line["git_hash"] = "1234567"
+    assert comparison_table.step_seconds(record, "grpo_guard") == pytest.approx(200 / 30)  # a record of one machine
 
 
 @fast
