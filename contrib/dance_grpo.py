@@ -230,8 +230,8 @@ def draw_sde_steps(args: Args, step: int) -> tuple[int, ...]:
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained.
 
-    The prompts of the whole run are looked at as well: too long ones are reported, and if the model cannot tell them
-    apart the run ends; --prompt_cache is filled.
+    The prompts of the whole run are looked at as well: too long ones are reported, and ones that are all the same to
+    the model; --prompt_cache is filled.
     """
     num_drawn = args.num_steps * args.num_prompts
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)

@@ -1,8 +1,8 @@
 """Prompts that are longer than a text encoder takes: counted once, in one line, in the place of the libraries' own.
 
 diffusers prints the part that is cut off in each rollout and evaluation and on each rank, with all prompts' padding.
-The count leaves out the template that a pipeline puts around prompts. Where it takes all the tokens, so that nothing is
-left of any prompt, the run ends.
+The count leaves out the template that a pipeline puts around prompts. A line says so where it takes all the tokens, so
+that nothing is left of any prompt.
 """
 
 import logging
@@ -11,7 +11,6 @@ import re
 from typing import TYPE_CHECKING
 
 from common.distributed import on_rank_0
-from common.errors import RunError
 from common.models.family import Family
 from common.process import print_message
 
@@ -49,27 +48,21 @@ def count_long_prompts(pipe: "diffusers.DiffusionPipeline", prompts: list[str], 
         print_message(f"prompts cut off, of {len(distinct):,}: {', '.join(cut)}; the longest starts {longest[:60]!r}")
 
 
-def check_prompts_differ(model: Family, prompts: list[str], max_sequence_length: int) -> None:
-    """Encode NUM_COMPARED of the prompts, from the first to the last, or all where these are alike, and compare what
-    the transformer gets.
+def report_alike_prompts(model: Family, prompts: list[str], max_sequence_length: int) -> None:
+    """Say where prompts are the same to the transformer: NUM_COMPARED of them at most, from the first to the last.
 
     A model that needs source images is left out, and so is one without a tokenizer.
-
-    Raises:
-        RunError: it is the same for all of them.
     """
     has_tokenizer = any(name.startswith("tokenizer") for name in model.pipe.components)
     # a tokenizer may drop case and spaces
     distinct = list({" ".join(prompt.lower().split()): prompt for prompt in prompts if prompt}.values())
     if not has_tokenizer or model.num_sources[0] > 0 or len(distinct) < 2:
         return
-    for compared in (distinct[:: math.ceil(len(distinct) / NUM_COMPARED)], distinct):
-        conditioning = model.encode_through_cache(compared, max_sequence_length)  # (B, ...) each
-        if not all(torch.equal(tensor, tensor[:1].expand_as(tensor)) for tensor in conditioning.values()):
-            return
-    told = f"all {len(distinct)} prompts are the same to the model"
-    why = "a template or a beginning that they share takes all tokens, or its tokenizer does not know their letters"
-    raise RunError(f"--max_sequence_length {max_sequence_length}: {told}: {why}")
+    compared = distinct[:: math.ceil(len(distinct) / NUM_COMPARED)]
+    conditioning = model.encode_through_cache(compared, max_sequence_length)  # (B, ...) each
+    if all(torch.equal(tensor, tensor[:1].expand_as(tensor)) for tensor in conditioning.values()):
+        why = "a template or a beginning that they share may take all of --max_sequence_length's tokens"
+        print_message(f"{len(compared)} prompts are the same to the model: {why}")
 
 
 def is_no_truncation(record: logging.LogRecord) -> bool:

@@ -14,7 +14,7 @@ from common.checkpoints import remove_stale, writing
 from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import truncate
 from common.models.family import Conditioning, Family, hash_bits, hash_code, on_device, pin_encoders
-from common.models.long_prompts import check_prompts_differ, count_long_prompts
+from common.models.long_prompts import count_long_prompts, report_alike_prompts
 from common.process import print_message
 
 import torch
@@ -29,9 +29,6 @@ def prepare_prompts(model: Family, prompts: list[str], max_sequence_length: int,
 
     The text encoders come to the device once for all prompts; later they come again only for a prompt that was not
     among these, or whose file cannot be read. A collective: the ranks share the work.
-
-    Raises:
-        RunError: all prompts are the same to the model, as where a pipeline's template takes all tokens.
     """
     count_long_prompts(model.pipe, prompts, max_sequence_length)
     if folder is None:
@@ -42,7 +39,7 @@ def prepare_prompts(model: Family, prompts: list[str], max_sequence_length: int,
             cache.add_missing([*prompts, ""], max_sequence_length)  # "": the negative prompt of guidance
         dist.barrier()  # a rank reads what the others have encoded
         model.kept_conditioning = cache.read
-    check_prompts_differ(model, prompts, max_sequence_length)
+    report_alike_prompts(model, prompts, max_sequence_length)
 
 
 class PromptCache:
