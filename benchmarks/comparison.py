@@ -1,4 +1,4 @@
-"""Fourteen settings at ten sampling steps, each tuned until no choice lies at an edge; six or eight seeds, fixed tests.
+"""Sixteen settings at ten sampling steps, each tuned until no choice lies at an edge; six or eight seeds, fixed tests.
 
     python -m benchmarks.comparison RECORD --cores 0 1           # every run that RECORD lacks, one on each core
     python -m benchmarks.comparison --plan 18                    # runs, hours and the --cut, at 18 s for a rollout
@@ -14,7 +14,7 @@ The design, docs/lab/comparison.md ("The design"), is the constants below. Stage
             trained step. The scripts do not log it: actor/ppo_kl is over all mini-batches and steps, and an estimate of
             it in flow_grpo.py. So these short runs go through `run_with_divergence`, which computes it from the means.
   tune      three learning rates, for trust regions three thresholds around that one, for RAM three values of eta;
-            half the rollouts, one seed
+            half the rollouts, one seed; no row whose choice is given
   widen     the neighbours of a row's choice that were not tried, learning rate or threshold, until it beats them all
   run       the choice, by the reward of the tuning prompts alone, on seeds and prompts that tuning did not see
   evaluate  the policies trained on noisy steps, by those steps, each right after its run; the ODE's reward is in the
@@ -73,7 +73,7 @@ def row_of(script, seeds, options="", threshold=None, cost=1.0, is_apart=False, 
     a multiple of Flow-GRPO's, rounded up. is_apart: it learns from pairs, and is compared in no test."""
     setting = {"script": script, "seeds": seeds, "options": options, "threshold": threshold}
     setting |= {"is_noisy": bool(threshold) and has_gaussian_steps}  # in training, between the sampling steps
-    return setting | {"cost": cost, "is_apart": is_apart}
+    return setting | {"cost": cost, "is_apart": is_apart, "choice": None}
 
 
 ROWS = {
@@ -88,15 +88,22 @@ ROWS = {
     "awm": row_of("contrib.awm", 6, cost=1.4),
     "dgpo": row_of("contrib.dgpo", 6, cost=1.45),
     "crd": row_of("contrib.crd", 6, cost=1.4),
-    "v_grpo": row_of("contrib.v_grpo", 6, cost=0.85),
+    "v_grpo": row_of("contrib.v_grpo", 6, cost=1.2),
     # the KL that bounds how far it moves costs 1 / reward_multiplier
     "ram": row_of("contrib.ram", 6, threshold=("reward_multiplier", 3.0), cost=1.4, has_gaussian_steps=False),
     "online_dpo": row_of("contrib.online_dpo", 6, cost=1.4, is_apart=True),
     # as many images as the others sample, made into pairs before, and as many optimizer steps
     "dpo_offline": row_of("dpo_offline.py", 6, "--dpo_beta 100", cost=0.7, is_apart=True),
 }
+# of rows above, added after their runs. choice: a (learning rate, threshold) that is given here, and so not tuned
+VARIANTS = {
+    # as bounded as Flow-GRPO: both at their matched threshold and one learning rate
+    "grpo_guard_matched": ROWS["grpo_guard"] | {"seeds": 6, "choice": (3e-3, 3.125e-5)},
+    "crd_kl": ROWS["crd"] | {"options": "--kl_coef 0.1 --kl_guidance_scale 4.5", "cost": 1.9},  # of CRD's code
+}
+ROWS |= VARIANTS
 EVAL_COST, STARTUP_S = 0.9, 12  # an evaluation, as a multiple of Flow-GRPO's rollout; seconds of a run's start
-BUDGET_H = 8.5  # of two cores, for everything: 7 that we could spend first, 1.5 for RAM and V-GRPO
+BUDGET_H = 9.5  # of two cores, for everything: 7 that we could spend first, the rest for the rows that came later
 LONGEST_MIN = 15  # of one core, for one run
 HELD_OUT = {  # name: (metric, digits)
     "ocr": ("val/ocr/mean", 3),
@@ -142,7 +149,7 @@ def lines_of(record, stage, row):
 def match_jobs():
     jobs = []
     for row, setting in ROWS.items():
-        if setting["is_noisy"]:
+        if setting["is_noisy"] and not setting["choice"]:
             factors = (1,) if row == BASE else GRID
             for factor in factors:
                 of_run = {"learning_rate": MATCH_RATE, "threshold": setting["threshold"][1] * factor}
@@ -188,10 +195,14 @@ def thresholds_of(record, row, factors=AROUND):
     return [matched(record, row)[0] * factor for factor in factors[cut_of(record)[1]]]
 
 
+def tuned_rows():
+    return [row for row, setting in ROWS.items() if not setting["choice"]]
+
+
 def tune_jobs(record):
     rollouts = rollouts_of(record, "tune")
     jobs = []
-    for row in ROWS:
+    for row in tuned_rows():
         for choice in itertools.product(LEARNING_RATES, thresholds_of(record, row)):
             jobs.append(make_job("tune", rollouts, row, TUNE_SEED, *choice))
     return jobs
@@ -200,7 +211,7 @@ def tune_jobs(record):
 def widening_jobs(record):
     """What tuning has not tried next to each row's choice, the other value kept. None: no choice lies at an edge."""
     jobs = []
-    for row in ROWS:
+    for row in tuned_rows():
         rate, threshold = chosen(record, row)
         thresholds = thresholds_of(record, row, WIDEST)
         choices = [(near, threshold) for near in neighbours(RATES, rate)]
@@ -217,6 +228,8 @@ def neighbours(values, value):
 
 def chosen(record, row):
     """(learning rate, threshold) of the highest last reward of the tuning prompts; of equal ones the lowest."""
+    if ROWS[row]["choice"]:
+        return ROWS[row]["choice"]
     tried = thresholds_of(record, row, WIDEST)  # before a cut there may have been more
     lines = [line for line in lines_of(record, "tune", row) if line["threshold"] in tried and not line["failed"]]
     if not lines:
@@ -543,10 +556,12 @@ def plan(seconds, num_rollouts=CUTS[0][0], num_thresholds=CUTS[0][1]):
     for row, setting in ROWS.items():
         cost = setting["cost"]
         if setting["is_noisy"]:
-            add("match", 1 if row == BASE else len(GRID), MATCH_ROLLOUTS, 1, cost)
+            if not setting["choice"]:
+                add("match", 1 if row == BASE else len(GRID), MATCH_ROLLOUTS, 1, cost)
             add("evaluate", setting["seeds"] + 1, 0, 1, cost)
         runs = len(LEARNING_RATES) * (num_thresholds if setting["threshold"] else 1)
-        add("tune", runs, num_rollouts // 2, 1 + math.ceil(num_rollouts // 2 / EVAL_EVERY), cost)
+        if not setting["choice"]:
+            add("tune", runs, num_rollouts // 2, 1 + math.ceil(num_rollouts // 2 / EVAL_EVERY), cost)
         add("run", setting["seeds"], num_rollouts, 1 + num_rollouts // EVAL_EVERY, cost)
     return {stage: (counts[stage], spent[stage] / 3600 / 2) for stage in counts}
 

@@ -26,6 +26,7 @@ from benchmarks.comparison import (
     ROWS,
     TESTED,
     UPDATES,
+    VARIANTS,
     WIDEST,
     chosen,
     lines_of,
@@ -229,6 +230,8 @@ def row_name(record, row):
 def choice(record, row):
     """A row's learning rate and threshold; * where it is the first or the last that widening may try."""
     learning_rate, threshold = chosen(record, row)
+    if ROWS[row]["choice"]:
+        return f"{learning_rate:g}, {threshold:g} (given)"
     thresholds = thresholds_of(record, row, WIDEST)
     text = f"{learning_rate:g}" + ("*" if learning_rate in (RATES[0], RATES[-1]) else "")
     if not threshold:
@@ -291,6 +294,8 @@ def tuning_of(record):
     """The last reward (and sign_colour) of each tuning run, a line for each threshold of a row; the choice is bold."""
     table = [["", "threshold (times the matched)", *(f"{rate:g}" for rate in RATES)]]
     for row in ROWS:
+        if ROWS[row]["choice"]:
+            continue
         tried = {(line["learning_rate"], line["threshold"]): line for line in lines_of(record, "tune", row)}
         for threshold in sorted({threshold for _, threshold in tried}, key=lambda value: value or 0):
             label = f"{threshold:g} ({threshold / matched(record, row)[0]:g})" if threshold else ""
@@ -309,7 +314,7 @@ def draw(record, path):
     figure, axes = plt.subplots(2, 3, figsize=(15, 8.5), layout="constrained")
     panels = [("images", "ocr"), ("seconds", "ocr"), ("drift", "ocr")]
     panels += [("drift", key) for key in ("sign_colour", "jpeg_compressibility", "diversity")]
-    rows = [row for row in ROWS if lines_of(record, "run", row)]
+    rows = [row for row in ROWS if lines_of(record, "run", row) and row not in VARIANTS]
     colours = iter(COLOURS)
     for row in rows:
         lines = runs_of(record, row)
