@@ -84,7 +84,7 @@ ROWS = {
     "flow_dppo": row_of("contrib.flow_dppo", 8, f"{SDE} {ALL_STEPS}", ("dppo_delta", 1e-5)),
     "mix_grpo": row_of("mix_grpo.py", 6, f"{SDE} {WINDOW} 2 {ANYWHERE} {NO_KL}", ("clip_range", 1e-3), 0.6),
     "tempflow_grpo": row_of("contrib.tempflow_grpo", 6, f"{SDE} {WINDOW} 1 {ANYWHERE}", ("clip_range", 1e-3), 0.6),
-    "diffusion_nft": row_of("diffusion_nft.py", 8, cost=1.4),
+    "diffusion_nft": row_of("diffusion_nft.py", 8, "--kl_coef 0", cost=1.4),
     "awm": row_of("contrib.awm", 6, cost=1.4),
     "dgpo": row_of("contrib.dgpo", 6, cost=1.45),
     "crd": row_of("contrib.crd", 6, cost=1.4),
