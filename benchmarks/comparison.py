@@ -93,7 +93,7 @@ ROWS = {
     "ram": row_of("contrib.ram", 6, threshold=("reward_multiplier", 3.0), cost=1.4, has_gaussian_steps=False),
     "online_dpo": row_of("contrib.online_dpo", 6, cost=1.4, is_apart=True),
     # as many images as the others sample, made into pairs before, and as many optimizer steps
-    "dpo_offline": row_of("dpo_offline.py", 6, "--dpo_beta 100", cost=0.7, is_apart=True),
+    "dpo_offline": row_of("dpo_offline.py", 6, "--dpo_beta 100 --num_pairs 64", cost=0.7, is_apart=True),
 }
 # of rows above, added after their runs. choice: a (learning rate, threshold) that is given here, and so not tuned
 VARIANTS = {
