@@ -231,7 +231,7 @@ def choice(record, row):
     """A row's learning rate and threshold; * where it is the first or the last that widening may try."""
     learning_rate, threshold = chosen(record, row)
     if ROWS[row]["choice"]:
-        return f"{learning_rate:g}, {threshold:g} (given)"
+        return f"{learning_rate:g} (given)"
     thresholds = thresholds_of(record, row, WIDEST)
     text = f"{learning_rate:g}" + ("*" if learning_rate in (RATES[0], RATES[-1]) else "")
     if not threshold:
