@@ -122,7 +122,7 @@ def check(args: Args) -> Args:
 def prepare(args: Args) -> Inputs:
     """Load and check all but the model: rewards, prompts, the LoRA, which checkpoint. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
-    eval_rewards = load_rewards(  # the trained ones first, without the `relative` ones
+    eval_rewards = load_rewards(  # the trained ones first, but those that only compare a group (`relative`)
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
     pairs = None
@@ -256,7 +256,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     prompts += inputs.eval_set.negatives(args.negative_prompt).prompts
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
-        quantise_encoders(model)
+        quantise_encoders(model)  # add_policies quantises the transformer, under the LoRA
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default"] if args.eval_only else ["default", "reference"]  # peft's name for the trained one
     if args.ema_decay > 0:
@@ -309,8 +309,8 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
 def sample(args: Args, model: Family, request: RolloutRequest) -> Trajectories:
     """Sample the request's B images with the training transformer, by the ODE, micro_batch_size at once."""
     parts = []
-    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
-    with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
+    gathers_once = not {"cpu_offload", "gather_blocks"} & set(args.train_with)  # all weights, not a block in each pass
+    with sampling(model, gathers_once):  # and the VAE stays on the device
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             part = request.select(rows)
             generators = [torch.Generator().manual_seed(seed) for seed in part.seeds]
@@ -375,7 +375,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
-    reshard(model.transformer)  # the optimizer changes the shards: weights that passes have cast are out of date then
+    reshard(model.transformer)  # passes leave a LoRA cast and whole (`shard`), which is out of date after this step
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
@@ -479,7 +479,7 @@ def main(args: Args, inputs: Inputs) -> None:
     sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.seed)  # of pairs
     _, _, latent_shape = model.schedule(1, *args.image_size)
 
-    # RUN LOGIC, the same in all scripts: resume, and redo an evaluation that had failed (unlogged); or evaluate first
+    # RUN LOGIC, the same in all scripts: resume; evaluate first, or again where the saved step's had failed (unlogged)
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
     files = {}
@@ -500,7 +500,7 @@ def main(args: Args, inputs: Inputs) -> None:
             metrics = update(args, model, optimizer, files_of_step, sigmas=sigmas, noise=noise)
 
         # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
-        run.end_step(metrics | {"training/epoch": sampler.epoch})
+        run.end_step(metrics | {"training/epoch": sampler.epoch})  # keeps them until `log`
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, inputs) if is_due else ({}, None)
         run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient

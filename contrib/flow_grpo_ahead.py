@@ -83,7 +83,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     """sampling steps of a training image (Flow-GRPO: 10, and 40 in evaluation)"""
     guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
     """guidance in rollout and training, and in evaluation unless --eval_guidance_scale differs, as the model takes it
-    (docs/models.md); 1 turns it off"""
+    (docs/models.md); 1 turns it off, but for FLUX.1's guidance embedding"""
     sde_type: str = "sde"
     """formula of the SDE steps: sde, dance, cps, cps_gauss (docs/flow_grpo.md), or your own path/to/file.py:function"""
     noise_level: PositiveFloat = 0.7
@@ -152,7 +152,7 @@ def check(args: Args) -> Args:
 def prepare(args: Args) -> Inputs:
     """Load and check all but the model: rewards, prompts, the LoRA, which checkpoint. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
-    eval_rewards = load_rewards(  # the trained ones first, without the `relative` ones
+    eval_rewards = load_rewards(  # the trained ones first, but those that only compare a group (`relative`)
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
     trained_on = () if args.eval_only else args.train_prompts
@@ -237,20 +237,20 @@ def samples_ahead(args: Args, step: int) -> bool:
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained.
 
-    The prompts of the whole run are looked at as well: too long ones are reported, and ones that are all the same to
+    The prompts of the whole run are looked at as well: too long ones are reported, and eight that are all the same to
     the model; --prompt_cache is filled.
     """
     num_drawn = args.num_steps * args.num_prompts
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
-        quantise_encoders(model)
+        quantise_encoders(model)  # add_policies quantises the transformer, under the LoRA
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default", "behind"]  # peft's name for the trained one; its weights from before the last update
     if args.ema_decay > 0:
         policies.append("ema")
     if args.kl_coef > 0 and not args.eval_only:
-        policies.append("reference")  # a new LoRA gets none: its base model is the reference
+        policies.append("reference")  # add_policies drops it for a new LoRA: there the base model is the reference
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
     use_attention(model, args.attention)
@@ -331,16 +331,15 @@ def rollout(
 ) -> Trajectories:
     """The trajectories of the request's images, on the training device; the scorer gets images as they are finished."""
     if engine:
-        # the Gaussians' means are as large as the latents, so the engine sends only those that are read: a
-        # micro-batch's for check_mismatch, all of them for a correction, or for a loss that compares means with the
-        # engine's (OldPolicy.means)
+        # means are as large as the latents, so few are sent: a micro-batch's, for check_mismatch; all for a correction,
+        # and all where the engine's become OldPolicy.means, which another script's loss reads (grpo_guard.py)
         reads_all = args.rollout_correction != "none" or args.old_log_prob == "rollout"
         num_means = len(request.seeds) if reads_all else args.micro_batch_size
         finished = scorer.add if scorer else None
         return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
     parts = []
-    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
-    with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
+    gathers_once = not {"cpu_offload", "gather_blocks"} & set(args.train_with)  # all weights, not a block in each pass
+    with sampling(model, gathers_once):  # and the VAE stays on the device
         # the update's own micro-batches, so that its first log-probs equal these to the bit and the ratio is exactly 1
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
@@ -365,7 +364,7 @@ def begin_rollout(
 
     sampler: of which the rollout is the next draw; it stays as it is. The engine takes no other call until then.
     """
-    prompt_rows, prompt_index, image_index = copy(sampler).draw()  # (U,); (B,), which of the U; (B,), which of the N
+    prompt_rows, prompt_index, image_index = copy(sampler).draw()  # (U,) of train_set; (B,) of these U; (B,) of the N
     prompts = inputs.train_set.select(prompt_rows)
     seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
     request = make_request(args, model, prompts, prompt_index, seeds, sde_steps=draw_sde_steps(args, step))
@@ -514,7 +513,7 @@ def recompute_log_probs(args: Args, model: Family, request: RolloutRequest, traj
 def find_old_policy(
     args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, trajectories: Trajectories
 ) -> tuple[OldPolicy, dict]:
-    """The policy that sampled, and metrics of how far engine and trainer disagree; beyond round-off the run ends.
+    """The policy that sampled, and metrics of how far engine and trainer disagree; beyond a gate the run ends.
 
     Its log-probs are the rollout's with --rollout local or --old_log_prob rollout; otherwise the trainer's. Its sample
     weights are those of --rollout_correction.
@@ -576,8 +575,8 @@ def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, ref_velocity
     """KL (B,) per latent element, of a step's Gaussian to the reference's: mean((mean - ref_mean)^2) / (2 variance).
 
     --kl_type paper (the line after eq. 9): the variance is std^2. --kl_type code, which published coefficients assume:
-    q^2 = std^2 / -dt for the kind `sde`, else std^2. --kl_type velocity: mean((v - v_ref)^2), with no factor, as in
-    DiffusionNFT (after its eq. 5) and Flow-Factory (`v-based`); v is with guidance. dt < 0.
+    q^2 = std^2 / -dt with --sde_type sde (q: `policy_step`), else std^2. --kl_type velocity: mean((v - v_ref)^2), with
+    no factor, as in DiffusionNFT (after its eq. 5) and Flow-Factory (`v-based`); v is with guidance. dt < 0.
     ref_mean and ref_velocity (B, ...): the reference's, of the same samples.
     """
     if args.kl_type == "velocity":
@@ -635,7 +634,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
-    reshard(model.transformer)  # the optimizer changes the shards: weights that passes have cast are out of date then
+    reshard(model.transformer)  # passes leave a LoRA cast and whole (`shard`), which is out of date after this step
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
@@ -732,14 +731,14 @@ def main(args: Args, inputs: Inputs) -> None:
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
     choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
-    parts = inputs.train_set.parts  # (prompts, share) of each file
+    parts = inputs.train_set.parts  # (number of prompts, share): of each file with --train_shares, else of all
     sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
-    if engine:  # push for the first time; prove that a push acts and that it samples as we do (with any weights)
+    if engine:  # the first push, before `load`: any weights prove that a push acts and that it samples as we do
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
         engine.verify_policy(model, one_image, sample_locally)
 
-    # RUN LOGIC, the same in all scripts: resume, and redo an evaluation that had failed (unlogged); or evaluate first
+    # RUN LOGIC, the same in all scripts: resume; evaluate first, or again where the saved step's had failed (unlogged)
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
         if engine:  # it still holds the policy from before `load`
