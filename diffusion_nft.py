@@ -138,10 +138,10 @@ def check(args: Args) -> Args:
 def prepare(args: Args) -> Inputs:
     """Load and check all but the model: rewards, prompts, the LoRA, which checkpoint. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
-    eval_rewards = load_rewards(  # the trained ones first, but those that only compare a group (`relative`)
+    eval_rewards = load_rewards(  # the trained ones, without those that only compare a group, then its own
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
-    trained_on = () if args.eval_only else args.train_prompts
+    trained_on = () if args.eval_only else args.train_prompts  # read with the rewards, which a record may name
     train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
@@ -210,8 +210,8 @@ def draw_training_noise(args: Args, batch: "Batch", step: int, epoch: int) -> tu
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained.
 
-    The prompts of the whole run are looked at as well: too long ones are reported, and eight that are all the same to
-    the model; --prompt_cache is filled.
+    The prompts of the whole run are looked at as well: too long ones are reported, and so is a model to which several
+    are the same; --prompt_cache is filled.
     """
     num_drawn = args.num_steps * args.num_prompts
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
@@ -369,12 +369,12 @@ def compute_advantages(
 
 
 def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
-    """Advantages (N,) of the scores (N, R) of R rewards. sum_then_normalize takes those of the weighted sum of scores.
-    normalize_then_sum adds each reward's own, unclamped, by weight, and divides this sum by its deviation over the
-    rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
+    """Advantages (N,) of scores (N, R) of R rewards. sum_then_normalize: the advantages of the scores' weighted sum.
+    normalize_then_sum: each reward's own advantages, unclamped, are added by weight, and their sum is divided by its
+    deviation over the rollout (--scale_rewards group: GDPO, arXiv 2601.05242). adv_clip_max: inf in flow_dppo.py.
 
     Scores are -inf where a prompt's record does not ask for the reward. Images whose prompts ask for the same rewards
-    have their own advantages, as if they were the whole rollout (docs/rewards.md)."""
+    are normalised apart from the others, as if they were the whole rollout (docs/rewards.md)."""
     advantages = torch.zeros(len(scores), dtype=torch.float64)
     for rows, columns in asked_parts(scores):  # one part, unless records name theirs; of whole groups, in order
         part = scores[rows[:, None], columns]  # (n, r)
@@ -607,7 +607,8 @@ def evaluate(
 
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
-    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    """Write all that training changes, for any number of ranks to resume from; and the policy for diffusers, of full
+    weights only at the end."""
     state = training_state(model, optimizer, run.checkpoint_path)  # full weights are written now, beside this path
     state["sampler"] = sampler.state_dict()
     run.save_checkpoint(state, model, args.evaluated_policy)
@@ -636,11 +637,11 @@ def main(args: Args, inputs: Inputs) -> None:
     parts = inputs.train_set.parts  # (number of prompts, share): of each file with --train_shares, else of all
     sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
-    if engine:  # the first push, before `load`: any weights prove that a push acts and that it samples as we do
+    if engine:  # the first push, before `load`, as any weights prove that a push acts and the engine samples as we do
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
         engine.verify_policy(model, one_image, sample_locally)
 
-    # RUN LOGIC, the same in all scripts: resume; evaluate first, or again where the saved step's had failed (unlogged)
+    # RUN LOGIC, the same in all scripts: resume; evaluate first, or redo the evaluation that failed (run.unlogged)
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
         if engine:  # it still holds the policy from before `load`
@@ -662,7 +663,7 @@ def main(args: Args, inputs: Inputs) -> None:
             with acting(model, "old"):
                 trajectories = rollout(args, model, engine, request, scorer)
 
-        # score them; most were scored while others were sampled
+        # score them; most were scored while others were sampled, but rewards of whole groups begin here
         with run.timed("reward"):
             # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
             scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
@@ -694,7 +695,7 @@ def main(args: Args, inputs: Inputs) -> None:
         run.end_step(metrics | {"training/epoch": sampler.epoch})  # keeps them until `log`
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
-        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps in a row without a finite gradient
         stopping = run.should_stop()
         if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
             save(args, run, model, optimizer, sampler)

@@ -122,7 +122,7 @@ def check(args: Args) -> Args:
 def prepare(args: Args) -> Inputs:
     """Load and check all but the model: rewards, prompts, the LoRA, which checkpoint. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
-    eval_rewards = load_rewards(  # the trained ones first, but those that only compare a group (`relative`)
+    eval_rewards = load_rewards(  # the trained ones, without those that only compare a group, then its own
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
     pairs = None
@@ -130,7 +130,7 @@ def prepare(args: Args) -> Inputs:
         pairs = read_pairs(args.pairs)
     train_set = PromptSet([], [])
     if not pairs:
-        trained_on = () if args.eval_only else args.train_prompts
+        trained_on = () if args.eval_only else args.train_prompts  # read with the rewards, which a record may name
         train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     if args.train_shares:  # pairs are made of the first prompts of the set, so these have each file's share
         train_set = train_set.first_drawn(args.num_pair_prompts, args.seed)
@@ -167,7 +167,7 @@ def make_request(
     timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width)
     return RolloutRequest(
         conditioning=model.encode(prompts, length, args.image_size, args.num_frames),
-        negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None without guidance
+        negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None: no second pass
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps,  # (T,)
@@ -449,7 +449,8 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
 
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
-    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    """Write all that training changes, for any number of ranks to resume from; and the policy for diffusers, of full
+    weights only at the end."""
     state = training_state(model, optimizer, run.checkpoint_path)  # full weights are written now, beside this path
     state["sampler"] = sampler.state_dict()
     run.save_checkpoint(state, model, args.evaluated_policy)
@@ -479,7 +480,7 @@ def main(args: Args, inputs: Inputs) -> None:
     sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.seed)  # of pairs
     _, _, latent_shape = model.schedule(1, *args.image_size)
 
-    # RUN LOGIC, the same in all scripts: resume; evaluate first, or again where the saved step's had failed (unlogged)
+    # RUN LOGIC, the same in all scripts: resume; evaluate first, or redo the evaluation that failed (run.unlogged)
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
     files = {}
@@ -503,7 +504,7 @@ def main(args: Args, inputs: Inputs) -> None:
         run.end_step(metrics | {"training/epoch": sampler.epoch})  # keeps them until `log`
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, inputs) if is_due else ({}, None)
-        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps in a row without a finite gradient
         stopping = run.should_stop()
         if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
             save(args, run, model, optimizer, sampler)

@@ -142,10 +142,10 @@ def prepare(args: Args) -> Inputs:
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
     if not args.eval_only:
         check_of_pixels(rewards)
-    eval_rewards = load_rewards(  # the trained ones first, but those that only compare a group (`relative`)
+    eval_rewards = load_rewards(  # the trained ones, without those that only compare a group, then its own
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
-    trained_on = () if args.eval_only else args.train_prompts
+    trained_on = () if args.eval_only else args.train_prompts  # read with the rewards, which a record may name
     train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
@@ -178,7 +178,7 @@ def make_request(
     timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width, args.num_frames)
     return RolloutRequest(
         conditioning=model.encode(prompts, length, args.image_size, args.num_frames),
-        negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None without guidance
+        negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None: no second pass
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps.to(model.device),  # (T,), 1000 sigma, which predict_velocity takes
@@ -205,8 +205,8 @@ def trained_steps(args: Args, step: int) -> tuple[int, ...]:
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained.
 
-    The prompts of the whole run are looked at as well: too long ones are reported, and eight that are all the same to
-    the model; --prompt_cache is filled.
+    The prompts of the whole run are looked at as well: too long ones are reported, and so is a model to which several
+    are the same; --prompt_cache is filled.
     """
     num_drawn = args.num_steps * args.num_prompts
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
@@ -421,7 +421,8 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
 
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
-    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    """Write all that training changes, for any number of ranks to resume from; and the policy for diffusers, of full
+    weights only at the end."""
     state = training_state(model, optimizer, run.checkpoint_path)  # full weights are written now, beside this path
     state["sampler"] = sampler.state_dict()
     run.save_checkpoint(state, model, args.evaluated_policy)
@@ -449,7 +450,7 @@ def main(args: Args, inputs: Inputs) -> None:
     sampler = GroupSampler(inputs.train_set.parts, args.num_prompts, group_size=1, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
 
-    # RUN LOGIC, the same in all scripts: resume; evaluate first, or again where the saved step's had failed (unlogged)
+    # RUN LOGIC, the same in all scripts: resume; evaluate first, or redo the evaluation that failed (run.unlogged)
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
     if args.eval_only or run.unlogged or not run.checkpoint:
@@ -473,7 +474,7 @@ def main(args: Args, inputs: Inputs) -> None:
         run.end_step(metrics | {"training/epoch": sampler.epoch})  # keeps them until `log`
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, inputs) if is_due else ({}, None)
-        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps in a row without a finite gradient
         stopping = run.should_stop()
         if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
             save(args, run, model, optimizer, sampler)
