@@ -86,7 +86,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     # ---- algorithm
     nft_beta: PositiveFloat = 0.1
     """how far the implicit positive and negative policies stand from `old`: v+- = v_old +- beta (v - v_old)"""
-    kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
+    kl_coef: Annotated[float, Bound(at_least=0)] = 0.1
     """factor of mean((v - v_ref)^2), the distance to the model before training (paper: 1e-4)"""
     adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = "continuous"
     """A' in r = A' / (2 adv_clip_max) + 1/2, from the clamped advantage A. continuous: A; positive_only: max(A, 0);

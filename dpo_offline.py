@@ -80,7 +80,7 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     pairs.jsonl; "image" is the picture of an edit. None: pairs are made from train_prompts, otherwise unused"""
     cache: str = "cache"
     """folder of encoded pairs, kept between runs and seen by all ranks; a changed model or image is encoded again"""
-    num_pair_prompts: PositiveInt = 768
+    num_pair_prompts: PositiveInt = 1024
     """without --pairs: prompts to make pairs for"""
     group_size: Annotated[int, Bound(at_least=2)] = 8
     """without --pairs: images per prompt, of which the best and the worst become the pair"""
@@ -97,9 +97,9 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     2000)"""
 
     # ---- optimization
-    num_steps: Annotated[int, Bound(at_least=0)] = 48
+    num_steps: Annotated[int, Bound(at_least=0)] = 24
     """optimizer steps of the run"""
-    num_pairs: PositiveInt = 64
+    num_pairs: PositiveInt = 256
     """pairs per optimizer step, over all ranks"""
     micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
     """pairs per pass on a rank, and images per sampling batch; at most what a rank has; 0: what fits on a GPU"""

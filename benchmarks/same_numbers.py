@@ -30,7 +30,9 @@ ENGINE_TOLERANCE = 1e-6
 def settings():
     """Yields (script, name of the setting, ranks, options, tolerance). "defaults" are those without a KL, as once."""
     for script in SCRIPTS:
-        local = ["--num_pair_prompts", "64", "--dpo_beta", "100"] if script == "dpo_offline" else ["--rollout", "local"]
+        local = ["--rollout", "local"]
+        if script == "dpo_offline":
+            local = ["--num_pair_prompts", "64", "--num_pairs", "64", "--dpo_beta", "100"]
         local += ["--lr_schedule", "constant"]
         kl_coef = KL_COEF.get(script, 0.04)
         yield script, "defaults", 1, [*local, "--num_steps", "5", *(["--kl_coef", "0"] if kl_coef else [])], 0.0
