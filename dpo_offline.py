@@ -87,7 +87,8 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
 
     # ---- rollout
     guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
-    """classifier-free guidance of the images sampled for pairs and evaluation; 1 turns it off. Training uses none"""
+    """classifier-free guidance of the images sampled for pairs and evaluation; 1 turns it off. Training
+    has none, and gives 1 to FLUX.1's guidance embedding"""
     num_inference_steps: PositiveInt = 3
     """sampling steps of the images that become pairs"""
 
@@ -375,7 +376,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
-    reshard(model.transformer)  # passes leave a LoRA cast and whole (`shard`), which is out of date after this step
+    reshard(model.transformer)  # passes may leave weights whole, and a LoRA cast (`shard`): out of date after this step
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor

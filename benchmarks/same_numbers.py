@@ -2,11 +2,11 @@
 
     python benchmarks/same_numbers.py HEAD~1 HEAD --work /tmp/same
 
-Each script runs 5 steps at its defaults with `--rollout local` (dpo_offline.py on pairs of 64 prompts), and again on
-two ranks with a KL to the reference and averaged weights. Every metric except times and memory, and every tensor of the
-saved adapter, must be equal to the bit. The scripts that have an engine run 2 steps with `--rollout vllm`, which must
-be equal to 1e-6. A metric or a tensor that only one commit has is a failure. A finished run in the work folder is not
-made again.
+Each script runs 5 steps at its earlier defaults (no KL, a constant rate; dpo_offline.py: pairs of 64 prompts, 64 a
+step, beta 100) with `--rollout local`, and again on two ranks with a KL to the reference and averaged weights. Every
+metric except times and memory, and every tensor of the saved adapter, must be equal to the bit. The scripts that have
+an engine run 2 steps with `--rollout vllm`, which must be equal to 1e-6. A metric or a tensor that only one commit has
+is a failure. A finished run in the work folder is not made again.
 """
 
 import argparse

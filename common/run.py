@@ -192,7 +192,7 @@ class Run:
 
     @property
     def has_begun_training(self) -> bool:
-        """Whether a training step has begun."""
+        """Whether this start has begun a training step."""
         return self.bar is not None
 
     def begin_step(
@@ -206,8 +206,9 @@ class Run:
         if self.bar is None:
             height, width = self.args.image_size
             num_steps = self.args.num_steps
+            kind = "videos" if self.args.num_frames > 1 else "images"
             self.print_message(
-                f"training: steps {step} to {num_steps}, {self._num_images} images of {height} x {width} pixels each"
+                f"training: steps {step} to {num_steps}, {self._num_images} {kind} of {height} x {width} pixels each"
             )
             self.bar = tqdm(initial=step - 1, total=num_steps, disable=not self._writes)
         self._trace.close()  # writes the previous step's trace

@@ -2,8 +2,9 @@
 
 A policy gradient maximises the advantage times the log-probability of an image. Flow matching's loss is a bound on
 minus that log-probability, and AWM uses it instead: the model is drawn to better images and away from worse ones.
-We describe it as DiffusionNFT (2509.16117v2), from which it differs by the loss alone: everything that is not named
-below is in diffusion_nft.py, with its equations. Read `main`, at the end, first. With v_target = noise - x0:
+We describe it as DiffusionNFT (2509.16117v2), from which it differs by the loss alone, and by a KL that is off by
+default: everything that is not named below is in diffusion_nft.py, with its equations. Read `main`, at the end, first.
+With v_target = noise - x0:
 
   1. Minus the error mean((v - v_target)^2) stands for an image's log-prob, that of `old` for the old log-prob.
   2. Their ratio is clipped as in PPO, and multiplied by the advantage: `awm_loss`. A is 2 r - 1, which is the advantage
@@ -371,7 +372,7 @@ def compute_advantages(
 def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
     """Advantages (N,) of scores (N, R) of R rewards. sum_then_normalize: the advantages of the scores' weighted sum.
     normalize_then_sum: each reward's own advantages, unclamped, are added by weight, and their sum is divided by its
-    deviation over the rollout (--scale_rewards group: GDPO, arXiv 2601.05242). adv_clip_max: inf in flow_dppo.py.
+    deviation over the rollout (--scale_rewards group: GDPO, 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
 
     Scores are -inf where a prompt's record does not ask for the reward. Images whose prompts ask for the same rewards
     are normalised apart from the others, as if they were the whole rollout (docs/rewards.md)."""
@@ -534,7 +535,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
-    reshard(model.transformer)  # passes leave a LoRA cast and whole (`shard`), which is out of date after this step
+    reshard(model.transformer)  # passes may leave weights whole, and a LoRA cast (`shard`): out of date after this step
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor

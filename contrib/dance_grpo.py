@@ -325,7 +325,7 @@ def rollout(
     """The trajectories of the request's images, on the training device; the scorer gets images as they are finished."""
     if engine:
         # the Gaussians' means are as large as the latents, so few are sent: a micro-batch's, for check_mismatch;
-        # all for a correction, or where OldPolicy.means are the engine's, which another script's loss reads (Guard's)
+        # all for a correction, or where OldPolicy.means are the engine's, for a loss that compares them (Guard's)
         reads_all = args.rollout_correction != "none" or args.old_log_prob == "rollout"
         num_means = len(request.seeds) if reads_all else args.micro_batch_size
         finished = scorer.add if scorer else None
@@ -380,7 +380,7 @@ def compute_advantages(
 def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
     """Advantages (N,) of scores (N, R) of R rewards. sum_then_normalize: the advantages of the scores' weighted sum.
     normalize_then_sum: each reward's own advantages, unclamped, are added by weight, and their sum is divided by its
-    deviation over the rollout (--scale_rewards group: GDPO, arXiv 2601.05242). adv_clip_max: inf in flow_dppo.py.
+    deviation over the rollout (--scale_rewards group: GDPO, 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
 
     Scores are -inf where a prompt's record does not ask for the reward. Images whose prompts ask for the same rewards
     are normalised apart from the others, as if they were the whole rollout (docs/rewards.md)."""
@@ -580,7 +580,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
-    reshard(model.transformer)  # passes leave a LoRA cast and whole (`shard`), which is out of date after this step
+    reshard(model.transformer)  # passes may leave weights whole, and a LoRA cast (`shard`): out of date after this step
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor

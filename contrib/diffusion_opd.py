@@ -375,7 +375,7 @@ def rollout(
     """The trajectories of the request's images, on the training device; the scorer gets images as they are finished."""
     if engine:
         # the Gaussians' means are as large as the latents, so few are sent: a micro-batch's, for check_mismatch;
-        # all for a correction, or where OldPolicy.means are the engine's, which another script's loss reads (Guard's)
+        # all for a correction, or where OldPolicy.means are the engine's, for a loss that compares them (Guard's)
         reads_all = args.rollout_correction != "none" or args.old_log_prob == "rollout"
         num_means = len(request.seeds) if reads_all else args.micro_batch_size
         finished = scorer.add if scorer else None
@@ -588,7 +588,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
-    reshard(model.transformer)  # passes leave a LoRA cast and whole (`shard`), which is out of date after this step
+    reshard(model.transformer)  # passes may leave weights whole, and a LoRA cast (`shard`): out of date after this step
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor

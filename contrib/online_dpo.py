@@ -516,7 +516,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
-    reshard(model.transformer)  # passes leave a LoRA cast and whole (`shard`), which is out of date after this step
+    reshard(model.transformer)  # passes may leave weights whole, and a LoRA cast (`shard`): out of date after this step
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor

@@ -373,7 +373,7 @@ def compute_advantages(
 def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
     """Advantages (N,) of scores (N, R) of R rewards. sum_then_normalize: the advantages of the scores' weighted sum.
     normalize_then_sum: each reward's own advantages, unclamped, are added by weight, and their sum is divided by its
-    deviation over the rollout (--scale_rewards group: GDPO, arXiv 2601.05242). adv_clip_max: inf in flow_dppo.py.
+    deviation over the rollout (--scale_rewards group: GDPO, 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
 
     Scores are -inf where a prompt's record does not ask for the reward. Images whose prompts ask for the same rewards
     are normalised apart from the others, as if they were the whole rollout (docs/rewards.md)."""
@@ -507,7 +507,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
-    reshard(model.transformer)  # passes leave a LoRA cast and whole (`shard`), which is out of date after this step
+    reshard(model.transformer)  # passes may leave weights whole, and a LoRA cast (`shard`): out of date after this step
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
