@@ -80,14 +80,15 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     pairs.jsonl; "image" is the picture of an edit. None: pairs are made from train_prompts, otherwise unused"""
     cache: str = "cache"
     """folder of encoded pairs, kept between runs and seen by all ranks; a changed model or image is encoded again"""
-    num_pair_prompts: PositiveInt = 768
+    num_pair_prompts: PositiveInt = 1024
     """without --pairs: prompts to make pairs for"""
     group_size: Annotated[int, Bound(at_least=2)] = 8
     """without --pairs: images per prompt, of which the best and the worst become the pair"""
 
     # ---- rollout
     guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
-    """classifier-free guidance of the images sampled for pairs and evaluation; 1 turns it off. Training uses none"""
+    """classifier-free guidance of the images sampled for pairs and evaluation; 1 turns it off. Training
+    has none, and gives 1 to FLUX.1's guidance embedding"""
     num_inference_steps: PositiveInt = 3
     """sampling steps of the images that become pairs"""
 
@@ -97,9 +98,9 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     2000)"""
 
     # ---- optimization
-    num_steps: Annotated[int, Bound(at_least=0)] = 48
+    num_steps: Annotated[int, Bound(at_least=0)] = 24
     """optimizer steps of the run"""
-    num_pairs: PositiveInt = 64
+    num_pairs: PositiveInt = 256
     """pairs per optimizer step, over all ranks"""
     micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
     """pairs per pass on a rank, and images per sampling batch; at most what a rank has; 0: what fits on a GPU"""
@@ -122,7 +123,7 @@ def check(args: Args) -> Args:
 def prepare(args: Args) -> Inputs:
     """Load and check all but the model: rewards, prompts, the LoRA, which checkpoint. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
-    eval_rewards = load_rewards(  # the trained ones first, without the `relative` ones
+    eval_rewards = load_rewards(  # the trained ones, without those that only compare a group, then its own
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
     pairs = None
@@ -130,7 +131,7 @@ def prepare(args: Args) -> Inputs:
         pairs = read_pairs(args.pairs)
     train_set = PromptSet([], [])
     if not pairs:
-        trained_on = () if args.eval_only else args.train_prompts
+        trained_on = () if args.eval_only else args.train_prompts  # read with the rewards, which a record may name
         train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     if args.train_shares:  # pairs are made of the first prompts of the set, so these have each file's share
         train_set = train_set.first_drawn(args.num_pair_prompts, args.seed)
@@ -167,7 +168,7 @@ def make_request(
     timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width)
     return RolloutRequest(
         conditioning=model.encode(prompts, length, args.image_size, args.num_frames),
-        negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None without guidance
+        negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None: no second pass
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps,  # (T,)
@@ -256,7 +257,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     prompts += inputs.eval_set.negatives(args.negative_prompt).prompts
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
-        quantise_encoders(model)
+        quantise_encoders(model)  # add_policies quantises the transformer, under the LoRA
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default"] if args.eval_only else ["default", "reference"]  # peft's name for the trained one
     if args.ema_decay > 0:
@@ -309,8 +310,8 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
 def sample(args: Args, model: Family, request: RolloutRequest) -> Trajectories:
     """Sample the request's B images with the training transformer, by the ODE, micro_batch_size at once."""
     parts = []
-    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
-    with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
+    gathers_once = not {"cpu_offload", "gather_blocks"} & set(args.train_with)  # all weights, not a block in each pass
+    with sampling(model, gathers_once):  # and the VAE stays on the device
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             part = request.select(rows)
             generators = [torch.Generator().manual_seed(seed) for seed in part.seeds]
@@ -375,7 +376,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
-    reshard(model.transformer)  # the optimizer changes the shards: weights that passes have cast are out of date then
+    reshard(model.transformer)  # passes may leave weights whole, and a LoRA cast (`shard`): out of date after this step
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
@@ -449,7 +450,8 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
 
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
-    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    """Write all that training changes, for any number of ranks to resume from; and the policy for diffusers, of full
+    weights only at the end."""
     state = training_state(model, optimizer, run.checkpoint_path)  # full weights are written now, beside this path
     state["sampler"] = sampler.state_dict()
     run.save_checkpoint(state, model, args.evaluated_policy)
@@ -479,7 +481,7 @@ def main(args: Args, inputs: Inputs) -> None:
     sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.seed)  # of pairs
     _, _, latent_shape = model.schedule(1, *args.image_size)
 
-    # RUN LOGIC, the same in all scripts: resume, and redo an evaluation that had failed (unlogged); or evaluate first
+    # RUN LOGIC, the same in all scripts: resume; evaluate first, or redo the evaluation that failed (run.unlogged)
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
     files = {}
@@ -500,10 +502,10 @@ def main(args: Args, inputs: Inputs) -> None:
             metrics = update(args, model, optimizer, files_of_step, sigmas=sigmas, noise=noise)
 
         # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
-        run.end_step(metrics | {"training/epoch": sampler.epoch})
+        run.end_step(metrics | {"training/epoch": sampler.epoch})  # keeps them until `log`
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, inputs) if is_due else ({}, None)
-        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps in a row without a finite gradient
         stopping = run.should_stop()
         if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
             save(args, run, model, optimizer, sampler)

@@ -78,7 +78,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     """sampling steps of a training image (Flow-GRPO: 10, and 40 in evaluation)"""
     guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
     """guidance in rollout and training, and in evaluation unless --eval_guidance_scale differs, as the model takes it
-    (docs/models.md); 1 turns it off"""
+    (docs/models.md); 1 turns it off, but for FLUX.1's guidance embedding"""
     sde_type: str = "sde"
     """formula of the SDE steps: sde, dance, cps, cps_gauss (docs/flow_grpo.md), or your own path/to/file.py:function"""
     noise_level: PositiveFloat = 0.7
@@ -145,10 +145,10 @@ def check(args: Args) -> Args:
 def prepare(args: Args) -> Inputs:
     """Load and check all but the model: rewards, prompts, the LoRA, which checkpoint. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
-    eval_rewards = load_rewards(  # the trained ones first, without the `relative` ones
+    eval_rewards = load_rewards(  # the trained ones, without those that only compare a group, then its own
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
-    trained_on = () if args.eval_only else args.train_prompts
+    trained_on = () if args.eval_only else args.train_prompts  # read with the rewards, which a record may name
     train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
@@ -190,7 +190,7 @@ def make_request(
     timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width, args.num_frames)
     return RolloutRequest(
         conditioning=model.encode(prompts, length, args.image_size, args.num_frames),
-        negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None without guidance
+        negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None: no second pass
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps.to(model.device),  # (T,), 1000 sigma, which predict_velocity takes
@@ -221,20 +221,20 @@ def draw_sde_steps(args: Args, step: int) -> tuple[int, ...]:
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained.
 
-    The prompts of the whole run are looked at as well: too long ones are reported, and ones that are all the same to
-    the model; --prompt_cache is filled.
+    The prompts of the whole run are looked at as well: too long ones are reported, and so is a model to which several
+    are the same; --prompt_cache is filled.
     """
     num_drawn = args.num_steps * args.num_prompts
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
-        quantise_encoders(model)
+        quantise_encoders(model)  # add_policies quantises the transformer, under the LoRA
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default"]  # peft's name for the trained one
     if args.ema_decay > 0:
         policies.append("ema")
     if args.kl_coef > 0 and not args.eval_only:
-        policies.append("reference")  # a new LoRA gets none: its base model is the reference
+        policies.append("reference")  # add_policies drops it for a new LoRA: there the base model is the reference
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
     use_attention(model, args.attention)
@@ -315,16 +315,15 @@ def rollout(
 ) -> Trajectories:
     """The trajectories of the request's images, on the training device; the scorer gets images as they are finished."""
     if engine:
-        # the Gaussians' means are as large as the latents, so the engine sends only those that are read: a
-        # micro-batch's for check_mismatch, all of them for a correction, or for a loss that compares means with the
-        # engine's (OldPolicy.means)
+        # the Gaussians' means are as large as the latents, so few are sent: a micro-batch's, for check_mismatch;
+        # all for a correction, or where OldPolicy.means are the engine's, for a loss that compares them (Guard's)
         reads_all = args.rollout_correction != "none" or args.old_log_prob == "rollout"
         num_means = len(request.seeds) if reads_all else args.micro_batch_size
         finished = scorer.add if scorer else None
         return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
     parts = []
-    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
-    with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
+    gathers_once = not {"cpu_offload", "gather_blocks"} & set(args.train_with)  # all weights, not a block in each pass
+    with sampling(model, gathers_once):  # and the VAE stays on the device
         # the update's own micro-batches, so that its first log-probs equal these to the bit and the ratio is exactly 1
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
@@ -370,12 +369,12 @@ def compute_advantages(
 
 
 def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
-    """Advantages (N,) of the scores (N, R) of R rewards. sum_then_normalize takes those of the weighted sum of scores.
-    normalize_then_sum adds each reward's own, unclamped, by weight, and divides this sum by its deviation over the
-    rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
+    """Advantages (N,) of scores (N, R) of R rewards. sum_then_normalize: the advantages of the scores' weighted sum.
+    normalize_then_sum: each reward's own advantages, unclamped, are added by weight, and their sum is divided by its
+    deviation over the rollout (--scale_rewards group: GDPO, 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
 
     Scores are -inf where a prompt's record does not ask for the reward. Images whose prompts ask for the same rewards
-    have their own advantages, as if they were the whole rollout (docs/rewards.md)."""
+    are normalised apart from the others, as if they were the whole rollout (docs/rewards.md)."""
     advantages = torch.zeros(len(scores), dtype=torch.float64)
     for rows, columns in asked_parts(scores):  # one part, unless records name theirs; of whole groups, in order
         part = scores[rows[:, None], columns]  # (n, r)
@@ -451,7 +450,7 @@ def recompute_log_probs(args: Args, model: Family, request: RolloutRequest, traj
 def find_old_policy(
     args: Args, model: Family, engine: "VLLMEngine | None", request: RolloutRequest, trajectories: Trajectories
 ) -> tuple[OldPolicy, dict]:
-    """The policy that sampled, and metrics of how far engine and trainer disagree; beyond round-off the run ends.
+    """The policy that sampled, and metrics of how far engine and trainer disagree; beyond a gate the run ends.
 
     Its log-probs are the rollout's with --rollout local or --old_log_prob rollout; otherwise the trainer's. Its sample
     weights are those of --rollout_correction.
@@ -531,8 +530,8 @@ def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, ref_velocity
     """KL (B,) per latent element, of a step's Gaussian to the reference's: mean((mean - ref_mean)^2) / (2 variance).
 
     --kl_type paper (the line after eq. 9): the variance is std^2. --kl_type code, which published coefficients assume:
-    q^2 = std^2 / -dt for the kind `sde`, else std^2. --kl_type velocity: mean((v - v_ref)^2), with no factor, as in
-    DiffusionNFT (after its eq. 5) and Flow-Factory (`v-based`); v is with guidance. dt < 0.
+    q^2 = std^2 / -dt with --sde_type sde (q: `policy_step`), else std^2. --kl_type velocity: mean((v - v_ref)^2), with
+    no factor, as in DiffusionNFT (after its eq. 5) and Flow-Factory (`v-based`); v is with guidance. dt < 0.
     ref_mean and ref_velocity (B, ...): the reference's, of the same samples.
     """
     if args.kl_type == "velocity":
@@ -597,7 +596,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
-    reshard(model.transformer)  # the optimizer changes the shards: weights that passes have cast are out of date then
+    reshard(model.transformer)  # passes may leave weights whole, and a LoRA cast (`shard`): out of date after this step
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
@@ -668,7 +667,8 @@ def evaluate(
 
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
-    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    """Write all that training changes, for any number of ranks to resume from; and the policy for diffusers, of full
+    weights only at the end."""
     state = training_state(model, optimizer, run.checkpoint_path)  # full weights are written now, beside this path
     state["sampler"] = sampler.state_dict()
     run.save_checkpoint(state, model, args.evaluated_policy)
@@ -694,14 +694,14 @@ def main(args: Args, inputs: Inputs) -> None:
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
     choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
-    parts = inputs.train_set.parts  # (prompts, share) of each file
+    parts = inputs.train_set.parts  # (number of prompts, share): of each file with --train_shares, else of all
     sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
-    if engine:  # push for the first time; prove that a push acts and that it samples as we do (with any weights)
+    if engine:  # the first push, before `load`, as any weights prove that a push acts and the engine samples as we do
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
         engine.verify_policy(model, one_image, sample_locally)
 
-    # RUN LOGIC, the same in all scripts: resume, and redo an evaluation that had failed (unlogged); or evaluate first
+    # RUN LOGIC, the same in all scripts: resume; evaluate first, or redo the evaluation that failed (run.unlogged)
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
         if engine:  # it still holds the policy from before `load`
@@ -715,14 +715,14 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # sample G images for each prompt with the current policy (Flow-GRPO, eq. 9)
         with run.timed("gen"):
-            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,); (B,), which of the U; (B,), which of the N
+            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,) of train_set; (B,) of these U; (B,) of the N
             prompts = inputs.train_set.select(prompt_rows)
             seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
             request = make_request(args, model, prompts, prompt_index, seeds, sde_steps=draw_sde_steps(args, step))
             scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
             trajectories = rollout(args, model, engine, request, scorer)
 
-        # score them; most were scored while others were sampled
+        # score them; most were scored while others were sampled, but rewards of whole groups begin here
         with run.timed("reward"):
             # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
             scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
@@ -750,10 +750,10 @@ def main(args: Args, inputs: Inputs) -> None:
                 engine.push_policy(model)
 
         # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
-        run.end_step(metrics | {"training/epoch": sampler.epoch})
+        run.end_step(metrics | {"training/epoch": sampler.epoch})  # keeps them until `log`
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
-        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps in a row without a finite gradient
         stopping = run.should_stop()
         if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
             save(args, run, model, optimizer, sampler)

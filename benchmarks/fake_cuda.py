@@ -70,16 +70,8 @@ ROWS = [
     Row("LoRA", "grpo_guard.py", 2, ALL),
     Row("LoRA", "mix_grpo.py", 2, ("--kl_coef", "0.04")),
     Row("LoRA", "mix_grpo.py", 1, HALF),
-    Row(
-        "LoRA",
-        "diffusion_nft.py",
-        2,
-        (
-            "--kl_coef",
-            "1e-4",
-        ),
-    ),
-    Row("full weights", "diffusion_nft.py", 1, tuple(FULL)),
+    Row("LoRA", "diffusion_nft.py", 2, ("--kl_coef", "1e-4")),
+    Row("full weights", "diffusion_nft.py", 1, (*FULL, "--kl_coef", "0")),
     Row("LoRA", "dpo_offline.py", 2),
     Row("full weights", "dpo_offline.py", 1, (*FULL, *HALF)),
 ]

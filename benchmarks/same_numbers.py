@@ -2,11 +2,11 @@
 
     python benchmarks/same_numbers.py HEAD~1 HEAD --work /tmp/same
 
-Each script runs 5 steps at its defaults with `--rollout local` (dpo_offline.py on pairs of 64 prompts), and again on
-two ranks with a KL to the reference and averaged weights. Every metric except times and memory, and every tensor of the
-saved adapter, must be equal to the bit. The scripts that have an engine run 2 steps with `--rollout vllm`, which must
-be equal to 1e-6. A metric or a tensor that only one commit has is a failure. A finished run in the work folder is not
-made again.
+Each script runs 5 steps at its earlier defaults (no KL, a constant rate; dpo_offline.py: pairs of 64 prompts, 64 a
+step, beta 100) with `--rollout local`, and again on two ranks with a KL to the reference and averaged weights. Every
+metric except times and memory, and every tensor of the saved adapter, must be equal to the bit. The scripts that have
+an engine run 2 steps with `--rollout vllm`, which must be equal to 1e-6. A metric or a tensor that only one commit has
+is a failure. A finished run in the work folder is not made again.
 """
 
 import argparse
@@ -30,7 +30,9 @@ ENGINE_TOLERANCE = 1e-6
 def settings():
     """Yields (script, name of the setting, ranks, options, tolerance). "defaults" are those without a KL, as once."""
     for script in SCRIPTS:
-        local = ["--num_pair_prompts", "64", "--dpo_beta", "100"] if script == "dpo_offline" else ["--rollout", "local"]
+        local = ["--rollout", "local"]
+        if script == "dpo_offline":
+            local = ["--num_pair_prompts", "64", "--num_pairs", "64", "--dpo_beta", "100"]
         local += ["--lr_schedule", "constant"]
         kl_coef = KL_COEF.get(script, 0.04)
         yield script, "defaults", 1, [*local, "--num_steps", "5", *(["--kl_coef", "0"] if kl_coef else [])], 0.0

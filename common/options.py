@@ -1,4 +1,4 @@
-"""The options that all five scripts share, and the bounds of an option's value.
+"""The options that all scripts share, and the bounds of an option's value.
 
 An option is a dataclass field with its docstring below it; a comment `# ---- run` begins a group of docs/options.md.
 Bounds stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`; common/command_line.py checks them.
@@ -55,23 +55,26 @@ def parse_lr_schedule(text: str) -> tuple[str, int]:
 # ---- options ---------------------------------------------------------------------------------------------------------
 @dataclass
 class SharedArgs:
-    """Options of every script, whose own `Args` adds to them, and may change a default or what its unit is."""
+    """Options of every script, whose own `Args` adds to them.
+
+    It may change a default, or a unit: DPO's micro_batch_size counts pairs.
+    """
 
     # ---- run
     name: str = ""
     """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
     seed: Annotated[int, Bound(at_least=0, at_most=2**32 - 1)] = 1
-    """seed of the data order, the noise, the windows of SDE steps and the LoRA's initial weights"""
+    """seed of the data order, the training noise, the windows of SDE steps and the LoRA's initial weights"""
     track: bool | Literal["wandb", "tensorboard"] = False
     """also log metrics and validation images to wandb (True means wandb; files go to WANDB_DIR, if set) or to
     TensorBoard"""
     args: str | None = None
-    """read options from this file first, an args.json of this script or YAML of names and values; options on the
-    command line win over it"""
+    """read options from this file first, an args.json of this script, or YAML or JSON of names and values; options
+    on the command line win over it"""
     resume: str | None = None
     """`latest` resumes this run from its newest checkpoint, or starts the run if there is none; a checkpoint file or a
     run folder starts a new run from that checkpoint. Options that you do not pass are the checkpoint's,
-    but for name, max_minutes and stop_if, and sizes that depend on the number of ranks"""
+    but for name, max_minutes and stop_if, and sizes that depend on the number of ranks where it has changed"""
     keep_checkpoints: PositiveInt = 2
     """how many of the newest checkpoints to keep"""
     max_minutes: NonNegativeFloat = 0.0
@@ -94,18 +97,19 @@ class SharedArgs:
     """dtype of the VAE; bfloat16 needs --rollout local, decodes 1.4 times as fast on an H100, and moves pixels by 0.2
     (embedded model) or 0.9 (random weights of SD3.5's shape) of 255 on average, and by 3 or 12 at most"""
     attention: Literal["native", "cudnn", "flash"] = "native"
-    """attention kernel of the transformer, here and in the engine: native (torch chooses among its own), cudnn (in
-    torch, bfloat16 on a GPU) or flash (the package flash-attn); not every model takes all three (docs/engine.md)"""
+    """attention kernel of the transformer, here and in the engine: native (torch chooses among its own, but for
+    cuDNN's), cudnn (in torch, bfloat16 on a GPU) or flash (the package flash-attn); not every model takes all three
+    (docs/engine.md)"""
     base_weights: Literal["int8", "fp8", "nf4"] | None = None
     """keep a LoRA's base in int8 or fp8 (a byte per weight) or nf4 (half a byte), and text encoders in int8; needs
     --rollout local"""
     train_with: tuple[Literal["activation_checkpointing", "cpu_offload", "gather_blocks", "compile"], ...] = ()
     """activation_checkpointing recomputes activations in the backward pass; cpu_offload keeps weights and Adam on the
-    CPU; gather_blocks saves memory where ranks share the weights and --rollout local (or DPO) samples: it gathers a
-    block at a time in every pass instead of the whole transformer once; compile compiles every block"""
+    CPU; gather_blocks: where --rollout local (or DPO) samples, ranks that share the weights gather a block at a time in
+    every pass, not the whole transformer once, which saves memory; compile compiles every block"""
     shard_ranks: NonNegativeInt = 0
     """ranks that share one copy of the transformer, a shard each; 1: every rank has a copy, which needs more memory and
-    gathers no weights. 0: on GPUs 1 if a LoRA's base fits that way, otherwise all ranks of a node"""
+    gathers no weights. 0: 1 on GPUs where a LoRA's base fits so, otherwise all ranks of a node"""
     image_size: Annotated[tuple[int, int], Bound(at_least=1)] = (32, 96)
     """height and width of images in pixels"""
     num_frames: PositiveInt = 1
@@ -199,7 +203,8 @@ class SharedArgs:
     """the metric of an evaluation whose highest value chooses best_adapter/, such as val/ocr/mean; None: the weighted
     total of the trained rewards, without those that are `relative` (docs/rewards.md)"""
     stop_if: tuple[str, ...] = ()
-    """save and exit after an evaluation that meets one of these, in quotes: 'val/aesthetic/mean<5.2', or with >"""
+    """save and exit after an evaluation that meets one of these, in quotes: 'val/aesthetic/mean<5.2', or with >; that
+    of step 0 ends nothing"""
 
     @property
     def run_folder(self) -> Path:
@@ -233,7 +238,7 @@ class SharedArgs:
     @property
     def evaluated_policy(self) -> str:
         """The policy that is evaluated, and saved for diffusers: the average of the weights, if there is one."""
-        return "ema" if self.ema_decay > 0 else "default"
+        return "ema" if self.ema_decay > 0 else "default"  # peft's name for the trained one
 
 
 @dataclass
@@ -248,8 +253,8 @@ class EngineArgs(SharedArgs):
     rollout_batch_size: PositiveInt = 32
     """at most how many images the vLLM-Omni engine samples at once; --rollout local uses micro_batch_size"""
     engine_with: tuple[Literal["sleep", "compile"], ...] = ()
-    """sleep moves the engine's weights out of GPU memory after each rollout, which takes seconds and makes room for the
-    update; compile compiles its blocks, which takes a minute or more at the first rollout"""
+    """sleep moves the engine's weights out of GPU memory after each rollout and push, which takes seconds and makes
+    room for the update; compile compiles its blocks, which takes a minute or more at the first rollout"""
     engine_devices: Annotated[tuple[int, ...], Bound(at_least=0)] = ()
     """GPUs for the engines alone, by index, after the ranks' own: equally many for each rank of a node, the first
     rank's first. An engine's transformer is split over its GPUs, whose number must divide its heads. If none are given,

@@ -48,7 +48,7 @@ class RolloutRequest:
     noise_level: float = 0.0
     """scale of the noise that SDE steps inject"""
     guidance_scale: float = 1.0
-    """classifier-free guidance; 1 turns it off"""
+    """as the family's predict_velocity takes it; 1 needs no second pass"""
     sigma_max: float | None = None
     """see sde_step; None: the schedule's second sigma, sigmas[1]"""
     initial_latents: torch.Tensor | None = None

@@ -1,7 +1,9 @@
-"""A run and its folder runs/<name>: options, source, metrics, clock, curves and checkpoints, each whole after a kill.
+"""A run and its folder runs/<name>: options, source, metrics, clock, curves and checkpoints.
 
-What stands here is equal in all five scripts, and no ablation changes it. What an evaluation does, and what else a
-checkpoint holds and the log says, stand in the scripts.
+A kill leaves each file whole, or, of metrics.jsonl, a last line that a resume cuts off.
+
+What stands here is equal in all scripts, and no ablation changes it. They say what a rollout logs and what a checkpoint
+holds beyond this; common/evaluation.py scores an evaluation.
 """
 
 import json
@@ -178,8 +180,8 @@ class Run:
         self._timing[name] = self._timing.get(name, 0.0) + time.perf_counter() - began
 
     def _write_heartbeat(self, phase: str) -> None:
-        """heartbeat.json says which phase began last, and when: a watchdog finds a run that hangs, and where. The last
-        one is `finished` or `stopped`."""
+        """heartbeat.json says which phase began last, and when: a watchdog finds a run that hangs, and where. `close`
+        writes `finished` or `stopped`; after an error the phase stays."""
         if not self._owns_folder or not self._writes:
             return
         beat = {"step": self.step, "phase": phase, "time": time.time(), "host": os.uname().nodename, "pid": os.getpid()}
@@ -187,6 +189,11 @@ class Run:
         with writing(self.folder):
             temporary.write_text(json.dumps(beat) + "\n")
             temporary.replace(self.folder / "heartbeat.json")
+
+    @property
+    def has_begun_training(self) -> bool:
+        """Whether this start has begun a training step."""
+        return self.bar is not None
 
     def begin_step(
         self, step: int, sampler: GroupSampler | None = None, save: Callable[[], None] | None = None
@@ -199,8 +206,9 @@ class Run:
         if self.bar is None:
             height, width = self.args.image_size
             num_steps = self.args.num_steps
+            kind = "videos" if self.args.num_frames > 1 else "images"
             self.print_message(
-                f"training: steps {step} to {num_steps}, {self._num_images} of {height} x {width} pixels each"
+                f"training: steps {step} to {num_steps}, {self._num_images} {kind} of {height} x {width} pixels each"
             )
             self.bar = tqdm(initial=step - 1, total=num_steps, disable=not self._writes)
         self._trace.close()  # writes the previous step's trace
@@ -211,12 +219,12 @@ class Run:
         self._step_began = self._last_step_began = time.perf_counter()
 
     def end_step(self, metrics: dict) -> None:
-        """Keep the metrics of a training step until `log`, and that the policy is of this step now."""
+        """Keep the metrics of a training step until `log`, and remember the states that go with its weights."""
         self.unlogged = {name: float(value) for name, value in metrics.items()}
         self._keep_states(self.step)
 
     def _keep_states(self, step: int) -> None:
-        """Remember the random states and the sampler's of the policy after `step`, for save_after_failure."""
+        """Remember the random states and the sampler's position after `step`, for save_after_failure."""
         if self._sampler:
             self._policy_states = (step, rng_states(), self._sampler.state_dict())
 
@@ -261,10 +269,10 @@ class Run:
             self._step_began = None
         step = self.step
         # an evaluation before training ends nothing; that of a step may, also where a resumed run does it again
-        may_stop = self.bar is not None or bool(self.unlogged)
+        may_stop = self.has_begun_training or bool(self.unlogged)
         metrics = self.unlogged | metrics
         self.unlogged = {}
-        if "actor/skipped_steps" in metrics:
+        if "actor/skipped_steps" in metrics:  # grad_norm is left out where no gradient of the step was finite
             self._num_skipped = 0 if "actor/grad_norm" in metrics else self._num_skipped + 1
         if self._num_skipped == MAX_SKIPPED:
             raise RunError(
@@ -329,7 +337,8 @@ class Run:
             self.print_message(f"step {step}: {', '.join(told)}")
 
     def _speed_metrics(self, step: int) -> dict[str, float]:
-        """Seconds by phase; for a training step also milliseconds per image, and images per second and rank.
+        """Seconds by phase, and memory peaks; for a training step also milliseconds per image, images per second and
+        rank, and perf/mfu where it is counted.
 
         Of several ranks also each phase's slowest one, and its seconds. A collective.
         """
@@ -391,6 +400,7 @@ class Run:
             self.checkpoint, state = first_intact(self.checkpoint, state, may_be_earlier=not is_file)
         state["path"] = self.checkpoint
         changed = dict(changed_contents(state.get("contents", {}), self._contents))
+        # prints what changed; False: another run's, or scored otherwise
         is_comparable = report_resumed(self.checkpoint, state["args"], self.config, changed)
         self.step = state["step"]
         # checkpoints may be rarer than evaluations: a step that is done again may have written best_adapter/
@@ -403,7 +413,7 @@ class Run:
         self._saved_step = self._resumed_from = self._logged_to = self.step
         if self.args.resume == "latest" and state.get("unlogged"):
             self.unlogged = state["unlogged"]
-            self._logged_to -= 1
+            self._logged_to -= 1  # its line is written again, with the evaluation
         self.best_score = state["best"] if is_comparable else -math.inf
         return state
 
@@ -535,7 +545,7 @@ def friendly_errors() -> Iterator[None]:
         yield
     except (ValueError, RuntimeError) as error:  # a RunError is a RuntimeError, as what torch raises
         run = _current_run[0] if _current_run else None
-        is_training = run is not None and run.bar is not None
+        is_training = run is not None and run.has_begun_training
         if run and run.bar is not None:
             run.bar.close()  # the last line is one of its own
         if run and isinstance(error, ScoringError):
@@ -557,7 +567,8 @@ def exit_value(error: Exception, folder: Path | None, is_training: bool) -> str 
             return None
         if isinstance(error, ScoringError) and not str(error):  # another rank has the line
             return 1
-        # bad options are the same on every rank, and printed once; a reward may fail to load on this rank alone
+        # bad options are the same on every rank, and printed once. A reward's `load` may raise anything else, which is
+        # the error's cause then, on this rank alone
         is_everywhere = isinstance(error, ValueError) and isinstance(error.__cause__ or error, UNREADABLE)
         silent = is_everywhere and os.environ.get("LOCAL_RANK", "0") != "0"
         return 1 if silent else last_line(str(error), error, folder)

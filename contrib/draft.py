@@ -92,7 +92,8 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     num_inference_steps: PositiveInt = 3
     """sampling steps of a training image (ReFL: 40)"""
     guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
-    """guidance in training and evaluation alike, as the model takes it (docs/models.md); 1 turns it off"""
+    """guidance in training and evaluation alike, as the model takes it (docs/models.md); 1 turns it off, but for
+    FLUX.1's guidance embedding"""
 
     # ---- algorithm
     method: Literal["draft", "refl"] = "draft"
@@ -141,10 +142,10 @@ def prepare(args: Args) -> Inputs:
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
     if not args.eval_only:
         check_of_pixels(rewards)
-    eval_rewards = load_rewards(  # the trained ones first, without the `relative` ones
+    eval_rewards = load_rewards(  # the trained ones, without those that only compare a group, then its own
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
-    trained_on = () if args.eval_only else args.train_prompts
+    trained_on = () if args.eval_only else args.train_prompts  # read with the rewards, which a record may name
     train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
@@ -177,7 +178,7 @@ def make_request(
     timesteps, sigmas, latent_shape = model.schedule(args.num_inference_steps, height, width, args.num_frames)
     return RolloutRequest(
         conditioning=model.encode(prompts, length, args.image_size, args.num_frames),
-        negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None without guidance
+        negative_conditioning=model.encode_negative(negatives, args.guidance_scale, length),  # None: no second pass
         prompt_index=prompt_index,
         seeds=seeds,
         timesteps=timesteps.to(model.device),  # (T,), 1000 sigma, which predict_velocity takes
@@ -204,14 +205,14 @@ def trained_steps(args: Args, step: int) -> tuple[int, ...]:
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained.
 
-    The prompts of the whole run are looked at as well: too long ones are reported, and ones that are all the same to
-    the model; --prompt_cache is filled.
+    The prompts of the whole run are looked at as well: too long ones are reported, and so is a model to which several
+    are the same; --prompt_cache is filled.
     """
     num_drawn = args.num_steps * args.num_prompts
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
-        quantise_encoders(model)
+        quantise_encoders(model)  # add_policies quantises the transformer, under the LoRA
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default"]  # peft's name for the trained one
     if args.ema_decay > 0:
@@ -282,8 +283,8 @@ def sample(model: Family, request: RolloutRequest, trained_steps: Sequence[int] 
 @torch.no_grad()
 def rollout(args: Args, model: Family, request: RolloutRequest, scorer: Scorer) -> None:
     """Sample the request's images, micro_batch_size at once; the scorer gets images as they are finished."""
-    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
-    with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
+    gathers_once = not {"cpu_offload", "gather_blocks"} & set(args.train_with)  # all weights, not a block in each pass
+    with sampling(model, gathers_once):  # and the VAE stays on the device
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             scorer.add(rows.tolist(), model.decode(sample(model, request.select(rows))))
 
@@ -345,7 +346,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
-    reshard(model.transformer)  # the optimizer changes the shards: weights that passes have cast are out of date then
+    reshard(model.transformer)  # passes may leave weights whole, and a LoRA cast (`shard`): out of date after this step
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
@@ -420,7 +421,8 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
 
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
-    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    """Write all that training changes, for any number of ranks to resume from; and the policy for diffusers, of full
+    weights only at the end."""
     state = training_state(model, optimizer, run.checkpoint_path)  # full weights are written now, beside this path
     state["sampler"] = sampler.state_dict()
     run.save_checkpoint(state, model, args.evaluated_policy)
@@ -448,7 +450,7 @@ def main(args: Args, inputs: Inputs) -> None:
     sampler = GroupSampler(inputs.train_set.parts, args.num_prompts, group_size=1, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
 
-    # RUN LOGIC, the same in all scripts: resume, and redo an evaluation that had failed (unlogged); or evaluate first
+    # RUN LOGIC, the same in all scripts: resume; evaluate first, or redo the evaluation that failed (run.unlogged)
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
     if args.eval_only or run.unlogged or not run.checkpoint:
@@ -469,10 +471,10 @@ def main(args: Args, inputs: Inputs) -> None:
             metrics |= score_metrics(args, gather_rows(scores, image_index), inputs.rewards)
 
         # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
-        run.end_step(metrics | {"training/epoch": sampler.epoch})
+        run.end_step(metrics | {"training/epoch": sampler.epoch})  # keeps them until `log`
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, inputs) if is_due else ({}, None)
-        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps in a row without a finite gradient
         stopping = run.should_stop()
         if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
             save(args, run, model, optimizer, sampler)

@@ -139,10 +139,10 @@ def check(args: Args) -> Args:
 def prepare(args: Args) -> Inputs:
     """Load and check all but the model: rewards, prompts, the LoRA, which checkpoint. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
-    eval_rewards = load_rewards(  # the trained ones first, without the `relative` ones
+    eval_rewards = load_rewards(  # the trained ones, without those that only compare a group, then its own
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )
-    trained_on = () if args.eval_only else args.train_prompts
+    trained_on = () if args.eval_only else args.train_prompts  # read with the rewards, which a record may name
     train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
@@ -212,14 +212,14 @@ def draw_training_noise(args: Args, batch: "Batch", step: int) -> tuple[Tensor, 
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained.
 
-    The prompts of the whole run are looked at as well: too long ones are reported, and ones that are all the same to
-    the model; --prompt_cache is filled.
+    The prompts of the whole run are looked at as well: too long ones are reported, and so is a model to which several
+    are the same; --prompt_cache is filled.
     """
     num_drawn = args.num_steps * args.num_prompts
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
     model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
-        quantise_encoders(model)
+        quantise_encoders(model)  # add_policies quantises the transformer, under the LoRA
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
     policies = ["default"]  # peft's name for the trained one
     if args.ema_decay > 0:
@@ -310,8 +310,8 @@ def rollout(
         return engine.generate(request, finished=finished).to(model.device)
     # micro_batch_size images at once
     parts = []
-    gathers = not {"cpu_offload", "gather_blocks"} & set(args.train_with)
-    with sampling(model, gathers):  # the VAE on the device and, where `gathers`, unsharded weights
+    gathers_once = not {"cpu_offload", "gather_blocks"} & set(args.train_with)  # all weights, not a block in each pass
+    with sampling(model, gathers_once):  # and the VAE stays on the device
         for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
             if scorer:
@@ -349,12 +349,12 @@ def compute_advantages(
 
 
 def combine_advantages(args: Args, scores: Tensor, adv_clip_max: float) -> Tensor:
-    """Advantages (N,) of the scores (N, R) of R rewards. sum_then_normalize takes those of the weighted sum of scores.
-    normalize_then_sum adds each reward's own, unclamped, by weight, and divides this sum by its deviation over the
-    rollout; with --scale_rewards group it is GDPO (arXiv 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
+    """Advantages (N,) of scores (N, R) of R rewards. sum_then_normalize: the advantages of the scores' weighted sum.
+    normalize_then_sum: each reward's own advantages, unclamped, are added by weight, and their sum is divided by its
+    deviation over the rollout (--scale_rewards group: GDPO, 2601.05242). adv_clip_max: inf in contrib/flow_dppo.py.
 
     Scores are -inf where a prompt's record does not ask for the reward. Images whose prompts ask for the same rewards
-    have their own advantages, as if they were the whole rollout (docs/rewards.md)."""
+    are normalised apart from the others, as if they were the whole rollout (docs/rewards.md)."""
     advantages = torch.zeros(len(scores), dtype=torch.float64)
     for rows, columns in asked_parts(scores):  # one part, unless records name theirs; of whole groups, in order
         part = scores[rows[:, None], columns]  # (n, r)
@@ -504,7 +504,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
-    reshard(model.transformer)  # the optimizer changes the shards: weights that passes have cast are out of date then
+    reshard(model.transformer)  # passes may leave weights whole, and a LoRA cast (`shard`): out of date after this step
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
@@ -570,7 +570,8 @@ def evaluate(
 
 # ==== 11 CHECKPOINT ===================================================================================================
 def save(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSampler) -> None:
-    """Write all that training changes, for any number of ranks to resume from, and the policy for diffusers."""
+    """Write all that training changes, for any number of ranks to resume from; and the policy for diffusers, of full
+    weights only at the end."""
     state = training_state(model, optimizer, run.checkpoint_path)  # full weights are written now, beside this path
     state["sampler"] = sampler.state_dict()
     run.save_checkpoint(state, model, args.evaluated_policy)
@@ -596,14 +597,14 @@ def main(args: Args, inputs: Inputs) -> None:
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
     choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
-    parts = inputs.train_set.parts  # (prompts, share) of each file
+    parts = inputs.train_set.parts  # (number of prompts, share): of each file with --train_shares, else of all
     sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
-    if engine:  # push for the first time; prove that a push acts and that it samples as we do (with any weights)
+    if engine:  # the first push, before `load`, as any weights prove that a push acts and the engine samples as we do
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
         engine.verify_policy(model, one_image, sample_locally)
 
-    # RUN LOGIC, the same in all scripts: resume, and redo an evaluation that had failed (unlogged); or evaluate first
+    # RUN LOGIC, the same in all scripts: resume; evaluate first, or redo the evaluation that failed (run.unlogged)
     if run.checkpoint:
         load(args, run, model, optimizer, sampler)
         if engine:  # it still holds the policy from before `load`
@@ -617,14 +618,14 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # sample G images for each prompt with the current policy
         with run.timed("gen"):
-            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,); (B,), which of the U; (B,), which of the N
+            prompt_rows, prompt_index, image_index = sampler.draw()  # (U,) of train_set; (B,) of these U; (B,) of the N
             prompts = inputs.train_set.select(prompt_rows)
             seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
             request = make_request(args, model, prompts, prompt_index, seeds)
             scorer = Scorer(inputs.rewards, prompts.select(prompt_index), args.reward_failure)
             trajectories = rollout(args, model, engine, request, scorer)
 
-        # score them; most were scored while others were sampled
+        # score them; most were scored while others were sampled, but rewards of whole groups begin here
         with run.timed("reward"):
             # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
             scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
@@ -650,10 +651,10 @@ def main(args: Args, inputs: Inputs) -> None:
                 engine.push_policy(model)
 
         # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
-        run.end_step(metrics | {"training/epoch": sampler.epoch})
+        run.end_step(metrics | {"training/epoch": sampler.epoch})  # keeps them until `log`
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
-        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps without a finite gradient
+        run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps in a row without a finite gradient
         stopping = run.should_stop()
         if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
             save(args, run, model, optimizer, sampler)

@@ -47,7 +47,7 @@ case ${SETTINGS_OF:-$script} in
         # Ours, except the learning rate and beta of VeRL-Omni's script for SD3.5-medium.
         settings+=(
             --learning_rate 2e-4 --dpo_beta 100
-            --lr_schedule constant --num_steps 40 --num_pair_prompts 512
+            --lr_schedule constant --num_steps 40 --num_pair_prompts 512 --num_pairs 64
             --num_inference_steps 28 --guidance_scale 4
         )
         ;;
@@ -55,7 +55,7 @@ case ${SETTINGS_OF:-$script} in
         # Flow-Factory's example for DiffusionNFT. Ours: no guidance (there 4), and every timestep is trained (there two
         # of the first half).
         settings+=(
-            --learning_rate 1e-4 --nft_beta 0.1 --decay_schedule linear_to_0_5 --scale_rewards group
+            --learning_rate 1e-4 --nft_beta 0.1 --kl_coef 0 --decay_schedule linear_to_0_5 --scale_rewards group
             --num_inference_steps 8
             --num_prompts 48 --group_size 16 --updates_per_rollout 1
         )

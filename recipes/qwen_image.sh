@@ -48,7 +48,7 @@ case ${SETTINGS_OF:-$script} in
         # Ours, except the learning rate and beta of VeRL-Omni's script for SD3.5-medium.
         settings+=(
             --learning_rate 2e-4 --dpo_beta 100
-            --lr_schedule constant --num_steps 40 --num_pair_prompts 512
+            --lr_schedule constant --num_steps 40 --num_pair_prompts 512 --num_pairs 64
             --num_inference_steps 50 --guidance_scale 4
         )
         ;;

@@ -44,7 +44,7 @@ case ${SETTINGS_OF:-$script} in
         # Ours, except beta, the schedule and one optimizer step per rollout of Flow-Factory's example
         # (examples/nft/lora/wan21).
         settings+=(
-            --nft_beta 0.1 --decay_schedule linear_to_0_5 --scale_rewards group --updates_per_rollout 1
+            --nft_beta 0.1 --kl_coef 0 --decay_schedule linear_to_0_5 --scale_rewards group --updates_per_rollout 1
         )
         ;;
     *)

@@ -51,7 +51,7 @@ case ${SETTINGS_OF:-$script} in
         # Ours, except the learning rate and beta of VeRL-Omni's script for SD3.5-medium.
         settings+=(
             --learning_rate 2e-4 --dpo_beta 100
-            --lr_schedule constant --num_steps 40 --num_pair_prompts 512
+            --lr_schedule constant --num_steps 40 --num_pair_prompts 512 --num_pairs 64
             --num_inference_steps 40 --guidance_scale 5
         )
         ;;
@@ -60,7 +60,7 @@ case ${SETTINGS_OF:-$script} in
         # of the first half).
         settings+=(
             --rollout local
-            --learning_rate 3e-4 --nft_beta 0.1 --decay_schedule linear_to_0_5 --scale_rewards group
+            --learning_rate 3e-4 --nft_beta 0.1 --kl_coef 0 --decay_schedule linear_to_0_5 --scale_rewards group
             --num_inference_steps 10
             --num_prompts 48 --group_size 16 --updates_per_rollout 1
         )

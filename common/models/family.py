@@ -4,8 +4,8 @@ To add a family, add a file to this folder; no other file changes. The file is f
 diffusers' `FluxPipeline` is served by the class `Flux` in common/models/flux.py. The class has the pipeline's name
 without "Pipeline", and the file has the class's name in lower case, with underscores wherever you like them. A class in
 any other file is named by --family. It inherits from `Family`, which says what each method takes and gives. Five
-methods are a family's own: `check`, `conditioning_shapes`, `encode_batch`, `schedule` and `forward`. The others have a
-default, which suits most models.
+methods are a family's own: `check`, `conditioning_shapes`, `encode_batch`, `schedule` and `forward`. So are
+`lora_target_modules` and, to sample in vLLM-Omni, `engine_pipeline`. The others have a default.
 """
 
 import hashlib
@@ -64,14 +64,15 @@ class Family(ABC):
     # Its `_no_split_modules` name FSDP's units, the blocks first. With full weights every policy has a transformer, and
     # this is the acting policy's: methods use self.transformer, never self.pipe.transformer.
     transformer: "diffusers.ModelMixin"
-    # Where the model computes. Weights wait on the CPU: FSDP or `keep_frozen_whole` moves the transformer, and
-    # `on_device` moves the rest.
+    # Where the model computes. Weights wait on the CPU: FSDP, `keep_frozen_whole` or `quantise` moves the
+    # transformer, and `on_device` moves the rest.
     device: torch.device
+
+    frozen_policies = frozenset({"reference"})  # policies that no checkpoint holds, as training never changes them
 
     # `add_policies` (common/weights/policy.py) sets these two.
     is_lora: bool  # whether a LoRA is trained, or full weights
     policies: "dict[str, diffusers.ModelMixin]"  # the transformer of each policy; with a LoRA, one for all policies
-    frozen_policies = frozenset({"reference"})  # policies that no checkpoint holds, as training never changes them
 
     def __init__(self, pipe: "diffusers.DiffusionPipeline") -> None:
         self.pipe = pipe
@@ -96,9 +97,9 @@ class Family(ABC):
     @staticmethod
     @abstractmethod
     def conditioning_shapes(transformer: Config, max_sequence_length: int) -> Shapes:
-        """{name: shape} of one prompt's conditioning, from the transformer's config alone. tools/plan.py needs it.
+        """{name: shape} of one prompt's conditioning, from the transformer's config alone, for plans.
 
-        It gives a plan zeros, but ones for a name that ends with `mask`, and the number of tokens for the shape ().
+        A plan's pass gets zeros of these shapes, ones for a name that ends with `mask`, the number of tokens for ().
         """
 
     @abstractmethod
@@ -119,7 +120,7 @@ class Family(ABC):
         timestep: 1000 sigma, (B,), on the latents' device; it must not be rounded.
         """
 
-    # ---- prompts: encode, or encode_negative(_prompts) -> encode_through_cache -> encode_prompts -> encode_batch ----
+    # ---- prompts: scripts call `encode` and `encode_negative`, which end in a family's `encode_batch` ----
     @torch.no_grad()
     def encode_prompts(self, prompts: list[str], max_sequence_length: int) -> Conditioning:
         """Conditioning of B prompts, in the text encoders' dtype, by `encode_batch`."""
@@ -162,7 +163,7 @@ class Family(ABC):
         if len(set(prompts)) > 1:
             return self.encode_negative_prompts(prompts, max_sequence_length)
         key = (prompts[0], max_sequence_length)
-        if key not in self.negative_cache:  # the last one alone is kept: each prompt may have its own
+        if key not in self.negative_cache:  # only the last is kept: where records have theirs, they change
             self.negative_cache = {key: self.encode_negative_prompts(prompts[:1], max_sequence_length)}
         return self.negative_cache[key]
 
@@ -172,8 +173,7 @@ class Family(ABC):
 
     # ---- the source images of a model that edits, which sets num_sources ----
     def encode_sources(self, sources: list[list[PIL.Image.Image]], height: int, width: int) -> Conditioning:
-        """S source images of each of U prompts, at the image's size -> {"source_latents": (U, S, C, h, w)}, fp32 as the
-        VAE.
+        """S source images of each of U prompts, at the image's size -> {"source_latents": (U, S, C, h, w)}, in fp32.
 
         Both branches of guidance get what has a name that begins with source_.
         """
@@ -209,7 +209,7 @@ class Family(ABC):
         # one batch of 2B rows, the prompts' first, keeps a GPU busier than two of B, and FSDP gathers the weights once
         both = {}
         for name, tensor in conditioning.items():  # (B, ...)
-            # (B, ...) or (1, ...); both branches see the same condition images
+            # (B, ...) or (1, ...); both branches see the same source images
             other = tensor if name.startswith("source_") else negative_conditioning[name]
             if other.shape[1:] != tensor.shape[1:]:
                 shapes = f"{tuple(tensor.shape)} of the prompts, {tuple(other.shape)} of the negative"
@@ -269,7 +269,7 @@ class Family(ABC):
         return (latents - (vae.config.shift_factor or 0)) * vae.config.scaling_factor
 
     def encoder_tensors(self) -> list[torch.Tensor]:
-        """All tensors that `encode_images` and `encode_prompts` use, in fixed order: offline DPO's cache is of them."""
+        """All tensors that `encode_images` and `encode_prompts` use, in fixed order, for the key of DPO's cache."""
         config = self.pipe.vae.config
         scale_and_shift = [config.get("scaling_factor"), config.get("shift_factor")]
         scale_and_shift += [*(config.get("latents_mean") or ()), *(config.get("latents_std") or ())]

@@ -71,7 +71,7 @@ def test_training_is_announced_and_its_end_as_well(tmp_path, capsys):
     run = new_run(tmp_path, image_size=(32, 96), num_images=256, num_steps=13)
     take_steps(run, range(11, 13))
     shown = capsys.readouterr()
-    assert shown.out.startswith("training: steps 11 to 13, 256 of 32 x 96 pixels each\n")
+    assert shown.out.startswith("training: steps 11 to 13, 256 images of 32 x 96 pixels each\n")
     assert "| 10/13 [" in shown.err and "| 12/13 [" in shown.err  # the bar counts the run's steps, not the start's
     run.close()  # as asked by a signal
     stopped = "stopped after step 12 of 13; to continue, give the same command with --resume latest\n"

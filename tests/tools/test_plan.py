@@ -240,9 +240,9 @@ def test_each_rank_has_a_copy_of_the_weights_where_nine_tenths_of_its_gpu_hold_i
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("script", "largest", "smaller"), [("flow_grpo.py", 64, 16), ("dpo_offline.py", 64, 16)])
+@pytest.mark.parametrize(("script", "largest", "smaller"), [("flow_grpo.py", 64, 16), ("dpo_offline.py", 256, 16)])
 def test_a_micro_batch_of_0_is_the_largest_that_divides_a_share_and_fits(script, largest, smaller):
-    """A share of 64 images, or of 64 pairs. The least GPU for 16 of them does not hold 32."""
+    """A share of 64 images, or of 256 pairs. The least GPU for 16 of them does not hold 32."""
     blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
     options = vars(importlib.import_module(script.removesuffix(".py")).Args()) | {"micro_batch_size": 0}
     options["rollout"] = "local"
@@ -436,10 +436,10 @@ def test_adapter_is_gathered_while_the_checkpoint_is_in_memory():
 # ---- scripts ---------------------------------------------------------------------------------------------------------
 GRPO = {"sampled_steps": 3, "trained_steps": 1, "policies": ("trained",), "acting_epochs": 1, "num_images": 256}
 NFT = GRPO | {"trained_steps": 3, "policies": ("trained", "old")}
-DPO = {"sampled_steps": 0, "trained_steps": 1, "policies": ("trained", "reference"), "num_images": 128}
+DPO = {"sampled_steps": 0, "trained_steps": 1, "policies": ("trained", "reference"), "num_images": 512}
 DPO |= {"micro_batch_images": 128, "guidance_scale": 4.0, "trained_guidance": 1.0}
 CHANGED = [
-    ("diffusion_nft.py", {}, NFT),
+    ("diffusion_nft.py", {"kl_coef": 0.0}, NFT),
     ("dpo_offline.py", {"guidance_scale": 4.0}, DPO),
     ("flow_grpo.py", {"sde_window_size": 0, "guidance_scale": 4.0}, {"trained_steps": 2, "trained_guidance": 4.0}),
     ("flow_grpo.py", {"kl_coef": 0.1, "ema_decay": 0.9}, {"policies": ("trained", "average", "reference")}),

@@ -64,8 +64,9 @@ def test_no_recipe_leaves_a_published_number_to_the_embedded_model(name: str) ->
     args = parse_args(script.Args, "", command.options)
     needed = {"adam_eps", "learning_rate", "num_inference_steps", "eval_num_inference_steps"}
     needed |= {"guidance_scale", "updates_per_rollout", "noise_level", "sde_window_size"} & vars(args).keys()
+    needed |= {"kl_coef", "dpo_beta", "num_pair_prompts", "num_pairs"} & vars(args).keys()
     if command.script != "diffusion_nft.py":
-        needed |= {"lr_schedule", "num_steps"} | {"kl_coef", "dpo_beta"} & vars(args).keys()
+        needed |= {"lr_schedule", "num_steps"}
     assert [option for option in sorted(needed) if f"--{option}" not in command.options] == []
     assert args.adam_eps == 1e-8 and args.eval_num_inference_steps >= 28
     updates = {"updates_per_rollout": 2}
