@@ -67,13 +67,14 @@ WINDOW = "--sde_window_size"
 ALL_STEPS, ANYWHERE = f"{WINDOW} 0", "--sde_window_range 0 9"  # all but the last
 
 
-def row_of(script, seeds, options="", threshold=None, cost=1.0, is_apart=False, has_gaussian_steps=True):
+def row_of(script, seeds, options="", threshold=None, cost=1.0, is_apart=False, has_gaussian_steps=True, choice=None):
     """threshold: what is tuned beside the learning rate, (option, shipped value). Between Gaussian steps it bounds, and
     is matched first; without them it is another option, tuned around the shipped value. cost: seconds of a rollout, as
-    a multiple of Flow-GRPO's, rounded up. is_apart: it learns from pairs, and is compared in no test."""
+    a multiple of Flow-GRPO's, rounded up. is_apart: it learns from pairs, and is compared in no test.
+    choice: a (learning rate, threshold) that is given, and so not tuned."""
     setting = {"script": script, "seeds": seeds, "options": options, "threshold": threshold}
     setting |= {"is_noisy": bool(threshold) and has_gaussian_steps}  # in training, between the sampling steps
-    return setting | {"cost": cost, "is_apart": is_apart, "choice": None}
+    return setting | {"cost": cost, "is_apart": is_apart, "choice": choice}
 
 
 ROWS = {
@@ -88,6 +89,8 @@ ROWS = {
     "awm": row_of("contrib.awm", 6, cost=1.4),
     "dgpo": row_of("contrib.dgpo", 6, cost=1.45),
     "crd": row_of("contrib.crd", 6, cost=1.4),
+    # with the KL of its code, which came after all other runs: at CRD's own rate
+    "crd_kl": row_of("contrib.crd", 6, "--kl_coef 0.1 --kl_guidance_scale 4.5", cost=1.9, choice=(3e-3, None)),
     "v_grpo": row_of("contrib.v_grpo", 6, cost=1.2),
     # the KL that bounds how far it moves costs 1 / reward_multiplier
     "ram": row_of("contrib.ram", 6, threshold=("reward_multiplier", 3.0), cost=1.4, has_gaussian_steps=False),
@@ -95,12 +98,6 @@ ROWS = {
     # as many images as the others sample, made into pairs before, and as many optimizer steps
     "dpo_offline": row_of("dpo_offline.py", 6, "--dpo_beta 100 --num_pairs 64", cost=0.7, is_apart=True),
 }
-# of rows above, added after their runs. choice: a (learning rate, threshold) that is given here, and so not tuned
-VARIANTS = {
-    # the KL of CRD's code, at CRD's own rate
-    "crd_kl": ROWS["crd"] | {"options": "--kl_coef 0.1 --kl_guidance_scale 4.5", "cost": 1.9, "choice": (3e-3, None)},
-}
-ROWS |= VARIANTS
 EVAL_COST, STARTUP_S = 0.9, 12  # an evaluation, as a multiple of Flow-GRPO's rollout; seconds of a run's start
 BUDGET_H = 9.5  # of two cores, for everything: 7 that we could spend first, the rest for the rows that came later
 LONGEST_MIN = 15  # of one core, for one run

@@ -26,7 +26,6 @@ from benchmarks.comparison import (
     ROWS,
     TESTED,
     UPDATES,
-    VARIANTS,
     WIDEST,
     chosen,
     lines_of,
@@ -41,7 +40,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-COLOURS = [*(f"C{i}" for i in range(10)), "gold", "navy"]  # the two rows that stand apart are black
+COLOURS = [*(f"C{i}" for i in range(10)), "teal", "gold", "navy"]  # the two rows that stand apart are black
 FIRST_MACHINE = ("c6c8dfa", "e9841c6")  # commits of the runs there; later ones were made on faster machines
 
 
@@ -314,7 +313,7 @@ def draw(record, path):
     figure, axes = plt.subplots(2, 3, figsize=(15, 8.5), layout="constrained")
     panels = [("images", "ocr"), ("seconds", "ocr"), ("drift", "ocr")]
     panels += [("drift", key) for key in ("sign_colour", "jpeg_compressibility", "diversity")]
-    rows = [row for row in ROWS if lines_of(record, "run", row) and row not in VARIANTS]
+    rows = [row for row in ROWS if lines_of(record, "run", row)]
     colours = iter(COLOURS)
     for row in rows:
         lines = runs_of(record, row)

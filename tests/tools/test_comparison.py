@@ -141,11 +141,14 @@ def test_every_command_is_one_that_the_script_takes(stage, row, monkeypatch, tmp
     args = module.check(parse_args(module.Args, module.__doc__, command[command.index("--name") :]))
     if row == "dpo_offline":
         assert args.num_steps == 4 * rollouts and args.num_pair_prompts * args.group_size == 128 * rollouts
+        assert (args.dpo_beta, args.num_pairs) == (100, 64)
     else:
         assert args.num_steps == rollouts and args.num_prompts * args.group_size == 128
         assert args.updates_per_rollout * args.epochs_per_rollout == 4
     assert (args.eval_prompts == module.Args().eval_prompts) == (stage == "run") and args.max_prompts == 128
     assert args.seed == 3 and args.learning_rate == 1e-3 and args.num_inference_steps == 10
+    if row in ("flow_grpo", "diffusion_nft", "crd"):
+        assert args.kl_coef == 0
     if setting["threshold"]:
         assert getattr(args, setting["threshold"][0]) == threshold
     if setting["is_noisy"]:
