@@ -93,7 +93,7 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     """sampling steps of the images that become pairs"""
 
     # ---- algorithm
-    dpo_beta: PositiveFloat = 120.0
+    dpo_beta: PositiveFloat = 135.0
     """twice the factor of the errors' differences in the logit; a larger one keeps nearer to the reference (paper: from
     2000)"""
 
