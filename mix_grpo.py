@@ -89,7 +89,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     window_mode: Literal["progressive", "random", "decay", "exp_decay"] = "progressive"
     """progressive: moves every iters_per_group rollouts; decay, exp_decay: sooner at later positions; random: jumps in
     every rollout, without regard to iters_per_group and roll_back"""
-    iters_per_group: PositiveInt = 30
+    iters_per_group: PositiveInt = 33
     """rollouts at one position of the window (paper: 25)"""
     roll_back: bool = True
     """after the last position the window returns to lo; False: it stays at the last position"""

@@ -71,6 +71,7 @@ siblings() {
         for script in grpo_guard mix_grpo diffusion_nft dpo_offline; do
             local rollout="$EARLIER --rollout local"
             if [ "$script" = dpo_offline ]; then rollout="--dpo_beta 100 --lr_schedule constant --num_steps 40 --num_pair_prompts 512 --num_pairs 64"; fi
+            if [ "$script" = mix_grpo ]; then rollout="$rollout --iters_per_group 25"; fi
             run "$script-local-seed$seed" 1 "$script.py" --seed "$seed" $rollout
         done
     done
