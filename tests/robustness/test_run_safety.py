@@ -196,7 +196,8 @@ def last_line(error, begun_in=None):
     """What a script that raises `error` exits with, perhaps once its run had begun in a folder."""
     with pytest.raises(SystemExit) as ended, friendly_errors():
         if begun_in:
-            _current_run.append(SimpleNamespace(folder=begun_in, bar=None))  # as much of a Run as is asked
+            # as much of a Run as is asked
+            _current_run.append(SimpleNamespace(folder=begun_in, bar=None, has_begun_training=False))
         raise error
     return ended.value.code
 
@@ -215,7 +216,7 @@ def test_a_bad_option_is_printed_once_and_a_later_value_error_is_a_bug(tmp_path,
     line = last_line(ValueError("--seed -1: must be at least 0"))
     assert line.endswith("error: --seed -1: must be at least 0")
     with pytest.raises(ValueError, match="^torch's$"), friendly_errors():
-        _current_run.append(SimpleNamespace(folder=tmp_path, bar=None))
+        _current_run.append(SimpleNamespace(folder=tmp_path, bar=None, has_begun_training=False))
         raise ValueError("torch's")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert last_line(ValueError("--seed -1: must be at least 0")) == 1  # rank 0 prints it
