@@ -1,8 +1,8 @@
 """--prompt_cache FOLDER: every prompt is encoded once and its embeddings are kept in the folder.
 
 A run whose prompts are all in the folder encodes nothing. Several runs may share a folder. A prompt has a file of its
-own, FOLDER/ab/abcd....safetensors, as a folder of 100,000 names is slow. Files are looked for at the start. A prompt
-whose file cannot be read later is encoded again, so nothing waits here for the disk.
+own, FOLDER/ab/abcd....safetensors, as a folder of 100,000 names is slow. Files are looked for at the start, and checked
+when they are read: a prompt whose file is damaged is encoded again, so nothing waits here for the disk.
 """
 
 import hashlib
@@ -19,8 +19,10 @@ from common.process import print_message
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save, save_file
+
+FORMAT = 4  # part of every name: files of another format are not found, and their prompts encoded again
 
 
 def prepare_prompts(model: Family, prompts: list[str], max_sequence_length: int, folder: str | Path | None) -> None:
@@ -28,7 +30,7 @@ def prepare_prompts(model: Family, prompts: list[str], max_sequence_length: int,
     prompt included, and let the model read the folder.
 
     The text encoders come to the device once for all prompts; later they come again only for a prompt that was not
-    among these, or whose file cannot be read. A collective: the ranks share the work.
+    among these, or whose file is damaged. A collective: the ranks share the work.
     """
     count_long_prompts(model.pipe, prompts, max_sequence_length)
     if folder is None:
@@ -53,7 +55,7 @@ class PromptCache:
 
     def file_of(self, prompt: str, max_sequence_length: int) -> Path:
         """Where a prompt's conditioning is, or would be."""
-        name = repr((self.key, max_sequence_length, prompt)).encode()
+        name = repr((FORMAT, self.key, max_sequence_length, prompt)).encode()
         digest = hashlib.blake2b(name, digest_size=16).hexdigest()
         return self.folder / digest[:2] / f"{digest}.safetensors"
 
@@ -65,7 +67,7 @@ class PromptCache:
         temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.new")  # another run may write the same file
         with writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            save_file(conditioning, temporary)
+            save_file(conditioning, temporary, metadata={"digest": digest(conditioning)})
             temporary.replace(file)
         return conditioning
 
@@ -81,17 +83,33 @@ class PromptCache:
             self.add(prompt, max_sequence_length)
 
     def read(self, prompts: Sequence[str], max_sequence_length: int) -> Conditioning:
-        """The conditioning of prompts. One that has no file, or one that was cut, is encoded, which a line says."""
+        """The conditioning of prompts. One that has no file, or a damaged one, is encoded, which a line says."""
         found = {}
         for prompt in dict.fromkeys(prompts):
-            try:
-                found[prompt] = load_file(self.file_of(prompt, max_sequence_length))
-            except (OSError, SafetensorError):
-                what = "encoding a prompt that has no file which can be read"
+            conditioning = read_conditioning(self.file_of(prompt, max_sequence_length))
+            if conditioning is None:
+                what = "encoding a prompt that has no whole file"
                 print_message(truncate(f"--prompt_cache {self.folder}: {what}: {prompt}"))
-                found[prompt] = self.add(prompt, max_sequence_length)
+                conditioning = self.add(prompt, max_sequence_length)
+            found[prompt] = conditioning
         fields = found[prompts[0]]
         return {field: torch.cat([found[prompt][field] for prompt in prompts]) for field in fields}
+
+
+def read_conditioning(file: Path) -> Conditioning | None:
+    """The conditioning in a prompt's file, on the CPU; None: there is no file, or it is not as it was written."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            conditioning = {field: opened.get_tensor(field) for field in opened.keys()}  # noqa: SIM118  (not a dict)
+            written = (opened.metadata() or {}).get("digest")
+    except (OSError, SafetensorError):
+        return None
+    return conditioning if digest(conditioning) == written else None
+
+
+def digest(conditioning: Conditioning) -> str:
+    """A hash of the names, shapes, dtypes and bits of tensors. Safetensors itself checks lengths alone."""
+    return hashlib.blake2b(save(conditioning)).hexdigest()
 
 
 def encoders_key(model: Family) -> str:

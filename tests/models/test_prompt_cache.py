@@ -15,7 +15,6 @@ from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, on_
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 PROMPTS = ['a red sign that says "4711"', 'a sign that says "12"', ""]
 LENGTH = 16
@@ -96,25 +95,33 @@ def test_a_family_of_your_own_that_has_changed_encodes_again(tmp_path):
     assert keys[0] == keys[1] != keys[2]
 
 
+FLIPPED = {"an embedding": -1, "the digest": b'"digest":"', "a name": b'"pooled', "a type": b'"F3'}  # where in the file
+
+
 @pytest.mark.fast
-@pytest.mark.parametrize("content", [None, b"", b"x" * 100])
-def test_a_prompt_whose_file_is_cut_is_encoded_again_when_it_is_read(one_rank, tmp_path, monkeypatch, capfd, content):
+@pytest.mark.parametrize("fault", [*FLIPPED, "cut", "empty", "not ours"])
+def test_a_prompt_whose_file_is_damaged_is_encoded_again_when_it_is_read(one_rank, tmp_path, monkeypatch, capfd, fault):
     """And not at the start, which would read the whole folder."""
     model = embedded_model()
     prompts = [PROMPTS[1], PROMPTS[0], *"abcdefg"]  # of nine, the second is not among those that are compared
     prepare_prompts(model, prompts, LENGTH, tmp_path)
     expected = model.encode_through_cache(PROMPTS[:1], LENGTH)
     file = file_of(model, tmp_path, PROMPTS[0])
-    file.write_bytes(file.read_bytes()[:-10] if content is None else content)
+    whole = file.read_bytes()
+    content = bytearray(whole)
+    if fault in FLIPPED:
+        place = FLIPPED[fault]
+        content[place if isinstance(place, int) else whole.index(place) + len(place)] ^= 1
+    file.write_bytes({"cut": whole[:-10], "empty": b"", "not ours": b"x" * 100}.get(fault, content))
     model = embedded_model()
     calls = counting(model, monkeypatch)
     prepare_prompts(model, prompts, LENGTH, tmp_path)
     assert calls == []
     capfd.readouterr()
     assert_equal(model.encode_through_cache([PROMPTS[0], PROMPTS[1], PROMPTS[0]], LENGTH), three(expected, model))
-    told = f"--prompt_cache {tmp_path}: encoding a prompt that has no file which can be read: {PROMPTS[0]}\n"
+    told = f"--prompt_cache {tmp_path}: encoding a prompt that has no whole file: {PROMPTS[0]}\n"
     assert calls == [[PROMPTS[0]]] and capfd.readouterr().err == told
-    assert_equal(load_file(file), expected)
+    assert file.read_bytes() == whole
 
 
 def file_of(model, folder, prompt):
@@ -204,10 +211,8 @@ def test_a_prompt_that_is_not_in_the_cache_is_encoded_and_reported(one_rank, tmp
     expected = embedded_model().encode_prompts([PROMPTS[1]], LENGTH)
     capfd.readouterr()
     assert_equal(model.encode_through_cache([PROMPTS[1]], LENGTH), expected)
-    assert (
-        capfd.readouterr().err
-        == f"--prompt_cache {tmp_path}: encoding a prompt that has no file which can be read: {PROMPTS[1]}\n"
-    )
+    told = f"--prompt_cache {tmp_path}: encoding a prompt that has no whole file: {PROMPTS[1]}\n"
+    assert capfd.readouterr().err == told
     model.encode_through_cache([PROMPTS[1]], LENGTH)
     assert capfd.readouterr().err == ""
 
@@ -255,7 +260,7 @@ def test_two_runs_write_one_cache(tmp_path, monkeypatch):
     """Neither removes the other's file: their temporary files have different names."""
     names = []
     own = prompt_cache.save_file
-    monkeypatch.setattr(prompt_cache, "save_file", lambda t, path: names.append(path.name) or own(t, path))
+    monkeypatch.setattr(prompt_cache, "save_file", lambda t, path, **kw: names.append(path.name) or own(t, path, **kw))
     for _ in range(2):
         cache = prompt_cache.PromptCache(tmp_path, "key", lambda prompts, length: {"prompt_embeds": torch.ones(1, 2)})
         cache.add("a sign", LENGTH)
