@@ -119,6 +119,7 @@ class Run:
         self.checkpoint = gather_objects(checkpoint)[0] if script else checkpoint
         self.step = 0
         self.best_score = -math.inf
+        self._lowest_score = math.inf  # where it is the best as well, no step is called best
         self.unlogged: dict[str, float] = {}
         self._saved_step = 0  # of the newest checkpoint
         self._sampler: GroupSampler | None = None
@@ -379,7 +380,7 @@ class Run:
         said, or at the last step.
         """
         state |= {"step": self.step, "args": self.config, "contents": self._contents, "format": FORMAT}
-        state |= {"best": self.best_score, "best_step": self._best_step}
+        state |= {"best": self.best_score, "lowest": self._lowest_score, "best_step": self._best_step}
         state |= {"unlogged": self.unlogged}
         with self.timed("save_checkpoint"):  # after `log`: a resumed run cuts the log back to the checkpoint
             checkpoints.save_checkpoint(self.folder, self.step, state, self.args.keep_checkpoints)
@@ -415,6 +416,7 @@ class Run:
             self.unlogged = state["unlogged"]
             self._logged_to -= 1  # its line is written again, with the evaluation
         self.best_score = state["best"] if is_comparable else -math.inf
+        self._lowest_score = state.get("lowest", -math.inf) if is_comparable else math.inf
         return state
 
     def save_if_best(self, model: Family, policy: str, metrics: dict) -> None:
@@ -426,6 +428,7 @@ class Run:
                 self.print_message(f"step {self.step}: --best_by {name}: this evaluation lacks it")
             return
         score = float(metrics[name])
+        self._lowest_score = min(self._lowest_score, score)
         if score > self.best_score:
             save_policy(self.folder / "best_adapter", model, policy, self.args.dtype)
             self.best_score = score
@@ -445,7 +448,10 @@ class Run:
         if self.bar is not None:
             self.bar.close()
         if self.args.num_steps and not self.args.eval_only:
-            if self._best_step is not None:
+            if self._best_step is not None and self._lowest_score == self.best_score:
+                told = "and no other evaluation scored differently"
+                self.print_message(f"{self.folder}/best_adapter is of step {self._best_step}, {told}")
+            elif self._best_step is not None:
                 self.print_message(f"best evaluation: step {self._best_step}, in {self.folder}/best_adapter")
             told = f"stopped after step {self.step} of {self.args.num_steps}"
             if self._stop_reason:

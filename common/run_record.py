@@ -49,6 +49,8 @@ DATA = (
 READ = {".json", ".jsonl", ".csv", ".parquet", ".txt", ".safetensors", ".bin", ".model"}  # of a folder; not its images
 PIECE = 2**20  # bytes
 NUM_PIECES = 64  # of a large file
+LONGEST_DIFF = 2**20  # bytes
+MOST_UNTRACKED = 1000  # names
 Contents = dict[str, str]  # what is read -> its size and digest
 
 
@@ -198,7 +200,7 @@ def versions() -> dict[str, str]:
 
 def git_state(folder: Path) -> tuple[str | None, bytes, list[str]]:
     """The commit, with "-dirty" where files differ from it or are not in it; the difference; and the names of the files
-    and whole folders that git does not have. (None, b"", []) outside of a repository."""
+    that git does not have, of at most 1,000. (None, b"", []) outside of a repository."""
 
     def git(*command: str) -> bytes:
         try:
@@ -211,6 +213,10 @@ def git_state(folder: Path) -> tuple[str | None, bytes, list[str]]:
     if not commit:
         return None, b"", []
     diff = git("diff", "--no-ext-diff", "--no-color", "HEAD")
-    untracked = git("ls-files", "--others", "--exclude-standard", "--directory", "--full-name", ":/")
-    names = untracked.decode(errors="replace").splitlines()
-    return commit + ("-dirty" if diff or names else ""), diff, names
+    names = git("ls-files", "--others", "--exclude-standard", "--full-name", ":/").decode(errors="replace").splitlines()
+    dirty = "-dirty" if diff or names else ""
+    if len(diff) > LONGEST_DIFF:
+        diff = diff[:LONGEST_DIFF] + f"\n{len(diff) - LONGEST_DIFF} more bytes are left out\n".encode()
+    if len(names) > MOST_UNTRACKED:
+        names[MOST_UNTRACKED:] = [f"and {len(names) - MOST_UNTRACKED} more"]
+    return commit + dirty, diff, names

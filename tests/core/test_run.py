@@ -450,7 +450,7 @@ def test_the_best_adapter_is_that_of_the_highest_total_or_best_by(best_by, tmp_p
     assert capsys.readouterr().out.startswith(f"best evaluation: step 2, in {tmp_path}/best_adapter\n")
 
 
-def test_of_equal_evaluations_the_first_is_the_best(tmp_path, monkeypatch, capsys):
+def test_without_a_difference_no_step_is_the_best(tmp_path, monkeypatch, capsys):
     """Not even after a resume; relative rewards have no total, and nothing is saved."""
     saved = []
     monkeypatch.setattr("common.run.save_policy", lambda *given: saved.append(given))
@@ -459,8 +459,9 @@ def test_of_equal_evaluations_the_first_is_the_best(tmp_path, monkeypatch, capsy
         run.step = step
         run.save_if_best("model", "ema", {"val/weighted_total/mean": 0.5})
     run.close()
-    assert len(saved) == 1
-    assert f"best evaluation: step 0, in {tmp_path}/best_adapter\n" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "best evaluation" not in told and len(saved) == 1
+    assert f"{tmp_path}/best_adapter is of step 0, and no other evaluation scored differently\n" in told
     for best_by in (None, "val/ocr/mean"):
         run = new_run(tmp_path, num_steps=4, best_by=best_by)
         run.save_if_best("model", "ema", {"val/drift_from_base": 0.5})
@@ -606,7 +607,7 @@ def test_the_digest_of_prompts_covers_whatever_names_them(tmp_path, monkeypatch)
         before = after
 
 
-def test_create_run_folder_records_git(tmp_path):
+def test_create_run_folder_records_git_and_how_much_of_it_is_left_out(tmp_path, monkeypatch):
     repository = tmp_path / "repository"
     repository.mkdir()
     (repository / "script.py").write_text("")
@@ -622,10 +623,17 @@ def test_create_run_folder_records_git(tmp_path):
     (repository / "contrib" / "fork.py").write_text("")
     create_run_folder(tmp_path / "other", OPTIONS, repository / "contrib" / "fork.py")
     record = json.loads((tmp_path / "other" / "args.json").read_text())
-    assert (record["git_hash"], record["untracked"]) == (f"{head}-dirty", ["contrib/", "new.py"])
+    assert (record["git_hash"], record["untracked"]) == (f"{head}-dirty", ["contrib/fork.py", "new.py"])
     diff = (tmp_path / "other" / "uncommitted.diff").read_bytes()
     assert diff.endswith(b"+mended = True\n")
     assert not (tmp_path / "run" / "uncommitted.diff").exists()
+    monkeypatch.setattr("common.run_record.LONGEST_DIFF", len(diff) - 7)
+    monkeypatch.setattr("common.run_record.MOST_UNTRACKED", 1)
+    create_run_folder(tmp_path / "cut", OPTIONS, repository / "contrib" / "fork.py")
+    record = json.loads((tmp_path / "cut" / "args.json").read_text())
+    assert record["untracked"] == ["contrib/fork.py", "and 1 more"]
+    left = (tmp_path / "cut" / "uncommitted.diff").read_bytes()
+    assert left == diff[:-7] + b"\n7 more bytes are left out\n"
 
 
 def test_a_resumed_run_keeps_the_first_record(tmp_path):
