@@ -64,6 +64,7 @@ TOTAL = "weighted_total"  # logged for an evaluation beside each reward
 # in samples.jsonl, beside the rewards
 RECORDED = {"file", "prompt", "seed", "image", "details", "advantage", "step", "group", "prompt_file", "metadata"}
 NOT_ASKED = -math.inf  # in the place of a score that the prompt does not ask for; no reward may return it
+NOT_SCORED = math.inf  # in the place of a score until the reward has been called
 LOGGED = ("mean", "stderr", "failed")  # of each reward, which no detail may be called
 Reward = Callable[[Images, list[str], list[dict]], Sequence[float | dict | Exception]]
 Details = dict[str, dict[str, float | str]]  # of an image: what a reward said beside its score, by reward
@@ -176,6 +177,8 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
     else:
         known = ", ".join(built_in_rewards())
         raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
+    if hasattr(function, "whole_batch"):
+        raise ValueError(f"{option} {name}: has whole_batch, which cut groups: set whole_group in its place")
     if option == "--eval_reward" and is_relative(function):
         raise ValueError(f"{option} {name}: is relative, so it says nothing of an evaluation")
     if is_relative(function) and not getattr(function, "whole_group", False):
@@ -224,7 +227,7 @@ class Scorer:
         self.early = {name: f for name, f in rewards.items() if not getattr(f, "whole_group", False)}
         self.images: list = [None] * len(prompt_set)
         self.details: list[Details] = [{} for _ in self.images]
-        self.scored = torch.full((len(prompt_set), len(rewards)), torch.nan, dtype=torch.float64)  # (B, R)
+        self.scored = torch.full((len(prompt_set), len(rewards)), NOT_SCORED, dtype=torch.float64)  # (B, R)
         self.finished: queue.SimpleQueue = queue.SimpleQueue()  # of (rows, images), and None at the end
         self.error: BaseException | None = None  # that ended the thread early
         # a daemon: a reward that hangs must not keep a run from ending that has failed elsewhere
@@ -245,8 +248,7 @@ class Scorer:
         other ranks do not wait; more will follow, so there is no `offload`.
 
         Raises:
-            ScoringError: on all ranks, as score_images on one; or an image was never handed over, whose NaN would say
-                that a reward failed.
+            ScoringError: on all ranks, as score_images on one; or an image was never handed over, or never scored.
         """
         alone = places is None
         self.finished.put(None)
@@ -257,6 +259,9 @@ class Scorer:
             missing = sum(image is None for image in self.images)
             if missing:
                 raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
+            not_scored = int((self.scored[:, [name in self.early for name in self.rewards]] == NOT_SCORED).any(1).sum())
+            if not_scored:  # the thread has ended, and not even its error is known
+                raise RunError(f"{not_scored} of {len(self.images)} images were never scored")
         of_groups = {name: function for name, function in self.rewards.items() if name not in self.early}
         if of_groups:
             own_places = list(range(len(self.images))) if places is None else torch.as_tensor(places).tolist()
@@ -342,9 +347,7 @@ def score_images(
         if hasattr(returned, "tolist"):  # an array of NumPy, a tensor
             returned = returned.tolist()
         if not isinstance(returned, list | tuple) or len(returned) != len(rows):
-            form = f"{len(returned)} things in a " if isinstance(returned, list | tuple) else "a "
-            form += f"{type(returned).__name__} for {len(rows)} images"
-            raise RunError(f"reward {names}: it returned {form}; return a list of a number for each image")
+            raise RunError(f"reward {names}: it returned {_wrong_form(returned, len(rows))}")
         entries = dict(zip(rows, returned, strict=True))
         keys = {split_key(name)[1] for name in columns}
         for name, column in columns.items():
@@ -418,7 +421,8 @@ def _read_scores(name: str, returned: Sequence, prompts: list[str], reward_failu
         score = values.pop(key, None)
         image = f"reward {name}: image {i} (prompt: {prompts[i]})"
         if not _is_number(score):
-            raise RunError(f"{image}: {what} must be a finite number or an exception, got {truncate(repr(score))}")
+            found = f"{truncate(repr(score))}, a {type(score).__name__}"
+            raise RunError(f"{image}: {what} must be a finite number or an exception, got {found}")
         for other, value in values.items():
             if other in LOGGED:
                 raise RunError(f'{image}: "{other}" is logged of each reward; give it another name')
@@ -434,6 +438,17 @@ def _read_scores(name: str, returned: Sequence, prompts: list[str], reward_failu
             raise RunError(f"reward {name} failed on {first}; {advice}") from failure
         print_message(truncate(f"reward {name} failed on {len(failures)} of {len(prompts)} images: {first}"))
     return scores, details
+
+
+def _wrong_form(returned: object, num_images: int) -> str:
+    """What a message says of a return that is no list of an entry for each image."""
+    what = "a list of a number for each image"
+    if not isinstance(returned, list | tuple):
+        return f"a {type(returned).__name__} for {num_images} images; return {what}"
+    kinds = " and ".join(dict.fromkeys(type(entry).__name__ for entry in returned)) or "nothing"
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
+        what = "the scores alone, as in flow_grpo's `scores, _ =`"
+    return f"{len(returned)} things for {num_images} images: a {type(returned).__name__} of {kinds}; return {what}"
 
 
 def _scalar(value: Any) -> Any:

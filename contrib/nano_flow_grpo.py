@@ -193,7 +193,9 @@ def compute_advantages(rewards: Tensor, group_size: int, adv_clip_max: float) ->
     divides by the group's own, which makes as much of a group of nearly equal images as of any other.
     """
     groups = rewards.view(-1, group_size)
-    centred = groups - groups.mean(1, keepdim=True)
+    spread = groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True)
+    is_equal = spread <= 1e-6 * groups.abs().amax(1, keepdim=True)  # but for round-off: nothing to learn from
+    centred = (groups - groups.mean(1, keepdim=True)).masked_fill(is_equal, 0.0)
     advantages = centred / (rewards.std(correction=0) + 1e-4)
     return advantages.clamp(-adv_clip_max, adv_clip_max).flatten()
 

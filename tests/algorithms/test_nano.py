@@ -123,6 +123,8 @@ def test_advantages_and_loss_by_hand():
     assert advantages.tolist() == [1, -1, 0, 0]
     advantages = nano.compute_advantages(rewards, group_size=2, adv_clip_max=5.0)
     assert advantages.tolist() == pytest.approx([0.5 / (0.125**0.5 + 1e-4), -0.5 / (0.125**0.5 + 1e-4), 0, 0])
+    round_off = torch.tensor([1.0, 1 + 1e-8, 0.5, 0.5], dtype=torch.float64)
+    assert nano.compute_advantages(round_off, group_size=2, adv_clip_max=5.0).tolist() == [0, 0, 0, 0]
     log_prob = torch.tensor([0.2, -0.2, 0.2, 0.0], dtype=torch.float64).requires_grad_()
     old_log_prob = torch.zeros(4, dtype=torch.float64)
     loss = nano.policy_loss(log_prob, old_log_prob, torch.tensor([1.0, -1.0, -1.0, 2.0]), clip_range=0.1)

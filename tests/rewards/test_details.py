@@ -47,9 +47,9 @@ def test_a_scorer_keeps_what_a_reward_says_beside_each_score(whole_group, monkey
 @pytest.mark.parametrize(
     ("detail", "told"),
     [
-        ({"red": 3}, "the score must be a finite number or an exception, got None"),
-        ({"score": "high"}, "the score must be a finite number or an exception, got 'high'"),
-        ({"score": NAN}, "the score must be a finite number or an exception, got nan"),
+        ({"red": 3}, "the score must be a finite number or an exception, got None, a NoneType"),
+        ({"score": "high"}, "the score must be a finite number or an exception, got 'high', a str"),
+        ({"score": NAN}, "the score must be a finite number or an exception, got nan, a float"),
         ({"score": 1, "red": NAN}, '"red" must be a finite number or a string, got nan'),
         ({"score": 1, "mean": 2}, '"mean" is logged of each reward; give it another name'),
         ({"score": 1, "red": None}, '"red" must be a finite number or a string, got None'),

@@ -78,17 +78,24 @@ def test_a_failure_of_one_image_ends_the_run_with_its_reason_or_is_marked(capfd)
     assert capfd.readouterr().err == f"{told}\n"
 
 
+NO_SCORE = "the score must be a finite number or an exception"
+
+
 @fast
 @pytest.mark.parametrize(
     ("returned", "told"),
     [
-        ((np.array([1.0, 2, 3]), {}), "it returned 2 things in a tuple for 3 images; return a list of"),
-        ([1.0], "it returned 1 things in a list for 3 images; return a list of a number for each image"),
+        (
+            (np.array([1.0, 2, 3]), {}),
+            "it returned 2 things for 3 images: a tuple of ndarray and dict; "
+            "return the scores alone, as in flow_grpo's `scores, _ =`",
+        ),
+        ([1.0], "it returned 1 things for 3 images: a list of float; return a list of a number for each image"),
         ({"avg": [1.0, 2, 3]}, "it returned a dict for 3 images; return a list of a number for each image"),
-        ([1.0, "0.5", None], "image 1 (prompt: second): the score must be a finite number or an exception, got '0.5'"),
-        (np.array(["a", "b", "c"]), "image 0 (prompt: first): the score must be a finite number or an exception"),
-        ([1.0, None, 2.0], "image 1 (prompt: second): the score must be a finite number or an exception, got None"),
-        (torch.zeros(3, 2), "image 0 (prompt: first): the score must be a finite number or an exception, got [0.0"),
+        ([1.0, "0.5", None], f"image 1 (prompt: second): {NO_SCORE}, got '0.5', a str"),
+        (np.array(["a", "b", "c"]), f"image 0 (prompt: first): {NO_SCORE}, got 'a', a str"),
+        ([1.0, None, 2.0], f"image 1 (prompt: second): {NO_SCORE}, got None, a NoneType"),
+        (torch.zeros(3, 2), f"image 0 (prompt: first): {NO_SCORE}, got [0.0, 0.0], a list"),
     ],
 )
 def test_a_return_of_another_form_is_told_by_its_count_and_then_by_its_first_entry(returned, told):
@@ -106,7 +113,7 @@ def test_nothing_but_an_exception_marks_a_failure(value):
         score_images({"odd": lambda *_: torch.tensor([0.25, NAN, 0.75])}, IMAGES, PROMPTS, "mask")
     with pytest.raises(RunError, match="reward odd: image 0 .* got inf"):
         score_images({"odd": lambda *_: [math.inf, ValueError("x"), 0.75]}, IMAGES, PROMPTS, "mask")
-    with pytest.raises(RunError, match="reward odd: it returned 2 things in a list for 3 images"):
+    with pytest.raises(RunError, match="reward odd: it returned 2 things for 3 images: a list of "):
         score_images({"odd": lambda *_: [ValueError("x"), 0.75]}, IMAGES, PROMPTS, "mask")
 
 
@@ -129,6 +136,16 @@ def test_a_scorer_marks_failures_and_never_an_image_that_it_was_not_given():
     scorer = Scorer({"judge": MIDDLE_FAILS}, PROMPTS)
     scorer.add(range(3), IMAGES)
     with pytest.raises(RunError, match="reward judge failed on image 1"):
+        scorer.scores()
+
+
+@fast
+def test_an_image_that_was_handed_over_and_never_scored_is_no_failure(monkeypatch):
+    """However the scoring thread has ended."""
+    monkeypatch.setattr(Scorer, "_score", lambda scorer: None)
+    scorer = Scorer({"judge": reward(1, 2, 3)}, PROMPTS, "mask")
+    scorer.add(range(3), IMAGES)
+    with pytest.raises(RunError, match="^3 of 3 images were never scored$"):
         scorer.scores()
 
 

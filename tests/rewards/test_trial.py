@@ -53,9 +53,9 @@ def test_an_image_that_cannot_be_scored_is_no_fault_of_the_reward(capfd):
 
 
 FAULTS = [
-    ([0.5, 0.5], "it returned 2 things in a list for 1 images"),
+    ([0.5, 0.5], "it returned 2 things for 1 images: a list of float"),
     (None, "it returned a NoneType for 1 images"),
-    (["x"], "the score must be .*, got 'x'"),
+    (["x"], "the score must be .*, got 'x', a str"),
     ([{"read": "4"}], "score"),
 ]
 

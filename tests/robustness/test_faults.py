@@ -227,7 +227,7 @@ REWARDS = {
     "{}['no such key']": r"reward mine raised KeyError: 'no such key' \(\S*mine.py:7\); traceback: "
     r"runs/flow_grpo/traceback_rank0.txt; to resume from step_000001.pt, give the same command with --resume latest$",
     "[0.5, float('nan')] * (len(images) // 2)": r"reward mine: image 1 \(prompt: .* sign that says .*got nan",
-    "[1.0]": "reward mine: it returned 1 things in a list for 16 images; return a list of a number for each image",
+    "[1.0]": "reward mine: it returned 1 things for 16 images: a list of float; return a list of a number",
     "None": "reward mine: it returned a NoneType for 16 images",
 }
 
