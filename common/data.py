@@ -500,9 +500,12 @@ def gather_shares(rows: torch.Tensor, total: int) -> torch.Tensor:
 def share_eval_images(eval_set: PromptSet, images_per_prompt: int) -> tuple[list[int], PromptSet, list[int]]:
     """This rank's share of an evaluation: the B images' places among all, their prompts (PromptSet) and seeds.
 
-    The seeds are the same at every evaluation; the images of a prompt have different ones.
+    The seeds are the same at every evaluation; the images of a prompt have different ones. They go by the prompt's
+    place in its file, so that they do not depend on other files.
     """
     places = share_of_rank(len(eval_set) * images_per_prompt)
-    prompts = eval_set.select(place // images_per_prompt for place in places)
-    seeds = [image_seed("eval", place % images_per_prompt, place // images_per_prompt) for place in places]
-    return places, prompts, seeds
+    rows = [place // images_per_prompt for place in places]
+    firsts = {name: eval_set.files.index(name) for name in set(eval_set.files)}  # the first row of each, if several
+    of_file = [row - firsts[eval_set.files[row]] if firsts else row for row in rows]
+    seeds = [image_seed("eval", place % images_per_prompt, row) for place, row in zip(places, of_file, strict=True)]
+    return places, eval_set.select(rows), seeds
