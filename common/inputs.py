@@ -120,7 +120,7 @@ def check_asked(args: SharedArgs, inputs: Inputs) -> None:
         if args.best_by and args.best_by.startswith(f"val/{name}/"):
             why = "is relative" if name not in inputs.eval_rewards else "is asked for by no held-out prompt"
             raise ValueError(f"--best_by {args.best_by}: {name} {why}, so no evaluation logs it")
-    if not args.best_by and not inputs.rewards.keys() & scored:
+    if not (args.eval_only or args.best_by or inputs.rewards.keys() & scored):
         told = "no evaluation scores a --reward; name a metric with --eval_reward and --best_by"
         print_message(f"no best_adapter will be written: {told}")
 

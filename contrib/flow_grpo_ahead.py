@@ -130,10 +130,10 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
 # ==== 2 SETUP =========================================================================================================
 def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them, micro_batch_size lowered to a rank's mini-batch."""
-    if args.rollout == "local":
-        raise ValueError("--rollout local: a rollout ahead needs the engine; flow_grpo.py samples without one")
     if args.eval_only:  # no rollout is made, or cut into mini-batches
         return args
+    if args.rollout == "local":
+        raise ValueError("--rollout local: a rollout ahead needs the engine; flow_grpo.py samples without one")
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     check_sde_steps(

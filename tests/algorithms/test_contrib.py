@@ -24,6 +24,7 @@ from contrib import (
     diffusion_opd,
     draft,
     flow_dppo,
+    flow_grpo_ahead,
     online_dpo,
     ram,
     tempflow_grpo,
@@ -1220,6 +1221,20 @@ def same_rewards(first, second):
     """Whether two rows of metrics are of the same images."""
     names = [name for name in first if name.startswith("critic/")]
     return [first[name] for name in names] == [second[name] for name in names]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("save_every", "expected"), [(0, [1, 2, 4, 5]), (2, [1, 5])])
+def test_nothing_is_sampled_ahead_across_an_evaluation_or_a_checkpoint(save_every, expected):
+    args = flow_grpo_ahead.Args(num_steps=7, eval_every=3, save_every=save_every)
+    assert [step for step in range(9) if flow_grpo_ahead.samples_ahead(args, step)] == expected
+
+
+@pytest.mark.fast
+def test_an_evaluation_of_rollouts_ahead_needs_no_engine():
+    flow_grpo_ahead.check(flow_grpo_ahead.Args(rollout="local", eval_only=True))
+    with pytest.raises(ValueError, match="^--rollout local: a rollout ahead needs the engine"):
+        flow_grpo_ahead.check(flow_grpo_ahead.Args(rollout="local"))
 
 
 def test_a_rollout_ahead_is_sampled_by_the_policy_before_the_update(tmp_path):

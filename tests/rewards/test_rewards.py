@@ -471,6 +471,22 @@ def test_what_an_evaluation_cannot_score_is_refused(attributes, options, told):
         check_inputs(flow_grpo.Args(rollout="local", **options), inputs)
 
 
+@pytest.mark.parametrize("eval_only", [False, True])
+def test_a_run_without_a_best_adapter_says_so(eval_only, capfd):
+    rewards = {"wins": relative_reward}
+    inputs = Inputs(StableDiffusion3, rewards, {}, PROMPTS, PROMPTS, lora=None, checkpoint=None)
+    check_inputs(flow_grpo.Args(rollout="local", reward=("wins",), eval_only=eval_only), inputs)
+    told = "no best_adapter will be written: no evaluation scores a --reward; name a metric with --eval_reward and"
+    assert (told in capfd.readouterr().err) != eval_only
+
+
+def relative_reward(images, prompts, metadata):
+    return [0.5] * len(images)
+
+
+relative_reward.relative = relative_reward.whole_group = True
+
+
 # ---- reward_metrics --------------------------------------------------------------------------------------------------
 def test_reward_metrics_by_hand():
     scores = torch.tensor([[1, 0], [0, 1], [0, 0], [0, 2], [0.5, 0], [0.25, 0.25]], dtype=torch.float64)

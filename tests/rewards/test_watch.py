@@ -431,7 +431,7 @@ def test_sign_colour_by_hand():
 COLOUR = f"{ROOT / 'assets' / 'sign_colour.py'}:sign_colour"
 
 
-@pytest.mark.parametrize("script", ["flow_grpo.py", "dpo_offline.py"])
+@pytest.mark.parametrize("script", ["flow_grpo.py", "dpo_offline.py", "diffusion_nft.py"])
 def test_a_run_is_watched_and_ends_by_a_rule(script, tmp_path, capfd):
     """It stops and saves after the second evaluation, and continues when asked. --eval_only ignores the rule."""
     options = ["--name", "run", "--num_steps", 3, "--eval_every", 1, "--eval_reward", COLOUR, "--learning_rate", 1e-2]
@@ -449,7 +449,7 @@ def test_a_run_is_watched_and_ends_by_a_rule(script, tmp_path, capfd):
     assert rows[1]["training/stop_if/val/drift_from_base>0.0001"] == 1
     assert all(0 < row["val/diversity"] < 1 and 0.5 < row["val/sign_colour/mean"] < 1 for row in rows)
     assert all(row["val/weighted_total/mean"] == row["val/ocr/mean"] for row in rows)
-    assert ("critic/diversity" in rows[1]) == (script == "flow_grpo.py")
+    assert ("critic/diversity" in rows[1]) == (script != "dpo_offline.py")
     last = capfd.readouterr().out.splitlines()[-1]
     told = r"stopped after step 1 of 3: val/drift_from_base is \S+ \(--stop_if .+\)"
     assert re.fullmatch(told + "; to continue, pass --resume latest without it", last)

@@ -20,6 +20,7 @@ from tests.conftest import (
 from tools import bench, protocol
 
 import pytest
+import torch
 import torch.distributed as dist
 
 SMALL = ["--image_size", "32", "48", "--num_inference_steps", "2", "--guidance_scale", "1", "--dtype", "float32"]
@@ -148,6 +149,17 @@ def test_another_protocol_is_one_line(words, done, tmp_path, monkeypatch, field)
     if field not in ("seeds", "batch_size"):
         with pytest.raises(SystemExit, match=f"^bench.py: error: --with .*/bench.json: {told}$"):
             run_bench(*words, *CHANGES[field], "--output", tmp_path / "out", "--with", done / "bench.json")
+
+
+@pytest.mark.fast
+def test_a_reward_of_the_same_name_with_other_weights_is_another_protocol(monkeypatch):
+    network = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(protocol, "LOADED", {"some/network": network})
+    before = protocol.reward_protocol(["jpeg_compressibility"], {})
+    with torch.no_grad():
+        network.weight[0, 0] += 1e-3
+    with pytest.raises(ValueError, match="^another protocol: reward_networks: "):
+        protocol.check_match(before, protocol.reward_protocol(["jpeg_compressibility"], {}))
 
 
 @pytest.mark.fast
