@@ -6,6 +6,7 @@ One rule decodes pictures, masks and pairs alike (`StoredImage.open` and `decode
 import functools
 import io
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, ImageSequence, UnidentifiedImageError
 
 SAME_SHAPE = 0.05  # relative: the most by which two aspect ratios differ that pass as one
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # Pillow reads more, some (EPS) by calling a program
+# Pillow reads more, some (EPS) by calling a program. Its JPEG also reads a camera's MPO.
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ class StoredImage:
         return self.content.read_bytes() if isinstance(self.content, Path) else self.content
 
     def open(self) -> Image.Image:
-        """The image as Pillow has it before it is decoded: its header. Of several frames it is the first.
+        """The image as Pillow has it before it is decoded: its header.
 
         Raises:
-            ValueError: without its place: it is missing, no picture of FORMATS, or has more than 8 bits per channel.
+            ValueError: without its place: it is missing, no picture of FORMATS, has several frames, floats or 32 bits.
         """
         if isinstance(self.content, Path) and not self.content.is_file():
             raise ValueError("no such file")
@@ -57,34 +59,61 @@ class StoredImage:
             )
         except UnidentifiedImageError:
             raise ValueError(f"not a readable image; images are read from {', '.join(FORMATS)}") from None
-        if image.mode.startswith(("I", "F")):
+        fault = ""
+        # the first frame of an MPO is the photograph; behind it are previews or a depth map
+        num_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+        if num_frames > 1:
+            fault = f"has {num_frames} frames; save one of them as a file of its own"
+        elif image.mode in ("I", "F"):
+            fault = f"has Pillow's mode {image.mode}; save it with 8 or 16 bits per channel"
+        if fault:
             image.close()
-            raise ValueError(f"has Pillow's mode {image.mode}; save it with 8 bits per channel")
+            raise ValueError(fault)
         return image
 
     @functools.cached_property
     def size(self) -> tuple[int, int]:
-        """(width, height) of the upright picture, from the header, whose EXIF Pillow must be able to read."""
+        """(width, height) of the upright picture, from the header."""
         with self.open() as image:
-            # not image.getexif(): a PNG's decodes the picture, to look behind it
-            turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
-            return image.size[::-1] if turned and image.format != "TIFF" else image.size  # Pillow turns a TIFF's size
+            turned = image.format != "TIFF" and _orientation(image) >= 5  # Pillow turns a TIFF's size itself
+            return image.size[::-1] if turned else image.size
 
     def decode(self) -> Image.Image:
-        """The picture as RGB, turned upright as its EXIF says, on white where it is transparent.
+        """The picture as RGB with 8 bits, turned upright as its EXIF says, on white where it is transparent.
+
+        Of grey with 16 bits the upper 8 are taken. Nothing else of EXIF is read: a broken tag does not matter.
 
         Raises:
             RunError: it is damaged behind its header.
         """
         try:
             with self.open() as opened:
-                image = ImageOps.exif_transpose(opened)
+                opened.load()  # which turns a TIFF
+                image: Image.Image = opened
+                if opened.mode.startswith("I;16"):  # convert would clip it
+                    grey = np.asarray(opened)
+                    image = Image.fromarray((grey >> 8).astype(np.uint8))
+                    if "transparency" in opened.info:  # one shade, of 16 bits
+                        image.putalpha(Image.fromarray(grey != opened.info["transparency"]).convert("L"))
                 if image.has_transparency_data:
                     layer = image.convert("RGBA")
                     image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
-                return image.convert("RGB")
+                image = image.convert("RGB")
+                image.info = {}  # exif_transpose would write all tags again
+                image.getexif()[ExifTags.Base.Orientation] = _orientation(opened)
+                return ImageOps.exif_transpose(image)
         except Exception as error:
             raise RunError(truncate(f"{self.place}: cannot be decoded ({reason(error)})")) from error
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF's orientation of an opened image, 1 to 8; 1 where it has none that can be read."""
+    with suppress(Exception):  # whatever broken EXIF makes Pillow raise
+        # not image.getexif(): a PNG's decodes the picture, to look behind it
+        value = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
+        if isinstance(value, int) and 1 <= value <= 8:
+            return value
+    return 1
 
 
 def check_header(image: StoredImage, name: str) -> None:

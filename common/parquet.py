@@ -2,33 +2,47 @@
 
 import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from common.errors import error_prefix, truncate
 from common.process import print_message, print_once
+
+SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test|eval)(?![a-z])")  # in the name of a file or folder
 
 
 def find_shards(path: Path) -> list[Path]:
     """The file itself; or the .parquet files of a folder, or the files that a pattern fits, which a line names.
 
     Raises:
-        ValueError: there is none, or the folder has several splits, such as train-*.parquet and test-*.parquet.
+        ValueError: there is none, or they are of several splits, such as train-*.parquet and test-*.parquet.
     """
     if path.is_dir():
         files = sorted(path.glob("*.parquet"))
-        splits = sorted({re.split(r"\d", file.stem)[0] for file in files})
-        if len(splits) != 1:
-            found = f"files of several kinds, {', '.join(splits)}" if files else "no .parquet files"
-            raise ValueError(f"the folder has {found}; name those to read by a pattern: '{path}/train-*.parquet'")
+        if not files:
+            below = _name_patterns(path.glob("*/*.parquet"))
+            advice = f"; give those of a folder in it: {' or '.join(below)}" if below else ""
+            raise ValueError(truncate(f"the folder has no .parquet files{advice}"))
+        is_mixed = len(_name_patterns(files)) > 1
     elif "*" not in str(path) or path.exists():
         return [path]
     else:
         files = sorted(Path(file) for file in glob.glob(str(path)))
         if not files:
             raise ValueError("there are no such files")
+        named = [SPLIT.search(file.name) or SPLIT.search(file.parent.name) for file in files]
+        is_mixed = len({match[0] for match in named if match}) > 1
+    if is_mixed:
+        patterns = " or ".join(_name_patterns(files))
+        raise ValueError(truncate(f"has files of several splits; give one of them: {patterns}"))
     print_once(truncate(f"{path}: takes {', '.join(file.name for file in files)}"))
     return files
+
+
+def _name_patterns(files: Iterable[Path]) -> list[str]:
+    """A pattern in quotes for each kind of files, which is how their names begin: 'data/train-*.parquet'."""
+    kinds = {(file.parent, re.split(r"\d", file.stem)[0] or "[0-9]", file.suffix) for file in files}
+    return sorted(f"'{folder}/{start}*{suffix}'" for folder, start, suffix in kinds)
 
 
 def read_rows(

@@ -247,8 +247,11 @@ def test_pairs_of_pick_a_pic(tmp_path, capfd):
     with pytest.raises(ValueError, match=r"none-\*.parquet: there are no such files$"):
         read_pairs(tmp_path / "none-*.parquet")
     path.rename(tmp_path / "test-00000-of-00001.parquet")
-    with pytest.raises(ValueError, match=f"^{tmp_path}: the folder has files of several kinds, test-, train-; name"):
-        read_pairs(tmp_path)
+    for mixed in (tmp_path, tmp_path / "*.parquet"):
+        with pytest.raises(ValueError) as error:
+            read_pairs(mixed)
+        patterns = f"'{tmp_path}/test-*.parquet' or '{tmp_path}/train-*.parquet'"
+        assert str(error.value) == f"{mixed}: has files of several splits; give one of them: {patterns}"
     (tmp_path / "pairs.jsonl").write_text("{")  # a folder of ours
     with pytest.raises(ValueError, match=r"pairs\.jsonl:1: not JSON"):
         read_pairs(tmp_path)

@@ -272,15 +272,42 @@ def test_the_shards_of_a_split_are_one_file(tmp_path, monkeypatch, capfd, given,
         read_prompts(f"{given}:caption")
 
 
-def test_a_folder_of_several_splits_is_not_one_file(tmp_path):
-    for name in ("train-00000-of-00001-0a1b", "train-00001-of-00002-1b2c"):  # the hub's old names end in a digest
+def test_files_of_several_splits_are_not_one_file(tmp_path, monkeypatch):
+    """Nor is a folder one level up. Each pattern that a message gives is taken, and fits what it should."""
+    monkeypatch.chdir(tmp_path)
+    names = ["train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001", "validation_unique-00000-of-00001"]
+    (tmp_path / "pp" / "data").mkdir(parents=True)
+    for name in names:
+        write_rows(tmp_path / "pp" / "data" / f"{name}.parquet", [{"caption": name, "n": 0}], CAPTIONS)
+    patterns = [f"pp/data/{split}-*.parquet" for split in ("test", "train", "validation_unique")]
+    told = " or ".join(f"'{pattern}'" for pattern in patterns)
+    for given, fault in (
+        ("pp", f"the folder has no .parquet files; give those of a folder in it: {told}"),
+        ("pp/data", f"has files of several splits; give one of them: {told}"),
+        ("pp/data/*.parquet", f"has files of several splits; give one of them: {told}"),
+        ("pp/*/t*", f"has files of several splits; give one of them: {told[: told.rindex(' or ')]}"),
+    ):
+        with pytest.raises(ValueError) as error:
+            read_prompts(f"{given}:caption")
+        assert str(error.value) == f"{given}: {fault}"
+    read = [read_prompts(f"{pattern}:caption").prompts for pattern in patterns]
+    assert read == [names[2:3], names[:2], names[3:]]
+
+
+def test_splits_may_be_folders_of_numbered_files(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        write_rows(tmp_path / split / "0000.parquet", [{"caption": split, "n": 0}], CAPTIONS)
+    told = rf"several splits; give one of them: '{tmp_path}/test/\[0-9]\*.parquet' or '{tmp_path}/train/\[0-9]\*.p"
+    with pytest.raises(ValueError, match=told):
+        read_prompts(f"{tmp_path}/*/*.parquet:caption")
+    assert read_prompts(f"{tmp_path}/test/[0-9]*.parquet:caption").prompts == ["test"]
+
+
+def test_the_names_of_shards_may_end_in_a_digest(tmp_path):
+    for name in ("train-00000-of-00001-0a1b", "train-00001-of-00002-1b2c"):  # as the hub's old ones
         write_rows(tmp_path / f"{name}.parquet", [{"caption": name, "n": 0}], CAPTIONS)
     assert len(read_prompts(f"{tmp_path}:caption")) == 2
-    write_rows(tmp_path / "test-00000-of-00001.parquet", [{"caption": "a", "n": 0}], CAPTIONS)
-    with pytest.raises(ValueError) as error:
-        read_prompts(f"{tmp_path}:caption")
-    told = "the folder has files of several kinds, test-, train-; name those to read by a pattern"
-    assert str(error.value) == f"{tmp_path}: {told}: '{tmp_path}/train-*.parquet'"
     with pytest.raises(ValueError, match=r"none-\*.parquet: there are no such files$"):
         read_prompts(tmp_path / "none-*.parquet")
 
