@@ -3,8 +3,9 @@
 import json
 import math
 import os
+import re
 import sys
-from dataclasses import Field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -64,6 +65,33 @@ def _parse(args_class: type[ArgsClass], argv: list[str], defaults: dict) -> Args
 
 
 # ---- options that are not typed --------------------------------------------------------------------------------------
+class _AsWritten(yaml.BaseLoader):
+    """YAML whose values are texts as they are written, such as 010 and no, or None. Refuses tags, and a name twice."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if kind == "null":
+            return None
+        if kind not in ("str", "seq", "map"):
+            raise ValueError(f"line {node.start_mark.line + 1}: has the tag {node.tag}; write the value alone")
+        return super().construct_object(node, deep)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        return _each_once([(self.construct_object(key), self.construct_object(value)) for key, value in node.value])
+
+
+_AsWritten.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("(~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs of names and values as a dict. ValueError: a name is given twice, and one value would be lost."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name}: is given twice")
+    return dict(pairs)
+
+
 def _words_of_file(path: str, args_class: type[SharedArgs]) -> list[str]:
     """The options in the file of --args, as words of a command line to be put before the given ones, which win.
 
@@ -73,31 +101,42 @@ def _words_of_file(path: str, args_class: type[SharedArgs]) -> list[str]:
     Raises:
         ValueError: naming the file: it cannot be read, has an option that the script has not, or is another version's.
     """
-    known = {field.name: field for field in fields(args_class)}
+    hints = get_type_hints(args_class)
     with error_prefix(f"--args {path}", Exception):  # whatever a YAML library raises
         text = Path(path).read_text(encoding="utf-8")
-        given = yaml.safe_load(text) if path.endswith((".yaml", ".yml")) else json.loads(text)
+        if path.endswith((".yaml", ".yml")):
+            given = yaml.load(text, _AsWritten)
+        else:  # numbers as they are written, too
+            given = json.loads(text, object_pairs_hook=_each_once, parse_int=str, parse_float=str)
         if not isinstance(given, dict):
             raise ValueError("expected names and values")
         if isinstance(given.get("args"), dict):
             check_format(given, "the file")
             given = {name: value for name, value in given["args"].items() if name not in OF_ONE_START}
-        unknown = [str(name) for name in given if name not in known or name == "args"]
+        unknown = [str(name) for name in given if name not in hints or name == "args"]
         if unknown:
             raise ValueError(f"no such option: {', '.join(unknown)}; take it out of the file")
-        words = [word for name, value in given.items() for word in _words(known[name], value)]
+        words = [word for name, value in given.items() for word in _words(name, hints[name], value)]
     print_message(f"--args {path}: {len(given)} options; those on the command line win")
     return words
 
 
-def _words(option: Field, value: Any) -> list[str]:  # whatever a file holds
-    """A value in a file as words of a command line. ValueError: no option has such a value."""
-    values = value if isinstance(value, list) and "tuple" in str(option.type) else [value]
-    if any(isinstance(item, list | dict) for item in values):
-        raise ValueError(f"{option.name}: {value!r} is not a value")
-    words = [str(item) for item in values]
-    name = f"--{option.name}"
-    return [f"{name}={words[0]}"] if len(words) == 1 else [name, *words]  # = because a text may begin with a dash
+def _words(name: str, hint: Any, value: Any) -> list[str]:  # whatever a file holds
+    """A value in a file as words of a command line. ValueError: the option of this type hint has no such value."""
+    is_bool = "bool" in str(hint)
+    values = value if isinstance(value, list) and "tuple" in str(hint) else [value]
+    words = []
+    for item in values:
+        is_value = type(None) in get_args(hint) if item is None else is_bool and isinstance(item, bool)
+        if not is_value and not isinstance(item, str):
+            raise ValueError(f"{name}: {json.dumps(item)} is not a value")
+        word = str(item)
+        if len(values) > 1 and word.startswith("--"):
+            raise ValueError(f"{name}: {word} would be another option")
+        words.append(word.capitalize() if is_bool and word in ("true", "false") else word)  # as YAML has them
+    if len(words) == 1:
+        return [f"--{name}={words[0]}"]  # because a text may begin with a dash
+    return [f"--{name}", *words]
 
 
 def _defaults_of_checkpoint(args: SharedArgs) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Errors that a user can cause: each ends the script in one line that names the option, file or line at fault."""
 
+import codecs
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,10 @@ def error_prefix(
 
 
 def reason(error: BaseException) -> str:
-    """The message of an exception; an OSError's without its number and its file, which is named already."""
+    """The message of an exception; an OSError's without its number and its file, which is named already. That of a
+    file in UTF-16 has the way out."""
+    if isinstance(error, UnicodeDecodeError) and error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return f"{error}; convert it by `iconv -f UTF-16 -t UTF-8 OLD > NEW`"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 

@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError
+from safetensors import safe_open
 
 if TYPE_CHECKING:  # importing it takes seconds
     import diffusers
 
 SMALL_SIZE = (32, 96)
+LFS_POINTER = b"version https://git-lfs"  # how the small file begins that a clone without git-lfs has for a large one
 
 
 # ---- finding the family ----------------------------------------------------------------------------------------------
@@ -44,13 +46,15 @@ def find_family(
 
     Raises:
         ValueError: one line that names the option and what is wrong: a model that is missing or not supported, a
-            config that cannot be read, what `check` refuses, or more tokens than the family takes.
+            config that cannot be read, a folder's file that holds no weights, what `check` refuses, or more tokens
+            than the family takes.
     """
     family = family_class(model, own)
     if num_frames > 1 and not family.makes_videos:
         raise ValueError(f"--num_frames {num_frames}: this model makes images, which have 1 frame")
     with error_prefix(f"--model {model}", (OSError, KeyError)):
         check_unquantised(model)
+        check_weight_files(model)
         family.check(model, height, width, num_frames, guidance_scale)
     if max_sequence_length > family.longest_prompt:
         longest = f"{family.__name__} takes {family.longest_prompt} tokens at most"
@@ -124,6 +128,30 @@ def check_unquantised(model: str | Path) -> None:
         if is_quantised:
             what = f"{config.parent.name} is quantised: pass the full weights, in diffusers' layout"
             raise ValueError(f"--model {model}: {what}")
+
+
+def check_weight_files(model: str | Path) -> None:
+    """Read the header of each file of weights that a folder's components load; a hub id is not looked at.
+
+    Raises:
+        ValueError: naming the file, which git-lfs has not fetched, or which has no header that fits it.
+    """
+    index = Path(model) / "model_index.json"
+    if not index.is_file():
+        return
+    with error_prefix(index, Exception):
+        components = json.loads(index.read_text(encoding="utf-8"))
+        loaded = [index.parent / name for name, value in components.items() if value != [None, None]]
+    for file in (file for folder in loaded for file in sorted(folder.glob("*.safetensors"))):
+        if "." in file.stem:  # a variant that is not loaded, such as model.fp16.safetensors
+            continue
+        with error_prefix(f"--model {model}: {file.parent.name}/{file.name}", Exception):  # whatever safetensors raises
+            with open(file, "rb") as opened:
+                is_pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
+            if is_pointer:
+                raise ValueError("a pointer of git-lfs, not weights: run `git lfs pull` in the model's folder")
+            with safe_open(file, framework="pt"):
+                pass
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------

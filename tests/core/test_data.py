@@ -86,7 +86,9 @@ def test_a_bad_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "way_out"),
     [
-        ("prompts.txt", "ein Schild".encode("utf-16"), "'utf-8' codec can't decode byte 0xff in position 0"),
+        ("prompts.txt", "ein Schild".encode("utf-16"), "convert it by `iconv -f UTF-16 -t UTF-8 OLD > NEW`"),
+        ("prompts.jsonl", "\ufeffein Schild".encode("utf-16-be"), "convert it by `iconv -f UTF-16 -t UTF-8 OLD > NEW`"),
+        ("prompts.txt", "Grüße".encode("latin-1"), "'utf-8' codec can't decode byte 0xfc in position 2"),
         (
             "prompts.tsv",
             b"prompt\na sign",

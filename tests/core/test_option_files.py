@@ -57,13 +57,34 @@ def test_a_yaml_file(here):
     assert (args.name, args.learning_rate, args.image_size, args.eval_only) == ("mine", 0.5, (64, 96), True)
 
 
+@pytest.mark.parametrize("text", ["010", "1:30", "no", "1.10", "1_000", "2001-01-01", "true", "-x", "'null'"])
+def test_texts_of_yaml_are_as_written(here, text):
+    (here / "mine.yaml").write_text(f"name: {text}\nlora_path:\nresume: null\nlearning_rate: 1e-4\nlora_rank: 010\n")
+    args = parse("--args", "mine.yaml")
+    expected = (text.strip("'"), None, None, 1e-4, 10)
+    assert (args.name, args.lora_path, args.resume, args.learning_rate, args.lora_rank) == expected
+
+
+def test_numbers_of_json_are_as_written(here):
+    (here / "mine.json").write_text('{"name": 1.10, "lora_path": null, "eval_only": true, "image_size": [64, 96]}')
+    args = parse("--args", "mine.json")
+    assert (args.name, args.lora_path, args.eval_only, args.image_size) == ("1.10", None, True, (64, 96))
+
+
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
+        ("learning_rate: 1\nlearning_rate: 2", "learning_rate: is given twice"),
+        ("model:", "model: null is not a value"),
+        ("reward: null", "reward: null is not a value"),
+        ("reward: [ocr, ~]", "reward: null is not a value"),
+        ("reward: [ocr, --seed, 3]", "reward: --seed would be another option"),
+        ("model: !!binary aGVsbG8=", "line 1: has the tag tag:yaml.org,2002:binary; write the value alone"),
+        ("model: !!set {a, b}", "line 1: has the tag tag:yaml.org,2002:set; write the value alone"),
         ("args: other.yaml", "no such option: args; take it out of the file"),
         ("1: 2", "no such option: 1; take it out of the file"),
         ('negative_prompt: ["", --reward, jpeg_compressibility]', "negative_prompt: .* is not a value"),
-        ("model: {path: x}", "model: {'path': 'x'} is not a value"),
+        ("model: {path: x}", 'model: {"path": "x"} is not a value'),
         ("reward: [ocr, [x]]", r"reward: .* is not a value"),
     ],
 )
@@ -88,6 +109,10 @@ def test_a_value_that_the_option_does_not_take_is_named_below_its_file(here, cap
         ('{"lora_rnk": 4}', "no such option: lora_rnk; take it out of the file$"),
         ("[]", "expected names and values$"),
         ("{", "Expecting property name"),
+        ('{"seed": 1}'.encode("utf-16"), "convert it by `iconv -f UTF-16 -t UTF-8 OLD > NEW`$"),
+        ('{"seed": 1, "seed": 2}', "seed: is given twice$"),
+        ('{"reward": null}', "reward: null is not a value$"),
+        ('{"model": true}', "model: true is not a value$"),
         (None, "No such file"),
         ('{"args": {"seed": 3}}', r"the file was written by another version of CleanFlow: its format is None, and \S+"),
         ('{"args": {"seed": 3}, "format": 99}', "its format is 99, and this version reads format "),
@@ -95,7 +120,7 @@ def test_a_value_that_the_option_does_not_take_is_named_below_its_file(here, cap
 )
 def test_a_bad_file_is_named(here, content, fault):
     if content is not None:
-        (here / "mine.json").write_text(content)
+        (here / "mine.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=f"^--args mine.json: .*{fault}") as error:
         parse("--args", "mine.json")
     assert "\n" not in str(error.value)

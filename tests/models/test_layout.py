@@ -1,6 +1,7 @@
 """Checkpoints as people have them: tiny ones, in a folder and in the hub's cache, as they are saved and shipped."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 SIZE = (32, 96, 1)
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 NOT_DECREASING = "the scheduler of .* makes sigmas that are not finite or do not decrease$"
 
 
@@ -119,6 +121,33 @@ def test_quantised_weights(copy, component):
 def test_quantised_weights_of_a_hub_id(copy, tmp_path, monkeypatch):
     set_config(copy, "transformer", quantization_config={"quant_method": "torchao"})
     assert "transformer is quantised: " in refusal(cache(copy, tmp_path / "hub", monkeypatch))
+
+
+@pytest.mark.parametrize("component", ["transformer", "text_encoder"])
+@pytest.mark.parametrize(
+    ("spoil", "fault"),
+    [
+        (lambda content: LFS_POINTER, "a pointer of git-lfs, not weights: run `git lfs pull` in the model's folder"),
+        (lambda content: b"", "Error while deserializing header: .*"),
+        (lambda content: b"\xff" * 8 + content[8:], "Error while deserializing header: .*"),
+        (lambda content: b"\x02" + bytes(7) + b"[]", "Error while deserializing header: .*"),
+        (lambda content: content[:-1], "Error while deserializing header: .*"),
+    ],
+)
+def test_a_file_that_holds_no_weights_is_named(copy, component, spoil, fault):
+    """A clone without git-lfs, a header that is none, a download that was cut."""
+    (file,) = (copy / component).glob("*.safetensors")
+    file.write_bytes(spoil(file.read_bytes()))
+    assert re.fullmatch(f"--model {copy}: {component}/{file.name}: {fault}", refusal(copy))
+
+
+def test_files_that_are_not_loaded_may_be_pointers_of_git_lfs(copy):
+    """Of a variant, of a component that the pipeline goes without, and beside the components."""
+    set_index(copy, text_encoder_3=[None, None])
+    for name in ("transformer/model.fp16.safetensors", "text_encoder_3/model.safetensors", "single/all.safetensors"):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_bytes(LFS_POINTER)
+    assert find_family(copy, *SIZE) is StableDiffusion3
 
 
 def test_single_files(tmp_path):
