@@ -403,6 +403,7 @@ class Run:
         changed = dict(changed_contents(state.get("contents", {}), self._contents))
         # prints what changed; False: another run's, or scored otherwise
         is_comparable = report_resumed(self.checkpoint, state["args"], self.config, changed)
+        self._lowest_score = state.get("lowest", -math.inf) if is_comparable else math.inf
         self.step = state["step"]
         # checkpoints may be rarer than evaluations: a step that is done again may have written best_adapter/
         if is_comparable:
@@ -416,7 +417,6 @@ class Run:
             self.unlogged = state["unlogged"]
             self._logged_to -= 1  # its line is written again, with the evaluation
         self.best_score = state["best"] if is_comparable else -math.inf
-        self._lowest_score = state.get("lowest", -math.inf) if is_comparable else math.inf
         return state
 
     def save_if_best(self, model: Family, policy: str, metrics: dict) -> None:
