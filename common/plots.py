@@ -118,7 +118,7 @@ def draw_panels(panels: dict[str, list[Curve]], path: Path | str) -> None:
 def save_grid(path: Path | str, images: Sequence[Image.Image], captions: Sequence[str], columns: int = 8) -> None:
     """Write a PNG of `images` (PIL, equal sizes), at most `columns` in a row, each above its caption of any lines.
 
-    A line that is too long shows its end. Small images are enlarged to about 200 pixels.
+    A line that is too long shows its end, behind "…". Small images are enlarged to about 200 pixels.
     """
     from matplotlib import get_data_path  # slow
 
@@ -140,9 +140,11 @@ def save_grid(path: Path | str, images: Sequence[Image.Image], captions: Sequenc
         top = row * cell_height
         sheet.paste(image.resize((width, height), Image.Resampling.NEAREST), (left, top))
         for number, line in enumerate(caption):
-            line = " ".join(line.split())[-width:]  # no letter is narrower than a pixel: those before are not measured
+            line = " ".join(line.split())
+            if len(line) > width:  # no letter is narrower than a pixel: those before are not measured
+                line = "…" + line[-width:]
             while draw.textlength(line) > width:
-                line = line[1:]
+                line = "…" + line.removeprefix("…")[1:]
             draw.text((left + 1, top + height + number * LINE_HEIGHT), line, fill="black")
     sheet.save(path)
 

@@ -6,8 +6,9 @@
 
 An option that takes one value and is given several is swept. A run is named for the script (or --name), the values that
 are swept and its seed. Each run is a process of one rank; with --devices one runs on each of these GPUs at a time,
-otherwise they follow each other. The same command goes on where it was ended: each run has --resume latest, and a
-finished one is not started again. With wandb the seeds of one setting share a group.
+otherwise they follow each other. Ctrl-C, SIGTERM or a closed terminal stop the runs that are going, which save first.
+The same command goes on where it was ended: each run has --resume latest, and a finished one is not started again. With
+wandb the seeds of one setting share a group.
 """
 
 import argparse
@@ -16,14 +17,17 @@ import json
 import os
 import queue
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple, get_type_hints
 
 from common.plots import read_metrics
+from common.process import STOP_SIGNALS
 from common.resuming import newest_record
 from tools.plan import load_script
 
@@ -134,6 +138,13 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
     free: queue.Queue[str] = queue.Queue()
     for device in devices or [""]:
         free.put(device)
+    running: set[subprocess.Popen[bytes]] = set()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for process in list(running):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT)  # it finishes its step and saves
+        raise KeyboardInterrupt
 
     def start(run: SweptRun) -> str:
         if is_finished(run):
@@ -148,17 +159,24 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
             log_file = RUNS / f"{run.name}.log"
             log_file.parent.mkdir(parents=True, exist_ok=True)
             with open(log_file, "a") as log:
-                code = subprocess.run(run.command, env=environment, stdout=log, stderr=log).returncode
+                # a session of its own: a recipe's shell would not pass a signal on
+                process = subprocess.Popen(run.command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            running.add(process)
+            code = process.wait()
+            running.remove(process)
         finally:
             free.put(device)
         if code:
             return f"failed with {code}: see {RUNS / run.name}.log"
         return "finished" if is_finished(run) else "stopped early"
 
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores one
+            signal.signal(number, stop)
     with ThreadPoolExecutor(len(devices) or 1) as pool:
         try:
             return dict(zip([run.name for run in runs], pool.map(start, runs), strict=True))
-        except KeyboardInterrupt:  # the runs have got it too: they finish their step and save
+        except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)
             raise SystemExit("tools.sweep: interrupted; the same command goes on") from None
 

@@ -137,6 +137,9 @@ def test_a_caption_is_measured_in_linear_time_and_survives_line_breaks(tmp_path,
     )
     save_grid(tmp_path / "grid.png", [Image.new("RGB", (96, 32))] * 2, ["x" * 5000, "two\nlines"])
     assert sum(measured) < 200 * 200 and max(measured) <= 200
+    high = 64, 64 + 9  # the rows of an x of the caption, of which the dots that mark a cut have the lowest alone
+    first = Image.open(tmp_path / "grid.png").convert("L").crop((1, high[0], 8, high[1] - 2))
+    assert first.getextrema() == (255, 255)
 
 
 def of_rank(places):

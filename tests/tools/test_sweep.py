@@ -1,4 +1,8 @@
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tools import sweep
@@ -87,3 +91,24 @@ def test_more_steps_are_a_run_that_goes_on_and_a_cut_log_is_no_end(tmp_path, mon
     assert not sweep.is_finished(run._replace(command=[*run.command, "--num_steps", "3"]))
     (tmp_path / "runs/a/metrics.jsonl").write_text('{"training/glo')
     assert not sweep.is_finished(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_stopped_sweep_stops_its_run_and_starts_no_other(number, tmp_path):
+    worker = "trap 'echo saved; exit 0' INT; echo started; for i in $(seq 600); do sleep 0.1; done"
+    recipe = tmp_path / "recipe.sh"  # a shell that starts a process, as recipes do
+    recipe.write_text('bash -c "$WORKER" $1 && true')
+    code = "import sys; from tools import sweep; names = ['a', 'b']; "
+    code += f"sweep.run_all([sweep.SweptRun(n, 'g', ['bash', {str(recipe)!r}, n]) for n in names], [])"
+    environment = os.environ | {"WORKER": worker, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
+    log = tmp_path / "runs/a.log"
+    deadline = time.monotonic() + 60
+    while not (log.is_file() and "started" in log.read_text()):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    assert told == b"tools.sweep: interrupted; the same command goes on\n"
+    assert log.read_text() == "started\nsaved\n"
+    assert not (tmp_path / "runs/b.log").exists()
