@@ -336,12 +336,8 @@ def rollout(
 ) -> Trajectories:
     """The trajectories of the request's images, on the training device; the scorer gets images as they are finished."""
     if engine:
-        # the Gaussians' means are as large as the latents, so few are sent: a micro-batch's, for check_mismatch;
-        # all for a correction, or where OldPolicy.means are the engine's, for a loss that compares them (Guard's)
-        reads_all = args.rollout_correction != "none" or args.old_log_prob == "rollout"
-        num_means = len(request.seeds) if reads_all else args.micro_batch_size
         finished = scorer.add if scorer else None
-        return engine.generate(request, num_means=num_means, finished=finished).to(model.device)
+        return engine.generate(request, finished=finished).to(model.device)
     parts = []
     gathers_once = not {"cpu_offload", "gather_blocks"} & set(args.train_with)  # all weights, not a block in each pass
     with sampling(model, gathers_once):  # and the VAE stays on the device

@@ -31,7 +31,7 @@ from common.plan import needs
 from common.plan.memory import Blueprint
 from common.weights.lora import make_lora
 from tests.published_models import write_configs
-from tools.plan import DEVICES
+from tools.plan import DEVICES, pipe_bytes
 
 import torch
 
@@ -83,7 +83,7 @@ def traffic(blueprint, w):
         "gather": (times * weights, WITHIN_NODE),
         "grads": (exchanges * gradients * (1 - 1 / w.shards), WITHIN_NODE),
         "copies": (exchanges * over_copies, BETWEEN_NODES if w.ranks > w.ranks_here else WITHIN_NODE),
-        "pipe": (sum(needs.pipe_bytes(blueprint, w)) if w.has_engine else 0, TO_ENGINE),
+        "pipe": (sum(pipe_bytes(blueprint, w)) if w.has_engine else 0, TO_ENGINE),
     }
 
 

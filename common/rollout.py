@@ -124,7 +124,7 @@ class Trajectories:
     latents: torch.Tensor
     """(B, T + 1, ...), from noise to the final latents; (B, 1, ...), the final ones, where W is 0"""
     prev_sample_means: torch.Tensor
-    """(B, W, ...), of the SDE steps; (M, W, ...) where only the first M images' means are read"""
+    """(B, W, ...), of the SDE steps"""
     log_probs: torch.Tensor
     """(B, W), of the policy that sampled, or of the one that a script has scored the samples by"""
     transition_stds: torch.Tensor
@@ -158,10 +158,9 @@ class Trajectories:
 
     def select(self, rows: torch.Tensor) -> "Trajectories":
         """The trajectories of some of the images, `rows` (N,)."""
-        with_means = rows[rows < len(self.prev_sample_means)]
         return Trajectories(
             latents=self.latents[rows],
-            prev_sample_means=self.prev_sample_means[with_means],
+            prev_sample_means=self.prev_sample_means[rows],
             log_probs=self.log_probs[rows],
             transition_stds=self.transition_stds[rows],
             images=[self.images[row] for row in rows.tolist()],

@@ -361,49 +361,6 @@ def score_images(
     return scores
 
 
-def check_of_pixels(rewards: dict[str, Reward]) -> None:
-    """ValueError: score_pixels cannot take a reward, as it has no `of_pixels`, or is one number of several (.KEY)."""
-    for name, function in rewards.items():
-        if not hasattr(function, "of_pixels"):
-            raise ValueError(f"--reward {name}: has no of_pixels, a form with a gradient (docs/rewards.md)")
-        if "." in name:
-            raise ValueError(f"--reward {name}: of_pixels gives one score, without a key")
-
-
-def score_pixels(rewards: dict[str, Reward], pixels: torch.Tensor, prompt_set: PromptSet) -> torch.Tensor:
-    """Scores (B, R) in fp64 as score_images gives them, with the gradient, by the `of_pixels` of each reward.
-
-    pixels: B images, (B, 3, H, W) in [0, 1], or B videos (B, 3, F, H, W), of the B prompts of a PromptSet.
-
-    Raises:
-        RunError: naming the reward whose of_pixels raised, or gave something else than a finite number, with a
-            gradient, for each image.
-        ValueError: check_of_pixels' errors, which a script had better raise before the model loads.
-    """
-    check_of_pixels(rewards)
-    scores = pixels.new_full((len(pixels), len(rewards)), NOT_ASKED, dtype=torch.float64)
-    for column, (name, function) in enumerate(rewards.items()):
-        rows = prompt_set.asking(name)
-        if not rows:
-            continue
-        asking = prompt_set.select(rows)
-        of_pixels = function.of_pixels  # type: ignore[attr-defined]
-        try:
-            returned = of_pixels(pixels[rows], list(asking.prompts), asking.for_rewards())
-        except Exception as error:
-            told = describe(error, own_folder(of_pixels))
-            raise RunError(f"reward {name}: its of_pixels raised {told}") from error
-        if not isinstance(returned, torch.Tensor) or returned.shape != (len(rows),):
-            shape = tuple(returned.shape) if isinstance(returned, torch.Tensor) else type(returned).__name__
-            raise RunError(f"reward {name}: its of_pixels returned {shape} in place of a tensor ({len(rows)},)")
-        if not returned.requires_grad:
-            raise RunError(f"reward {name}: what its of_pixels returned has no gradient by the pixels")
-        if not returned.isfinite().all():
-            raise RunError(f"reward {name}: its of_pixels gave the scores {truncate(str(returned.tolist()))}")
-        scores[rows, column] = returned.double()
-    return scores
-
-
 def _read_scores(name: str, returned: Sequence, prompts: list[str], reward_failure: str) -> tuple[torch.Tensor, list]:
     """What reward `name` returned for B images: the scores (B,) in fp64, NaN for the exceptions among them; and a dict
     of what stands beside each score."""

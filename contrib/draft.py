@@ -37,6 +37,7 @@ from typing import Annotated, Literal
 from common.command_line import parse_args
 from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
 from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
+from common.errors import RunError, truncate
 from common.evaluation import evaluate_samples
 from common.inputs import Inputs, check_inputs, choose_sizes
 from common.models.family import Family, on_device
@@ -44,17 +45,9 @@ from common.models.loading import find_family, load_model
 from common.options import ASSETS, Bound, PositiveInt, SharedArgs
 from common.rollout import RolloutRequest
 from common.run import Run, checkpoint_to_resume, friendly_errors
-from common.scoring import (
-    NOT_ASKED,
-    Reward,
-    Scorer,
-    check_of_pixels,
-    load_rewards,
-    offload_rewards,
-    score_pixels,
-    weighted_totals,
-)
+from common.scoring import NOT_ASKED, Reward, Scorer, load_rewards, offload_rewards, weighted_totals
 from common.sde import image_seed, sde_step
+from common.user_code import describe, own_folder
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
@@ -135,6 +128,15 @@ def check(args: Args) -> Args:
     if args.reward_failure == "mask":
         raise ValueError("--reward_failure mask: a gradient has no image to leave out; stop is what DRaFT does")
     return replace(args, micro_batch_size=micro_batch_size)
+
+
+def check_of_pixels(rewards: dict[str, Reward]) -> None:
+    """ValueError: a reward has no `of_pixels`, or is one number of several (.KEY)."""
+    for name, function in rewards.items():
+        if not hasattr(function, "of_pixels"):
+            raise ValueError(f"--reward {name}: has no of_pixels, a form with a gradient (docs/rewards.md)")
+        if "." in name:
+            raise ValueError(f"--reward {name}: of_pixels gives one score, without a key")
 
 
 def prepare(args: Args) -> Inputs:
@@ -298,6 +300,38 @@ def rollout(args: Args, model: Family, request: RolloutRequest, scorer: Scorer) 
 
 
 # ==== 9 LOSS ==========================================================================================================
+def score_pixels(rewards: dict[str, Reward], pixels: Tensor, prompt_set: PromptSet) -> Tensor:
+    """Scores (B, R) in fp64 as score_images gives them, with the gradient, by the `of_pixels` of each reward.
+
+    pixels: B images, (B, 3, H, W) in [0, 1], or B videos (B, 3, F, H, W), of the B prompts of a PromptSet.
+
+    Raises:
+        RunError: naming the reward whose of_pixels raised, or gave something else than a finite number, with a
+            gradient, for each image.
+    """
+    scores = pixels.new_full((len(pixels), len(rewards)), NOT_ASKED, dtype=torch.float64)
+    for column, (name, function) in enumerate(rewards.items()):
+        rows = prompt_set.asking(name)
+        if not rows:
+            continue
+        asking = prompt_set.select(rows)
+        of_pixels = function.of_pixels  # type: ignore[attr-defined]
+        try:
+            returned = of_pixels(pixels[rows], list(asking.prompts), asking.for_rewards())
+        except Exception as error:
+            told = describe(error, own_folder(of_pixels))
+            raise RunError(f"reward {name}: its of_pixels raised {told}") from error
+        if not isinstance(returned, Tensor) or returned.shape != (len(rows),):
+            shape = tuple(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
+            raise RunError(f"reward {name}: its of_pixels returned {shape} in place of a tensor ({len(rows)},)")
+        if not returned.requires_grad:
+            raise RunError(f"reward {name}: what its of_pixels returned has no gradient by the pixels")
+        if not returned.isfinite().all():
+            raise RunError(f"reward {name}: its of_pixels gave the scores {truncate(str(returned.tolist()))}")
+        scores[rows, column] = returned.double()
+    return scores
+
+
 def reward_loss(scores: Tensor, reward_weights: Sequence[float]) -> tuple[Tensor, dict[str, Tensor]]:
     """Minus the mean over images of the weighted sum of scores (B, R): of those that a prompt asks for.
 

@@ -82,7 +82,7 @@ def main(model: str, output: str) -> None:
     CpuDiffusionWorker._maybe_get_memory_pool_context = recorded  # type: ignore[assignment,method-assign]
     options = {"model": model, "dtype": "float32", "max_num_seqs": 2, "enable_sleep_mode": True, "enforce_eager": True}
     engine = omni.load_engine(options, num_workers=1)
-    omni.generate(engine, request_for(model), lora=False, means=True, is_last=True)
+    omni.generate(engine, request_for(model), lora=False, is_last=True)
     (pool,) = pools  # it is entered once
     now = memory()
     runner = workers[0].model_runner

@@ -39,11 +39,10 @@ from common.plan.needs import (
     Workload,
     choose_options,
     describe,
+    latent_bytes,
     measure,
     memory_parts,
-    on_one_memory,
     phase_sums,
-    pipe_bytes,
     work,
     workload_of,
 )
@@ -213,6 +212,25 @@ def report(blueprint: Blueprint, w: Workload, device: str) -> None:
         print(f"between a rank and its engine, a step: {size(pushed)} pushed, {size(answered)} answered")
     for memory in held:
         print(check_fits(memory, device))
+
+
+def pipe_bytes(blueprint: Blueprint, w: Workload) -> tuple[int, int]:
+    """Bytes that a rank pushes to its engine in a step, and bytes that the engine answers."""
+    pixels = 3 * w.image_size[0] * w.image_size[1] * w.num_frames  # a byte per colour
+    num_latents = w.sampled_steps + 1 + w.trained_steps  # and the means of the trained steps
+    answers = w.images_of_a_rank * (num_latents * latent_bytes(blueprint, w) + pixels)
+    return blueprint.dtype.itemsize * blueprint.num_trained, answers
+
+
+def on_one_memory(parts: Iterable[Part], engine_workers: int) -> list[Part]:
+    """The Parts of a run on a CPU: nothing waits elsewhere, nothing is CUDA's, and all memory is the host's."""
+    kept = []
+    for part in parts:
+        # what is "in use" on a GPU has come from the host, where it is counted as waiting; nothing is pinned
+        if not part.name.endswith(("CUDA", "in use", "pinned")):
+            num_bytes = part.num_bytes * (engine_workers if part.place == "engine" else 1)
+            kept.append(part._replace(num_bytes=num_bytes, place="node" if part.place == "node" else "host"))
+    return kept
 
 
 def memories(blueprint: Blueprint, w: Workload, costs: Costs, device: str) -> list[Memory]:

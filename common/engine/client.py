@@ -145,7 +145,6 @@ class VLLMEngine:
         self,
         request: RolloutRequest,
         lora: bool = True,
-        num_means: int | None = None,
         finished: Callable[[range, Images], None] | None = None,
     ) -> Trajectories:
         """Sample a request's images with the policy that was pushed last or, with `lora=False`, with the base model.
@@ -154,8 +153,6 @@ class VLLMEngine:
         full weights has no base model any more.
 
         Args:
-            num_means: prev_sample_means are as large as the latents of the SDE steps, so only those of the first
-                num_means images come back, and of the other images of their chunk. None: all of them.
             finished: gets each chunk's image numbers and images, while the engine samples the next chunk. An exception
                 that it raises ends the call; the engine can be used again.
 
@@ -164,7 +161,6 @@ class VLLMEngine:
         """
         on_cpu = request.cpu()
         chunks = torch.arange(len(request.seeds)).split(self.max_num_seqs)
-        wanted = len(request.seeds) if num_means is None else num_means
         torch.cuda.empty_cache()  # for the engine, which is another process
         calls: list[int] = []
         answers = []
@@ -175,7 +171,6 @@ class VLLMEngine:
                     "generate",
                     on_cpu.select(ahead),
                     lora=lora and not self.has_full_weights,
-                    means=ahead[0].item() < wanted,
                     is_last=ahead is chunks[-1],
                 )
                 calls.append(call)
@@ -187,7 +182,7 @@ class VLLMEngine:
                 finished(range(int(rows[0]), int(rows[-1]) + 1), chunk_images)
         tensors = {}
         for name in answers[0]:
-            tensors[name] = torch.cat([answer[name] for answer in answers if name in answer])
+            tensors[name] = torch.cat([answer[name] for answer in answers])
         self._fall_asleep()
         return Trajectories(**tensors, images=images)
 

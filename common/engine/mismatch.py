@@ -160,19 +160,14 @@ def check_mismatch(
 
     Args:
         trajectories: what the engine sampled for `request`.
-        recomputed: the same as the trainer scores it; all images, or the first.
+        recomputed: the same as the trainer scores it.
         dtype: "float32" or "bfloat16", the dtype of the forward passes.
         log_prob_limit: largest |trainer - engine| log-prob.
 
     Raises:
         RunError: in one line, the sampling step with the largest difference, and where to look.
     """
-    num_images = min(len(recomputed.prev_sample_means), len(trajectories.prev_sample_means))  # M
-    images = torch.arange(num_images)
-    request = request.select(images)
-    trajectories = trajectories.select(images)
-    recomputed = recomputed.select(images)
-    noise = gather(noise_differences(request, trajectories)).flatten(0, 1)  # (all M, W)
+    noise = gather(noise_differences(request, trajectories)).flatten(0, 1)  # (images of all ranks, W)
     velocity = gather(velocity_differences(request, trajectories, recomputed.prev_sample_means)).flatten(0, 1)
     log_prob = gather((recomputed.log_probs - trajectories.log_probs).abs()).flatten(0, 1)
     faults = [
@@ -235,11 +230,10 @@ def check_sampling(request: RolloutRequest, ours: Trajectories, engines: Traject
 
 
 def velocity_differences(request: RolloutRequest, trajectories: Trajectories, means: torch.Tensor) -> torch.Tensor:
-    """RMS(mean - engine_mean) / RMS(mean - mean at v = 0) of M samples at the W SDE steps, over elements: (M, W).
+    """RMS(mean - engine_mean) / RMS(mean - mean at v = 0) of B samples at the W SDE steps, over elements: (B, W).
 
     A mean is a x + b v, so this is the relative difference of the two velocities. Unlike a difference of log-probs it
-    does not depend on the schedule, the noise or the number of elements. means (M, W, ...): the trainer's, of the
-    request's M images.
+    does not depend on the schedule, the noise or the number of elements. means (B, W, ...): the trainer's.
     """
     columns = []
     for w, i in enumerate(request.sde_steps):
@@ -261,7 +255,7 @@ def velocity_differences(request: RolloutRequest, trajectories: Trajectories, me
 
 
 def noise_differences(request: RolloutRequest, trajectories: Trajectories) -> torch.Tensor:
-    """RMS(x' - engine_mean - std eps) / RMS(x') of M samples at the W SDE steps: (M, W). eps is their seeds' noise.
+    """RMS(x' - engine_mean - std eps) / RMS(x') of B samples at the W SDE steps: (B, W). eps is their seeds' noise.
 
     It is the rounding of fp32, whatever the dtype of the forward pass, unless the engine keeps latents in bf16 or draws
     other noise. The first column also compares the latents that the engine began with to the seeds.

@@ -56,7 +56,7 @@ def answer(omni: Omni, operation: str, *args: Any, **kwargs: Any) -> Any:  # eac
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
-def generate(omni: Omni, request: RolloutRequest, lora: bool, means: bool, is_last: bool) -> dict[str, torch.Tensor]:
+def generate(omni: Omni, request: RolloutRequest, lora: bool, is_last: bool) -> dict[str, torch.Tensor]:
     """Sample the request's images, in its order. Returns fields of Trajectories on the CPU.
 
     The images are (B, height, width, 3) uint8, videos (B, frames, height, width, 3). vLLM-Omni gets a request per
@@ -64,7 +64,6 @@ def generate(omni: Omni, request: RolloutRequest, lora: bool, means: bool, is_la
 
     Args:
         lora: whether the adapter that was pushed acts.
-        means: whether prev_sample_means are returned.
         is_last: no chunk follows, so the GPU memory that is cached for the next one is released.
     """
     # what the images share; the tensors of each are in its prompt
@@ -76,7 +75,7 @@ def generate(omni: Omni, request: RolloutRequest, lora: bool, means: bool, is_la
         guidance_scale=request.guidance_scale,
         true_cfg_scale=request.guidance_scale,  # Qwen-Image's name for it; FLUX.1 takes it with a negative prompt only
         lora_request=pipelines.POLICY_LORA if lora else None,
-        extra_args={"request": settings, "means": means},
+        extra_args={"request": settings},
     )
     pipelines.RolloutDiffusionEngine.images_to_come = len(request.seeds)
     outputs = omni.generate(image_prompts(request), params, use_tqdm=False)
@@ -85,12 +84,11 @@ def generate(omni: Omni, request: RolloutRequest, lora: bool, means: bool, is_la
     rollouts = [output.multimodal_output["metadata"]["rollout"] for output in outputs]
     fields = {
         "latents": torch.stack([output.trajectory_latents for output in outputs]),
+        "prev_sample_means": torch.stack([rollout["prev_sample_means"] for rollout in rollouts]),
         "log_probs": torch.stack([output.trajectory_log_probs for output in outputs]),
         "transition_stds": torch.stack([rollout["transition_stds"] for rollout in rollouts]),
         "images": torch.cat([quantize(to_unit_range(image)) for output in outputs for image in output.images]),
     }
-    if means:
-        fields["prev_sample_means"] = torch.stack([rollout["prev_sample_means"] for rollout in rollouts])
     if is_last:
         current_omni_platform.empty_cache()
     return fields

@@ -101,7 +101,6 @@ class BatchUnderWay:
     """B images that are being sampled, and their steps so far."""
 
     request: RolloutRequest  # the settings that they share; it has no conditioning
-    means: bool  # whether the trainer asks for prev_sample_means
     prompts: list[dict[str, Any]]  # B, from omni.image_prompts
     generators: list[torch.Generator]  # B
     initial: torch.Tensor  # (B, ...), the latents of the first step
@@ -148,7 +147,7 @@ class SDERolloutMixin(CFGParallelMixin):
             request = replace(request, initial_latents=starts)
         generators = [torch.Generator().manual_seed(prompt["seed"]) for prompt in prompts]
         initial = request.first_latents(generators, self.device)
-        self._run = BatchUnderWay(request, params.extra_args["means"], prompts, generators, initial)
+        self._run = BatchUnderWay(request, prompts, generators, initial)
         native: Any = batch
         if self.as_one_request:
             native = SimpleNamespace(prompts=prompts, sampling_params=params)
@@ -166,8 +165,6 @@ class SDERolloutMixin(CFGParallelMixin):
         if len(run.outputs) != num_steps:
             raise RuntimeError(f"the pipeline took {len(run.outputs)} steps, the schedule has {num_steps}")
         trajectories = Trajectories.from_steps(run.initial, run.outputs, images=[])
-        if not run.means:
-            trajectories.prev_sample_means = run.initial.new_zeros(len(outputs), 0)
         trajectories = trajectories.to("cpu")  # all images at once, as each copy waits for the GPU
         results = []
         for image, output in enumerate(outputs):

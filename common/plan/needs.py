@@ -396,17 +396,6 @@ def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     return parts
 
 
-def on_one_memory(parts: Iterable[Part], engine_workers: int) -> list[Part]:
-    """The Parts of a run on a CPU: nothing waits elsewhere, nothing is CUDA's, and all memory is the host's."""
-    kept = []
-    for part in parts:
-        # what is "in use" on a GPU has come from the host, where it is counted as waiting; nothing is pinned
-        if not part.name.endswith(("CUDA", "in use", "pinned")):
-            num_bytes = part.num_bytes * (engine_workers if part.place == "engine" else 1)
-            kept.append(part._replace(num_bytes=num_bytes, place="node" if part.place == "node" else "host"))
-    return kept
-
-
 def phase_sums(parts: Iterable[Part]) -> dict[str, float]:
     """{phase: bytes}."""
     parts = list(parts)
@@ -540,11 +529,3 @@ def work(w: Workload, costs: Costs) -> dict[str, Work]:
     sampled = evaluated * w.eval_num_inference_steps * costs.sampling.flops
     phases["evaluation"] = Work(sampled, evaluated * costs.decoding.flops)
     return phases
-
-
-def pipe_bytes(blueprint: Blueprint, w: Workload) -> tuple[int, int]:
-    """Bytes that a rank pushes to its engine in a step, and bytes that the engine answers."""
-    pixels = 3 * w.image_size[0] * w.image_size[1] * w.num_frames  # a byte per colour
-    # without the means, of which only a micro-batch's come back
-    answers = w.images_of_a_rank * ((w.sampled_steps + 1) * latent_bytes(blueprint, w) + pixels)
-    return blueprint.dtype.itemsize * blueprint.num_trained, answers

@@ -5,7 +5,6 @@ import json
 import math
 from dataclasses import replace
 from typing import get_args, get_type_hints
-from unittest import mock
 
 import dpo_offline
 import flow_grpo
@@ -322,25 +321,6 @@ def test_the_engine_is_started_as_asked(one_rank, tmp_path, monkeypatch):
     with pytest.raises(Started) as started:
         flow_grpo.start_engine(args, tmp_path, cpu)
     assert started.value.args == ("a/model", (None, None), max(1, torch.get_num_threads() // 2), False)
-
-
-@pytest.mark.parametrize("script", ["flow_grpo", "grpo_guard", "mix_grpo"])
-@pytest.mark.parametrize(
-    ("options", "num_means"),
-    [
-        ({"old_log_prob": "recompute"}, 2),
-        ({"old_log_prob": "rollout"}, 6),
-        ({"old_log_prob": "recompute", "rollout_correction": "tis:2"}, 6),
-    ],
-)
-def test_only_the_means_that_are_read_come_back_from_the_engine(script, options, num_means):
-    """A micro-batch's, to check the drift; all, where they are the old policy's or a correction reads them."""
-    module = importlib.import_module(script)
-    engine = mock.Mock()
-    request = mock.Mock(seeds=range(6))
-    args = module.Args(micro_batch_size=2, **options)
-    module.rollout(args, mock.Mock(), engine, request)
-    engine.generate.assert_called_once_with(request, num_means=num_means, finished=None)
 
 
 def test_nft_and_dpo_options(tmp_path):

@@ -333,9 +333,6 @@ def test_the_gate_passes_round_off_and_tells_how_much_it_is(alone):
     log_prob = (scored.log_probs - trajectories.log_probs).abs()
     assert metrics["rollout_corr/logprob_abs_diff_mean"] == log_prob.mean()
     assert metrics["rollout_corr/logprob_abs_diff_max/2"] == log_prob[:, 1].max()
-    # the engine's means of the first images are enough
-    first = trajectories.__class__(**{**vars(trajectories), "prev_sample_means": trajectories.prev_sample_means[:1]})
-    assert check_mismatch(request, first, scored, dtype="bfloat16").keys() == metrics.keys()
 
 
 def test_the_gate_stops_another_policy_in_one_line(alone):

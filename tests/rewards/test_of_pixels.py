@@ -8,7 +8,8 @@ from common.rewards.aesthetic import aesthetic
 from common.rewards.clip_score import clip_score, preprocess
 from common.rewards.hpsv2 import FILE, hpsv2, pad_pixels, pad_to_square
 from common.rewards.pickscore import pickscore
-from common.scoring import NOT_ASKED, score_images, score_pixels
+from common.scoring import NOT_ASKED, score_images
+from contrib.draft import check_of_pixels, score_pixels
 from tests.conftest import prompt_set
 from tests.tiny_models import CLIP_WIDTH, as_open_clip, make_clip
 
@@ -139,8 +140,7 @@ def test_what_of_pixels_must_return(of_pixels, fault):
 
 def test_one_number_of_several_has_no_gradient_of_its_own():
     """of_pixels gives one tensor: head.style and head.content would both get it."""
-    pixels = some_pixels("sign_colour", (8, 8)).requires_grad_()
     with pytest.raises(ValueError, match=r"^--reward sign_colour.red: of_pixels gives one score, without a key"):
-        score_pixels({"sign_colour.red": sign_colour}, pixels, prompt_set(PROMPTS))
+        check_of_pixels({"sign_colour.red": sign_colour})
     with pytest.raises(ValueError, match="^--reward ocr: has no of_pixels"):
-        score_pixels({"ocr": lambda images, prompts, metadata: [1.0]}, pixels, prompt_set(PROMPTS))
+        check_of_pixels({"ocr": lambda images, prompts, metadata: [1.0]})

@@ -286,7 +286,7 @@ def test_work_and_seconds(monkeypatch):
 @pytest.mark.fast
 def test_an_engine_beside_its_rank_and_on_a_gpu_of_its_own():
     """It decodes its whole batch at once where that is a few pixels, and otherwise image by image. It is pushed a LoRA,
-    and answers latents of 8 x 8 x 24 at 4 times, and 32 x 96 pixels, of each of a rank's 4 images."""
+    and answers for each of a rank's 4 images: latents of 8 x 8 x 24 at 4 times and 2 means, and 32 x 96 pixels."""
     blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
     taken = "engine: sampling and decoding 8 images"
     costs = COSTS._replace(sampling=Cost(10, 1))
@@ -300,9 +300,9 @@ def test_an_engine_beside_its_rank_and_on_a_gpu_of_its_own():
     assert {part.place for part in parts().values()} == {"device", "host"}
     two = parts(engine_devices=(4, 5))
     assert {part.place for part in two.values()} == {"engine", "host"} and two[taken].num_bytes == 8 * 100
-    assert by_name(needs.on_one_memory(two.values(), engine_workers=2))[taken].num_bytes == 2 * 8 * 100
-    piped = needs.pipe_bytes(blueprint, replace(SMALL, ranks=2, rollout="vllm"))
-    assert piped == (4 * blueprint.num_trained, 4 * (4 * 4 * 8 * 8 * 24 + 3 * 32 * 96))
+    assert by_name(plan.on_one_memory(two.values(), engine_workers=2))[taken].num_bytes == 2 * 8 * 100
+    piped = plan.pipe_bytes(blueprint, replace(SMALL, ranks=2, rollout="vllm"))
+    assert piped == (4 * blueprint.num_trained, 4 * (6 * 4 * 8 * 8 * 24 + 3 * 32 * 96))
 
 
 @pytest.mark.fast
@@ -417,7 +417,7 @@ def test_pinned_encoders_take_a_power_of_two_of_bytes_for_each_tensor():
     parts = needs.waiting_parts(blueprint, SMALL)
     assert blueprint.pinned_encoder_bytes == held
     assert by_name(parts)[name].num_bytes == pytest.approx(held - blueprint.text_encoder_bytes)
-    assert by_name(parts)[name].place == "host" and name not in by_name(needs.on_one_memory(parts, engine_workers=1))
+    assert by_name(parts)[name].place == "host" and name not in by_name(plan.on_one_memory(parts, engine_workers=1))
     assert name not in by_name(needs.waiting_parts(blueprint, replace(SMALL, prompt_cache="folder")))
 
 
