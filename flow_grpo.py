@@ -127,14 +127,14 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     # ---- optimization
     num_steps: Annotated[int, Bound(at_least=0)] = 36
     """training steps of the run, each a rollout and its updates"""
-    updates_per_rollout: PositiveInt = 4
+    updates_per_rollout: PositiveInt = 2
     """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
     """images per pass on a rank, and per local sampling batch; lowered to a rank's share of a mini-batch,
     which it must divide; 0: what fits a GPU"""
-    learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
+    learning_rate: Annotated[float, Bound(at_least=0)] = 1.5e-3
     """learning rate of AdamW (Flow-GRPO: 3e-4)"""
     lr_schedule: str = "cosine"
     """constant, or linear or cosine, by which the learning rate falls to nearly 0 at num_steps (if you resume with more

@@ -13,7 +13,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 RECORDS=docs/lab/records
-EARLIER="--kl_coef 0 --lr_schedule constant --num_steps 30"
+EARLIER="--kl_coef 0 --lr_schedule constant --num_steps 30 --updates_per_rollout 4 --learning_rate 1e-3"
 COLOUR=assets/sign_colour.py:sign_colour
 
 run() {  # run NAME RANKS SCRIPT OPTIONS...

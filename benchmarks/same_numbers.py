@@ -24,6 +24,7 @@ import torch
 
 SCRIPTS = ("flow_grpo", "grpo_guard", "mix_grpo", "dpo_offline", "diffusion_nft")
 KL_COEF = {"diffusion_nft": 1e-4, "dpo_offline": None}  # offline DPO has no such term
+UPDATES = ["--updates_per_rollout", "4", "--learning_rate", "1e-3"]  # of flow_grpo.py as well, as once
 ENGINE_TOLERANCE = 1e-6
 
 
@@ -33,6 +34,8 @@ def settings():
         local = ["--rollout", "local"]
         if script == "dpo_offline":
             local = ["--num_pair_prompts", "64", "--num_pairs", "64", "--dpo_beta", "100"]
+        else:
+            local += UPDATES
         local += ["--lr_schedule", "constant"]
         kl_coef = KL_COEF.get(script, 0.04)
         yield script, "defaults", 1, [*local, "--num_steps", "5", *(["--kl_coef", "0"] if kl_coef else [])], 0.0
@@ -40,7 +43,7 @@ def settings():
         yield script, "kl-ema-2ranks", 2, [*local, "--num_steps", "5", *extras], 0.0
     for script in SCRIPTS:
         if script != "dpo_offline":
-            options = ["--rollout", "vllm", "--num_steps", "2", "--lr_schedule", "constant", "--kl_coef", "0"]
+            options = ["--rollout", "vllm", "--num_steps", "2", *UPDATES, "--lr_schedule", "constant", "--kl_coef", "0"]
             yield script, "vllm", 1, options, ENGINE_TOLERANCE
 
 

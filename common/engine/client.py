@@ -23,15 +23,14 @@ from common.engine import messages
 from common.engine.launch import engine_environment
 from common.engine.mismatch import check_sampling
 from common.errors import RunError, truncate
+from common.images import as_images
 from common.models.family import Family, Images
 from common.process import print_message, stop_requested
 from common.rollout import RolloutRequest, Trajectories
 from common.weights.attention import ENGINE_NAMES
-from common.weights.policy import policy_tensors, reshard
+from common.weights.policy import policy_tensors, reshard, whole
 
-import numpy as np
 import torch
-from PIL import Image
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # slow
@@ -175,7 +174,7 @@ class VLLMEngine:
                 )
                 calls.append(call)
             answer = self._answer(calls[i], "generate")
-            chunk_images = to_pil(answer.pop("images").numpy())
+            chunk_images = as_images(answer.pop("images").numpy())
             answers.append(answer)
             images += chunk_images
             if finished:
@@ -196,9 +195,8 @@ class VLLMEngine:
         """Replace the engine's policy by tensors with the names that diffusers and peft give them.
 
         With a LoraConfig the tensors are an adapter, {"module.lora_A.weight": tensor}. With None they are weights of
-        the transformer, {"module.weight": tensor}, all or some of them. The Mapping of full weights is asked for one
-        tensor at a time, in its order, so it may gather each tensor when it is asked for. A run pushes either adapters
-        or full weights.
+        the transformer, {"module.weight": tensor}, all or some of them. Sharded ones are gathered, full weights one at
+        a time. A run pushes either adapters or full weights.
 
         Returns the number of modules of the adapter, or of tensors, that the engine has bound, which is all of them.
 
@@ -235,7 +233,7 @@ class VLLMEngine:
             "peft_type": "LORA",
             "bias": "none",
         }
-        tensors = {name: tensor.to("cpu", self.dtype) for name, tensor in tensors.items()}
+        tensors = {name: whole(tensor).to("cpu", self.dtype) for name, tensor in tensors.items()}
         bound, held = self._call("push_lora", tensors, peft_config)
         pushed = {}
         for name, tensor in tensors.items():
@@ -250,8 +248,8 @@ class VLLMEngine:
         pushed: dict[str, int] = {}
         held: dict[str, int | None] = {}
         bucket: dict[str, torch.Tensor] = {}
-        for name in tensors:
-            tensor = tensors[name].to(self.dtype)
+        for name, shard in tensors.items():
+            tensor = whole(shard).to(self.dtype)
             pushed[name] = messages.fingerprint(tensor)  # made before the copy, which it proves too
             bucket[name] = tensor.cpu()
             if sum(waiting.nbytes for waiting in bucket.values()) >= BUCKET_BYTES or len(pushed) == len(tensors):
@@ -309,7 +307,7 @@ class VLLMEngine:
         generator = torch.Generator().manual_seed(0)
         probe = {}
         for name in tensors if config else [next(iter(tensors))]:
-            tensor = tensors[name]
+            tensor = whole(tensors[name])
             if config is None:
                 probe[name] = tensor * 1.5
             elif "lora_B" in name:
@@ -412,10 +410,3 @@ class VLLMEngine:
             lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
             return lines[-1] if lines else ""
         return ""
-
-
-def to_pil(pixels: np.ndarray) -> Images:
-    """(b, height, width, 3) uint8 -> b PIL images; (b, frames, height, width, 3) -> b videos, lists of PIL frames."""
-    if pixels.ndim == 5:
-        return [[Image.fromarray(frame) for frame in video] for video in pixels]
-    return [Image.fromarray(image) for image in pixels]

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from common.images import as_images
+
 import torch
-from PIL.Image import fromarray
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:  # importing it takes seconds
@@ -63,7 +64,4 @@ def quantize(pixels: torch.Tensor) -> torch.Tensor:
 
 def pil_images(pixels: torch.Tensor) -> list:
     """Pixels in [0, 1], (B, 3, H, W) -> B PIL images; (B, 3, F, H, W) -> B videos as lists of F PIL frames."""
-    arrays = quantize(pixels).cpu().numpy()
-    if arrays.ndim == 4:
-        return [fromarray(array) for array in arrays]
-    return [[fromarray(frame) for frame in video] for video in arrays]
+    return as_images(quantize(pixels).cpu().numpy())

@@ -202,33 +202,20 @@ def local_tensors(model: Family, name: str) -> dict[str, torch.Tensor]:
     return model.policies[name].state_dict()
 
 
-class PolicyTensors(Mapping[str, torch.Tensor]):
-    """A policy's tensors by name, each gathered from all ranks when it is asked for: a rank never holds all of them.
-
-    Reading a tensor is a collective, and so is a loop over `items`.
-    """
-
-    def __init__(self, of_this_rank: dict[str, torch.Tensor]) -> None:
-        self.of_this_rank = of_this_rank  # {name: this rank's shard, or a whole tensor}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self.of_this_rank[name].detach()
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.of_this_rank)
-
-    def __len__(self) -> int:
-        return len(self.of_this_rank)
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of which each rank has a shard -> all of it, which is a collective; any other as it is."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def policy_tensors(model: Family, name: str = "default") -> "tuple[PolicyTensors, LoraConfig | None]":
-    """The unsharded tensors of policy `name`, as a PolicyTensors; and its LoraConfig, or None for full weights.
+def policy_tensors(model: Family, name: str = "default") -> "tuple[dict[str, torch.Tensor], LoraConfig | None]":
+    """This rank's tensors of policy `name`, to be asked for one by one with `whole`; its LoraConfig, or None for full
+    weights.
 
     Names are relative to the transformer: "module.lora_A.weight", or a parameter's own name.
     """
     lora_config = model.transformer.peft_config[name] if model.is_lora else None
-    return PolicyTensors(local_tensors(model, name)), lora_config
+    return local_tensors(model, name), lora_config
 
 
 def tensors_on_rank_0(
@@ -237,7 +224,8 @@ def tensors_on_rank_0(
     """{name: copy on the CPU} of all tensors of a policy on rank 0, {} on the others; its LoraConfig. A collective."""
     tensors, lora_config = policy_tensors(model, name)
     kept = {}
-    for key, tensor in tensors.items():
+    for key, shard in tensors.items():
+        tensor = whole(shard)
         if on_rank_0():
             kept[key] = tensor.to("cpu", dtype, copy=True)
     return kept, lora_config

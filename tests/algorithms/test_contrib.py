@@ -59,15 +59,15 @@ from safetensors.torch import load_file, save_file
 CHANGED = {
     "contrib/awm.py": 57,
     "contrib/crd.py": 122,
-    "contrib/dance_grpo.py": 25,
+    "contrib/dance_grpo.py": 29,
     "contrib/dgpo.py": 80,
-    "contrib/diffusion_opd.py": 235,
-    "contrib/draft.py": 585,
+    "contrib/diffusion_opd.py": 239,
+    "contrib/draft.py": 617,
     "contrib/flow_dppo.py": 53,
     "contrib/flow_grpo_ahead.py": 92,
     "contrib/online_dpo.py": 89,
     "contrib/ram.py": 105,
-    "contrib/tempflow_grpo.py": 55,
+    "contrib/tempflow_grpo.py": 59,
     "contrib/v_grpo.py": 288,
 }
 PARENTS = {
