@@ -12,14 +12,13 @@ description for Stable Diffusion 3 and 3.5; it is not that code. In it the whole
   - a rollout is a number of sampling batches, each drawn, encoded (every prompt once per image) and denoised by the
     diffusers pipeline's parts; latents, log-probs and timesteps are kept; the last step is deterministic;
   - the images of a batch are scored in a thread while the next batch is sampled, and awaited at the end;
-  - all samples are shuffled; an update goes through a quarter of them, batch by batch and timestep by timestep, and
+  - all samples are shuffled; an update goes through a mini-batch of them, batch by batch and timestep by timestep, and
     adds up gradients; peft's LoRA in fp32, AdamW, no FSDP; with guidance both branches are in one batch;
   - with --dtype bfloat16 the frozen weights are bf16, and passes run under autocast.
 "Ours" is flow_grpo.py itself under torchrun with --rollout local. Both run on the GPU if there is one, and have the
 same threads, images, prompts, sampling steps, optimizer steps, LoRA, learning rate and reward; each takes the batch
 size that is fastest for it. --options are flow_grpo.py's, for both: the model, the dtype, guidance, the image's size,
-the reward. On a CPU theirs has torch's own matrix products (--their_products ours: oneDNN's, by use_onednn of
-common/cpu.py, as ours has on AMD's CPUs). A run is a process of its own; its first step is not counted.
+the reward. A run is a process of its own; its first step is not counted.
 """
 
 import argparse
@@ -39,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
 from common.command_line import parse_args
 from common.cpu import repair_torchvision
-from common.onednn import use_onednn
 from common.scoring import load_rewards
 
 import torch
@@ -261,8 +259,6 @@ def train(pipe, parameters, optimizer, samples, options, args):
 def run_theirs(options):
     """Train for options.steps steps after one of warming up. Prints a JSON line a step."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # as common.distributed does for one rank
-    if options.their_products == "ours":
-        use_onednn()
     torch.manual_seed(options.seed)
     args = both_args(options)
     on_gpu = torch.cuda.is_available()
@@ -301,7 +297,7 @@ def both_args(options):
 def start_theirs(options, folder, number):
     """Run "theirs" in a process of its own. Returns a dict a step."""
     command = [sys.executable, __file__, "--in_process", "--seed", str(number)]
-    for name in ("num_prompts", "num_inference_steps", "steps", "their_batch_size", "their_products", "options"):
+    for name in ("num_prompts", "num_inference_steps", "steps", "their_batch_size", "options"):
         command.append(f"--{name}={getattr(options, name)}")
     steps = []
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
@@ -358,8 +354,8 @@ def main(options):
         f"\n{num_images} images, {options.num_inference_steps} sampling steps, all but the last trained, "
         f"{args.updates_per_rollout} optimizer steps; cores: {cores}; seconds, medians of {options.pairs} "
         f"runs of {options.steps} steps; images at once: ours {options.our_batch_size} on {options.our_ranks} rank(s), "
-        f"theirs {options.their_batch_size}; their matrix products: {options.their_products}; "
-        f"further options: {options.options or 'none'}; of ours: {options.our_options or 'none'}\n"
+        f"theirs {options.their_batch_size}; further options: {options.options or 'none'}; "
+        f"of ours: {options.our_options or 'none'}\n"
     )
     print("| phase |", " | ".join(sides), "| ours / theirs, median of pairs |")
     print("|---" * (len(sides) + 2) + "|")
@@ -383,7 +379,6 @@ def parse_options(argv=None):
     parser.add_argument("--our_options", default="", help="further options of flow_grpo.py, for ours")
     parser.add_argument("--our_batch_size", type=int, default=64, help="--micro_batch_size of flow_grpo.py")
     parser.add_argument("--their_batch_size", type=int, default=64, help="images of a sampling and of a training batch")
-    parser.add_argument("--their_products", choices=["torch", "ours"], default="torch", help="fp32 matrix products")
     parser.add_argument("--only", choices=["ours", "theirs"], help="one side alone")
     parser.add_argument("--short", action="store_true", help="4 prompts, one pair, one step")
     parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)

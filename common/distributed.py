@@ -15,7 +15,6 @@ from datetime import timedelta
 from typing import NoReturn, TypeVar
 
 from common.cpu import refuse_an_old_driver
-from common.onednn import use_onednn
 from common.process import end_with_parent, outlive_terminal, print_message, stop_requested
 
 import numpy as np
@@ -93,7 +92,6 @@ def setup_distributed(shard_ranks: int = 0) -> torch.device:
         backend = "cpu:gloo,cuda:nccl"
     else:
         refuse_an_old_driver()
-        use_onednn()
         device = torch.device("cpu")
         backend = "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

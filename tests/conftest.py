@@ -40,7 +40,6 @@ from common.engine import client
 from common.engine.launch import engine_environment
 from common.models.family import Family
 from common.models.loading import family_class, load_model
-from common.onednn import use_onednn
 from common.options import SharedArgs
 from common.run import Run
 from common.scoring import Reward
@@ -55,7 +54,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 repair_torchvision()  # as the scripts do
-use_onednn()
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # pytest -n 2: a core for each worker and for the processes that it starts
     cores = sorted(os.sched_getaffinity(0))

@@ -17,12 +17,8 @@ from multiprocessing.connection import Connection
 from common.cpu import repair_torchvision
 from common.engine import messages
 from common.errors import truncate
-from common.onednn import use_onednn
 
-# Two repairs for machines without a GPU, which must come before vLLM is imported: it imports torchvision.
-repair_torchvision()
-if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # torch.compile has products of its own
-    use_onednn()
+repair_torchvision()  # before vLLM is imported, which imports torchvision
 
 from common.engine import omni  # noqa: E402
 

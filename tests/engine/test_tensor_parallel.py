@@ -9,7 +9,6 @@ from common.engine import launch
 from common.engine.client import EngineError, VLLMEngine
 from common.models.krea2 import Krea2
 from common.models.loading import family_class, load_model
-from common.onednn import is_amd
 from common.weights.policy import add_policies, tensors_on_rank_0
 from tests.conftest import EMBEDDED, needs_engine, policy_without_fsdp, prompt_set, run_here, skip_without_engine
 from tests.tiny_models import make_checkpoint
@@ -43,20 +42,17 @@ def euler(x, v, sigma, sigma_next, noise_level, sigma_max=None):
 """
 
 
-# each worker that imports it notes whether it has the two repairs for machines without a GPU
+# each worker that imports it notes whether it has the repair of torchvision
 REPAIRED = """
 import os
 from pathlib import Path
 
-from common import onednn
-
 import torch
 import torchvision  # which transformers imports, and vLLM with it
 
-has_onednn = "aten/mm/CPU" in onednn.overrides._op_impls
 has_nms = hasattr(torch.ops.torchvision, "nms")
 folder = Path(__file__).parent
-(folder / f"rank{os.environ['RANK']}.txt").write_text(f"{has_onednn} {has_nms}")
+(folder / f"rank{os.environ['RANK']}.txt").write_text(str(has_nms))
 
 
 def euler(x, v, sigma, sigma_next, noise_level, sigma_max=None):
@@ -157,9 +153,8 @@ def test_each_worker_is_repaired_before_it_imports_vllm(engine, tmp_path):
     (tmp_path / "repaired.py").write_text(REPAIRED)
     args.sde_type = f"{tmp_path / 'repaired.py'}:euler"
     engine.generate(request_for(model, args), lora=False)
-    has_onednn = is_amd() and not torch.cuda.is_available()
     for rank in (0, 1):
-        assert (tmp_path / f"rank{rank}.txt").read_text() == f"{has_onednn} True"
+        assert (tmp_path / f"rank{rank}.txt").read_text() == "True"
 
 
 def test_one_stale_worker_is_an_error(engine, tmp_path):
