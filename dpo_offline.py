@@ -215,7 +215,7 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
     from common.pairs.made_pairs import rows_to_make, save_pair, write_pairs
 
     num_prompts = min(args.num_pair_prompts, len(inputs.train_set))
-    for row, is_own in rows_to_make(run.folder, num_prompts, vars(args)):
+    for row, is_own in rows_to_make(run.folder, num_prompts, vars(args), run.contents):
         seeds = [image_seed(args.seed, "pairs", row * args.group_size + i) for i in range(args.group_size)]
         prompts = inputs.train_set.select([row] * args.group_size)
         prompt_index = torch.zeros(args.group_size, dtype=torch.long)

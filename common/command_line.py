@@ -45,6 +45,8 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
         config = (tyro.conf.FlagConversionOff,)
         tyro.cli(args_class, args=["--help"], description=description, use_underscores=True, config=config)
     args = _parse(args_class, argv, {})
+    if sum(word.partition("=")[0] == "--args" for word in argv) > 1:
+        raise ValueError("--args: is given twice; one file has all options that are not on the command line")
     if args.args is not None:
         argv = _words_of_file(args.args, args_class) + argv
         args = _parse(args_class, argv, {})

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.distributed import gather, launched_world_size
-from common.errors import error_prefix, truncate
+from common.errors import UNREADABLE, error_prefix, truncate
 from common.images import StoredImage, find_pictures
 from common.parquet import find_shards, read_chats
 from common.process import print_message
@@ -127,7 +127,7 @@ def _read_file(
     metadata = []
     for where, record in read_records(path):
         prompt = record.pop("prompt")
-        with error_prefix(where):
+        with error_prefix(where, (*UNREADABLE, SystemExit)):  # a reward's check may exit
             if {"image", "images"} & record.keys():
                 record = _find_pictures(record, path, where)
             if "rewards" in record:

@@ -28,7 +28,7 @@ UNREADABLE = (ValueError, OSError, RecursionError)  # raised by reading text and
 
 @contextmanager
 def error_prefix(
-    subject: str | Path, errors: type[Exception] | tuple[type[Exception], ...] = UNREADABLE
+    subject: str | Path, errors: type[BaseException] | tuple[type[BaseException], ...] = UNREADABLE
 ) -> Iterator[None]:
     """Errors of these types in the block become ValueError("subject: reason"), on one line.
 
@@ -46,6 +46,8 @@ def reason(error: BaseException) -> str:
     file in UTF-16 has the way out."""
     if isinstance(error, UnicodeDecodeError) and error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         return f"{error}; convert it by `iconv -f UTF-16 -t UTF-8 OLD > NEW`"
+    if isinstance(error, SystemExit):
+        return repr(error)
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 

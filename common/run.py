@@ -146,12 +146,12 @@ class Run:
         self._num_skipped = 0  # training steps in a row without a finite gradient
         self.bar: tqdm | None = None
         self._trace = ExitStack()  # holds the profiler of the current training step
-        self._contents: Contents = {}  # recorded as well, but not in wandb
+        self.contents: Contents = {}  # recorded as well, but not in wandb
         if script:
             catch_stop_signals(args.max_minutes)
             _current_run.append(self)
-            self._contents = gather_objects(find_contents(self.config) if self._writes else {})[0]
-            create_run_folder(self.folder, self.config, script, self.checkpoint, self._contents)
+            self.contents = gather_objects(find_contents(self.config) if self._writes else {})[0]
+            create_run_folder(self.folder, self.config, script, self.checkpoint, self.contents)
         self._utilisation: Utilisation | None = None
         trains = script and args.num_steps and not args.eval_only
         if trains and self._writes and torch.cuda.is_available():  # a CPU's peak is not known
@@ -379,7 +379,7 @@ class Run:
         Full weights are as large as their checkpoint: their adapter/ is written when the run ends, as `should_stop` has
         said, or at the last step.
         """
-        state |= {"step": self.step, "args": self.config, "contents": self._contents, "format": FORMAT}
+        state |= {"step": self.step, "args": self.config, "contents": self.contents, "format": FORMAT}
         state |= {"best": self.best_score, "lowest": self._lowest_score, "best_step": self._best_step}
         state |= {"unlogged": self.unlogged}
         with self.timed("save_checkpoint"):  # after `log`: a resumed run cuts the log back to the checkpoint
@@ -400,7 +400,7 @@ class Run:
             is_file = Path(str(self.args.resume)).suffix == ".pt"
             self.checkpoint, state = first_intact(self.checkpoint, state, may_be_earlier=not is_file)
         state["path"] = self.checkpoint
-        changed = dict(changed_contents(state.get("contents", {}), self._contents))
+        changed = dict(changed_contents(state.get("contents", {}), self.contents))
         # prints what changed; False: another run's, or scored otherwise
         is_comparable = report_resumed(self.checkpoint, state["args"], self.config, changed)
         self._lowest_score = state.get("lowest", -math.inf) if is_comparable else math.inf

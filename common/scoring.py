@@ -119,7 +119,7 @@ def load_rewards(
     for name, function in functions.items() if load else ():
         same = [other for other, of in {**(trained or {}), **functions}.items() if of is function]
         if same[0] == name and hasattr(function, "load"):  # of several scores of a function the first name
-            with error_prefix(f"{option} {name}", Exception):
+            with error_prefix(f"{option} {name}", (Exception, SystemExit)):
                 function.load()
     absolute = {name: function for name, function in (trained or {}).items() if not is_relative(function)}
     return absolute | functions

@@ -318,7 +318,7 @@ def score_pixels(rewards: dict[str, Reward], pixels: Tensor, prompt_set: PromptS
         of_pixels = function.of_pixels  # type: ignore[attr-defined]
         try:
             returned = of_pixels(pixels[rows], list(asking.prompts), asking.for_rewards())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             told = describe(error, own_folder(of_pixels))
             raise RunError(f"reward {name}: its of_pixels raised {told}") from error
         if not isinstance(returned, Tensor) or returned.shape != (len(rows),):

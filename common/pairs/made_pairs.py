@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,18 @@ def best_and_worst(totals: torch.Tensor) -> tuple[int, int] | None:
     return None if len(kept) == 0 or all_equal(kept) else (best, worst)
 
 
-def rows_to_make(folder: Path, num_prompts: int, options: dict[str, Any]) -> Iterator[tuple[int, bool]]:
-    """Yield (row, whether it is this rank's) of the prompts that no interrupted start with these options compared.
+def rows_to_make(
+    folder: Path, num_prompts: int, options: dict[str, Any], contents: Mapping[str, str]
+) -> Iterator[tuple[int, bool]]:
+    """Yield (row, whether it is this rank's) of the prompts that no interrupted start with these options compared, nor
+    with other `contents` of what they name (Run.contents).
 
     The ranks sample together, each as many prompts: where they cannot share evenly, some of them another rank's too.
     A collective.
     """
-    made_by = json.dumps({name: options[name] for name in DECIDING}, indent=1, default=str)
+    made_of = {name: digest for name, digest in contents.items() if not name.startswith("--eval_prompts ")}
+    deciding = {name: options[name] for name in DECIDING}
+    made_by = json.dumps({**deciding, "contents": made_of}, indent=1, default=str)
     if on_rank_0():
         known = folder / "pairs" / "made_by.json"
         if not known.exists() or known.read_text() != made_by:

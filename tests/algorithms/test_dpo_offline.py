@@ -378,6 +378,7 @@ def test_encoded_pairs_hold_chosen_first_and_cannot_tell_a_colour_mode(one_rank,
 
 # ---- made pairs that an interrupted start has begun ------------------------------------------------------------------
 OPTIONS = dict.fromkeys(made_pairs.DECIDING, 1)
+CONTENTS = {"--train_prompts signs.txt": "9 bytes, blake2b 7", "--eval_prompts other.txt": "9 bytes, blake2b 7"}
 
 
 def compare(folder, rows, scores):
@@ -388,12 +389,12 @@ def compare(folder, rows, scores):
 
 def test_pairs_that_were_made_are_not_made_again(one_rank, tmp_path, capfd):
     """The first start compares two of four prompts, one of whose images all score the same; the next the others."""
-    rows = made_pairs.rows_to_make(tmp_path, 4, OPTIONS)
+    rows = made_pairs.rows_to_make(tmp_path, 4, OPTIONS, CONTENTS)
     compare(tmp_path, [next(rows)[0]], [0.5, 0.25, math.nan])
     compare(tmp_path, [next(rows)[0]], [1.0, 1.0, 1.0])
     capfd.readouterr()
     (tmp_path / "pairs" / ".00002.json.99.new").touch()  # left by a kill
-    assert [*made_pairs.rows_to_make(tmp_path, 4, OPTIONS)] == [(2, True), (3, True)]
+    assert [*made_pairs.rows_to_make(tmp_path, 4, OPTIONS, CONTENTS)] == [(2, True), (3, True)]
     assert not [*tmp_path.glob("pairs/.*.new")]
     said = capfd.readouterr().err
     assert (
@@ -404,13 +405,16 @@ def test_pairs_that_were_made_are_not_made_again(one_rank, tmp_path, capfd):
     pairs = read_pairs(tmp_path)
     assert [pair.prompt for pair in pairs] == ["prompt 0", "prompt 2", "prompt 3"]
     assert [pair.chosen.decode().getpixel((0, 0)) for pair in pairs[:2]] == [(0, 0, 0), (2, 1, 0)]
-    assert [*made_pairs.rows_to_make(tmp_path, 4, OPTIONS)] == []
+    assert [*made_pairs.rows_to_make(tmp_path, 4, OPTIONS, CONTENTS)] == []
 
 
-def test_pairs_of_other_options_are_made_again(one_rank, tmp_path):
-    compare_first = made_pairs.rows_to_make(tmp_path, 2, OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "contents"), [({"group_size": 3}, {}), ({}, {"--train_prompts signs.txt": "9 bytes, blake2b 8"})]
+)
+def test_pairs_of_other_options_or_contents_are_made_again(options, contents, one_rank, tmp_path):
+    compare_first = made_pairs.rows_to_make(tmp_path, 2, OPTIONS, CONTENTS)
     compare(tmp_path, [next(compare_first)[0]], [0.0, 1.0])
-    assert [row for row, _ in made_pairs.rows_to_make(tmp_path, 2, OPTIONS | {"group_size": 3})] == [0, 1]
+    assert [row for row, _ in made_pairs.rows_to_make(tmp_path, 2, OPTIONS | options, CONTENTS | contents)] == [0, 1]
     assert not made_pairs.record_file(tmp_path, 0).exists()
 
 
@@ -418,5 +422,7 @@ def test_ranks_compare_the_same_number_of_prompts_each_its_own_once(tmp_path, mo
     """Two ranks, three prompts: the second samples the first rank's prompt again, and does not compare it."""
     found = {}
     monkeypatch.setattr(made_pairs, "on_rank_0", lambda: dist.get_rank() == 0)
-    on_ranks(monkeypatch, 2, lambda rank: found.update({rank: [*made_pairs.rows_to_make(tmp_path, 3, OPTIONS)]}))
+    on_ranks(
+        monkeypatch, 2, lambda rank: found.update({rank: [*made_pairs.rows_to_make(tmp_path, 3, OPTIONS, CONTENTS)]})
+    )
     assert found == {0: [(0, True), (2, True)], 1: [(1, True), (0, False)]}

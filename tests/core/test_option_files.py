@@ -132,6 +132,13 @@ def test_a_value_of_a_file_is_held_to_its_bound(here):
         parse("--args", "mine.json")
 
 
+def test_two_files_are_refused(here):
+    for name in ("one.json", "two.json"):
+        (here / name).write_text("{}")
+    with pytest.raises(ValueError, match="^--args: is given twice"):
+        parse("--args", "one.json", "--args=two.json")
+
+
 # ---- on the command line ---------------------------------------------------------------------------------------------
 def test_a_command_line_may_be_empty(here):
     assert parse() == flow_grpo.Args()

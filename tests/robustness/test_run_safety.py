@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import flow_grpo
 from common.checkpoints import check_unchanged, lock_run, save_checkpoint, saved_checkpoints
 from common.command_line import check_options
-from common.data import PromptSet
+from common.data import PromptSet, read_prompts
 from common.errors import NothingBegun, RunError
 from common.inputs import choose_sizes
 from common.run import _current_run, checkpoint_to_resume, create_run_folder, friendly_errors
-from common.scoring import score_images
+from common.scoring import load_rewards, score_images
 from tests.conftest import ROOT, TINY, few_eval_prompts, good_state, new_run
 
 import psutil
@@ -256,6 +256,25 @@ def test_a_reward_that_exits_is_a_failure(code):
 
     with pytest.raises(RunError, match="^reward leaves raised SystemExit: "):
         score_images({"leaves": leaves}, IMAGES, PROMPTS)
+
+
+LEAVES = """
+import sys
+
+def mine(images, prompts, metadata):
+    return [0.0] * len(images)
+
+mine.{hook} = lambda *given: sys.exit(0)
+"""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("hook", ["load", "check", "check_metadata"])
+def test_what_a_reward_has_beside_its_call_may_not_exit_either(hook, tmp_path):
+    (tmp_path / "mine.py").write_text(LEAVES.format(hook=hook))
+    (tmp_path / "signs.txt").write_text("a sign")
+    with pytest.raises(ValueError, match=r"(--reward mine|signs.txt:1): SystemExit\(0\)$"):
+        read_prompts(tmp_path / "signs.txt", load_rewards((f"{tmp_path / 'mine.py'}:mine",), (1.0,)))
 
 
 @pytest.mark.fast
