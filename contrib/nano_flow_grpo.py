@@ -62,10 +62,10 @@ class Options:
     noise_level: float = 0.7  # how much noise they add: a in the paper
     # ---- update
     num_steps: int = 30  # training steps: a rollout and its updates each
-    updates_per_rollout: int = 4  # optimizer steps per rollout, each on its share of the images
+    updates_per_rollout: int = 2  # optimizer steps per rollout, each on its share of the images
     clip_range: float = 1e-3  # the ratio is clipped to 1 +- this; PPO's 0.2 would never act, see gaussian_log_prob
     adv_clip_max: float = 5.0  # advantages are clamped to +- this
-    learning_rate: float = 1e-3  # of AdamW
+    learning_rate: float = 1.5e-3  # of AdamW
 
 
 def reward(images: list[Image], prompts: list[str]) -> list[float]:

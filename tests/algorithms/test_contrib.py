@@ -133,9 +133,16 @@ DIFFERENT = {
 DIFFERENT_OPTIONS = {
     "contrib/awm.py": {"kl_coef"},
     "contrib/crd.py": {"kl_coef", "decay_schedule", "update_interval"},
-    "contrib/dance_grpo.py": {"sde_type", "kl_coef", "num_steps"},
+    "contrib/dance_grpo.py": {"sde_type", "kl_coef", "num_steps", "updates_per_rollout", "learning_rate"},
     "contrib/dgpo.py": {"kl_coef"},
-    "contrib/diffusion_opd.py": {"group_size", "clip_range", "kl_type", "num_steps"},
+    "contrib/diffusion_opd.py": {
+        "group_size",
+        "clip_range",
+        "kl_type",
+        "num_steps",
+        "updates_per_rollout",
+        "learning_rate",
+    },
     "contrib/draft.py": {
         "num_prompts",
         "num_inference_steps",
@@ -148,7 +155,7 @@ DIFFERENT_OPTIONS = {
     "contrib/flow_grpo_ahead.py": set(),
     "contrib/online_dpo.py": {"group_size"},
     "contrib/ram.py": {"decay_schedule", "old_decay"},
-    "contrib/tempflow_grpo.py": {"sde_window_range", "kl_coef", "num_steps"},
+    "contrib/tempflow_grpo.py": {"sde_window_range", "kl_coef", "num_steps", "updates_per_rollout", "learning_rate"},
     "contrib/v_grpo.py": {"clip_range", "old_kl_coef", "micro_batch_size", "learning_rate"},
 }
 SCRIPTS = list(CHANGED)

@@ -283,9 +283,9 @@ ERRORS = {  # beyond the bounds of single options, which tests/core/test_options
     "--reward ocr ocr_contains --reward_weights 1 1 --scale_rewards none --multi_objective_aggregation "
     "normalize_then_sum": "--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch",
     "--reward_weights 1.0 2.0": "--reward_weights: 2 weights for 1 rewards",
-    "--num_prompts 5 --group_size 5": "--num_prompts x --group_size = 25 cannot be cut into 4 mini-batches x 1 ranks",
-    "--micro_batch_size 24": "--micro_batch_size 24: a rank's share of a mini-batch, 64, cannot be cut into it "
-    "(--num_prompts x --group_size = 256, 4 mini-batches, 1 ranks)",
+    "--num_prompts 5 --group_size 5": "--num_prompts x --group_size = 25 cannot be cut into 2 mini-batches x 1 ranks",
+    "--micro_batch_size 24": "--micro_batch_size 24: a rank's share of a mini-batch, 128, cannot be cut into it "
+    "(--num_prompts x --group_size = 256, 2 mini-batches, 1 ranks)",
     "--num_inference_steps 6 --sde_window_size 4 --sde_window_range 7 11": "--sde_window_range 7 11: "
     "--sde_window_size 4 does not fit in it; 0 5 is the widest range of 6 sampling steps",
     "--model no/such/model": "--model no/such/model: ",

@@ -226,7 +226,8 @@ def test_scores_without_a_failure_stay_as_they_are(num_rewards):
     assert torch.equal(filled, scores) and is_compared.all()
     weights = torch.linspace(1, 2, num_rewards, dtype=torch.float64)
     args = grpo_options(reward_weights=tuple(weights.tolist()))
-    assert torch.equal(advantages_of(args, scores), flow_grpo.compute_advantages(scores @ weights, 3))
+    # a product of matrices may add up in another order
+    assert_close(advantages_of(args, scores), flow_grpo.compute_advantages(scores @ weights, 3))
 
 
 @fast

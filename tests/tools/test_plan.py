@@ -240,9 +240,9 @@ def test_each_rank_has_a_copy_of_the_weights_where_nine_tenths_of_its_gpu_hold_i
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("script", "largest", "smaller"), [("flow_grpo.py", 64, 16), ("dpo_offline.py", 256, 16)])
+@pytest.mark.parametrize(("script", "largest", "smaller"), [("flow_grpo.py", 128, 16), ("dpo_offline.py", 256, 16)])
 def test_a_micro_batch_of_0_is_the_largest_that_divides_a_share_and_fits(script, largest, smaller):
-    """A share of 64 images, or of 256 pairs. The least GPU for 16 of them does not hold 32."""
+    """A share of 128 images, or of 256 pairs. The least GPU for 16 of them does not hold 32."""
     blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
     options = vars(importlib.import_module(script.removesuffix(".py")).Args()) | {"micro_batch_size": 0}
     options["rollout"] = "local"
@@ -513,16 +513,16 @@ def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capfd):
     lines = shown.out.splitlines()
     assert lines[0] == "not counted: the networks of clip_score, whose sizes docs/rewards.md has"
     assert lines[1] == "not counted: whatever mine.py:mine loads"
-    assert lines[2] == "a copy of the transformer for each rank; micro-batches of 16"
+    assert lines[2] == "a copy of the transformer for each rank; micro-batches of 32"
     # a LoRA of rank 16 on 62 matrices, its moments; nothing is cached
     assert re.fullmatch(r"disk: checkpoints 2 x \d\.\d MB, adapter/ and best_adapter/ \d\.\d MB", lines[3])
     assert lines[4].startswith("MB of each of 4 GPUs, h100-80") and lines[-1].startswith("peak ")
-    for words in ("  activations of 16 images ", "MB of a node's memory, 2 ranks"):
+    for words in ("  activations of 32 images ", "MB of a node's memory, 2 ranks"):
         assert any(line.startswith(words) for line in lines), words
     assert not any("engine" in line for line in lines)
     assert fork("--rollout", "local", "--ranks", 4, "--ranks_per_node", 2, "--shard_ranks", 2) is None
     lines = capfd.readouterr().out.splitlines()
-    assert lines[0] == "a copy of the transformer for 2 ranks; micro-batches of 16"
+    assert lines[0] == "a copy of the transformer for 2 ranks; micro-batches of 32"
     assert any(line.startswith("  weights gathered to sample") for line in lines)
 
 
