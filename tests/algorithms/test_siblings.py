@@ -192,7 +192,7 @@ def test_old_policy_is_saved_with_the_adapter(runs):
 def test_mix_grpo_with_the_full_window_is_flow_grpo_to_the_bit(tmp_path):
     """Invariant 14."""
     common = ["--rollout", "local", "--num_steps", 2, *SMALL, "--updates_per_rollout", 2, *few_eval_prompts(tmp_path)]
-    common += ["--kl_coef", 0.04]
+    common += ["--kl_coef", 0.04, "--learning_rate", 1e-3]
     full_window = ["--sde_window_size", 5, "--sde_window_range", 0, 5, "--shared_initial_noise", False]
     torchrun(tmp_path, "flow_grpo.py", "--name", "flow", *common, "--sde_window_size", 0)
     torchrun(tmp_path, "mix_grpo.py", "--name", "mix", *common, *full_window)
