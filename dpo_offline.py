@@ -38,6 +38,7 @@ from common.inputs import Inputs, check_inputs, choose_sizes
 from common.models.family import Family, on_device
 from common.models.loading import find_family, load_model
 from common.options import Bound, PositiveFloat, PositiveInt, SharedArgs
+from common.pairs.made_pairs import rows_to_make, save_pair, write_pairs
 from common.pairs.pair_files import Pairs, read_pairs
 from common.pairs.pairs import encode_pairs, load_pairs
 from common.rollout import RolloutRequest, Trajectories
@@ -212,8 +213,6 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
 
     Ranks share the prompts; a prompt whose images all score the same makes no pair.
     """
-    from common.pairs.made_pairs import rows_to_make, save_pair, write_pairs
-
     num_prompts = min(args.num_pair_prompts, len(inputs.train_set))
     for row, is_own in rows_to_make(run.folder, num_prompts, vars(args), run.contents):
         seeds = [image_seed(args.seed, "pairs", row * args.group_size + i) for i in range(args.group_size)]

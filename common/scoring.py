@@ -35,7 +35,6 @@ its end, a name takes this number of the reward's dicts as the score. Several su
 
 import copy
 import functools
-import importlib
 import math
 import os
 import queue
@@ -53,7 +52,7 @@ from common.errors import RunError, ScoringError, error_prefix, reason, truncate
 from common.images import as_images
 from common.process import print_message
 from common.rollout import Images
-from common.user_code import describe, load_function, own_folder
+from common.user_code import built_in_module, describe, load_function, own_folder
 
 import numpy as np
 import torch
@@ -173,7 +172,7 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
     if ":" in name:
         function: Reward = load_function(file, option)
     elif file in built_in_rewards():
-        function = getattr(importlib.import_module(f"common.rewards.{file}"), file)
+        function = getattr(built_in_module(f"rewards.{file}"), file)
     else:
         known = ", ".join(built_in_rewards())
         raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import importlib
 import importlib.util
 import os
 import sys
@@ -9,6 +10,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+
+
+def built_in_module(name: str) -> ModuleType:
+    """The module common.NAME, of a family or a reward that a run names."""
+    return importlib.import_module(f"common.{name}")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Preference pairs of a model's own images: the best and the worst of each prompt. Runs without --pairs import this."""
+"""Preference pairs of a model's own images: the best and the worst of each prompt."""
 
 import json
 import math

@@ -14,6 +14,7 @@ from common.errors import error_prefix
 from common.process import print_message
 
 import torch
+from huggingface_hub import hf_hub_download
 
 if TYPE_CHECKING:  # slow
     from transformers import PreTrainedModel
@@ -56,8 +57,6 @@ def read_whole(model_class: "type[PreTrainedModel]", name: str, kind: str) -> An
 
 def find_file(name: str, file: str) -> Path:
     """`name` itself if it is a file, otherwise `file` in that folder or hub id."""
-    from huggingface_hub import hf_hub_download  # slow
-
     path = Path(name)
     if path.is_file():
         return path
