@@ -260,4 +260,4 @@ def test_a_run_writes_its_rollouts_and_what_the_reward_read(tmp_path):
     assert open_png(folder / "00015.png").size == (96, 32) and (folder / "grid.png").is_file()
     by_kind = [rows[2][f"val/{kind}/ocr/mean@1"] for kind in "ab"]
     assert sum(by_kind) / 2 == pytest.approx(rows[2]["val/ocr/mean"], abs=1e-12)
-    assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([1e-3 * 2 / 3, 1e-3 / 3])  # 0 at step 3
+    assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([1.5e-3 * 2 / 3, 1.5e-3 / 3])  # 0 at step 3
