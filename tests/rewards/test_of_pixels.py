@@ -1,5 +1,7 @@
 """Rewards as functions of pixels with a gradient: they agree with their form for PIL images, and with differences."""
 
+import sys
+
 from assets.sign_colour import named_colour, sign_colour
 from common.data import PromptSet
 from common.errors import RunError
@@ -122,6 +124,7 @@ def test_an_image_is_scored_by_what_its_prompt_asks_for():
     ("of_pixels", "fault"),
     [
         (lambda pixels, prompts, metadata: 1 / 0, "its of_pixels raised .*division by zero"),
+        (lambda pixels, prompts, metadata: sys.exit(0), "its of_pixels raised SystemExit"),
         (lambda pixels, prompts, metadata: pixels.mean(), r"its of_pixels returned \(\) in place of a tensor \(3,\)"),
         (lambda pixels, prompts, metadata: [0.5] * 3, r"its of_pixels returned list in place of a tensor \(3,\)"),
         (lambda pixels, prompts, metadata: pixels.detach()[:, 0, 0, 0], "has no gradient by the pixels"),
