@@ -18,7 +18,7 @@ from pathlib import Path
 
 from assets import make_mixed
 from benchmarks.comparison import RUNS, child, make_job, read_record, work_through
-from tools.compare import comparison_table
+from tools.compare import as_markdown, comparison_table
 
 # ---- the design, fixed before the first run --------------------------------------------------------------------------
 SEEDS = 6
@@ -192,7 +192,7 @@ def print_tables(path):
         of_later = joined(later[arm] for arm in LATER_ARMS)
         pairs += [(of_later, later["before"]), (of_later, later[LATER_BASE])]
     for runs, against in pairs:
-        print(comparison_table(runs, against, [BOTH, *HELD_OUT]), end="\n\n")
+        print(as_markdown(comparison_table(runs, against, [BOTH, *HELD_OUT])), end="\n\n")
 
 
 def main():

@@ -3,12 +3,14 @@
     python -m tools.compare runs/a runs/b
     python -m tools.compare "runs/a-seed*" --against "runs/b-seed*" --metric val/ocr/mean timing_s/step
     python -m tools.compare runs/* --output compared.png
+    python -m tools.compare "runs/a-seed*" "runs/b-seed*" --step 20 --latex
 
 Runs whose names differ by an ending -seedN are one row of the table and one curve, their mean with its range. The value
-of a metric is the last that a run logged; that of seconds (timing_s/) is the median of its training steps. --against
-compares a seed with the same seed of those runs: the interval is 95 % of the mean paired difference, by Student's t,
-and p is the sign-flip test's, from six seeds on (with fewer it cannot fall below 0.05). Neither is corrected for the
-number of comparisons. The default is the evaluation's means in the table, and the panels of a run's own curves.png.
+of a metric is the last that a run logged, or that of --step; that of seconds (timing_s/) is the median of its training
+steps. --against compares a seed with the same seed of those runs: the interval is 95 % of the mean paired difference,
+by Student's t, and p is the sign-flip test's, from six seeds on (with fewer it cannot fall below 0.05). Neither is
+corrected for the number of comparisons. The default is the evaluation's means in the table, which is Markdown or
+LaTeX's tabular, and the panels of a run's own curves.png.
 """
 
 import argparse
@@ -56,6 +58,17 @@ def by_group(runs: dict[str, Rows]) -> dict[str, dict[str, Rows]]:
     return groups
 
 
+def at_step(runs: dict[str, Rows], step: int | None) -> dict[str, Rows]:
+    """The runs with their rows of that training step alone; None: all rows. ValueError: a run has none of it."""
+    if step is None:
+        return runs
+    found = {label: [row for row in rows if row["training/global_step"] == step] for label, rows in runs.items()}
+    for label, rows in found.items():
+        if not rows:
+            raise ValueError(f"--step {step}: {label} has not logged it")
+    return found
+
+
 def value_of(rows: Rows, metric: str) -> float | None:
     """A run's last value of a metric; the median of its training steps for seconds. None where it was never logged."""
     values = [row[metric] for row in rows if metric in row]
@@ -98,8 +111,8 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 # ---- table and picture -----------------------------------------------------------------------------------------------
-def comparison_table(runs: dict[str, Rows], against: dict[str, Rows], metrics: Sequence[str]) -> str:
-    """Markdown: a line for each group of seeds, and for each metric its mean, range and difference from `against`.
+def comparison_table(runs: dict[str, Rows], against: dict[str, Rows], metrics: Sequence[str]) -> list[list[str]]:
+    """Cells: a line for each group of seeds, and for each metric its mean, range and difference from `against`.
 
     Raises:
         ValueError: no run has one of the metrics; `against` is of several groups.
@@ -109,16 +122,29 @@ def comparison_table(runs: dict[str, Rows], against: dict[str, Rows], metrics: S
     if len(base_groups) > 1:
         raise ValueError(f"--against: must be the seeds of one setting, got those of {', '.join(base_groups)}")
     base = next(iter(base_groups.values()), {})
-    lines = [["", "seeds", *metrics], ["---"] * (2 + len(metrics))]
+    lines = [["", "seeds", *metrics]]
     for group, seeds in (base_groups | groups).items():
         cells = [group, str(len(seeds))]
         for metric in metrics:
             cells.append(cell(seeds, {} if group in base_groups else base, metric))
         lines.append(cells)
     for column, metric in enumerate(metrics, 2):
-        if not any(line[column] for line in lines[2:]):
+        if not any(line[column] for line in lines[1:]):
             raise ValueError(f"no run has the metric {metric}")
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return lines
+
+
+def as_markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table of lines of cells, the first of which are the names of the columns."""
+    rows = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def as_latex(lines: Sequence[Sequence[str]]) -> str:
+    """The same table as a tabular, which needs no package."""
+    head, *body = [" & ".join(re.sub(r"([&%$#_{}])", r"\\\1", cell) for cell in line) + r" \\" for line in lines]
+    rows = [rf"\begin{{tabular}}{{{'l' * len(lines[0])}}}", r"\hline", head, r"\hline", *body, r"\hline"]
+    return "\n".join([*rows, r"\end{tabular}"])
 
 
 def cell(seeds: dict[str, Rows], base: dict[str, Rows], metric: str) -> str:
@@ -186,6 +212,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or patterns of them in quotes")
     parser.add_argument("--against", nargs="+", default=[], metavar="RUN", help="the seeds to compare with")
     parser.add_argument("--metric", nargs="+", metavar="NAME")
+    parser.add_argument("--step", type=int, help="take the table's values from this training step")
+    parser.add_argument("--latex", action="store_true", help="print the table for LaTeX")
     parser.add_argument("--output", default="runs/compared.png", help="the picture's file (%(default)s)")
     args = parser.parse_args(argv)
     try:
@@ -197,7 +225,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         every_row = [row for rows in (runs | against).values() for row in rows]
         metrics = args.metric or drawn_metrics(every_row, ("val/",))
-        print(comparison_table(runs, against, metrics))
+        table = comparison_table(at_step(runs, args.step), at_step(against, args.step), metrics)
+        print(as_latex(table) if args.latex else as_markdown(table))
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         overlay(against | runs, args.metric, args.output)
     except (OSError, ValueError) as error:

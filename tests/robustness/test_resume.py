@@ -393,6 +393,25 @@ def test_kills_from_the_first_start_on(options, uninterrupted, tmp_path):
     assert_same(*states)
 
 
+def test_a_killed_sweep_goes_on_and_its_run_is_as_if_none_had_been(options, uninterrupted, tmp_path):
+    run = tmp_path / "swept-seed1"
+    command = [sys.executable, "-m", "tools.sweep", "--seeds", "1", "--", "flow_grpo.py", "--name", tmp_path / "swept"]
+    command = list(map(str, [*command, *options["flow_grpo.py"], "--num_steps", 4]))
+    sweep = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        wait_for(sweep, checkpoint_path(run, 1).exists)
+    finally:
+        for process in processes(sweep):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    assert sweep.wait(30) == -signal.SIGKILL
+    assert 1 <= newest_step(run) < 4
+    for end in ("finished", "finished before"):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.stdout.splitlines()[-1] == f"{run}  step 4 of 4  {end}", done.stdout + done.stderr
+    assert_equal_runs(run, uninterrupted("flow_grpo.py"))
+
+
 # ---- from another run ------------------------------------------------------------------------------------------------
 def test_full_weights_and_the_best_of_them(options, uninterrupted, tmp_path):
     """Also from another run's checkpoint into a new one."""

@@ -52,14 +52,14 @@ def of_seeds(name, values):
 def test_a_row_has_its_mean_range_and_paired_difference():
     a = of_seeds("a", {1: 0.5, 2: 0.7, 3: 0.9})
     b = of_seeds("b", {1: 0.4, 2: 0.4, 4: 0.0})
-    table = compare.comparison_table(a, b, ["val/ocr/mean"])
+    table = compare.as_markdown(compare.comparison_table(a, b, ["val/ocr/mean"]))
     # seeds 1 and 2: +0.1 and +0.3; t of one degree of freedom is 12.706, its standard error 0.1
     assert table.splitlines()[2:] == [
         "| b | 3 | 0.267 (0.000 to 0.400) |",
         "| a | 3 | 0.700 (0.500 to 0.900), +0.200 [-1.071, +1.471] in 2 shared seeds |",
     ]
     one = compare.comparison_table({"c": [{"val/ocr/mean": 0.25}]}, {}, ["val/ocr/mean"])
-    assert one.splitlines()[-1] == "| c | 1 | 0.250 |"
+    assert one == [["", "seeds", "val/ocr/mean"], ["c", "1", "0.250"]]
     with pytest.raises(ValueError, match="no run has the metric actor/loss"):
         compare.comparison_table(a, b, ["actor/loss"])
     with pytest.raises(ValueError, match="--against: must be the seeds of one setting, got those of a, b"):
@@ -71,7 +71,7 @@ def test_p_is_the_share_of_signs_that_give_as_large_a_sum():
     assert compare.sign_flip_p([1.0, 1.0, -1.0]) == 1.0  # sums 3, 1, ...: at least 1 always
     a = of_seeds("a", dict.fromkeys(range(6), 0.5))
     b = of_seeds("b", {seed: 0.1 * seed / 5 for seed in range(6)})
-    assert compare.comparison_table(a, b, ["val/ocr/mean"]).endswith(", p 0.031 |")
+    assert compare.comparison_table(a, b, ["val/ocr/mean"])[-1][-1].endswith(", p 0.031")
 
 
 @pytest.mark.parametrize("groups", [[range(3)], [range(40)], [range(20), range(20, 50), range(50, 60)]])
@@ -115,3 +115,24 @@ def test_runs_of_one_name_in_two_places_are_compared(tmp_path, capsys):
     new, old = (str(tmp_path / place / "ocr-seed*") for place in ("new", "old"))
     compare.main([new, "--against", old, "--output", str(tmp_path / "pictures" / "compared.png")])
     assert "0.500 (0.500 to 0.500), +0.250 [+0.250, +0.250]" in capsys.readouterr().out
+
+
+def test_the_values_of_a_step_in_latex(tmp_path, capsys):
+    for seed, values in ((1, (0.25, 0.75, 0.5)), (2, (0.5, 1.0))):
+        folder = tmp_path / f"my_r#n-seed{seed}"
+        folder.mkdir()
+        rows = [{"training/global_step": 5 * i, "val/ocr/mean": value} for i, value in enumerate(values)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [str(tmp_path / "my_r#n-seed*"), "--output", str(tmp_path / "compared.png"), "--step"]
+    compare.main([*given, "5", "--latex"])
+    assert capsys.readouterr().out.splitlines()[:-1] == [
+        r"\begin{tabular}{lll}",
+        r"\hline",
+        r" & seeds & val/ocr/mean \\",
+        r"\hline",
+        r"my\_r\#n & 2 & 0.875 (0.750 to 1.000) \\",
+        r"\hline",
+        r"\end{tabular}",
+    ]
+    with pytest.raises(SystemExit, match="^tools.compare: error: --step 10: my_r#n-seed2 has not logged it"):
+        compare.main([*given, "10"])

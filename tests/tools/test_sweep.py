@@ -59,7 +59,7 @@ def test_what_cannot_be_swept_is_one_line(script, words, told, in_checkout):
 WRITES_A_RUN = """
 import json, os, pathlib, sys
 name, last = sys.argv[1:]
-print(f"{name} in group", os.environ["WANDB_RUN_GROUP"])
+print(f"{name} in group", os.environ["WANDB_RUN_GROUP"], "on GPU", os.environ.get("CUDA_VISIBLE_DEVICES"))
 folder = pathlib.Path("runs") / name
 (folder / "checkpoints").mkdir(parents=True)
 (folder / "checkpoints" / f"step_{int(last):06d}.pt").touch()
@@ -71,13 +71,16 @@ sys.exit(last == "0")
 
 def test_a_finished_run_is_not_started_again_and_every_end_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    for name in ("WANDB_RUN_GROUP", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
     (tmp_path / "run.py").write_text(WRITES_A_RUN)
     command = [sys.executable, "run.py"]
     runs = [sweep.SweptRun(name, "g", [*command, name, last]) for name, last in (("a", "2"), ("b", "1"), ("c", "0"))]
-    ends = sweep.run_all(runs, devices=["0", "1"])
+    ends = sweep.run_all(runs, devices=["3", "5"])
     assert ends == {"a": "finished", "b": "stopped early", "c": "failed with 1: see runs/c.log"}
-    assert (tmp_path / "runs/c.log").read_text() == "c in group g\n"
+    logs = {name: (tmp_path / f"runs/{name}.log").read_text() for name in "abc"}
+    assert all(logs[name].startswith(f"{name} in group g on GPU ") for name in "abc")
+    assert {logs[name][-2] for name in "ab"} == {"3", "5"}  # c takes the one that is free first
     again = sweep.run_all(runs[:1], devices=[])  # to start it again would fail: its folder is there
     assert again == {"a": "finished before"}
 
