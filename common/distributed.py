@@ -11,10 +11,12 @@ import os
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
 from common.cpu import refuse_an_old_driver
+from common.errors import RolloutError, RunError
 from common.process import end_with_parent, outlive_terminal, print_message, stop_requested
 
 import numpy as np
@@ -196,6 +198,19 @@ def gather_objects(value: T) -> list[T]:
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, value)
     return parts
+
+
+@contextmanager
+def failing_together(alone: bool = False) -> Iterator[None]:
+    """A RunError within it, on any rank, is a RolloutError on all of them; `alone`: on this rank. A collective."""
+    error = None
+    try:
+        yield
+    except RunError as caught:
+        error = caught
+    has_failed = [error is not None] if alone else gather_objects(error is not None)
+    if any(has_failed):
+        raise RolloutError(str(error or "")) from (error and error.__cause__)
 
 
 def mean_over_ranks(passes: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:

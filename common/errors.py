@@ -12,9 +12,9 @@ class RunError(RuntimeError):
     """A run cannot continue; the message says why, and what to do about it."""
 
 
-class ScoringError(RunError):
-    """Rewards failed on this rank or, where there is no message, on another. All ranks raise it together, so that they
-    can still save."""
+class RolloutError(RunError):
+    """Sampling or scoring failed on this rank or, where there is no message, on another. All ranks raise it together,
+    so that they can still save."""
 
 
 class NothingBegun(RunError):

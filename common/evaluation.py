@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from common.data import GroupSampler, PromptSet, gather_shares, source_name
 from common.distributed import gather, gather_objects
-from common.errors import ScoringError
+from common.errors import RolloutError
 from common.options import EngineArgs, SharedArgs
 from common.plots import Picture, save_grid, save_samples
 from common.run import Run
@@ -260,7 +260,7 @@ def count_failed(scores: torch.Tensor, names: Sequence[str], num_trained: int) -
     image is not part of their means. The rewards behind them only watch, and each loses its own failures alone.
 
     Raises:
-        ScoringError: a reward that was asked for has no image with a score left.
+        RolloutError: a reward that was asked for has no image with a score left.
     """
     has_failed = scores.isnan()
     is_left_out = has_failed[:, :num_trained].any(1)
@@ -269,6 +269,6 @@ def count_failed(scores: torch.Tensor, names: Sequence[str], num_trained: int) -
     scores[is_left_out, :num_trained] = torch.nan
     scores[~is_asked] = NOT_ASKED
     if (is_asked.any(0) & ~scores.isfinite().any(0)).any():
-        raise ScoringError(f"no image of the evaluation has its scores: {count_by_reward(has_failed, names)}")
+        raise RolloutError(f"no image of the evaluation has its scores: {count_by_reward(has_failed, names)}")
     metrics = {f"val/{name}/failed": has_failed[:, r].sum() for r, name in enumerate(names) if is_asked[:, r].any()}
     return scores, metrics

@@ -35,7 +35,7 @@ from common.distributed import (
     restore_rng_states,
     rng_states,
 )
-from common.errors import UNREADABLE, NothingBegun, RunError, ScoringError, truncate
+from common.errors import UNREADABLE, NothingBegun, RolloutError, RunError, truncate
 from common.models.family import Family
 from common.options import SharedArgs
 from common.plots import VAL_TOTAL, WATCHED, Picture, drawn_metrics, plot_curves, save_grid
@@ -201,8 +201,8 @@ class Run:
     ) -> None:
         """Start the clock of a training step and, where one was asked for, its profiler trace.
 
-        save: writes a checkpoint. It is called if rewards fail before the step trains, or in its evaluation: the steps
-        since the last checkpoint are not lost.
+        save: writes a checkpoint. It is called if the engine or a reward fails before the step trains, or in its
+        evaluation: the steps since the last checkpoint are not lost.
         """
         if self.bar is None:
             height, width = self.args.image_size
@@ -230,7 +230,7 @@ class Run:
             self._policy_states = (step, rng_states(), self._sampler.state_dict())
 
     def save_after_failure(self) -> None:
-        """After a ScoringError: save what the failed rollout or evaluation began with. A collective."""
+        """After a RolloutError: save what the failed rollout or evaluation began with. A collective."""
         save, states, self._save = self._save, self._policy_states, None
         if save is None or states is None or states[0] == self._saved_step:
             return
@@ -554,7 +554,7 @@ def friendly_errors() -> Iterator[None]:
         is_training = run is not None and run.has_begun_training
         if run and run.bar is not None:
             run.bar.close()  # the last line is one of its own
-        if run and isinstance(error, ScoringError):
+        if run and isinstance(error, RolloutError):
             run.save_after_failure()
         value = exit_value(error, run.folder if run else None, is_training)
         if value is None:
@@ -571,7 +571,7 @@ def exit_value(error: Exception, folder: Path | None, is_training: bool) -> str 
     if isinstance(error, ValueError | RunError):
         if isinstance(error, ValueError) and folder:
             return None
-        if isinstance(error, ScoringError) and not str(error):  # another rank has the line
+        if isinstance(error, RolloutError) and not str(error):  # another rank has the line
             return 1
         # bad options are the same on every rank, and printed once. A reward's `load` may raise anything else, which is
         # the error's cause then, on this rank alone

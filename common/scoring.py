@@ -40,15 +40,15 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from common.cpu import leave_cores_to_this_thread
 from common.data import PromptSet
-from common.distributed import gather_groups, gather_objects, use_own_gpu
-from common.errors import RunError, ScoringError, error_prefix, reason, truncate
+from common.distributed import failing_together, gather_groups, gather_objects, use_own_gpu
+from common.errors import RolloutError, RunError, error_prefix, reason, truncate
 from common.images import as_images
 from common.process import print_message
 from common.rollout import Images
@@ -56,7 +56,6 @@ from common.user_code import built_in_module, describe, load_function, own_folde
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 REWARDS = Path(__file__).parent / "rewards"  # a reward a file; those that begin with _ are helpers
 TOTAL = "weighted_total"  # logged for an evaluation beside each reward
@@ -195,21 +194,6 @@ def reward_settings(rewards: dict[str, Reward]) -> dict[str, dict[str, str]]:
     return found
 
 
-@contextmanager
-def failing_together(alone: bool) -> Iterator[None]:
-    """A RunError within it, on any rank, is a ScoringError on all of them; `alone`: on this rank. A collective."""
-    error = None
-    try:
-        yield
-    except RunError as caught:
-        error = caught
-    has_failed = [error is not None]
-    if not alone and dist.is_initialized():
-        has_failed = gather_objects(has_failed[0])
-    if any(has_failed):
-        raise ScoringError(str(error or "")) from (error and error.__cause__)
-
-
 class Scorer:
     """Scores the images of a rollout in a thread of its own, while the others are being sampled.
 
@@ -247,7 +231,7 @@ class Scorer:
         other ranks do not wait; more will follow, so there is no `offload`.
 
         Raises:
-            ScoringError: on all ranks, as score_images on one; or an image was never handed over, or never scored.
+            RolloutError: on all ranks, as score_images on one; or an image was never handed over, or never scored.
         """
         alone = places is None
         self.finished.put(None)
@@ -454,7 +438,7 @@ def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> 
     than two whole ones. After eq. 4 their advantages must be set to exactly 0.
 
     Raises:
-        ScoringError: no group has two whole images.
+        RolloutError: no group has two whole images.
     """
     is_failed = scores.isnan()  # (N, R)
     is_whole = ~is_failed.any(1)  # (N,)
@@ -471,7 +455,7 @@ def fill_failed(scores: torch.Tensor, names: Iterable[str], group_size: int) -> 
                 fill = source.mean(0).clamp(source.amin(0), source.amax(0)) if len(source) else 0.0
                 filled[rows[~is_whole[rows]][:, None], columns] = fill
     if not is_compared.any():
-        raise ScoringError(f"no prompt of the rollout has two images with scores: {count_by_reward(is_failed, names)}")
+        raise RolloutError(f"no prompt of the rollout has two images with scores: {count_by_reward(is_failed, names)}")
     return filled, is_compared
 
 

@@ -24,7 +24,7 @@ Parent: flow_grpo.py
 import math
 import random
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,14 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from common.command_line import parse_args
 from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
-from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh, use_own_gpu
+from common.distributed import (
+    failing_together,
+    gather_rows,
+    mean_over_ranks,
+    setup_distributed,
+    shard_mesh,
+    use_own_gpu,
+)
 from common.evaluation import evaluate_samples, log_rollout, reward_metrics
 from common.inputs import Inputs, check_inputs, choose_sizes
 from common.models.family import Family
@@ -370,7 +377,8 @@ def begin_rollout(
     def sample() -> None:
         try:
             use_own_gpu()  # which is set for each thread
-            trajectories.set_result(rollout(args, model, engine, request, scorer))
+            assert engine  # without a collective, which belongs to the main thread
+            trajectories.set_result(engine.generate(request, finished=scorer.add, alone=True).to(model.device))
         except BaseException as error:  # raised in the thread that waits for the result
             trajectories.set_exception(error)
 
@@ -746,13 +754,14 @@ def main(args: Args, inputs: Inputs) -> None:
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
-        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a reward fails
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a rollout fails
 
         # G images for each prompt (Flow-GRPO, eq. 9), from the last step, or from now on by the current policy
         with run.timed("gen"):
             staleness = int(ahead is not None)  # updates since the policy that sampled
             request, seeds, scorer, sampled = ahead or begin_rollout(args, model, engine, inputs, sampler, step)
-            trajectories = sampled.result()
+            with failing_together():
+                trajectories = sampled.result()
             image_index = sampler.draw()[2]  # (B,), which of the N
 
         # score them, each rank its own; then let the engine sample the next ones, by the weights from before the update
@@ -782,7 +791,7 @@ def main(args: Args, inputs: Inputs) -> None:
         # the rollout after the next one samples with the new weights; a push waits for the engine
         with run.timed("update_weights"):
             if ahead:
-                ahead.trajectories.result()
+                wait([ahead.trajectories])  # what failed there is raised by the push, or in the next step
             if engine:
                 engine.push_policy(model)
 

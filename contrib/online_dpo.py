@@ -630,7 +630,7 @@ def main(args: Args, inputs: Inputs) -> None:
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
-        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a reward fails
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a rollout fails
 
         # sample G images for each prompt with `old`, which the engine holds already (Algorithm 1, line 3)
         with run.timed("gen"):

@@ -18,7 +18,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.distributed import gather_objects, stop_early
+from common.distributed import failing_together, gather_objects, stop_early
 from common.engine import messages
 from common.engine.launch import engine_environment
 from common.engine.mismatch import check_sampling
@@ -145,19 +145,28 @@ class VLLMEngine:
         request: RolloutRequest,
         lora: bool = True,
         finished: Callable[[range, Images], None] | None = None,
+        alone: bool = False,
     ) -> Trajectories:
         """Sample a request's images with the policy that was pushed last or, with `lora=False`, with the base model.
 
         The request is cut into chunks of max_num_seqs images, each with its own `timeout_s`. An engine that has taken
-        full weights has no base model any more.
+        full weights has no base model any more. A collective, but for the samples, unless the rank samples `alone`.
 
         Args:
             finished: gets each chunk's image numbers and images, while the engine samples the next chunk. An exception
                 that it raises ends the call; the engine can be used again.
 
         Raises:
-            EngineError: the engine failed, died, or did not answer in time.
+            RolloutError: on all ranks: the engine of one failed, died, or did not answer in time.
         """
+        self.wait_ready()
+        with failing_together(alone):
+            return self._generate(request, lora, finished)
+
+    def _generate(
+        self, request: RolloutRequest, lora: bool, finished: Callable[[range, Images], None] | None
+    ) -> Trajectories:
+        """`generate` on this rank. Raises EngineError."""
         on_cpu = request.cpu()
         chunks = torch.arange(len(request.seeds)).split(self.max_num_seqs)
         torch.cuda.empty_cache()  # for the engine, which is another process

@@ -117,8 +117,10 @@ def acting(model: Family, name: str, engine: Engine | None = None, in_engine: st
     use_policy(model, name)
     if engine and name != in_engine:
         engine.push(*policy_tensors(model, name))
-    yield
-    use_policy(model, "default")
+    try:
+        yield
+    finally:  # a run that ends within the block still saves
+        use_policy(model, "default")
     if engine and name != in_engine:
         engine.push(*policy_tensors(model, in_engine))
 

@@ -246,6 +246,22 @@ def test_eval_only_evaluates_what_resume_names_and_trains_nothing(run, tmp_path)
     assert not (tmp_path / "runs/trained/checkpoints").exists()
 
 
+def test_eval_only_takes_other_prompts_and_rewards_than_the_run(run, tmp_path):
+    (tmp_path / "bench.txt").write_text('a red sign that says "4711"\na blue sign that says "25"\n')
+    given = ["--resume", run, "--eval_only", "True", "--eval_prompts", "bench.txt", "--eval_images_per_prompt", 1]
+    given += ["--reward", "ocr", "--reward_weights", 1, "--eval_reward", "jpeg_compressibility"]
+    assert run_here(tmp_path, "flow_grpo.py", "--name", "look", *given) is None
+    (row,) = read_metrics(tmp_path / "runs/look")
+    assert row["training/global_step"] == 4
+    scored = {name.split("/")[1] for name in row if name.endswith("/mean")}
+    assert scored == {"ocr", "jpeg_compressibility", "weighted_total"}
+    samples = (tmp_path / "runs/look/samples/0004/samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["prompt"] for line in samples] == [
+        'a red sign that says "4711"',
+        'a blue sign that says "25"',
+    ]
+
+
 NO_TRAINING = ["--eval_only", "True", "--max_prompts", 2, "--train_prompts", "nowhere.txt", "--micro_batch_size", 7]
 
 

@@ -20,7 +20,7 @@ import flow_grpo
 from common.data import PromptSet
 from common.engine import client, launch, messages
 from common.engine.client import EngineError, VLLMEngine
-from common.errors import RunError
+from common.errors import RolloutError, RunError
 from common.process import catch_stop_signals
 from common.rollout import Trajectories
 from common.weights.adapter_files import read_lora
@@ -655,16 +655,39 @@ def test_a_dead_and_a_stuck_engine_are_errors_within_their_time(tmp_path):
     os.kill(engine.process.pid, signal.SIGSTOP)
     engine.timeout_s = 2.0
     began = time.monotonic()
-    with pytest.raises(EngineError, match="did not answer to generate within 2 s and was stopped"):
+    with pytest.raises(RolloutError, match="did not answer to generate within 2 s and was stopped"):
         engine.generate(request_for(model, args))
     assert time.monotonic() - began < 10
-    with pytest.raises(EngineError, match="the rollout engine died"):
+    with pytest.raises(RolloutError, match="the rollout engine died"):
         engine.generate(request_for(model, args))
 
     engine = start(tmp_path)
     os.kill(engine.process.pid, signal.SIGKILL)  # while it loads
     with pytest.raises(EngineError, match="died during start .*exit code -9"):
         engine.wait_ready()
+
+
+@pytest.mark.fast
+def test_an_engine_that_fails_on_one_rank_is_an_error_on_all(monkeypatch):
+    """None waits in a collective for the rank that failed, so that all can save; but one that samples `alone`."""
+
+    def on_rank(rank):
+        engine = object.__new__(VLLMEngine)
+        engine.is_ready = True
+
+        def sample(request, lora, finished):
+            if rank == 1:
+                raise EngineError("the rollout engine died")
+            return "trajectories"
+
+        engine._generate = sample
+        with pytest.raises(RolloutError) as caught:
+            engine.generate(None)
+        if rank == 0:
+            assert engine.generate(None, alone=True) == "trajectories"
+        return str(caught.value)
+
+    assert on_ranks(monkeypatch, 2, on_rank)[0] == ["", "the rollout engine died"]
 
 
 def test_a_vllm_that_cannot_be_imported_is_named(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from common import rewards as room
 from common import scoring
 from common.data import GroupSampler, PromptSet, share_eval_images
 from common.distributed import gather_objects, gather_rows
-from common.errors import RunError, ScoringError
+from common.errors import RolloutError, RunError
 from common.evaluation import eval_metrics, evaluate_samples, reward_metrics, sample_records
 from common.inputs import Inputs, check_inputs
 from common.models.stable_diffusion_3 import StableDiffusion3
@@ -375,7 +375,7 @@ def test_an_error_of_one_rank_is_raised_on_all(monkeypatch, whole_group):
     def on_rank(rank):
         scorer = Scorer({"judge": judge}, PromptSet(["ab"[rank]] * 2, [{}, {}]))
         scorer.add(range(2), [Image.new("RGB", (4, 2))] * 2)
-        with pytest.raises(ScoringError) as caught:
+        with pytest.raises(RolloutError) as caught:
             scorer.scores([2 * rank, 2 * rank + 1], 2)
         return str(caught.value).partition(": no answer")[0]
 

@@ -174,6 +174,38 @@ def test_a_reward_that_fails_loses_no_step_before(tmp_path, script, call, saved,
     assert_equal_runs(run, tmp_path / "runs" / "whole")
 
 
+KILLING = """import os, pathlib, numpy, psutil
+def killing(images, prompts, metadata):
+    calls = pathlib.Path(__file__).with_name("calls")
+    with open(calls, "a") as file:
+        file.write(".")
+    if calls.with_name("kill").exists() and len(calls.read_text()) == 11:  # a trial, step 0, two rollouts
+        for process in psutil.Process().children():
+            if os.getsid(process.pid) == process.pid:  # the engine's, in a session of its own
+                process.kill()
+    return [numpy.asarray(image).mean() for image in images]
+"""
+
+
+def test_an_engine_that_dies_while_it_samples_loses_no_step_before(tmp_path):
+    """After the first four of step 3's 16 images, with three chunks to come."""
+    skip_without_engine()
+    (tmp_path / "killing.py").write_text(KILLING)
+    given = [*SMALL, "--rollout_batch_size", 4, "--num_steps", 3, "--eval_every", 3, "--max_prompts", 2]
+    given += ["--updates_per_rollout", 1, "--micro_batch_size", 16, "--reward", "killing.py:killing"]
+    torchrun(tmp_path, "flow_grpo.py", *given, "--name", "whole")
+    (tmp_path / "calls").unlink()
+    (tmp_path / "kill").touch()
+    failed = torchrun(tmp_path, "flow_grpo.py", *given, "--name", NAME, check=False)
+    assert failed.returncode == 1
+    told = "the rollout engine died during generate (exit code -9, SIGKILL)"
+    assert told in failed.stdout and "to resume from step_000002.pt, give the same command" in failed.stdout
+    run = tmp_path / "runs" / NAME
+    assert [checkpoint_step(path) for path in saved_checkpoints(run)] == [2]
+    torchrun(tmp_path, "flow_grpo.py", *given, "--name", NAME, "--resume", "latest")
+    assert_equal_runs(run, tmp_path / "runs" / "whole", step=3)
+
+
 def test_a_resumed_run_names_what_has_other_contents_and_chooses_the_best_again(tmp_path, monkeypatch, capfd):
     """Options that are the same, and files that are not."""
     model = shutil.copytree(ROOT / "assets" / "embedded", tmp_path / "model")

@@ -84,6 +84,18 @@ def test_another_size_and_several_sources(run, tmp_path):
     assert (out / "mine" / "00000.png").read_bytes() == (out / "adapter" / "00000.png").read_bytes()
 
 
+def test_prompts_of_a_function(run, tmp_path):
+    folder, _, _ = run
+    (tmp_path / "made.py").write_text(f"def prompts():\n    return {PROMPTS}\n")
+    for prompts, output in ((tmp_path / "own.txt", "of_file"), (f"{tmp_path}/made.py:prompts", "of_function")):
+        sample.main([str(folder), "--prompts", str(prompts), "--output", str(tmp_path / output)])
+    of_file, of_function = (
+        {path.relative_to(tmp_path / output): path.read_bytes() for path in (tmp_path / output).rglob("*.png")}
+        for output in ("of_file", "of_function")
+    )
+    assert of_file == of_function and len(of_file) == 5  # two before, two after, and the picture
+
+
 def test_a_lora_leaves_nothing_behind_for_full_weights(run):
     folder, _, args = run
     model = embedded_model()
