@@ -88,7 +88,7 @@ MUTATIONS = [
     ("common/models/family.py", "tensor.data.to(model.device, non", "tensor.data.to(non", ROWS[0]),
     ("common/models/vae.py", "pixels.to(vae.device)", "pixels", ROWS[16]),
     ("common/pairs/pairs.py", "for pair in pairs], 1).to(device)", "for pair in pairs], 1)", ROWS[16]),
-    ("common/rewards/clip_score.py", "pixels.to(model.device)", "pixels", ROWS[9]),
+    ("common/rewards/_clip.py", "pixels.to(model.device)", "pixels", ROWS[9]),
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.cpu import repair_torchvision
-from common.rewards.clip_score import embed_images, embed_prompts, load_processor
+from common.rewards._clip import embed_images, embed_prompts, load_processor
 from common.rewards.hpsv2 import FILE, read_open_clip
 from tests.tiny_models import CLIP_PIXELS, CLIP_WIDTH, make_clip
 

@@ -27,7 +27,7 @@ the other images of the call. The function may have attributes:
                     images, as near as their rounding to bytes allows
 
 On GPUs the rank's own GPU is the current device, in the scoring thread as well. Move a network there by `.to("cuda")`,
-best in fp32, and give it a fixed number of images at a time (common/rewards/clip_score.py shows how and why).
+best in fp32, and give it a fixed number of images at a time (common/rewards/_clip.py shows how and why).
 
 The built-in reward NAME is function NAME of common/rewards/NAME.py; your own is path/to/file.py:function. With .KEY at
 its end, a name takes this number of the reward's dicts as the score. Several such names of a function share one call.

@@ -12,8 +12,8 @@ trl-lib/ddpo-aesthetic-predictor).
 import functools
 from typing import TYPE_CHECKING
 
+from common.rewards._clip import embed_images, embed_pixels, in_chunks, load_processor, preprocess, read_clip
 from common.rewards._networks import Source, find_file, load_network, offload, own_device, refusing_weights, weights_of
-from common.rewards.clip_score import embed_images, embed_pixels, in_chunks, load_processor, preprocess, read_clip
 
 import torch
 from PIL.Image import Image

@@ -14,9 +14,9 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from common.rewards._clip import embed_images, embed_prompts, load_processor, read_clip
 from common.rewards._geneval_rules import CLASSES, COLOURS, Detection, Objects, check_metadata, is_right, kept
 from common.rewards._networks import Source, load_network, offload, read_whole, refusing_weights, weights_of
-from common.rewards.clip_score import embed_images, embed_prompts, load_processor, read_clip
 
 import torch
 from PIL import Image

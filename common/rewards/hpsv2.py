@@ -7,13 +7,11 @@ id with HPS_v2.1_compressed.pt in it (default xswu/HPSv2, 3.9 GB). HPSV2_PROCESS
 transformers' layout (default laion/CLIP-ViT-H-14-laion2B-s32B-b79K), for its config, tokenizer and image processor.
 """
 
-import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.rewards._clip import embed_images, embed_pixels, embed_prompts, load_processor, preprocess
 from common.rewards._networks import find_file, load_network, offload, weights_of
-from common.rewards.clip_score import embed_images, embed_pixels, embed_prompts, load_processor, preprocess
+from common.rewards._open_clip import read_open_clip
 
 import torch
 import torch.nn.functional as F
@@ -23,26 +21,6 @@ if TYPE_CHECKING:  # slow
     from transformers import CLIPModel, CLIPProcessor
 
 FILE = "HPS_v2.1_compressed.pt"
-NAMES = {  # of open_clip, as regular expressions -> of transformers
-    r"^visual\.class_embedding$": "vision_model.embeddings.class_embedding",
-    r"^visual\.positional_embedding$": "vision_model.embeddings.position_embedding.weight",
-    r"^visual\.conv1\.": "vision_model.embeddings.patch_embedding.",
-    r"^visual\.ln_pre\.": "vision_model.pre_layrnorm.",  # spelt so in transformers
-    r"^visual\.ln_post\.": "vision_model.post_layernorm.",
-    r"^visual\.proj$": "visual_projection.weight",
-    r"^visual\.transformer\.resblocks\.": "vision_model.encoder.layers.",
-    r"^positional_embedding$": "text_model.embeddings.position_embedding.weight",
-    r"^token_embedding\.": "text_model.embeddings.token_embedding.",
-    r"^ln_final\.": "text_model.final_layer_norm.",
-    r"^text_projection$": "text_projection.weight",
-    r"^transformer\.resblocks\.": "text_model.encoder.layers.",
-    r"\.ln_1\.": ".layer_norm1.",
-    r"\.ln_2\.": ".layer_norm2.",
-    r"\.mlp\.c_fc\.": ".mlp.fc1.",
-    r"\.mlp\.c_proj\.": ".mlp.fc2.",
-    r"\.attn\.": ".self_attn.",
-}
-TRANSPOSED = ("visual_projection.weight", "text_projection.weight")  # open_clip multiplies by them from the right
 
 
 @torch.no_grad()
@@ -98,34 +76,6 @@ def load() -> "tuple[CLIPModel, CLIPProcessor]":
     clip = weights_of("HPSV2_PROCESSOR", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K")
     processor = load_processor(clip)  # a megabyte, before the gigabytes
     return load_network(source, lambda name: read_open_clip(find_file(name, FILE), clip[1])), processor
-
-
-def read_open_clip(file: Path, config: str) -> "CLIPModel":
-    """A CLIPModel of transformers, in fp32, with the weights of an open_clip file; config: its config's hub id or
-    folder."""
-    from transformers import CLIPConfig, CLIPModel  # slow
-
-    checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-    model = CLIPModel(CLIPConfig.from_pretrained(config))
-    model.load_state_dict(rename(checkpoint.get("state_dict", checkpoint)), strict=True)
-    return model
-
-
-def rename(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """open_clip's tensors under transformers' names, in fp32; q, k and v come in one matrix there."""
-    found = {}
-    for name, tensor in tensors.items():
-        if name == "attn_mask":  # a constant
-            continue
-        for pattern, replacement in NAMES.items():
-            name = re.sub(pattern, replacement, name)
-        tensor = tensor.float()
-        if ".in_proj_" in name:
-            for part, rows in zip("qkv", tensor.chunk(3), strict=True):
-                found[name.replace(".in_proj_", f".{part}_proj.")] = rows
-        else:
-            found[name] = tensor.T.contiguous() if name in TRANSPOSED else tensor
-    return found
 
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes

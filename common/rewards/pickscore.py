@@ -9,8 +9,7 @@ weights were trained with, PICKSCORE_PROCESSOR (default laion/CLIP-ViT-H-14-laio
 
 from typing import TYPE_CHECKING
 
-from common.rewards._networks import load_network, offload, weights_of
-from common.rewards.clip_score import (
+from common.rewards._clip import (
     embed_images,
     embed_pixels,
     embed_prompts,
@@ -18,6 +17,7 @@ from common.rewards.clip_score import (
     preprocess,
     read_clip,
 )
+from common.rewards._networks import load_network, offload, weights_of
 
 import torch
 from PIL.Image import Image

@@ -6,9 +6,10 @@ import sys
 from common.data import PromptSet
 from common.errors import RunError
 from common.rewards import _networks as networks
+from common.rewards._clip import CHUNK, embed_images, embed_prompts
 from common.rewards._networks import own_device
 from common.rewards.aesthetic import aesthetic
-from common.rewards.clip_score import CHUNK, clip_score, embed_images, embed_prompts
+from common.rewards.clip_score import clip_score
 from common.rewards.pickscore import pickscore
 from common.scoring import Scorer, load_rewards, score_images
 from common.user_code import load_function

@@ -6,8 +6,9 @@ from assets.sign_colour import named_colour, sign_colour
 from common.data import PromptSet
 from common.errors import RunError
 from common.models.vae import pil_images
+from common.rewards._clip import preprocess
 from common.rewards.aesthetic import aesthetic
-from common.rewards.clip_score import clip_score, preprocess
+from common.rewards.clip_score import clip_score
 from common.rewards.hpsv2 import FILE, hpsv2, pad_pixels, pad_to_square
 from common.rewards.pickscore import pickscore
 from common.scoring import NOT_ASKED, score_images

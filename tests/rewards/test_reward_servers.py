@@ -22,7 +22,8 @@ from common.data import PromptSet, read_prompts
 from common.errors import RunError
 from common.images import StoredImage
 from common.rewards import _json_http as json_http
-from common.rewards.vlm_judge import QUESTION, QUESTION_OF_EDITS, read_axes, read_parts, read_score
+from common.rewards._judge_answers import read_axes, read_parts, read_score
+from common.rewards.vlm_judge import QUESTION, QUESTION_OF_EDITS
 from common.scoring import Scorer, load_rewards, score_images
 from tests.conftest import ROOT, TINY, few_eval_prompts, read_metrics, run_here, without_times
 from tools import published_scorers, scorer_server
