@@ -118,7 +118,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     each reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
 
     # ---- optimization
-    num_steps: Annotated[int, Bound(at_least=0)] = 36
+    num_steps: Annotated[int, Bound(at_least=0)] = 40
     """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 2
     """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
