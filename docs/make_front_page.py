@@ -23,7 +23,7 @@ CELL = (196, 96)  # pixels of an image of a grid with its caption and margins
 COLUMNS = 6
 ROWS = 2
 TITLE_HEIGHT = 26
-ROLLOUTS = 36
+ROLLOUTS = 40
 REWARDS = {"ocr": "C0", "sign_colour": "C1"}  # trained on, and only watched
 
 

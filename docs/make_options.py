@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from common.help import read_docstrings
+from common.command_line import read_docstrings
 from common.options import Bound, EngineArgs, SharedArgs
 
 ROOT = Path(__file__).parents[1]

@@ -29,7 +29,7 @@ from PIL import Image
 # Lines added or removed against flow_grpo.py under ruff format, except the header docstring: a number is only ever
 # lowered, or raised for a fix whose reason the commit gives. dpo_offline.py, about half of whose lines differ, has no
 # number.
-CHANGED = {"grpo_guard.py": 69, "mix_grpo.py": 85, "diffusion_nft.py": 480}
+CHANGED = {"grpo_guard.py": 71, "mix_grpo.py": 87, "diffusion_nft.py": 480}
 # Functions and classes of flow_grpo.py that an algorithm changes; any other of the same name is equal to the byte.
 DIFFERENT = {
     "grpo_guard.py": {"policy_loss", "accumulate_gradients", "main"},
@@ -60,8 +60,11 @@ DIFFERENT = {
 UPDATES = {"updates_per_rollout", "learning_rate"}  # two at 1.5e-3 in flow_grpo.py, four at 1e-3 in these
 # Options of another default, bound or meaning, as the algorithm needs; `name` differs in all.
 DIFFERENT_OPTIONS = {
-    "grpo_guard.py": {"clip_range", "kl_coef", *UPDATES},
-    "mix_grpo.py": {"kl_coef", "sde_window_size", "sde_window_range", "multi_objective_aggregation", *UPDATES},
+    "grpo_guard.py": {"clip_range", "kl_coef", "num_steps", *UPDATES},
+    "mix_grpo.py": {
+        *("kl_coef", "num_steps", "sde_window_size", "sde_window_range", "multi_objective_aggregation"),
+        *UPDATES,
+    },
     "diffusion_nft.py": {"num_inference_steps", "kl_coef", "num_steps", *UPDATES},
     "dpo_offline.py": {
         "group_size",
