@@ -5,14 +5,13 @@ import math
 import os
 import re
 import sys
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, get_args, get_type_hints
 
 from common.checkpoints import load_checkpoint, saved_checkpoints
 from common.data import source_name
 from common.errors import error_prefix
-from common.help import print_help
 from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs, parse_lr_schedule
 from common.process import print_message
 from common.resuming import EXPECTED_TO_DIFFER, check_format, checkpoint_of
@@ -22,7 +21,13 @@ from common.weights.attention import check_attention
 
 import tyro
 import yaml
+from docstring_parser import parse_from_object
 
+# the options that people set first
+FIRST = (
+    *("name", "model", "image_size", "train_prompts", "eval_prompts", "pairs", "reward", "rollout"),
+    *("num_steps", "num_prompts", "group_size", "learning_rate"),
+)
 # recorded as they were fitted to a rank's share of the images, or to its GPU
 OF_ITS_RANKS = ("micro_batch_size", "rollout_batch_size", "shard_ranks")
 OF_ONE_START = ("resume", "eval_only", "args", "reward_settings")  # in a run's args.json, and not to be repeated
@@ -64,6 +69,27 @@ def _parse(args_class: type[ArgsClass], argv: list[str], defaults: dict) -> Args
     default = args_class(**{name: value for name, value in defaults.items() if name in known})
     config = (tyro.conf.FlagConversionOff,)
     return tyro.cli(args_class, args=argv, default=default, use_underscores=True, config=config, add_help=False)
+
+
+# ---- help ------------------------------------------------------------------------------------------------------------
+def read_docstrings(args_class: type) -> dict[str, str]:
+    """{name: docstring} of a dataclass's options, from the source of the class and of its bases."""
+    parts = reversed(args_class.__mro__[:-1])
+    docstrings = [docstring for part in parts for docstring in parse_from_object(part).params]
+    return {docstring.arg_name: " ".join((docstring.description or "").split()) for docstring in docstrings}
+
+
+def print_help(args_class: type, description: str) -> NoReturn:
+    """Print the script's header and tyro's help of the options of FIRST that it has, and exit."""
+    hints = get_type_hints(args_class, include_extras=True)
+    texts = read_docstrings(args_class)
+    defaults = {field.name: field.default for field in fields(args_class)}
+    first_ones = [name for name in FIRST if name in defaults]
+    shown = [(name, Annotated[hints[name], tyro.conf.arg(help=texts[name])], defaults[name]) for name in first_ones]
+    more = f"--help_all shows all {len(defaults)} options."
+    first = make_dataclass(args_class.__name__, shown)
+    tyro.cli(first, args=["--help"], description=f"{description.strip()}\n\n{more}", use_underscores=True)
+    raise SystemExit(0)
 
 
 # ---- options that are not typed --------------------------------------------------------------------------------------

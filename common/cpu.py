@@ -1,4 +1,4 @@
-"""What a run without a GPU needs: a torchvision that loads, no GPU behind an old driver, and cores for its threads."""
+"""What a run without a GPU needs: a torchvision that loads, and no GPU behind an old driver."""
 
 import os
 import sys
@@ -44,12 +44,3 @@ def refuse_an_old_driver() -> None:
                 f"the NVIDIA driver is too old for torch's CUDA {torch.version.cuda}: update it (CUDA 13 needs 580 or "
                 "later; nvidia-smi shows yours), or set CUDA_VISIBLE_DEVICES= to train on the CPU"
             ) from error
-
-
-def leave_cores_to_this_thread() -> None:
-    """On a CPU, let the rollout's OpenMP threads sleep while they wait for each other, as long as this thread lives.
-
-    Otherwise they spin on the core that this thread needs. Libgomp lets them sleep where it has more threads than
-    cores, and this operation is large enough for this thread to start some of its own.
-    """
-    torch.ones(2**20)

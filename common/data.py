@@ -239,7 +239,8 @@ def _read_entries(path: Path, field: str) -> Iterator[tuple[str, object]]:
         text = _read_text(path)
         if path.suffix == ".txt" and field != "prompt":
             raise ValueError(f"has no field {field}: each line of a .txt is a prompt")
-        entries = _parse_json(text) if path.suffix == ".json" else []
+        with error_prefix("not JSON that can be read"):
+            entries = json.loads(text) if path.suffix == ".json" else []
         if not isinstance(entries, list):
             raise ValueError("must be a list of records or prompts: [...]")
     if path.suffix == ".json":
@@ -248,8 +249,8 @@ def _read_entries(path: Path, field: str) -> Iterator[tuple[str, object]]:
         yield from _read_csv(path, text)
     else:
         for number, line in enumerate(text.split("\n"), 1):
-            with error_prefix(f"{path}:{number}"):
-                entry = line.strip() if path.suffix == ".txt" or not line.strip() else _parse_json(line)
+            with error_prefix(f"{path}:{number}: not JSON that can be read"):
+                entry = line.strip() if path.suffix == ".txt" or not line.strip() else json.loads(line)
             if line.strip():
                 yield f"{path}:{number}", entry
 
@@ -276,13 +277,6 @@ def _read_csv(path: Path, text: str) -> Iterator[tuple[str, object]]:
             yield f"{path}:{table.line_num}", {name: cell for name, cell in row.items() if cell}
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{path}:{table.reader.line_num}: {error}") from None
-
-
-def _parse_json(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
-        raise ValueError(f"not JSON that can be read: {error}") from None
 
 
 def _as_record(entry: object, field: str, advice: str) -> dict:

@@ -18,23 +18,17 @@ ASSETS = Path(__file__).parents[1] / "assets"
 class Bound(NamedTuple):
     """The limits of an option's value, or of each of its values; a float must also be finite."""
 
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
+    at_least: float = -math.inf
+    above: float = -math.inf
+    at_most: float = math.inf
+    below: float = math.inf
 
     def holds(self, value: float) -> bool:
         """Whether `value` is within the limits."""
-        if self.at_least is not None and value < self.at_least:
-            return False
-        if self.above is not None and value <= self.above:
-            return False
-        if self.at_most is not None and value > self.at_most:
-            return False
-        return self.below is None or value < self.below
+        return self.at_least <= value <= self.at_most and self.above < value < self.below
 
     def __str__(self) -> str:
-        words = [f"{name.replace('_', ' ')} {limit}" for name, limit in self._asdict().items() if limit is not None]
+        words = [f"{name.replace('_', ' ')} {limit}" for name, limit in self._asdict().items() if math.isfinite(limit)]
         return " and ".join(words)
 
 

@@ -93,10 +93,8 @@ def newest_record(run: Path) -> Path:
 
 
 # ---- what the earlier run left ---------------------------------------------------------------------------------------
-def rewind(run: Path | str, step: int, logged_to: int | None = None) -> None:
-    """Cut a run's folder back to the moment when it had just saved `step`: later checkpoints and metrics go. On rank 0.
-
-    logged_to: the last step whose metrics stay, by default `step`.
+def rewind(run: Path | str, step: int, logged_to: int) -> None:
+    """Cut a run's folder back: checkpoints of steps after `step` go, and metrics of steps after `logged_to`.
 
     A last line of metrics.jsonl that a kill cut short goes as well. The resumed run's file then equals the file of a
     run that was never interrupted.
@@ -104,15 +102,12 @@ def rewind(run: Path | str, step: int, logged_to: int | None = None) -> None:
     Raises:
         RunError: a line of metrics.jsonl is not a step's metrics.
     """
-    if not on_rank_0():
-        return
     metrics = Path(run) / "metrics.jsonl"
     if metrics.exists():
         try:
             lines = metrics.read_bytes().splitlines(keepends=True)
-            last_logged = step if logged_to is None else logged_to
             complete = [line for line in lines if line.endswith(b"\n")]
-            up_to_step = [line for line in complete if json.loads(line)["training/global_step"] <= last_logged]
+            up_to_step = [line for line in complete if json.loads(line)["training/global_step"] <= logged_to]
         except (*UNREADABLE, KeyError, TypeError) as error:
             fault = f"{metrics}: a line is not a step's metrics ({error!r}); repair or remove it"
             raise RunError(truncate(fault)) from error

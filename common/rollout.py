@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from common.sde import SDEStepOutput, draw_noise
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 # PIL images, or videos: lists of PIL images
 Images = list
@@ -73,16 +74,7 @@ class RolloutRequest:
 
     def cpu(self) -> "RolloutRequest":
         """The same request with its tensors on the CPU, for another process."""
-        negative = self.negative_conditioning
-        if negative is not None:
-            negative = {name: tensor.cpu() for name, tensor in negative.items()}
-        return replace(
-            self,
-            conditioning={name: tensor.cpu() for name, tensor in self.conditioning.items()},
-            negative_conditioning=negative,
-            timesteps=self.timesteps.cpu(),
-            initial_latents=None if self.initial_latents is None else self.initial_latents.cpu(),
-        )
+        return RolloutRequest(**tree_map_only(torch.Tensor, torch.Tensor.cpu, vars(self)))
 
     def select(self, rows: torch.Tensor) -> "RolloutRequest":
         """The same request for some of its images, `rows` (N,); conditioning is expanded to one row per image."""
@@ -168,13 +160,7 @@ class Trajectories:
 
     def to(self, device: torch.device | str) -> "Trajectories":
         """The same trajectories with their tensors on `device`."""
-        return Trajectories(
-            latents=self.latents.to(device),
-            prev_sample_means=self.prev_sample_means.to(device),
-            log_probs=self.log_probs.to(device),
-            transition_stds=self.transition_stds.to(device),
-            images=self.images,
-        )
+        return Trajectories(**tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), vars(self)))
 
     @staticmethod
     def cat(parts: Sequence["Trajectories"]) -> "Trajectories":

@@ -19,22 +19,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common import checkpoints
-from common.checkpoints import (
-    FORMAT,
-    check_unchanged,
-    lock_run,
-    saved_checkpoints,
-    writing,
-)
+from common.checkpoints import FORMAT, saved_checkpoints, writing
 from common.cpu import repair_torchvision
 from common.data import GroupSampler
-from common.distributed import (
-    end_distributed,
-    gather_objects,
-    on_rank_0,
-    restore_rng_states,
-    rng_states,
-)
+from common.distributed import end_distributed, gather_objects, on_rank_0, restore_rng_states, rng_states
 from common.errors import UNREADABLE, NothingBegun, RolloutError, RunError, truncate
 from common.models.family import Family
 from common.options import SharedArgs
@@ -42,7 +30,7 @@ from common.plots import VAL_TOTAL, WATCHED, Picture, drawn_metrics, plot_curves
 from common.process import catch_stop_signals, printable, stop_requested
 from common.profiling import Utilisation, profiled_step
 from common.resuming import best_after, checkpoint_of, report_resumed, rewind
-from common.run_record import Contents, changed_contents, find_contents, write_record
+from common.run_record import Contents, changed_contents, create_run_folder, find_contents
 from common.scoring import Reward, reward_settings
 from common.stop_rules import met_rules, read_stop_rules
 from common.tracking import start_tracker
@@ -492,30 +480,6 @@ def checkpoint_to_resume(folder: Path | str, resume: str | None, eval_only: bool
         advice = "choose another --name" + ("" if eval_only else ", or continue it with --resume latest")
         raise ValueError(f"{folder} already holds a run: {advice} (found {found[0]})")
     return checkpoint_of(resume) if resume else None
-
-
-def create_run_folder(
-    folder: Path, config: dict, script: Path | str, checkpoint: Path | None = None, contents: Contents | None = None
-) -> None:
-    """Make `folder`, with args.json (the options, the command, the git hash, the machine), a copy of the script, and
-    what else common/run_record.py keeps.
-
-    A resumed run keeps the first ones, and writes its own beside them under the checkpoint's name. Rank 0 does all
-    this, and locks the folder first.
-
-    Raises:
-        RunError: another process writes to the folder or has just written to it, or it cannot be written.
-    """
-    if not on_rank_0():
-        return
-    with writing(folder):
-        lock_run(folder)
-        check_unchanged(folder, checkpoint)
-        suffix = f"_{checkpoint.stem}" if checkpoint and (folder / "args.json").exists() else ""
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("traceback_rank*.txt"):  # of an earlier end
-            old.unlink()
-        write_record(folder, suffix, config, script, contents or {})
 
 
 def over_ranks(by_rank: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict[str, float]:

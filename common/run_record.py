@@ -19,33 +19,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from common.checkpoints import FORMAT
+from common.checkpoints import FORMAT, check_unchanged, lock_run, writing
 from common.data import read_records, split_source
+from common.distributed import on_rank_0
 from common.models.loading import known_folder
 
 import torch
 
 COMMON = Path(__file__).parent
 PACKAGES = (
-    "torch",
-    "diffusers",
-    "transformers",
-    "peft",
-    "safetensors",
-    "numpy",
-    "pillow",
-    "torchao",
-    "vllm",
-    "vllm-omni",
+    *("torch", "diffusers", "transformers", "peft", "safetensors"),
+    *("numpy", "pillow", "torchao", "vllm", "vllm-omni"),
 )
-DATA = (
-    "model",
-    "lora_path",
-    "teachers",
-    "train_prompts",
-    "eval_prompts",
-    "pairs",
-)  # options that name files or folders
+# options that name files or folders
+DATA = ("model", "lora_path", "teachers", "train_prompts", "eval_prompts", "pairs")
 READ = {".json", ".jsonl", ".csv", ".parquet", ".txt", ".safetensors", ".bin", ".model"}  # of a folder; not its images
 PIECE = 2**20  # bytes
 NUM_PIECES = 64  # of a large file
@@ -163,8 +150,20 @@ def changed_contents(saved: Contents, now: Contents) -> Iterator[tuple[str, bool
 
 
 # ---- the record ------------------------------------------------------------------------------------------------------
-def write_record(folder: Path, suffix: str, config: dict[str, Any], script: Path | str, contents: Contents) -> None:
-    """Write args.json, uncommitted.diff, source.py and code/ into a run's folder, with `suffix` in their names."""
+def create_run_folder(
+    folder: Path, config: dict, script: Path | str, checkpoint: Path | None = None, contents: Contents | None = None
+) -> None:
+    """Make `folder`, with args.json (the options, the command, the git hash, the machine), uncommitted.diff, a copy of
+    the script as source.py, and the user's code in code/.
+
+    A resumed run keeps the first ones, and writes its own beside them under the checkpoint's name. Rank 0 does all
+    this, and locks the folder first.
+
+    Raises:
+        RunError: another process writes to the folder or has just written to it, or it cannot be written.
+    """
+    if not on_rank_0():
+        return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
     commit, diff, untracked = git_state(Path(script).parent)
     record = {
@@ -174,27 +173,31 @@ def write_record(folder: Path, suffix: str, config: dict[str, Any], script: Path
         "device": device,
         "format": FORMAT,
         "versions": {"python": platform.python_version(), **versions()},
-        "contents": contents,
+        "contents": contents or {},
         "args": config,
     }
-    (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
-    if diff:
-        (folder / f"uncommitted{suffix}.diff").write_bytes(diff)
-    shutil.copy(script, folder / f"source{suffix}.py")
-    for name, file in user_code(config).items():
-        copy = folder / f"code{suffix}" / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, copy)
+    with writing(folder):
+        lock_run(folder)
+        check_unchanged(folder, checkpoint)
+        suffix = f"_{checkpoint.stem}" if checkpoint and (folder / "args.json").exists() else ""
+        for old in folder.glob("traceback_rank*.txt"):  # of an earlier end
+            old.unlink()
+        (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+        if diff:
+            (folder / f"uncommitted{suffix}.diff").write_bytes(diff)
+        shutil.copy(script, folder / f"source{suffix}.py")
+        for name, file in user_code(config).items():
+            copy = folder / f"code{suffix}" / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy)
 
 
 def versions() -> dict[str, str]:
     """The versions of those main packages that are installed."""
     found = {}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 

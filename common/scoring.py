@@ -45,7 +45,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.cpu import leave_cores_to_this_thread
 from common.data import PromptSet
 from common.distributed import failing_together, gather_groups, gather_objects, use_own_gpu
 from common.errors import RolloutError, RunError, error_prefix, reason, truncate
@@ -280,7 +279,9 @@ class Scorer:
         try:
             use_own_gpu()  # which is set for each thread
             if self.early and not torch.cuda.is_available():
-                leave_cores_to_this_thread()
+                # Large enough for this thread to start OpenMP threads of its own. Where there are more threads than
+                # cores, libgomp lets those of the rollout sleep while they wait, not spin on this thread's core
+                torch.ones(2**20)
             for rows, images in iter(self.finished.get, None):
                 if self.early:
                     prompts = self.prompt_set.select(rows)

@@ -1,11 +1,11 @@
-"""CLIP for rewards: embeddings of length 1 of images, pixels and prompts, equal whatever else is embedded with them.
+"""CLIP for rewards: embeddings of length 1 of images and prompts, equal whatever else is embedded with them.
 
 This is no reward; those with a CLIP use it.
 """
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from common.rewards._networks import Source, read_whole, refusing_weights
 
@@ -13,14 +13,12 @@ import torch
 import torch.nn.functional as F
 from PIL.Image import Image
 
-if TYPE_CHECKING:  # slow
-    from transformers import CLIPModel, CLIPProcessor
-
+Clip = tuple[Any, Any]  # a CLIPModel of transformers, and its CLIPProcessor
 CHUNK = 8  # images, or prompts, in a forward pass
 MAX_TOKENS = 77  # of a prompt, both ends included: CLIP has no more positions, so longer prompts are cut
 
 
-def read_clip(name: str) -> "CLIPModel":
+def read_clip(name: str) -> Any:  # a CLIPModel
     """The CLIPModel of a hub id or folder, in fp32."""
     from transformers import CLIPModel  # slow
 
@@ -28,7 +26,7 @@ def read_clip(name: str) -> "CLIPModel":
 
 
 @functools.cache
-def load_processor(source: Source) -> "CLIPProcessor":
+def load_processor(source: Source) -> Any:  # a CLIPProcessor
     """The CLIPProcessor of a `source`. PIL resizes the images, so that scores do not depend on torchvision.
 
     Raises:
@@ -42,18 +40,18 @@ def load_processor(source: Source) -> "CLIPProcessor":
         return CLIPProcessor(images, AutoTokenizer.from_pretrained(name))
 
 
-def embed_images(model: "CLIPModel", processor: "CLIPProcessor", images: list[Image]) -> torch.Tensor:
-    """Embeddings (B, D) of length 1 of B PIL images, of any size."""
-    return embed_pixels(model, processor.image_processor(images, return_tensors="pt")["pixel_values"])
-
-
-def embed_pixels(model: "CLIPModel", pixels: torch.Tensor) -> torch.Tensor:
-    """Embeddings (B, D) of length 1 of preprocessed images (B, 3, 224, 224)."""
+def embed_images(model: Any, processor: Any, images: list[Image] | torch.Tensor) -> torch.Tensor:
+    """Embeddings (B, D) of length 1 of B PIL images of any size; or, with the gradient, of pixels (B, 3, H, W) in
+    [0, 1]."""
+    if isinstance(images, torch.Tensor):
+        pixels = preprocess(processor, images)  # (B, 3, 224, 224)
+    else:
+        pixels = processor.image_processor(images, return_tensors="pt")["pixel_values"]
     embeddings = in_chunks(lambda rows: model.get_image_features(rows).pooler_output, pixels.to(model.device))
     return embeddings / embeddings.norm(dim=-1, keepdim=True)
 
 
-def preprocess(processor: "CLIPProcessor", pixels: torch.Tensor) -> torch.Tensor:
+def preprocess(processor: Any, pixels: torch.Tensor) -> torch.Tensor:
     """What the image processor makes of pixels (B, 3, H, W) in [0, 1], (B, 3, 224, 224): resized, cut and normalised.
 
     The gradient goes through. PIL rounds to bytes before and after it resizes, which changes a score a little: see
@@ -70,7 +68,7 @@ def preprocess(processor: "CLIPProcessor", pixels: torch.Tensor) -> torch.Tensor
     return (pixels - mean) / std
 
 
-def embed_prompts(model: "CLIPModel", processor: "CLIPProcessor", prompts: list[str]) -> torch.Tensor:
+def embed_prompts(model: Any, processor: Any, prompts: list[str]) -> torch.Tensor:
     """Embeddings (B, D) of length 1 of B prompts, each cut to MAX_TOKENS tokens with its end token kept."""
     tokens = processor.tokenizer(
         prompts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"

@@ -8,16 +8,13 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.errors import error_prefix
 from common.process import print_message
 
 import torch
 from huggingface_hub import hf_hub_download
-
-if TYPE_CHECKING:  # slow
-    from transformers import PreTrainedModel
 
 LOADED: dict[str, torch.nn.Module] = {}  # by hub id or folder
 Source = tuple[str, str]  # an environment variable, and the hub id or folder that it names
@@ -43,7 +40,7 @@ def load_network(source: Source, read: Callable[[str], torch.nn.Module]) -> Any:
     return LOADED[name].to(own_device())
 
 
-def read_whole(model_class: "type[PreTrainedModel]", name: str, kind: str) -> Any:  # a model_class
+def read_whole(model_class: Any, name: str, kind: str) -> Any:  # a class of transformers, and one of it
     """The model of a hub id or folder, in fp32; raises ValueError if its files lack some of its tensors."""
     from transformers.utils import logging
 

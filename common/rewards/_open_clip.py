@@ -6,12 +6,9 @@ This is no reward; `hpsv2` uses it.
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:  # slow
-    from transformers import CLIPModel
 
 NAMES = {  # of open_clip, as regular expressions -> of transformers
     r"^visual\.class_embedding$": "vision_model.embeddings.class_embedding",
@@ -35,7 +32,7 @@ NAMES = {  # of open_clip, as regular expressions -> of transformers
 TRANSPOSED = ("visual_projection.weight", "text_projection.weight")  # open_clip multiplies by them from the right
 
 
-def read_open_clip(file: Path, config: str) -> "CLIPModel":
+def read_open_clip(file: Path, config: str) -> Any:
     """A CLIPModel of transformers, in fp32, with the weights of an open_clip file; config: its config's hub id or
     folder."""
     from transformers import CLIPConfig, CLIPModel  # slow

@@ -10,36 +10,30 @@ trl-lib/ddpo-aesthetic-predictor).
 """
 
 import functools
-from typing import TYPE_CHECKING
+from typing import Any
 
-from common.rewards._clip import embed_images, embed_pixels, in_chunks, load_processor, preprocess, read_clip
+from common.rewards._clip import embed_images, in_chunks, load_processor, read_clip
 from common.rewards._networks import Source, find_file, load_network, offload, own_device, refusing_weights, weights_of
 
 import torch
 from PIL.Image import Image
 
-if TYPE_CHECKING:  # slow
-    from transformers import CLIPModel, CLIPProcessor
 
-
-@torch.no_grad()
 def aesthetic(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
     """A rating from about 1 to 10: linear layers, without activations between them, of the image's embedding.
 
     The embedding has length 1. Images of today's models score about 5 to 6.5. The prompt does not count.
     """
+    return score(images, prompts, metadata).tolist()
+
+
+def score(images: list[Image] | torch.Tensor, prompts: list[str], metadata: list[dict]) -> torch.Tensor:
+    """aesthetic (B,) of PIL images; or, with the gradient, of pixels (B, 3, H, W) in [0, 1]."""
     model, processor, layers = load()
-    ratings = in_chunks(layers, embed_images(model, processor, images))  # (B, 1)
-    return ratings[:, 0].tolist()
+    return in_chunks(layers, embed_images(model, processor, images))[:, 0]
 
 
-def of_pixels(pixels: torch.Tensor, prompts: list[str], metadata: list[dict]) -> torch.Tensor:
-    """aesthetic (B,) of pixels (B, 3, H, W) in [0, 1], with the gradient."""
-    model, processor, layers = load()
-    return in_chunks(layers, embed_pixels(model, preprocess(processor, pixels)))[:, 0]
-
-
-def load() -> "tuple[CLIPModel, CLIPProcessor, torch.nn.Sequential]":
+def load() -> tuple[Any, Any, torch.nn.Sequential]:
     """The CLIPModel, its processor, and the layers that rate its embeddings."""
     source = weights_of("AESTHETIC_CLIP", "openai/clip-vit-large-patch14")
     model = load_network(source, read_clip)
@@ -74,6 +68,6 @@ def load_layers(source: Source) -> torch.nn.Sequential:
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 aesthetic.settings = ("AESTHETIC_MODEL", "AESTHETIC_CLIP")  # type: ignore[attr-defined]
-aesthetic.of_pixels = of_pixels  # type: ignore[attr-defined]
+aesthetic.of_pixels = score  # type: ignore[attr-defined]
 aesthetic.load = load  # type: ignore[attr-defined]
 aesthetic.offload = offload  # type: ignore[attr-defined]

@@ -7,50 +7,30 @@ transformers' layout, with the files of the tokenizer and the image processor. T
 openai/clip-vit-large-patch14, 1.7 GB in fp32.
 """
 
-from typing import TYPE_CHECKING
-
-from common.rewards._clip import (
-    embed_images,
-    embed_pixels,
-    embed_prompts,
-    load_processor,
-    preprocess,
-    read_clip,
-)
+from common.rewards._clip import Clip, embed_images, embed_prompts, load_processor, read_clip
 from common.rewards._networks import load_network, offload, weights_of
 
 import torch
 from PIL.Image import Image
 
-if TYPE_CHECKING:  # slow
-    from transformers import CLIPModel, CLIPProcessor
 
-
-@torch.no_grad()
 def clip_score(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
     """100 max(cos(image, prompt), 0) of CLIP's embeddings, which is torchmetrics' CLIPScore.
 
     In [0, 100]; images that fit their prompt score about 25 to 35. The paper (arXiv 2104.08718) has 2.5 instead of
     100. The reward in DiffusionNFT's code is this score / 30.
     """
+    return score(images, prompts, metadata).tolist()
+
+
+def score(images: list[Image] | torch.Tensor, prompts: list[str], metadata: list[dict]) -> torch.Tensor:
+    """clip_score (B,) of PIL images; or, with the gradient, of pixels (B, 3, H, W) in [0, 1]."""
     model, processor = load()
-    return score_embeddings(embed_images(model, processor, images), embed_prompts(model, processor, prompts)).tolist()
+    products = embed_images(model, processor, images) * embed_prompts(model, processor, prompts)  # (B, D)
+    return 100 * products.sum(1).clamp(min=0)
 
 
-def of_pixels(pixels: torch.Tensor, prompts: list[str], metadata: list[dict]) -> torch.Tensor:
-    """clip_score (B,) of pixels (B, 3, H, W) in [0, 1], with the gradient."""
-    model, processor = load()
-    with torch.no_grad():
-        prompt_embeds = embed_prompts(model, processor, prompts)
-    return score_embeddings(embed_pixels(model, preprocess(processor, pixels)), prompt_embeds)
-
-
-def score_embeddings(images: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
-    """100 max(cos, 0), (B,), of embeddings (B, D) of length 1."""
-    return 100 * (images * prompts).sum(1).clamp(min=0)
-
-
-def load() -> "tuple[CLIPModel, CLIPProcessor]":
+def load() -> Clip:
     """The CLIPModel, on own_device, and its processor."""
     source = weights_of("CLIP_SCORE_MODEL", "openai/clip-vit-large-patch14")
     return load_network(source, read_clip), load_processor(source)
@@ -58,6 +38,6 @@ def load() -> "tuple[CLIPModel, CLIPProcessor]":
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 clip_score.settings = ("CLIP_SCORE_MODEL",)  # type: ignore[attr-defined]
-clip_score.of_pixels = of_pixels  # type: ignore[attr-defined]
+clip_score.of_pixels = score  # type: ignore[attr-defined]
 clip_score.load = load  # type: ignore[attr-defined]
 clip_score.offload = offload  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ mmdet and open_clip. We could not compare the published weights.
 import functools
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.rewards._clip import embed_images, embed_prompts, load_processor, read_clip
 from common.rewards._geneval_rules import CLASSES, COLOURS, Detection, Objects, check_metadata, is_right, kept
@@ -20,9 +20,6 @@ from common.rewards._networks import Source, load_network, offload, read_whole, 
 
 import torch
 from PIL import Image
-
-if TYPE_CHECKING:  # slow
-    from transformers import CLIPModel, CLIPProcessor, Mask2FormerForUniversalSegmentation
 
 COLOUR_PROMPTS = ("a photo of a {0} {1}", "a photo of a {0}-colored {1}", "a photo of a {0} object")
 THRESHOLD = {"counting": 0.9}  # of a detection's score, by the prompt's tag
@@ -41,7 +38,7 @@ def geneval(images: list[Image.Image], prompts: list[str], metadata: list[dict])
 
 
 # ---- the networks ----------------------------------------------------------------------------------------------------
-def load() -> "tuple[Mask2FormerForUniversalSegmentation, Any, CLIPModel, CLIPProcessor]":
+def load() -> tuple[Any, Any, Any, Any]:
     """The detector and its image processor, the CLIP and its processor; raises load_network's ValueError."""
     source = weights_of("GENEVAL_DETECTOR", "facebook/mask2former-swin-small-coco-instance")
     detector = load_network(source, read_detector)
@@ -49,7 +46,7 @@ def load() -> "tuple[Mask2FormerForUniversalSegmentation, Any, CLIPModel, CLIPPr
     return detector, load_image_processor(source), load_network(clip, read_clip), load_processor(clip)
 
 
-def read_detector(name: str) -> "Mask2FormerForUniversalSegmentation":
+def read_detector(name: str) -> Any:
     """The Mask2Former of a hub id or folder."""
     from transformers import Mask2FormerForUniversalSegmentation  # slow
 
@@ -68,7 +65,6 @@ def load_image_processor(source: Source) -> Any:  # of Mask2Former
         return AutoImageProcessor.from_pretrained(source[1], use_fast=False)
 
 
-@torch.no_grad()
 def detect(image: Image.Image) -> Objects:
     """All objects that the detector sees, whatever their scores."""
     detector, processor, _, _ = load()
@@ -99,7 +95,6 @@ def colours_of(image: Image.Image, name: str, detections: Sequence[Detection]) -
 
 
 @functools.cache
-@torch.no_grad()
 def colour_embeddings(clip: str, name: str) -> torch.Tensor:
     """(colours, D): the mean of CLIP's embeddings of the COLOUR_PROMPTS for a class, of length 1. clip: its source."""
     _, _, model, processor = load()

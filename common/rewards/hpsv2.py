@@ -7,9 +7,7 @@ id with HPS_v2.1_compressed.pt in it (default xswu/HPSv2, 3.9 GB). HPSV2_PROCESS
 transformers' layout (default laion/CLIP-ViT-H-14-laion2B-s32B-b79K), for its config, tokenizer and image processor.
 """
 
-from typing import TYPE_CHECKING
-
-from common.rewards._clip import embed_images, embed_pixels, embed_prompts, load_processor, preprocess
+from common.rewards._clip import Clip, embed_images, embed_prompts, load_processor
 from common.rewards._networks import find_file, load_network, offload, weights_of
 from common.rewards._open_clip import read_open_clip
 
@@ -17,23 +15,27 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-if TYPE_CHECKING:  # slow
-    from transformers import CLIPModel, CLIPProcessor
-
 FILE = "HPS_v2.1_compressed.pt"
 
 
-@torch.no_grad()
 def hpsv2(images: list[Image.Image], prompts: list[str], metadata: list[dict]) -> list[float]:
     """cos(image, prompt), which the published code prints.
 
     In fp32, where the published code runs in half precision on a GPU. An image that is not square is padded, as there.
     """
+    return score(images, prompts, metadata).tolist()
+
+
+def score(images: list[Image.Image] | torch.Tensor, prompts: list[str], metadata: list[dict]) -> torch.Tensor:
+    """hpsv2 (B,) of PIL images; or, with the gradient, of pixels (B, 3, H, W) in [0, 1]."""
     model, processor = load()
     side = processor.image_processor.crop_size["height"]
-    images = [pad_to_square(image, side) for image in images]
+    if isinstance(images, torch.Tensor):
+        images = pad_pixels(images, side)
+    else:
+        images = [pad_to_square(image, side) for image in images]
     products = embed_images(model, processor, images) * embed_prompts(model, processor, prompts)  # (B, D)
-    return products.sum(1).tolist()
+    return products.sum(1)
 
 
 def pad_to_square(image: Image.Image, side: int) -> Image.Image:
@@ -50,15 +52,6 @@ def pad_to_square(image: Image.Image, side: int) -> Image.Image:
     return square
 
 
-def of_pixels(pixels: torch.Tensor, prompts: list[str], metadata: list[dict]) -> torch.Tensor:
-    """hpsv2 (B,) of pixels (B, 3, H, W) in [0, 1], with the gradient."""
-    model, processor = load()
-    with torch.no_grad():
-        prompt_embeds = embed_prompts(model, processor, prompts)
-    pixels = pad_pixels(pixels, processor.image_processor.crop_size["height"])
-    return (embed_pixels(model, preprocess(processor, pixels)) * prompt_embeds).sum(1)
-
-
 def pad_pixels(pixels: torch.Tensor, side: int) -> torch.Tensor:
     """pad_to_square of pixels (B, 3, H, W) in [0, 1], (B, 3, side, side) unless they are square, with the gradient."""
     height, width = pixels.shape[2:]
@@ -70,7 +63,7 @@ def pad_pixels(pixels: torch.Tensor, side: int) -> torch.Tensor:
     return F.pad(pixels, (left, side - resized[1] - left, top, side - resized[0] - top))
 
 
-def load() -> "tuple[CLIPModel, CLIPProcessor]":
+def load() -> Clip:
     """The CLIPModel with the published weights and its processor; raises load_network's ValueError."""
     source = weights_of("HPSV2_MODEL", "xswu/HPSv2")
     clip = weights_of("HPSV2_PROCESSOR", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K")
@@ -80,6 +73,6 @@ def load() -> "tuple[CLIPModel, CLIPProcessor]":
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 hpsv2.settings = ("HPSV2_MODEL", "HPSV2_PROCESSOR")  # type: ignore[attr-defined]
-hpsv2.of_pixels = of_pixels  # type: ignore[attr-defined]
+hpsv2.of_pixels = score  # type: ignore[attr-defined]
 hpsv2.load = load  # type: ignore[attr-defined]
 hpsv2.offload = offload  # type: ignore[attr-defined]

@@ -8,13 +8,9 @@ image there is `ocr_scene`.
 
 import functools
 import logging
-from typing import TYPE_CHECKING
+from typing import Any
 
-import numpy as np
 from PIL.Image import Image
-
-if TYPE_CHECKING:  # slow
-    from rapidocr import RapidOCR
 
 
 def ocr(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[dict]:
@@ -82,15 +78,13 @@ def recognize(images: list[Image]) -> list[str]:
     """
     texts = []
     for image in images:
-        rgb = np.asarray(image.convert("RGB"))  # (H, W, 3)
-        bgr = np.ascontiguousarray(rgb[:, :, ::-1])
-        result = _recognizer()(bgr, use_det=False, use_cls=False, use_rec=True)
+        result = _recognizer()(image.convert("RGB"), use_det=False, use_cls=False, use_rec=True)
         texts.append(result.txts[0] if result.txts else "")
     return texts
 
 
 @functools.cache
-def _recognizer() -> "RapidOCR":
+def _recognizer() -> Any:  # a RapidOCR
     from rapidocr import RapidOCR  # slow
 
     logging.getLogger("RapidOCR").setLevel(logging.WARNING)

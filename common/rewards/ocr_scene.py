@@ -9,16 +9,12 @@ any size and number, and the recogniser of `ocr` reads each. If an image is one 
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import Any
 
 from common.distributed import cores_of_this_rank
 from common.rewards.ocr import quoted_text, score_texts
 
-import numpy as np
 from PIL.Image import Image
-
-if TYPE_CHECKING:  # slow
-    from rapidocr import RapidOCR
 
 
 def ocr_scene(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[dict]:
@@ -51,18 +47,16 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _read(image: Image) -> str:
-    rgb = np.asarray(image.convert("RGB"))  # (H, W, 3)
-    bgr = np.ascontiguousarray(rgb[:, :, ::-1])
     if not hasattr(_of_this_thread, "reader"):
         _of_this_thread.reader = _new_reader()
-    lines = _of_this_thread.reader(bgr).txts  # None if the detector finds no line
+    lines = _of_this_thread.reader(image.convert("RGB")).txts  # None if the detector finds no line
     return "".join(lines or ())
 
 
 _of_this_thread = threading.local()  # .reader: the networks, which keep state between detector and recogniser
 
 
-def _new_reader() -> "RapidOCR":
+def _new_reader() -> Any:  # a RapidOCR
     from rapidocr import RapidOCR  # slow
 
     return RapidOCR(

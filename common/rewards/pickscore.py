@@ -7,50 +7,29 @@ PICKSCORE_MODEL (default yuvalkirstain/PickScore_v1, 3.9 GB in fp32), and the to
 weights were trained with, PICKSCORE_PROCESSOR (default laion/CLIP-ViT-H-14-laion2B-s32B-b79K).
 """
 
-from typing import TYPE_CHECKING
-
-from common.rewards._clip import (
-    embed_images,
-    embed_pixels,
-    embed_prompts,
-    load_processor,
-    preprocess,
-    read_clip,
-)
+from common.rewards._clip import Clip, embed_images, embed_prompts, load_processor, read_clip
 from common.rewards._networks import load_network, offload, weights_of
 
 import torch
 from PIL.Image import Image
 
-if TYPE_CHECKING:  # slow
-    from transformers import CLIPModel, CLIPProcessor
 
-
-@torch.no_grad()
 def pickscore(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
     """exp(logit_scale) cos(image, prompt) / 26, as in Flow-GRPO's code. Times 26 it is the paper's score.
 
     exp(logit_scale) is about 100, and images of today's models score about 0.75 to 0.9.
     """
+    return score(images, prompts, metadata).tolist()
+
+
+def score(images: list[Image] | torch.Tensor, prompts: list[str], metadata: list[dict]) -> torch.Tensor:
+    """pickscore (B,) of PIL images; or, with the gradient, of pixels (B, 3, H, W) in [0, 1]."""
     model, processor = load()
-    image_embeds = embed_images(model, processor, images)
-    return score_embeddings(model, image_embeds, embed_prompts(model, processor, prompts)).tolist()
+    products = embed_images(model, processor, images) * embed_prompts(model, processor, prompts)  # (B, D)
+    return model.logit_scale.exp() * products.sum(1) / 26
 
 
-def of_pixels(pixels: torch.Tensor, prompts: list[str], metadata: list[dict]) -> torch.Tensor:
-    """pickscore (B,) of pixels (B, 3, H, W) in [0, 1], with the gradient."""
-    model, processor = load()
-    with torch.no_grad():
-        prompt_embeds = embed_prompts(model, processor, prompts)
-    return score_embeddings(model, embed_pixels(model, preprocess(processor, pixels)), prompt_embeds)
-
-
-def score_embeddings(model: "CLIPModel", images: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
-    """exp(logit_scale) cos / 26, (B,), of embeddings (B, D) of length 1."""
-    return model.logit_scale.exp() * (images * prompts).sum(1) / 26
-
-
-def load() -> "tuple[CLIPModel, CLIPProcessor]":
+def load() -> Clip:
     """The CLIPModel and its processor."""
     model = weights_of("PICKSCORE_MODEL", "yuvalkirstain/PickScore_v1")
     processor = weights_of("PICKSCORE_PROCESSOR", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K")
@@ -59,6 +38,6 @@ def load() -> "tuple[CLIPModel, CLIPProcessor]":
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
 pickscore.settings = ("PICKSCORE_MODEL", "PICKSCORE_PROCESSOR")  # type: ignore[attr-defined]
-pickscore.of_pixels = of_pixels  # type: ignore[attr-defined]
+pickscore.of_pixels = score  # type: ignore[attr-defined]
 pickscore.load = load  # type: ignore[attr-defined]
 pickscore.offload = offload  # type: ignore[attr-defined]

@@ -6,9 +6,8 @@ import sys
 from dataclasses import fields
 
 import flow_grpo
-from common.command_line import parse_args
+from common.command_line import FIRST, parse_args
 from common.data import PromptSet
-from common.help import FIRST
 from common.inputs import Inputs
 from common.sde import draw_noise
 from common.weights.lora import save_weights

@@ -306,23 +306,23 @@ def test_rewind_by_hand(tmp_path, capfd):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"training/global_step": 13, "lo')  # as a kill leaves it
     paths = save_three(tmp_path)
-    rewind(tmp_path, 10)
+    rewind(tmp_path, 10, 10)
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:11])
     assert saved_checkpoints(tmp_path) == paths[:2]
     assert capfd.readouterr().err == f"continuing from step 10: the later {paths[2]} is removed\n"
-    rewind(tmp_path, 10)
+    rewind(tmp_path, 10, 10)
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:11])
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "checkpoints"}
 
 
 def test_rewind_drops_an_unfinished_line_even_if_it_reads_well(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"training/global_step": 0}\n{"training/global_step": 1}')
-    rewind(tmp_path, 10)  # a following line would be written onto it
+    rewind(tmp_path, 10, 10)  # a following line would be written onto it
     assert (tmp_path / "metrics.jsonl").read_text() == '{"training/global_step": 0}\n'
 
 
 def test_rewind_without_metrics(tmp_path):
-    rewind(tmp_path, 10)
+    rewind(tmp_path, 10, 10)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -331,7 +331,7 @@ def test_rewind_refuses_what_is_no_metrics_file(tmp_path, line):
     text = '{"training/global_step": 0}\n' + line + '\n{"training/global_step": 2}\n'
     (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(RunError, match=r"metrics\.jsonl: a line is not a step's metrics"):
-        rewind(tmp_path, 1)
+        rewind(tmp_path, 1, 1)
     assert (tmp_path / "metrics.jsonl").read_text() == text
 
 

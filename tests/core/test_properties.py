@@ -448,7 +448,7 @@ def attempt_metrics(example):
             left = path.read_bytes().splitlines(keepends=True)
             assert left == [line for line in complete if json.loads(line)["training/global_step"] <= 10]
 
-        return held(lambda: rewind(folder, 10), check, [f"^{path}: "], (RunError,))
+        return held(lambda: rewind(folder, 10, 10), check, [f"^{path}: "], (RunError,))
 
 
 # ---- paths -----------------------------------------------------------------------------------------------------------

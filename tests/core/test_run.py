@@ -23,8 +23,8 @@ from common.inputs import Inputs, choose_sizes
 from common.models.family import Family
 from common.options import SharedArgs
 from common.plan import needs
-from common.run import Run, checkpoint_to_resume, create_run_folder, over_ranks
-from common.run_record import changed_contents, find_contents
+from common.run import Run, checkpoint_to_resume, over_ranks
+from common.run_record import changed_contents, create_run_folder, find_contents
 from common.scoring import Scorer, load_rewards
 from common.user_code import load_function
 from common.weights.adapter_files import read_lora

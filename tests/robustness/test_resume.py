@@ -17,7 +17,7 @@ from common.command_line import parse_args
 from common.errors import RunError
 from common.plots import save_samples
 from common.resuming import find_checkpoint, rewind
-from common.run import create_run_folder
+from common.run_record import create_run_folder
 from common.weights.lora import save_weights
 from tests.conftest import (
     ROOT,
@@ -649,7 +649,7 @@ def test_every_other_file_that_does_not_fit_is_an_error_of_one_line(small_disk, 
             disk / "best_adapter", pipe, tensors, None
         ),
         disk / "run": lambda: create_run_folder(disk / "run", asdict(flow_grpo.Args()), ROOT / "flow_grpo.py"),
-        disk / "metrics.jsonl": lambda: rewind(disk, 0),
+        disk / "metrics.jsonl": lambda: rewind(disk, 0, 0),
     }
     for path, write in writers.items():
         with pytest.raises(RunError) as error:

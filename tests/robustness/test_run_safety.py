@@ -16,7 +16,8 @@ from common.command_line import check_options
 from common.data import PromptSet, read_prompts
 from common.errors import NothingBegun, RunError
 from common.inputs import choose_sizes
-from common.run import _current_run, checkpoint_to_resume, create_run_folder, friendly_errors
+from common.run import _current_run, checkpoint_to_resume, friendly_errors
+from common.run_record import create_run_folder
 from common.scoring import load_rewards, score_images
 from tests.conftest import ROOT, TINY, few_eval_prompts, good_state, new_run
 

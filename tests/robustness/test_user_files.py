@@ -291,7 +291,7 @@ def test_a_metric_line_of_brackets_and_a_step_in_other_digits(tmp_path):
     assert find_checkpoint(tmp_path) is None
     (tmp_path / "metrics.jsonl").write_text("[" * 100_000 + "\n")
     with pytest.raises(RunError, match=r"^\S+/metrics\.jsonl: a line is not a step's metrics \(RecursionError"):
-        rewind(tmp_path, 10)
+        rewind(tmp_path, 10, 10)
 
 
 # ---- the line of an error --------------------------------------------------------------------------------------------
