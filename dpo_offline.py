@@ -440,7 +440,7 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
         scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
         with acting(model, args.evaluated_policy):
             scorer.add(range(len(places)), sample(args, model, request).images)
-        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R)
+            scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R)
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
@@ -491,7 +491,7 @@ def main(args: Args, inputs: Inputs) -> None:
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
-        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a rollout fails
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if sampling fails
 
         # make the chosen images likelier than the rejected ones, relative to the reference (eq. 14)
         with run.timed("update_actor"):

@@ -22,7 +22,7 @@ from common import checkpoints
 from common.checkpoints import FORMAT, saved_checkpoints, writing
 from common.cpu import repair_torchvision
 from common.data import GroupSampler
-from common.distributed import end_distributed, gather_objects, on_rank_0, restore_rng_states, rng_states
+from common.distributed import end_distributed, gather_objects, on_rank_0, rng_states
 from common.errors import UNREADABLE, NothingBegun, RolloutError, RunError, truncate
 from common.models.family import Family
 from common.options import SharedArgs
@@ -114,6 +114,7 @@ class Run:
         self._save: Callable[[], None] | None = None
         # (step, random states, the sampler's) that belong to the weights; None while they change
         self._policy_states: tuple[int, dict, dict] | None = None
+        self._rng_to_save: dict | None = None  # after a failure, as a thread that scores may still draw numbers
         self._best_step: int | None = None  # of the best evaluation; None: unknown
         self._num_images = num_images
         self._writes = on_rank_0()
@@ -222,8 +223,7 @@ class Run:
         save, states, self._save = self._save, self._policy_states, None
         if save is None or states is None or states[0] == self._saved_step:
             return
-        self.step, of_rngs, position = states
-        restore_rng_states(of_rngs)
+        self.step, self._rng_to_save, position = states
         assert self._sampler
         self._sampler.load_state_dict(position)
         is_finite = all(math.isfinite(value) for value in self.unlogged.values())
@@ -370,6 +370,8 @@ class Run:
         state |= {"step": self.step, "args": self.config, "contents": self.contents, "format": FORMAT}
         state |= {"best": self.best_score, "lowest": self._lowest_score, "best_step": self._best_step}
         state |= {"unlogged": self.unlogged}
+        if self._rng_to_save:
+            state["rng"] = gather_objects(self._rng_to_save)
         with self.timed("save_checkpoint"):  # after `log`: a resumed run cuts the log back to the checkpoint
             checkpoints.save_checkpoint(self.folder, self.step, state, self.args.keep_checkpoints)
             if model.is_lora or self._is_stopping or self.step == self.args.num_steps:

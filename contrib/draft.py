@@ -446,7 +446,7 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
         with acting(model, args.evaluated_policy):
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(eval_args, model, request, scorer)
-        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of inputs.eval_rewards
+            scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of inputs.eval_rewards
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
@@ -492,7 +492,7 @@ def main(args: Args, inputs: Inputs) -> None:
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
-        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a rollout fails
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if sampling fails
 
         # sample an image for each prompt, score its pixels, and follow the scores' gradient (DRaFT-K, or ReFL)
         with run.timed("update_actor"):

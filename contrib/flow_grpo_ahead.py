@@ -24,7 +24,7 @@ Parent: flow_grpo.py
 import math
 import random
 import threading
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from common.command_line import parse_args
 from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
 from common.distributed import (
     failing_together,
+    gather_objects,
     gather_rows,
     mean_over_ranks,
     setup_distributed,
@@ -395,7 +396,8 @@ def resume_ahead(
         return None
     with acting(model, "behind", engine):  # in the engine as well
         ahead = begin_rollout(args, model, engine, inputs, sampler, run.step + 1)
-        ahead.trajectories.result()
+        with failing_together():
+            ahead.trajectories.result()
     return ahead
 
 
@@ -700,7 +702,7 @@ def evaluate(
         with acting(model, args.evaluated_policy, engine):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(eval_args, model, engine, request, scorer)
-        scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of inputs.eval_rewards
+            scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of inputs.eval_rewards
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
     if not args.eval_only:
         run.save_if_best(model, args.evaluated_policy, metrics)
@@ -754,7 +756,7 @@ def main(args: Args, inputs: Inputs) -> None:
     last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
-        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a rollout fails
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if sampling fails
 
         # G images for each prompt (Flow-GRPO, eq. 9), from the last step, or from now on by the current policy
         with run.timed("gen"):
@@ -790,9 +792,9 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # the rollout after the next one samples with the new weights; a push waits for the engine
         with run.timed("update_weights"):
-            if ahead:
-                wait([ahead.trajectories])  # what failed there is raised by the push, or in the next step
-            if engine:
+            # on any rank: `result` raises it in the next step, and this one is saved
+            has_failed = ahead and any(gather_objects(ahead.trajectories.exception() is not None))
+            if engine and not has_failed:
                 engine.push_policy(model)
 
         # RUN LOGIC, the same in all scripts: evaluate, log, save, stop

@@ -6,11 +6,11 @@
     python -m tools.compare "runs/a-seed*" "runs/b-seed*" --step 20 --latex
 
 Runs whose names differ by an ending -seedN are one row of the table and one curve, their mean with its range. The value
-of a metric is the last that a run logged, or that of --step; that of seconds (timing_s/) is the median of its training
-steps. --against compares a seed with the same seed of those runs: the interval is 95 % of the mean paired difference,
-by Student's t, and p is the sign-flip test's, from six seeds on (with fewer it cannot fall below 0.05). Neither is
-corrected for the number of comparisons. The default is the evaluation's means in the table, which is Markdown or
-LaTeX's tabular, and the panels of a run's own curves.png.
+of a metric is the last that a run logged; that of seconds (timing_s/) is the median of its training steps. With --step
+both are those of that step. --against compares a seed with the same seed of those runs: the interval is 95 % of the
+mean paired difference, by Student's t, and p is the sign-flip test's, from six seeds on (with fewer it cannot fall
+below 0.05). Neither is corrected for the number of comparisons. The default is the evaluation's means in the table,
+which is Markdown or LaTeX's tabular, and the panels of a run's own curves.png.
 """
 
 import argparse
@@ -58,14 +58,15 @@ def by_group(runs: dict[str, Rows]) -> dict[str, dict[str, Rows]]:
     return groups
 
 
-def at_step(runs: dict[str, Rows], step: int | None) -> dict[str, Rows]:
-    """The runs with their rows of that training step alone; None: all rows. ValueError: a run has none of it."""
+def at_step(runs: dict[str, Rows], step: int | None, metrics: Sequence[str]) -> dict[str, Rows]:
+    """The runs with their rows of that training step alone; None: all rows. ValueError: a run lacks a metric there."""
     if step is None:
         return runs
     found = {label: [row for row in rows if row["training/global_step"] == step] for label, rows in runs.items()}
     for label, rows in found.items():
-        if not rows:
-            raise ValueError(f"--step {step}: {label} has not logged it")
+        for metric in metrics:
+            if value_of(runs[label], metric) is not None and value_of(rows, metric) is None:
+                raise ValueError(f"--step {step}: {label} has not logged {metric} there")
     return found
 
 
@@ -225,7 +226,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         every_row = [row for rows in (runs | against).values() for row in rows]
         metrics = args.metric or drawn_metrics(every_row, ("val/",))
-        table = comparison_table(at_step(runs, args.step), at_step(against, args.step), metrics)
+        of_step, against_of_step = (at_step(some, args.step, metrics) for some in (runs, against))
+        table = comparison_table(of_step, against_of_step, metrics)
         print(as_latex(table) if args.latex else as_markdown(table))
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         overlay(against | runs, args.metric, args.output)

@@ -150,18 +150,24 @@ class VLLMEngine:
         """Sample a request's images with the policy that was pushed last or, with `lora=False`, with the base model.
 
         The request is cut into chunks of max_num_seqs images, each with its own `timeout_s`. An engine that has taken
-        full weights has no base model any more. A collective, but for the samples, unless the rank samples `alone`.
+        full weights has no base model any more.
 
         Args:
             finished: gets each chunk's image numbers and images, while the engine samples the next chunk. An exception
                 that it raises ends the call; the engine can be used again.
+            alone: whether the other ranks do not ask for scores next.
 
         Raises:
-            RolloutError: on all ranks: the engine of one failed, died, or did not answer in time.
+            EngineError: the engine failed, died, or did not answer in time, and the rank samples alone.
+            RolloutError: the same, but the other ranks raise it as well, in Scorer.scores: all can save.
         """
-        self.wait_ready()
-        with failing_together(alone):
+        try:
             return self._generate(request, lora, finished)
+        except EngineError as error:
+            if alone:
+                raise
+            with failing_together():  # the others are there when they have sampled
+                raise error
 
     def _generate(
         self, request: RolloutRequest, lora: bool, finished: Callable[[range, Images], None] | None
@@ -298,7 +304,7 @@ class VLLMEngine:
             with torch.compiler.set_stance("force_eager"):
                 ours = sample_locally(undecoded, one.select(torch.arange(len(one.seeds)))).to("cpu")
             dtype = str(self.dtype).removeprefix("torch.")
-            check_sampling(one, ours, self.generate(one), dtype)
+            check_sampling(one, ours, self.generate(one, alone=True), dtype)
         reshard(model.transformer)  # `load` writes to the shards: weights that passes have cast are out of date then
 
     def verify_push(
@@ -312,7 +318,7 @@ class VLLMEngine:
         Raises:
             EngineError: it does not change the image, or as `push`.
         """
-        base = self.generate(request, lora=False).latents
+        base = self.generate(request, lora=False, alone=True).latents
         generator = torch.Generator().manual_seed(0)
         probe = {}
         for name in tensors if config else [next(iter(tensors))]:
@@ -324,7 +330,7 @@ class VLLMEngine:
             else:
                 probe[name] = tensor
         self.push(probe, config)
-        if torch.equal(self.generate(request).latents, base):
+        if torch.equal(self.generate(request, alone=True).latents, base):
             kind = "adapter" if config else "weight"
             raise EngineError(f"a pushed {kind} changes nothing in the engine's images; its log: {self.log_file}")
         self.push(tensors, config)

@@ -109,17 +109,17 @@ class Engine(Protocol):
 
 @contextmanager
 def acting(model: Family, name: str, engine: Engine | None = None, in_engine: str = "default") -> Iterator[None]:
-    """Let policy `name` act within the block, and `default` again after it.
+    """Let policy `name` act within the block, and `default` again after it, also where the block fails.
 
     Where an engine is given, `name` is pushed to it for the block. The engine holds the policy `in_engine` before the
-    block, and gets it back after the block.
+    block, and gets it back after the block unless that fails.
     """
     use_policy(model, name)
     if engine and name != in_engine:
         engine.push(*policy_tensors(model, name))
     try:
         yield
-    finally:  # a run that ends within the block still saves
+    finally:
         use_policy(model, "default")
     if engine and name != in_engine:
         engine.push(*policy_tensors(model, in_engine))

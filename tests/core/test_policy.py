@@ -132,6 +132,14 @@ def test_only_default_asks_for_a_gradient_whoever_acts(model):
         assert acting_asks == (trained if model.kind != "full" or name == "default" else set())
 
 
+def test_a_failure_leaves_the_trained_policy_acting(model):
+    """So that a run which fails in the block can save."""
+    before = whole_state(model)
+    with pytest.raises(RunError), acting(model, "ema"):
+        raise RunError("the engine died")
+    assert same(before, whole_state(model))
+
+
 def test_each_policy_acts_as_itself(model):
     base = embedded_model()
     if model.kind == "lora_path":  # the reference is that adapter and not the base

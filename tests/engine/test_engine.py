@@ -23,6 +23,7 @@ from common.engine.client import EngineError, VLLMEngine
 from common.errors import RolloutError, RunError
 from common.process import catch_stop_signals
 from common.rollout import Trajectories
+from common.scoring import Scorer
 from common.weights.adapter_files import read_lora
 from common.weights.lora import make_lora, save_weights
 from common.weights.policy import add_policies, tensors_on_rank_0
@@ -43,6 +44,7 @@ from tests.conftest import (
 import psutil
 import pytest
 import torch
+from PIL import Image
 
 PROMPTS = ['a red sign that says "123"', 'a blue sign that says "456789"', 'a white sign that says "0000"']
 
@@ -669,24 +671,28 @@ def test_a_dead_and_a_stuck_engine_are_errors_within_their_time(tmp_path):
 
 @pytest.mark.fast
 def test_an_engine_that_fails_on_one_rank_is_an_error_on_all(monkeypatch):
-    """None waits in a collective for the rank that failed, so that all can save; but one that samples `alone`."""
+    """The others raise it where they ask for scores, and all can save; but a rank may sample alone."""
+    image = Image.new("RGB", (4, 2))
+
+    def sample(engine, request, lora, finished):
+        if engine.rank == 1:
+            raise EngineError("the rollout engine died")
+        finished(range(1), [image])
 
     def on_rank(rank):
         engine = object.__new__(VLLMEngine)
-        engine.is_ready = True
-
-        def sample(request, lora, finished):
-            if rank == 1:
-                raise EngineError("the rollout engine died")
-            return "trajectories"
-
-        engine._generate = sample
+        engine.rank = rank
+        if rank == 1:
+            with pytest.raises(EngineError):
+                engine.generate(None, alone=True)
+        scorer = Scorer({"reward": lambda images, prompts, metadata: [1.0]}, PromptSet(["a"], [{}]))
         with pytest.raises(RolloutError) as caught:
-            engine.generate(None)
-        if rank == 0:
-            assert engine.generate(None, alone=True) == "trajectories"
+            engine.generate(None, finished=scorer.add)
+            assert rank == 0
+            scorer.scores([0])
         return str(caught.value)
 
+    monkeypatch.setattr(VLLMEngine, "_generate", sample)
     assert on_ranks(monkeypatch, 2, on_rank)[0] == ["", "the rollout engine died"]
 
 

@@ -316,7 +316,8 @@ def test_a_stuck_engine_ends_the_run_within_its_time(engine, tmp_path, monkeypat
     line = train_with("stuck", tmp_path, monkeypatch)
     assert_one_line(line)
     assert re.search(
-        r"the rollout engine did not answer to generate within 20 s and was stopped; its log: \S+engine.log$",
+        r"the rollout engine did not answer to generate within 20 s and was stopped; its log: \S+engine.log; "
+        r"to resume from step_000001.pt, give the same command with --resume latest$",
         line,
     )
     assert engine.process.wait(10) == -signal.SIGKILL

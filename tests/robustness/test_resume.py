@@ -176,10 +176,11 @@ def test_a_reward_that_fails_loses_no_step_before(tmp_path, script, call, saved,
 
 KILLING = """import os, pathlib, numpy, psutil
 def killing(images, prompts, metadata):
-    calls = pathlib.Path(__file__).with_name("calls")
+    here = pathlib.Path(__file__).parent
+    calls = here / f"calls_{os.environ['RANK']}"
     with open(calls, "a") as file:
         file.write(".")
-    if calls.with_name("kill").exists() and len(calls.read_text()) == 11:  # a trial, step 0, two rollouts
+    if (here / "kill").exists() and calls.name == "calls_1" and len(calls.read_text()) == 19:
         for process in psutil.Process().children():
             if os.getsid(process.pid) == process.pid:  # the engine's, in a session of its own
                 process.kill()
@@ -188,21 +189,22 @@ def killing(images, prompts, metadata):
 
 
 def test_an_engine_that_dies_while_it_samples_loses_no_step_before(tmp_path):
-    """After the first four of step 3's 16 images, with three chunks to come."""
+    """The second rank's, after a trial, step 0 and two rollouts of eight images a rank; seven are to come. It and the
+    first rank, which has sampled its own, save together."""
     skip_without_engine()
     (tmp_path / "killing.py").write_text(KILLING)
-    given = [*SMALL, "--rollout_batch_size", 4, "--num_steps", 3, "--eval_every", 3, "--max_prompts", 2]
-    given += ["--updates_per_rollout", 1, "--micro_batch_size", 16, "--reward", "killing.py:killing"]
-    torchrun(tmp_path, "flow_grpo.py", *given, "--name", "whole")
-    (tmp_path / "calls").unlink()
+    given = [*SMALL, "--rollout_batch_size", 1, "--num_steps", 3, "--eval_every", 3, "--max_prompts", 2]
+    given += ["--updates_per_rollout", 1, "--micro_batch_size", 8, "--reward", "killing.py:killing"]
+    torchrun(tmp_path, "flow_grpo.py", *given, "--name", "whole", nproc=2)
+    (tmp_path / "calls_1").unlink()
     (tmp_path / "kill").touch()
-    failed = torchrun(tmp_path, "flow_grpo.py", *given, "--name", NAME, check=False)
+    failed = torchrun(tmp_path, "flow_grpo.py", *given, "--name", NAME, nproc=2, check=False)
     assert failed.returncode == 1
     told = "the rollout engine died during generate (exit code -9, SIGKILL)"
     assert told in failed.stdout and "to resume from step_000002.pt, give the same command" in failed.stdout
     run = tmp_path / "runs" / NAME
     assert [checkpoint_step(path) for path in saved_checkpoints(run)] == [2]
-    torchrun(tmp_path, "flow_grpo.py", *given, "--name", NAME, "--resume", "latest")
+    torchrun(tmp_path, "flow_grpo.py", *given, "--name", NAME, "--resume", "latest", nproc=2)
     assert_equal_runs(run, tmp_path / "runs" / "whole", step=3)
 
 
@@ -433,8 +435,8 @@ def test_a_killed_sweep_goes_on_and_its_run_is_as_if_none_had_been(options, unin
     try:
         wait_for(sweep, checkpoint_path(run, 1).exists)
     finally:
-        for process in processes(sweep):
-            with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            for process in processes(sweep):
                 process.kill()
     assert sweep.wait(30) == -signal.SIGKILL
     assert 1 <= newest_step(run) < 4
