@@ -159,7 +159,7 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     print_uncounted([*args.reward, *args.eval_reward])
     if gpu_gb is not None:  # as a run on these GPUs chooses them
         world = {"ranks": ranks, "ranks_here": ranks_per_node}
-        chosen = choose_options(blueprint, options, len(eval_set), gpu_gb * GB, **world)
+        chosen = choose_options(blueprint, options, gpu_gb * GB, **world)
         print(describe(chosen, ranks_per_node))
         w = workload_of(options | chosen, len(eval_set), ranks, ranks_per_node)
     print(disk_line(blueprint, w, options, len(eval_set)))

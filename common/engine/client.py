@@ -39,8 +39,8 @@ TIMEOUT_S = 1800.0  # longer than any start, chunk of images or push should take
 BUCKET_BYTES = 1e9  # of full weights that are sent to the engine at once, and at most one tensor more
 
 
-# modules or tensors bound, and the fingerprints by name of what was pushed, and of what the engine holds
-Bound = tuple[int, dict[str, int], dict[str, int | None]]
+# the fingerprints by name of what was pushed, and of what the engine holds
+Fingerprints = tuple[dict[str, int], dict[str, int | None]]
 
 
 class EngineError(RunError):
@@ -201,34 +201,22 @@ class VLLMEngine:
         return Trajectories(**tensors, images=images)
 
     # ---- pushing weights ---------------------------------------------------------------------------------------------
-    def push_policy(self, model: Family, name: str = "default") -> int:
+    def push_policy(self, model: Family, name: str = "default") -> None:
         """Push policy `name` of the trainer's model, as `push` does. A collective, as sharded tensors are gathered."""
-        tensors, config = policy_tensors(model, name)
-        return self.push(tensors, config)
+        self.push(*policy_tensors(model, name))
 
-    def push(self, tensors: Mapping[str, torch.Tensor], config: "LoraConfig | None") -> int:
+    def push(self, tensors: Mapping[str, torch.Tensor], config: "LoraConfig | None") -> None:
         """Replace the engine's policy by tensors with the names that diffusers and peft give them.
 
         With a LoraConfig the tensors are an adapter, {"module.lora_A.weight": tensor}. With None they are weights of
         the transformer, {"module.weight": tensor}, all or some of them. Sharded ones are gathered, full weights one at
         a time. A run pushes either adapters or full weights.
 
-        Returns the number of modules of the adapter, or of tensors, that the engine has bound, which is all of them.
-
         Raises:
-            EngineError: the engine did not bind all of them, or holds a tensor that is not the one that was pushed.
+            EngineError: the engine lacks a tensor that was pushed, or holds another one.
         """
         self.has_full_weights = config is None
-        if config is None:
-            bound, pushed, held = self._push_weights(tensors)
-            expected = len(tensors)
-            parts = "transformer's tensors"
-        else:
-            bound, pushed, held = self._push_lora(tensors, config)
-            expected = len(tensors) // 2  # two matrices a module
-            parts = "adapter's modules"
-        if bound != expected:
-            raise EngineError(f"the engine bound {bound} of the {expected} {parts}; its log: {self.log_file}")
+        pushed, held = self._push_lora(tensors, config) if config else self._push_weights(tensors)
         names = list(pushed | held)
         wrong = [name for name in names if held.get(name) != pushed.get(name)]
         if wrong:
@@ -237,9 +225,8 @@ class VLLMEngine:
                 f"tensors are not); its log: {self.log_file}"
             )
         self._fall_asleep()  # before the next rollout the trainer's text encoders come to this GPU
-        return bound
 
-    def _push_lora(self, tensors: Mapping[str, torch.Tensor], config: "LoraConfig") -> Bound:
+    def _push_lora(self, tensors: Mapping[str, torch.Tensor], config: "LoraConfig") -> Fingerprints:
         """Push an adapter; `config` is sent as the dict that vLLM reads."""
         peft_config = {
             "r": config.r,
@@ -249,17 +236,16 @@ class VLLMEngine:
             "bias": "none",
         }
         tensors = {name: whole(tensor).to("cpu", self.dtype) for name, tensor in tensors.items()}
-        bound, held = self._call("push_lora", tensors, peft_config)
+        held = self._call("push_lora", tensors, peft_config)
         pushed = {}
         for name, tensor in tensors.items():
             # vLLM scales an adapter so: B alone, in the engine's dtype
             is_scaled = "lora_B" in name and config.lora_alpha != config.r
             pushed[name] = messages.fingerprint(tensor * (config.lora_alpha / config.r) if is_scaled else tensor)
-        return bound, pushed, held
+        return pushed, held
 
-    def _push_weights(self, tensors: Mapping[str, torch.Tensor]) -> Bound:
+    def _push_weights(self, tensors: Mapping[str, torch.Tensor]) -> Fingerprints:
         """Push full weights, bucket by bucket."""
-        bound = 0
         pushed: dict[str, int] = {}
         held: dict[str, int | None] = {}
         bucket: dict[str, torch.Tensor] = {}
@@ -268,11 +254,9 @@ class VLLMEngine:
             pushed[name] = messages.fingerprint(tensor)  # made before the copy, which it proves too
             bucket[name] = tensor.cpu()
             if sum(waiting.nbytes for waiting in bucket.values()) >= BUCKET_BYTES or len(pushed) == len(tensors):
-                bound_here, held_here = self._call("push_weights", bucket)
-                bound += bound_here
-                held |= held_here
+                held |= self._call("push_weights", bucket)
                 bucket = {}
-        return bound, pushed, held
+        return pushed, held
 
     # ---- proving that a push arrives ---------------------------------------------------------------------------------
     def verify_policy(

@@ -123,7 +123,6 @@ class SDERolloutMixin(CFGParallelMixin):
     as_one_request = False  # the native pipeline takes a batch's prompts as one request's, and gives one output for all
     timestep_unit = 1  # the transformer takes t divided by this, t in (0, 1000]
     no_text_encoder = NoTextEncoder  # for a native pipeline that loads one in a way of its own
-    bound_lora_modules = 0
     _run: BatchUnderWay  # within `forward`
     # adapter and config, from push_lora to vLLM-Omni's hook
     _pending_lora: tuple[Tensors, dict[str, Any]] | None = None
@@ -281,10 +280,6 @@ class SDERolloutMixin(CFGParallelMixin):
         )
         return model, helper
 
-    def _validate_diffusion_lora_binding(self, *, lora_model: LoRAModel, bound_lora_names: frozenset[str]) -> None:
-        """vLLM-Omni's hook after binding: count the adapter's modules that act."""
-        self.bound_lora_modules = len(bound_lora_names)
-
 
 class RolloutDiffusionEngine(DiffusionEngine):
     """Passes the pipeline's tensors on without converting them to PIL, and samples the images of a chunk together."""
@@ -346,22 +341,16 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         use_pipeline_of(self.od_config.model, custom_pipeline_args["family"])
         super().re_init_pipeline(custom_pipeline_args)
 
-    def push_lora(self, tensors: Tensors, config: dict[str, Any]) -> tuple[int, Held]:
-        """Take an adapter: {"module.lora_A.weight": tensor}, and peft's config as a dict.
-
-        Returns the number of modules that all workers bound, and the fingerprint of each matrix that acts, by the same
-        names.
-        """
+    def push_lora(self, tensors: Tensors, config: dict[str, Any]) -> Held:
+        """Take an adapter: {"module.lora_A.weight": tensor}, and peft's config as a dict. Returns the fingerprint of
+        each matrix that acts, by the same names."""
         return of_all_workers("push_lora", lambda: self._push_lora(tensors, config))
 
-    def push_weights(self, tensors: Tensors) -> tuple[int, Held]:
-        """Take weights of the transformer: {diffusers name: tensor}.
-
-        Returns the number of tensors that all workers loaded, and the fingerprint of each that they now have.
-        """
+    def push_weights(self, tensors: Tensors) -> Held:
+        """Take weights of the transformer, {diffusers name: tensor}. Returns the fingerprints of those it now has."""
         return of_all_workers("push_weights", lambda: self._push_weights(tensors))
 
-    def _push_lora(self, tensors: Tensors, config: dict[str, Any]) -> tuple[int, Parts]:
+    def _push_lora(self, tensors: Tensors, config: dict[str, Any]) -> Parts:
         pipeline = self.model_runner.pipeline
         names = {"transformer." + pipeline.module_name(name): name for name in tensors}
         targets = [pipeline.module_name(target) for target in config["target_modules"]]
@@ -382,7 +371,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             side = 1 if "lora_A" in name else 0  # not the rank's, which is padded
             is_split = name in tensors and matrix.shape[side] < tensors[name].shape[side]
             held[name] = (fingerprint(matrix), is_split)
-        return pipeline.bound_lora_modules, held
+        return held
 
     def _lora_matrices(self) -> Tensors:
         """The matrices of any adapter that act in this worker's layers: {"transformer.module.lora_A.weight": matrix}.
@@ -404,34 +393,26 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                     found[f"{module}.lora_B.weight"] = layer.lora_b_stacked[i][0, 0]
         return found
 
-    def _push_weights(self, tensors: Tensors) -> tuple[int, Parts]:
+    def _push_weights(self, tensors: Tensors) -> Parts:
         pipeline = self.model_runner.pipeline
-        weights = [(f"transformer.{name}", tensor) for name, tensor in tensors.items()]
-        try:
-            loaded = pipeline.load_weights(weights)
-        except KeyError as error:
-            raise RuntimeError(f"the engine's transformer has no weight {error}") from None
-        bound = 0
         held = {}
-        own = dict(pipeline.transformer.named_parameters()) | dict(pipeline.transformer.named_buffers())
-        for name, tensor in tensors.items():
-            # Pipelines report the weight's name or the parameter's. Of a slice, Wan's reports the parameter only if all
-            # its slices came at once.
-            if f"transformer.{name}" in loaded or f"transformer.{parameter_slice(pipeline, name)[0]}" in loaded:
-                bound += 1
+        try:
+            pipeline.load_weights([(f"transformer.{name}", tensor) for name, tensor in tensors.items()])
+            own = dict(pipeline.transformer.named_parameters()) | dict(pipeline.transformer.named_buffers())
+            for name, tensor in tensors.items():
                 weight = held_weight(pipeline, own, name)
                 held[name] = (fingerprint(weight), weight.numel() < tensor.numel())
-        return bound, held
+        except KeyError as error:
+            raise RuntimeError(f"the engine's transformer has no weight {error}") from None
+        return held
 
 
 # ---- what a push came to ---------------------------------------------------------------------------------------------
-def of_all_workers(operation: str, push: Callable[[], tuple[int, Parts]]) -> tuple[int, Held]:
-    """Run a worker's `push`, and join the results of all workers: the fewest modules or tensors that one has bound, and
-    the fingerprint of each whole tensor. A collective."""
+def of_all_workers(operation: str, push: Callable[[], Parts]) -> Held:
+    """Run a worker's `push`, and join what all workers hold: the fingerprint of each whole tensor. A collective."""
     workers = _run_and_gather_rank_values(operation, push)
-    names = dict.fromkeys(name for _, parts in workers for name in parts)
-    held = {name: whole_fingerprint([parts.get(name) for _, parts in workers]) for name in names}
-    return min(bound for bound, _ in workers), held
+    names = dict.fromkeys(name for parts in workers for name in parts)
+    return {name: whole_fingerprint([parts.get(name) for parts in workers]) for name in names}
 
 
 def unbound_modules(message: str, names: dict[str, str]) -> str | None:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.data import PromptSet
-from common.models.vae import decode_in_slices, encode_in_slices, pil_images, to_unit_range
+from common.images import as_images
+from common.models.vae import decode_in_slices, encode_in_slices, quantize, to_unit_range
 
 import PIL.Image
 import torch
@@ -252,7 +253,7 @@ class Family(ABC):
 
     def to_images(self, pixels: torch.Tensor) -> list:
         """Pixels in [0, 1], (B, 3, H, W), or (B, 3, F, H, W) of videos -> what `decode` returns. For `decode`."""
-        return pil_images(pixels)
+        return as_images(quantize(pixels).cpu().numpy())
 
     # A family whose VAE is not diffusers' AutoencoderKL defines these two.
     def decode_vae(self, latents: torch.Tensor) -> torch.Tensor:

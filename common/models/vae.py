@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from common.images import as_images
-
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -60,8 +58,3 @@ def quantize(pixels: torch.Tensor) -> torch.Tensor:
     Rounded as diffusers' image processor does it, but on the pixels' device: a quarter of the bytes leaves it.
     """
     return (pixels * 255).round().to(torch.uint8).movedim(1, -1).contiguous()
-
-
-def pil_images(pixels: torch.Tensor) -> list:
-    """Pixels in [0, 1], (B, 3, H, W) -> B PIL images; (B, 3, F, H, W) -> B videos as lists of F PIL frames."""
-    return as_images(quantize(pixels).cpu().numpy())

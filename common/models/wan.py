@@ -1,6 +1,5 @@
 """Wan 2.1 and Wan 2.2 TI2V-5B, text to video (diffusers `WanPipeline`): guided by a second pass."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from common.models.family import Conditioning, Config, Family, Schedule, Shapes
@@ -89,12 +88,5 @@ class Wan(Family):
 
             def pixels(self, output: DiffusionOutput) -> torch.Tensor:
                 return output.media.video.tensor
-
-            def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-                loaded = super().load_weights(weights)
-                # one weight is loaded under another name, and only that name is returned
-                if "transformer.output_scale_shift_prepare.scale_shift_table" in loaded:
-                    loaded.add("transformer.scale_shift_table")
-                return loaded
 
         return WanRollout

@@ -117,7 +117,6 @@ class Blueprint:
     ) -> None:
         """source: a folder or hub id; lora: what make_lora returns; dtype: of the forward pass; num_sources: condition
         images of a prompt, by default the least that the family takes."""
-        self.source = source
         self.dtype = dtype
         self.num_sources = family.num_sources[0] if num_sources is None else num_sources
         self.pipe, encoders = build_pipeline(source)

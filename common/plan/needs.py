@@ -103,11 +103,6 @@ class Workload:
         return may_gather and self.shards > 1 and not self.has_engine
 
     @property
-    def held_passes(self) -> int:
-        """Trained passes of which an image holds the activations at once."""
-        return max(1, self.chained_steps)
-
-    @property
     def images_of_a_rank(self) -> int:
         return -(-self.num_images // self.ranks)
 
@@ -284,7 +279,7 @@ def pass_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     num_prompts = min(w.num_prompts, w.images_of_a_rank)
     kept = num_tensors * latent_bytes(blueprint, w) * w.images_of_a_rank
     kept += num_prompts * blueprint.conditioning_bytes(w.max_sequence_length, w.image_size, w.num_frames)
-    activations = n * w.held_passes * costs.training.peak_bytes
+    activations = n * max(1, w.chained_steps) * costs.training.peak_bytes  # a chain holds those of its passes
     both = ("rollout", "update")
     parts = [
         part_of_fsdp(blueprint, w),
@@ -424,7 +419,6 @@ def choose_shard_ranks(blueprint: Blueprint, w: Workload, costs: Costs, gpu_byte
 def choose_options(
     blueprint: Blueprint,
     options: dict[str, Any],
-    num_eval_prompts: int,
     gpu_bytes: float,
     *,
     ranks: int,
@@ -438,7 +432,8 @@ def choose_options(
     it does not divide the share of so many ranks.
     """
     size = options["micro_batch_size"]
-    w = workload_of(options | {"micro_batch_size": size or 1}, num_eval_prompts, ranks, ranks_here)
+    # without images of an evaluation, which take no memory of their own
+    w = workload_of(options | {"micro_batch_size": size or 1}, 0, ranks, ranks_here)
     costs = measure(blueprint, w)
     shard_ranks = choose_shard_ranks(blueprint, w, costs, gpu_bytes)
     of_one = w.micro_batch_images  # if size is 0: 1, and 2 for a pair
@@ -480,7 +475,6 @@ def fit_to_gpus(
             chosen = choose_options(
                 Blueprint(family, options["model"], lora, dtype, num_sources, vae_dtype),
                 options,
-                len(eval_set),
                 torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
                 ranks=int(os.environ["WORLD_SIZE"]),
                 ranks_here=ranks_here,

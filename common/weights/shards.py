@@ -123,18 +123,14 @@ def first_intact(path: Path, state: dict, may_be_earlier: bool) -> tuple[Path, d
     Raises:
         NothingBegun: there is none, or it may not be an earlier one.
     """
-    while True:
-        fault = find_fault(path, state["shards"])
-        if fault is None:
-            return path, state
-        earlier = None
-        if may_be_earlier:
-            earlier = gather_objects(newest_before(path))[0]
+    while fault := find_fault(path, state["shards"]):
+        earlier = gather_objects(newest_before(path))[0] if may_be_earlier else None
         if earlier is None:
             raise NothingBegun(f"no checkpoint to resume from: {fault}")
         print_message(f"{fault}: using {earlier.name}")
         path = earlier
         state = load_checkpoint(earlier)
+    return path, state
 
 
 def newest_before(path: Path) -> Path | None:

@@ -131,7 +131,7 @@ def test_two_workers_sample_as_one_does(engine, tmp_path):
     one = start(tmp_path, num_workers=1)
     for name, either in (("one", one), ("two", engine)):
         before = assert_parity(either, base, args, lora=False)
-        assert either.push(adapter, config) == len(adapter) // 2 == 31
+        either.push(adapter, config)
         sampled[name] = assert_parity(either, model, args, lora=True)
         assert (sampled[name].latents - before.latents).abs().max() > 1e-2
     one.close()
@@ -192,7 +192,7 @@ def test_full_weights_of_a_family(family, tmp_path):
     for parameter in model.transformer.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.02)
     tensors, _ = tensors_on_rank_0(model)
-    assert engine.push(tensors, None) == len(tensors)
+    engine.push(tensors, None)
     theirs = engine.generate(request)
     with torch.no_grad():
         ours = flow_grpo.recompute_log_probs(args, model, request, theirs)

@@ -654,7 +654,7 @@ def test_the_engine_samples_as_the_trainer_does(family, checkpoint, tmp_path):
     pushed = []
     for _ in range(2):
         tensors, config = tensors_on_rank_0(model)
-        assert engine.push(tensors, config) == len(tensors) // 2
+        engine.push(tensors, config)
         pushed.append(assert_parity(engine, model, "default", lora=True))
         for name, parameter in model.transformer.named_parameters():
             if "lora_A" in name:
@@ -697,7 +697,7 @@ def test_the_engine_takes_full_weights(family, checkpoint, tmp_path):
     for parameter in model.transformer.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.02)
     tensors, config = tensors_on_rank_0(model)
-    assert engine.push(tensors, config) == len(tensors)
+    engine.push(tensors, config)
     assert_parity(engine, model, "default", lora=True)
     engine.close()
 

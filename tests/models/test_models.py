@@ -8,7 +8,7 @@ from common import models
 from common.models.family import Family, on_device
 from common.models.loading import family_class, find_family, load_model
 from common.models.stable_diffusion_3 import StableDiffusion3
-from common.models.vae import decode_in_slices, encode_in_slices, pil_images, to_unit_range
+from common.models.vae import decode_in_slices, encode_in_slices, to_unit_range
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
 from common.weights.prompt_cache import prepare_prompts
@@ -388,11 +388,11 @@ def test_pixels_become_images_as_in_diffusers():
     random = torch.randn(4, 3, 16, 24, generator=torch.Generator().manual_seed(0))
     halves = ((torch.arange(256) + 0.5) / 255 * 2 - 1).view(-1, 1, 1, 1).expand(-1, 3, 1, 1)
     for pixels in (random, halves):
-        ours = pil_images(to_unit_range(pixels))
+        ours = embedded_model().to_images(to_unit_range(pixels))
         theirs = VaeImageProcessor().postprocess(pixels)
         assert [image.tobytes() for image in ours] == [image.tobytes() for image in theirs]
     video = random.view(2, 2, 3, 16, 24).movedim(1, 2)  # two videos of two frames
-    frames = [frame.tobytes() for frames in pil_images(to_unit_range(video)) for frame in frames]
+    frames = [frame.tobytes() for frames in embedded_model().to_images(to_unit_range(video)) for frame in frames]
     assert frames == [image.tobytes() for image in VaeImageProcessor().postprocess(random)]
 
 

@@ -5,7 +5,6 @@ import sys
 from assets.sign_colour import named_colour, sign_colour
 from common.data import PromptSet
 from common.errors import RunError
-from common.models.vae import pil_images
 from common.rewards._clip import preprocess
 from common.rewards.aesthetic import aesthetic
 from common.rewards.clip_score import clip_score
@@ -13,7 +12,7 @@ from common.rewards.hpsv2 import FILE, hpsv2, pad_pixels, pad_to_square
 from common.rewards.pickscore import pickscore
 from common.scoring import NOT_ASKED, score_images
 from contrib.draft import check_of_pixels, score_pixels
-from tests.conftest import prompt_set
+from tests.conftest import embedded_model, prompt_set
 from tests.tiny_models import CLIP_WIDTH, as_open_clip, make_clip
 
 import pytest
@@ -66,7 +65,7 @@ def test_a_reward_of_pixels_is_that_of_the_image(name, distance, size):
     pixels = some_pixels(name, size).requires_grad_()
     rewards = {name: REWARDS[name]}
     scores = score_pixels(rewards, pixels, prompt_set(PROMPTS))
-    images = pil_images(pixels.detach())
+    images = embedded_model().to_images(pixels.detach())
     expected = score_images(rewards, images, prompt_set(PROMPTS))
     assert scores.dtype == torch.float64 and len(set(expected.flatten().tolist())) == 3
     torch.testing.assert_close(scores.detach(), expected, rtol=0, atol=distance)

@@ -248,7 +248,7 @@ def test_a_micro_batch_of_0_is_the_largest_that_divides_a_share_and_fits(script,
     options["rollout"] = "local"
     w = needs.workload_of(options | {"micro_batch_size": smaller}, 4, ranks=1, ranks_per_node=1)
     least = needs.gpu_peak(blueprint, w, needs.measure(blueprint, w)) / 0.9
-    choose = functools.partial(needs.choose_options, num_eval_prompts=4, ranks=1, ranks_here=1)
+    choose = functools.partial(needs.choose_options, ranks=1, ranks_here=1)
     found = [choose(blueprint, options, gpu_bytes=size) for size in (1e15, least + 2, 1)]
     assert [chosen["micro_batch_size"] for chosen in found] == [largest, smaller, 1]
     given = choose(blueprint, options | {"micro_batch_size": 8}, gpu_bytes=1e15)
