@@ -17,7 +17,7 @@ import flow_grpo
 from common import process
 from common.checkpoints import atomic_file, save_checkpoint, saved_checkpoints
 from common.data import GroupSampler, PromptSet, _call_function
-from common.distributed import gather, gather_objects
+from common.distributed import gather, gather_objects, restore_rng_states
 from common.errors import NothingBegun, RunError
 from common.inputs import Inputs, choose_sizes
 from common.models.family import Family
@@ -364,7 +364,12 @@ def test_only_a_whole_step_is_saved_after_a_failure(tmp_path, one_rank, metrics,
     run._saved_step = saved
     torch.manual_seed(1)
     calls = []
-    run.begin_step(5, sampler, lambda: calls.append((run.step, sampler.position, torch.rand(()).item())))
+
+    def save():
+        restore_rng_states(run._rng_to_save)
+        calls.append((run.step, sampler.position, torch.rand(()).item()))
+
+    run.begin_step(5, sampler, save)
     began_with = torch.Generator().manual_seed(1)
     sampler.draw()
     expected = (4, 0, torch.rand((), generator=began_with).item())
