@@ -51,7 +51,7 @@ class VLLMEngine:
     """A vLLM-Omni engine in a child process, which serves one rank.
 
     The child ends when this process ends, however that happens. A call returns within `timeout_s`, or raises
-    EngineError, whose one line names the child's log.
+    EngineError, whose one line names the child's log; `generate` may wait for the other ranks before it does.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class VLLMEngine:
         Args:
             finished: gets each chunk's image numbers and images, while the engine samples the next chunk. An exception
                 that it raises ends the call; the engine can be used again.
-            alone: whether the other ranks do not ask for scores next.
+            alone: whether another collective than Scorer.scores comes next on the other ranks.
 
         Raises:
             EngineError: the engine failed, died, or did not answer in time, and the rank samples alone.
