@@ -6,7 +6,6 @@ process. Nothing is installed, and no other process sees it.
 
 import os
 
-import psutil
 import torch
 import vllm.model_executor.layers.utils as linear_utils
 from vllm.platforms.cpu import CpuPlatform
@@ -37,7 +36,7 @@ def keep_linear_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 class CpuOmniPlatform(OmniPlatform, CpuPlatform):
-    """vLLM's CPU platform, with answers to the questions that vLLM-Omni adds. Memory figures are the machine's."""
+    """vLLM's CPU platform, with answers to the questions that vLLM-Omni adds."""
 
     _omni_enum = OmniPlatformEnum.OOT
 
@@ -47,7 +46,7 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     ) -> str:
         if selected_backend not in (None, "TORCH_SDPA"):
             raise ValueError(f"attention backend {selected_backend}: there is only TORCH_SDPA on a CPU")
-        return "common.engine.cpu_worker.CpuSDPABackend"
+        return "vllm_omni.diffusion.attention.backends.sdpa.SDPABackend"  # cpu_worker.py lets it run here
 
     @classmethod
     def get_diffusion_worker_cls(cls) -> str:
@@ -72,14 +71,6 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     @classmethod
     def empty_cache(cls) -> None:
         return None
-
-    @classmethod
-    def get_free_memory(cls, device: torch.device | None = None) -> int:
-        return psutil.virtual_memory().available
-
-    @classmethod
-    def get_device_total_memory(cls, device_id: int = 0) -> int:
-        return psutil.virtual_memory().total
 
     @classmethod
     def reset_peak_memory_stats(cls, device: torch.device | None = None) -> None:

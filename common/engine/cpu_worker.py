@@ -1,24 +1,12 @@
-"""Attention and worker of the CPU platform (`cpu_platform.py`), which vLLM-Omni imports by name once it is known."""
+"""The worker of the CPU platform (`cpu_platform.py`), which vLLM-Omni imports by name once it is known."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
+from vllm_omni.diffusion.attention.backends.sdpa import SDPAImpl
 from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
 from vllm_omni.diffusion.ipc import pack_diffusion_output_shm
 from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker, WorkerProc
-
-
-class CpuSDPAImpl(SDPAImpl):
-    """torch's scaled-dot-product attention. The base class knows a few accelerators alone."""
-
-    forward = SDPAImpl._forward_impl
-
-
-class CpuSDPABackend(SDPABackend):
-    @staticmethod
-    def get_impl_cls() -> type[SDPAImpl]:
-        return CpuSDPAImpl
 
 
 class CpuDiffusionWorker(DiffusionWorker):
@@ -26,6 +14,7 @@ class CpuDiffusionWorker(DiffusionWorker):
 
     def init_device(self) -> None:
         super().init_device()
+        SDPAImpl.forward = SDPAImpl._forward_impl  # torch's attention; its own `forward` knows a few accelerators alone
         # this process's WorkerProc, if it has one, starts the thread after its worker
         WorkerProc._async_output_loop = send_outputs
 
