@@ -241,6 +241,11 @@ def samples_ahead(args: Args, step: int) -> bool:
     return 0 < step < args.num_steps and not is_saved
 
 
+def has_failed(ahead: "PendingRollout | None") -> bool:
+    """Whether the rollout ahead, for whose end this waits, failed on any rank. A collective."""
+    return ahead is not None and any(gather_objects(ahead.trajectories.exception() is not None))
+
+
 # ==== 4 MODEL =========================================================================================================
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained.
@@ -792,9 +797,7 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # the rollout after the next one samples with the new weights; a push waits for the engine
         with run.timed("update_weights"):
-            # on any rank: `result` raises it in the next step, and this one is saved
-            has_failed = ahead and any(gather_objects(ahead.trajectories.exception() is not None))
-            if engine and not has_failed:
+            if engine and not has_failed(ahead):  # a failed rollout is raised in the next step, and this one is saved
                 engine.push_policy(model)
 
         # RUN LOGIC, the same in all scripts: evaluate, log, save, stop

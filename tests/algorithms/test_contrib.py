@@ -64,7 +64,7 @@ CHANGED = {
     "contrib/diffusion_opd.py": 239,
     "contrib/draft.py": 617,
     "contrib/flow_dppo.py": 53,
-    "contrib/flow_grpo_ahead.py": 105,
+    "contrib/flow_grpo_ahead.py": 108,
     "contrib/online_dpo.py": 89,
     "contrib/ram.py": 105,
     "contrib/tempflow_grpo.py": 59,
