@@ -78,8 +78,9 @@ def threads_of_this_rank() -> int:
 def setup_distributed(shard_ranks: int = 0) -> torch.device:
     """Join torchrun's world, where shard_ranks is shard_mesh's. Returns this rank's device.
 
-    ValueError: each node has its own number of ranks to shard over.
+    ValueError: torchrun did not start the script, or each node has its own number of ranks to shard over.
     """
+    launched_world_size()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
         outlive_terminal()

@@ -22,7 +22,7 @@ def rows_of(tensors: dict[str, torch.Tensor], rows: torch.Tensor) -> dict[str, t
 
 @dataclass
 class RolloutRequest:
-    """B images or videos of U distinct prompts, in T sampling steps: all that a policy needs to make them."""
+    """B images or videos of U prompts, in T sampling steps: all that a policy needs to make them."""
 
     conditioning: dict[str, torch.Tensor]
     """the transformer's inputs about the U prompts, (U, ...) each"""

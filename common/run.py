@@ -1,6 +1,7 @@
 """A run and its folder runs/<name>: options, source, metrics, clock, curves and checkpoints.
 
-A kill leaves each file whole, or, of metrics.jsonl, a last line that a resume cuts off.
+A kill leaves args.json, checkpoints, adapters, samples.jsonl and heartbeat.json whole, and of metrics.jsonl at worst a
+last line that a resume cuts off.
 
 What stands here is equal in all scripts, and no ablation changes it. They say what a rollout logs and what a checkpoint
 holds beyond this; common/evaluation.py scores an evaluation.
@@ -74,10 +75,12 @@ class Run:
 
     Attributes:
         step: the training step that began last; 0 before the first one, or the checkpoint's of a resumed run.
-        checkpoint: the checkpoint that this run resumes from, the same on all ranks; or None.
+        checkpoint: the checkpoint that this run resumes from, the same on all ranks, or None. load_checkpoint takes an
+            earlier one where this one's shards are damaged.
         best_score: the highest weighted total, or --best_by, of an evaluation so far.
         unlogged: the metrics of a finished training step until they are logged. A checkpoint has them where the step's
             evaluation failed, which a resumed run does again.
+        stop_reason: the rule of --stop_if that an evaluation met first; None before one is met.
     """
 
     def __init__(
@@ -107,18 +110,19 @@ class Run:
         self.checkpoint = gather_objects(checkpoint)[0] if script else checkpoint
         self.step = 0
         self.best_score = -math.inf
-        self._lowest_score = math.inf  # where it is the best as well, no step is called best
+        self._lowest_score = math.inf  # for `close`: where it is best_score, all evaluations scored the same
         self.unlogged: dict[str, float] = {}
         self._saved_step = 0  # of the newest checkpoint
         self._sampler: GroupSampler | None = None
         self._save: Callable[[], None] | None = None
-        # (step, random states, the sampler's) that belong to the weights; None while they change
+        # (step, random states, the sampler's) that belong to the weights, for save_after_failure: set by begin_step, of
+        # the step before, and by end_step; None from update_actor to end_step, while the weights change
         self._policy_states: tuple[int, dict, dict] | None = None
         self._rng_to_save: dict | None = None  # after a failure, as a thread that scores may still draw numbers
         self._best_step: int | None = None  # of the best evaluation; None: unknown
         self._num_images = num_images
         self._writes = on_rank_0()
-        self._stop_reason: str | None = None  # the rule that an evaluation met first
+        self.stop_reason: str | None = None
         self._timing: dict[str, float] = {}  # seconds of every phase since the last `log`, on this rank
         self._created: float | None = time.perf_counter()  # until the first phase: the time before it is the startup
         self._device_memory_gb = 0.0  # the most that was in use on the GPU, by any process, since the last `log`
@@ -153,7 +157,8 @@ class Run:
         """Add the block's seconds to timing_s/<name>, to the end of the GPU's work. The time before the first block is
         startup.
 
-        A block is also a phase of heartbeat.json. Within update_actor a failure saves no checkpoint: weights change.
+        A block is also a phase of heartbeat.json. From update_actor to `end_step` a failure saves no checkpoint, as
+        weights change.
         """
         began = time.perf_counter()
         if self._created is not None:
@@ -246,8 +251,8 @@ class Run:
         collective.
 
         metrics: finite numbers or scalar tensors by name; to them come those of `end_step`. grid: an evaluation's
-        captioned images, from which grid_STEP.png and curves.png are drawn. Where an evaluation meets a rule of
-        --stop_if, `should_stop` says so on every rank; a line warns where the evaluation lacks the metric of a rule.
+        captioned images, of which grid_STEP.png is made; curves.png is drawn with it. Where an evaluation meets a rule
+        of --stop_if, `stop_reason` is set on every rank; a line warns where the evaluation lacks the metric of a rule.
 
         Raises:
             RunError: on rank 0, naming the metrics that are NaN or infinite, or the folder that could not be written;
@@ -270,7 +275,7 @@ class Run:
         metrics = metrics | self._speed_metrics(step)
         if self.args.stop_if and may_stop:
             met, reason = met_rules(read_stop_rules(self.args.stop_if), step, metrics, self.print_message)
-            self._stop_reason = self._stop_reason or reason
+            self.stop_reason = self.stop_reason or reason
             metrics |= met
         self._timing = {}
         if not self._writes:
@@ -316,10 +321,11 @@ class Run:
         if ratio is not None and not self._has_seen_ratio:
             self._has_seen_ratio = True
             deviation = metrics["actor/on_policy_ratio_std"]
-            if max(abs(ratio - 1), deviation) > 1e-3:  # no weight has changed since the rollout
+            limit = min(1e-3, getattr(self.args, "clip_range", 1e-3))
+            if max(abs(ratio - 1), deviation) > limit:  # no weight has changed since the rollout
                 why = "the rollout's log-probs are not those that the update computes of the same samples"
                 advice = "pass --old_log_prob recompute, or see docs/fork.md"
-                self.print_message(f"step {step}: the ratio begins at {ratio:.3f} +- {deviation:.3f}: {why}: {advice}")
+                self.print_message(f"step {step}: the ratio begins at {ratio:.4g} +- {deviation:.1g}: {why}: {advice}")
         if has_grid:
             told = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]
             told += [f"{name} {value:g}" for name, value in metrics.items() if name.endswith("/failed") and value > 0]
@@ -428,7 +434,7 @@ class Run:
         """Whether a signal on any rank, too little time for another step, or a rule of --stop_if asks for the end. A
         collective."""
         self._longest_step_s = max(self._longest_step_s, time.perf_counter() - self._last_step_began)
-        self._is_stopping = any(gather_objects(stop_requested(self._longest_step_s))) or self._stop_reason is not None
+        self._is_stopping = any(gather_objects(stop_requested(self._longest_step_s))) or self.stop_reason is not None
         return self._is_stopping
 
     def close(self) -> None:
@@ -444,8 +450,8 @@ class Run:
             elif self._best_step is not None:
                 self.print_message(f"best evaluation: step {self._best_step}, in {self.folder}/best_adapter")
             told = f"stopped after step {self.step} of {self.args.num_steps}"
-            if self._stop_reason:
-                self.print_message(f"{told}: {self._stop_reason}; to continue, pass --resume latest without it")
+            if self.stop_reason:
+                self.print_message(f"{told}: {self.stop_reason}; to continue, pass --resume latest without it")
             elif self.step < self.args.num_steps:
                 self.print_message(f"{told}; to continue, give the same command with --resume latest")
             else:
@@ -454,7 +460,8 @@ class Run:
                 )
         if self._tracker:
             self._tracker.finish()
-        self._write_heartbeat("stopped" if self._is_stopping and self.step < self.args.num_steps else "finished")
+        is_stopped = self._is_stopping or self.stop_reason is not None
+        self._write_heartbeat("stopped" if is_stopped and self.step < self.args.num_steps else "finished")
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------

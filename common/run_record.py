@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from common.checkpoints import FORMAT, check_unchanged, lock_run, writing
+from common.checkpoints import FORMAT, atomic_file, check_unchanged, lock_run, writing
 from common.data import read_records, split_source
 from common.distributed import on_rank_0
 from common.models.loading import known_folder
@@ -182,7 +182,8 @@ def create_run_folder(
         suffix = f"_{checkpoint.stem}" if checkpoint and (folder / "args.json").exists() else ""
         for old in folder.glob("traceback_rank*.txt"):  # of an earlier end
             old.unlink()
-        (folder / f"args{suffix}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+        with atomic_file(folder / f"args{suffix}.json") as temporary:
+            temporary.write_text(json.dumps(record, indent=1, default=str) + "\n")
         if diff:
             (folder / f"uncommitted{suffix}.diff").write_bytes(diff)
         shutil.copy(script, folder / f"source{suffix}.py")

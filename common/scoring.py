@@ -15,12 +15,12 @@ the other images of the call. The function may have attributes:
     whole_group     True: it is called when all images are sampled, once for each group with all images of it
     relative        True: it only compares the images of a group, so it scores no evaluation, and chooses no best one;
                     it needs whole_group
-    check           a function (prompt), run on every prompt that asks for the reward, before any model loads; raises
-                    ValueError for a prompt that the reward cannot score
+    check           a function (prompt), run on every prompt that asks for the reward, before the trained model loads;
+                    raises ValueError for a prompt that the reward cannot score
     check_metadata  a function (dict), run on the metadata of these prompts in the same way
     load            a function (), run before the trained model loads: loads the reward's own network, or raises
                     ValueError and says what is missing
-    offload         a function (), run when all images of a rollout are scored
+    offload         a function (), run when all images of a rollout or an evaluation are scored
     settings        names of the environment variables that its scores depend on; a run records their values
     of_pixels       the reward as a differentiable function (pixels, prompts, metadata) -> scores, for contrib/draft.py:
                     pixels (B, 3, H, W) in [0, 1], scores (B,), both tensors. It must agree with the reward of the same
@@ -84,9 +84,9 @@ def load_rewards(
 ) -> dict[str, Reward]:
     """Reward functions by the name under which they are logged; `path/to/file.py:function` loads your own.
 
-    reward_weights: one for each; None where `trained` rewards, but for relative ones, come first in the result, and
-    these only score evaluations. reward_frames: of how many frames a built-in reward scores a video of num_frames; 0:
-    of none. load: call the `load` of those that have one.
+    reward_weights: one for each, whose number is checked; None for rewards that only score evaluations. trained: those
+    of --reward, which come first in the result, but for relative ones. reward_frames: of how many frames a built-in
+    reward scores a video of num_frames; 0: of none. load: call the `load` of those that have one.
 
     Raises:
         ValueError: in one line, for an unknown reward, a missing file or function, a wrong number of weights, two
@@ -111,11 +111,11 @@ def load_rewards(
         if of_images:
             functions[log_name] = of_frames(functions[log_name], reward_frames)
             print_message(f"{option} {name}: of a video, the mean over {reward_frames} of its {num_frames} frames")
-    for name in (RECORDED | {TOTAL}) & functions.keys():
+    for name in (RECORDED | {TOTAL}) & functions.keys():  # the first, if any
         raise ValueError(f"{option} {' '.join(names)}: a run records something else as {name}: rename the function")
     for name, function in functions.items() if load else ():
         same = [other for other, of in {**(trained or {}), **functions}.items() if of is function]
-        if same[0] == name and hasattr(function, "load"):  # of several scores of a function the first name
+        if same[0] == name and hasattr(function, "load"):  # once for a function, under the first of its names
             with error_prefix(f"{option} {name}", (Exception, SystemExit)):
                 function.load()
     absolute = {name: function for name, function in (trained or {}).items() if not is_relative(function)}
@@ -174,8 +174,6 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
     else:
         known = ", ".join(built_in_rewards())
         raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
-    if hasattr(function, "whole_batch"):
-        raise ValueError(f"{option} {name}: has whole_batch, which cut groups: set whole_group in its place")
     if option == "--eval_reward" and is_relative(function):
         raise ValueError(f"{option} {name}: is relative, so it says nothing of an evaluation")
     if is_relative(function) and not getattr(function, "whole_group", False):
@@ -230,7 +228,7 @@ class Scorer:
         other ranks do not wait; more will follow, so there is no `offload`.
 
         Raises:
-            RolloutError: on all ranks, as score_images on one; or an image was never handed over, or never scored.
+            RolloutError: on all ranks, as score_images on one; or an image was never handed over.
         """
         alone = places is None
         self.finished.put(None)
@@ -241,9 +239,6 @@ class Scorer:
             missing = sum(image is None for image in self.images)
             if missing:
                 raise RunError(f"{missing} of {len(self.images)} images were never handed to the rewards")
-            not_scored = int((self.scored[:, [name in self.early for name in self.rewards]] == NOT_SCORED).any(1).sum())
-            if not_scored:  # the thread has ended, and not even its error is known
-                raise RunError(f"{not_scored} of {len(self.images)} images were never scored")
         of_groups = {name: function for name, function in self.rewards.items() if name not in self.early}
         if of_groups:
             own_places = list(range(len(self.images))) if places is None else torch.as_tensor(places).tolist()
@@ -340,6 +335,7 @@ def score_images(
             scores[own, column], found = _read_scores(name, [entries[row] for row in own], prompts, reward_failure)
             for row, values in zip(own, found, strict=True):
                 beside = {key: value for key, value in values.items() if key not in keys}
+                # once for a function, under the first of its names that this prompt asks for
                 if details is not None and beside and not columns.keys() & details[row].keys():
                     details[row][name] = beside
     return scores

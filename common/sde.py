@@ -4,7 +4,7 @@ Convention: x_s = (1 - s) x0 + s noise with s = sigma in [0, 1] (1 is pure noise
 sampling runs sigma downwards, so dt = sigma_next - sigma is negative. x0 = x - s v and noise = x + (1 - s) v are the
 model's estimates.
 
-A step kind is a function (x, v, sigma, sigma_next, noise_level, sigma_max) -> (mean, std): x, v and mean are
+A step kind is a function (x, v, sigma, sigma_next, noise_level, *, sigma_max) -> (mean, std): x, v and mean are
 (B, ...), the others are floats. `sde_step` draws x' = mean + std eps and computes its log-prob. At noise_level 0 a kind
 must be the Euler step x + v dt with std 0. Your own, `--sde_type path/to/file.py:function`, has a Gaussian log-prob.
 """
@@ -273,15 +273,6 @@ def draw_noise(
 
 
 # ---- the window of SDE steps -------------------------------------------------------------------------
-
-
-def check_sde_steps(
-    sde_type: str, noise_level: float, num_inference_steps: int, window_range: tuple[int, int], window_size: int
-) -> None:
-    """Hold the options of SDE steps against each other: check_step_kind, and check_window if any."""
-    check_step_kind(sde_type, noise_level)
-    if window_size:
-        check_window(window_range, window_size, num_inference_steps)
 
 
 def check_window(window_range: tuple[int, int], size: int, num_inference_steps: int) -> None:

@@ -31,11 +31,11 @@ from common.evaluation import evaluate_samples, log_rollout, reward_metrics
 from common.inputs import Inputs, check_inputs, choose_sizes
 from common.models.family import Family
 from common.models.loading import find_family, load_model
-from common.options import Bound, PositiveFloat, PositiveInt, RatioArgs
+from common.options import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, RatioArgs
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, checkpoint_to_resume, friendly_errors
 from common.scoring import Scorer, all_equal, asked_parts, fill_failed, load_rewards
-from common.sde import SDEStepOutput, check_sde_steps, image_seed, sde_step
+from common.sde import SDEStepOutput, check_step_kind, check_window, image_seed, sde_step
 from common.watch import norm_ratio
 from common.weights.attention import use_attention
 from common.weights.base_weights import quantise_encoders
@@ -82,7 +82,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     """formula of the SDE steps: sde, dance, cps, cps_gauss (docs/flow_grpo.md), or your own path/to/file.py:function"""
     noise_level: PositiveFloat = 0.7
     """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""
-    sde_window_size: Annotated[int, Bound(at_least=0)] = 1
+    sde_window_size: NonNegativeInt = 1
     """consecutive sampling steps that are SDE steps and trained; 0: all but the last, whatever the range"""
     sde_window_range: tuple[int, int] = (0, 1)
     """the window is drawn, once per rollout, within sampling steps lo to hi - 1, counted from 0; hi is
@@ -91,7 +91,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     # ---- algorithm
     clip_range: PositiveFloat = 1e-3
     """the ratio is clipped to 1 +- this; small, because log-probs are means over the latent (SD3.5 at 512: 1e-4)"""
-    kl_coef: Annotated[float, Bound(at_least=0)] = 0.0
+    kl_coef: NonNegativeFloat = 0.0
     """factor of the KL to the reference, the model before training (Flow-GRPO: 0.04 for OCR, 0.01 for PickScore)"""
     kl_type: Literal["code", "paper", "velocity"] = "code"
     """code: with --sde_type sde the KL times the step's |dt|, as published coefficients assume; paper: without |dt|;
@@ -105,33 +105,29 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     each reward's own advantages, divided by that sum's deviation over the rollout (GDPO if --scale_rewards is group)"""
 
     # ---- optimization
-    num_steps: Annotated[int, Bound(at_least=0)] = 30
+    num_steps: NonNegativeInt = 30
     """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 4
     """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
-    micro_batch_size: Annotated[int, Bound(at_least=0)] = 64
+    micro_batch_size: NonNegativeInt = 64
     """images per pass on a rank, and per local sampling batch; lowered to a rank's share of a mini-batch,
     which it must divide; 0: what fits a GPU"""
-    learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
+    learning_rate: NonNegativeFloat = 1e-3
     """learning rate of AdamW (Flow-GRPO: 3e-4)"""
 
 
 # ==== 2 SETUP =========================================================================================================
 def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them, micro_batch_size lowered to a rank's mini-batch."""
-    if args.eval_only:  # no rollout is made, or cut into mini-batches
+    check_step_kind(args.sde_type, args.noise_level)
+    if args.eval_only:  # no mini-batches are cut
         return args
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
-    check_sde_steps(
-        args.sde_type,
-        args.noise_level,
-        args.num_inference_steps,
-        window_range=args.sde_window_range,
-        window_size=args.sde_window_size,
-    )
+    if args.sde_window_size:
+        check_window(args.sde_window_range, args.sde_window_size, args.num_inference_steps)
     sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
     if sums_advantages and args.scale_rewards == "none":
         raise ValueError("--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch")
@@ -246,7 +242,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
         policies.append("reference")  # add_policies drops it for a new LoRA: there the base model is the reference
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
-    use_attention(model, args.attention)
+    use_attention(model, args.attention)  # "native" as well, which switches cuDNN's attention off
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
 
 
@@ -262,7 +258,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
     mesh = shard_mesh(device, args.shard_ranks)
     # FSDP would copy and cast all weights in every pass even where a rank has them whole: there it gets the LoRA alone
-    lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu
+    lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu  # one rank to a copy
     if lora_alone:
         keep_frozen_whole(model, dtype)  # they are model.unsharded from here on, which FSDP ignores
     # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
@@ -310,7 +306,7 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
 def sample_locally(model: Family, request: RolloutRequest) -> Trajectories:
     """Sample the request's B images with the training transformer, by the SDE and ODE steps that it asks for."""
     generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
-    first_latents = request.first_latents(generators, model.device)  # (B, C, h, w)
+    first_latents = request.first_latents(generators, model.device)  # (B, ...)
     outputs = []
     x = first_latents
     for i in range(len(request.timesteps)):
@@ -409,8 +405,9 @@ def policy_step(
     An SDE step of --sde_type sde, with q = noise_level sqrt(s / (1 - min(s, sigma_max))), s = sigma, eps ~ N(0, 1):
         x' = x + [v + q^2 / (2 s) (x + (1 - s) v)] dt + q sqrt(-dt) eps,    dt = sigma_next - sigma < 0.
     It is a Gaussian policy: log_prob (B,) is the *mean* over elements of log N(x'; mean, std). Other steps are the
-    ODE's Euler step x + v dt, without a density. `generator` draws x'; or x' is given as `prev_sample` (B, ...),
-    diffusers' name for it. request: of these B images alone, as `select` gives it, a row of conditioning for each.
+    ODE's Euler step x + v dt, without a density. `generator`, one for each image, draws x'; or x' is given as
+    `prev_sample` (B, ...), diffusers' name for it. request: of these B images alone, as `select` gives it, a row of
+    conditioning for each.
     """
     v = model.predict_velocity(
         x, request.timesteps[i], request.conditioning, request.negative_conditioning, request.guidance_scale
@@ -637,11 +634,11 @@ def evaluate(
         request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
         with acting(model, args.evaluated_policy, engine):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
-            rollout(eval_args, model, engine, request, scorer)
+            rollout(eval_args, model, engine, request, scorer)  # its images go to the scorer
             scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of inputs.eval_rewards
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
-    if not args.eval_only:
-        run.save_if_best(model, args.evaluated_policy, metrics)
+        if not args.eval_only:
+            run.save_if_best(model, args.evaluated_policy, metrics)
     return metrics, grid
 
 
@@ -677,7 +674,7 @@ def main(args: Args, inputs: Inputs) -> None:
     parts = inputs.train_set.parts  # (number of prompts, share): of each file with --train_shares, else of all
     sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
-    if engine:  # the first push, before `load`, as any weights prove that a push acts and the engine samples as we do
+    if engine:  # the first push, and a proof that it acts and that the engine samples as we do, which any weights give
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])
         engine.verify_policy(model, one_image, sample_locally)
 
@@ -688,10 +685,10 @@ def main(args: Args, inputs: Inputs) -> None:
             engine.push_policy(model)
     if args.eval_only or run.unlogged or not run.checkpoint:
         run.log(*evaluate(args, run, model, engine, inputs))
-    last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
+    last_step = run.step if args.eval_only or run.stop_reason else args.num_steps  # then no training step is taken
 
     for step in range(run.step + 1, last_step + 1):
-        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if sampling fails
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a rollout fails
 
         # sample G images for each prompt with the current policy (Flow-GRPO, eq. 9)
         with run.timed("gen"):
@@ -735,7 +732,7 @@ def main(args: Args, inputs: Inputs) -> None:
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
         run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps in a row without a finite gradient
-        stopping = run.should_stop()
+        stopping = run.should_stop()  # asked before `save`, which writes more at the end
         if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
             save(args, run, model, optimizer, sampler)
         if stopping:

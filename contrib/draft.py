@@ -42,7 +42,7 @@ from common.evaluation import evaluate_samples
 from common.inputs import Inputs, check_inputs, choose_sizes
 from common.models.family import Family, on_device
 from common.models.loading import find_family, load_model
-from common.options import ASSETS, Bound, PositiveInt, SharedArgs
+from common.options import ASSETS, Bound, NonNegativeFloat, NonNegativeInt, PositiveInt, SharedArgs
 from common.rollout import RolloutRequest
 from common.run import Run, checkpoint_to_resume, friendly_errors
 from common.scoring import NOT_ASKED, Reward, Scorer, load_rewards, offload_rewards, weighted_totals
@@ -99,11 +99,11 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     of 40)"""
 
     # ---- optimization
-    num_steps: Annotated[int, Bound(at_least=0)] = 30
+    num_steps: NonNegativeInt = 30
     """training steps of the run, each of them one optimizer step"""
-    micro_batch_size: Annotated[int, Bound(at_least=0)] = 32
+    micro_batch_size: NonNegativeInt = 32
     """images per pass on a rank, and per sampling batch; at most what a rank has; 0: what fits on a GPU"""
-    learning_rate: Annotated[float, Bound(at_least=0)] = 1e-3
+    learning_rate: NonNegativeFloat = 1e-3
     """learning rate of AdamW"""
     lr_schedule: str = "cosine"
     """constant, or linear or cosine, by which the learning rate falls to nearly 0 at num_steps (if you resume with more
@@ -113,7 +113,7 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
 # ==== 2 SETUP =========================================================================================================
 def check(args: Args) -> Args:
     """Refuse options that cannot work together. Returns them with the micro-batch that a rank has."""
-    if args.eval_only:  # no rollout is made, or cut into mini-batches
+    if args.eval_only:  # no mini-batches are cut
         return args
     micro_batch_size = fit_micro_batch(args.num_prompts, 1, args.micro_batch_size, "--num_prompts")
     num_steps = args.num_inference_steps
@@ -221,7 +221,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
         policies.append("ema")
     add_policies(model, inputs.lora, policies, args.seed)
     shard(args, model, device)
-    use_attention(model, args.attention)
+    use_attention(model, args.attention)  # "native" as well, which switches cuDNN's attention off
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
 
 
@@ -237,7 +237,7 @@ def shard(args: Args, model: Family, device: torch.device) -> None:
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
     mesh = shard_mesh(device, args.shard_ranks)
     # FSDP would copy and cast all weights in every pass even where a rank has them whole: there it gets the LoRA alone
-    lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu
+    lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu  # one rank to a copy
     if lora_alone:
         keep_frozen_whole(model, dtype)  # they are model.unsharded from here on, which FSDP ignores
     # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
@@ -448,8 +448,8 @@ def evaluate(args: Args, run: Run, model: Family, inputs: Inputs) -> tuple[dict,
             rollout(eval_args, model, request, scorer)
             scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of inputs.eval_rewards
         metrics, grid = evaluate_samples(args, run, scorer, places=places, seeds=seeds, scores=scores)
-    if not args.eval_only:
-        run.save_if_best(model, args.evaluated_policy, metrics)
+        if not args.eval_only:
+            run.save_if_best(model, args.evaluated_policy, metrics)
     return metrics, grid
 
 
@@ -489,10 +489,10 @@ def main(args: Args, inputs: Inputs) -> None:
         load(args, run, model, optimizer, sampler)
     if args.eval_only or run.unlogged or not run.checkpoint:
         run.log(*evaluate(args, run, model, inputs))
-    last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
+    last_step = run.step if args.eval_only or run.stop_reason else args.num_steps  # then no training step is taken
 
     for step in range(run.step + 1, last_step + 1):
-        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if sampling fails
+        run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a rollout fails
 
         # sample an image for each prompt, score its pixels, and follow the scores' gradient (DRaFT-K, or ReFL)
         with run.timed("update_actor"):
@@ -509,7 +509,7 @@ def main(args: Args, inputs: Inputs) -> None:
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, inputs) if is_due else ({}, None)
         run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps in a row without a finite gradient
-        stopping = run.should_stop()
+        stopping = run.should_stop()  # asked before `save`, which writes more at the end
         if step % (args.save_every or args.eval_every) == 0 or step == args.num_steps or stopping:
             save(args, run, model, optimizer, sampler)
         if stopping:

@@ -24,9 +24,9 @@ from common.engine.launch import engine_environment
 from common.engine.mismatch import check_sampling
 from common.errors import RunError, truncate
 from common.images import as_images
-from common.models.family import Family, Images
+from common.models.family import Family
 from common.process import print_message, stop_requested
-from common.rollout import RolloutRequest, Trajectories
+from common.rollout import Images, RolloutRequest, Trajectories
 from common.weights.attention import ENGINE_NAMES
 from common.weights.policy import policy_tensors, reshard, whole
 
@@ -178,7 +178,7 @@ class VLLMEngine:
         torch.cuda.empty_cache()  # for the engine, which is another process
         calls: list[int] = []
         answers = []
-        images: list[Any] = []  # Images
+        images: Images = []
         for i, rows in enumerate(chunks):
             for ahead in chunks[len(calls) : i + 2]:  # the engine has the next chunk while this process waits for one
                 call = self._ask(

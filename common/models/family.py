@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from common.data import PromptSet
 from common.images import as_images
 from common.models.vae import decode_in_slices, encode_in_slices, quantize, to_unit_range
+from common.rollout import Images
 
 import PIL.Image
 import torch
@@ -35,8 +36,6 @@ Shapes = dict[str, tuple[int, ...]]
 # Timesteps (T,) in (0, 1000] and sigmas (T + 1,) in [0, 1], both fp32 on the CPU, where a timestep is 1000 sigma; and
 # the shape of one image's latents, (C, h, w), or of one video's, (C, f, h, w).
 Schedule = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
-# B images, or B videos, each a list of frames.
-Images = list[PIL.Image.Image] | list[list[PIL.Image.Image]]
 
 ENCODERS = ("text_encoder", "image_encoder")  # how the names of a pipeline's encoders begin
 PROMPTS_AT_ONCE = 32  # per call of the text encoders: thousands at once would not fit on a GPU
@@ -53,7 +52,7 @@ class Family(ABC):
     lora_target_modules: tuple[str, ...]
     longest_prompt = 512  # tokens, at most
     has_negative_prompt = True  # whether guidance moves away from one
-    makes_videos = False  # then offline DPO refuses it: `encode_vae` is not written for its VAE
+    makes_videos = False  # if it does, --num_frames counts, and offline DPO refuses it: it has no `encode_vae`
     attention_kernels: tuple[str, ...] = ("native", "cudnn", "flash")  # that its transformer can take (--attention)
     is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_devices)
     # The least and the most source images of a prompt, for a model that edits: all records of a run have equally many.
@@ -65,8 +64,8 @@ class Family(ABC):
     # Its `_no_split_modules` name FSDP's units, the blocks first. With full weights every policy has a transformer, and
     # this is the acting policy's: methods use self.transformer, never self.pipe.transformer.
     transformer: "diffusers.ModelMixin"
-    # Where the model computes. Weights wait on the CPU: FSDP, `keep_frozen_whole` or `quantise` moves the
-    # transformer, and `on_device` moves the rest.
+    # Where the model computes; `load_model` sets it. Weights wait on the CPU: FSDP, `keep_frozen_whole` or `quantise`
+    # moves the transformer, and `on_device` moves the rest.
     device: torch.device
 
     frozen_policies = frozenset({"reference"})  # policies that no checkpoint holds, as training never changes them
@@ -80,7 +79,7 @@ class Family(ABC):
         self.transformer = pipe.transformer
         self.unsharded: set[torch.nn.Parameter] = set()  # frozen weights that FSDP leaves out, as each rank has all
         self.negative_cache: dict[tuple[str, int], Conditioning] = {}  # by prompt and length, for encode_negative
-        # --prompt_cache: B prompts, length -> what encode_prompts gave for them; `prepare_prompts` sets it
+        # with --prompt_cache its `read`: B prompts, length -> what encode_prompts gave; `prepare_prompts` sets it
         self.kept_conditioning: Callable[[list[str], int], Conditioning] | None = None
 
     # ---- what each family defines ----
@@ -301,7 +300,7 @@ class Family(ABC):
 
 @contextmanager
 def on_device(model: Family, prefix: str) -> Iterator[None]:
-    """Inside the block, components whose names begin with `prefix` are on model.device: "text_encoder", or "vae".
+    """Inside the block, components whose names begin with `prefix`, such as "text_encoder", are on model.device.
 
     Outside it they wait on the CPU, which leaves the GPU's memory to training. The GPU gets a copy, which is dropped at
     the end: the weights are frozen, so nothing needs to be copied back. T5-XXL's 10 GB take a second or more over PCIe,

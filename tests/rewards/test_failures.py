@@ -139,16 +139,6 @@ def test_a_scorer_marks_failures_and_never_an_image_that_it_was_not_given():
         scorer.scores()
 
 
-@fast
-def test_an_image_that_was_handed_over_and_never_scored_is_no_failure(monkeypatch):
-    """However the scoring thread has ended."""
-    monkeypatch.setattr(Scorer, "_score", lambda scorer: None)
-    scorer = Scorer({"judge": reward(1, 2, 3)}, PROMPTS, "mask")
-    scorer.add(range(3), IMAGES)
-    with pytest.raises(RunError, match="^3 of 3 images were never scored$"):
-        scorer.scores()
-
-
 class Unraisable(BaseException):
     """Of a kind that nobody expects."""
 

@@ -427,9 +427,6 @@ def test_a_relative_reward_trains_and_scores_no_evaluation(tmp_path):
     with pytest.raises(ValueError, match="^--eval_reward .*:wins: is relative"):
         load_rewards([mine], option="--eval_reward", trained={})
     (tmp_path / "of_batches.py").write_text(wins)
-    (tmp_path / "old.py").write_text(wins.replace("relative", "whole_batch"))
-    with pytest.raises(ValueError, match="^--reward .*old.py:wins: has whole_batch, .* set whole_group in its place$"):
-        load_rewards([f"{tmp_path}/old.py:wins"], [1.0])
     with pytest.raises(ValueError, match="^--reward .*:wins: is relative, .* whole_group = True$"):
         load_rewards([f"{tmp_path}/of_batches.py:wins"], [1])
     scores = torch.tensor([[1, 0], [0, 5], [1, 5], [0, 5]], dtype=torch.float64)
