@@ -182,11 +182,12 @@ def make_request(
 
 
 def find_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> Pairs:
-    """The pairs: given, made by this run before it was interrupted, or made now."""
+    """The pairs: given, those that this run's checkpoints were trained on, or made now; what an interrupted start has
+    made is taken."""
     if inputs.pairs:
         return inputs.pairs
     with run.timed("make_pairs"):
-        if args.resume != "latest" or not (run.folder / "pairs.jsonl").exists():
+        if not run.checkpoint or not (run.folder / "pairs.jsonl").exists():
             make_pairs(args, run, model, inputs)
         return read_pairs(run.folder)
 
@@ -214,7 +215,7 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
     Ranks share the prompts; a prompt whose images all score the same makes no pair.
     """
     num_prompts = min(args.num_pair_prompts, len(inputs.train_set))
-    for row, is_own in rows_to_make(run.folder, num_prompts, vars(args), run.contents):
+    for row, is_own in rows_to_make(run.folder, num_prompts, run.config, run.contents):
         seeds = [image_seed(args.seed, "pairs", row * args.group_size + i) for i in range(args.group_size)]
         prompts = inputs.train_set.select([row] * args.group_size)
         prompt_index = torch.zeros(args.group_size, dtype=torch.long)

@@ -206,7 +206,8 @@ def check_options(args: SharedArgs) -> None:
         if files.count(name) > 1:
             raise ValueError(f"--eval_prompts: two files are named {name}, and so would be their metrics; rename one")
     scored_by = (*args.reward, *args.eval_reward)
-    check_stop_rules(args.stop_if, scored_by, args.eval_images_per_prompt, args.eval_by, args.best_by, files)
+    if not args.eval_only:  # which a run's own rewards may not be scored by
+        check_stop_rules(args.stop_if, scored_by, args.eval_images_per_prompt, args.eval_by, args.best_by, files)
     check_tracker(args.track)
     if args.attention != "native":
         check_attention(args.attention, args.model, args.dtype, args.family)

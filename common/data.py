@@ -3,12 +3,14 @@
 import copy
 import csv
 import functools
+import hashlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from common.distributed import gather, launched_world_size
 from common.errors import UNREADABLE, error_prefix, truncate
@@ -77,6 +79,24 @@ class PromptSet:
         return PromptSet([record.get("negative_prompt", default) for record in self.metadata], self.metadata)
 
 
+def digest_records(records: Iterable[object]) -> str:
+    """BLAKE2b of prompts' records, the same in every process."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for record in records:
+        hashed.update(json.dumps(record, default=_as_json).encode())
+    return hashed.hexdigest()
+
+
+def _as_json(value: Any) -> object:
+    """What JSON lacks: bytes, pictures and arrays by their content, a set in order, anything else by its text."""
+    if isinstance(value, StoredImage):
+        value = value.content
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    content = value.tobytes() if hasattr(value, "tobytes") else value
+    return hashlib.blake2b(content).hexdigest() if isinstance(content, bytes) else str(value)
+
+
 def asks_for(record: dict, reward: str) -> bool:
     """Whether a prompt's record asks for a reward: its field "rewards" names it, or it has no such field."""
     return reward in record.get("rewards", (reward,))
@@ -128,7 +148,7 @@ def _read_file(
     for where, record in read_records(path):
         prompt = record.pop("prompt")
         with error_prefix(where, (*UNREADABLE, SystemExit)):  # a reward's check may exit
-            if {"image", "images"} & record.keys():
+            if {"image", "images", "mask"} & record.keys():
                 record = _find_pictures(record, path, where)
             if "rewards" in record:
                 _check_asked(record, rewards, others)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
+from common.checkpoints import writing
 from common.data import GroupSampler, PromptSet, gather_shares, source_name
 from common.distributed import gather, gather_objects
 from common.errors import RolloutError
@@ -48,7 +49,8 @@ def evaluate_samples(
     if args.eval_by:
         metrics |= metrics_by_field(args.eval_by, scorer, scores, reward_weights, places, images_per_prompt)
     has_start = not args.eval_only or args.resume is not None  # a model or LoRA alone would be compared with itself
-    return metrics | watch_metrics(folder, places, scorer.images, images_per_prompt, has_start=has_start), grid
+    options = vars(args) if has_start else None
+    return metrics | watch_metrics(folder, places, scorer.images, images_per_prompt, options), grid
 
 
 def log_rollout(
@@ -78,7 +80,8 @@ def log_rollout(
         grid = save_samples(folder, rows.tolist(), scorer.images, records, has_surplus=False)
         if grid:
             images, captions = zip(*grid, strict=True)
-            save_grid(folder / "grid.png", images, captions)
+            with writing(folder):
+                save_grid(folder / "grid.png", images, captions)
     return {"critic/diversity": rollout_diversity(scorer.images, sampler), **detail_metrics(scorer.details, "reward")}
 
 

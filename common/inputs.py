@@ -1,6 +1,5 @@
 """What a script loads before its model, held against the options; and the sizes that options leave open."""
 
-import hashlib
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -8,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.data import PromptSet, check_sources
+from common.data import PromptSet, check_sources, digest_records
 from common.distributed import gather_objects
 from common.errors import RunError, error_prefix
 from common.images import warn_stretched
@@ -89,7 +88,8 @@ def check_inputs(args: SharedArgs, inputs: Inputs) -> Inputs:
     if args.num_frames == 1 and any("image" in record for record in inputs.eval_set.metadata):
         asking = inputs.eval_set.asking("preservation")
         for row in asking:
-            check_metadata(inputs.eval_set.metadata[row])
+            with error_prefix(f"--eval_prompts: the record of {inputs.eval_set.prompts[row]!r}"):
+                check_metadata(inputs.eval_set.metadata[row])
         if asking:
             inputs.eval_rewards.setdefault("preservation", preservation)
     for name, function in inputs.eval_rewards.items():
@@ -117,7 +117,7 @@ def check_asked(args: SharedArgs, inputs: Inputs) -> None:
                 raise ValueError(f'{option} {name}: no prompt of {file} asks for it in its "rewards"')
     scored = {name for name in inputs.eval_rewards if inputs.eval_set.asking(name)}
     for name in inputs.rewards.keys() - scored:
-        if args.best_by and args.best_by.startswith(f"val/{name}/"):
+        if args.best_by and args.best_by.startswith(f"val/{name}/") and not args.eval_only:
             why = "is relative" if name not in inputs.eval_rewards else "is asked for by no held-out prompt"
             raise ValueError(f"--best_by {args.best_by}: {name} {why}, so no evaluation logs it")
     if not (args.eval_only or args.best_by or inputs.rewards.keys() & scored):
@@ -212,7 +212,8 @@ def choose_sizes(args: ArgsClass, inputs: Inputs) -> ArgsClass:
         RunError: --micro_batch_size 0 without a GPU; or ranks have read other prompts.
     """
     for option, prompts in (("train_prompts", inputs.train_set), ("eval_prompts", inputs.eval_set)):
-        if len(set(gather_objects(hashlib.blake2b(repr(prompts).encode()).digest()))) > 1:
+        records = [*zip(prompts.prompts, prompts.metadata, strict=True), prompts.files, prompts.shares]
+        if len(set(gather_objects(digest_records(records)))) > 1:
             raise RunError(
                 f"--{option}: ranks have read other prompts, or another order: a function must not change it"
             )

@@ -65,7 +65,7 @@ def read_rows(
             found = file.schema_arrow.names
             needed = next((layout for layout in layouts if set(layout) <= set(found)), None)
             if needed is None:
-                expected = f"expected the columns {', '.join(layouts[-1])}"
+                expected = f"expected the columns {' or '.join(', '.join(layout) for layout in layouts)}"
                 raise ValueError(f"{expected}; found {', '.join(found) or 'none'}{advice}")
             columns = None if also is None else [*needed, *(column for column in also if column in found)]
             rows = file.read(columns).to_pylist()

@@ -49,7 +49,7 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
     ranks, ranks_here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     w = workload_of(config | {"train_with": ()}, 0, ranks, ranks_here)  # recomputed activations are no model FLOPs
     dtype = getattr(torch, config["dtype"])
-    num_sources = count_sources(family.num_sources, config["train_prompts"][0])
+    num_sources = count_sources(family.num_sources, config["eval_prompts"][0])  # all records of a run have as many
     blueprint = Blueprint(family, config["model"], lora, dtype, num_sources)
     counted = work(w, measure(blueprint, w))
     return {timed: counted[name].transformer for timed, (name, _) in PHASES.items() if name in counted}

@@ -24,7 +24,7 @@ from common.checkpoints import FORMAT, saved_checkpoints, writing
 from common.cpu import repair_torchvision
 from common.data import GroupSampler
 from common.distributed import end_distributed, gather_objects, on_rank_0, rng_states
-from common.errors import UNREADABLE, NothingBegun, RolloutError, RunError, truncate
+from common.errors import UNREADABLE, NothingBegun, RolloutError, RunError, error_prefix, truncate
 from common.models.family import Family
 from common.options import SharedArgs
 from common.plots import VAL_TOTAL, WATCHED, Picture, drawn_metrics, plot_curves, save_grid
@@ -468,24 +468,29 @@ class Run:
 def checkpoint_to_resume(folder: Path | str, resume: str | None, eval_only: bool = False) -> Path | None:
     """The checkpoint that --resume means, or None: `latest` is the newest of this run, if any; else a file or a run.
 
+    A start from another run that was lost before its first checkpoint may be repeated.
+
     Raises:
         ValueError: the run's folder holds a run that would be overwritten, or there is no good checkpoint.
     """
     if resume == "latest" and eval_only:
         advice = "let --resume name the run or checkpoint to evaluate"
         raise ValueError(f"--eval_only writes under a new --name: {advice}")
+    record = Path(folder) / "args.json"
+    began_from = None  # the --resume of a start without a checkpoint of its own
+    if resume and record.is_file() and not saved_checkpoints(folder):
+        with error_prefix(record, (*UNREADABLE, KeyError)):
+            began_from = json.loads(record.read_text(encoding="utf-8"))["args"].get("resume")
     if resume == "latest" and not saved_checkpoints(folder):
-        record = Path(folder) / "args.json"
-        options = json.loads(record.read_text(encoding="utf-8"))["args"] if record.is_file() else {}
-        resumed_from = options.get("resume")
-        if resumed_from not in (None, "latest"):  # the run would begin with the model before any training
-            advice = f"start it with --resume {resumed_from} again"
+        if began_from not in (None, "latest"):  # the run would begin with the model before any training
+            advice = f"start it with --resume {began_from} again"
             raise ValueError(f"--resume latest: {folder} has no checkpoint yet: {advice}")
         return None
     if resume == "latest":
         return checkpoint_of(folder)
+    is_repeated = resume is not None and resume == began_from and not eval_only
     found = [name for name in RESULTS if (Path(folder) / name).exists()]
-    if found:
+    if found and not is_repeated:
         advice = "choose another --name" + ("" if eval_only else ", or continue it with --resume latest")
         raise ValueError(f"{folder} already holds a run: {advice} (found {found[0]})")
     return checkpoint_of(resume) if resume else None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoints import FORMAT, atomic_file, check_unchanged, lock_run, writing
-from common.data import read_records, split_source
+from common.data import digest_records, read_records, split_source
 from common.distributed import on_rank_0
 from common.models.loading import known_folder
 
@@ -57,7 +57,8 @@ def find_contents(options: dict[str, Any]) -> Contents:
             if option.endswith("_prompts"):
                 path, field = split_source(value)
                 if path.suffix == ".py" and field:  # its code is in code/; what it returns may change without that
-                    found[f"--{option} {value}"] = digest_records(read_records(value))
+                    records = [record for _, record in read_records(value)]
+                    found[f"--{option} {value}"] = f"{len(records)} records, blake2b {digest_records(records)}"
                     continue
             named[f"--{option} {value}"] = path
             if option == "model" and not path.is_dir() and (snapshot := known_folder(path)):  # more of it comes later
@@ -134,12 +135,6 @@ def digest(files: list[Path]) -> str:
                 file.seek(i * (size - PIECE) // (NUM_PIECES - 1) if i else 0)
                 hashed.update(file.read(size if whole else PIECE))
     return f"{total} bytes, blake2b {hashed.hexdigest()}"
-
-
-def digest_records(records: list[tuple[str, dict]]) -> str:
-    """Number and BLAKE2b of what a function of prompts returned."""
-    text = json.dumps([record for _, record in records], sort_keys=True, default=str)
-    return f"{len(records)} records, blake2b {hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 def changed_contents(saved: Contents, now: Contents) -> Iterator[tuple[str, bool]]:

@@ -55,18 +55,19 @@ def check_stop_rules(
 ) -> None:
     """Raises ValueError for a rule that cannot be read, or where an evaluation does not log its metric, or `best_by`.
 
-    rewards: of the evaluation, as the options name them. num_images: of each prompt. A user's own reward may return
-    sub-scores, which are not known yet; the values of `eval_by` are in the prompts' records. files: the names of the
-    held-out files, if there are several.
+    rewards: of the evaluation, as the options name them; that of edits has `preservation` as well. num_images: of each
+    prompt. A user's own reward and the judge may return sub-scores, which are not known yet; the values of `eval_by`
+    are in the prompts' records. files: the names of the held-out files, if there are several.
     """
     names = [name.rpartition(":")[2] for name in rewards]
     known = [*(f"val/{name}/mean" for name in names), VAL_TOTAL, "val/drift_from_base"]
     if num_images > 1:
         known.append("val/diversity")
-    more = [f"val/{name}/failed" for name in names]
+    more = [f"val/{name}/failed" for name in (*names, "preservation")] + ["val/preservation/mean"]
     known += [f"val/{file}/{name}/mean" for file in files for name in (*names, TOTAL)]
-    more += [name.removesuffix("mean") + "stderr" for name in known if name.endswith("/mean")]
-    own = tuple(f"val/{log_name}/" for name, log_name in zip(rewards, names, strict=True) if ":" in name)
+    more += [name.removesuffix("mean") + "stderr" for name in (*known, *more) if name.endswith("/mean")]
+    has_parts = [":" in name or name == "vlm_judge" for name in rewards]
+    own = tuple(f"val/{name}/" for name, has in zip(names, has_parts, strict=True) if has)
     kinds = ("mean", "best") if num_images > 1 else ("mean",)
     ends = tuple(f"/{name}/{kind}@{num_images}" for name in (*names, TOTAL) for kind in kinds)
     asked = [(f"--stop_if {rule}", rule.metric) for rule in read_stop_rules(texts)]

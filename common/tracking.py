@@ -9,7 +9,6 @@ from common.errors import error_prefix
 from common.plots import Picture
 
 import numpy as np
-from PIL import Image
 
 
 def check_tracker(track: str | bool) -> None:
@@ -56,8 +55,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files in the run's folder: `tensorboard --logdir runs` shows all runs. A video is shown as its first
-    frame."""
+    """Event files in the run's folder: `tensorboard --logdir runs` shows all runs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "tensorboard"
@@ -72,8 +70,7 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         for number, (image, caption) in enumerate(grid or []):
-            frame = image if isinstance(image, Image.Image) else image[0]
-            self._writer.add_image(f"val/{number}", np.asarray(frame.convert("RGB")), step, dataformats="HWC")
+            self._writer.add_image(f"val/{number}", np.asarray(image.convert("RGB")), step, dataformats="HWC")
             self._writer.add_text(f"val/{number}", caption, step)
         self._writer.flush()
 

@@ -36,18 +36,24 @@ def best_and_worst(totals: torch.Tensor) -> tuple[int, int] | None:
 def rows_to_make(
     folder: Path, num_prompts: int, options: dict[str, Any], contents: Mapping[str, str]
 ) -> Iterator[tuple[int, bool]]:
-    """Yield (row, whether it is this rank's) of the prompts that no interrupted start with these options compared, nor
-    with other `contents` of what they name (Run.contents).
+    """Yield (row, whether it is this rank's) of the prompts that no interrupted start with these options, settings of
+    rewards and `contents` of what they name compared (Run.config and Run.contents). Pairs of other ones are removed.
 
     The ranks sample together, each as many prompts: where they cannot share evenly, some of them another rank's too.
     A collective.
     """
     made_of = {name: digest for name, digest in contents.items() if not name.startswith("--eval_prompts ")}
     deciding = {name: options[name] for name in DECIDING}
+    for reward in (name.rpartition(":")[2] for name in options["reward"]):
+        settings = options["reward_settings"].get(reward, {})
+        # a server that has moved is not another judge
+        deciding |= {variable: value for variable, value in settings.items() if not variable.endswith("_URL")}
     made_by = json.dumps({**deciding, "contents": made_of}, indent=1, default=str)
     if on_rank_0():
         known = folder / "pairs" / "made_by.json"
         if not known.exists() or known.read_text() != made_by:
+            if known.exists():
+                print_message(f"{known.parent}: other options or files made these pairs; they are made again")
             with writing(folder / "pairs"):
                 shutil.rmtree(folder / "pairs", ignore_errors=True)
                 known.parent.mkdir(parents=True)

@@ -39,8 +39,9 @@ def read_pairs(path: Path | str) -> Pairs:
     "data/train-*.parquet".
     A field or column "image" has the pictures that were edited.
 
-    Of the images only the header is looked at: each rank does it for its share of the pairs, as torchrun numbers ranks.
-    The rest shows when a pair that is drawn is encoded. Parquet files are read whole, and stay in memory.
+    Of the images only the header is looked at, unless both have as many bytes: each rank does it for its share of the
+    pairs, as torchrun numbers ranks. The rest shows when a pair that is drawn is encoded. Parquet files are read whole,
+    and stay in memory.
 
     Raises:
         ValueError: naming file and line or row: a record that cannot be used, chosen scored below rejected; or a

@@ -5,13 +5,13 @@ The functions here add up what that means for a GPU, an engine's GPU and a node.
 GPUs asks which sizes they have room for (`fit_to_gpus`), and how near their peak it comes (`work`).
 """
 
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.checkpoints import load_checkpoint
 from common.data import PromptSet
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError
@@ -467,10 +467,7 @@ def fit_to_gpus(
     if on_rank_0() and (may_copy or not options["micro_batch_size"]):
         num_sources = len(eval_set.metadata[0].get("image", ()))  # all records have as many (check_sources)
         dtype, vae_dtype = (getattr(torch, options[name]) for name in ("dtype", "vae_dtype"))
-        saved_size = 0
-        saved = checkpoint and checkpoint.parents[1] / "args.json"
-        if saved and saved.is_file():
-            saved_size = json.loads(saved.read_text(encoding="utf-8"))["args"]["micro_batch_size"]
+        saved_size = load_checkpoint(checkpoint)["args"]["micro_batch_size"] if checkpoint else 0
         try:
             chosen = choose_options(
                 Blueprint(family, options["model"], lora, dtype, num_sources, vae_dtype),

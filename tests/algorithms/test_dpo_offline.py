@@ -14,7 +14,7 @@ from common.pairs import pairs as pairs_on_disk
 from common.pairs.pair_files import read_pairs
 from common.pairs.pairs import encode_pairs
 from dpo_offline import dpo_loss, flow_matching_errors
-from tests.conftest import assert_same, embedded_model, on_ranks
+from tests.conftest import assert_same, brightness_reward, embedded_model, few_eval_prompts, on_ranks, run_here
 
 import pyarrow
 import pyarrow.parquet
@@ -305,7 +305,8 @@ def test_a_parquet_without_pairs_is_named(tmp_path):
     faults[write_picks(tmp_path / "none.parquet")] = "no pairs"
     prompts = tmp_path / "prompts.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a mug"], "tag": ["x"]}), prompts)
-    faults[prompts] = "expected the columns caption, jpg_0, jpg_1, label_0, label_1; found prompt, tag"
+    columns = "prompt, chosen, rejected or caption, jpg_0, jpg_1, label_0, label_1"
+    faults[prompts] = f"expected the columns {columns}; found prompt, tag"
     cut = tmp_path / "cut.parquet"
     cut.write_bytes(write_picks(tmp_path / "good.parquet", pick(1, 0)).read_bytes()[:-20])
     faults[cut] = "Parquet magic bytes not found"
@@ -377,7 +378,7 @@ def test_encoded_pairs_hold_chosen_first_and_cannot_tell_a_colour_mode(one_rank,
 
 
 # ---- made pairs that an interrupted start has begun ------------------------------------------------------------------
-OPTIONS = dict.fromkeys(made_pairs.DECIDING, 1)
+OPTIONS = {**dict.fromkeys(made_pairs.DECIDING, 1), "reward": ["my.py:mine"], "reward_settings": {}}
 CONTENTS = {"--train_prompts signs.txt": "9 bytes, blake2b 7", "--eval_prompts other.txt": "9 bytes, blake2b 7"}
 
 
@@ -409,13 +410,39 @@ def test_pairs_that_were_made_are_not_made_again(one_rank, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("options", "contents"), [({"group_size": 3}, {}), ({}, {"--train_prompts signs.txt": "9 bytes, blake2b 8"})]
+    ("options", "contents"),
+    [
+        ({"group_size": 3}, {}),
+        ({"reward_settings": {"mine": {"JUDGE_MODEL": "another"}}}, {}),
+        ({}, {"--train_prompts signs.txt": "9 bytes, blake2b 8"}),
+    ],
 )
-def test_pairs_of_other_options_or_contents_are_made_again(options, contents, one_rank, tmp_path):
+def test_pairs_of_other_options_settings_or_contents_are_made_again(options, contents, one_rank, tmp_path, capfd):
     compare_first = made_pairs.rows_to_make(tmp_path, 2, OPTIONS, CONTENTS)
     compare(tmp_path, [next(compare_first)[0]], [0.0, 1.0])
     assert [row for row, _ in made_pairs.rows_to_make(tmp_path, 2, OPTIONS | options, CONTENTS | contents)] == [0, 1]
     assert not made_pairs.record_file(tmp_path, 0).exists()
+    assert capfd.readouterr().err.count("other options or files made these pairs; they are made again\n") == 1
+
+
+def test_pairs_that_no_checkpoint_was_trained_on_are_held_against_the_options(tmp_path):
+    """Those of a run that ended before its first checkpoint: a changed option makes them again."""
+    options = ["--name", "run", "--num_steps", 0, "--num_pair_prompts", 2, "--group_size", 2, "--num_pairs", 2]
+    options += ["--num_inference_steps", 2, "--eval_num_inference_steps", 1, *few_eval_prompts(tmp_path, 1)]
+    options += ["--reward", brightness_reward(tmp_path)]
+    pictures = lambda: [file.read_bytes() for file in sorted((tmp_path / "runs/run/pairs").glob("*.png"))]
+    assert run_here(tmp_path, "dpo_offline.py", *options) is None
+    made = pictures()
+    assert run_here(tmp_path, "dpo_offline.py", *options, "--resume", "latest") is None
+    assert pictures() == made
+    assert run_here(tmp_path, "dpo_offline.py", *options, "--resume", "latest", "--seed", 7) is None
+    assert len(pictures()) == len(made) and pictures() != made
+
+
+def test_a_reward_s_server_that_moved_leaves_the_pairs(one_rank, tmp_path):
+    settings = lambda url: {"reward_settings": {"mine": {"JUDGE_URL": url}, "other": {"MODEL": url}}}
+    compare(tmp_path, [next(made_pairs.rows_to_make(tmp_path, 2, OPTIONS | settings("a"), CONTENTS))[0]], [0.0, 1.0])
+    assert [row for row, _ in made_pairs.rows_to_make(tmp_path, 2, OPTIONS | settings("b"), CONTENTS)] == [1]
 
 
 def test_ranks_compare_the_same_number_of_prompts_each_its_own_once(tmp_path, monkeypatch):

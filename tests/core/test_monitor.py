@@ -137,13 +137,13 @@ class Writer:
 
 
 @pytest.mark.fast
-def test_tensorboard_gets_scalars_and_first_frames(tmp_path, monkeypatch):
+def test_tensorboard_gets_scalars_and_pictures(tmp_path, monkeypatch):
     module = ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = Writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     tracker = start_tracker("tensorboard", tmp_path, {})
     red, blue = Image.new("RGB", (3, 2), "red"), Image.new("RGB", (3, 2), "blue")
-    tracker.log(7, {"actor/loss": 0.5}, [(red, "a mug"), ([blue, red], "a film")])
+    tracker.log(7, {"actor/loss": 0.5}, [(red, "a mug"), (blue, "a film")])
     tracker.log(8, {"actor/loss": 0.25}, None)
     tracker.finish()
     images = {call[1]: call for call in Writer.last.calls if call[0] == "add_image"}

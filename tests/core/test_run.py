@@ -61,14 +61,14 @@ def test_a_resumed_run_names_the_micro_batch_that_was_chosen_for_it(tmp_path, mo
     monkeypatch.setattr(needs, "choose_options", choose_options)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "args.json").write_text(json.dumps({"args": {"micro_batch_size": 16}}))
-    checkpoint = tmp_path / "checkpoints" / "step_000001.pt"
+    checkpoint = Path("step_000001.pt")  # a bare name, as --resume may give
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(needs, "load_checkpoint", lambda path: {"args": {"micro_batch_size": 16}})
     prompts = PromptSet(["a sign"], [{}])
     inputs = Inputs(Family, {}, {}, prompts, prompts, lora=None, checkpoint=checkpoint)
     assert choose_sizes(SharedArgs(micro_batch_size=0), inputs).micro_batch_size == 16
     assert choose_sizes(SharedArgs(micro_batch_size=8), inputs).micro_batch_size == 8
-    (tmp_path / "args.json").unlink()
+    inputs = inputs._replace(checkpoint=None)
     assert choose_sizes(SharedArgs(micro_batch_size=0), inputs).micro_batch_size == 0  # none is known
 
 

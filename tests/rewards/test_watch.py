@@ -113,13 +113,34 @@ def test_open_png_reads_what_save_png_writes(image, tmp_path):
 
 
 # ---- an evaluation ---------------------------------------------------------------------------------------------------
-def evaluation(run, step, images, prompts=("p", "q"), images_per_prompt=1):
-    """The metrics of an evaluation with these images."""
+def evaluation(run, step, images, prompts=("p", "q"), images_per_prompt=1, **options):
+    """The metrics of an evaluation with these images, of a run with these options; its args.json is the first one's."""
     folder = run / "samples" / f"{step:04d}"
     places = list(range(len(images)))
     records = [{"prompt": prompts[place // images_per_prompt], "seed": place, "ocr": 0.5} for place in places]
     save_samples(folder, places, images, records)
-    return watch.watch_metrics(folder, places, images, images_per_prompt)
+    if not (run / "args.json").exists():
+        (run / "args.json").write_text(json.dumps({"args": {"resume": None, **options}}))
+    return watch.watch_metrics(folder, places, images, images_per_prompt, options)
+
+
+@fast
+@pytest.mark.parametrize(
+    ("changed", "is_compared"),
+    [
+        ({"eval_num_inference_steps": 9}, False),
+        ({"guidance_scale": 2.0}, False),
+        ({"eval_guidance_scale": 2.0}, False),
+        ({"eval_guidance_scale": 1.0, "guidance_scale": 2.0}, True),  # the rollouts' alone
+        ({"learning_rate": 2.0}, True),
+    ],
+)
+def test_images_of_another_sampling_have_not_drifted(one_rank, tmp_path, capfd, changed, is_compared):
+    options = {"eval_num_inference_steps": 3, "guidance_scale": 1.0, "eval_guidance_scale": None, "learning_rate": 1.0}
+    evaluation(tmp_path, 0, [grey(0), grey(100)], **options)
+    metrics = evaluation(tmp_path, 5, [grey(51), grey(100)], **(options | changed))
+    assert metrics == (pytest.approx({"val/drift_from_base": 0.1}) if is_compared else {})
+    assert ("no val/drift_from_base: " in capfd.readouterr().err) != is_compared
 
 
 @fast
@@ -146,7 +167,7 @@ def test_drift_is_over_all_ranks_and_each_image_counts_once(one_rank, tmp_path, 
     both = lambda tensor: torch.stack([tensor, others[tensor.dtype]])
     monkeypatch.setattr(watch, "gather", both)
     monkeypatch.setattr("common.data.gather", both)
-    found = watch.watch_metrics(tmp_path / "samples" / "0005", [0, 2], [grey(0), grey(102)], 1)
+    found = watch.watch_metrics(tmp_path / "samples" / "0005", [0, 2], [grey(0), grey(102)], 1, {})
     assert found["val/drift_from_base"].item() == pytest.approx(0.3, abs=1e-12)
 
 
@@ -159,7 +180,7 @@ def test_diversity_of_an_evaluation_is_over_all_ranks_and_each_image_counts_once
     def on_rank(rank):
         places = share_of_rank(len(levels))
         images = [grey(levels[place]) for place in places]
-        return watch.watch_metrics(tmp_path / "samples" / "0005", places, images, 2)["val/diversity"].item()
+        return watch.watch_metrics(tmp_path / "samples" / "0005", places, images, 2, None)["val/diversity"].item()
 
     found, messages = on_ranks(monkeypatch, world_size, on_rank)
     assert found == pytest.approx([(0.2 + 0.4 + 0) / 3] * world_size, abs=1e-12)
@@ -364,6 +385,8 @@ def test_a_rule_of_no_metric_is_refused():
         with pytest.raises(ValueError, match="no evaluation logs val/"):
             check_stop_rules([f"{metric}<1"], rewards, 1, "kind")
     check_stop_rules(["val/mine/sharpness<0.1"], ["my.py:mine"], 1)  # its file may return such a sub-score
+    check_stop_rules(["val/vlm_judge/coherence<0.1"], ["vlm_judge"], 1, best_by="val/vlm_judge/style/mean")
+    check_stop_rules(["val/preservation/mean<0.5", "val/preservation/stderr>1"], rewards, 1)  # of edits
     with pytest.raises(ValueError, match="no evaluation logs val/a/sharpness"):
         check_stop_rules(["val/a/sharpness<0.1"], rewards, 1)
     with pytest.raises(ValueError, match="no evaluation logs val/diversity"):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import flow_grpo
 from common.checkpoints import check_unchanged, lock_run, save_checkpoint, saved_checkpoints
 from common.command_line import check_options
-from common.data import PromptSet, read_prompts
+from common.data import PromptSet, digest_records, read_prompts
 from common.errors import NothingBegun, RunError
 from common.inputs import choose_sizes
 from common.run import _current_run, checkpoint_to_resume, friendly_errors
@@ -62,6 +62,29 @@ def test_latest_without_a_checkpoint_does_not_forget_what_the_run_started_from(t
             checkpoint_to_resume(tmp_path, "latest")
     else:
         assert checkpoint_to_resume(tmp_path, "latest") is None
+
+
+@pytest.mark.fast
+def test_a_start_from_another_run_may_be_repeated_until_it_has_a_checkpoint(tmp_path, monkeypatch):
+    """As the message of the test above says, which would otherwise lead to "already holds a run"."""
+    monkeypatch.setattr("common.run.checkpoint_of", lambda path: Path(path))
+    (tmp_path / "args.json").write_text(json.dumps({"args": {"resume": "runs/other"}}))
+    (tmp_path / "metrics.jsonl").touch()
+    assert checkpoint_to_resume(tmp_path, "runs/other") == Path("runs/other")
+    for resume, eval_only in ((None, False), ("runs/third", False), ("runs/other", True)):
+        with pytest.raises(ValueError, match="already holds a run"):
+            checkpoint_to_resume(tmp_path, resume, eval_only)
+    (tmp_path / "args.json").write_text('{"args": {')
+    with pytest.raises(ValueError, match=r"args\.json: "):
+        checkpoint_to_resume(tmp_path, "latest")
+
+
+@pytest.mark.fast
+def test_records_have_one_digest_in_every_process():
+    """Of sets, whose order varies, and of what has an address in its text."""
+    records = lambda size, tags: [("a sign", {"tags": tags, "image": Image.new("L", (size, 1)), "bytes": b"12"})]
+    assert digest_records(records(1, {"a", "b"})) == digest_records(records(1, {"b", "a"}))
+    assert digest_records(records(1, {"a", "b"})) != digest_records(records(2, {"a", "b"}))
 
 
 @pytest.mark.fast
