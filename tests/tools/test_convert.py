@@ -79,7 +79,9 @@ def test_what_cannot_be_converted_is_named(tmp_path, monkeypatch):
     dates = write(tmp_path / "dates.parquet", [{"prompt": "a mug", "day": datetime.date(2026, 1, 1)}])
     line = run(monkeypatch, dates, tmp_path / "dates.jsonl")
     assert line.startswith(f"{dates}, row 0, day: ") and not (tmp_path / "dates.jsonl").exists()
-    assert run(monkeypatch, dates, tmp_path / "pairs").startswith(f"{dates}: expected the columns prompt, chosen, rejected or caption")
+    assert run(monkeypatch, dates, tmp_path / "pairs").startswith(
+        f"{dates}: expected the columns prompt, chosen, rejected or caption"
+    )
     (tmp_path / "empty").mkdir()
     line = run(monkeypatch, tmp_path / "empty", tmp_path / "pairs")
     assert line.startswith(f"{tmp_path / 'empty'}: the folder has no .parquet files")
