@@ -122,7 +122,8 @@ def with_bar(items: Iterable[T], doing: str, total: int, *, together: bool = Fal
 
 def stop_early(doing: str) -> NoReturn:
     """End this process, which was asked to stop before the first step."""
-    print_message(f"stopped while {doing}; to continue, give the same command with --resume latest")
+    advice = "give the same command again (with --resume latest if it has made pairs)"
+    print_message(f"stopped while {doing}; to continue, {advice}")
     raise SystemExit(0)
 
 

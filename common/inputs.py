@@ -157,7 +157,10 @@ def check_pictures(args: SharedArgs, inputs: Inputs) -> None:
 
 
 def check_lora_modules(lora: LoRA | None, options: Mapping[str, Any]) -> None:
-    """RunError: --lora_target_modules name what the model's transformer lacks."""
+    """ValueError: --lora_target_modules beside a --lora_path, whose file says which. RunError: the model's transformer
+    lacks one of them."""
+    if options["lora_path"] and options["lora_target_modules"]:
+        raise ValueError("--lora_target_modules: the file of --lora_path says which modules it adapts")
     if lora and options["lora_target_modules"]:
         check_modules(pipeline_without_weights(options["model"]).transformer, lora.config)
 

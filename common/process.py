@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -89,6 +90,14 @@ def catch_stop_signals(max_minutes: float) -> None:
 
     for number in STOP_SIGNALS:
         signal.signal(number, remember)
+
+
+def is_killed_early() -> bool:
+    """Whether torchrun started this process without --shutdown_timeout: it kills a run 30 s after a signal, then."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{PARENT}/cmdline").read_bytes()
+        return "TORCHELASTIC_RUN_ID" in os.environ and b"shutdown" not in command
+    return False
 
 
 def stop_requested(needed_s: float = 0.0) -> bool:

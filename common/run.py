@@ -28,7 +28,7 @@ from common.errors import UNREADABLE, NothingBegun, RolloutError, RunError, erro
 from common.models.family import Family
 from common.options import SharedArgs
 from common.plots import VAL_TOTAL, WATCHED, Picture, drawn_metrics, plot_curves, save_grid
-from common.process import catch_stop_signals, printable, stop_requested
+from common.process import catch_stop_signals, is_killed_early, print_message, print_once, printable, stop_requested
 from common.profiling import Utilisation, profiled_step
 from common.resuming import best_after, checkpoint_of, report_resumed, rewind
 from common.run_record import Contents, changed_contents, create_run_folder, find_contents
@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+LONG_STEP_S = 25.0  # with a checkpoint behind it, what torchrun waits for after a signal
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
 # files and folders that only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "rollouts", "pairs.jsonl", "pairs")
@@ -434,6 +435,9 @@ class Run:
         """Whether a signal on any rank, too little time for another step, or a rule of --stop_if asks for the end. A
         collective."""
         self._longest_step_s = max(self._longest_step_s, time.perf_counter() - self._last_step_began)
+        if self._longest_step_s > LONG_STEP_S and is_killed_early():
+            advice = "start it with torchrun --shutdown_timeout 600"
+            print_once(f"a step takes long: torchrun kills a run 30 s after Ctrl-C, perhaps before it saved: {advice}")
         self._is_stopping = any(gather_objects(stop_requested(self._longest_step_s))) or self.stop_reason is not None
         return self._is_stopping
 
@@ -445,8 +449,8 @@ class Run:
             self.bar.close()
         if self.args.num_steps and not self.args.eval_only:
             if self._best_step is not None and self._lowest_score == self.best_score:
-                told = "and no other evaluation scored differently"
-                self.print_message(f"{self.folder}/best_adapter is of step {self._best_step}, {told}")
+                told = f"{self.folder}/best_adapter is of step {self._best_step}"
+                self.print_message(f"{told}: no evaluation has scored otherwise")
             elif self._best_step is not None:
                 self.print_message(f"best evaluation: step {self._best_step}, in {self.folder}/best_adapter")
             told = f"stopped after step {self.step} of {self.args.num_steps}"
@@ -485,6 +489,8 @@ def checkpoint_to_resume(folder: Path | str, resume: str | None, eval_only: bool
         if began_from not in (None, "latest"):  # the run would begin with the model before any training
             advice = f"start it with --resume {began_from} again"
             raise ValueError(f"--resume latest: {folder} has no checkpoint yet: {advice}")
+        if (Path(folder) / "metrics.jsonl").exists():
+            print_message(f"{folder} has no checkpoint yet: the run begins anew, and so does its log")
         return None
     if resume == "latest":
         return checkpoint_of(folder)

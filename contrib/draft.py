@@ -45,7 +45,7 @@ from common.models.loading import find_family, load_model
 from common.options import ASSETS, Bound, NonNegativeFloat, NonNegativeInt, PositiveInt, SharedArgs
 from common.rollout import RolloutRequest
 from common.run import Run, checkpoint_to_resume, friendly_errors
-from common.scoring import NOT_ASKED, Reward, Scorer, load_rewards, offload_rewards, weighted_totals
+from common.scoring import NOT_ASKED, Reward, Scorer, built_in_rewards, load_rewards, offload_rewards, weighted_totals
 from common.sde import image_seed, sde_step
 from common.user_code import describe, own_folder
 from common.weights.attention import use_attention
@@ -130,9 +130,13 @@ def check(args: Args) -> Args:
     return replace(args, micro_batch_size=micro_batch_size)
 
 
-def check_of_pixels(rewards: dict[str, Reward]) -> None:
-    """ValueError: a reward has no `of_pixels`, or is one number of several (.KEY)."""
+def check_of_pixels(rewards: dict[str, Reward], num_frames: int = 1) -> None:
+    """ValueError: a reward has no `of_pixels`, or none of videos; or it is one number of several (.KEY)."""
     for name, function in rewards.items():
+        if num_frames > 1 and name in built_in_rewards():
+            raise ValueError(
+                f"--reward {name}: its of_pixels takes images, not the videos of --num_frames {num_frames}"
+            )
         if not hasattr(function, "of_pixels"):
             raise ValueError(f"--reward {name}: has no of_pixels, a form with a gradient (docs/rewards.md)")
         if "." in name:
@@ -143,7 +147,7 @@ def prepare(args: Args) -> Inputs:
     """Load and check all but the model: rewards, prompts, the LoRA, which checkpoint. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
     if not args.eval_only:
-        check_of_pixels(rewards)
+        check_of_pixels(rewards, args.num_frames)
     eval_rewards = load_rewards(  # the trained ones, without those that only compare a group, then its own
         args.eval_reward, None, args.num_frames, args.reward_frames, option="--eval_reward", trained=rewards
     )

@@ -44,7 +44,17 @@ from tools.protocol import (
     reward_protocol,
     short_digest,
 )
-from tools.sample import add_sampling_options, as_evaluated, check_model, load, read_options, read_policies, sample, use
+from tools.sample import (
+    add_sampling_options,
+    as_evaluated,
+    check_model,
+    load,
+    positive,
+    read_options,
+    read_policies,
+    sample,
+    use,
+)
 
 import torch
 from tqdm import tqdm
@@ -100,7 +110,7 @@ def find_others(files: Sequence[Path], bench: Bench) -> list[Result]:
     """The results on the same prompts in the bench.json of others. ValueError: their protocol is another one."""
     results = []
     for file in files:
-        with error_prefix(f"--with {file}", (ValueError, OSError, KeyError)):
+        with error_prefix(f"--with {file}", (ValueError, OSError, KeyError, TypeError, IndexError)):
             benches = json.loads(file.read_text(encoding="utf-8"))["benches"]
             prompts = bench.protocol["prompts"]
             found = next((one for one in benches if one["protocol"]["prompts"] == prompts), benches[0])
@@ -270,7 +280,7 @@ def run(args: argparse.Namespace) -> str:
                     current = policy
                 records = score_batch(model, benches[number], places, rewards, options)
                 with atomic_file(file, shared=True) as temporary:
-                    temporary.write_text(json.dumps(records))
+                    temporary.write_text(json.dumps(records, default=str))  # pictures of an edit by their places
     gather_objects(None)  # until every rank has scored its share
     return write(folder, benches, keys, others, args.model) if on_rank_0() else ""
 
@@ -294,9 +304,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the run's, or bfloat16")
     parser.add_argument("--sde_type", help="sample by SDE steps of this kind, as in training (default: by the ODE)")
     parser.add_argument("--noise_level", type=float, default=0.7, help="of SDE steps (%(default)s)")
-    parser.add_argument("--sde_steps", type=int, help="how many, from the first (default: all but the last)")
+    parser.add_argument("--sde_steps", type=positive, help="how many, from the first (default: all but the last)")
     parser.add_argument("--seeds", default="eval", help="another word is other noise (default: a run's evaluations')")
-    parser.add_argument("--batch_size", type=int, default=16, help="images at a time (%(default)s)")
+    parser.add_argument("--batch_size", type=positive, default=16, help="images at a time (%(default)s)")
     args = parser.parse_args(argv)
     if "WORLD_SIZE" not in os.environ:
         os.environ |= ONE_RANK

@@ -8,9 +8,9 @@
 Runs whose names differ by an ending -seedN are one row of the table and one curve, their mean with its range. The value
 of a metric is the last that a run logged; that of seconds (timing_s/) is the median of its training steps. With --step
 both are those of that step. --against compares a seed with the same seed of those runs: the interval is 95 % of the
-mean paired difference, by Student's t, and p is the sign-flip test's, from six seeds on (with fewer it cannot fall
-below 0.05). Neither is corrected for the number of comparisons. The default is the evaluation's means in the table,
-which is Markdown or LaTeX's tabular, and the panels of a run's own curves.png.
+mean paired difference, by Student's t, and p is the sign-flip test's, of six to sixteen seeds (with fewer it cannot
+fall below 0.05). Neither is corrected for the number of comparisons. The default is the evaluation's means in the
+table, which is Markdown or LaTeX's tabular, and the panels of a run's own curves.png.
 """
 
 import argparse
@@ -38,13 +38,24 @@ def labels_of(folders: Sequence[str]) -> list[str]:
 
 
 def find_folders(patterns: Sequence[str]) -> list[str]:
-    """The folders that the patterns name. ValueError: a pattern names nothing."""
+    """The folders of runs that the patterns name. What else lies beside runs, and a shell names for runs/*, is left
+    out: tools.sweep's logs and our picture; and, in a line, a folder without metrics.
+
+    Raises:
+        ValueError: a pattern names nothing, or none is a run.
+    """
     folders: list[str] = []
     for pattern in patterns:
-        found = sorted(path for path in glob.glob(pattern) if Path(path).is_dir())  # tools.sweep's logs lie beside them
+        found = sorted(glob.glob(pattern))
         if not found:
             raise ValueError(f"{pattern}: no such run")
-        folders += found
+        for folder in (path for path in found if Path(path).is_dir()):
+            if (Path(folder) / "metrics.jsonl").is_file():
+                folders.append(folder)
+            else:
+                print(f"{folder}: no run, as it has no metrics.jsonl: left out", file=sys.stderr)
+    if patterns and not folders:
+        raise ValueError(f"{' '.join(patterns)}: no such run")
     return folders
 
 

@@ -110,6 +110,7 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     # as torchrun sets them: the checks of the options ask whether images divide by ranks, and ranks by copies
     os.environ["WORLD_SIZE"] = str(ranks)
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
+    sys.argv[0] = script  # whose checkpoint --resume may name
     module = load_script(script)
     args = module.check(parse_args(module.Args, module.__doc__ or "", list(argv)))
     options = vars(args)

@@ -65,7 +65,7 @@ def reward_protocol(names: Sequence[str], rewards: dict[str, Reward]) -> Protoco
     if package and package.origin:
         networks.append(digest(sorted(Path(package.origin).parent.glob("models/*.onnx"))))
     values = {variable: value for of_reward in settings.values() for variable, value in of_reward.items()}
-    hashed = {value for value in values.values() if value in LOADED or Path(value).exists()}
+    hashed = {value for value in values.values() if value in LOADED or Path(value).is_file()}
     return {
         "rewards": list(rewards),
         "reward_networks": sorted(networks),

@@ -239,10 +239,11 @@ def curves(runs: dict[str, list[dict]]) -> str:
 def grids(folder: Path, unread: list[str]) -> str:
     """A slider over the grids of a run's evaluations; "" where it has none."""
     images = []
-    for file in sorted(file for file in folder.glob("grid_*.png") if re.fullmatch(r"grid_\d+", file.stem)):
+    grids = [file for file in folder.glob("grid_*.png") if re.fullmatch(r"grid_\d+", file.stem)]
+    for step, file in sorted((int(file.stem.removeprefix("grid_")), file) for file in grids):
         with leaving_out(file, unread):
             open_png(file)
-            images.append(image_tag(file, f"step {int(file.stem.removeprefix('grid_'))}"))
+            images.append(image_tag(file, f"step {step}"))
     if not images:
         return ""
     last = len(images) - 1
@@ -262,7 +263,8 @@ class Sample(NamedTuple):
 
 def read_samples(folder: Path, unread: list[str]) -> list[Sample]:
     """The samples of a run's last evaluation, beside those of its first."""
-    steps = sorted(path.parent for path in folder.glob("samples/*/samples.jsonl"))
+    steps = [path.parent for path in folder.glob("samples/*/samples.jsonl")]
+    steps.sort(key=lambda path: (len(path.name), path.name))  # by number: 9995 comes before 10000
     if not steps:
         return []
     first, last = steps[0], steps[-1]
@@ -280,7 +282,7 @@ def read_samples(folder: Path, unread: list[str]) -> list[Sample]:
             if before is not None and before.size == after.size:
                 squares = ImageStat.Stat(ImageChops.difference(before, after)).sum2
                 change = math.sqrt(sum(squares) / (3 * before.width * before.height)) / 255
-            scores = [value for name, value in record.items() if isinstance(value, float) and name != "seed"]
+            scores = [value for name, value in record.items() if isinstance(value, float)]
             score = statistics.mean(scores) if scores else 0.0
             found.append(Sample(record | {"prompt": str(record["prompt"])}, before, after, score, change))
     return found

@@ -83,7 +83,10 @@ def read_policy(source: Path, model: str) -> tuple[dict[str, torch.Tensor], Any]
         raise ValueError(f"{source}: no run, adapter or checkpoint")
     full_weights = folder / "diffusion_pytorch_model.safetensors"
     if folder.suffix != ".pt" and not full_weights.is_file():
-        return read_lora(folder, model)
+        try:
+            return read_lora(folder, model)
+        except ValueError as error:  # which names the training scripts' option
+            raise ValueError(str(error).removeprefix("--lora_path ")) from error
     state = load_checkpoint(folder) if folder.suffix == ".pt" else {}
     with error_prefix(source, Exception):  # whatever a library raises over its bytes
         if not state:
@@ -176,12 +179,19 @@ def sample(
     return images
 
 
+def positive(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number above 0")
+    return int(text)
+
+
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """The options by which images differ from those of a run's evaluation."""
-    parser.add_argument("--image_size", nargs=2, type=int, help="height and width (default: as the run evaluates)")
-    parser.add_argument("--num_inference_steps", type=int, help="default: the run's --eval_num_inference_steps")
+    parser.add_argument("--image_size", nargs=2, type=positive, help="height and width (default: as the run evaluates)")
+    parser.add_argument("--num_inference_steps", type=positive, help="default: the run's --eval_num_inference_steps")
     parser.add_argument("--guidance_scale", type=float, help="default: as the run evaluates")
-    parser.add_argument("--images_per_prompt", type=int, default=1)
+    parser.add_argument("--images_per_prompt", type=positive, default=1)
     parser.add_argument("--max_prompts", type=int, default=0, help="only the first so many; 0: all")
 
 
@@ -221,7 +231,9 @@ def run(args: argparse.Namespace) -> Path:
     if "image" in lines.metadata[0]:
         height, width = options["image_size"]
         for number, of_all in enumerate(zip(*prompts.sources(), strict=True), start=1):
-            pictures[f"source {number}"] = [source.resize((width, height)) for source in of_all]
+            resized = [source.resize((width, height)) for source in of_all]
+            # beside a video, which is shown as three of its frames, three times
+            pictures[f"source {number}"] = resized if options["num_frames"] == 1 else [[one] * 3 for one in resized]
     with on_device(model, "text_encoder"), on_device(model, "image_encoder"), on_device(model, "vae"):
         pictures["before"] = sample(model, prompts, seeds, options)
         for name, policy in policies.items():

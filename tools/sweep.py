@@ -5,10 +5,10 @@
     python -m tools.sweep --seeds 1 2 3 --print_only -- contrib/awm.py
 
 An option that takes one value and is given several is swept. A run is named for the script (or --name), the values that
-are swept and its seed. Each run is a process of one rank; with --devices one runs on each of these GPUs at a time,
-otherwise they follow each other. Ctrl-C, SIGTERM or a closed terminal stop the runs that are going, which save first.
-The same command goes on where it was ended: each run has --resume latest, and a finished one is not started again. With
-wandb the seeds of one setting share a group.
+are swept and its seed. Each run of a script is a process of one rank; with --devices one runs on each of these GPUs at
+a time, otherwise they follow each other. Ctrl-C, SIGTERM or a closed terminal stop the runs that are going, which save
+first. The same command goes on where it was ended: each run has --resume latest, and a finished one is not started
+again. With wandb the seeds of one setting share a group.
 """
 
 import argparse
@@ -90,12 +90,15 @@ def plan_runs(script: str, words: Sequence[str], seeds: Sequence[int]) -> list[S
     for name in ("seed", "resume"):
         if name in options:
             raise ValueError(f"--{name}: the sweep sets it")
+    if not Path(script).is_file():
+        raise ValueError(f"{script}: no such script or recipe")
     is_recipe = script.endswith(".sh")
-    if is_recipe and not Path(script).is_file():
-        raise ValueError(f"{script}: no such recipe")
     known = "flow_grpo.py" if is_recipe else script
+    names = options.pop("name", [Path(script).stem])
+    if len(names) != 1:
+        raise ValueError(f"--name {' '.join(names)}: takes one name")
     swept = [name for name, values in options.items() if len(values) > 1 and takes_one_value(known, name)]
-    base_name = options.pop("name", [Path(script).stem])[0].rstrip("/")
+    base_name = names[0].rstrip("/")
     if not Path(base_name).is_absolute() and Path(base_name).name != base_name:
         raise ValueError(f"--name {base_name}: must be the name of a folder, or an absolute path")
     start = ["bash", script] if is_recipe else program(script)

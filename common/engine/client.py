@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.distributed import failing_together, gather_objects, stop_early
 from common.engine import messages
-from common.engine.launch import engine_environment
+from common.engine.launch import TIMEOUT_S, engine_environment
 from common.engine.mismatch import check_sampling
 from common.errors import RunError, truncate
 from common.images import as_images
@@ -35,7 +35,6 @@ import torch
 if TYPE_CHECKING:
     from peft import LoraConfig  # slow
 
-TIMEOUT_S = 1800.0  # longer than any start, chunk of images or push should take
 BUCKET_BYTES = 1e9  # of full weights that are sent to the engine at once, and at most one tensor more
 
 
@@ -50,8 +49,9 @@ class EngineError(RunError):
 class VLLMEngine:
     """A vLLM-Omni engine in a child process, which serves one rank.
 
-    The child ends when this process ends, however that happens. A call returns within `timeout_s`, or raises
-    EngineError, whose one line names the child's log; `generate` may wait for the other ranks before it does.
+    The child ends when this process ends, however that happens. A call waits at most `timeout_s` for each answer: of a
+    start, a chunk of images, a bucket of weights. It returns or raises EngineError, whose one line names the child's
+    log; `generate` may wait for the other ranks before it does.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class VLLMEngine:
             "family": family,
             "dtype": dtype,
             "max_num_seqs": max_num_seqs,
+            "init_timeout": TIMEOUT_S,  # vLLM-Omni's own, of the start; 600 s otherwise
             "enable_sleep_mode": self.sleeps,
             "enforce_eager": "compile" not in engine_with,
             "diffusion_attention_config": {"default": {"backend": ENGINE_NAMES[attention]}},
@@ -266,8 +267,8 @@ class VLLMEngine:
         sample_locally: Callable[[Family, RolloutRequest], Trajectories],
     ) -> None:
         """Push the trained policy for the first time, as `verify_push` does, and compare the engine's sampling of it
-        with the script's own, sample_locally: `request` by the ODE and, if it has a noise level, by the SDE, in four of
-        its sampling steps. A collective.
+        with the script's own, sample_locally: `request` by the ODE and, if it has a noise level, by the SDE, in at most
+        four of its sampling steps. A collective.
 
         Raises:
             EngineError: as `verify_push`.
@@ -332,8 +333,16 @@ class VLLMEngine:
             self.process.wait()
 
     def _kill(self) -> None:
-        """Kill the child and its workers, which are of its process group."""
-        with contextlib.suppress(ProcessLookupError):
+        """Kill the child. Its workers are of its process group, and have ten seconds to end as it has.
+
+        Until then so has multiprocessing's tracker, which removes the memory that they shared from /dev/shm.
+        """
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(ProcessLookupError):  # none of them is left
+            for _ in range(100):
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.1)
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def _call(self, operation: str, *args: Any, **kwargs: Any) -> Any:  # each operation has its own

@@ -15,6 +15,7 @@ from common.models.family import Family
 
 import torch
 
+TIMEOUT_S = 1800.0  # longer than any start, chunk of images or push should take
 # The trainer's variables that the engine gets. No key to a service is among them, and nothing of torchrun's (RANK,
 # WORLD_SIZE ...), from which an engine would take itself for one of torchrun's workers.
 ENGINE_VARIABLES = re.compile(
@@ -65,7 +66,8 @@ def check_devices(engine_devices: Sequence[int]) -> None:
     num_gpus = torch.cuda.device_count()
     option = f"--engine_devices {' '.join(map(str, engine_devices))}"
     if len(engine_devices) % num_ranks or len(set(engine_devices)) < len(engine_devices):
-        raise ValueError(f"{option}: must be equally many GPUs for each of the {num_ranks} ranks of this machine")
+        each = f"for each of the {num_ranks} ranks of this machine"
+        raise ValueError(f"{option}: must be equally many GPUs {each}, and each GPU once")
     for index in engine_devices:
         if num_gpus and not num_ranks <= index < num_gpus:
             raise ValueError(
@@ -117,6 +119,7 @@ def engine_environment(
     # without the empty ones, which would be the working directory
     env["PYTHONPATH"] = os.pathsep.join(path for path in python_path if path)
     env["VLLM_NO_USAGE_STATS"] = "1"
+    env.setdefault("VLLM_OMNI_DLO_DP_WAVE_TIMEOUT", f"{TIMEOUT_S:g}")  # of a chunk on several workers; else 600 s
     if Path(model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
         env.pop("HF_TOKEN", None)  # a model that is a folder needs none

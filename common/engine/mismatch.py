@@ -137,14 +137,15 @@ def _weight(factor: Factor, lr: torch.Tensor, clip_range: float) -> torch.Tensor
 
 
 # ---- stop at a mismatch that is more than round-off ------------------------------------------------------------------
-def velocity_limit(dtype: str, guidance_scale: float) -> float:
+def velocity_limit(dtype: str, request: RolloutRequest) -> float:
     """The relative difference of velocities up to which it is round-off. dtype: "float32" or "bfloat16".
 
-    Guidance g > 1 adds up the rounding of two branches, which are nearly equal, with the weights g and 1 - g.
+    Guidance g by a second pass adds up the rounding of two branches, which are nearly equal, with the weights g and
+    1 - g. Where guidance is an input of the transformer, as FLUX.1's, there is one.
     """
     limit = {"float32": 1e-4, "bfloat16": 0.03}[dtype]
-    if guidance_scale > 1:
-        limit *= math.hypot(guidance_scale, guidance_scale - 1)
+    if request.negative_conditioning is not None:
+        limit *= math.hypot(request.guidance_scale, request.guidance_scale - 1)
     return limit
 
 
@@ -178,7 +179,7 @@ def check_mismatch(
         ),
         (
             velocity,
-            velocity_limit(dtype, request.guidance_scale),
+            velocity_limit(dtype, request),
             "velocity is {} off the trainer's, more than {}: they do not run the same policy. Compare sigmas, number "
             "of steps, guidance and weights with --rollout local, which is right",
         ),
@@ -219,7 +220,7 @@ def check_sampling(request: RolloutRequest, ours: Trajectories, engines: Traject
     final = ours.latents[:, -1]
     moved = _rms(final - request.first_latents(generators, final.device))
     difference = (_rms(final - engines.latents[:, -1]) / moved).max().item()
-    limit = 2 * velocity_limit(dtype, request.guidance_scale)
+    limit = 2 * velocity_limit(dtype, request)
     if not difference <= limit:
         raise RunError(
             f"the engine's {'SDE' if request.sde_steps else 'ODE'} image is {difference:.1e} off the image of this "

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from common.engine import pipelines
@@ -9,6 +10,7 @@ from common.models.vae import quantize, to_unit_range
 from common.rollout import RolloutRequest
 
 import torch
+from diffusers import DiffusionPipeline
 from tqdm import tqdm
 from vllm_omni.entrypoints import Omni
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
@@ -23,7 +25,9 @@ def load_engine(options: dict[str, Any], num_workers: int) -> Omni:
     """
     # tqdm's default lock lies in a file in shared memory, which would be left behind if all processes were killed
     tqdm.set_lock(threading.RLock())
-    family = options.pop("family", None)
+    family = options.pop("family")
+    if not Path(options["model"]).is_dir():  # the trainer's own files; vLLM-Omni would download the whole repository
+        options["model"] = DiffusionPipeline.download(options["model"])
     pipelines.use_pipeline_of(options["model"], family)
     if not pipelines.RolloutPipeline.supports_request_batch:
         options["max_num_seqs"] = 1
@@ -64,7 +68,7 @@ def generate(omni: Omni, request: RolloutRequest, lora: bool, is_last: bool) -> 
 
     Args:
         lora: whether the adapter that was pushed acts.
-        is_last: no chunk follows, so the GPU memory that is cached for the next one is released.
+        is_last: no chunk follows, so the GPU memory that this process has cached for the next one is released.
     """
     # what the images share; the tensors of each are in its prompt
     settings = replace(request, conditioning={}, negative_conditioning=None, initial_latents=None)

@@ -304,7 +304,6 @@ class RolloutDiffusionEngine(DiffusionEngine):
         super()._init_process_hooks(od_config)
         self.pre_process_func = None  # requests come encoded; that of an editing model would ask for pictures
         self.post_process_func = None
-        self._post_process_accepts_sampling_params = False
 
 
 class RolloutExecutor(MultiprocDiffusionExecutor):

@@ -24,7 +24,8 @@ from common.engine import omni  # noqa: E402
 
 
 def serve(connection: Connection) -> None:
-    """Load the engine, then answer one call after another. A call that fails is reported, and the engine lives on.
+    """Load the engine, then answer one call after another. A call that fails is reported; only after a failed
+    `generate`, at which vLLM-Omni closes itself, the engine takes no other.
 
     A call is (number, operation, args, kwargs); its answer (number, whether it succeeded, the value or one line about
     the failure), and the traceback of a failure goes to stderr, our log. The number of the start is 0.

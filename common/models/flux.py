@@ -106,7 +106,7 @@ class Flux(Family):
             def __init__(self, **kwargs: Any) -> None:
                 super().__init__(**kwargs)
                 self.transformer.dtype = self.od_config.dtype  # vLLM-Omni reads it when the text encoders are gone
-                # the fused layers that hold q, k and v; vLLM-Omni's LoRA manager and our parameter_name read this
+                # the fused layers that hold q, k and v; vLLM-Omni's LoRA manager and our parameter_slice read this
                 mapping = []
                 for fused, parts in self.transformer.packed_modules_mapping.items():
                     mapping += [(f".{fused}", f".{part}", shard) for part, shard in zip(parts, "qkv", strict=True)]

@@ -22,6 +22,7 @@ NAMES = """
 """
 CLASSES = [name.strip() for name in re.split(r"[|\n]", NAMES.strip())]
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+PLACES = ("left of", "right of", "above", "below")
 MOST = 16  # detections of a class
 MARGIN = 0.1  # of both sizes: nearer objects are neither left nor right of each other
 
@@ -39,19 +40,24 @@ Colours = Callable[[str, list[Detection]], Sequence[str]]  # of the detections o
 
 
 def check_metadata(record: dict) -> None:
-    """Raise ValueError where a prompt's record is not GenEval's."""
-    clauses = record.get("include")
-    if not isinstance(record.get("tag"), str) or not isinstance(clauses, list) or not clauses:
+    """Raise ValueError where a prompt's record is not GenEval's. A field that is null, as columns of a table are, is as
+    if it were not there."""
+    clauses, excluded = record.get("include"), record.get("exclude") or []
+    is_geneval = isinstance(record.get("tag"), str) and isinstance(clauses, list) and isinstance(excluded, list)
+    if not is_geneval or not clauses or not all(isinstance(clause, dict) for clause in (*clauses, *excluded)):
         raise ValueError('the reward geneval needs "tag" and "include", as in GenEval\'s evaluation_metadata.jsonl')
-    for number, clause in enumerate([*record["include"], *record.get("exclude", [])]):
+    for number, clause in enumerate([*clauses, *excluded]):
         if clause.get("class") not in CLASSES:
             raise ValueError(f"geneval: the class {clause.get('class')!r} is none of COCO's 80")
         if type(clause.get("count")) is not int or clause["count"] < 1:
             raise ValueError(f"geneval: the count of {clause['class']} must be a whole number above 0")
-        if clause.get("color", "red") not in COLOURS:
+        if clause.get("color") not in (None, *COLOURS):
             raise ValueError(f"geneval: the color {clause['color']!r} is none of {', '.join(COLOURS)}")
-        if "position" in clause and not 0 <= clause["position"][1] < number:
-            raise ValueError(f"geneval: the position of {clause['class']} must be of an earlier clause")
+        place = clause.get("position")
+        is_place = isinstance(place, list) and len(place) == 2 and place[0] in PLACES and type(place[1]) is int
+        if place is not None and not (is_place and 0 <= place[1] < number):
+            told = f"one of {', '.join(PLACES)}, and the number of an earlier clause"
+            raise ValueError(f"geneval: the position of {clause['class']} must be {told}")
 
 
 def is_right(record: dict, objects: Objects, colours: Colours) -> bool:
@@ -66,14 +72,14 @@ def is_right(record: dict, objects: Objects, colours: Colours) -> bool:
         name = clause["class"]
         found = objects.get(name, [])[: clause["count"]]
         is_fulfilled = len(found) == clause["count"]
-        if is_fulfilled and "color" in clause:
+        if is_fulfilled and clause.get("color"):
             is_fulfilled = all(colour == clause["color"] for colour in colours(name, found))
-        if is_fulfilled and "position" in clause:
+        if is_fulfilled and clause.get("position"):
             place, number = clause["position"]
             others = fulfilled[number]
             is_fulfilled = len(others) > 0 and all(place in places_of(a, b) for a in found for b in others)
         fulfilled.append(found if is_fulfilled else [])
-    excluded = record.get("exclude", [])
+    excluded = record.get("exclude") or []
     too_many = any(len(objects.get(clause["class"], [])) >= clause["count"] for clause in excluded)
     return all(fulfilled) and not too_many
 
@@ -94,8 +100,8 @@ def places_of(one: Detection, other: Detection) -> set[str]:
     if all(abs(part) < 1e-3 for part in shortened):
         return set()
     across, down = (part / math.hypot(*offsets) for part in shortened)
-    found = {"left of": across < -0.5, "right of": across > 0.5, "above": down < -0.5, "below": down > 0.5}
-    return {place for place, is_there in found.items() if is_there}
+    found = zip(PLACES, (across < -0.5, across > 0.5, down < -0.5, down > 0.5), strict=True)
+    return {place for place, is_there in found if is_there}
 
 
 def kept(objects: Objects, threshold: float) -> Objects:

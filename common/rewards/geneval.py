@@ -73,6 +73,8 @@ def detect(image: Image.Image) -> Objects:
         detector(**inputs), threshold=0.0, target_sizes=[(image.height, image.width)], return_binary_maps=True
     )
     objects: Objects = {}
+    if not result["segments_info"]:  # then `segmentation` is one empty map, of no object
+        return objects
     for entry, found in zip(result["segments_info"], result["segmentation"], strict=True):
         mask = Image.fromarray((found.cpu().numpy() > 0).astype("uint8") * 255)
         box = mask.getbbox()

@@ -32,7 +32,7 @@ AT_ONCE = 1 << 24  # bytes
 
 # ---- the tensors -----------------------------------------------------------------------------------------------------
 def own_tensors(model: Family, optimizer: torch.optim.Optimizer, with_moments: bool) -> dict[str, torch.Tensor]:
-    """{name: this rank's shard} of every policy but the reference and, with_moments, of Adam's moments.
+    """{name: this rank's shard} of every policy that training changes and, with_moments, of Adam's moments.
 
     They share the memory of the model and the optimizer. An optimizer without moments gets them, zeros. A collective.
     """
@@ -40,7 +40,7 @@ def own_tensors(model: Family, optimizer: torch.optim.Optimizer, with_moments: b
     for name, transformer in model.policies.items():
         if isinstance(transformer, FSDPModule):
             transformer.reshard()  # a forward pass without a backward leaves the root's weights unsharded
-        if name != "reference":
+        if name not in model.frozen_policies:
             tensors |= {f"policies/{name}/{key}": tensor for key, tensor in local_tensors(model, name).items()}
     if with_moments:
         state: Any = get_optimizer_state_dict(model.transformer, optimizer)["state"]  # {name: {moment: tensor}}
@@ -181,5 +181,5 @@ def load_shards(state: dict, model: Family, optimizer: torch.optim.Optimizer) ->
         if f"optimizer/{name}/step" not in moments:
             optimizer.state.pop(parameter, None)  # a last block may feed nothing, and has no moments
     for name in model.policies:
-        if name not in saved and name != "reference":
+        if name not in saved and name not in model.frozen_policies:
             follow(model, name, 0.0)

@@ -14,7 +14,7 @@ from benchmarks import fsdp_kernels
 from common import distributed as sharding
 from common.data import GroupSampler, PromptSet
 from common.errors import RunError
-from common.inputs import Inputs, check_inputs
+from common.inputs import Inputs, check_inputs, check_lora_modules
 from common.models.loading import family_class
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import SharedArgs
@@ -259,6 +259,11 @@ def test_a_module_that_cannot_get_a_lora_is_named(targets, message):
     inputs = Inputs(StableDiffusion3, {}, {}, no_prompts, no_prompts, lora=lora, checkpoint=None)
     with pytest.raises(RunError, match=f"^{message}$"):
         check_inputs(args, inputs)  # before a model loads
+
+
+def test_modules_of_an_option_beside_a_loras_file_are_refused():
+    with pytest.raises(ValueError, match="^--lora_target_modules: the file of --lora_path says which"):
+        check_lora_modules(None, {"lora_path": "lora", "lora_target_modules": ("nosuch",)})
 
 
 # ---- KL --------------------------------------------------------------------------------------------------------------

@@ -466,7 +466,7 @@ def test_without_a_difference_no_step_is_the_best(tmp_path, monkeypatch, capsys)
     run.close()
     told = capsys.readouterr().out
     assert "best evaluation" not in told and len(saved) == 1
-    assert f"{tmp_path}/best_adapter is of step 0, and no other evaluation scored differently\n" in told
+    assert f"{tmp_path}/best_adapter is of step 0: no evaluation has scored otherwise\n" in told
     for best_by in (None, "val/ocr/mean"):
         run = new_run(tmp_path, num_steps=4, best_by=best_by)
         run.save_if_best("model", "ema", {"val/drift_from_base": 0.5})

@@ -2,6 +2,7 @@
 
 import math
 from decimal import Decimal, getcontext
+from types import SimpleNamespace
 
 from common.engine.mismatch import (
     Factor,
@@ -371,11 +372,13 @@ def test_the_gate_stops_at_nan_wherever_it_is(bad, column, alone):
 
 
 def test_the_limit_follows_dtype_and_guidance(alone):
-    assert velocity_limit("float32", 1.0) == 1e-4
-    assert velocity_limit("bfloat16", 1.0) == 0.03
-    assert velocity_limit("bfloat16", 4.0) == pytest.approx(0.03 * 5)  # 4 and -3: the root of 16 + 9
+    one_pass = SimpleNamespace(guidance_scale=4.0, negative_conditioning=None)  # FLUX.1's guidance is an input
+    assert velocity_limit("float32", one_pass) == 1e-4
+    assert velocity_limit("bfloat16", one_pass) == 0.03
+    two_passes = SimpleNamespace(guidance_scale=4.0, negative_conditioning={"prompt_embeds": torch.zeros(1)})
+    assert velocity_limit("bfloat16", two_passes) == pytest.approx(0.03 * 5)  # 4 and -3: the root of 16 + 9
     request, trajectories, rescored = rollout_of(0.1)  # 10 % off
-    request.guidance_scale = 4.0
+    request.guidance_scale, request.negative_conditioning = 4.0, two_passes.negative_conditioning
     check_mismatch(request, trajectories, rescored, dtype="bfloat16")
     for dtype, guidance_scale in (("bfloat16", 1.0), ("float32", 4.0)):
         request.guidance_scale = guidance_scale

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import OrderedDict
+from pathlib import Path
 
 import flow_grpo
 from common.engine import launch
@@ -248,12 +249,15 @@ def test_a_family_that_vllm_omni_does_not_split_is_refused():
 
 # ---- the last test: it takes the engine with it ----------------------------------------------------------------------
 def test_the_workers_end_with_their_engine(engine):
-    """An engine that is killed has no time to end them."""
+    """And leave nothing in shared memory. An engine that is killed has no time to end them."""
     engine.wait_ready()
     processes = psutil.Process(engine.process.pid).children(recursive=True)
     assert len(processes) >= 2
-    engine.process.kill()
-    engine.process.wait()
+    mapped = {mapped.path for process in processes for mapped in process.memory_maps()}
+    segments = [Path(path) for path in mapped if path.startswith("/dev/shm/") and Path(path).exists()]
+    assert segments
+    engine._kill()
+    assert not any(path.exists() for path in segments)
     deadline = time.monotonic() + 30
     while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
         assert time.monotonic() < deadline, "a worker is still alive"

@@ -86,7 +86,23 @@ def test_kept_are_the_surest_above_the_threshold():
         ),
         (
             {"prompt": "a", "tag": "position", "include": [{"class": "bird", "count": 1, "position": ["left of", 0]}]},
-            "must be of an earlier clause",
+            "the number of an earlier clause",
+        ),
+        (
+            {"prompt": "a", "tag": "position", "include": [{"class": "bird", "count": 1}] * 2, "exclude": "cat"},
+            'needs "tag" and "include"',
+        ),
+        ({"prompt": "a", "tag": "colors", "include": ["bird"]}, 'needs "tag" and "include"'),
+        *(
+            (
+                {
+                    "prompt": "a",
+                    "tag": "position",
+                    "include": [{"class": "cat", "count": 1}, {"class": "bird", "count": 1, "position": place}],
+                },
+                "must be one of left of, right of, above, below",
+            )
+            for place in ("left of", ["left of"], ["left-of", 0], ["left of", "0"], ["left of", 1])
         ),
     ],
 )
@@ -94,6 +110,15 @@ def test_a_record_that_is_not_genevals_is_named(tmp_path, record, fault):
     (tmp_path / "mine.jsonl").write_text(json.dumps(record))
     with pytest.raises(ValueError, match=f"mine.jsonl:1: .*{fault}"):
         read_prompts(tmp_path / "mine.jsonl", {"geneval": geneval})
+
+
+def test_a_field_that_is_null_is_as_if_it_were_not_there():
+    """As columns of a table have it."""
+    clause = {"class": "bird", "count": 1, "color": None, "position": None}
+    record = {"tag": "single_object", "include": [clause], "exclude": None}
+    geneval_file.check_metadata(record)
+    seen = {"bird": [Detection((0, 0, 1, 1), 0.9)]}
+    assert is_right(record, seen, lambda name, found: [])
 
 
 # ---- the networks ----------------------------------------------------------------------------------------------------
@@ -130,7 +155,7 @@ def networks(tmp_path, monkeypatch):
     geneval_file.colour_embeddings.cache_clear()
 
 
-def test_from_a_picture_to_its_objects_and_colours(networks):
+def test_from_a_picture_to_its_objects_and_colours(networks, monkeypatch):
     image = Image.linear_gradient("L").convert("RGB").resize((96, 32))
     objects = geneval_file.detect(image)
     every = [detection for found in objects.values() for detection in found]
@@ -141,6 +166,10 @@ def test_from_a_picture_to_its_objects_and_colours(networks):
     name, found = next(iter(objects.items()))
     colours = geneval_file.colours_of(image, name, found)
     assert len(colours) == len(found) and set(colours) <= set(COLOURS)
+    _, processor, *_ = geneval_file.load()
+    nothing = [{"segmentation": torch.zeros(32, 96), "segments_info": []}]  # as transformers says it
+    monkeypatch.setattr(processor, "post_process_instance_segmentation", lambda *outputs, **options: nothing)
+    assert geneval_file.detect(image) == {}
 
 
 def test_a_run_with_the_whole_reward(networks, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from common.rewards.aesthetic import aesthetic
 from common.rewards.clip_score import clip_score
 from common.rewards.hpsv2 import FILE, hpsv2, pad_pixels, pad_to_square
 from common.rewards.pickscore import pickscore
-from common.scoring import NOT_ASKED, score_images
+from common.scoring import NOT_ASKED, load_rewards, score_images
 from contrib.draft import check_of_pixels, score_pixels
 from tests.conftest import embedded_model, prompt_set
 from tests.tiny_models import CLIP_WIDTH, as_open_clip, make_clip
@@ -147,3 +147,5 @@ def test_one_number_of_several_has_no_gradient_of_its_own():
         check_of_pixels({"sign_colour.red": sign_colour})
     with pytest.raises(ValueError, match="^--reward ocr: has no of_pixels"):
         check_of_pixels({"ocr": lambda images, prompts, metadata: [1.0]})
+    with pytest.raises(ValueError, match="^--reward clip_score: its of_pixels takes images, not the videos"):
+        check_of_pixels(load_rewards(["clip_score"], load=False, num_frames=33, reward_frames=3), 33)

@@ -16,6 +16,7 @@ from common.command_line import check_options
 from common.data import PromptSet, digest_records, read_prompts
 from common.errors import NothingBegun, RunError
 from common.inputs import choose_sizes
+from common.process import print_once
 from common.run import _current_run, checkpoint_to_resume, friendly_errors
 from common.run_record import create_run_folder
 from common.scoring import load_rewards, score_images
@@ -62,6 +63,30 @@ def test_latest_without_a_checkpoint_does_not_forget_what_the_run_started_from(t
             checkpoint_to_resume(tmp_path, "latest")
     else:
         assert checkpoint_to_resume(tmp_path, "latest") is None
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("words", "is_told"), [((), True), (("--shutdown_timeout", "600"), False)])
+def test_a_step_that_outlasts_torchruns_patience_is_told(words, is_told, tmp_path, monkeypatch, capfd):
+    """Of a process that stands for torchrun, by its command line."""
+    monkeypatch.setattr("common.run.LONG_STEP_S", 0.0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *words])
+    monkeypatch.setattr("common.process.PARENT", parent.pid)
+    run = new_run(tmp_path)
+    print_once.cache_clear()
+    time.sleep(0.5)  # until it has its command line
+    run.should_stop()
+    run.should_stop()
+    parent.kill()
+    assert capfd.readouterr().err.count("start it with torchrun --shutdown_timeout 600\n") == is_told
+
+
+@pytest.mark.fast
+def test_latest_without_a_checkpoint_says_that_the_log_begins_anew(tmp_path, capfd):
+    (tmp_path / "metrics.jsonl").touch()
+    assert checkpoint_to_resume(tmp_path, "latest") is None
+    assert capfd.readouterr().err == f"{tmp_path} has no checkpoint yet: the run begins anew, and so does its log\n"
 
 
 @pytest.mark.fast

@@ -10,6 +10,7 @@ from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
 from tests.conftest import (
     EMBEDDED,
+    ROOT,
     brightness_and_redness,
     brightness_reward,
     few_eval_prompts,
@@ -163,6 +164,15 @@ def test_a_reward_of_the_same_name_with_other_weights_is_another_protocol(monkey
 
 
 @pytest.mark.fast
+def test_a_judge_in_a_folder_is_named_in_the_protocol(tmp_path, monkeypatch):
+    """vLLM serves it, so that nothing here has its weights."""
+    monkeypatch.setenv("VLM_JUDGE_MODEL", str(tmp_path))
+    reward = lambda images, prompts, metadata: [0.0]
+    reward.settings = ("VLM_JUDGE_MODEL",)
+    assert protocol.reward_protocol([], {"judge": reward})["reward_settings"] == {"VLM_JUDGE_MODEL": str(tmp_path)}
+
+
+@pytest.mark.fast
 def test_a_reward_of_the_same_name_with_other_code_is_another_protocol(words, done, tmp_path):
     other = Path(brightness_reward(tmp_path).partition(":")[0])
     other.write_text(other.read_text() + "\n\n# changed\n")
@@ -296,3 +306,13 @@ def test_a_reward_that_fails_on_an_image_is_counted(words, tmp_path):
 def test_the_sde_of_training_is_another_sampler_on_the_same_noise(words, tmp_path):
     one = run_bench(*words, "--sde_type", "sde", "--sde_steps", "1", "--output", tmp_path / "out")["benches"][0]
     assert one["protocol"]["sampler"] == "sde, noise 0.7, steps (0,)"
+
+
+def test_a_model_that_edits_is_measured_on_records_with_pictures(tmp_path):
+    lines = (ROOT / "assets" / "edit_eval.jsonl").read_text().splitlines()[:2]
+    (tmp_path / "edits.jsonl").write_text("\n".join(lines))
+    (tmp_path / "edit_signs").symlink_to(ROOT / "assets" / "edit_signs")
+    words = [ROOT / "assets" / "embedded_edit", "--prompts", tmp_path / "edits.jsonl", "--reward", "preservation"]
+    result = run_bench(*words, *SMALL, "--output", tmp_path / "out")
+    (row,) = result["benches"][0]["table"]
+    assert 0 < row["mean"][0] < 1

@@ -115,6 +115,11 @@ def test_runs_of_one_name_in_two_places_are_compared(tmp_path, capsys):
     new, old = (str(tmp_path / place / "ocr-seed*") for place in ("new", "old"))
     compare.main([new, "--against", old, "--output", str(tmp_path / "pictures" / "compared.png")])
     assert "0.500 (0.500 to 0.500), +0.250 [+0.250, +0.250]" in capsys.readouterr().out
+    (tmp_path / "new" / "bench_embedded").mkdir()  # of tools.bench
+    compare.main([*map(str, (tmp_path / "new").iterdir()), "--output", str(tmp_path / "new" / "compared.png")])
+    shown = capsys.readouterr()
+    assert "0.500 (0.500 to 0.500)" in shown.out
+    assert shown.err == f"{tmp_path}/new/bench_embedded: no run, as it has no metrics.jsonl: left out\n"
 
 
 def test_the_values_of_a_step_in_latex(tmp_path, capsys):

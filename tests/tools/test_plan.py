@@ -8,6 +8,8 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+import flow_grpo
+from common.checkpoints import save_checkpoint
 from common.data import PromptSet
 from common.errors import RunError
 from common.models.family import Family
@@ -17,7 +19,7 @@ from common.plan.devices import Device
 from common.plan.memory import Blueprint, Cost, Meter
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
-from tests.conftest import EMBEDDED, ROOT, SCRIPTS, embedded_model, policy_without_fsdp
+from tests.conftest import EMBEDDED, ROOT, SCRIPTS, embedded_model, good_state, policy_without_fsdp
 from tests.published_models import PIPELINES, PUBLISHED, presets, write_configs
 from tests.tiny_models import make_checkpoint
 from tools import plan
@@ -502,6 +504,17 @@ def fork(tmp_path, monkeypatch):
         return None
 
     return call
+
+
+def test_a_run_is_planned_by_the_options_of_its_checkpoint(fork, tmp_path, monkeypatch):
+    """Which its script wrote, and tools.plan names for it."""
+    (tmp_path / "runs" / "flow_grpo" / "metrics.jsonl").unlink()
+    config = vars(flow_grpo.Args(rollout="local", group_size=4, lora_target_modules=("nowhere",)))
+    monkeypatch.setattr("sys.argv", ["fork.py"])
+    save_checkpoint(tmp_path / "runs" / "flow_grpo", 1, good_state() | {"args": config}, keep=1)
+    monkeypatch.setattr("sys.argv", ["tools/plan.py"])
+    line = fork("--resume", "latest")
+    assert line == "--lora_target_modules nowhere: SD3Transformer2DModel has no such module"
 
 
 def test_a_fork_is_planned_and_nothing_loads(fork, tmp_path, capfd):

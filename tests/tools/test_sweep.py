@@ -48,7 +48,10 @@ def test_a_script_in_a_folder_finds_common(in_checkout, monkeypatch):
         ("flow_grpo.py", "--learning_rat 1 2", "--learning_rat: flow_grpo.py has no such option"),
         ("flow_grpo.py", "3", "3: options of the script begin with --"),
         ("flow_grpo.py", "--name a/b", "--name a/b: must be the name of a folder, or an absolute path"),
-        ("recipes/no.sh", "", "recipes/no.sh: no such recipe"),
+        ("flow_grpo.py", "--name a b", "--name a b: takes one name"),
+        ("flow_grpo.py", "--name", "--name : takes one name"),
+        ("recipes/no.sh", "", "recipes/no.sh: no such script or recipe"),
+        ("no.py", "", "no.py: no such script or recipe"),
     ],
 )
 def test_what_cannot_be_swept_is_one_line(script, words, told, in_checkout):
