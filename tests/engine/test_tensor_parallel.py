@@ -4,6 +4,7 @@ import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import flow_grpo
 from common.engine import launch
@@ -232,6 +233,21 @@ def test_images_that_overtake_the_word_of_their_batch_arrive(error):
 # ---- options ---------------------------------------------------------------------------------------------------------
 @needs_engine
 @pytest.mark.fast
+def test_of_a_hub_id_the_pipelines_own_files_are_downloaded(monkeypatch):
+    """By diffusers, as for the trainer. vLLM-Omni would take the whole repository, single files included."""
+    skip_without_engine()
+    from common.engine import omni  # loads vLLM-Omni
+
+    asked = []
+    monkeypatch.setattr(omni.DiffusionPipeline, "download", lambda model: asked.append(model) or EMBEDDED)
+    monkeypatch.setattr(omni.pipelines, "use_pipeline_of", lambda model, family: None)
+    monkeypatch.setattr(omni.pipelines, "RolloutPipeline", SimpleNamespace(supports_request_batch=True), raising=False)
+    monkeypatch.setattr(omni, "Omni", lambda **options: options)
+    assert omni.load_engine({"model": "an/id", "family": None}, 1)["model"] == EMBEDDED
+    assert omni.load_engine({"model": EMBEDDED, "family": None}, 1)["model"] == EMBEDDED
+    assert asked == ["an/id"]
+
+
 def test_heads_that_cannot_be_dealt_out_are_refused(tmp_path):
     family = family_class(EMBEDDED)
     launch.check_engine(family, str(EMBEDDED), (1, 2, 3, 4))
