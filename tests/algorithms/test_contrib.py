@@ -62,7 +62,7 @@ CHANGED = {
     "contrib/dance_grpo.py": 29,
     "contrib/dgpo.py": 80,
     "contrib/diffusion_opd.py": 239,
-    "contrib/draft.py": 614,
+    "contrib/draft.py": 618,
     "contrib/flow_dppo.py": 53,
     "contrib/flow_grpo_ahead.py": 108,
     "contrib/online_dpo.py": 89,
