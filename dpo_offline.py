@@ -187,7 +187,7 @@ def find_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> Pairs:
     if inputs.pairs:
         return inputs.pairs
     with run.timed("make_pairs"):
-        if not run.checkpoint or not (run.folder / "pairs.jsonl").exists():
+        if args.resume != "latest" or not run.checkpoint or not (run.folder / "pairs.jsonl").exists():
             make_pairs(args, run, model, inputs)
         return read_pairs(run.folder)
 
@@ -489,7 +489,7 @@ def main(args: Args, inputs: Inputs) -> None:
         files = encode_drawn(args, run, model, pairs, sampler.upcoming(args.num_steps - run.step))
     if args.eval_only or run.unlogged or not run.checkpoint:
         run.log(*evaluate(args, run, model, inputs))
-    last_step = run.step if args.eval_only or run.stop_reason else args.num_steps  # then no training step is taken
+    last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
         run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a rollout fails

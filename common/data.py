@@ -83,7 +83,7 @@ def digest_records(records: Iterable[object]) -> str:
     """BLAKE2b of prompts' records, the same in every process."""
     hashed = hashlib.blake2b(digest_size=16)
     for record in records:
-        hashed.update(json.dumps(record, default=_as_json).encode())
+        hashed.update(json.dumps(record, default=_as_json, sort_keys=True).encode())
     return hashed.hexdigest()
 
 
@@ -148,7 +148,7 @@ def _read_file(
     for where, record in read_records(path):
         prompt = record.pop("prompt")
         with error_prefix(where, (*UNREADABLE, SystemExit)):  # a reward's check may exit
-            if {"image", "images", "mask"} & record.keys():
+            if {"image", "images"} & record.keys():
                 record = _find_pictures(record, path, where)
             if "rewards" in record:
                 _check_asked(record, rewards, others)

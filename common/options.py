@@ -198,7 +198,7 @@ class SharedArgs:
     total of the trained rewards, without those that are `relative` (docs/rewards.md)"""
     stop_if: tuple[str, ...] = ()
     """save and exit after an evaluation that meets one of these, in quotes: 'val/aesthetic/mean<5.2', or with >; that
-    of step 0 ends nothing"""
+    of step 0 ends nothing, and one that a resumed run does again ends it a step later"""
 
     @property
     def run_folder(self) -> Path:

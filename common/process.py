@@ -94,9 +94,10 @@ def catch_stop_signals(max_minutes: float) -> None:
 
 def is_killed_early() -> bool:
     """Whether torchrun started this process without --shutdown_timeout: it kills a run 30 s after a signal, then."""
+    given = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"} & os.environ.keys()
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{PARENT}/cmdline").read_bytes()
-        return "TORCHELASTIC_RUN_ID" in os.environ and b"shutdown" not in command
+        return "TORCHELASTIC_RUN_ID" in os.environ and not given and b"shutdown" not in command
     return False
 
 

@@ -46,6 +46,7 @@ LONG_STEP_S = 25.0  # with a checkpoint behind it, what torchrun waits for after
 MAX_SKIPPED = 3  # training steps in a row without one finite gradient before the run ends
 # files and folders that only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "rollouts", "pairs.jsonl", "pairs")
+BEGINS_ANEW = "the run begins anew, and so does its log"
 SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar
 # what gloo and NCCL say of a rank that has ended, or hangs
 RANK_IS_GONE = (
@@ -81,7 +82,6 @@ class Run:
         best_score: the highest weighted total, or --best_by, of an evaluation so far.
         unlogged: the metrics of a finished training step until they are logged. A checkpoint has them where the step's
             evaluation failed, which a resumed run does again.
-        stop_reason: the rule of --stop_if that an evaluation met first; None before one is met.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Run:
         self._best_step: int | None = None  # of the best evaluation; None: unknown
         self._num_images = num_images
         self._writes = on_rank_0()
-        self.stop_reason: str | None = None
+        self._stop_reason: str | None = None  # the rule that an evaluation met first
         self._timing: dict[str, float] = {}  # seconds of every phase since the last `log`, on this rank
         self._created: float | None = time.perf_counter()  # until the first phase: the time before it is the startup
         self._device_memory_gb = 0.0  # the most that was in use on the GPU, by any process, since the last `log`
@@ -253,7 +253,7 @@ class Run:
 
         metrics: finite numbers or scalar tensors by name; to them come those of `end_step`. grid: an evaluation's
         captioned images, of which grid_STEP.png is made; curves.png is drawn with it. Where an evaluation meets a rule
-        of --stop_if, `stop_reason` is set on every rank; a line warns where the evaluation lacks the metric of a rule.
+        of --stop_if, `should_stop` says so on every rank; a line warns where the evaluation lacks the metric of a rule.
 
         Raises:
             RunError: on rank 0, naming the metrics that are NaN or infinite, or the folder that could not be written;
@@ -276,7 +276,7 @@ class Run:
         metrics = metrics | self._speed_metrics(step)
         if self.args.stop_if and may_stop:
             met, reason = met_rules(read_stop_rules(self.args.stop_if), step, metrics, self.print_message)
-            self.stop_reason = self.stop_reason or reason
+            self._stop_reason = self._stop_reason or reason
             metrics |= met
         self._timing = {}
         if not self._writes:
@@ -319,14 +319,15 @@ class Run:
                 f"step {step}: every image scores as the others of its prompt do: nothing is learned from them"
             )
         ratio = metrics.get("actor/on_policy_ratio_mean")
-        if ratio is not None and not self._has_seen_ratio:
+        if ratio is not None and not self._has_seen_ratio and not metrics.get("training/staleness"):
             self._has_seen_ratio = True
             deviation = metrics["actor/on_policy_ratio_std"]
             limit = min(1e-3, getattr(self.args, "clip_range", 1e-3))
             if max(abs(ratio - 1), deviation) > limit:  # no weight has changed since the rollout
+                found = f"the ratio begins at 1 {ratio - 1:+.2g} +- {deviation:.1g}"
                 why = "the rollout's log-probs are not those that the update computes of the same samples"
                 advice = "pass --old_log_prob recompute, or see docs/fork.md"
-                self.print_message(f"step {step}: the ratio begins at {ratio:.4g} +- {deviation:.1g}: {why}: {advice}")
+                self.print_message(f"step {step}: {found}: {why}: {advice}")
         if has_grid:
             told = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]
             told += [f"{name} {value:g}" for name, value in metrics.items() if name.endswith("/failed") and value > 0]
@@ -409,7 +410,9 @@ class Run:
             if not is_comparable:
                 self.print_message(f"best_adapter is of a step after {self.step}, and is chosen again")
         self._best_step = state.get("best_step") if is_comparable else None
-        self._saved_step = self._resumed_from = self._logged_to = self.step
+        self._saved_step = self.step
+        if self.args.resume == "latest":  # otherwise nothing stays of a start that was lost
+            self._resumed_from = self._logged_to = self.step
         if self.args.resume == "latest" and state.get("unlogged"):
             self.unlogged = state["unlogged"]
             self._logged_to -= 1  # its line is written again, with the evaluation
@@ -438,7 +441,7 @@ class Run:
         if self._longest_step_s > LONG_STEP_S and is_killed_early():
             advice = "start it with torchrun --shutdown_timeout 600"
             print_once(f"a step takes long: torchrun kills a run 30 s after Ctrl-C, perhaps before it saved: {advice}")
-        self._is_stopping = any(gather_objects(stop_requested(self._longest_step_s))) or self.stop_reason is not None
+        self._is_stopping = any(gather_objects(stop_requested(self._longest_step_s))) or self._stop_reason is not None
         return self._is_stopping
 
     def close(self) -> None:
@@ -454,8 +457,8 @@ class Run:
             elif self._best_step is not None:
                 self.print_message(f"best evaluation: step {self._best_step}, in {self.folder}/best_adapter")
             told = f"stopped after step {self.step} of {self.args.num_steps}"
-            if self.stop_reason:
-                self.print_message(f"{told}: {self.stop_reason}; to continue, pass --resume latest without it")
+            if self._stop_reason:
+                self.print_message(f"{told}: {self._stop_reason}; to continue, pass --resume latest without it")
             elif self.step < self.args.num_steps:
                 self.print_message(f"{told}; to continue, give the same command with --resume latest")
             else:
@@ -464,15 +467,14 @@ class Run:
                 )
         if self._tracker:
             self._tracker.finish()
-        is_stopped = self._is_stopping or self.stop_reason is not None
-        self._write_heartbeat("stopped" if is_stopped and self.step < self.args.num_steps else "finished")
+        self._write_heartbeat("stopped" if self._is_stopping and self.step < self.args.num_steps else "finished")
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
 def checkpoint_to_resume(folder: Path | str, resume: str | None, eval_only: bool = False) -> Path | None:
     """The checkpoint that --resume means, or None: `latest` is the newest of this run, if any; else a file or a run.
 
-    A start from another run that was lost before its first checkpoint may be repeated.
+    A start from another run that was lost before its first checkpoint may be repeated, and begins anew.
 
     Raises:
         ValueError: the run's folder holds a run that would be overwritten, or there is no good checkpoint.
@@ -481,22 +483,25 @@ def checkpoint_to_resume(folder: Path | str, resume: str | None, eval_only: bool
         advice = "let --resume name the run or checkpoint to evaluate"
         raise ValueError(f"--eval_only writes under a new --name: {advice}")
     record = Path(folder) / "args.json"
-    began_from = None  # the --resume of a start without a checkpoint of its own
+    began_from = None  # the --resume of a start that trained, and has not saved yet
     if resume and record.is_file() and not saved_checkpoints(folder):
-        with error_prefix(record, (*UNREADABLE, KeyError)):
-            began_from = json.loads(record.read_text(encoding="utf-8"))["args"].get("resume")
+        with error_prefix(record, (*UNREADABLE, KeyError, TypeError)):
+            options = json.loads(record.read_text(encoding="utf-8"))["args"]
+            began_from = None if options.get("eval_only") else options.get("resume")
     if resume == "latest" and not saved_checkpoints(folder):
         if began_from not in (None, "latest"):  # the run would begin with the model before any training
             advice = f"start it with --resume {began_from} again"
             raise ValueError(f"--resume latest: {folder} has no checkpoint yet: {advice}")
         if (Path(folder) / "metrics.jsonl").exists():
-            print_message(f"{folder} has no checkpoint yet: the run begins anew, and so does its log")
+            print_message(f"{folder} has no checkpoint yet: {BEGINS_ANEW}")
         return None
     if resume == "latest":
         return checkpoint_of(folder)
-    is_repeated = resume is not None and resume == began_from and not eval_only
     found = [name for name in RESULTS if (Path(folder) / name).exists()]
-    if found and not is_repeated:
+    is_repeated = resume is not None and resume == began_from and not eval_only and "adapter" not in found
+    if found and is_repeated:
+        print_message(f"{folder} has no checkpoint yet: {BEGINS_ANEW}")
+    elif found:
         advice = "choose another --name" + ("" if eval_only else ", or continue it with --resume latest")
         raise ValueError(f"{folder} already holds a run: {advice} (found {found[0]})")
     return checkpoint_of(resume) if resume else None

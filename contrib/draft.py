@@ -493,7 +493,7 @@ def main(args: Args, inputs: Inputs) -> None:
         load(args, run, model, optimizer, sampler)
     if args.eval_only or run.unlogged or not run.checkpoint:
         run.log(*evaluate(args, run, model, inputs))
-    last_step = run.step if args.eval_only or run.stop_reason else args.num_steps  # then no training step is taken
+    last_step = run.step if args.eval_only else args.num_steps  # --eval_only takes no training step
 
     for step in range(run.step + 1, last_step + 1):
         run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a rollout fails

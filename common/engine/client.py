@@ -338,7 +338,8 @@ class VLLMEngine:
         Until then so has multiprocessing's tracker, which removes the memory that they shared from /dev/shm.
         """
         self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a driver
+            self.process.wait(10)
         with contextlib.suppress(ProcessLookupError):  # none of them is left
             for _ in range(100):
                 os.killpg(self.process.pid, 0)

@@ -25,7 +25,7 @@ def load_engine(options: dict[str, Any], num_workers: int) -> Omni:
     """
     # tqdm's default lock lies in a file in shared memory, which would be left behind if all processes were killed
     tqdm.set_lock(threading.RLock())
-    family = options.pop("family")
+    family = options.pop("family", None)
     if not Path(options["model"]).is_dir():  # the trainer's own files; vLLM-Omni would download the whole repository
         options["model"] = DiffusionPipeline.download(options["model"])
     pipelines.use_pipeline_of(options["model"], family)

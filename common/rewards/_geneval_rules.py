@@ -54,7 +54,7 @@ def check_metadata(record: dict) -> None:
         if clause.get("color") not in (None, *COLOURS):
             raise ValueError(f"geneval: the color {clause['color']!r} is none of {', '.join(COLOURS)}")
         place = clause.get("position")
-        is_place = isinstance(place, list) and len(place) == 2 and place[0] in PLACES and type(place[1]) is int
+        is_place = isinstance(place, list | tuple) and len(place) == 2 and place[0] in PLACES and type(place[1]) is int
         if place is not None and not (is_place and 0 <= place[1] < number):
             told = f"one of {', '.join(PLACES)}, and the number of an earlier clause"
             raise ValueError(f"geneval: the position of {clause['class']} must be {told}")

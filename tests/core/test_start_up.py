@@ -106,9 +106,10 @@ def test_rollouts_of_equal_rewards_are_reported_once(tmp_path, capsys):
     [
         (1.0, 6e-4, 1e-3, ""),
         (1.0, 6e-4, 1.0, ""),
-        (1.0, 6e-4, 1e-4, "1 +- 0.0006"),
-        (1.289, 0.0, 1.0, "1.289 +- 0"),
-        (1.0, 0.03, 1e-3, "1 +- 0.03"),
+        (1.0, 6e-4, 1e-4, "1 +0 +- 0.0006"),
+        (1.00002, 0.0, 1e-5, "1 +2e-05 +- 0"),
+        (1.289, 0.0, 1.0, "1 +0.29 +- 0"),
+        (1.0, 0.03, 1e-3, "1 +0 +- 0.03"),
     ],
 )
 def test_a_ratio_that_does_not_begin_at_1_is_reported(mean, deviation, clip_range, told, tmp_path, capsys):

@@ -231,8 +231,6 @@ def test_images_that_overtake_the_word_of_their_batch_arrive(error):
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
-@needs_engine
-@pytest.mark.fast
 def test_of_a_hub_id_the_pipelines_own_files_are_downloaded(monkeypatch):
     """By diffusers, as for the trainer. vLLM-Omni would take the whole repository, single files included."""
     skip_without_engine()
@@ -248,6 +246,8 @@ def test_of_a_hub_id_the_pipelines_own_files_are_downloaded(monkeypatch):
     assert asked == ["an/id"]
 
 
+@needs_engine
+@pytest.mark.fast
 def test_heads_that_cannot_be_dealt_out_are_refused(tmp_path):
     family = family_class(EMBEDDED)
     launch.check_engine(family, str(EMBEDDED), (1, 2, 3, 4))

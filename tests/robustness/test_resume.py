@@ -174,6 +174,23 @@ def test_a_reward_that_fails_loses_no_step_before(tmp_path, script, call, saved,
     assert_equal_runs(run, tmp_path / "runs" / "whole")
 
 
+def test_a_start_from_another_run_that_was_lost_is_repeated_from_where_that_run_is_now(tmp_path):
+    """Nothing of the lost one's log stays, which had begun at an earlier step of the other run."""
+
+    def train(name, num_steps, *more):
+        options = [*SMALL, "--rollout", "local", "--name", name, "--num_steps", num_steps, "--eval_every", 9]
+        options += ["--max_prompts", 1, "--reward", brightness_reward(tmp_path), *more]
+        assert run_here(tmp_path, "flow_grpo.py", *options) is None
+        return [row["training/global_step"] for row in read_metrics(tmp_path / "runs" / name)]
+
+    train("other", 1)
+    assert train("new", 2, "--resume", "runs/other") == [2]
+    for name in ("checkpoints", "adapter", "best_adapter"):  # as if it had been killed before it saved
+        shutil.rmtree(tmp_path / "runs" / "new" / name)
+    train("other", 3, "--resume", "latest")
+    assert train("new", 4, "--resume", "runs/other") == [4]
+
+
 KILLING = """import os, pathlib, numpy, psutil
 def killing(images, prompts, metadata):
     here = pathlib.Path(__file__).parent

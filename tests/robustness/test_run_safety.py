@@ -90,12 +90,21 @@ def test_latest_without_a_checkpoint_says_that_the_log_begins_anew(tmp_path, cap
 
 
 @pytest.mark.fast
-def test_a_start_from_another_run_may_be_repeated_until_it_has_a_checkpoint(tmp_path, monkeypatch):
+def test_a_start_from_another_run_may_be_repeated_until_it_has_a_checkpoint(tmp_path, monkeypatch, capfd):
     """As the message of the test above says, which would otherwise lead to "already holds a run"."""
     monkeypatch.setattr("common.run.checkpoint_of", lambda path: Path(path))
     (tmp_path / "args.json").write_text(json.dumps({"args": {"resume": "runs/other"}}))
     (tmp_path / "metrics.jsonl").touch()
     assert checkpoint_to_resume(tmp_path, "runs/other") == Path("runs/other")
+    assert capfd.readouterr().err == f"{tmp_path} has no checkpoint yet: the run begins anew, and so does its log\n"
+    (tmp_path / "adapter").mkdir()  # so it had checkpoints, which somebody removed
+    with pytest.raises(ValueError, match="already holds a run"):
+        checkpoint_to_resume(tmp_path, "runs/other")
+    (tmp_path / "adapter").rmdir()
+    (tmp_path / "args.json").write_text(json.dumps({"args": {"resume": "runs/other", "eval_only": True}}))
+    with pytest.raises(ValueError, match="already holds a run"):
+        checkpoint_to_resume(tmp_path, "runs/other")
+    (tmp_path / "args.json").write_text(json.dumps({"args": {"resume": "runs/other"}}))
     for resume, eval_only in ((None, False), ("runs/third", False), ("runs/other", True)):
         with pytest.raises(ValueError, match="already holds a run"):
             checkpoint_to_resume(tmp_path, resume, eval_only)
