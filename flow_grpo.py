@@ -542,8 +542,8 @@ def accumulate_gradients(
     """Add up the gradient of a mini-batch's loss: the mean over its images and the W trained steps (Flow-GRPO, eq. 5).
 
     mini_batch: rows of the batch. A pass, forward and backward, is one sampling step of one micro-batch. Micro-batches
-    are equally large, and FSDP averages over ranks: all images weigh the same. reference: its means and velocities at
-    the same latents, for the KL. Returns the metrics of every pass.
+    are equally large, and FSDP averages over ranks: all images weigh the same. reference: the batch's own
+    trajectories as the reference scores them, for the KL. Returns the metrics of every pass.
     """
     latents = batch.trajectories.latents  # (B, T + 1, ...)
     sde_steps = batch.request.sde_steps
@@ -588,7 +588,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
     if 0 < grad_norm < math.inf:
-        state = optimizer.state[group["params"][0]]
+        state = optimizer.state[group["params"][0]]  # every parameter has taken as many steps
         k = int(state.get("step", 0)) + 1  # the k-th optimizer step, by Adam's own count, which a checkpoint restores
         group["lr"] = args.learning_rate * args.lr_factor(k)
         optimizer.step()

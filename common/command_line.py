@@ -26,7 +26,7 @@ from docstring_parser import parse_from_object
 # the options that people set first
 FIRST = (
     *("name", "model", "image_size", "train_prompts", "eval_prompts", "pairs", "reward", "rollout"),
-    *("num_steps", "num_prompts", "group_size", "learning_rate"),
+    *("num_steps", "num_prompts", "group_size", "learning_rate", "eval_every", "resume"),
 )
 # recorded as they were fitted to a rank's share of the images, or to its GPU
 OF_ITS_RANKS = ("micro_batch_size", "rollout_batch_size", "shard_ranks")

@@ -158,8 +158,8 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
             if device:
                 environment["CUDA_VISIBLE_DEVICES"] = device
             on = f"CUDA_VISIBLE_DEVICES={device} " if device else ""
-            print(f"{on}{shlex.join(run.command)}", flush=True)
             log_file = RUNS / f"{run.name}.log"
+            print(f"{on}{shlex.join(run.command)}  # its output: {log_file}", flush=True)
             log_file.parent.mkdir(parents=True, exist_ok=True)
             with open(log_file, "a") as log:
                 # a session of its own: a recipe's shell would not pass a signal on
