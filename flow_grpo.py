@@ -128,7 +128,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     num_steps: NonNegativeInt = 40
     """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 2
-    """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    """mini-batches that a rollout is cut into, an optimizer step each; the later ones are off-policy"""
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: NonNegativeInt = 64
@@ -498,7 +498,7 @@ def find_old_policy(
 def policy_loss(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_range: float, sample_weights: Tensor | float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean over samples of max(-A ratio, -A clip(ratio, 1 +- clip_range)): minus eq. 5 at one sampling step, no KL.
+    """Mean over samples of max(-A ratio, -A clip(ratio, 1 +- clip_range)): minus Flow-GRPO's eq. 5 at one step, no KL.
 
     ratio = exp(log_prob - old_log_prob). All (B,); a sample's loss is multiplied by its weight.
     Returns the loss, to be minimised, and its metrics, scalars without gradient.
@@ -523,7 +523,7 @@ def policy_loss(
 def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, ref_velocity: Tensor, dt: float) -> Tensor:
     """KL (B,) per latent element, of a step's Gaussian to the reference's: mean((mean - ref_mean)^2) / (2 variance).
 
-    --kl_type paper (the line after eq. 9): the variance is std^2. --kl_type code, which published coefficients assume:
+    --kl_type paper (Flow-GRPO, after eq. 9): the variance is std^2. --kl_type code, as published coefficients assume:
     q^2 = std^2 / -dt with --sde_type sde (q: `policy_step`), else std^2. --kl_type velocity: mean((v - v_ref)^2), with
     no factor, as in DiffusionNFT (after its eq. 5) and Flow-Factory (`v-based`); v is with guidance. dt < 0.
     ref_mean and ref_velocity (B, ...): the reference's, of the same samples.
@@ -570,7 +570,7 @@ def accumulate_gradients(
                 ref_velocity = reference.velocities[rows, w]
                 metrics["actor/velocity_norm"] = norm_ratio(out.velocity, ref_velocity)
                 kl = kl_divergence(args, out, reference.prev_sample_means[rows, w], ref_velocity, dts[i]).mean()
-                loss = loss + args.kl_coef * kl  # eq. 3 subtracts it from the objective, which is maximised
+                loss = loss + args.kl_coef * kl  # Flow-GRPO's eq. 3 subtracts it from the objective
                 metrics["actor/kl_loss"] = kl.detach().double()
             (loss / num_passes).backward()
             passes.append(metrics)
@@ -714,7 +714,7 @@ def main(args: Args, inputs: Inputs) -> None:
             # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
             scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
 
-        # compare the images of a prompt with each other (eq. 4); a failed image, or one without others, gets 0
+        # compare the images of a prompt (Flow-GRPO, eq. 4); a failed image, or one without others, gets 0
         with run.timed("adv"):
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)

@@ -124,7 +124,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     num_steps: NonNegativeInt = 30
     """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 4
-    """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    """mini-batches that a rollout is cut into, an optimizer step each; the later ones are off-policy"""
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: NonNegativeInt = 64
@@ -142,7 +142,8 @@ def check(args: Args) -> Args:
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     if micro_batch_size % args.group_size or not micro_batch_size:
-        raise ValueError(f"--micro_batch_size {args.micro_batch_size}: passes hold whole groups of {args.group_size}")
+        told = f"a rank's passes have {micro_batch_size} images, and must hold whole groups of {args.group_size}"
+        raise ValueError(f"--micro_batch_size {args.micro_batch_size}: {told}")
     if args.kl_guidance_scale > 1 and not args.kl_coef:
         raise ValueError("--kl_guidance_scale: needs a --kl_coef above 0")
     sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
@@ -521,7 +522,7 @@ def accumulate_gradients(
     v_old: Tensor,
     v_ref: Tensor | None,
 ) -> list[dict[str, Tensor]]:
-    """Add up the gradient of a mini-batch's loss: the mean over its images and their K timesteps (eq. 5).
+    """Add up the gradient of a mini-batch's loss: the mean over its images and their K timesteps.
 
     mini_batch: rows of the batch; timesteps (B, K), noise (B, K, ...); v_old and v_ref (B, K, ...): velocities_of `old`
     and of the reference (None without KL). A pass, forward and backward, is one timestep of one micro-batch.
@@ -706,7 +707,7 @@ def main(args: Args, inputs: Inputs) -> None:
             # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
             scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
 
-        # compare the images of a prompt with each other (eq. 4); a failed image, or one without others, gets 0
+        # compare the images of a prompt (Flow-GRPO, eq. 4); a failed image, or one without others, gets 0
         with run.timed("adv"):
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)

@@ -7,7 +7,7 @@ not named below is in diffusion_nft.py, with its equations. Read `main`, at the 
 
   1. The forward process noises the images of a prompt alike, at one timestep: `draw_training_noise`, `noise_images`.
   2. A group's reward is the sum of |A| dpo_beta log(p / p_ref) over its images, where minus flow matching's error
-     stands for log p. The A of a prompt add up to 0, so that the unknown constants of p cancel, as in DPO.
+     stands for log p. The A of a prompt add up to 0, unless one is clamped, so the constants of p cancel, as in DPO.
   3. -log sigmoid(R+ - R-), over dpo_beta, is minimised: R+ of the images with A > 0, R- of the others (Bradley-Terry):
      `dgpo_loss`. An image that has moved too far from `old` has no gradient; its authors added this clip in review.
 
@@ -113,7 +113,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     num_steps: NonNegativeInt = 30
     """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 4
-    """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    """mini-batches that a rollout is cut into, an optimizer step each; the later ones are off-policy"""
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: NonNegativeInt = 64
@@ -131,7 +131,8 @@ def check(args: Args) -> Args:
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     if micro_batch_size % args.group_size or not micro_batch_size:
-        raise ValueError(f"--micro_batch_size {args.micro_batch_size}: passes hold whole groups of {args.group_size}")
+        told = f"a rank's passes have {micro_batch_size} images, and must hold whole groups of {args.group_size}"
+        raise ValueError(f"--micro_batch_size {args.micro_batch_size}: {told}")
     sums_advantages = len(args.reward) > 1 and args.multi_objective_aggregation == "normalize_then_sum"
     if sums_advantages and args.scale_rewards == "none":
         raise ValueError("--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch")
@@ -447,7 +448,8 @@ def dgpo_loss(
     loss = -F.logsigmoid(logits).mean() / dpo_beta
     kl = (sample_weights * ((v - v_ref) ** 2).flatten(1).mean(1)).mean()
     loss = loss + kl_coef * kl
-    metrics = {"loss": loss, "margin": logits.mean(), "pg_clipfrac": is_far.double().mean(), "kl_loss": kl}
+    metrics = {"loss": loss, "margin": logits.mean(), "kl_loss": kl}
+    metrics["pg_clipfrac"] = (is_far & (advantages != 0)).double().mean()
     metrics["old_deviation"] = ((v - v_old) ** 2).mean()
     return loss, {f"actor/{name}": value.detach().double() for name, value in metrics.items()}
 
@@ -489,7 +491,7 @@ def accumulate_gradients(
     v_old: Tensor,
     v_ref: Tensor,
 ) -> list[dict[str, Tensor]]:
-    """Add up the gradient of a mini-batch's loss: the mean over its images and their K timesteps (eq. 5).
+    """Add up the gradient of a mini-batch's loss: the mean over its images and their K timesteps.
 
     mini_batch: rows of the batch; timesteps (B, K), noise (B, K, ...); v_old and v_ref (B, K, ...): velocities_of `old`
     and of the reference. A pass, forward and backward, is one timestep of one micro-batch.
@@ -672,7 +674,7 @@ def main(args: Args, inputs: Inputs) -> None:
             # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
             scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
 
-        # compare the images of a prompt with each other (eq. 4); a failed image, or one without others, gets 0
+        # compare the images of a prompt (Flow-GRPO, eq. 4); a failed image, or one without others, gets 0
         with run.timed("adv"):
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)

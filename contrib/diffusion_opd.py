@@ -110,7 +110,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     num_steps: NonNegativeInt = 30
     """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 4
-    """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    """mini-batches that a rollout is cut into, an optimizer step each; the later ones are off-policy"""
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: NonNegativeInt = 64
@@ -523,7 +523,7 @@ def replay_teachers(args: Args, model: Family, batch: Batch) -> list[Trajectorie
 def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, ref_velocity: Tensor, dt: float) -> Tensor:
     """KL (B,) per latent element, of a step's Gaussian to the reference's: mean((mean - ref_mean)^2) / (2 variance).
 
-    --kl_type paper (the line after eq. 9): the variance is std^2. --kl_type code, which published coefficients assume:
+    --kl_type paper (Flow-GRPO, after eq. 9): the variance is std^2. --kl_type code, as published coefficients assume:
     q^2 = std^2 / -dt with --sde_type sde (q: `policy_step`), else std^2. --kl_type velocity: mean((v - v_ref)^2), with
     no factor, as in DiffusionNFT (after its eq. 5) and Flow-Factory (`v-based`); v is with guidance. dt < 0.
     ref_mean and ref_velocity (B, ...): the reference's, of the same samples.

@@ -97,7 +97,8 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     dppo_delta: PositiveFloat = 1e-5
     """divergence from the old policy at which a sample that moves further away is dropped (Flow-DPPO's code: 1e-5)"""
     clip_range: PositiveFloat = 5e-4
-    """unit of --rollout_correction's thresholds; nothing is clipped to it"""
+    """unit of --rollout_correction's thresholds and, with --old_log_prob rollout, twice the largest mismatch of
+    log-probs; nothing is clipped to it"""
     kl_coef: NonNegativeFloat = 0.0
     """factor of the KL to the reference, the model before training (Flow-GRPO: 0.04 for OCR, 0.01 for PickScore)"""
     kl_type: Literal["code", "paper", "velocity"] = "code"
@@ -113,7 +114,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     num_steps: NonNegativeInt = 30
     """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 4
-    """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    """mini-batches that a rollout is cut into, an optimizer step each; the later ones are off-policy"""
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: NonNegativeInt = 64
@@ -522,7 +523,7 @@ def policy_loss(
 def kl_divergence(args: Args, out: SDEStepOutput, ref_mean: Tensor, ref_velocity: Tensor, dt: float) -> Tensor:
     """KL (B,) per latent element, of a step's Gaussian to the reference's: mean((mean - ref_mean)^2) / (2 variance).
 
-    --kl_type paper (the line after eq. 9): the variance is std^2. --kl_type code, which published coefficients assume:
+    --kl_type paper (Flow-GRPO, after eq. 9): the variance is std^2. --kl_type code, as published coefficients assume:
     q^2 = std^2 / -dt with --sde_type sde (q: `policy_step`), else std^2. --kl_type velocity: mean((v - v_ref)^2), with
     no factor, as in DiffusionNFT (after its eq. 5) and Flow-Factory (`v-based`); v is with guidance. dt < 0.
     ref_mean and ref_velocity (B, ...): the reference's, of the same samples.
@@ -575,7 +576,7 @@ def accumulate_gradients(
                 ref_velocity = reference.velocities[rows, w]
                 metrics["actor/velocity_norm"] = norm_ratio(out.velocity, ref_velocity)
                 kl = kl_divergence(args, out, reference.prev_sample_means[rows, w], ref_velocity, dts[i]).mean()
-                loss = loss + args.kl_coef * kl  # eq. 3 subtracts it from the objective, which is maximised
+                loss = loss + args.kl_coef * kl  # Flow-GRPO's eq. 3 subtracts it from the objective
                 metrics["actor/kl_loss"] = kl.detach().double()
             (loss / num_passes).backward()
             passes.append(metrics)
@@ -719,7 +720,7 @@ def main(args: Args, inputs: Inputs) -> None:
             # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
             scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
 
-        # compare the images of a prompt with each other (eq. 4); a failed image, or one without others, gets 0
+        # compare the images of a prompt (Flow-GRPO, eq. 4); a failed image, or one without others, gets 0
         with run.timed("adv"):
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = combine_advantages(args, filled, math.inf).where(is_compared, 0.0)  # (N,)

@@ -14,7 +14,7 @@ script. Read `main`, at the end, first:
     torchrun --standalone -m contrib.online_dpo --rollout local       # the training transformer samples: no vLLM needed
 
 Where it departs from online DPO as it is known for language models: the clip of DGPO remains (--clip_range 1000: none),
-and `old` samples, which follows the trained policy slowly.
+and `old` samples, which follows the trained policy.
 
 Parent: contrib/dgpo.py
 """
@@ -102,7 +102,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     num_steps: NonNegativeInt = 30
     """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 4
-    """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    """mini-batches that a rollout is cut into, an optimizer step each; the later ones are off-policy"""
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: NonNegativeInt = 64
@@ -120,7 +120,8 @@ def check(args: Args) -> Args:
     num_images = args.num_prompts * 2
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size, "--num_prompts x 2")
     if micro_batch_size % 2 or not micro_batch_size:
-        raise ValueError(f"--micro_batch_size {args.micro_batch_size}: passes hold whole pairs")
+        told = f"a rank's passes have {micro_batch_size} images, and must hold whole pairs"
+        raise ValueError(f"--micro_batch_size {args.micro_batch_size}: {told}")
     return replace(args, micro_batch_size=micro_batch_size)
 
 
@@ -422,7 +423,8 @@ def dgpo_loss(
     loss = -F.logsigmoid(logits).mean() / dpo_beta
     kl = (sample_weights * ((v - v_ref) ** 2).flatten(1).mean(1)).mean()
     loss = loss + kl_coef * kl
-    metrics = {"loss": loss, "margin": logits.mean(), "pg_clipfrac": is_far.double().mean(), "kl_loss": kl}
+    metrics = {"loss": loss, "margin": logits.mean(), "kl_loss": kl}
+    metrics["pg_clipfrac"] = (is_far & (advantages != 0)).double().mean()
     metrics["old_deviation"] = ((v - v_old) ** 2).mean()
     return loss, {f"actor/{name}": value.detach().double() for name, value in metrics.items()}
 
@@ -464,7 +466,7 @@ def accumulate_gradients(
     v_old: Tensor,
     v_ref: Tensor,
 ) -> list[dict[str, Tensor]]:
-    """Add up the gradient of a mini-batch's loss: the mean over its images and their K timesteps (eq. 5).
+    """Add up the gradient of a mini-batch's loss: the mean over its images and their K timesteps.
 
     mini_batch: rows of the batch; timesteps (B, K), noise (B, K, ...); v_old and v_ref (B, K, ...): velocities_of `old`
     and of the reference. A pass, forward and backward, is one timestep of one micro-batch.
@@ -647,7 +649,7 @@ def main(args: Args, inputs: Inputs) -> None:
             # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
             scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
 
-        # compare the images of a prompt with each other (eq. 4); a failed image, or one without others, gets 0
+        # compare the images of a prompt (Flow-GRPO, eq. 4); a failed image, or one without others, gets 0
         with run.timed("adv"):
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = compute_advantages(args, filled, is_compared)  # (N,)

@@ -114,7 +114,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     num_steps: NonNegativeInt = 30
     """training steps of the run, each a rollout and its updates"""
     updates_per_rollout: PositiveInt = 4
-    """mini-batches that a rollout is cut into, an optimizer step each; only the first is on-policy"""
+    """mini-batches that a rollout is cut into, an optimizer step each; the later ones are off-policy"""
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: NonNegativeInt = 64
@@ -638,7 +638,7 @@ def main(args: Args, inputs: Inputs) -> None:
             # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
             scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
 
-        # compare the images of a prompt with each other (eq. 4); a failed image, or one without others, gets 0
+        # compare the images of a prompt (Flow-GRPO, eq. 4); a failed image, or one without others, gets 0
         with run.timed("adv"):
             filled, is_compared = fill_failed(scores, inputs.rewards, args.group_size)  # (N, R), (N,)
             advantages = combine_advantages(args, filled, args.adv_clip_max).where(is_compared, 0.0)  # (N,)

@@ -58,16 +58,16 @@ from safetensors.torch import load_file, save_file
 # fix, with its reason in the commit.
 CHANGED = {
     "contrib/awm.py": 57,
-    "contrib/crd.py": 122,
+    "contrib/crd.py": 123,
     "contrib/dance_grpo.py": 29,
-    "contrib/dgpo.py": 80,
+    "contrib/dgpo.py": 82,
     "contrib/diffusion_opd.py": 239,
     "contrib/draft.py": 618,
-    "contrib/flow_dppo.py": 53,
+    "contrib/flow_dppo.py": 54,
     "contrib/flow_grpo_ahead.py": 108,
     "contrib/online_dpo.py": 89,
     "contrib/ram.py": 105,
-    "contrib/tempflow_grpo.py": 59,
+    "contrib/tempflow_grpo.py": 65,
     "contrib/v_grpo.py": 288,
 }
 PARENTS = {
@@ -655,11 +655,14 @@ def test_groups_that_are_cut_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     cuts = ((dgpo, 4, "whole groups of 8"), (crd, 4, "whole groups of 8"), (online_dpo, 1, "whole pairs"))
     for script, size, fault in cuts:
-        with pytest.raises(ValueError, match=f"--micro_batch_size {size}: passes hold {fault}"):
-            script.check(script.Args(micro_batch_size=size))
-        with pytest.raises(ValueError, match=f"--micro_batch_size 0: passes hold {fault}"):
-            script.check(script.Args(micro_batch_size=0))
+        for given in (size, 0):
+            told = f"--micro_batch_size {given}: a rank's passes have {given} images, and must hold {fault}"
+            with pytest.raises(ValueError, match=told):
+                script.check(script.Args(micro_batch_size=given))
         script.check(script.Args(micro_batch_size=8))
+    # a multiple of 8, lowered to a rank's share
+    with pytest.raises(ValueError, match="--micro_batch_size 64: a rank's passes have 4 images"):
+        dgpo.check(dgpo.Args(num_prompts=2, updates_per_rollout=4))
     for size in (0, 2):
         with pytest.raises(ValueError, match=f"--micro_batch_size {size}: must be a multiple of --pairs_per_prompt 4"):
             v_grpo.check(v_grpo.Args(micro_batch_size=size))
