@@ -337,7 +337,8 @@ class VLLMEngine:
 
         Until then so has multiprocessing's tracker, which removes the memory that they shared from /dev/shm.
         """
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a driver
             self.process.wait(10)
         with contextlib.suppress(ProcessLookupError):  # none of them is left
