@@ -333,7 +333,7 @@ class VLLMEngine:
             self.process.wait()
 
     def _kill(self) -> None:
-        """Kill the child. Its workers are of its process group, and have ten seconds to end as it has.
+        """Kill the child. Its workers are of its process group, and have twenty seconds to end as it has.
 
         Until then so has multiprocessing's tracker, which removes the memory that they shared from /dev/shm.
         """
@@ -342,7 +342,7 @@ class VLLMEngine:
         with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a driver
             self.process.wait(10)
         with contextlib.suppress(ProcessLookupError):  # none of them is left
-            for _ in range(100):
+            for _ in range(200):
                 os.killpg(self.process.pid, 0)
                 time.sleep(0.1)
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -56,7 +56,7 @@ class QwenImageEditPlus(QwenImage):
         with on_device(self, "text_encoder"):
             for prompt, pictures in zip(prompts, sources, strict=True):
                 seen = [self.pipe.image_processor.resize(picture, *size_to_see(picture)) for picture in pictures]
-                embeds, _ = self.pipe.encode_prompt([prompt], image=seen, device=self.device)
+                embeds, _ = self.pipe.encode_prompt([prompt], image=seen or None, device=self.device)
                 mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=self.device)
                 # below 0 where the prompt is cut off
                 missing = max_sequence_length + len(pictures) * self.source_tokens - embeds.shape[1]
