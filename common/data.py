@@ -88,7 +88,8 @@ def digest_records(records: Iterable[object]) -> str:
 
 
 def _as_json(value: Any) -> object:
-    """What JSON lacks: bytes, pictures and arrays by their content, a set in order, anything else by its text."""
+    """What JSON lacks: bytes, arrays and pictures in memory by their content, a set in order, anything else by its
+    text, such as the path of a picture's file."""
     if isinstance(value, StoredImage):
         value = value.content
     if isinstance(value, set | frozenset):
