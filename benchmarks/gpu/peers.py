@@ -8,8 +8,9 @@ Sampling: diffusers' own pipeline from embeddings to PIL images, in bf16. Decodi
 bf16 with channels last, and how far the pixels are from those of fp32. Training: the passes of the loop that was
 published with Flow-GRPO, whose functions are those of benchmarks/reference_loop.py: peft's LoRA in fp32 under
 autocast, no FSDP, both branches of guidance in one batch, a step of AdamW at the end. Then the same without autocast
-and with a LoRA in bf16: the least that a pass of this model can cost. A line of JSON each; medians of --repeat after
-one that warms up. host_s are the seconds of this process's thread: near to s, the host is what limits.
+and with a LoRA in bf16: the least that a pass of this model can cost, and by how much the ratio of a step leaves 1
+where the images are sampled in one batch and trained in two. A line of JSON each; medians of --repeat after one that
+warms up. host_s are the seconds of this process's thread: near to s, the host is what limits.
 """
 
 import argparse
@@ -133,8 +134,9 @@ def measure_training(pipe, parameters, options, with_autocast):
     timestep = pipe.scheduler.timesteps[STEP].expand(options.batch)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
 
-    def velocity():
-        return reference_loop.predict(pipe, x, timestep, embeds, pooled, guidance, with_autocast)
+    def velocity(rows=slice(None)):
+        given = (x[rows], timestep[rows], embeds[rows], pooled[rows])
+        return reference_loop.predict(pipe, *given, guidance, with_autocast)
 
     def forward_and_backward():
         _, log_prob = reference_loop.sde_step_with_log_prob(pipe.scheduler, velocity(), STEP, x, NOISE_LEVEL, x_next)
@@ -150,6 +152,19 @@ def measure_training(pipe, parameters, options, with_autocast):
     measure(f"forward and backward, {lora}, no FSDP", options.batch, options.repeat, forward_and_backward)
     measure(f"clip and AdamW, {lora}, no FSDP", options.batch, options.repeat, step)
     optimizer.zero_grad()
+    if not with_autocast:
+        with torch.no_grad():
+            halves = torch.cat([velocity(slice(options.batch // 2)), velocity(slice(options.batch // 2, None))])
+            off = ratio_off_1(pipe.scheduler, x, velocity(), halves)
+        what = f"ratios off 1, sampled in batches of {options.batch} and trained in {options.batch // 2}"
+        print(json.dumps({"what": what, "most": float(f"{off:.1e}")}), flush=True)
+
+
+def ratio_off_1(scheduler, x, velocity, other):
+    """The largest |ratio - 1| of a step from x (B, ...) that is sampled with a velocity and scored with another."""
+    x_next, old = reference_loop.sde_step_with_log_prob(scheduler, velocity, STEP, x, NOISE_LEVEL)
+    _, new = reference_loop.sde_step_with_log_prob(scheduler, other, STEP, x, NOISE_LEVEL, x_next)
+    return (torch.exp(new - old) - 1).abs().max().item()
 
 
 def parse_options(argv=None):

@@ -53,6 +53,7 @@ def test_plan_peers_and_a_step_of_ours(tmp_path):
         "clip and AdamW, LoRA in bf16, no FSDP",
     ):
         assert told[what]["s"] > 0
+    assert 0 <= told["ratios off 1, sampled in batches of 2 and trained in 1"]["most"] < 1e-2
     assert "B of each of 1 GPUs, h100-80" in report and "it/s" not in report
     assert 0 < told["levels of 255 off fp32, bf16, random weights"]["mean"] < 16
     assert re.search(r"^\| update_actor \| [\d.]+ \|", report, re.MULTILINE), report
