@@ -103,6 +103,7 @@ def check_inputs(args: SharedArgs, inputs: Inputs) -> Inputs:
         both = (inputs.eval_set, inputs.train_set)
         prompts = PromptSet([p for part in both for p in part.prompts], [r for part in both for r in part.metadata])
         try_rewards(tried, prompts, args.image_size, args.num_frames)
+    offload_rewards(dict(inputs.all_rewards))  # networks leave the GPU to the model that loads now, if asked
     return inputs
 
 
@@ -204,7 +205,6 @@ def try_rewards(
         except RunError as error:
             what = "a grey image" if count == 1 else f"{count} grey images"
             raise RunError(f"tried on {what} before the run: {error}") from error.__cause__
-    offload_rewards(dict(rewards))  # networks leave the GPU to the model, if asked
 
 
 def choose_sizes(args: ArgsClass, inputs: Inputs) -> ArgsClass:

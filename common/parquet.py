@@ -27,7 +27,7 @@ def find_shards(path: Path) -> list[Path]:
     elif "*" not in str(path) or path.exists():
         return [path]
     else:
-        files = sorted(Path(file) for file in glob.glob(str(path)))
+        files = glob_stars(path)
         if not files:
             raise ValueError("there are no such files")
         named = [SPLIT.search(file.name) or SPLIT.search(file.parent.name) for file in files]
@@ -37,6 +37,12 @@ def find_shards(path: Path) -> list[Path]:
         raise ValueError(truncate(f"has files of several splits; give one of them: {patterns}"))
     print_once(truncate(f"{path}: takes {', '.join(file.name for file in files)}"))
     return files
+
+
+def glob_stars(path: Path) -> list[Path]:
+    """The files that a pattern fits, sorted. Only * and [0-9] are special: a folder may have brackets in its name."""
+    pattern = glob.escape(str(path)).replace("[*]", "*").replace("[[]0-9]", "[0-9]")
+    return sorted(Path(file) for file in glob.glob(pattern))
 
 
 def _name_patterns(files: Iterable[Path]) -> list[str]:

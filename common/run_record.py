@@ -3,7 +3,6 @@
 It stays in the run's folder, and in its checkpoints, by which a resumed run notices what has changed.
 """
 
-import glob
 import hashlib
 import json
 import os
@@ -23,6 +22,7 @@ from common.checkpoints import FORMAT, atomic_file, check_unchanged, lock_run, w
 from common.data import digest_records, read_records, split_source
 from common.distributed import on_rank_0
 from common.models.loading import known_folder
+from common.parquet import glob_stars
 
 import torch
 
@@ -33,7 +33,8 @@ PACKAGES = (
 )
 # options that name files or folders
 DATA = ("model", "lora_path", "teachers", "train_prompts", "eval_prompts", "pairs")
-READ = {".json", ".jsonl", ".csv", ".parquet", ".txt", ".safetensors", ".bin", ".model"}  # of a folder; not its images
+# of a folder; not its images
+READ = {".json", ".jsonl", ".csv", ".parquet", ".txt", ".safetensors", ".bin", ".pt", ".pth", ".model"}
 PIECE = 2**20  # bytes
 NUM_PIECES = 64  # of a large file
 LONGEST_DIFF = 2**20  # bytes
@@ -67,7 +68,7 @@ def find_contents(options: dict[str, Any]) -> Contents:
     for name, path in named.items():
         with suppress(OSError):  # what cannot be read is refused where it is needed
             if "*" in str(path):  # a pattern
-                found[name] = digest(sorted(Path(file) for file in glob.glob(str(path))))
+                found[name] = digest(glob_stars(path))
             elif path.is_dir():
                 found[name] = digest(sorted(file for file in path.rglob("*") if file.suffix in READ))
             elif path.is_file():
@@ -76,9 +77,9 @@ def find_contents(options: dict[str, Any]) -> Contents:
 
 
 def setting_files(options: dict[str, Any]) -> list[tuple[str, Path]]:
-    """The files that settings of rewards name, such as a judge's question, with their variables."""
+    """The files and folders that settings of rewards name, such as a judge's question, with their variables."""
     settings = [setting for of_reward in options.get("reward_settings", {}).values() for setting in of_reward.items()]
-    return [(variable, Path(value)) for variable, value in settings if os.path.isfile(value)]
+    return [(variable, Path(value)) for variable, value in settings if value and os.path.exists(value)]
 
 
 def is_question(variable: str) -> bool:

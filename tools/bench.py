@@ -79,7 +79,7 @@ class Bench(NamedTuple):
         """{part: the rows of its prompts}; {} where a record has none."""
         found: dict[str, list[int]] = {}
         for row, record in enumerate(self.prompts.metadata):
-            found.setdefault(str(record.get("part", record.get("tag", ""))), []).append(row)
+            found.setdefault(str(record.get("part") or record.get("tag") or ""), []).append(row)
         return {} if "" in found else found
 
     def batches(self, key: str) -> list[tuple[Path, range]]:
@@ -121,7 +121,7 @@ def find_others(files: Sequence[Path], bench: Bench) -> list[Result]:
 
 def summarise(bench: Bench, results: Sequence[Result]) -> list[dict[str, Any]]:
     """A row for each reward, part and result: its mean and, from the same noise, its difference from the first's."""
-    is_geneval = all("tag" in record and "part" not in record for record in bench.prompts.metadata)
+    is_geneval = all(record.get("tag") and not record.get("part") for record in bench.prompts.metadata)
     groups = {"": list(bench.parts.values()) if is_geneval else [list(range(len(bench.prompts)))]}
     groups |= {part: [rows] for part, rows in bench.parts.items()}
     table = []

@@ -60,12 +60,18 @@ def find_folders(patterns: Sequence[str]) -> list[str]:
 
 
 def by_group(runs: dict[str, Rows]) -> dict[str, dict[str, Rows]]:
-    """{name without -seedN: {seed: rows}}; a run without a seed in its name is a group of its own, of seed ""."""
+    """{name without -seedN: {seed: rows}}; a run without a seed in its name is a group of its own, of seed "".
+
+    Beside seeds of the same name it is called "NAME, no seed": it may have other options.
+    """
+    matches = {label: re.fullmatch(r"(.*?)-?seed(\d+)", label) for label in runs}
+    seeded = {match[1] for match in matches.values() if match}
     groups: dict[str, dict[str, Rows]] = {}
-    for label, rows in runs.items():
-        match = re.fullmatch(r"(.*?)-?seed(\d+)", label)
-        group, seed = (match[1], match[2]) if match else (label, "")
-        groups.setdefault(group, {})[seed] = rows
+    for label, match in matches.items():
+        if match:
+            groups.setdefault(match[1], {})[match[2]] = runs[label]
+        else:
+            groups[f"{label}, no seed" if label in seeded else label] = {"": runs[label]}
     return groups
 
 

@@ -52,12 +52,16 @@ def convert_pairs(source: Path, target: Path) -> int:
     (target / "images").mkdir(parents=True)
     lines = []
     for number, pair in enumerate(pairs):
-        record = {"prompt": pair.prompt}
-        sources = [("image", source) for source in pair.sources]  # one, or none
+        record: dict[str, str | list[str]] = {"prompt": pair.prompt}
+        sources = [(f"image{i}", source) for i, source in enumerate(pair.sources)]  # of an editing model
+        files: dict[str, str] = {}
         for kind, image in (("chosen", pair.chosen), ("rejected", pair.rejected), *sources):
             content = image.read_bytes()
-            record[kind] = f"images/{number:06d}_{kind}.{suffix_of(content)}"
-            (target / record[kind]).write_bytes(content)  # not decoded: a JPEG would lose by being saved again
+            files[kind] = f"images/{number:06d}_{kind}.{suffix_of(content)}"
+            (target / files[kind]).write_bytes(content)  # not decoded: a JPEG would lose by being saved again
+        record |= {"chosen": files.pop("chosen"), "rejected": files.pop("rejected")}
+        if files:
+            record["image"] = list(files.values())
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     with atomic_file(target / "pairs.jsonl") as temporary:  # last: a folder with it is whole
         temporary.write_text("".join(lines), encoding="utf-8")

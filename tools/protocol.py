@@ -65,11 +65,16 @@ def reward_protocol(names: Sequence[str], rewards: dict[str, Reward]) -> Protoco
     if package and package.origin:
         networks.append(digest(sorted(Path(package.origin).parent.glob("models/*.onnx"))))
     values = {variable: value for of_reward in settings.values() for variable, value in of_reward.items()}
-    hashed = {value for value in values.values() if value in LOADED or Path(value).is_file()}
+    loaded = {name for name, _ in LOADED}  # digested by their tensors, whatever their files are
+    hashed = loaded | {value for value in values.values() if Path(value).is_file()}  # a folder may be a server's
     return {
         "rewards": list(rewards),
         "reward_networks": sorted(networks),
-        "reward_files": sorted(f"{Path(name).name}: {content}" for name, content in contents.items()),
+        "reward_files": sorted(
+            f"{Path(name).name}: {content}"
+            for name, content in contents.items()
+            if name.partition("=")[2] not in loaded
+        ),
         "reward_settings": {k: v for k, v in values.items() if v not in hashed and not k.endswith("_URL")},
     }
 

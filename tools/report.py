@@ -261,13 +261,20 @@ class Sample(NamedTuple):
     change: float  # RMS of the pixels' difference, 0 to 1
 
 
+def made_of(record: dict) -> tuple[object, tuple[object, object]]:
+    """A sample's file, and what its image is of: a run that goes on may have other prompts for evaluation."""
+    return str(record.get("file")), (record.get("prompt"), record.get("seed"))
+
+
 def read_samples(folder: Path, unread: list[str]) -> list[Sample]:
-    """The samples of a run's last evaluation, beside those of its first."""
+    """The samples of a run's last evaluation, beside those of its first that have the same prompt and seed."""
     steps = [path.parent for path in folder.glob("samples/*/samples.jsonl")]
     steps.sort(key=lambda path: (len(path.name), path.name))  # by number: 9995 comes before 10000
     if not steps:
         return []
     first, last = steps[0], steps[-1]
+    firsts = read_lines(first / "samples.jsonl", unread) if first != last else []
+    made_first = dict(made_of(record) for _, record in firsts)
     found = []
     for where, record in read_lines(last / "samples.jsonl", unread):
         with leaving_out(where, unread):
@@ -275,7 +282,7 @@ def read_samples(folder: Path, unread: list[str]) -> list[Sample]:
             with error_prefix(file, Exception):
                 after = as_one_picture(open_png(file))
             before = None
-            if first != last and other.is_file():
+            if made_of(record) in made_first.items() and other.is_file():  # the same file, prompt and seed
                 with leaving_out(other, unread):
                     before = as_one_picture(open_png(other))
             change = 0.0
@@ -302,7 +309,8 @@ def samples(folder: Path, unread: list[str]) -> str:
     found = read_samples(folder, unread)
     if not found:
         return ""
-    shown = "each at the first evaluation, then at the last" if found[0].before else "there is one evaluation"
+    has_before = any(sample.before for sample in found)
+    shown = "each at the first evaluation, then at the last" if has_before else "none is the first one's as well"
     kinds = {
         "best": sorted(found, key=lambda sample: -sample.score),
         "worst": sorted(found, key=lambda sample: sample.score),

@@ -5,7 +5,9 @@
         --image_size 1024 1024 --num_inference_steps 40 --images_per_prompt 2
 
 The first run's options say the model, its size, steps and guidance. Each run, adapter or LoRA checkpoint gets a
-column of side_by_side.png behind the model's own, and a folder of images. It needs no reward and no torchrun.
+column of side_by_side.png behind the model's own, and a folder of images. "before" is the model without any LoRA: of a
+run that began with --lora_path, name that adapter as well. It needs no reward and no torchrun. It samples as
+flow_grpo.py does, whatever script made the run.
 """
 
 import argparse

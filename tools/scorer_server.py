@@ -11,6 +11,8 @@ serves ImageReward and HPSv3 by it.
 import base64
 import io
 import json
+import select
+import socket
 import sys
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,15 +49,23 @@ class Handler(BaseHTTPRequestHandler):
         results: list[dict] = []
         errors: list[dict] = []
         for request in body["requests"]:
+            if self.is_given_up():  # a run that waited too long asks again: its images would be scored twice
+                return
             turn = request["history"][-1]  # the protocol's other servers know conversations; a run sends one turn
             try:
                 image = Image.open(io.BytesIO(base64.b64decode(turn["image_b64"]))).convert("RGB")
-                results.append({name: {name: self.server.scorer(image, turn["text"], request["metadata"])}})
+                score = float(self.server.scorer(image, turn["text"], request["metadata"]))  # numpy's, too
+                results.append({name: {name: score}})
                 errors.append({})
             except Exception as error:  # of this image alone: report it, and never send a score instead
                 results.append({})
                 errors.append({name: repr(error)})
         self.answer({"results": results, "errors": errors})
+
+    def is_given_up(self) -> bool:
+        """Whether the client has closed its connection, before it has an answer."""
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def answer(self, content: dict) -> None:
         data = json.dumps(content).encode()

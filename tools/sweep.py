@@ -8,7 +8,8 @@ An option that takes one value and is given several is swept. A run is named for
 are swept and its seed. Each run of a script is a process of one rank; with --devices one runs on each of these GPUs at
 a time, otherwise they follow each other. Ctrl-C, SIGTERM or a closed terminal stop the runs that are going, which save
 first. The same command goes on where it was ended: each run has --resume latest, and a finished one is not started
-again. With wandb the seeds of one setting share a group.
+again; one that another command finished under its name is told as such. With wandb the seeds of one setting share a
+group. A recipe for several scripts has its script behind it: recipes/sd35_medium.sh flow_grpo.py --name mine.
 """
 
 import argparse
@@ -39,7 +40,12 @@ class SweptRun(NamedTuple):
 
     name: str
     group: str  # the name without its seed
-    command: list[str]
+    start: list[str]  # torchrun and the script, or bash and the recipe
+    options: list[str]  # of the script, or those added to the recipe's
+
+    @property
+    def command(self) -> list[str]:
+        return self.start + self.options
 
 
 # ---- which runs ------------------------------------------------------------------------------------------------------
@@ -81,27 +87,30 @@ def program(script: str) -> list[str]:
 def plan_runs(script: str, words: Sequence[str], seeds: Sequence[int]) -> list[SweptRun]:
     """The runs of all combinations of the swept values, each with all seeds.
 
-    script: a training script, or a recipe (.sh), whose options are those of flow_grpo.py.
+    script: a training script, or a recipe (.sh), whose options are those of the script that the words begin with, or
+    of flow_grpo.py.
 
     Raises:
         ValueError: there is no such script or option, or an option that the sweep sets is given.
     """
-    options = split_options(words)
+    is_recipe = script.endswith(".sh")
+    of_recipe = list(words[:1]) if is_recipe and words and words[0].endswith(".py") else []  # the recipe's script
+    options = split_options(words[len(of_recipe) :])
     for name in ("seed", "resume"):
         if name in options:
             raise ValueError(f"--{name}: the sweep sets it")
-    if not Path(script).is_file():
-        raise ValueError(f"{script}: no such script or recipe")
-    is_recipe = script.endswith(".sh")
-    known = "flow_grpo.py" if is_recipe else script
-    names = options.pop("name", [Path(script).stem])
+    for file in (script, *of_recipe):
+        if not Path(file).is_file():
+            raise ValueError(f"{file}: no such script or recipe")
+    known = (of_recipe or ["flow_grpo.py"])[0] if is_recipe else script
+    names = options.pop("name", ["-".join(Path(file).stem for file in (script, *of_recipe))])
     if len(names) != 1:
         raise ValueError(f"--name {' '.join(names)}: takes one name")
     swept = [name for name, values in options.items() if len(values) > 1 and takes_one_value(known, name)]
     base_name = names[0].rstrip("/")
     if not Path(base_name).is_absolute() and Path(base_name).name != base_name:
         raise ValueError(f"--name {base_name}: must be the name of a folder, or an absolute path")
-    start = ["bash", script] if is_recipe else program(script)
+    start = ["bash", script, *of_recipe] if is_recipe else program(script)
     runs = []
     for chosen in itertools.product(*(options[name] for name in swept)):
         setting = options | {name: [value] for name, value in zip(swept, chosen, strict=True)}
@@ -110,8 +119,8 @@ def plan_runs(script: str, words: Sequence[str], seeds: Sequence[int]) -> list[S
         for seed in seeds:
             name = f"{group}-seed{seed}"
             given = [word for option, values in setting.items() for word in (f"--{option}", *values)]
-            command = [*start, *given, "--name", name, "--seed", str(seed), "--resume", "latest"]
-            runs.append(SweptRun(name, group, command))
+            own = ["--name", name, "--seed", str(seed), "--resume", "latest"]
+            runs.append(SweptRun(name, group, start, given + own))
     return runs
 
 
@@ -131,9 +140,21 @@ def steps_of(name: str) -> tuple[int, int]:
 def is_finished(run: SweptRun) -> bool:
     """Whether a run has logged its last step, by the command's --num_steps if it has one, and saved its checkpoint."""
     last, asked = steps_of(run.name)
-    if "--num_steps" in run.command:
-        asked = int(run.command[run.command.index("--num_steps") + 1])
+    if "--num_steps" in run.options:
+        asked = int(run.options[run.options.index("--num_steps") + 1])
     return last >= asked > 0 and (RUNS / run.name / f"checkpoints/step_{last:06d}.pt").is_file()
+
+
+def has_this_command(run: SweptRun) -> bool:
+    """Whether the record of a run ends with the command's options, but for --num_steps; a recipe's come first."""
+    recorded = shlex.split(json.loads(newest_record(RUNS / run.name).read_text())["command"])
+    options = without_steps(run.options)
+    return without_steps(recorded)[-len(options) :] == options
+
+
+def without_steps(words: Sequence[str]) -> list[str]:
+    """The words of a command without --num_steps and its value."""
+    return [word for before, word in zip(["", *words], words, strict=False) if "--num_steps" not in (before, word)]
 
 
 def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
@@ -151,7 +172,8 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
 
     def start(run: SweptRun) -> str:
         if is_finished(run):
-            return "finished before"
+            is_same = has_this_command(run)
+            return "finished before" if is_same else f"of another command: see {newest_record(RUNS / run.name)}"
         device = free.get()
         try:
             environment = {"WANDB_RUN_GROUP": Path(run.group).name} | dict(os.environ)

@@ -16,7 +16,7 @@ from common.process import print_message
 import torch
 from huggingface_hub import hf_hub_download
 
-LOADED: dict[str, torch.nn.Module] = {}  # by hub id or folder
+LOADED: dict[tuple[str, str], torch.nn.Module] = {}  # by hub id or folder, and the name of what read it
 Source = tuple[str, str]  # an environment variable, and the hub id or folder that it names
 
 
@@ -33,11 +33,12 @@ def load_network(source: Source, read: Callable[[str], torch.nn.Module]) -> Any:
     """
     wants_offload()  # a wrong REWARD_OFFLOAD is refused here, before anything loads
     name = source[1]
-    if name not in LOADED:
+    key = (name, read.__qualname__)
+    if key not in LOADED:
         with refusing_weights(source):
             print_message(f"loading {name}")
-            LOADED[name] = read(name).requires_grad_(False).eval()
-    return LOADED[name].to(own_device())
+            LOADED[key] = read(name).requires_grad_(False).eval()
+    return LOADED[key].to(own_device())
 
 
 def read_whole(model_class: Any, name: str, kind: str) -> Any:  # a class of transformers, and one of it

@@ -9,11 +9,10 @@ sac+logos+ava1-l14-linearMSE.pth, or a hub id or folder that contains aesthetic-
 trl-lib/ddpo-aesthetic-predictor).
 """
 
-import functools
 from typing import Any
 
 from common.rewards._clip import embed_images, in_chunks, load_processor, read_clip
-from common.rewards._networks import Source, find_file, load_network, offload, own_device, refusing_weights, weights_of
+from common.rewards._networks import find_file, load_network, offload, weights_of
 
 import torch
 from PIL.Image import Image
@@ -37,33 +36,28 @@ def load() -> tuple[Any, Any, torch.nn.Sequential]:
     """The CLIPModel, its processor, and the layers that rate its embeddings."""
     source = weights_of("AESTHETIC_CLIP", "openai/clip-vit-large-patch14")
     model = load_network(source, read_clip)
-    layers = load_layers(weights_of("AESTHETIC_MODEL", "trl-lib/ddpo-aesthetic-predictor"))
+    layers = load_network(weights_of("AESTHETIC_MODEL", "trl-lib/ddpo-aesthetic-predictor"), read_layers)
     width = model.config.projection_dim
     if layers[0].in_features != width:
         raise ValueError(f"AESTHETIC_CLIP={source[1]}: embeddings of {width}, not of {layers[0].in_features}")
     return model, load_processor(source), layers
 
 
-@functools.cache
-def load_layers(source: Source) -> torch.nn.Sequential:
-    """The predictor's linear layers on own_device, "layers.N.weight" and "layers.N.bias" of its file, ordered by N.
+def read_layers(name: str) -> torch.nn.Sequential:
+    """The predictor's linear layers, "layers.N.weight" and "layers.N.bias" of its file, ordered by N.
 
     The published predictor has dropouts between them, which have no weights and do nothing here.
-
-    Raises:
-        ValueError: as load_network.
     """
-    with refusing_weights(source):
-        tensors = torch.load(find_file(source[1], "aesthetic-model.pth"), map_location="cpu", weights_only=True)
-        layers = torch.nn.Sequential()
-        for number in sorted({int(name.split(".")[1]) for name in tensors}):
-            weight = tensors[f"layers.{number}.weight"]  # (outputs, inputs)
-            layer = torch.nn.Linear(weight.shape[1], weight.shape[0])
-            layer.load_state_dict({"weight": weight, "bias": tensors[f"layers.{number}.bias"]})
-            layers.append(layer)
-        if layers[-1].out_features != 1:
-            raise ValueError("its last layer does not give one number")
-        return layers.requires_grad_(False).to(own_device())
+    tensors = torch.load(find_file(name, "aesthetic-model.pth"), map_location="cpu", weights_only=True)
+    layers = torch.nn.Sequential()
+    for number in sorted({int(name.split(".")[1]) for name in tensors}):
+        weight = tensors[f"layers.{number}.weight"]  # (outputs, inputs)
+        layer = torch.nn.Linear(weight.shape[1], weight.shape[0])
+        layer.load_state_dict({"weight": weight, "bias": tensors[f"layers.{number}.bias"]})
+        layers.append(layer)
+    if layers[-1].out_features != 1:
+        raise ValueError("its last layer does not give one number")
+    return layers
 
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes

@@ -18,7 +18,8 @@ def clip_score(images: list[Image], prompts: list[str], metadata: list[dict]) ->
     """100 max(cos(image, prompt), 0) of CLIP's embeddings, which is torchmetrics' CLIPScore.
 
     In [0, 100]; images that fit their prompt score about 25 to 35. The paper (arXiv 2104.08718) has 2.5 instead of
-    100. The reward in DiffusionNFT's code is this score / 30.
+    100. The reward in DiffusionNFT's code is this score / 100, with images resized bilinearly (here bicubically, as
+    CLIP's processor has it).
     """
     return score(images, prompts, metadata).tolist()
 

@@ -6,7 +6,8 @@ Prompts are the published .jsonl records: {"prompt", "tag", "include": [{"class"
 "exclude"}. Two networks of transformers see the images, named by environment variables as hub ids or folders: a
 Mask2Former of COCO's 80 objects, GENEVAL_DETECTOR (default facebook/mask2former-swin-small-coco-instance), and a CLIP
 for colours, GENEVAL_CLIP (default openai/clip-vit-large-patch14). The published code has the same architectures from
-mmdet and open_clip. We could not compare the published weights.
+mmdet and open_clip. We could not compare the published weights. transformers resizes an image to a square for the
+detector and finds masks at 384 x 384, where mmdet keeps the image's shape; boxes are that coarse.
 """
 
 import functools

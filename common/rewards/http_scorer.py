@@ -143,11 +143,11 @@ def sent_fields(metadata: dict) -> dict:
 
 
 def check_metadata(metadata: dict) -> None:
-    """Raise ValueError, which names the column, for a value that JSON cannot hold: bytes, a date, a Decimal."""
+    """Raise ValueError, which names the column, for a value that JSON cannot hold: bytes, a date, a Decimal, a NaN."""
     for column, value in sent_fields(metadata).items():
         try:
-            json.dumps(value)
-        except TypeError as error:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{column}: http_scorer cannot send it: {error}") from None
 
 

@@ -11,7 +11,10 @@ from PIL.Image import Image
 
 
 def jpeg_compressibility(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float]:
-    """-kB / 500 of the image as a JPEG of quality 95 (DDPO, arXiv 2305.13301). Below 0; a kB is 1000 bytes."""
+    """-kB / 500 of the image as a JPEG of quality 95, below 0; a kB is 1000 bytes.
+
+    By DDPO (arXiv 2305.13301), which has -kB; the 500 is from Flow-GRPO's code.
+    """
     scores = []
     for image in images:
         buffer = io.BytesIO()

@@ -2,8 +2,8 @@
 
     torchrun --standalone flow_grpo.py --reward ocr_scene_contains
 
-It needs nothing, like `ocr_scene`. This is the reward of Flow-GRPO's code, with RapidOCR's detector instead of
-PaddleOCR's.
+It needs nothing, like `ocr_scene`. This is the reward of Flow-GRPO's code, with RapidOCR's detector and reader instead
+of PaddleOCR's. This reader knows Chinese as well: now and then it takes a sign such as & or = for one of Chinese text.
 """
 
 from common.rewards.ocr import quoted_text, score_texts

@@ -41,11 +41,15 @@ def _score(image: Image, record: dict) -> float | Exception:
 
 
 def check_metadata(record: dict) -> None:
-    """Raises ValueError for a record without a source, or whose mask leaves nothing to compare."""
+    """Raises ValueError for a record without a source, whose mask leaves nothing to compare, or has 1 for white."""
     if "image" not in record:
         raise ValueError('the reward preservation needs "image", the picture that is edited')
-    if "mask" in record and np.asarray(record["mask"][0].decode().convert("L")).min() >= 128:
-        raise ValueError('"mask": it is white everywhere, and leaves nothing to compare')
+    if "mask" in record:
+        mask = np.asarray(record["mask"][0].decode().convert("L"))
+        if mask.min() >= 128:
+            raise ValueError('"mask": it is white everywhere, and leaves nothing to compare')
+        if 0 < mask.max() < 128:
+            raise ValueError(f'"mask": its lightest pixel is {mask.max()} of 255, and white must be 255')
 
 
 preservation.check_metadata = check_metadata  # type: ignore[attr-defined]

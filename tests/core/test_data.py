@@ -274,6 +274,12 @@ def test_the_shards_of_a_split_are_one_file(tmp_path, monkeypatch, capfd, given,
         read_prompts(f"{given}:caption")
 
 
+def test_a_pattern_in_a_folder_with_brackets_finds_its_files(tmp_path):
+    (tmp_path / "x[1]").mkdir()
+    write_rows(tmp_path / "x[1]" / "train-0.parquet", [{"caption": "a", "n": 0}], CAPTIONS)
+    assert read_prompts(f"{tmp_path}/x[1]/train-*.parquet:caption").prompts == ["a"]
+
+
 def test_files_of_several_splits_are_not_one_file(tmp_path, monkeypatch):
     """Nor is a folder one level up. Each pattern that a message gives is taken, and fits what it should."""
     monkeypatch.chdir(tmp_path)

@@ -275,7 +275,7 @@ def test_networks_leave_the_gpu_after_a_rollout_if_asked(asked, monkeypatch):
     """There is no GPU here: every move is recorded instead. A reward moves its network to the GPU when it is called."""
     monkeypatch.setenv("REWARD_OFFLOAD", str(int(asked)))
     model, _ = clip_score.load()
-    monkeypatch.setattr(networks, "LOADED", {str(networks.weights_of("CLIP_SCORE_MODEL", "")[1]): model})
+    monkeypatch.setattr(networks, "LOADED", {(networks.weights_of("CLIP_SCORE_MODEL", "")[1], "read_clip"): model})
     moves = []
     monkeypatch.setattr(model, "to", lambda device: moves.append(str(device)) or model)
     monkeypatch.setattr(networks, "own_device", lambda: "the GPU")

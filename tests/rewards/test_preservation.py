@@ -68,7 +68,12 @@ def test_a_source_of_another_size_is_brought_to_the_edits():
 
 
 def test_records_are_checked_and_pictures_are_read(tmp_path):
-    for name, picture in {"a.png": half_white(), "mask.png": half_white(), "white.png": plain(255)}.items():
+    for name, picture in {
+        "a.png": half_white(),
+        "mask.png": half_white(),
+        "white.png": plain(255),
+        "one.png": plain(1),
+    }.items():
         file = io.BytesIO()
         picture.save(file, "PNG")
         (tmp_path / name).write_bytes(file.getvalue())
@@ -81,6 +86,7 @@ def test_records_are_checked_and_pictures_are_read(tmp_path):
     refused = {
         json.dumps({"prompt": "make it red"}): 'the reward preservation needs "image"',
         json.dumps(record | {"mask": "white.png"}): '"mask": it is white everywhere',
+        json.dumps(record | {"mask": "one.png"}): '"mask": its lightest pixel is 1 of 255',
         json.dumps(record | {"mask": "none.png"}): '"mask": .*/none.png: no such file',
     }
     for line, message in refused.items():

@@ -665,6 +665,15 @@ def test_a_column_that_json_cannot_hold_is_refused_before_any_model_loads(serve,
 
 
 @fast
+def test_a_nan_is_refused_as_json_has_none(serve, tmp_path):
+    _, rewards = serve("http_scorer")
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a mug", "a cup"], "size": [1.0, math.nan]}), path)
+    with pytest.raises(ValueError, match="row 1: size: http_scorer cannot send it: Out of range float"):
+        read_prompts(path, rewards)
+
+
+@fast
 def test_settings_are_those_of_the_start(serve, monkeypatch):
     _, rewards = serve("http_scorer")
     monkeypatch.setenv("HTTP_SCORER_REWARD", "other")
@@ -697,6 +706,42 @@ def test_the_example_server_scores_and_says_what_it_cannot(serve, monkeypatch):
     finally:
         process.kill()
         process.wait()
+
+
+@fast
+def test_a_request_that_nobody_waits_for_is_not_scored_to_its_end(monkeypatch):
+    """The scorer's first image takes until the client has gone; its score is numpy's, as users' scorers return."""
+    has_begun, has_gone = threading.Event(), threading.Event()
+    scored = []
+
+    def scorer(image, prompt, metadata):
+        scored.append(prompt)
+        has_begun.set()
+        has_gone.wait(30)
+        return np.float32(0.5)
+
+    server = scorer_server.Server(0, "slow", scorer)
+    monkeypatch.setattr(scorer_server.Handler, "log_message", lambda *args: None)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        content = io.BytesIO()
+        IMAGES[0].save(content, "PNG")
+        turn = {"text": "a", "image_b64": base64.b64encode(content.getvalue()).decode()}
+        asked = [{"history": [turn], "required_rewards": ["slow"], "metadata": {}}] * 3
+        body = json.dumps({"requests": asked}).encode()
+        with socket.create_connection(server.server_address) as client:
+            client.sendall(b"POST /score HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            assert has_begun.wait(30)
+        has_gone.set()
+        with socket.create_connection(server.server_address) as client:  # of a client that waits
+            client.sendall(b"POST /score HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            answer = b"".join(iter(lambda: client.recv(65536), b""))
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["results"] == [{"slow": {"slow": 0.5}}] * 3
+        assert len(scored) == 1 + 3
+    finally:
+        has_gone.set()
+        server.shutdown()
+        server.server_close()
 
 
 STAND_INS = {

@@ -155,7 +155,7 @@ def test_another_protocol_is_one_line(words, done, tmp_path, monkeypatch, field)
 @pytest.mark.fast
 def test_a_reward_of_the_same_name_with_other_weights_is_another_protocol(monkeypatch):
     network = torch.nn.Linear(2, 2)
-    monkeypatch.setattr(protocol, "LOADED", {"some/network": network})
+    monkeypatch.setattr(protocol, "LOADED", {("some/network", "read_clip"): network})
     before = protocol.reward_protocol(["jpeg_compressibility"], {})
     with torch.no_grad():
         network.weight[0, 0] += 1e-3
@@ -170,6 +170,18 @@ def test_a_judge_in_a_folder_is_named_in_the_protocol(tmp_path, monkeypatch):
     reward = lambda images, prompts, metadata: [0.0]
     reward.settings = ("VLM_JUDGE_MODEL",)
     assert protocol.reward_protocol([], {"judge": reward})["reward_settings"] == {"VLM_JUDGE_MODEL": str(tmp_path)}
+
+
+@pytest.mark.fast
+def test_a_processor_of_other_contents_in_the_same_folder_is_another_protocol(tmp_path, monkeypatch):
+    monkeypatch.setenv("PICKSCORE_PROCESSOR", str(tmp_path))
+    reward = lambda images, prompts, metadata: [0.0]
+    reward.settings = ("PICKSCORE_PROCESSOR",)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    before = protocol.reward_protocol([], {"one": reward})
+    (tmp_path / "preprocessor_config.json").write_text('{"do_resize": false}')
+    with pytest.raises(ValueError, match="^another protocol: reward_files: "):
+        protocol.check_match(before, protocol.reward_protocol([], {"one": reward}))
 
 
 @pytest.mark.fast
@@ -257,7 +269,8 @@ def test_an_evaluation_in_a_run_and_the_bench_agree_to_the_bit(tmp_path):
 def test_genevals_score_is_the_mean_of_its_parts(tmp_path, field, score):
     """By hand: parts of four and two prompts, whose means are 0.5 and 1; a failed prompt is left out of its part."""
     parts = ["one", "one", "one", "one", "two", "two", "two"]
-    prompts = PromptSet(list("abcdefg"), [{field: part} for part in parts])
+    null = {"part": None} if field == "tag" else {}  # as a table's empty column: no field
+    prompts = PromptSet(list("abcdefg"), [{field: part} | null for part in parts])
     shared = {"rewards": ["geneval"], "seeds": "eval"}
     base = {"policy": "base", "seeds": "eval", "scores": {"geneval": [0.0] * 7}, "failed": {"geneval": 0}}
     scores = [0.0, 1.0, 0.0, 1.0, 1.0, 1.0, None]

@@ -66,6 +66,17 @@ def test_a_row_has_its_mean_range_and_paired_difference():
         compare.comparison_table(a, a | b, ["val/ocr/mean"])
 
 
+def test_a_run_without_a_seed_is_no_seed_of_its_namesake():
+    """README's first run is runs/flow_grpo, a sweep's are runs/flow_grpo-seed1 and so on."""
+    runs = {"flow_grpo": [{"a": 0.1}], "flow_grpo-seed1": [{"a": 0.9}], "flow_grpo-seed2": [{"a": 0.9}], "other": []}
+    groups = compare.by_group(runs)
+    assert {name: list(seeds) for name, seeds in groups.items()} == {
+        "flow_grpo, no seed": [""],
+        "other": [""],
+        "flow_grpo": ["1", "2"],
+    }
+
+
 def test_p_is_the_share_of_signs_that_give_as_large_a_sum():
     assert compare.sign_flip_p([1.0] * 6) == 2 / 64
     assert compare.sign_flip_p([1.0, 1.0, -1.0]) == 1.0  # sums 3, 1, ...: at least 1 always

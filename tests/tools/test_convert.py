@@ -75,6 +75,22 @@ def test_pairs_are_the_same_from_either(tmp_path, monkeypatch, capsys):
         assert pairs == [("0", red, blue), ("2", blue, red)]
 
 
+def test_every_source_of_a_pair_is_kept(tmp_path, monkeypatch):
+    """Two pictures that an edit begins with, in their order."""
+    red, blue, green = image_bytes("red", "png"), image_bytes("blue", "png"), image_bytes("green", "jpeg")
+    row = {
+        "prompt": "mix",
+        "chosen": {"bytes": red},
+        "rejected": {"bytes": blue},
+        "image": [{"bytes": green}, {"bytes": red}],
+    }
+    write(tmp_path / "p.parquet", [row])
+    assert run(monkeypatch, tmp_path / "p.parquet", tmp_path / "pairs") is None
+    for source in (tmp_path / "p.parquet", tmp_path / "pairs"):
+        (pair,) = read_pairs(source)
+        assert [image.read_bytes() for image in pair.sources] == [green, red]
+
+
 def test_what_cannot_be_converted_is_named(tmp_path, monkeypatch):
     dates = write(tmp_path / "dates.parquet", [{"prompt": "a mug", "day": datetime.date(2026, 1, 1)}])
     line = run(monkeypatch, dates, tmp_path / "dates.jsonl")

@@ -178,6 +178,14 @@ def test_samples_are_ordered_by_score_and_by_change(tmp_path):
     assert first.change == 0 and second.change == pytest.approx((2 / 3) ** 0.5)  # two of three colours, by 255
 
 
+def test_an_image_of_another_prompt_is_no_before(tmp_path):
+    folder = make_run(tmp_path / "one", 1e-4, ("red", "blue"))
+    lines = (folder / "samples/0005/samples.jsonl").read_text()
+    (folder / "samples/0005/samples.jsonl").write_text(lines.replace("a <sign> 1", "a green car"))
+    first, second = report.read_samples(folder, [])
+    assert first.before and second.before is None and second.change == 0
+
+
 def cut(file, size=-30):  # bytes, into the pixels of a PNG
     file.write_bytes(file.read_bytes()[:size])
 

@@ -41,9 +41,17 @@ def test_a_script_in_a_folder_finds_common(in_checkout, monkeypatch):
     assert run.command[:5] == ["env", f"PYTHONPATH={Path.cwd()}:/own", "torchrun", "--standalone", "contrib/awm.py"]
 
 
+def test_a_recipe_of_several_scripts_has_its_script_behind_it(in_checkout):
+    words = ["mix_grpo.py", "--iters_per_group", "10", "25"]
+    run, _ = sweep.plan_runs("recipes/sd35_medium.sh", words, seeds=[1])
+    assert run.command[:5] == ["bash", "recipes/sd35_medium.sh", "mix_grpo.py", "--iters_per_group", "10"]
+    assert run.name == "sd35_medium-mix_grpo-iters_per_group10-seed1"
+
+
 @pytest.mark.parametrize(
     ("script", "words", "told"),
     [
+        ("recipes/sd35_medium.sh", "no.py --name a", "no.py: no such script or recipe"),
         ("flow_grpo.py", "--seed 3", "--seed: the sweep sets it"),
         ("flow_grpo.py", "--learning_rat 1 2", "--learning_rat: flow_grpo.py has no such option"),
         ("flow_grpo.py", "3", "3: options of the script begin with --"),
@@ -60,13 +68,13 @@ def test_what_cannot_be_swept_is_one_line(script, words, told, in_checkout):
 
 
 WRITES_A_RUN = """
-import json, os, pathlib, sys
+import json, os, pathlib, shlex, sys
 name, last = sys.argv[1:]
 print(f"{name} in group", os.environ["WANDB_RUN_GROUP"], "on GPU", os.environ.get("CUDA_VISIBLE_DEVICES"))
 folder = pathlib.Path("runs") / name
 (folder / "checkpoints").mkdir(parents=True)
 (folder / "checkpoints" / f"step_{int(last):06d}.pt").touch()
-(folder / "args.json").write_text(json.dumps({"args": {"num_steps": 2}}))
+(folder / "args.json").write_text(json.dumps({"args": {"num_steps": 2}, "command": shlex.join(sys.argv)}))
 (folder / "metrics.jsonl").write_text(json.dumps({"training/global_step": int(last)}))
 sys.exit(last == "0")
 """
@@ -78,7 +86,7 @@ def test_a_finished_run_is_not_started_again_and_every_end_is_told(tmp_path, mon
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "run.py").write_text(WRITES_A_RUN)
     command = [sys.executable, "run.py"]
-    runs = [sweep.SweptRun(name, "g", [*command, name, last]) for name, last in (("a", "2"), ("b", "1"), ("c", "0"))]
+    runs = [sweep.SweptRun(name, "g", command, [name, last]) for name, last in (("a", "2"), ("b", "1"), ("c", "0"))]
     ends = sweep.run_all(runs, devices=["3", "5"])
     assert ends == {"a": "finished", "b": "stopped early", "c": "failed with 1: see runs/c.log"}
     logs = {name: (tmp_path / f"runs/{name}.log").read_text() for name in "abc"}
@@ -86,15 +94,18 @@ def test_a_finished_run_is_not_started_again_and_every_end_is_told(tmp_path, mon
     assert {logs[name][-2] for name in "ab"} == {"3", "5"}  # c takes the one that is free first
     again = sweep.run_all(runs[:1], devices=[])  # to start it again would fail: its folder is there
     assert again == {"a": "finished before"}
+    other = runs[0]._replace(options=["--kl_coef", "0.04", *runs[0].options])
+    assert sweep.run_all([other], devices=[]) == {"a": "of another command: see runs/a/args.json"}
 
 
 def test_more_steps_are_a_run_that_goes_on_and_a_cut_log_is_no_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.py").write_text(WRITES_A_RUN)
-    run = sweep.SweptRun("a", "g", [sys.executable, "run.py", "a", "2"])
+    run = sweep.SweptRun("a", "g", [sys.executable, "run.py"], ["a", "2"])
     sweep.run_all([run], devices=[])
     assert sweep.is_finished(run)
-    assert not sweep.is_finished(run._replace(command=[*run.command, "--num_steps", "3"]))
+    longer = run._replace(options=["a", "--num_steps", "3", "2"])
+    assert not sweep.is_finished(longer) and sweep.has_this_command(longer)
     (tmp_path / "runs/a/metrics.jsonl").write_text('{"training/glo')
     assert not sweep.is_finished(run)
 
@@ -105,7 +116,7 @@ def test_a_stopped_sweep_stops_its_run_and_starts_no_other(number, tmp_path):
     recipe = tmp_path / "recipe.sh"  # a shell that starts a process, as recipes do
     recipe.write_text('bash -c "$WORKER" $1 && true')
     code = "import sys; from tools import sweep; names = ['a', 'b']; "
-    code += f"sweep.run_all([sweep.SweptRun(n, 'g', ['bash', {str(recipe)!r}, n]) for n in names], [])"
+    code += f"sweep.run_all([sweep.SweptRun(n, 'g', ['bash', {str(recipe)!r}], [n]) for n in names], [])"
     environment = os.environ | {"WORKER": worker, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
     log = tmp_path / "runs/a.log"
