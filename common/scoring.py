@@ -20,7 +20,7 @@ the other images of the call. The function may have attributes:
     check_metadata  a function (dict), run on the metadata of these prompts in the same way
     load            a function (), run before the trained model loads: loads the reward's own network, or raises
                     ValueError and says what is missing
-    offload         a function (), run when all images of a rollout or an evaluation are scored
+    offload         a function (), run before the trained model loads, and when all images of a rollout are scored
     settings        names of the environment variables that its scores depend on; a run records their values
     of_pixels       the reward as a differentiable function (pixels, prompts, metadata) -> scores, for contrib/draft.py:
                     pixels (B, 3, H, W) in [0, 1], scores (B,), both tensors. It must agree with the reward of the same
@@ -60,6 +60,7 @@ REWARDS = Path(__file__).parent / "rewards"  # a reward a file; those that begin
 TOTAL = "weighted_total"  # logged for an evaluation beside each reward
 # in samples.jsonl, beside the rewards
 RECORDED = {"file", "prompt", "seed", "image", "details", "advantage", "step", "group", "prompt_file", "metadata"}
+# in a score's place there may also be NaN: the reward failed, or its image did
 NOT_ASKED = -math.inf  # in the place of a score that the prompt does not ask for; no reward may return it
 NOT_SCORED = math.inf  # in the place of a score until the reward has been called
 LOGGED = ("mean", "stderr", "failed")  # of each reward, which no detail may be called

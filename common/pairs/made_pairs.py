@@ -36,11 +36,11 @@ def best_and_worst(totals: torch.Tensor) -> tuple[int, int] | None:
 def rows_to_make(
     folder: Path, num_prompts: int, options: dict[str, Any], contents: Mapping[str, str]
 ) -> Iterator[tuple[int, bool]]:
-    """Yield (row, whether it is this rank's) of the prompts that no interrupted start with these options, settings of
-    rewards and `contents` of what they name compared (Run.config and Run.contents). Pairs of other ones are removed.
+    """Yield (row, whether it is this rank's) of the prompts whose pairs are still missing after an interrupted start.
 
-    The ranks sample together, each as many prompts: where they cannot share evenly, some of them another rank's too.
-    A collective.
+    options, contents: Run.config and Run.contents. A start with other options, settings of rewards or contents of what
+    they name does not count: its pairs are removed. The ranks sample together, each as many prompts: where they cannot
+    share evenly, some of them another rank's too. A collective.
     """
     made_of = {name: digest for name, digest in contents.items() if not name.startswith("--eval_prompts ")}
     deciding = {name: options[name] for name in DECIDING}
