@@ -182,13 +182,15 @@ def make_request(
 
 
 def find_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> Pairs:
-    """The pairs: given, those that this run's checkpoints were trained on, or made now; what an interrupted start has
-    made is taken."""
+    """The pairs: given, those that this run's checkpoints were trained on, or made now, by the model before any step;
+    what an interrupted start has made is taken."""
     if inputs.pairs:
         return inputs.pairs
     with run.timed("make_pairs"):
         if args.resume != "latest" or not run.checkpoint or not (run.folder / "pairs.jsonl").exists():
             make_pairs(args, run, model, inputs)
+        else:
+            run.print_message("the pairs are those that this run has made: options of making pairs have no effect")
         return read_pairs(run.folder)
 
 
@@ -465,6 +467,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
     adam = optimizer.param_groups[0]
     adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
     adam["eps"] = args.adam_eps
+    run.repair_adapter(model, args.evaluated_policy)  # of a run that has all its steps
 
 
 # ==== 12 MAIN =========================================================================================================

@@ -460,12 +460,18 @@ def find_old_policy(
         request = request.select(rows)
         trajectories = trajectories.select(rows)  # `sampled` has all
     recomputed = recompute_log_probs(args, model, request, trajectories)
+    log_ratios = []  # at which the update would start, with the rollout's means as the old ones
+    for w, i in enumerate(request.sde_steps):
+        x_next, std = trajectories.latents[:, i + 1], trajectories.transition_stds[:, w]
+        means = recomputed.prev_sample_means[:, w], trajectories.prev_sample_means[:, w]
+        log_ratios.append(regulated_log_ratio(x_next, *means, std))
     metrics = check_mismatch(
         request,
         trajectories,
         recomputed,
         dtype=args.dtype,
-        log_prob_limit=args.clip_range / 2 if takes_sampled else math.inf,  # log-probs may start this far apart
+        log_ratio_limit=args.clip_range / 2 if takes_sampled else math.inf,
+        log_ratios=torch.stack(log_ratios, 1),
     )
     if takes_sampled:
         return sampled, metrics
@@ -611,8 +617,8 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[st
         with acting(model, "reference"):
             reference = recompute_log_probs(args, model, batch.request, batch.trajectories)
     # rows in order, not shuffled, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
-    mini_batches = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
-    mini_batches = args.epochs_per_rollout * mini_batches  # the tuple, repeated
+    of_epoch = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
+    mini_batches = [rows for _ in range(args.epochs_per_rollout) for rows in of_epoch]
     grad_norms = []
     finite_passes = []  # of the optimizer steps whose gradient is finite
     metrics: dict[str, float] = {}
@@ -675,6 +681,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
     adam = optimizer.param_groups[0]
     adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
     adam["eps"] = args.adam_eps
+    run.repair_adapter(model, args.evaluated_policy)  # of a run that has all its steps
 
 
 # ==== 12 MAIN =========================================================================================================

@@ -16,6 +16,7 @@ code it shrinks to nothing). Rewards have weights. Deviations are the rollout's;
 # ==== 1 ARGS ==========================================================================================================
 import math
 import random
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
@@ -360,7 +361,9 @@ def share_prefix(
     latents = request.first_latents(generators, model.device)  # (U, C, h, w)
     if start > 0:
         prefix = replace(request.select_steps(0, start), prompt_index=rows, seeds=seeds)
-        latents = rollout(args, model, engine, prefix).latents[:, -1]
+        undecoded = copy(model)
+        undecoded.decode = lambda latents: []  # type: ignore[method-assign]  # of this copy: they are no images yet
+        latents = rollout(args, undecoded, engine, prefix).latents[:, -1]
     return replace(request.select_steps(start, len(request.timesteps)), initial_latents=latents[place])
 
 
@@ -505,7 +508,7 @@ def find_old_policy(
         trajectories,
         recomputed,
         dtype=args.dtype,
-        log_prob_limit=args.clip_range / 2 if takes_sampled else math.inf,  # log-probs may start this far apart
+        log_ratio_limit=args.clip_range / 2 if takes_sampled else math.inf,
     )
     if takes_sampled:
         return sampled, metrics
@@ -626,8 +629,8 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[st
         with acting(model, "reference"):
             reference = recompute_log_probs(args, model, batch.request, batch.trajectories)
     # rows in order, not shuffled, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
-    mini_batches = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
-    mini_batches = args.epochs_per_rollout * mini_batches  # the tuple, repeated
+    of_epoch = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
+    mini_batches = [rows for _ in range(args.epochs_per_rollout) for rows in of_epoch]
     grad_norms = []
     finite_passes = []  # of the optimizer steps whose gradient is finite
     metrics: dict[str, float] = {}
@@ -690,6 +693,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
     adam = optimizer.param_groups[0]
     adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
     adam["eps"] = args.adam_eps
+    run.repair_adapter(model, args.evaluated_policy)  # of a run that has all its steps
 
 
 # ==== 12 MAIN =========================================================================================================

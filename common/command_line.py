@@ -58,7 +58,10 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
     if is_script:
         print_message(f"{args.run_folder}: checking options and files")
     if args.resume:
-        args = _parse(args_class, argv, _defaults_of_checkpoint(args))
+        state = _state_to_resume(args)
+        args = _parse(args_class, argv, _defaults_of_checkpoint(args, state) if state else {})
+        if state and not args.eval_only:
+            check_steps(args, state)
     check_options(args)
     return args
 
@@ -167,30 +170,48 @@ def _words(name: str, hint: Any, value: Any) -> list[str]:  # whatever a file ho
     return [f"--{name}", *words]
 
 
-def _defaults_of_checkpoint(args: SharedArgs) -> dict[str, Any]:
-    """{name: value} of the checkpoint that --resume names; {} where `latest` finds none, and starts the run.
-
-    An option that is given wins. An evaluation may have other prompts and steps; a run that trains on has all of them
-    again, and a new run that starts from a checkpoint writes where its own options say.
+def _state_to_resume(args: SharedArgs) -> dict[str, Any] | None:
+    """What the checkpoint holds that --resume names; None where `latest` finds none, and starts the run.
 
     Raises:
-        ValueError: there is no good checkpoint to take options from.
+        ValueError: there is no good checkpoint.
     """
     is_latest = args.resume == "latest"
     if is_latest and (args.eval_only or not saved_checkpoints(args.run_folder)):
-        return {}
-    state = load_checkpoint(checkpoint_of(args.run_folder if is_latest else str(args.resume)))
+        return None
+    return load_checkpoint(checkpoint_of(args.run_folder if is_latest else str(args.resume)))
+
+
+def _defaults_of_checkpoint(args: SharedArgs, state: dict[str, Any]) -> dict[str, Any]:
+    """{name: value} of the options in a checkpoint's state.
+
+    An option that is given wins. An evaluation may have other prompts and steps; a run that trains on has all of them
+    again, and a new run that starts from a checkpoint writes where its own options say.
+    """
     left_out: tuple[str, ...] = ("name", "max_minutes", "stop_if", *OF_ONE_START)
     if args.eval_only:
         left_out = EXPECTED_TO_DIFFER
     else:
         print_message(f"--resume {args.resume}: options that are not given are the checkpoint's")
-        if len(state["rng"]) != int(os.environ.get("WORLD_SIZE", "1")):
-            left_out += OF_ITS_RANKS
+    if len(state["rng"]) != int(os.environ.get("WORLD_SIZE", "1")):
+        left_out += OF_ITS_RANKS
     return {name: value for name, value in state["args"].items() if name not in left_out}
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
+def check_steps(args: SharedArgs, state: dict[str, Any]) -> None:
+    """ValueError: a new run would begin behind its last step, or another number of optimizer steps a rollout would put
+    the learning rate's schedule, which counts them, out of step with the checkpoint's count."""
+    if args.resume != "latest" and args.num_steps <= state["step"]:
+        told = f"the checkpoint of --resume {args.resume} is of step {state['step']}, from which a new run counts on"
+        raise ValueError(f"--num_steps {args.num_steps}: {told}")
+    for option in ("updates_per_rollout", "epochs_per_rollout"):
+        before, now = state["args"].get(option), getattr(args, option, None)
+        if before and now and before != now and parse_lr_schedule(args.lr_schedule)[0] != "constant":
+            told = f"the checkpoint's run had {before}, and --lr_schedule {args.lr_schedule} counts its optimizer steps"
+            raise ValueError(f"--{option} {now}: {told}; keep it, or pass --lr_schedule constant")
+
+
 def check_options(args: SharedArgs) -> None:
     """Hold every option against its bound, and those that belong together against each other.
 

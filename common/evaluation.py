@@ -24,6 +24,7 @@ from common.scoring import (
 from common.watch import rollout_diversity, watch_metrics
 
 import torch
+import torch.distributed as dist
 
 
 def evaluate_samples(
@@ -45,7 +46,9 @@ def evaluate_samples(
     reward_weights = [weight for name, weight in trained if name in scorer.rewards]  # without relative ones
     files = scorer.prompt_set.files
     metrics: dict = eval_metrics(scores, scorer.rewards, reward_weights, places, images_per_prompt, files)
-    metrics |= detail_metrics(scorer.details, "val")
+    # without the surplus images, which another rank has as well (share_of_rank)
+    is_own = [place % dist.get_world_size() == dist.get_rank() for place in places]
+    metrics |= detail_metrics([detail for detail, own in zip(scorer.details, is_own, strict=True) if own], "val")
     if args.eval_by:
         metrics |= metrics_by_field(args.eval_by, scorer, scores, reward_weights, places, images_per_prompt)
     has_start = not args.eval_only or args.resume is not None  # a model or LoRA alone would be compared with itself

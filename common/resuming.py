@@ -119,16 +119,13 @@ def rewind(run: Path | str, step: int, logged_to: int) -> None:
             print_message(f"continuing from step {step}: the later {path} is removed")
 
 
-def best_after(run: Path | str, step: int, metric: str) -> float:
-    """The highest value of a metric that metrics.jsonl has of the steps after `step`; -inf where it has none."""
+def step_of_best(run: Path | str) -> float:
+    """The step whose evaluation wrote, or began to write, a run's best_adapter/; 0 without one, inf if unreadable."""
+    file = Path(run) / "best_adapter" / "best.json"
     try:
-        lines = (Path(run) / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-        rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
-        return max(
-            (row[metric] for row in rows if row["training/global_step"] > step and metric in row), default=-math.inf
-        )
-    except (*UNREADABLE, KeyError, TypeError):  # `rewind` names what is wrong
-        return -math.inf
+        return int(json.loads(file.read_text())["step"]) if file.exists() else 0
+    except (*UNREADABLE, KeyError, TypeError):
+        return math.inf
 
 
 def resume_differences(saved_options: dict, options: dict, ignore: Collection[str] = ()) -> list[str]:

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common import checkpoints
-from common.checkpoints import FORMAT, saved_checkpoints, writing
+from common.checkpoints import FORMAT, atomic_file, saved_checkpoints, writing
 from common.cpu import repair_torchvision
 from common.data import GroupSampler
 from common.distributed import end_distributed, gather_objects, on_rank_0, rng_states
@@ -30,7 +30,7 @@ from common.options import SharedArgs
 from common.plots import VAL_TOTAL, WATCHED, Picture, drawn_metrics, plot_curves, save_grid
 from common.process import catch_stop_signals, is_killed_early, print_message, print_once, printable, stop_requested
 from common.profiling import Utilisation, profiled_step
-from common.resuming import best_after, checkpoint_of, report_resumed, rewind
+from common.resuming import checkpoint_of, report_resumed, rewind, step_of_best
 from common.run_record import Contents, changed_contents, create_run_folder, find_contents
 from common.scoring import Reward, reward_settings
 from common.stop_rules import met_rules, read_stop_rules
@@ -197,7 +197,8 @@ class Run:
         """Start the clock of a training step and, where one was asked for, its profiler trace.
 
         save: writes a checkpoint. It is called if the engine or a reward fails before the step trains, or in its
-        evaluation: the steps since the last checkpoint are not lost.
+        evaluation: the steps since the last checkpoint are not lost. A push to the engine right after an update is
+        in neither.
         """
         if self.bar is None:
             height, width = self.args.image_size
@@ -400,15 +401,14 @@ class Run:
         state["path"] = self.checkpoint
         changed = dict(changed_contents(state.get("contents", {}), self.contents))
         # prints what changed; False: another run's, or scored otherwise
-        is_comparable = report_resumed(self.checkpoint, state["args"], self.config, changed)
+        # rank 0's answer, as settings of rewards may be paths that each node has another of
+        is_comparable = gather_objects(report_resumed(self.checkpoint, state["args"], self.config, changed))[0]
         self._lowest_score = state.get("lowest", -math.inf) if is_comparable else math.inf
         self.step = state["step"]
         # checkpoints may be rarer than evaluations: a step that is done again may have written best_adapter/
-        if is_comparable:
-            later = best_after(self.folder, self.step, self.args.best_by or VAL_TOTAL) if self._writes else -math.inf
-            is_comparable = gather_objects(later)[0] <= state["best"]
-            if not is_comparable:
-                self.print_message(f"best_adapter is of a step after {self.step}, and is chosen again")
+        if is_comparable and gather_objects(step_of_best(self.folder))[0] > self.step:
+            is_comparable = False
+            self.print_message(f"best_adapter is of a step after {self.step}, and is chosen again")
         self._best_step = state.get("best_step") if is_comparable else None
         self._saved_step = self.step
         if self.args.resume == "latest":  # otherwise nothing stays of a start that was lost
@@ -430,9 +430,18 @@ class Run:
         score = float(metrics[name])
         self._lowest_score = min(self._lowest_score, score)
         if score > self.best_score:
+            if self._writes:  # first: after a kill between the two the adapter is chosen again
+                with atomic_file(self.folder / "best_adapter" / "best.json") as temporary:
+                    temporary.write_text(json.dumps({"step": self.step, name: score}) + "\n")
             save_policy(self.folder / "best_adapter", model, policy, self.args.dtype)
             self.best_score = score
             self._best_step = self.step
+
+    def repair_adapter(self, model: Family, policy: str) -> None:
+        """Write adapter/ again where a resumed run has all its steps: a kill may have come between its last checkpoint
+        and that. A collective."""
+        if self.args.resume == "latest" and self.step >= self.args.num_steps:
+            save_policy(self.folder / "adapter", model, policy, self.args.dtype)
 
     def should_stop(self) -> bool:
         """Whether a signal on any rank, too little time for another step, or a rule of --stop_if asks for the end. A
@@ -457,14 +466,14 @@ class Run:
             elif self._best_step is not None:
                 self.print_message(f"best evaluation: step {self._best_step}, in {self.folder}/best_adapter")
             told = f"stopped after step {self.step} of {self.args.num_steps}"
-            if self._stop_reason:
+            met = f", at which {self._stop_reason}" if self._stop_reason else ""
+            if self.step >= self.args.num_steps:
+                more = "to continue, pass --resume latest and a larger --num_steps"
+                self.print_message(f"finished all {self.step} steps{met}; {more}")
+            elif met:
                 self.print_message(f"{told}: {self._stop_reason}; to continue, pass --resume latest without it")
-            elif self.step < self.args.num_steps:
-                self.print_message(f"{told}; to continue, give the same command with --resume latest")
             else:
-                self.print_message(
-                    f"finished all {self.step} steps; to continue, pass --resume latest and a larger --num_steps"
-                )
+                self.print_message(f"{told}; to continue, give the same command with --resume latest")
         if self._tracker:
             self._tracker.finish()
         self._write_heartbeat("stopped" if self._is_stopping and self.step < self.args.num_steps else "finished")

@@ -488,7 +488,7 @@ def find_old_policy(
         trajectories,
         recomputed,
         dtype=args.dtype,
-        log_prob_limit=args.clip_range / 2 if takes_sampled else math.inf,  # log-probs may start this far apart
+        log_ratio_limit=args.clip_range / 2 if takes_sampled else math.inf,
     )
     if takes_sampled:
         return sampled, metrics
@@ -659,6 +659,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
     adam = optimizer.param_groups[0]
     adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
     adam["eps"] = args.adam_eps
+    run.repair_adapter(model, args.evaluated_policy)  # of a run that has all its steps
 
 
 # ==== 12 MAIN =========================================================================================================

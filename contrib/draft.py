@@ -474,6 +474,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
     adam = optimizer.param_groups[0]
     adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
     adam["eps"] = args.adam_eps
+    run.repair_adapter(model, args.evaluated_policy)  # of a run that has all its steps
 
 
 # ==== 12 MAIN =========================================================================================================

@@ -576,7 +576,7 @@ def evaluate(
         eval_args = args.for_evaluation
         prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
         request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
-        with acting(model, args.evaluated_policy, engine, "old"):  # in the engine as well
+        with acting(model, args.evaluated_policy, engine, in_engine="old"):  # in the engine as well
             scorer = Scorer(inputs.eval_rewards, prompts, args.reward_failure)
             rollout(eval_args, model, engine, request, scorer)  # its images go to the scorer
             scores = scorer.scores(places, args.eval_images_per_prompt)  # (B, R), of inputs.eval_rewards
@@ -603,6 +603,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
     adam = optimizer.param_groups[0]
     adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
     adam["eps"] = args.adam_eps
+    run.repair_adapter(model, args.evaluated_policy)  # of a run that has all its steps
 
 
 # ==== 12 MAIN =========================================================================================================

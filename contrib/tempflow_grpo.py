@@ -502,7 +502,7 @@ def find_old_policy(
         trajectories,
         recomputed,
         dtype=args.dtype,
-        log_prob_limit=args.clip_range / 2 if takes_sampled else math.inf,  # log-probs may start this far apart
+        log_ratio_limit=args.clip_range / 2 if takes_sampled else math.inf,
     )
     if takes_sampled:
         return sampled, metrics
@@ -628,8 +628,8 @@ def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[st
         with acting(model, "reference"):
             reference = recompute_log_probs(args, model, batch.request, batch.trajectories)
     # rows in order, not shuffled, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
-    mini_batches = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
-    mini_batches = args.epochs_per_rollout * mini_batches  # the tuple, repeated
+    of_epoch = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
+    mini_batches = [rows for _ in range(args.epochs_per_rollout) for rows in of_epoch]
     grad_norms = []
     finite_passes = []  # of the optimizer steps whose gradient is finite
     metrics: dict[str, float] = {}
@@ -692,6 +692,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
     adam = optimizer.param_groups[0]
     adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
     adam["eps"] = args.adam_eps
+    run.repair_adapter(model, args.evaluated_policy)  # of a run that has all its steps
 
 
 # ==== 12 MAIN =========================================================================================================

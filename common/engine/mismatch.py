@@ -155,7 +155,8 @@ def check_mismatch(
     recomputed: Trajectories,
     *,
     dtype: str,
-    log_prob_limit: float = math.inf,
+    log_ratio_limit: float = math.inf,
+    log_ratios: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Stop where the engine's steps are not the trainer's, on any rank. Returns metrics of the mismatch. A collective.
 
@@ -163,7 +164,8 @@ def check_mismatch(
         trajectories: what the engine sampled for `request`.
         recomputed: the same as the trainer scores it.
         dtype: "float32" or "bfloat16", the dtype of the forward passes.
-        log_prob_limit: largest |trainer - engine| log-prob.
+        log_ratio_limit: largest |log-ratio| at which the update may start.
+        log_ratios: (B, W), at which it starts; None: the trainer's log-probs less the engine's.
 
     Raises:
         RunError: in one line, the sampling step with the largest difference, and where to look.
@@ -171,6 +173,7 @@ def check_mismatch(
     noise = gather(noise_differences(request, trajectories)).flatten(0, 1)  # (images of all ranks, W)
     velocity = gather(velocity_differences(request, trajectories, recomputed.prev_sample_means)).flatten(0, 1)
     log_prob = gather((recomputed.log_probs - trajectories.log_probs).abs()).flatten(0, 1)
+    log_ratio = log_prob if log_ratios is None else gather(log_ratios.abs()).flatten(0, 1)
     faults = [
         (
             noise,
@@ -184,9 +187,9 @@ def check_mismatch(
             "of steps, guidance and weights with --rollout local, which is right",
         ),
         (
-            log_prob,
-            log_prob_limit,
-            "log-prob is {} off the trainer's, more than half of --clip_range, {}: the ratio would start there. Pass "
+            log_ratio,
+            log_ratio_limit,
+            "log-prob is off the trainer's: the log-ratio would start at {}, more than half of --clip_range, {}. Pass "
             "--old_log_prob recompute",
         ),
     ]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from common.distributed import on_rank_0, set_seed
+from common.distributed import failing_together, on_rank_0, set_seed
 from common.errors import NothingBegun, RunError
 from common.models.family import Family, on_device
 from common.weights.adapter_files import LoRA
@@ -113,16 +113,21 @@ def acting(model: Family, name: str, engine: Engine | None = None, in_engine: st
 
     Where an engine is given, `name` is pushed to it for the block. The engine holds the policy `in_engine` before the
     block, and gets it back after the block unless that fails.
+
+    Raises:
+        RolloutError: the engine failed on a rank. All can save.
     """
     use_policy(model, name)
-    if engine and name != in_engine:
-        engine.push(*policy_tensors(model, name))
     try:
+        if engine and name != in_engine:
+            with failing_together():
+                engine.push(*policy_tensors(model, name))
         yield
     finally:
         use_policy(model, "default")
     if engine and name != in_engine:
-        engine.push(*policy_tensors(model, in_engine))
+        with failing_together():
+            engine.push(*policy_tensors(model, in_engine))
 
 
 @torch.no_grad()

@@ -88,7 +88,7 @@ class PromptCache:
         for prompt in dict.fromkeys(prompts):
             conditioning = read_conditioning(self.file_of(prompt, max_sequence_length))
             if conditioning is None:
-                what = "encoding a prompt that has no whole file"
+                what = "encoding a prompt that was not prepared, or whose file is not whole"
                 print_message(truncate(f"--prompt_cache {self.folder}: {what}: {prompt}"))
                 conditioning = self.add(prompt, max_sequence_length)
             found[prompt] = conditioning

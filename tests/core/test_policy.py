@@ -13,13 +13,15 @@ import flow_grpo
 from benchmarks import fsdp_kernels
 from common import distributed as sharding
 from common.data import GroupSampler, PromptSet
-from common.errors import RunError
+from common.engine.client import EngineError
+from common.errors import RolloutError, RunError
 from common.inputs import Inputs, check_inputs, check_lora_modules
 from common.models.loading import family_class
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import SharedArgs
 from common.run import Run
 from common.sde import sde_step
+from common.weights import policy as policies
 from common.weights.lora import make_lora, save_policy
 from common.weights.policy import acting, add_policies, follow, load_policy_tensors, tensors_on_rank_0, use_policy
 from tests.conftest import (
@@ -779,3 +781,21 @@ def test_full_weights_with_engines_on_two_ranks_as_without_on_one(tmp_path):
     assert not same(default, ema)
     base = load_file(EMBEDDED / "transformer" / "diffusion_pytorch_model.safetensors")
     assert not same(ema, {key: value.float() for key, value in base.items()})
+
+
+@pytest.mark.parametrize(("at", "begun"), [("ema", False), ("default", True)])
+def test_a_push_that_fails_ends_all_ranks_together_and_the_trained_policy_acts_again(one_rank, monkeypatch, at, begun):
+    """So that a checkpoint can still be saved, of the policy that is trained."""
+    acted = []
+    monkeypatch.setattr(policies, "use_policy", lambda model, name: acted.append(name))
+    monkeypatch.setattr(policies, "policy_tensors", lambda model, name: (name,))
+
+    class Engine:
+        def push(self, name):
+            if name == at:
+                raise EngineError("it is gone")
+
+    has_begun = False
+    with pytest.raises(RolloutError, match="^it is gone$"), acting("model", "ema", Engine()):
+        has_begun = True
+    assert acted == ["ema", "default"] and has_begun == begun

@@ -420,22 +420,23 @@ def test_a_resumed_run_cuts_its_folder_back_only_when_it_writes(tmp_path, one_ra
     assert [row["a"] for row in read_metrics(folder)] == [1, 2, 4]
 
 
-@pytest.mark.parametrize(("later", "best"), [(0.4, 0.5), (0.5, 0.5), (0.75, -math.inf), (None, 0.5)])
-def test_a_best_adapter_that_a_later_step_wrote_is_chosen_again(tmp_path, one_rank, own_handlers, capsys, later, best):
-    """Evaluations may be more frequent than checkpoints, and the run may be killed between them."""
+@pytest.mark.parametrize(("step", "best"), [(0, 0.5), (1, 0.5), (3, -math.inf), ("cut", -math.inf), (None, 0.5)])
+def test_a_best_adapter_that_a_later_step_wrote_is_chosen_again(tmp_path, one_rank, own_handlers, capsys, step, best):
+    """Evaluations may be more frequent than checkpoints, and the run may be killed between them, twice: what says which
+    step wrote best_adapter/ stays with it, whatever the log has by then."""
     folder = tmp_path / "run"
     run = new_run(folder, resume="latest", script=__file__, num_steps=4)
-    for step, score in enumerate((0.5, 0.25, later)):
-        run.begin_step(step)
-        run.log({} if score is None else {"val/weighted_total/mean": score})
-        if step < 2:
-            state = {"step": step, "best": 0.5, "best_step": 0, "args": run.config}
-            save_checkpoint(folder, step, state, 3)
-    (folder / "metrics.jsonl").open("a").write('{"training/global_step": 3, "val/weig')  # a kill
-    resumed = new_run(folder, resume="latest", script=__file__, checkpoint=saved_checkpoints(folder)[-1], num_steps=4)
-    resumed.load_checkpoint()
-    assert resumed.best_score == best
-    assert ("best_adapter is of a step after 1" in capsys.readouterr().out) == (best != 0.5)
+    save_checkpoint(folder, 1, {"step": 1, "best": 0.5, "best_step": 0, "args": run.config}, 3)
+    if step is not None:
+        (folder / "best_adapter").mkdir()
+        (folder / "best_adapter" / "best.json").write_text('{"st' if step == "cut" else json.dumps({"step": step}))
+    for _ in range(2):
+        again = new_run(folder, resume="latest", script=__file__, checkpoint=saved_checkpoints(folder)[-1], num_steps=4)
+        again.load_checkpoint()
+        assert again.best_score == best
+        assert ("best_adapter is of a step after 1" in capsys.readouterr().out) == (best != 0.5)
+        again.begin_step(2)
+        again.log({"a": 1})
 
 
 @pytest.mark.parametrize("best_by", [None, "val/watched/mean"])
@@ -450,7 +451,8 @@ def test_the_best_adapter_is_that_of_the_highest_total_or_best_by(best_by, tmp_p
             metrics = dict(zip(metrics, reversed(metrics.values()), strict=True))
         run.save_if_best("model", "ema", metrics)
     assert saved == [(tmp_path / "best_adapter", "model", "ema", "float32")] * 2
-    assert run.best_score == 0.5
+    told = json.loads((tmp_path / "best_adapter" / "best.json").read_text())
+    assert told == {"step": 2, best_by or "val/weighted_total/mean": 0.5} and run.best_score == 0.5
     run.close()
     assert capsys.readouterr().out.startswith(f"best evaluation: step 2, in {tmp_path}/best_adapter\n")
 

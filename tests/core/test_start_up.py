@@ -202,5 +202,24 @@ def test_evaluation_only_takes_the_options_of_the_checkpoint(tmp_path, monkeypat
     assert args == expected
     trained = parse("--resume", "runs/long", "--reward", "ocr")  # a new run that trains on
     assert trained == replace(expected, name="flow_grpo", eval_only=False, num_steps=7, track=True)
+    told = "--num_steps 3: the checkpoint of --resume runs/long is of step 3, from which a new run counts on"
+    with pytest.raises(ValueError, match=f"^{told}$"):
+        parse("--resume", "runs/long", "--num_steps", "3")
     with pytest.raises(ValueError, match="^--resume nowhere: no checkpoint there$"):
         parse("--resume", "nowhere", "--eval_only", "True")
+
+
+def test_a_schedule_that_counts_optimizer_steps_keeps_their_number(tmp_path, monkeypatch):
+    """Adam's count goes on, and would be held against a total of the new number alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["flow_grpo.py"])
+    saved = {"updates_per_rollout": 4, "epochs_per_rollout": 1, "lr_schedule": "cosine", "shard_ranks": 2}
+    state = {"step": 3, "best": 0.5, "args": saved, "sampler": {}, "rng": [{}] * 2, "policies": {"default": {}}}
+    save_checkpoint(tmp_path / "runs" / "flow_grpo", 3, state | {"optimizer": {}, "format": FORMAT}, 1)
+    told = "--updates_per_rollout 1: the checkpoint's run had 4, and --lr_schedule cosine counts its optimizer steps"
+    with pytest.raises(ValueError, match=f"^{told}; keep it, or pass --lr_schedule constant$"):
+        parse("--resume", "latest", "--updates_per_rollout", "1")
+    changed = parse("--resume", "latest", "--updates_per_rollout", "1", "--lr_schedule", "constant")
+    assert changed.updates_per_rollout == 1 and parse("--resume", "latest").updates_per_rollout == 4
+    alone = parse("--resume", "runs/flow_grpo", "--eval_only", "True", "--name", "look")  # on one rank, not two
+    assert alone.shard_ranks == 0

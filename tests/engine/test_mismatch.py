@@ -357,8 +357,12 @@ def test_the_gate_stops_rounded_latents_and_a_ratio_that_starts_off(alone):
         check_mismatch(request, rounded, scored, dtype="bfloat16")
     scored.log_probs[0, 1] += 1e-3
     check_mismatch(request, trajectories, scored, dtype="float32")
-    with pytest.raises(RunError, match=r"at sampling step 2 the engine's log-prob is 1.0e-03 off .* recompute"):
-        check_mismatch(request, trajectories, scored, dtype="float32", log_prob_limit=5e-4)
+    with pytest.raises(RunError, match=r"at sampling step 2 the engine's log-prob is off .* 1.0e-03, .* recompute"):
+        check_mismatch(request, trajectories, scored, dtype="float32", log_ratio_limit=5e-4)
+    own = 0.1 * (scored.log_probs - trajectories.log_probs)  # GRPO-Guard's are std times these
+    check_mismatch(request, trajectories, scored, dtype="float32", log_ratio_limit=5e-4, log_ratios=own)
+    with pytest.raises(RunError, match=r"at sampling step 2 .* start at 1.0e-04, more than .* 5.0e-05"):
+        check_mismatch(request, trajectories, scored, dtype="float32", log_ratio_limit=5e-5, log_ratios=own)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

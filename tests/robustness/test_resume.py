@@ -191,6 +191,35 @@ def test_a_start_from_another_run_that_was_lost_is_repeated_from_where_that_run_
     assert train("new", 4, "--resume", "runs/other") == [4]
 
 
+OF_A_RANK = """import os
+os.environ["PLACE"] = "/scratch/" + os.environ["RANK"]  # as a path that each node has another of
+def of_a_rank(images, prompts, metadata):
+    return [{"score": 0.5, "length": len(prompt)} for prompt in prompts]
+of_a_rank.settings = ("PLACE",)
+"""
+
+
+def test_ranks_with_settings_of_their_own_resume_together_and_count_each_image_once(tmp_path):
+    """Three held-out prompts on two ranks, one of which has one of them only to have two. Then a kill is imitated that
+    came after the last checkpoint and before adapter/."""
+    (tmp_path / "own.py").write_text(OF_A_RANK)
+    prompts = tmp_path / "p.txt"
+    prompts.write_text('a "1"\na red "22"\na red sign "333"\n')
+    options = [*SMALL, "--rollout", "local", "--max_prompts", 3, "--eval_prompts", prompts, "--eval_every", 1]
+    options += ["--reward", "own.py:of_a_rank", "--name", NAME]
+    torchrun(tmp_path, "flow_grpo.py", *options, "--num_steps", 1, nproc=2)
+    output = torchrun(tmp_path, "flow_grpo.py", *options, "--num_steps", 2, "--resume", "latest", nproc=2).stdout
+    assert "best_adapter is chosen again" not in output
+    run = tmp_path / "runs" / NAME
+    mean = sum(map(len, prompts.read_text().splitlines())) / 3
+    assert [row["val/of_a_rank/length"] for row in read_metrics(run)] == pytest.approx([mean] * 3)
+    adapter = run / "adapter" / "pytorch_lora_weights.safetensors"
+    content = adapter.read_bytes()
+    adapter.unlink()
+    torchrun(tmp_path, "flow_grpo.py", *options, "--num_steps", 2, "--resume", "latest", nproc=2)
+    assert adapter.read_bytes() == content
+
+
 KILLING = """import os, pathlib, numpy, psutil
 def killing(images, prompts, metadata):
     here = pathlib.Path(__file__).parent
