@@ -86,7 +86,7 @@ MUTATIONS = [
     ("dpo_offline.py", "eps = noise[rows].to(model.device)", "eps = noise[rows]", ROWS[16]),
     ("common/sde.py", "drawn.pin_memory().to(device, non_blocking=True)", "drawn", ROWS[0]),
     ("common/models/family.py", "tensor.data.to(model.device, non", "tensor.data.to(non", ROWS[0]),
-    ("common/models/vae.py", "pixels.to(vae.device)", "pixels", ROWS[16]),
+    ("common/models/family.py", "pixels.to(vae.device)", "pixels", ROWS[16]),
     ("common/pairs/pairs.py", "for pair in pairs], 1).to(device)", "for pair in pairs], 1)", ROWS[16]),
     ("common/rewards/_clip.py", "pixels.to(model.device)", "pixels", ROWS[9]),
 ]  # fmt: skip
@@ -168,8 +168,6 @@ def print_mutations(work: Path) -> bool:
     all_found = True
     for number, (file, text, instead, row) in enumerate(MUTATIONS):
         source = (copy / file).read_text()
-        if source.count(text) != 1:
-            raise SystemExit(f"{file}: {text!r} stands there {source.count(text)} times")
         (copy / file).write_text(source.replace(text, instead))
         code, output = start(row, work / f"mutation{number}", True, row.ranks, root=copy)
         (copy / file).write_text(source)
@@ -184,6 +182,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows that have this word in their name, script or options")
     parser.add_argument("--mutations", action="store_true", help="take `.to(device)` out, place by place")
     asked = parser.parse_args()
+    for file, text, _, _ in MUTATIONS if asked.mutations else ():
+        if (ROOT / file).read_text().count(text) != 1:
+            parser.error(f"{file}: {text!r} stands there {(ROOT / file).read_text().count(text)} times")
     build.built_library()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

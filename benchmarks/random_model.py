@@ -93,7 +93,7 @@ def make_cpu_size(folder):
 
 
 if __name__ == "__main__":
-    sizes = [hub_id for hub_id, (family, *_) in PUBLISHED.items() if family in VAES]
+    sizes = [hub_id for hub_id, (family, *_) in PUBLISHED.items() if family in VAES and family in TEXT_ENCODERS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[*sizes, CPU_MODEL], metavar="NAME", help="a hub id, or cpu-255M")
     parser.add_argument("folder", type=Path)

@@ -1,13 +1,14 @@
 """What one of many ranks has to do for its own images:  python -m benchmarks.ranks [--ranks 8 1024]
 
 Draws a step, encodes its prompts, compares the pictures of each prompt and keeps embeddings on disk, as a given rank of
-a world that is not there: collectives do nothing. Counted are the prompts that are encoded, the pairs of pictures that
+a world that is not there: collectives send nothing. Counted are the prompts that are encoded, the pairs of pictures that
 are compared, the bytes that torch's operators write, and the most that are alive at once. Images and prompts a rank are
 the same for every number of ranks, and so should the counts be. The encoder is a stand-in of Stable Diffusion 3.5's
 shapes, at a 64th of its width.
 """
 
 import argparse
+import functools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,8 +83,13 @@ def count_rank(
         found[name] = {"written": of_torch.written, "peak": of_torch.peak}
         return value
 
+    dealt = functools.partial(
+        GroupSampler, num_prompts, prompts_per_step, group_size, seed=1, num_mini_batches=num_mini_batches
+    )
+    # the one collective whose answer decides what a rank does: the places of all ranks' images
+    places = torch.stack([dealt(rank=r, world_size=world_size).image_index for r in range(world_size)])
     with as_rank(rank, world_size), tempfile.TemporaryDirectory() as folder:
-        sampler = GroupSampler(num_prompts, prompts_per_step, group_size, seed=1, num_mini_batches=num_mini_batches)
+        sampler = dealt()
         epoch_order.cache_clear()  # another rank, which is another process, has not drawn it for this one
         rows, *_ = counted("draw", sampler.draw)
         own = train_set.select(rows).prompts
@@ -92,7 +98,10 @@ def count_rank(
 
         compared: list[int] = []
         pdist = torch.pdist
-        with mock.patch.object(torch, "pdist", lambda group: compared.append(len(group)) or pdist(group)):
+        with (
+            mock.patch.object(torch, "pdist", lambda group: compared.append(len(group)) or pdist(group)),
+            mock.patch("common.distributed.gather", lambda own_places: places.clone()),
+        ):
             counted("diversity", lambda: watch.rollout_diversity(pictures, sampler))
         found["diversity"]["pairs"] = sum(size * (size - 1) // 2 for size in compared)
 

@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
 from common.command_line import parse_args
 from common.cpu import repair_torchvision
+from common.distributed import threads_of_this_rank
 from common.scoring import load_rewards
 
 import torch
@@ -258,7 +259,7 @@ def train(pipe, parameters, optimizer, samples, options, args):
 
 def run_theirs(options):
     """Train for options.steps steps after one of warming up. Prints a JSON line a step."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as common.distributed does for one rank
+    torch.set_num_threads(threads_of_this_rank())
     torch.manual_seed(options.seed)
     args = both_args(options)
     on_gpu = torch.cuda.is_available()

@@ -67,8 +67,9 @@ class SharedArgs:
     on the command line win over it"""
     resume: str | None = None
     """`latest` resumes this run from its newest checkpoint, or starts the run if there is none; a checkpoint file or a
-    run folder starts a new run from that checkpoint, whose steps count. Options that you do not pass are the checkpoint's,
-    but for name, max_minutes and stop_if, and sizes that depend on the number of ranks where it has changed"""
+    run folder starts a new run from that checkpoint, whose steps count. Options that you do not pass are the
+    checkpoint's, but for name, max_minutes and stop_if, and sizes that depend on the number of ranks where it has
+    changed"""
     keep_checkpoints: PositiveInt = 2
     """how many of the newest checkpoints to keep"""
     max_minutes: NonNegativeFloat = 0.0

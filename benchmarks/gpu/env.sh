@@ -1,6 +1,7 @@
 # What the programs call1.sh, call2.sh and call3.sh share; they source it. It sets ROOT, the checkout, and begins to
 # work in a folder of its own, WORK, which is removed at the end. What comes back is in $OUT, by default gpu_results/ of
-# the folder where the program was started: NAME.md, the report, and NAME.tar.gz, with every part's log.
+# the folder where the program was started: NAME.md, the report, and NAME.tar.gz, with every part's log; of a second
+# start NAME_2.md and NAME_2.tar.gz. The functions below take a part's name first: `plan plan sd35m ...` is part "plan".
 #
 #     PARTS="peers eager" bash benchmarks/gpu/call2.sh      # some parts alone
 #     TINY=1 bash benchmarks/gpu/call2.sh                   # tiny models: tries the program on a CPU
@@ -14,7 +15,12 @@ OUT=$(realpath -m "${OUT:-gpu_results}")
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
 LOGS=$WORK/logs
-REPORT=$OUT/$CALL.md
+NAME=$CALL
+for ((number = 2; ; number++)); do
+    [ -e "$OUT/$NAME.md" ] || break
+    NAME=${CALL}_$number
+done
+REPORT=$OUT/$NAME.md
 mkdir -p "$OUT" "$LOGS"
 PATH=$(python3 -c 'import os, sys; print(os.path.dirname(sys.executable))'):$PATH  # python and torchrun may not be on it
 export PATH PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
@@ -40,14 +46,20 @@ report() { sed -E 's#(^|[^A-Za-z0-9._/-])(/[A-Za-z0-9._+-]+)+/#\1#g' | tee -a "$
 say() { echo "$*" | report; }
 fenced() { { echo; echo '```'; cat; echo '```'; echo; } | report; }
 
-# Whether part NAME is among $PARTS, which is all where it is not set
-wanted() { [ -z "${PARTS:-}" ] || [[ " $PARTS " == *" $1 "* ]]; }
+# Whether part NAME is among $PARTS, which is all where it is not set; `end` names words that were none
+wanted() {
+    echo "$1" >> "$WORK/parts"
+    [ -z "${PARTS:-}" ] || [[ " $PARTS " == *" $1 "* ]]
+}
 
 # The line of a log that says what went wrong: torchrun's own come after it
 reason() { grep -E 'Error|error:' "$LOGS/$1.log" | grep -vE 'elastic|ChildFailed|error_file' | tail -n 1 | cut -c 1-300; }
 
 # Pack the logs: after every part, as a program that is cut short must leave them. Parts may end side by side
-pack() { tar czf "$WORK/$BASHPID.gz" -C "$WORK" "$@" 2> /dev/null && mv "$WORK/$BASHPID.gz" "$OUT/$CALL.tar.gz"; }
+pack() {
+    tar czf "$WORK/$BASHPID.gz" --warning=no-file-changed -C "$WORK" "$@" 2> /dev/null
+    [ $? -le 1 ] && mv "$WORK/$BASHPID.gz" "$OUT/$NAME.tar.gz" # 1: another part's log grew meanwhile
+}
 
 # try NAME LIMIT COMMAND...: at most LIMIT seconds, never beyond ENDS; output in logs/NAME.log, a line in the report
 try() {
@@ -59,11 +71,12 @@ try() {
         say "- $name: not run, no time left"
         return 1
     fi
-    timeout --kill-after 5 $((limit < left ? limit : left)) "$@" > "$LOGS/$name.log" 2>&1
+    # not asked to stop: a run would finish its step and save, on the GPU that the next part measures
+    timeout --signal KILL $((limit < left ? limit : left)) "$@" > "$LOGS/$name.log" 2>&1
     status=$?
     if [ $status -eq 0 ]; then
         say "- $name: $((SECONDS - began)) s"
-    elif [ $status -eq 124 ] || [ $status -eq 137 ]; then
+    elif [ $status -eq 137 ]; then
         say "- $name: FAILED, its time was over after $((SECONDS - began)) s"
     else
         say "- $name: FAILED, status $status after $((SECONDS - began)) s: $(reason "$name")"
@@ -135,6 +148,9 @@ PYTHON
 }
 
 end() {
+    for word in ${PARTS:-}; do
+        grep -qx "$word" "$WORK/parts" || say "- $word: not reached, or no part of this program"
+    done
     say
     say "$SECONDS s in all."
     echo "$REPORT"

@@ -9,8 +9,11 @@ bf16 with channels last, and how far the pixels are from those of fp32. Training
 published with Flow-GRPO, whose functions are those of benchmarks/reference_loop.py: peft's LoRA in fp32 under
 autocast, no FSDP, both branches of guidance in one batch, a step of AdamW at the end. Then the same without autocast
 and with a LoRA in bf16: the least that a pass of this model can cost, and by how much the ratio of a step leaves 1
-where the images are sampled in one batch and trained in two. A line of JSON each; medians of --repeat after one that
-warms up. host_s are the seconds of this process's thread: near to s, the host is what limits.
+where the images are sampled in one batch and trained in two. Sampling and training are measured twice: with
+the attention kernel that torch chooses, which on an H100 is cuDNN's, and without cuDNN, as --attention native has it.
+
+A line of JSON each; medians of --repeat after one that warms up. launched_s are the seconds until the host has given
+the GPU all its work: near to s, the host is what limits.
 """
 
 import argparse
@@ -33,29 +36,35 @@ CLIP_RANGE = 1e-4
 STEP = 1  # the sampling step that is trained
 
 
+def allowing_kernels():
+    """Yield the name of a choice of attention kernels, which holds until the next one."""
+    for kernels, with_cudnn in (("torch's choice", True), ("no cuDNN", False)):
+        torch.backends.cuda.enable_cudnn_sdp(with_cudnn)
+        yield kernels
+
+
 def wait():
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def measure(what, num_images, repeat, function):
-    """Print the seconds of a function, by the clock and of the host's thread, and the peak of the GPU's memory."""
+    """Print the seconds of a function, those until it returns to the host, and the peak of the GPU's memory."""
     function()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     clock = []
-    host = []
+    launched = []
     for _ in range(repeat):
         wait()
         began = time.perf_counter()
-        began_host = time.thread_time()
         function()
-        host.append(time.thread_time() - began_host)
+        launched.append(time.perf_counter() - began)
         wait()
         clock.append(time.perf_counter() - began)
     seconds = statistics.median(clock)
-    figures = {"s": seconds, "s_per_image": seconds / num_images, "host_s": statistics.median(host)}
+    figures = {"s": seconds, "s_per_image": seconds / num_images, "launched_s": statistics.median(launched)}
     if on_gpu:
         figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     rounded = {name: round(value, 4) for name, value in figures.items()}
@@ -100,8 +109,8 @@ def measure_decoding(pipe, options):
     vae.to(memory_format=torch.contiguous_format)
 
 
-def measure_pipeline(pipe, options, is_sd3):
-    """Sampling by diffusers' pipeline, with decoding and without."""
+def measure_pipeline(pipe, options, is_sd3, kernels):
+    """Sampling by diffusers' pipeline, with decoding and without. kernels: what its attention may take."""
     embeds, pooled = conditioning(pipe, options.batch, options.text_tokens)
     height, width = options.image_size
     given = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled, "height": height, "width": width}
@@ -112,14 +121,14 @@ def measure_pipeline(pipe, options, is_sd3):
     pipe.set_progress_bar_config(disable=True)
     for kind in ("pil", "latent"):
         measure(
-            f"diffusers pipeline, {options.steps} steps, {kind}",
+            f"diffusers pipeline, {options.steps} steps, {kind}, {kernels}",
             options.batch,
             options.repeat,
             torch.no_grad()(lambda kind=kind: pipe(**given, output_type=kind)),
         )
 
 
-def measure_training(pipe, parameters, options, with_autocast):
+def measure_training(pipe, parameters, options, with_autocast, kernels):
     """Forward, forward and backward, and an optimizer step of one batch, as the published loop takes them."""
     guidance = options.guidance_scale
     branches = 2 if guidance > 1 else 1
@@ -147,16 +156,16 @@ def measure_training(pipe, parameters, options, with_autocast):
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
 
-    lora = "LoRA in fp32, autocast" if with_autocast else "LoRA in bf16"
-    measure(f"forward, {lora}, no FSDP", options.batch, options.repeat, torch.no_grad()(velocity))
-    measure(f"forward and backward, {lora}, no FSDP", options.batch, options.repeat, forward_and_backward)
-    measure(f"clip and AdamW, {lora}, no FSDP", options.batch, options.repeat, step)
+    how = f"{'LoRA in fp32, autocast' if with_autocast else 'LoRA in bf16'}, no FSDP, {kernels}"
+    measure(f"forward, {how}", options.batch, options.repeat, torch.no_grad()(velocity))
+    measure(f"forward and backward, {how}", options.batch, options.repeat, forward_and_backward)
+    measure(f"clip and AdamW, {how}", options.batch, options.repeat, step)
     optimizer.zero_grad()
     if not with_autocast:
         with torch.no_grad():
             halves = torch.cat([velocity(slice(options.batch // 2)), velocity(slice(options.batch // 2, None))])
             off = ratio_off_1(pipe.scheduler, x, velocity(), halves)
-        what = f"ratios off 1, sampled in batches of {options.batch} and trained in {options.batch // 2}"
+        what = f"ratios off 1, sampled in batches of {options.batch} and trained in {options.batch // 2}, {kernels}"
         print(json.dumps({"what": what, "most": float(f"{off:.1e}")}), flush=True)
 
 
@@ -192,14 +201,17 @@ def main(argv=None):
     pipe.to("cuda" if torch.cuda.is_available() else "cpu")
     is_sd3 = type(pipe).__name__.startswith("StableDiffusion3")
     measure_decoding(pipe, options)
-    measure_pipeline(pipe, options, is_sd3)
+    for kernels in allowing_kernels():
+        measure_pipeline(pipe, options, is_sd3, kernels)
     if is_sd3:
         parameters = reference_loop.add_lora(pipe, options.lora_rank, 2 * options.lora_rank)
-        measure_training(pipe, parameters, options, with_autocast=True)
+        for kernels in allowing_kernels():
+            measure_training(pipe, parameters, options, True, kernels)
         for parameter in parameters:
             parameter.grad = None
             parameter.data = parameter.data.to(DTYPE)
-        measure_training(pipe, parameters, options, with_autocast=False)
+        for kernels in allowing_kernels():
+            measure_training(pipe, parameters, options, False, kernels)
 
 
 if __name__ == "__main__":

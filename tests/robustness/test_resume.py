@@ -723,13 +723,14 @@ def find(monkeypatch):
 def test_what_resume_means(uninterrupted, find, tmp_path):
     whole = uninterrupted("flow_grpo.py")
     assert find("--resume", "latest") is None  # there is nothing: it begins
-    assert find("--resume", whole) == whole / "checkpoints" / "step_000004.pt"
+    more = ("--num_steps", 5)
+    assert find("--resume", whole, *more) == whole / "checkpoints" / "step_000004.pt"
     assert find("--resume", whole / "checkpoints" / "step_000001.pt") == whole / "checkpoints" / "step_000001.pt"
     (tmp_path / "runs" / "flow_grpo").mkdir(parents=True)
     assert find("--resume", "latest") is None
     shutil.copy(whole / "metrics.jsonl", tmp_path / "runs" / "flow_grpo")
     assert find("--resume", "latest") is None  # killed before its first checkpoint
-    for options in ([], ["--resume", whole], ["--resume", whole, "--eval_only", "True"]):
+    for options in ([], ["--resume", whole, *more], ["--resume", whole, "--eval_only", "True"]):
         with pytest.raises(ValueError) as error:
             find(*options)
         advice = "choose another --name" + ("" if "True" in options else ", or continue it with --resume latest")
