@@ -118,7 +118,7 @@ class Gaussian(Family):
     def encode_images(self, images: list[Image.Image], height: int, width: int) -> Tensor:
         return to_latents(images)
 
-    def encoder_tensors(self) -> list[Tensor]:
+    def picture_tensors(self) -> list[Tensor]:
         return [torch.tensor([float(SCALE)])]
 
 

@@ -1,7 +1,7 @@
 """What one of many ranks has to do for its own images:  python -m benchmarks.ranks [--ranks 8 1024]
 
 Draws a step, encodes its prompts, compares the pictures of each prompt and keeps embeddings on disk, as a given rank of
-a world that is not there: collectives send nothing. Counted are the prompts that are encoded, the pairs of pictures that
+a world that is not there: nothing is sent. Counted are the prompts that are encoded, the pairs of pictures that
 are compared, the bytes that torch's operators write, and the most that are alive at once. Images and prompts a rank are
 the same for every number of ranks, and so should the counts be. The encoder is a stand-in of Stable Diffusion 3.5's
 shapes, at a 64th of its width.

@@ -59,9 +59,9 @@ def split_options(words: Sequence[str]) -> dict[str, list[str]]:
     for word in words:
         if word.startswith("--"):
             name, has_value, value = word.removeprefix("--").partition("=")
-            options[name.replace("-", "_")] = [value] if has_value else []
+            last = options[name.replace("-", "_")] = [value] if has_value else []  # given twice, the later one counts
         elif options:
-            options[next(reversed(options))].append(word)
+            last.append(word)
         else:
             raise ValueError(f"{word}: options of the script begin with --")
     return options

@@ -268,16 +268,16 @@ class Family(ABC):
         latents = encode_in_slices(vae, pixels.to(vae.device))
         return (latents - (vae.config.shift_factor or 0)) * vae.config.scaling_factor
 
-    def encoder_tensors(self) -> list[torch.Tensor]:
-        """All tensors that `encode_images` and `encode_prompts` use, in fixed order, for the key of DPO's cache."""
+    def picture_tensors(self) -> list[torch.Tensor]:
+        """All tensors that encode pictures, in fixed order, for the key of DPO's cache: the VAE's, its numbers among
+        them, and an image encoder's."""
         config = self.pipe.vae.config
         scale_and_shift = [config.get("scaling_factor"), config.get("shift_factor")]
         scale_and_shift += [*(config.get("latents_mean") or ()), *(config.get("latents_std") or ())]
         numbers = [number for number in scale_and_shift if number is not None]
         tensors = [torch.tensor(numbers)] if numbers else []
-        encoders = sorted(name for name in self.pipe.components if name.startswith("text_encoder"))
-        for name in ["vae", *encoders]:
-            if self.pipe.components[name] is not None:
+        for name in ("vae", "image_encoder"):
+            if self.pipe.components.get(name) is not None:
                 tensors += self.pipe.components[name].state_dict().values()
         return tensors
 

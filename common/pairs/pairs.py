@@ -7,8 +7,9 @@ from pathlib import Path
 from common.checkpoints import atomic_file, remove_stale
 from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import error_prefix
-from common.models.family import Family, hash_bits, hash_code
+from common.models.family import Family, hash_bits
 from common.pairs.pair_files import Pair, pair_prompts, refusing_alone
+from common.weights.prompt_cache import encoders_key
 
 import torch
 import torch.distributed as dist
@@ -25,14 +26,14 @@ def encode_pairs(
 ) -> dict[int, Path]:
     """Encode those pairs, of `rows`, that `folder` lacks: the latents of both images and the prompt's conditioning.
 
-    A pair's key covers the prompt, its files' bytes, the size, the family's code, and the bits of VAE and text
-    encoders. Returns the files by row. A collective: a rank reads the images of its share alone.
+    A pair's key covers the prompt, its files' bytes, the size, the VAE's bits, and what embeddings depend on
+    (`encoders_key`). Returns the files by row. A collective: a rank reads the images of its share alone.
 
     Raises:
         RunError: naming an image that cannot be read, or a pair whose images are the same.
     """
-    bits = [hash_bits(tensor) for tensor in model.encoder_tensors()]
-    frozen_key = hashlib.blake2b(repr([hash_code(model), *bits]).encode())
+    bits = [hash_bits(tensor) for tensor in model.picture_tensors()]
+    frozen_key = hashlib.blake2b(repr([encoders_key(model), *bits]).encode())
     own: dict[int, Path] = {}
     shared = sorted(rows)[dist.get_rank() :: dist.get_world_size()]
     for row in with_bar(shared, "reading pairs", len(shared)):

@@ -190,7 +190,7 @@ def test_ranks_share_the_drawn_pairs_and_encode_each_once(folder, tmp_path, monk
     left.touch()
     os.utime(left, (0, 0))
     place = {"folder": tmp_path / "cache", "image_size": (32, 96), "max_sequence_length": 16}
-    model = SimpleNamespace(encoder_tensors=lambda: [torch.ones(2)])
+    model = SimpleNamespace(picture_tensors=lambda: [torch.ones(2)], pipe=SimpleNamespace(components={}))
     found, _ = on_ranks(monkeypatch, 2, lambda rank: encode_pairs(model, pairs, {0, 2, 3}, **place))
     assert found[0] == found[1] and found[0].keys() == {0, 2, 3}
     assert found[0][0] == found[0][3] != found[0][2]
@@ -331,6 +331,8 @@ def test_pick_a_pic_is_encoded_as_the_same_images_in_files_are(one_rank, tmp_pat
     latents = torch.load(files[0], weights_only=True)["latents"]
     expected = model.encode_images([Image.open(tmp_path / "blue.jpg"), Image.open(tmp_path / "red.jpg")], 32, 96)
     assert len(files) == 2 and torch.equal(latents, expected)
+    model.pipe.tokenizer.chat_template = "a photo of {{ messages }}"  # embeddings depend on it
+    assert not set(encode_pairs(model, read_pairs(path), {0, 1}, **place).values()) & set(files.values())
 
     whole = io.BytesIO()
     Image.effect_noise((96, 32), 50).save(whole, "jpeg")

@@ -517,7 +517,7 @@ def test_images_and_latents(model):
     assert_same_images(model.decode(latents), processor.postprocess(decoded[:, :, 0] if is_video else decoded))
     # the family has normalised them, so they are not the VAE's own
     assert not torch.allclose(latents.flatten(), encoded.flatten())
-    assert all(isinstance(tensor, torch.Tensor) for tensor in model.encoder_tensors())
+    assert all(isinstance(tensor, torch.Tensor) for tensor in model.picture_tensors())
 
 
 # ---- LoRA ------------------------------------------------------------------------------------------------------------

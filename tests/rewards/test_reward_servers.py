@@ -459,9 +459,9 @@ def ask(path, payload=None):
 @pytest.mark.parametrize(
     ("variables", "asked"),
     [
-        ({"http_proxy": "http://PROXY"}, "http://127.0.0.1:1/score"),
-        ({"HTTP_PROXY": "PROXY"}, "http://127.0.0.1:1/score"),  # as curl takes it
-        ({"HTTP_PROXY": "http://PROXY", "NO_PROXY": "localhost,127.0.0.1"}, None),
+        ({"http_proxy": "http://PROXY"}, "http://scorer.invalid:1/score"),
+        ({"HTTP_PROXY": "PROXY"}, "http://scorer.invalid:1/score"),  # as curl takes it
+        ({"HTTP_PROXY": "http://PROXY", "NO_PROXY": "localhost,scorer.invalid"}, None),
         ({}, None),
     ],
 )
@@ -472,14 +472,20 @@ def test_the_environments_proxy_is_asked(serve, monkeypatch, variables, asked):
     proxy, _ = serve("http_scorer", lambda path, body: (200, {"path": path}), load=False, RETRIES=0)
     for name, value in variables.items():
         monkeypatch.setenv(name, value.replace("PROXY", proxy.url.removeprefix("http://")))
-    monkeypatch.setenv("HTTP_SCORER_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("HTTP_SCORER_URL", "http://scorer.invalid:1")
     if asked:
         assert ask("/score") == {"path": asked}
     else:
-        with pytest.raises(
-            json_http.ServerError, match=r"^http://127.0.0.1:1/score: no answer .All connection attempts failed"
-        ):
+        with pytest.raises(json_http.ServerError, match=r"^http://scorer.invalid:1/score: no answer "):
             ask("/score")
+
+
+@fast
+def test_no_proxy_is_asked_for_a_server_on_this_machine(serve, monkeypatch):
+    """As the one that VLM_JUDGE_SERVE starts."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    serve("http_scorer", lambda path, body: (200, {"path": path}), load=False, RETRIES=0)
+    assert ask("/score") == {"path": "/score"}
 
 
 GARBAGE = {

@@ -31,6 +31,9 @@ def test_every_value_runs_with_every_seed_under_a_name_of_its_own(in_checkout):
         "torchrun --standalone flow_grpo.py --rollout local --learning_rate 1e-3 --image_size 32 96 "
         "--name flow_grpo-learning_rate1e-3-seed1 --seed 1 --resume latest"
     )
+    twice = ["--learning_rate", "1e-3", "--rollout=local", "--learning_rate", "3e-3"]  # the later one counts, as always
+    (run,) = sweep.plan_runs("flow_grpo.py", twice, seeds=[1])
+    assert " ".join(run.options).startswith("--learning_rate 3e-3 --rollout local --name flow_grpo-seed1 ")
     (run,) = sweep.plan_runs("flow_grpo.py", ["--name", "/data/mine/"], seeds=[1])
     assert run.name == "/data/mine-seed1"
 
