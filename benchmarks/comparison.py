@@ -1,4 +1,4 @@
-"""Fifteen settings at ten sampling steps, each tuned until no choice lies at an edge; six or eight seeds, fixed tests.
+"""Fifteen settings at ten sampling steps, each tuned and its choice widened; six or eight seeds, fixed tests.
 
     python -m benchmarks.comparison RECORD --cores 0 1           # every run that RECORD lacks, one on each core
     python -m benchmarks.comparison --plan 18                    # runs, hours and the --cut, at 18 s for a rollout
@@ -205,7 +205,7 @@ def tune_jobs(record):
 
 
 def widening_jobs(record):
-    """What tuning has not tried next to each row's choice, the other value kept. None: no choice lies at an edge."""
+    """What tuning has not tried next to each row's choice, the other value kept, and within WIDEST."""
     jobs = []
     for row in tuned_rows():
         rate, threshold = chosen(record, row)

@@ -200,6 +200,8 @@ def cell(record, row, what, digits):
     if start is None:
         return mean
     change = interval([value - start for value in values.values()], digits)
+    if not change:  # of one seed
+        return mean
     return f"{mean}, {change}" if start else change  # drift starts at 0
 
 

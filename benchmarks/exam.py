@@ -48,6 +48,7 @@ from common import plots, run_record
 from common.cpu import repair_torchvision
 from common.user_code import load_function
 from tools.compare import paired_interval
+from tools.sweep import split_options
 
 import matplotlib
 import numpy as np
@@ -265,7 +266,9 @@ def biases(line: dict, price: float | None) -> dict[str, float]:
     By the sampler that was trained: the mean in deviations of the model before training, the variance as a share of the
     optimum's, the mass of the low mode; and what was claimed.
     """
-    noise = ROWS[line["row"]].noise if line["row"] in ROWS else line["noise"]
+    noise = (
+        line["noise"] if "noise" in line else ROWS[line["row"]].noise
+    )  # a script of one's own may be called as a row
     reference, _ = final_density(line["task"], untrained(line["task"]), noise or ODE)
     last = line["trained" if noise else "ode"][-1]
     if price:
@@ -308,7 +311,8 @@ def table_text(lines: list[dict], task: str, prices: dict[str, float | None], cl
     )
     for name in dict.fromkeys([*ROWS, *(line["row"] for line in lines)]):
         of_row = [line for line in lines if line["row"] == name and line["task"] == task]
-        if not of_row or (claimed and not prices.get(name)) or (name in ROWS and not ROWS[name].has_end):
+        is_own = of_row and "noise" in of_row[0]
+        if not of_row or (claimed and not prices.get(name)) or not (is_own or ROWS[name].has_end):
             continue
         found = [biases(line, prices[name] if claimed else None) for line in of_row]
         cells = [f"{statistics.mean(bias[key] for bias in found):.3f}" for key in ("KL", *shown)]
@@ -421,15 +425,16 @@ def draw(lines: list[dict], path: Path) -> None:
 
 def sit(script: str, options: list[str], price: float | None, tasks: list[str], seeds: int, processes: int) -> str:
     """The tables of a script that has no row. The options are its own, `--name value`."""
-    pairs = " ".join(options).split("--")[1:]
-    given: Options = {pair.split()[0]: " ".join(pair.split()[1:]) for pair in pairs}
+    given: Options = {option: " ".join(values) for option, values in split_options(options).items()}
     row = Row(script, given, price)
     defaults = vars(runpy.run_path(script)["Args"]())
     for option in ("kl_coef", "reward_multiplier"):  # which a task multiplies, as it does the price
         if option in defaults:
             given.setdefault(option, defaults[option])
     if "sde_window_size" in defaults:
-        row.options = ALL_STEPS | given
+        is_mix = "iters_per_group" in defaults  # whose window is never all steps: those of MixGRPO's row
+        steps = {name: value for name, value in ROWS["mix_grpo"].options.items() if name != "kl_coef"}
+        row.options = (steps if is_mix else ALL_STEPS) | given
         used = defaults | row.options
         if str(used["sde_window_size"]) == "0":
             row.noise = (used["sde_type"], float(used["noise_level"]), NUM_STEPS - 1)
@@ -465,6 +470,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="runs at once")
     parser.add_argument("--table", action="store_true", help="make no run")
     args, options = parser.parse_known_args()
+    if args.script and not Path(args.script).is_file():
+        parser.error(f"{args.script}: no such script")
+    if "--seed" in (option.partition("=")[0] for option in options):
+        parser.error("--seed: the exam sets it; --seeds says how many")
     if args.script:
         print(sit(args.script, options, args.price, args.tasks, args.seeds, args.processes))
         return

@@ -40,7 +40,7 @@ def colours_of_boxes(image, objects, name):
 
 
 def random_objects(record, draw):
-    """Up to six objects of each class that the record names, half of them below the published threshold."""
+    """Up to six objects of each class that the record names, a good part of them below the published threshold."""
     names = {clause["class"] for clause in [*record["include"], *record.get("exclude", [])]}
     objects = {}
     for name in sorted(names):

@@ -11,13 +11,14 @@ to the screen; docs/lab/hacking.md has it.
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-DROP = 0.05  # of sign_colour, which is 0.95 before training: its standard error over prompts is 0.003
+DROP = 0.05  # of sign_colour, which is 0.955 before training: its standard error over prompts is 0.003
 RESAMPLED = 2000  # times, whole runs
 Score = Callable[[dict, dict], float]  # of an evaluation, and the one before training; higher: more like hacking
 METRICS: dict[str, Score] = {
@@ -97,6 +98,8 @@ def table(record: Path) -> str:
         examples = read_examples(record, ahead=ahead)
         odd = [example for example in examples if example.seed % 2]
         even = [example for example in examples if not example.seed % 2]
+        if any(len({example.is_hacked for example in part}) < 2 for part in (odd, even)):
+            sys.exit(f"hacking.py: error: {record}: odd and even seeds need hacked evaluations and others each")
         for metric, name in enumerate(METRICS):
             low, high = interval(examples, metric)
             threshold = best_threshold(*columns(odd, metric))

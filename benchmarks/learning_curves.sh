@@ -20,7 +20,7 @@ run() {  # run NAME RANKS SCRIPT OPTIONS...
     local name=$1 ranks=$2 script=$3
     shift 3
     # $script is a file, or -m and a module of contrib/
-    taskset -c "${CPUS:-0,1}" torchrun --standalone --nproc_per_node "$ranks" $script --name "$name" "$@"
+    taskset -c "${CPUS:-0,1}" torchrun --standalone --nproc_per_node "$ranks" $script --name "$name" --resume latest "$@"
     mkdir -p "$RECORDS/$name"
     cp "runs/$name/metrics.jsonl" "$RECORDS/$name/"
     sed "s#$PWD/##g" "runs/$name/args.json" > "$RECORDS/$name/args.json"

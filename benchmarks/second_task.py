@@ -5,7 +5,8 @@
     python -m benchmarks.second_task RECORD --table            # its tables
 
 RECORD is docs/lab/records/second_task.jsonl, a line for each arm of a seed. The first command resumes where it stopped,
-and does all arms of a seed before the next seed. The design, docs/lab/second_task.md, is the constants below.
+and does all arms of a seed before the next seed, and LATER_ARMS last. The design, docs/lab/second_task.md, is the
+constants below.
 """
 
 import argparse
@@ -183,6 +184,8 @@ def print_tables(path):
     """
     record = read_record(path)
     settings, later = settings_of(with_all(record, ARMS)), settings_of(with_all(record, LATER_ARMS))
+    if not settings.get("before"):
+        sys.exit(f"second_task.py: error: {path}: no seed has all arms yet")
     joined = lambda groups: {name: rows for runs in groups for name, rows in runs.items()}
     every_end = joined(runs for label, runs in settings.items() if label != "before")
     pairs = [(every_end, settings["before"]), (joined(settings[arm] for arm in ARMS), settings[BASE])]

@@ -7,7 +7,8 @@ prompt's other images become more likely, the others less likely. Then it draws 
     python contrib/nano_flow_grpo.py --noise_level 0.5    # every line of `Options` is an option
 
 Read this file first and flow_grpo.py next. This file has no sharding over GPUs, no engine, no resuming, no guidance,
-no KL and no other model families. The algorithm and its defaults are the same: a test shows that the first updates of
+no KL and no other model families. It takes 30 steps at a
+constant rate. Otherwise the algorithm and its defaults are the same: a test shows that the first updates of
 both files have the same gradients.
 
 Equations are those of the paper (Flow-GRPO, arXiv 2505.05470v5), signs those of diffusers: an image x0 and noise make

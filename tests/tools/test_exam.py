@@ -107,7 +107,7 @@ def test_an_image_is_its_latents():
 
 def test_a_script_sits_the_exam():
     """flow_grpo.py ends where its own objective has its optimum: (7/8) (1 - 0.085) deviations, 0.07 below the claim."""
-    options = ["--tasks", "gaussian", "--seeds", "1", "--processes", "1", "--price", "1", "--kl_coef", "1"]
+    options = ["--tasks", "gaussian", "--seeds", "1", "--processes", "1", "--price", "1", "--kl_coef=1"]
     command = [sys.executable, "-m", "benchmarks.exam", "flow_grpo.py", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
