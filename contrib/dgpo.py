@@ -548,7 +548,7 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
     if 0 < grad_norm < math.inf:
-        state = optimizer.state[group["params"][0]]  # every parameter has taken as many steps
+        state = optimizer.state[group["params"][0]]  # which every pass uses, so that it has taken all steps
         k = int(state.get("step", 0)) + 1  # the k-th optimizer step, by Adam's own count, which a checkpoint restores
         group["lr"] = args.learning_rate * args.lr_factor(k)
         optimizer.step()
