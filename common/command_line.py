@@ -200,11 +200,13 @@ def _defaults_of_checkpoint(args: SharedArgs, state: dict[str, Any]) -> dict[str
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 def check_steps(args: SharedArgs, state: dict[str, Any]) -> None:
-    """ValueError: a new run would begin behind its last step, or another number of optimizer steps a rollout would put
+    """ValueError: the run would begin behind its last step, or another number of optimizer steps a rollout would put
     the learning rate's schedule, which counts them, out of step with the checkpoint's count."""
     if args.resume != "latest" and args.num_steps <= state["step"]:
         told = f"the checkpoint of --resume {args.resume} is of step {state['step']}, from which a new run counts on"
         raise ValueError(f"--num_steps {args.num_steps}: {told}")
+    if args.num_steps < state["step"]:
+        raise ValueError(f"--num_steps {args.num_steps}: the run has taken {state['step']} already")
     for option in ("updates_per_rollout", "epochs_per_rollout"):
         before, now = state["args"].get(option), getattr(args, option, None)
         if before and now and before != now and parse_lr_schedule(args.lr_schedule)[0] != "constant":

@@ -327,7 +327,8 @@ class Run:
             if max(abs(ratio - 1), deviation) > limit:  # no weight has changed since the rollout
                 found = f"the ratio begins at 1 {ratio - 1:+.2g} +- {deviation:.1g}"
                 why = "the rollout's log-probs are not those that the update computes of the same samples"
-                advice = "pass --old_log_prob recompute, or see docs/fork.md"
+                takes_sampled = getattr(self.args, "old_log_prob", "") == "rollout"
+                advice = "pass --old_log_prob recompute, or see docs/fork.md" if takes_sampled else "see docs/fork.md"
                 self.print_message(f"step {step}: {found}: {why}: {advice}")
         if has_grid:
             told = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]

@@ -38,6 +38,11 @@ READ = {".json", ".jsonl", ".csv", ".parquet", ".txt", ".safetensors", ".bin", "
 PIECE = 2**20  # bytes
 NUM_PIECES = 64  # of a large file
 LONGEST_DIFF = 2**20  # bytes
+# beside common/: a user's file in the same folder may have neighbours that a tool has imported
+OURS = (
+    *("assets", "benchmarks", "contrib", "tools"),
+    *("flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "dpo_offline.py", "diffusion_nft.py"),
+)
 MOST_UNTRACKED = 1000  # names
 Contents = dict[str, str]  # what is read -> its size and digest
 
@@ -110,7 +115,8 @@ def user_code(options: dict[str, Any]) -> dict[str, Path]:
 def is_own(file: Path) -> bool:
     """Whether a module's file is neither CleanFlow's, which git has, nor the script, nor installed."""
     main = getattr(sys.modules["__main__"], "__file__", None)
-    others = [COMMON, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()]
+    others = [COMMON, *(COMMON.parent / name for name in OURS)]
+    others += [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()]
     is_installed = "site-packages" in file.parts or any(file.is_relative_to(folder) for folder in others)
     return not is_installed and file != Path(main or "/").resolve()
 

@@ -358,6 +358,9 @@ def _read_scores(name: str, returned: Sequence, prompts: list[str], reward_failu
         values = {key: _scalar(value) for key, value in given.items()}
         score = values.pop(key, None)
         image = f"reward {name}: image {i} (prompt: {prompts[i]})"
+        if isinstance(entry, dict) and key not in entry:
+            lacks = f"its dict has no {key!r}; it has {', '.join(map(str, entry)) or 'nothing'}"
+            raise RunError(f"{image}: {lacks}; NAME.KEY at the end of --reward names another")
         if not _is_number(score):
             found = f"{truncate(repr(score))}, a {type(score).__name__}"
             raise RunError(f"{image}: {what} must be a finite number or an exception, got {found}")

@@ -29,6 +29,8 @@ def load_function(location: str, option: str) -> Callable:
             file cannot be imported.
     """
     path, _, name = location.rpartition(":")
+    if not path:
+        raise ValueError(f"{option} {location}: must be path/to/file.py:NAME")
     if not Path(path).is_file():
         raise ValueError(f"{option} {location}: no such file {path}")
     if Path(path).suffix != ".py":

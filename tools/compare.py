@@ -170,15 +170,16 @@ def cell(seeds: dict[str, Rows], base: dict[str, Rows], metric: str) -> str:
     values = {seed: value for seed, rows in seeds.items() if (value := value_of(rows, metric)) is not None}
     if not values:
         return ""
-    text = f"{statistics.mean(values.values()):.3f}"
+    of = ".3f" if max(map(abs, values.values())) >= 0.05 else ".3g"  # a gradient's norm, or a KL
+    text = f"{statistics.mean(values.values()):{of}}"
     if len(values) > 1:
-        text += f" ({min(values.values()):.3f} to {max(values.values()):.3f})"
+        text += f" ({min(values.values()):{of}} to {max(values.values()):{of}})"
     of_base = {seed: value_of(base[seed], metric) for seed in base.keys() & values.keys()}
     differences = [values[seed] - value for seed, value in sorted(of_base.items()) if value is not None]
     if len(differences) < 2:
         return text
     mean, low, high = paired_interval(differences)
-    text += f", {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+    text += f", {mean:+{of}} [{low:+{of}}, {high:+{of}}]"
     if len(differences) < len(values):
         text += f" in {len(differences)} shared seeds"
     return text + (f", p {sign_flip_p(differences):.3f}" if FEWEST_FOR_P <= len(differences) <= 16 else "")

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from common.checkpoints import atomic_file
+from common.data import split_source
 from common.errors import RunError, error_prefix
 from common.pairs.pair_files import read_pairs
 from common.parquet import read_chats
@@ -29,7 +30,8 @@ def convert_prompts(source: Path, target: Path) -> int:
         ValueError: the file cannot be read, or a column cannot be written as JSON; in one line that names it.
     """
     lines = []
-    for where, record in read_chats(source):
+    path, column = split_source(str(source))
+    for where, record in read_chats(path, column or "prompt"):
         for column, value in record.items():
             # each column by itself, to name the one at fault: bytes and dates are not JSON, for example
             with error_prefix(f"{where}, {column}", TypeError):
@@ -79,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, help="a .parquet file or, for pairs, a pattern of such files")
+    parser.add_argument("source", type=Path, help="a .parquet file, FILE:COLUMN or, for pairs, a pattern")
     parser.add_argument("target", type=Path, help="a .jsonl file for prompts, a folder for pairs; a new one")
     args = parser.parse_args()
     try:

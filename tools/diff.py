@@ -128,6 +128,9 @@ def update(script: str) -> int:
     if "\n<<<<<<< " in text:
         raise ValueError(f"{script}: resolve its conflicts first, between <<<<<<< and >>>>>>>")
     head = Parent(parent.script, git("rev-parse", "--short", "HEAD").stdout.strip())
+    if git("rev-parse", "--short", parent.commit).stdout.strip() == head.commit:
+        print(f"{script}: {parent.script} is at {head.commit}, from which it was copied: there is nothing to merge")
+        return 0
     versions = {script: text, str(parent): parent.text(), str(head): head.text()}
     command = ["merge-file", "-p"]
     with tempfile.TemporaryDirectory() as folder:

@@ -75,6 +75,9 @@ def family_class(model: str | Path, own: str | None = None) -> type[Family]:
         family: Any = load_function(own, "--family")
         if not (isinstance(family, type) and issubclass(family, Family)):
             raise ValueError(f"--family {own}: is not a class that inherits from Family (common/models/family.py)")
+        missing = sorted({*family.__abstractmethods__, *({"lora_target_modules"} - {*dir(family)})})
+        if missing:
+            raise ValueError(f"--family {own}: lacks {', '.join(missing)}")
         return family
     folder = Path(model)
     if folder.is_dir():
@@ -140,7 +143,10 @@ def check_weight_files(model: str | Path) -> None:
         return
     with error_prefix(index, Exception):
         components = json.loads(index.read_text(encoding="utf-8"))
-        loaded = [index.parent / name for name, value in components.items() if value != [None, None]]
+        loaded = [index.parent / name for name, value in components.items() if isinstance(value, list) and any(value)]
+    for folder in loaded:
+        if not folder.is_dir():  # diffusers makes a tokenizer of nothing in some cases
+            raise ValueError(f"--model {model}: {folder.name}/ is missing, which model_index.json names")
     for file in (file for folder in loaded for file in sorted(folder.glob("*.safetensors"))):
         if "." in file.stem:  # a variant that is not loaded, such as model.fp16.safetensors
             continue

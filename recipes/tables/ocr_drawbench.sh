@@ -5,8 +5,8 @@
 # The variables name clones of yifan123/flow_grpo and NVlabs/DiffusionNFT, of which the prompts are. `mine` is the run's
 # name; options behind it go to the training. MODEL is another base. Both commands start eight ranks unless LAUNCH says
 # otherwise. Never run by us on a GPU.
-# The training is that of recipes/sd35_medium.sh, with 128 tokens as in Flow-GRPO's code. To train a run that ended, or
-# to measure one that is trained, go on: bash recipes/tables/ocr_drawbench.sh mine --resume latest
+# The training is that of recipes/sd35_medium.sh, with 128 tokens as in Flow-GRPO's code. To go on with a run that ended,
+# or to measure one that is trained, give the same command with --resume latest behind it.
 # The table lies in runs/bench_mine/table.md.
 set -e
 name=${1:?"which name for the run?"}

@@ -343,7 +343,7 @@ def test_read_json(tmp_path):
     path = write(tmp_path, "anime.json", '["a fox", {"prompt": "a mug", "tag": "x"}]')
     assert read_prompts(path) == PromptSet(["a fox", "a mug"], [{}, {"tag": "x"}])
     path = write(tmp_path, "set.jsonl", '{"text": "a", "prompt": "short", "n": 1}\n')
-    assert read_prompts(f"{path}:text") == PromptSet(["a"], [{"n": 1}])
+    assert read_prompts(f"{path}:text") == PromptSet(["a"], [{"n": 1, "original_prompt": "short"}])
     path = write(tmp_path, "a:b.txt", "a")  # a file is a file, whatever its name
     assert read_prompts(path).prompts == ["a"]
 

@@ -156,7 +156,9 @@ def test_a_resumed_run_has_the_checkpoints_options_unless_they_are_given(here, m
     ranks = [1]
     states = {Path("runs/mine"): {"args": saved}}
     monkeypatch.setattr("common.command_line.checkpoint_of", lambda run: run)
-    monkeypatch.setattr("common.command_line.load_checkpoint", lambda run: states[run] | {"rng": [{}] * ranks[0]})
+    monkeypatch.setattr(
+        "common.command_line.load_checkpoint", lambda run: states[run] | {"rng": [{}] * ranks[0], "step": 3}
+    )
     assert parse("--name", "mine", "--resume", "latest").num_steps == flow_grpo.Args.num_steps  # nothing is saved yet
     (here / "runs" / "mine" / "checkpoints" / "step_000005.pt").touch()
     capfd.readouterr()

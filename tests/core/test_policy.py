@@ -378,7 +378,7 @@ def test_a_resumed_run_steps_with_its_own_settings(script, monkeypatch):
     args = module.Args(weight_decay=0.25, adam_eps=1e-8)
     optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=args.weight_decay, eps=args.adam_eps)
     sampler = GroupSampler(4, 4, 2, seed=1, rank=0, world_size=1)
-    run = SimpleNamespace(load_checkpoint=lambda: {"sampler": sampler.state_dict()})
+    run = SimpleNamespace(load_checkpoint=lambda: {"sampler": sampler.state_dict()}, repair_adapter=lambda *_: None)
     module.load(args, run, None, optimizer, sampler)
     [group] = optimizer.param_groups
     assert group["weight_decay"] == 0.25 and group["eps"] == 1e-8

@@ -202,6 +202,8 @@ def test_evaluation_only_takes_the_options_of_the_checkpoint(tmp_path, monkeypat
     assert args == expected
     trained = parse("--resume", "runs/long", "--reward", "ocr")  # a new run that trains on
     assert trained == replace(expected, name="flow_grpo", eval_only=False, num_steps=7, track=True)
+    with pytest.raises(ValueError, match="^--num_steps 2: the run has taken 3 already$"):
+        parse("--name", "long", "--resume", "latest", "--num_steps", "2")
     told = "--num_steps 3: the checkpoint of --resume runs/long is of step 3, from which a new run counts on"
     with pytest.raises(ValueError, match=f"^{told}$"):
         parse("--resume", "runs/long", "--num_steps", "3")

@@ -78,9 +78,15 @@ def test_a_new_file_is_a_new_family_and_nothing_else_changes(tmp_path, monkeypat
 
 
 OWN_FAMILY = """
+from common.models.family import Family
 from common.models.stable_diffusion_3 import StableDiffusion3
 
 NoFamily = print
+
+
+class Half(Family):
+    def encode_images(self, images, height, width):
+        pass
 
 
 class Mine(StableDiffusion3):
@@ -102,6 +108,10 @@ def own_families(tmp_path):
     [
         ("Other", "--family {path}:Other: {path} has no function Other"),
         ("NoFamily", "--family {path}:NoFamily: is not a class that inherits from Family (common/models/family.py)"),
+        (
+            "Half",
+            "--family {path}:Half: lacks check, conditioning_shapes, encode_batch, forward, lora_target_modules, schedule",
+        ),
     ],
 )
 def test_a_family_of_ones_own_that_cannot_work_is_one_line(name, refused, own_families):

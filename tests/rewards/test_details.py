@@ -47,7 +47,7 @@ def test_a_scorer_keeps_what_a_reward_says_beside_each_score(whole_group, monkey
 @pytest.mark.parametrize(
     ("detail", "told"),
     [
-        ({"red": 3}, "the score must be a finite number or an exception, got None, a NoneType"),
+        ({"red": 3}, "its dict has no 'score'; it has red; NAME.KEY at the end of --reward names another"),
         ({"score": "high"}, "the score must be a finite number or an exception, got 'high', a str"),
         ({"score": NAN}, "the score must be a finite number or an exception, got nan, a float"),
         ({"score": 1, "red": NAN}, '"red" must be a finite number or a string, got nan'),
@@ -101,7 +101,9 @@ def test_two_scores_of_a_reward_come_from_one_call(tmp_path, monkeypatch):
     details = [{}, {}, {}]
     scores = score_images(rewards, IMAGES[:2], PROMPTS.select([0, 1]), "stop", details[:2])
     assert scores.tolist() == [[20, 1, 10], [40, 2, 20]] and details == [{}, {}, {}] and calls["head"] == 2
-    with pytest.raises(RunError, match=r'^reward head.hue: image 0 \(prompt: first\): "hue" must be a finite number'):
+    with pytest.raises(
+        RunError, match=r"^reward head.hue: image 0 \(prompt: first\): its dict has no 'hue'; it has score, style"
+    ):
         score_images(load_rewards(["heads.py:head.hue"], [1.0]), IMAGES[:1], PROMPTS.select([0]))
 
 

@@ -48,6 +48,9 @@ def test_prompts_are_the_same_from_either_file(tmp_path, monkeypatch, capsys):
     assert read_prompts(target) == read_prompts(source)
     assert read_prompts(target).metadata[2] == {"reward_model": {"ground_truth": "Nö 2"}, "n": 2}
     assert run(monkeypatch, source, target) == f"{target}: exists already; name another target"
+    captions = write(tmp_path / "captions.parquet", [{"caption": "a mug"}])
+    assert run(monkeypatch, f"{captions}:caption", tmp_path / "captions.jsonl") is None
+    assert read_prompts(f"{tmp_path}/captions.jsonl:caption").prompts == ["a mug"]
 
 
 def test_pairs_are_the_same_from_either(tmp_path, monkeypatch, capsys):

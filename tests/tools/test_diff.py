@@ -86,6 +86,9 @@ def test_a_fork_is_compared_with_its_commit_and_takes_what_the_parent_changed_si
     assert path.read_text() == before.replace(old, new).replace("\na\n", "\na\noption\n")
     assert diff.changed_lines("fork.py") == 2
     assert f"changes of flow_grpo.py from {old} to {new}; 0 conflicts" in capsys.readouterr().out
+    before = path.read_text()
+    assert diff.update("fork.py") == 0 and path.read_text() == before
+    assert "there is nothing to merge" in capsys.readouterr().out
 
 
 def test_conflicts_are_marked_and_resolved_before_another_update(fork):
