@@ -110,7 +110,8 @@ def own_families(tmp_path):
         ("NoFamily", "--family {path}:NoFamily: is not a class that inherits from Family (common/models/family.py)"),
         (
             "Half",
-            "--family {path}:Half: lacks check, conditioning_shapes, encode_batch, forward, lora_target_modules, schedule",
+            "--family {path}:Half: lacks check, conditioning_shapes, encode_batch, forward, lora_target_modules, "
+            "schedule",
         ),
     ],
 )

@@ -119,7 +119,8 @@ def test_a_prompt_whose_file_is_damaged_is_encoded_again_when_it_is_read(one_ran
     assert calls == []
     capfd.readouterr()
     assert_equal(model.encode_through_cache([PROMPTS[0], PROMPTS[1], PROMPTS[0]], LENGTH), three(expected, model))
-    told = f"--prompt_cache {tmp_path}: encoding a prompt that was not prepared, or whose file is not whole: {PROMPTS[0]}\n"
+    why = "a prompt that was not prepared, or whose file is not whole"
+    told = f"--prompt_cache {tmp_path}: encoding {why}: {PROMPTS[0]}\n"
     assert calls == [[PROMPTS[0]]] and capfd.readouterr().err == told
     assert file.read_bytes() == whole
 
@@ -211,7 +212,8 @@ def test_a_prompt_that_is_not_in_the_cache_is_encoded_and_reported(one_rank, tmp
     expected = embedded_model().encode_prompts([PROMPTS[1]], LENGTH)
     capfd.readouterr()
     assert_equal(model.encode_through_cache([PROMPTS[1]], LENGTH), expected)
-    told = f"--prompt_cache {tmp_path}: encoding a prompt that was not prepared, or whose file is not whole: {PROMPTS[1]}\n"
+    why = "a prompt that was not prepared, or whose file is not whole"
+    told = f"--prompt_cache {tmp_path}: encoding {why}: {PROMPTS[1]}\n"
     assert capfd.readouterr().err == told
     model.encode_through_cache([PROMPTS[1]], LENGTH)
     assert capfd.readouterr().err == ""
