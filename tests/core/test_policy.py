@@ -89,6 +89,14 @@ def model(request, lora_file):
     return model
 
 
+@pytest.mark.fast
+def test_full_weights_are_saved_in_the_runs_dtype_and_a_lora_in_fp32(model, tmp_path):
+    save_policy(tmp_path, model, "default", "bfloat16")
+    (file,) = tmp_path.glob("*.safetensors")
+    dtype = torch.bfloat16 if model.kind == "full" else torch.float32
+    assert {tensor.dtype for tensor in load_file(file).values()} == {dtype}
+
+
 def velocity(model, name):
     conditioning = model.encode_prompts(PROMPTS, 16)
     x = torch.randn(2, *model.schedule(2, 32, 96)[2], generator=torch.Generator().manual_seed(2))
@@ -242,6 +250,7 @@ def test_exactly_those_modules_get_a_lora(target, exclude, count):
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
+        (("q",), "--lora_target_modules q: SD3Transformer2DModel has no such module"),  # names are whole: to_q is none
         (("to_q", "to_z"), "--lora_target_modules to_z: SD3Transformer2DModel has no such module"),
         (("to_q", "not:to_z"), "--lora_target_modules not:to_z: SD3Transformer2DModel has no such module"),
         (

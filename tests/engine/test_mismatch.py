@@ -11,6 +11,7 @@ from common.engine.mismatch import (
     log_ratios,
     noise_differences,
     parse_correction,
+    rollout_weights,
     velocity_differences,
     velocity_limit,
 )
@@ -72,7 +73,7 @@ def test_log_ratios_are_differences_of_gaussian_log_probs(sde_type, dtype):
 
 
 def test_a_difference_of_fp32_log_probs_is_round_off_where_the_means_still_tell():
-    """A policy moved by 1e-6 of a velocity: lr from means agrees with fp64 to 1 %; from fp32 log-probs it is noise."""
+    """A policy moved by 1e-6 of a velocity: lr from fp32 log-probs is over 5 times as far off fp64's as from means."""
     (x, _, engine_means, stds, _), (_, _, means, *_) = two_policies("sde", shift=1e-6)
     exact = log_ratios(x, means, engine_means, stds)
     (x, log_probs, engine_means, stds, _), (_, new_log_probs, means, *_) = two_policies(
@@ -286,6 +287,19 @@ def rollout_of(velocity_error=0.0, sde_type="sde", noise_level=0.7, size=6, **ch
     return request, trajectories, scored
 
 
+def test_weights_of_a_rollout_are_the_trainers_density_over_the_engines():
+    """A velocity that is 1 % too long, at both SDE steps; the threshold truncates one ratio of the six, the largest."""
+    request, trajectories, scored = rollout_of(0.01)
+    x_next = trajectories.latents[:, [i + 1 for i in SDE_STEPS]]
+    lr = normal_log_probs(x_next, scored.prev_sample_means, trajectories.transition_stds)
+    lr -= normal_log_probs(x_next, trajectories.prev_sample_means, trajectories.transition_stds)
+    limit = lr.flatten().sort().values[-2:].mean().item()
+    assert lr.min() < -1e-4 and limit > 1e-5
+    weights, metrics = rollout_weights("tis:1", request, trajectories, scored, clip_range=limit)
+    torch.testing.assert_close(weights, lr.clamp(max=limit).exp().float(), rtol=0, atol=1e-7)
+    assert metrics["rollout_corr/weight_max"].item() == pytest.approx(E(limit), rel=1e-9)
+
+
 @pytest.fixture
 def alone(monkeypatch):
     """A world of one rank."""
@@ -333,6 +347,7 @@ def test_the_gate_passes_round_off_and_tells_how_much_it_is(alone):
     assert all(metrics[f"rollout_corr/{name}"] == pytest.approx(0.01, rel=1e-3) for name in names)
     log_prob = (scored.log_probs - trajectories.log_probs).abs()
     assert metrics["rollout_corr/logprob_abs_diff_mean"] == log_prob.mean()
+    assert metrics["rollout_corr/logprob_abs_diff_max"] == log_prob.max() > log_prob[:, 1].min()
     assert metrics["rollout_corr/logprob_abs_diff_max/2"] == log_prob[:, 1].max()
 
 

@@ -57,7 +57,9 @@ def test_every_prompt_is_encoded_once_and_alone_and_then_read(one_rank, tmp_path
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    "change", ["length", "a bit of an encoder", "dtype", "tokenizer's length", "a token more", "nothing"]
+    "change",
+    ["length", "a bit of an encoder", "dtype", "tokenizer's length", "a token more", "chat template", "nothing"]
+    + ["diffusers.__version__", "transformers.__version__"],
 )
 def test_what_embeddings_depend_on_is_in_the_key(one_rank, tmp_path, monkeypatch, change):
     model = embedded_model()
@@ -75,6 +77,10 @@ def test_what_embeddings_depend_on_is_in_the_key(one_rank, tmp_path, monkeypatch
         model.pipe.tokenizer.model_max_length = 7
     if change == "a token more":
         model.pipe.tokenizer_3.add_tokens(["zzz"])
+    if change == "chat template":
+        model.pipe.tokenizer_3.chat_template = "{{ messages }}"
+    if change.endswith("__version__"):
+        monkeypatch.setattr(change, "0.1")
     calls = counting(model, monkeypatch)
     prepare_prompts(model, PROMPTS[:1], LENGTH - 1 if change == "length" else LENGTH, tmp_path)
     assert len(calls) == (0 if change == "nothing" else 2)  # the prompt and the empty prompt

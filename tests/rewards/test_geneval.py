@@ -68,6 +68,42 @@ def test_kept_are_the_surest_above_the_threshold():
     assert [each.score for each in found["bird"]] == [many[i].score for i in range(29, 13, -1)]
 
 
+@pytest.mark.fast
+def test_counting_asks_for_surer_detections_than_other_prompts(monkeypatch):
+    """The published 0.9, and 0.3 for the others."""
+    clause = {"class": "bird", "count": 1}
+    records = [{"tag": tag, "include": [clause]} for tag in ("counting", "colors")]
+    images = [Image.new("RGB", (100, 100))] * 2
+    for score, expected in ((0.2, [0, 0]), (0.5, [0, 1]), (0.95, [1, 1])):
+        monkeypatch.setattr(geneval_file, "detect", lambda image, score=score: {"bird": [BIRD._replace(score=score)]})
+        assert geneval(images, ["a bird"] * 2, records) == expected
+
+
+@pytest.mark.fast
+def test_a_colour_is_that_of_the_object_alone_on_grey(monkeypatch):
+    """CLIP sees boxes, without what the first one's mask leaves out. Its stub calls the first red, the next blue."""
+    crops = []
+    embeddings = {"red": [1.0, 0.0], "blue": [0.0, 1.0]}  # of the others: as near to both
+    monkeypatch.setattr(geneval_file, "load", lambda: (None,) * 4)
+    monkeypatch.setattr(geneval_file, "embed_images", lambda model, processor, of: crops.extend(of) or torch.eye(2))
+
+    def embed_prompts(model, processor, texts):
+        named = [name for name in embeddings if all(name in text for text in texts)]
+        return torch.tensor([embeddings[named[0]] if named else [1.0, 1.0]] * len(texts))
+
+    monkeypatch.setattr(geneval_file, "embed_prompts", embed_prompts)
+    geneval_file.colour_embeddings.cache_clear()
+    image = Image.new("RGB", (60, 20), "green")
+    image.paste("red", (0, 0, 15, 20))
+    mask = Image.new("L", (60, 20))
+    mask.paste(255, (0, 0, 15, 20))
+    found = [Detection((0, 0, 40, 20), 0.9, mask), Detection((10, 5, 30, 15), 0.8)]
+    assert geneval_file.colours_of(image, "bird", found) == ["red", "blue"]
+    geneval_file.colour_embeddings.cache_clear()
+    assert sorted(crops[0].getcolors()) == [(15 * 20, (255, 0, 0)), (25 * 20, (153, 153, 153))]
+    assert sorted(crops[1].getcolors()) == [(5 * 10, (255, 0, 0)), (15 * 10, (0, 128, 0))]
+
+
 @pytest.mark.parametrize(
     ("record", "fault"),
     [

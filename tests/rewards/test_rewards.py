@@ -553,6 +553,7 @@ def test_evaluation_by_hand(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "prefix"),
     [("aesthetic", "AESTHETIC"), ("clip_score", "CLIP_SCORE"), ("pickscore", "PICKSCORE")]
+    + [("geneval", "GENEVAL"), ("hpsv2", "HPSV2")]
     + [("http_scorer", "HTTP_SCORER"), ("vlm_judge", "VLM_JUDGE")],
 )
 def test_the_variables_that_a_file_documents_are_its_rewards_settings(name, prefix):

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 from common.data import PromptSet
@@ -164,6 +165,19 @@ def test_a_reward_of_the_same_name_with_other_weights_is_another_protocol(monkey
 
 
 @pytest.mark.fast
+def test_ocr_with_other_networks_is_another_protocol(tmp_path, monkeypatch):
+    """Which are files of its package."""
+    monkeypatch.setattr(protocol, "LOADED", {})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "read.onnx").write_bytes(b"one")
+    before = protocol.reward_protocol(["ocr"], {})
+    (tmp_path / "models" / "read.onnx").write_bytes(b"two")
+    with pytest.raises(ValueError, match="^another protocol: reward_networks: "):
+        protocol.check_match(before, protocol.reward_protocol(["ocr"], {}))
+
+
+@pytest.mark.fast
 def test_a_judge_in_a_folder_is_named_in_the_protocol(tmp_path, monkeypatch):
     """vLLM serves it, so that nothing here has its weights."""
     monkeypatch.setenv("VLM_JUDGE_MODEL", str(tmp_path))
@@ -317,8 +331,15 @@ def test_a_reward_that_fails_on_an_image_is_counted(words, tmp_path):
 
 @pytest.mark.fast
 def test_the_sde_of_training_is_another_sampler_on_the_same_noise(words, tmp_path):
-    one = run_bench(*words, "--sde_type", "sde", "--sde_steps", "1", "--output", tmp_path / "out")["benches"][0]
-    assert one["protocol"]["sampler"] == "sde, noise 0.7, steps (0,)"
+    sde = ["--sde_type", "sde", "--sde_steps", "1"]
+    ode, noisy, still = (
+        run_bench(*words, *options, "--output", tmp_path / str(number))["benches"][0]
+        for number, options in enumerate(([], sde, [*sde, "--noise_level", "1e-4"]))
+    )
+    assert noisy["protocol"]["sampler"] == "sde, noise 0.7, steps (0,)"
+    scores = [bench["results"][0]["scores"]["redness"] for bench in (ode, noisy, still)]
+    assert scores[2] == pytest.approx(scores[0], abs=1e-3)
+    assert all(one != pytest.approx(other, abs=1e-3) for one, other in zip(*scores[:2], strict=True))
 
 
 def test_a_model_that_edits_is_measured_on_records_with_pictures(tmp_path):

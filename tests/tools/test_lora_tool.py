@@ -163,6 +163,21 @@ def test_a_model_that_edits_has_the_names_of_the_model_that_it_is_made_of(family
     assert load_file(out).keys() == lora.convert(pairs, to, of_plain, shapes).keys()
 
 
+# The modules of SD3's blocks whose rows kohya's matrices have, from the top. diffusers reads the other families' names
+ROWS_OF_SD3 = {
+    "x_block_attn_qkv": ["attn.to_q", "attn.to_k", "attn.to_v"],
+    "x_block_attn_proj": ["attn.to_out.0"],
+    "x_block_attn2_qkv": ["attn2.to_q", "attn2.to_k", "attn2.to_v"],
+    "x_block_attn2_proj": ["attn2.to_out.0"],
+    "x_block_mlp_fc1": ["ff.net.0.proj"],
+    "x_block_mlp_fc2": ["ff.net.2"],
+    "context_block_attn_qkv": ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"],
+    "context_block_attn_proj": ["attn.to_add_out"],
+    "context_block_mlp_fc1": ["ff_context.net.0.proj"],
+    "context_block_mlp_fc2": ["ff_context.net.2"],
+}
+
+
 @pytest.mark.parametrize("family", KOHYA_NAMES)
 def test_kohyas_names_and_products(family, tmp_path):
     """Of every attention and MLP module of the blocks; what several add to one matrix of kohya's is the same."""
@@ -182,6 +197,10 @@ def test_kohyas_names_and_products(family, tmp_path):
     torch.testing.assert_close(sum(product.sum() for product in found.values()), total, rtol=1e-3, atol=1e-2)
     assert all(tensors[f"{name}.alpha"] == len(tensors[f"{name}.lora_down.weight"]) for name in names)
     if family == "stable_diffusion_3":  # diffusers has no converter for these names
+        for name, product in found.items():
+            block, matrix = re.fullmatch(r"lora_unet_joint_blocks_(\d+)_(\w+)", name).groups()
+            of_rows = [pairs[f"transformer_blocks.{block}.{module}"] for module in ROWS_OF_SD3[matrix]]
+            torch.testing.assert_close(product, torch.cat([b @ a for a, b in of_rows]), rtol=1e-4, atol=1e-4)
         save_file(tensors, tmp_path / "kohya.safetensors")
         with pytest.raises(ValueError, match="has no such module"):
             read_lora(tmp_path / "kohya.safetensors", model)

@@ -72,6 +72,22 @@ def test_the_trainers_images_before_and_after(run, tmp_path, capsys):
     assert open_png(folder / "samples_of_own" / "side_by_side.png").size == (2 * (192 + 4), 4 * (64 + 2 * 14 + 4))
 
 
+def test_a_checkpoints_images_are_those_of_its_average_at_the_runs_alpha(run, tmp_path):
+    """The rank is 16 and alpha 32, which is not in a checkpoint's tensors as it is in an adapter's."""
+    folder, model, args = run
+    assert (args.lora_rank, args.lora_alpha) == (16, 32)
+    average = tensors_on_rank_0(model)[0]
+    policies = {"default": {name: 2 * tensor for name, tensor in average.items()}, "ema": average}
+    save_checkpoint(tmp_path, 1, good_state() | {"policies": policies, "args": asdict(args)}, 1)
+    source = saved_checkpoints(tmp_path)[0]
+    out = tmp_path / "out"
+    sample.main([str(folder), str(source), "--prompts", str(tmp_path / "own.txt"), "--output", str(out)])
+    seeds = [image_seed("eval", 0, row) for row in range(2)]
+    for number, image in enumerate(images_of(model, args, seeds, PROMPTS)):
+        for name in ("mine", "step_000001.pt"):
+            assert_close(open_png(out / name / f"{number:05d}.png"), image)
+
+
 def test_another_size_and_several_sources(run, tmp_path):
     folder, _, _ = run
     out = tmp_path / "out"
