@@ -356,12 +356,12 @@ def recipe_commands() -> dict[str, Command]:
 COMMENTED = {"qwen_image flow_grpo.py": "80"}  # GB of the GPUs that the comment of a general recipe names
 
 
-def presets() -> list[tuple[int, str, list[str]]]:
-    """(ranks, script, options, --plan first) of each recipe that is for GPUs of a size, by its name or its comment."""
+def presets() -> list[tuple[int, str, str, list[str]]]:
+    """(ranks, script, device, options) of each recipe that is for GPUs of a size, by its name or its comment."""
     found = []
     for name, command in recipe_commands().items():
         size = re.search(r"_\d+x(\d+)gb$", name)
         gb = size[1] if size else COMMENTED.get(name)
         if gb:
-            found.append((command.ranks, command.script, ["--plan", DEVICES[gb], *command.options]))
+            found.append((command.ranks, command.script, DEVICES[gb], command.options))
     return found

@@ -781,20 +781,22 @@ def test_environment_of_the_engine(monkeypatch):
     """It has none of torchrun's variables and none of the user's keys. This repository is first on the path, and the
     rank's own GPU is the only visible one. The hub's token is there for a hub id alone."""
     torchruns = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
-    keys = {"WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "GITHUB_TOKEN", "SSH_AUTH_SOCK"}
-    for name in (*torchruns, *keys, "OMP_NUM_THREADS", "HF_TOKEN", "HF_HOME", "VLLM_CACHE_ROOT"):
+    keys = {"WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "GITHUB_TOKEN", "SSH_AUTH_SOCK", "VLLM_API_KEY"}
+    tokens = {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
+    passed_on = {"HF_HOME", "VLLM_CACHE_ROOT", "LD_LIBRARY_PATH"}
+    for name in torchruns | keys | tokens | passed_on | {"OMP_NUM_THREADS"}:
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     on_cpu = launch.engine_environment(EMBEDDED, (None,), num_threads=2)
-    assert on_cpu.keys().isdisjoint(torchruns | keys | {"HF_TOKEN"})
-    assert on_cpu["HF_HOME"] == on_cpu["VLLM_CACHE_ROOT"] == "7" and on_cpu["PATH"] == os.environ["PATH"]
+    assert on_cpu.keys().isdisjoint(torchruns | keys | tokens)
+    assert {on_cpu[name] for name in passed_on} == {"7"} and on_cpu["PATH"] == os.environ["PATH"]
     assert on_cpu["OMP_NUM_THREADS"] == "2" and on_cpu["MALLOC_ARENA_MAX"] == "1" and on_cpu["HF_HUB_OFFLINE"] == "1"
     assert on_cpu["PYTHONPATH"].split(os.pathsep) == [str(ROOT), str(ROOT / "common/engine/plugin"), "/elsewhere"]
     for gpus, device in (((0,), "4"), ((1,), "6"), ((2,), "2"), ((1, 0), "6,4")):
         on_gpu = launch.engine_environment("a/hub-id", gpus, num_threads=2)
         assert on_gpu["CUDA_VISIBLE_DEVICES"] == device and "OMP_NUM_THREADS" not in on_gpu
-        assert on_gpu["HF_TOKEN"] == "7" and on_gpu.keys().isdisjoint(torchruns | keys)
+        assert {on_gpu[name] for name in tokens} == {"7"} and on_gpu.keys().isdisjoint(torchruns | keys)
 
 
 @needs_engine

@@ -8,6 +8,8 @@ import functools
 import io
 import json
 import math
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -122,6 +124,9 @@ def serve(monkeypatch):
     It returns the server, and the rewards as load_rewards returns them.
     """
     servers = []
+    for name in os.environ:  # the developer's own
+        if re.fullmatch(r"(VLM_JUDGE|HTTP_SCORER)_.*|(?i:\w+_proxy)", name):
+            monkeypatch.delenv(name)
     monkeypatch.setattr(json_http, "BACK_OFF_S", 0.01)
 
     def start(kind, answer=None, load=True, **settings):
@@ -407,7 +412,10 @@ def test_a_server_that_fails_ends_the_run(serve, case, monkeypatch, capfd):
 
 @fast
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("answer", [(500, b"out of memory"), (cut_short, None), (silent, None)])
+@pytest.mark.parametrize(
+    "answer",
+    [*((code, b"busy") for code in (408, 425, 429, 500, 502, 503, 504)), (cut_short, None), (silent, None)],
+)
 def test_a_fault_that_passes_is_retried(serve, kind, answer):
     faults = iter([answer, answer])
 
@@ -417,6 +425,21 @@ def test_a_fault_that_passes_is_retried(serve, kind, answer):
     server, rewards = serve(kind, failing, CONCURRENCY=1, TIMEOUT_S=0.5 if answer[0] is silent else 20)
     assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
     assert len(server.requests) == 2 + (4 if kind == "vlm_judge" else 1)
+
+
+@fast
+def test_the_pause_before_another_attempt_doubles_up_to_half_a_minute(serve, monkeypatch):
+    serve("http_scorer", lambda path, body: (503, b""), load=False, RETRIES=7)
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(json_http, "BACK_OFF_S", 1.0)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(json_http.ServerError, match="in each of 8 attempts"):
+        ask("/score", {})
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
 
 
 @fast
@@ -466,9 +489,6 @@ def ask(path, payload=None):
     ],
 )
 def test_the_environments_proxy_is_asked(serve, monkeypatch, variables, asked):
-    for name in ("http_proxy", "no_proxy", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
     proxy, _ = serve("http_scorer", lambda path, body: (200, {"path": path}), load=False, RETRIES=0)
     for name, value in variables.items():
         monkeypatch.setenv(name, value.replace("PROXY", proxy.url.removeprefix("http://")))
@@ -543,6 +563,8 @@ ONE_FAILS = {
     "out of range": ("vlm_judge", (200, completion("Score: 55")), "whose score is not in 0 to 10"),
     "cut": ("vlm_judge", (200, completion("Score: 1", "length")), "cut at VLM_JUDGE_MAX_TOKENS 512"),
     "refused": ("vlm_judge", (400, b"image too large"), "HTTP 400: image too large"),
+    "too large": ("vlm_judge", (413, b""), "HTTP 413: nothing"),
+    "not processed": ("vlm_judge", (422, b"no image"), "HTTP 422: no image"),
     "an error": ("http_scorer", ({}, {"green": "ValueError('too dark')"}), "too dark"),
     "an error of no name": ("http_scorer", ({"green": 0.0}, {"error": "boom"}), "{'error': 'boom'}"),
     "NaN": ("http_scorer", ({"green": {"green": math.nan}}, {}), "score nan"),

@@ -13,6 +13,7 @@ from common.rewards import _served
 from common.scoring import load_rewards
 from tests.conftest import ROOT, free_port
 
+import httpx
 import pytest
 
 pytestmark = pytest.mark.fast
@@ -39,10 +40,16 @@ class Handler(BaseHTTPRequestHandler):
 
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
-open(f"judge-{os.getpid()}", "w").write(f"{os.environ.get('WORLD_SIZE')} {os.environ['CUDA_VISIBLE_DEVICES']}")
+torchruns = [name for name in os.environ["TORCHRUNS"].split() if name in os.environ]
+open(f"judge-{os.getpid()}", "w").write(f"{torchruns} {os.environ['CUDA_VISIBLE_DEVICES']}")
 open(f"judge-{worker.pid}", "w").write("worker")
 server.serve_forever()
 """
+# of which any makes a server take itself for a worker
+TORCHRUNS = (
+    "RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE ROLE_NAME"
+)
+TORCHRUNS += " MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS"
 RUN = """
 import signal
 import sys
@@ -69,14 +76,13 @@ def two_ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """Two ranks of one node, in tmp_path, that ask one judge for two scores each, and then wait."""
     port = free_port()
     (tmp_path / "judge.py").write_text(JUDGE)
-    settings = {
+    settings = dict.fromkeys(TORCHRUNS.split(), "1") | {
+        "TORCHRUNS": TORCHRUNS,
         "VLM_JUDGE_URL": f"http://127.0.0.1:{port}/v1",
         "VLM_JUDGE_MODEL": "tiny",
         "VLM_JUDGE_SERVE": f"true; CUDA_VISIBLE_DEVICES=7 '{sys.executable}' judge.py {port}",
         "PYTHONPATH": str(ROOT),
-        "WORLD_SIZE": "2",
         "TMPDIR": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
     }
     ranks = []
     for number in range(2):
@@ -109,7 +115,7 @@ def test_two_ranks_ask_one_judge_which_ends_with_its_run(
 ) -> None:
     assert list(map(next_line, two_ranks)) == ["[0.7, 0.7]\n"] * 2
     files = {file.read_text(): int(file.name.partition("-")[2]) for file in tmp_path.glob("judge-*")}
-    assert set(files) == {"None 7", "worker"}  # no second judge; torchrun's variables are not passed on
+    assert set(files) == {"[] 7", "worker"}  # no second judge; torchrun's variables are not passed on
     assert all(map(is_alive, files.values()))
     first = two_ranks[0]
     if end == "finished":
@@ -150,6 +156,14 @@ def test_a_judge_that_cannot_start_ends_the_run_in_one_line(
         load_rewards(["vlm_judge"], [1])
     log = next(tmp_path.glob("vlm_judge_serve-*.log"), None)
     assert str(error.value).startswith(f"--reward vlm_judge: VLM_JUDGE_SERVE: {message.format(log=log)}")
+
+
+@pytest.mark.parametrize(("status", "is_ready"), [(200, True), (404, True), (503, False)])
+def test_a_server_that_says_that_it_is_loading_is_not_ready(
+    status: int, is_ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("httpx.get", lambda url, **options: httpx.Response(status))
+    assert _served.answers("http://127.0.0.1:8000/v1") is is_ready
 
 
 def test_a_server_of_another_run_is_not_taken_for_the_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,9 +44,6 @@ def blueprint_of(source, rank, dtype=torch.bfloat16, num_sources=None):
     return blueprint
 
 
-of_presets = functools.cache(blueprint_of)  # several GPUs of one model: its passes are counted once
-
-
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     """published(hub id): a folder with the configs of that model, written once."""
@@ -305,6 +302,88 @@ def test_an_engine_beside_its_rank_and_on_a_gpu_of_its_own():
     assert by_name(plan.on_one_memory(two.values(), engine_workers=2))[taken].num_bytes == 2 * 8 * 100
     piped = plan.pipe_bytes(blueprint, replace(SMALL, ranks=2, rollout="vllm"))
     assert piped == (4 * blueprint.num_trained, 4 * (6 * 4 * 8 * 8 * 24 + 3 * 32 * 96))
+
+
+# A LoRA whose rank has an engine beside it that sleeps, and full weights of two ranks with engines of two workers each;
+# {part: (bytes, where, when)}, by hand. An empty "when" would be left out, as are parts of no bytes
+ALL = "start encode rollout update save"
+LATER = "encode rollout update save"
+BY_HAND = {
+    "LoRA": {
+        "frozen weights, bfloat16": (2 * 1000, "device", ALL),
+        "trained weights, float32": (4 * 10, "device", ALL),
+        "weights of average, float32": (4 * 10, "device", ALL),
+        "Adam's two moments, float32": (2 * 4 * 10, "device", LATER),
+        "buffers of the transformer": (7, "device", ALL),
+        "gradients, float32": (4 * 10, "device", "update"),
+        "the LoRA as passes read it": (2 * 2 * 10, "device", "encode rollout update"),
+        "activations of 4 images": (4 * 500, "device", "update"),
+        # latents of 80 bytes at 4 times and 3 x 2 of 8 images, and embeddings of 2 prompts
+        "trajectories and embeddings": ((4 + 6) * 80 * 8 + 2 * 30, "device", "rollout update"),
+        "engine: its transformer and VAE": (2 * (1000 + 10) + 3 + 50, "device", "start rollout"),
+        "engine: its transformer and VAE, asleep": (2 * (1000 + 10) + 3 + 50, "host", "encode update save"),
+        "engine: sampling and decoding 2 images": (2 * 100, "device", "rollout"),
+        "engine: CUDA": (0.8e9, "device", ALL),
+        "engine: process": (0.8e9, "host", ALL),
+        "CUDA": (0.8e9, "device", ALL),
+        "text encoders, in use": (400, "device", "encode"),
+        "VAE, in use": (50, "device", "encode"),  # for pictures; the engine has one of its own to decode
+        "text encoders and VAE, waiting": (400 + 50, "host", ALL),
+        "text encoders, rounded up as pinned": (512 - 400, "host", ALL),
+        "process": (0.5e9, "host", ALL),
+        "the transformer's files, mapped": (2 * 1000 + 7, "node", "start"),
+        # two policies, two moments and adapter/
+        "a checkpoint and adapter/, being saved": (4 * 5 * 10, "node", "save"),
+    },
+    "full weights": {
+        "frozen weights, float32": (4 * 1000 / 2, "device", LATER),
+        "trained weights, float32": (4 * 1000 / 2, "device", LATER),
+        "weights of average, float32": (4 * 1000 / 2, "device", LATER),
+        "Adam's two moments, float32": (2 * 4 * 1000 / 2, "device", LATER),
+        "buffers of the transformer": (7, "device", ALL),
+        "gradients, float32": (4 * 1000 / 2, "device", "update"),
+        "gradients that ranks exchange": (2 * (4 + 4) * 200, "device", "update"),
+        "blocks as FSDP gathers them": (4 * (100 + 3 * 200), "device", "rollout update"),
+        "activations of 4 images": (4 * 500, "device", "update"),
+        "trajectories and embeddings": ((4 + 6) * 80 * 2 + 2 * 30, "device", "rollout update"),
+        "engine: its transformer and VAE": (4 * (400 + 600 / 2) + 3 + 50, "engine", ALL),
+        "engine: sampling and decoding 2 images": (2 * 100, "engine", "rollout"),
+        "engine: CUDA": (0.8e9, "engine", ALL),
+        "engine: process": (3 * 0.8e9, "host", ALL),
+        "CUDA": (0.8e9, "device", ALL),
+        "text encoders, in use": (400, "device", "start"),
+        "text encoders and VAE, waiting": (400 + 50, "host", ALL),
+        "process": (0.5e9, "host", ALL),
+        "the transformer's files, mapped": (4 * 1000 + 7, "node", "start"),
+        "a checkpoint and adapter/, being saved": (4 * 1000, "node", "save"),
+    },
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("trained", BY_HAND)
+def test_every_part_of_memory_by_hand(trained):
+    """Of a transformer of 1000 numbers, of which an engine can split 600, and whose largest block has 200."""
+    is_lora = trained == "LoRA"
+    blueprint = SimpleNamespace(
+        is_lora=is_lora, dtype=torch.bfloat16 if is_lora else torch.float32, num_trained=10 if is_lora else 1000,
+        num_weights=1000, num_linear=800, num_split=600, largest_block=200, outside_blocks=100,
+        buffer_bytes=7, fp32_buffer_bytes=3, vae_bytes=50, num_sources=int(is_lora),
+        text_encoder_bytes=400, num_encoder_linear=300, pinned_encoder_bytes=512,
+        latent_shape=lambda size, num_frames: (4, 5), conditioning_bytes=lambda length, size, num_frames: 30,
+    )  # fmt: skip
+    w = replace(SMALL, policies=("trained", "average", "reference"), rollout="vllm", rollout_batch_size=2)
+    w = replace(w, num_prompts=2)
+    if is_lora:
+        w = replace(w, dtype="bfloat16", engine_with=("sleep",))
+    else:
+        w = replace(w, ranks=4, ranks_here=2, engine_devices=(2, 3, 4, 5), prompt_cache="folder")
+    found = {
+        part.name: (part.num_bytes, part.place, " ".join(part.phases))
+        for part in needs.memory_parts(blueprint, w, COSTS)
+        if part.num_bytes and part.phases
+    }
+    assert found == BY_HAND[trained]
 
 
 @pytest.mark.fast
@@ -612,6 +691,15 @@ def test_what_cannot_be_planned_ends_with_a_line(fork, tmp_path, monkeypatch):
         needs.algorithm_counts({"ema_decay": 0.0})
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_exit_status_of_a_recipe_is_that_of_its_plan(status, tmp_path):
+    (tmp_path / "recipe.sh").write_text(f"exit {status}\n")
+    with pytest.raises(SystemExit) as ended:
+        plan.main(["h100-80", "recipe.sh"])
+    assert ended.value.code == status
+
+
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("number", range(len(presets())))
 def test_a_preset_fits(number, published, tmp_path, monkeypatch):
@@ -619,14 +707,14 @@ def test_a_preset_fits(number, published, tmp_path, monkeypatch):
 
     A model that may take a picture is given one.
     """
-    ranks, script, (_, device, *options) = presets()[number]
+    ranks, script, device, options = presets()[number]
     monkeypatch.chdir(tmp_path)  # it may not depend on what lies in the checkout
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     module = plan.load_script(str(ROOT / script))
     args = module.check(module.parse_args(module.Args, "", options))
     folder = published(args.model)
-    blueprint = of_presets(folder, args.lora_rank, num_sources=min(1, family_class(folder).num_sources[1]))
+    blueprint = blueprint_of(folder, args.lora_rank, num_sources=min(1, family_class(folder).num_sources[1]))
     w = needs.workload_of(vars(args), num_eval_prompts=256, ranks=ranks, ranks_per_node=ranks)
     costs = needs.measure(blueprint, w)
     w = replace(w, shard_ranks=needs.choose_shard_ranks(blueprint, w, costs, plan.DEVICES[device].memory_gb * needs.GB))

@@ -173,7 +173,12 @@ def test_a_resumed_run_shows_the_record_of_its_highest_step(tmp_path):
 
 
 def test_samples_are_ordered_by_score_and_by_change(tmp_path):
-    first, second = report.read_samples(make_run(tmp_path / "one", 1e-4, ("red", "blue")), [])
+    """The folders are of steps 9995 and 10000: their order is that of numbers, not of names."""
+    folder = make_run(tmp_path / "one", 1e-4, ("red", "blue"))
+    (folder / "samples/0000").rename(folder / "samples/9995")
+    (folder / "samples/0005").rename(folder / "samples/10000")
+    first, second = report.read_samples(folder, [])
+    assert (second.before.getpixel((0, 0)), second.after.getpixel((0, 0))) == ((255, 0, 0), (0, 0, 255))
     assert (first.score, second.score) == (0.25, 1.0)
     assert first.change == 0 and second.change == pytest.approx((2 / 3) ** 0.5)  # two of three colours, by 255
 

@@ -109,8 +109,30 @@ def test_more_steps_are_a_run_that_goes_on_and_a_cut_log_is_no_end(tmp_path, mon
     assert sweep.is_finished(run)
     longer = run._replace(options=["a", "--num_steps", "3", "2"])
     assert not sweep.is_finished(longer) and sweep.has_this_command(longer)
+    (tmp_path / "runs/a/checkpoints/step_000002.pt").rename(tmp_path / "checkpoint")
+    assert not sweep.is_finished(run)
+    (tmp_path / "checkpoint").rename(tmp_path / "runs/a/checkpoints/step_000002.pt")
+    assert sweep.is_finished(run)
     (tmp_path / "runs/a/metrics.jsonl").write_text('{"training/glo')
     assert not sweep.is_finished(run)
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("finished", 0), ("finished before", 0), ("stopped early", 1), ("failed with 1: see a.log", 1)],
+)
+def test_the_exit_status_says_whether_every_run_is_finished(end, status, in_checkout, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "RUNS", tmp_path)
+    monkeypatch.setattr(sweep, "run_all", lambda runs, devices: {runs[0].name: end, runs[1].name: "finished"})
+    with pytest.raises(SystemExit) as ended:
+        sweep.main(["--seeds", "1", "2", "--", "flow_grpo.py"])
+    assert ended.value.code == status
+
+
+def default_signals():
+    """For a process that starts: a test run in the background, or under nohup, ignores some of these."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -121,7 +143,13 @@ def test_a_stopped_sweep_stops_its_run_and_starts_no_other(number, tmp_path):
     code = "import sys; from tools import sweep; names = ['a', 'b']; "
     code += f"sweep.run_all([sweep.SweptRun(n, 'g', ['bash', {str(recipe)!r}], [n]) for n in names], [])"
     environment = os.environ | {"WORKER": worker, "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        preexec_fn=default_signals,
+    )
     log = tmp_path / "runs/a.log"
     deadline = time.monotonic() + 60
     while not (log.is_file() and "started" in log.read_text()):
