@@ -53,6 +53,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are those of a CPU, on a machine with GPUs too
 repair_torchvision()  # as the scripts do
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # pytest -n 2: a core for each worker and for the processes that it starts

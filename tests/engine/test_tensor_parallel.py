@@ -177,16 +177,14 @@ def test_one_stale_worker_is_an_error(engine, tmp_path):
 def test_full_weights_of_a_family(family, tmp_path):
     """All weights arrive, are those of the model's files, and act.
 
-    A family whose projections vLLM-Omni fuses, and then splits. The others (stable_diffusion_3, flux, qwen_image, wan)
-    passed at f9bd441 or before; run them after a change of the engine's workers, as each takes 50 s.
+    A family whose projections vLLM-Omni fuses, and then splits. The others (stable_diffusion_3, flux, qwen_image, and
+    wan with 5 frames) passed at f9bd441 or before; run them after a change of the engine's workers, as each takes 50 s.
     """
     folder = make_checkpoint(family, tmp_path / "model")
     engine = start(tmp_path, folder)
     model = load_model(family_class(folder), str(folder), torch.float32, torch.device("cpu"))
     add_policies(model, None, ["default"], 1)
     args = flow_grpo.Args(image_size=(32, 32), max_sequence_length=8, num_inference_steps=3, rollout="local")
-    if family == "wan":
-        args.num_frames = 5
     drawn = prompt_set(PROMPTS[:1])
     request = flow_grpo.make_request(args, model, drawn, torch.tensor([0]), [0], sde_steps=(0, 1))
     engine.verify_push(*tensors_on_rank_0(model), request)

@@ -295,7 +295,7 @@ def test_a_metric_line_of_brackets_and_a_step_in_other_digits(tmp_path):
 
 
 # ---- the line of an error --------------------------------------------------------------------------------------------
-def test_brief():
+def test_a_text_of_a_message_is_cut_in_its_middle_and_has_no_control_characters():
     assert truncate("Grüße, 日本 \\n") == "Grüße, 日本 \\n"
     assert truncate("a\nb\tc\0\x1b[31m\u2028\udcff\ud800") == r"a\nb\tc\x00\x1b[31m\u2028\udcff\ud800"
     assert truncate("a" * LONGEST) == "a" * LONGEST
