@@ -530,3 +530,25 @@ def unread_options(script: str) -> list[str]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not declares:
                 read.add(node.value)
     return sorted((shared_options() | own_options(script)).keys() - read)
+
+
+# ---- sources of the scripts ------------------------------------------------------------------------------------------
+def definitions(script):
+    """{name: source} of the functions and classes of a script, its options apart."""
+    source = (ROOT / script).read_text()
+    lines = source.splitlines()
+    nodes = [n for n in ast.parse(source).body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name != "Args"]
+    return {node.name: lines[node.lineno - 1 : node.end_lineno] for node in nodes}
+
+
+def option_sources(script):
+    """{name of an option: its type, default and docstring} of those that a script declares itself."""
+    tree = ast.parse((ROOT / script).read_text())
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args").body
+    declared = {node.target.id: ast.unparse(node) for node in body if isinstance(node, ast.AnnAssign)}
+    return {name: (declared[name], docstring) for name, docstring in own_options(script).items()}
+
+
+def differing(base, other):
+    """Names that two dictionaries share, with values that differ."""
+    return {name for name in base.keys() & other.keys() if base[name] != other[name]}

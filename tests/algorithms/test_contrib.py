@@ -1,6 +1,5 @@
 """contrib/: each script differs from its parent by its algorithm alone, has its loss by hand, and runs."""
 
-import ast
 import importlib
 import json
 import math
@@ -37,7 +36,10 @@ from tests.conftest import (
     TINY,
     assert_same,
     brightness_reward,
+    definitions,
+    differing,
     few_eval_prompts,
+    option_sources,
     own_options,
     policy_without_fsdp,
     read_metrics,
@@ -162,27 +164,6 @@ SCRIPTS = list(CHANGED)
 
 
 # ---- what they share with their parents ------------------------------------------------------------------------------
-def definitions(script):
-    """{name: source} of the functions and classes of a script, its options apart."""
-    source = (ROOT / script).read_text()
-    lines = source.splitlines()
-    nodes = [n for n in ast.parse(source).body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name != "Args"]
-    return {node.name: lines[node.lineno - 1 : node.end_lineno] for node in nodes}
-
-
-def option_sources(script):
-    """{name of an option: its type, default and docstring} of those that a script declares itself."""
-    tree = ast.parse((ROOT / script).read_text())
-    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args").body
-    declared = {node.target.id: ast.unparse(node) for node in body if isinstance(node, ast.AnnAssign)}
-    return {name: (declared[name], docstring) for name, docstring in own_options(script).items()}
-
-
-def differing(base, other):
-    """Names that two dictionaries share, with values that differ."""
-    return {name for name in base.keys() & other.keys() if base[name] != other[name]}
-
-
 @pytest.mark.fast
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_changes_its_parent_by_its_algorithm_alone(script):

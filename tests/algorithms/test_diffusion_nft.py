@@ -1,4 +1,4 @@
-"""diffusion_nft's loss against its closed forms, its schedules by hand, and three policies on one base."""
+"""diffusion_nft's loss against its closed forms, and its schedules, noise and batches by hand."""
 
 from types import SimpleNamespace
 

@@ -76,7 +76,7 @@ def runs(tmp_path_factory):
 
 @pytest.mark.fast
 def test_a_short_run_in_this_process(tmp_path):
-    """The fast tests' only run: a step of four images, evaluated before and after it, and a checkpoint of it."""
+    """A step of four images, evaluated before and after it, and a checkpoint of it."""
     options = ["--rollout", "local", "--num_prompts", 2, "--group_size", 2, "--updates_per_rollout", 1]
     options += ["--num_steps", 1, "--reward", brightness_reward(tmp_path), *few_eval_prompts(tmp_path, 2)]
     options += ["--num_inference_steps", 4, "--eval_num_inference_steps", 4]

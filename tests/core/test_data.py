@@ -2,9 +2,18 @@
 
 import json
 
-from common.data import GroupSampler, PromptSet, count_sources, gather_shares, read_prompts, share_of_rank
+from common.data import (
+    GroupSampler,
+    PromptSet,
+    count_sources,
+    gather_shares,
+    read_prompts,
+    share_eval_images,
+    share_of_rank,
+)
 from common.rewards.ocr import quoted_text
 from common.scoring import load_rewards
+from common.sde import image_seed
 
 import pyarrow
 import pyarrow.parquet
@@ -588,3 +597,14 @@ def test_a_share_is_as_large_on_every_rank_and_gathered_in_order(monkeypatch, to
     rows = torch.tensor(shares)[..., None] * torch.tensor([1, 10])  # (world size, B, 2)
     monkeypatch.setattr("common.data.gather", lambda tensor: rows)
     assert gather_shares(rows[0], total).tolist() == [[place, 10 * place] for place in range(total)]
+
+
+def test_the_seeds_of_a_files_prompts_do_not_depend_on_other_files(one_rank):
+    """Three prompts of one file before two of another, two images each: those of the second count from 0 again."""
+    of_files = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1)]
+    both = PromptSet(list("vwxyz"), [{}] * 5, files=[name for name, _ in of_files])
+    places, prompts, seeds = share_eval_images(both, 2)
+    assert places == list(range(10)) and prompts.prompts == list("vvwwxxyyzz")
+    assert seeds == [image_seed("eval", image, row) for _, row in of_files for image in range(2)]
+    _, _, alone = share_eval_images(PromptSet(["y", "z"], [{}] * 2), 2)
+    assert alone == seeds[6:]

@@ -1,4 +1,4 @@
-"""common/monitor: the share of a GPU's peak, trackers. Traces are in test_run.py, lost ranks in test_nodes.py."""
+"""The share of a GPU's peak, and trackers. Traces are in test_run.py, lost ranks in test_nodes.py."""
 
 import contextlib
 import multiprocessing

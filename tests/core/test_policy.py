@@ -444,11 +444,11 @@ def test_average_and_warm_up_by_hand(rank, one_rank):
 
 def test_the_seed_is_that_of_every_generator(one_rank):
     """A reward may draw from any."""
-    draws = set()
-    for _ in range(2):
-        policy(seed=5)
-        draws.add((random.random(), np.random.rand(), torch.rand(()).item()))  # noqa: NPY002
-    assert len(draws) == 1
+    draws = []
+    for seed in (5, 5, 6):
+        policy(seed=seed)
+        draws.append((random.random(), np.random.rand(), torch.rand(()).item()))  # noqa: NPY002
+    assert draws[0] == draws[1] and all(one != other for one, other in zip(draws[0], draws[2], strict=True))
 
 
 def test_a_checkpoint_before_the_first_optimizer_step_takes_none(one_rank, tmp_path):

@@ -366,6 +366,8 @@ def of_the_first_image(x, v, sigma, sigma_next, noise_level, sigma_max):
     return x + v * (sigma_next - sigma) + noise_level * x[:1], noise_level
 def of_the_mean_sum(x, v, sigma, sigma_next, noise_level, sigma_max):
     return x + v * (sigma_next - sigma) + noise_level * (x + v).mean(0), noise_level
+def not_euler_below_1(x, v, sigma, sigma_next, noise_level, sigma_max):
+    return x + v * (sigma_next - sigma) + float(sigma < 1), noise_level
 takes_less = lambda x, v: x
 """
 
@@ -379,6 +381,10 @@ takes_less = lambda x, v: x
         ("not_a_number", "gives std nan"),
         ("without_std", "raised ValueError: not enough values to unpack"),
         ("not_euler", "at noise_level 0 the step from sigma 1.0 to 0.9 is not the Euler step x + v dt with std 0"),
+        (
+            "not_euler_below_1",
+            "at noise_level 0 the step from sigma 0.6 to 0.5 is not the Euler step x + v dt with std 0",
+        ),
         ("of_the_mean_image", "of an image changes with the images beside it, or from call to call"),
         ("of_the_batch_std", "of an image changes with the images beside it, or from call to call"),
         ("of_the_batch_velocity", "of an image changes with the images beside it, or from call to call"),

@@ -124,11 +124,21 @@ def evaluation(run, step, images, prompts=("p", "q"), images_per_prompt=1, **opt
     return watch.watch_metrics(folder, places, images, images_per_prompt, options)
 
 
+SAMPLED_BY = [
+    "eval_num_inference_steps",
+    "negative_prompt",
+    "max_sequence_length",
+    "dtype",
+    "vae_dtype",
+    "base_weights",
+]
+
+
 @fast
 @pytest.mark.parametrize(
     ("changed", "is_compared"),
     [
-        ({"eval_num_inference_steps": 9}, False),
+        *(({name: "another"}, False) for name in SAMPLED_BY),
         ({"guidance_scale": 2.0}, False),
         ({"eval_guidance_scale": 2.0}, False),
         ({"eval_guidance_scale": 1.0, "guidance_scale": 2.0}, True),  # the rollouts' alone
@@ -136,7 +146,8 @@ def evaluation(run, step, images, prompts=("p", "q"), images_per_prompt=1, **opt
     ],
 )
 def test_images_of_another_sampling_have_not_drifted(one_rank, tmp_path, capfd, changed, is_compared):
-    options = {"eval_num_inference_steps": 3, "guidance_scale": 1.0, "eval_guidance_scale": None, "learning_rate": 1.0}
+    options = dict.fromkeys([*SAMPLED_BY, "learning_rate"], "one")
+    options |= {"guidance_scale": 1.0, "eval_guidance_scale": None}
     evaluation(tmp_path, 0, [grey(0), grey(100)], **options)
     metrics = evaluation(tmp_path, 5, [grey(51), grey(100)], **(options | changed))
     assert metrics == (pytest.approx({"val/drift_from_base": 0.1}) if is_compared else {})

@@ -428,7 +428,8 @@ def test_a_run_in_a_terminal_saves(tmp_path, by, command, rollout):
 @pytest.mark.parametrize("script", SIBLINGS)
 def test_stopped_then_resumed_equals_uninterrupted(options, uninterrupted, tmp_path, script):
     """Invariant 17. The second start continues to step 4. That of diffusion_nft.py, whose state has a third policy, is
-    killed once it has saved a step, and a third one continues; test_three_kills kills flow_grpo.py."""
+    killed once it has saved a step, and a third one continues. test_kills_from_the_first_start_on kills flow_grpo.py.
+    """
     whole, run = uninterrupted(script), tmp_path / "runs" / NAME
     first = interrupt(script, tmp_path, options[script], whole)
     stopped_at = load_checkpoint(saved_checkpoints(run)[-1])["step"]
