@@ -87,7 +87,7 @@ class Args(EngineArgs):  # and the shared options, in common/options.py; parse_a
     nft_beta: PositiveFloat = 0.1
     """how far the implicit positive and negative policies stand from `old`: v+- = v_old +- beta (v - v_old)"""
     kl_coef: NonNegativeFloat = 0.1
-    """factor of mean((v - v_ref)^2), the distance to the model before training (paper: 1e-4)"""
+    """factor of mean((v - v_ref)^2), the distance to the model before training (DiffusionNFT's paper: 1e-4)"""
     adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = "continuous"
     """A' in r = A' / (2 adv_clip_max) + 1/2, from the clamped advantage A. continuous: A; positive_only: max(A, 0);
     negative_only: min(A, 0); one_only: 1 if A > 0, otherwise 0; binary: the sign of A"""
