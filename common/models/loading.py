@@ -143,7 +143,12 @@ def check_weight_files(model: str | Path) -> None:
         return
     with error_prefix(index, Exception):
         components = json.loads(index.read_text(encoding="utf-8"))
-        loaded = [index.parent / name for name, value in components.items() if isinstance(value, list) and any(value)]
+        # a component is [library, class]; other entries are numbers, versions, and [null, null] where there is none
+        loaded = [
+            index.parent / name
+            for name, value in components.items()
+            if isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value)
+        ]
     for folder in loaded:
         if not folder.is_dir():  # diffusers makes a tokenizer of nothing in some cases
             raise ValueError(f"--model {model}: {folder.name}/ is missing, which model_index.json names")

@@ -11,7 +11,7 @@ import flow_grpo
 from common.data import PromptSet
 from common.errors import RunError
 from common.inputs import Inputs, check_inputs
-from common.models.loading import find_family, load_model
+from common.models.loading import check_weight_files, find_family, load_model
 from common.models.stable_diffusion_3 import StableDiffusion3
 from tests.conftest import EMBEDDED
 
@@ -84,6 +84,15 @@ def test_shards(copy):
     loaded.transformer.save_pretrained(copy / "transformer", max_shard_size="1MB")
     assert len(list((copy / "transformer").glob("*.safetensors"))) > 1
     assert_loads_as_the_model(copy)
+
+
+def test_a_component_whose_folder_is_missing_is_named(copy):
+    """Of a tokenizer some libraries make one that knows no word. Entries that are no components are passed over."""
+    set_index(copy, layers=[1, 2, 3], is_distilled=False)
+    check_weight_files(copy)
+    shutil.rmtree(copy / "tokenizer_2")
+    with pytest.raises(ValueError, match=f"^--model {copy}: tokenizer_2/ is missing, which model_index.json names$"):
+        check_weight_files(copy)
 
 
 def test_sd3_without_t5(copy):
