@@ -207,11 +207,15 @@ def check_steps(args: SharedArgs, state: dict[str, Any]) -> None:
         raise ValueError(f"--num_steps {args.num_steps}: {told}")
     if args.num_steps < state["step"]:
         raise ValueError(f"--num_steps {args.num_steps}: the run has taken {state['step']} already")
-    for option in ("updates_per_rollout", "epochs_per_rollout"):
-        before, now = state["args"].get(option), getattr(args, option, None)
-        if before and now and before != now and parse_lr_schedule(args.lr_schedule)[0] != "constant":
-            told = f"the checkpoint's run had {before}, and --lr_schedule {args.lr_schedule} counts its optimizer steps"
-            raise ValueError(f"--{option} {now}: {told}; keep it, or pass --lr_schedule constant")
+    both = [
+        name for name in ("updates_per_rollout", "epochs_per_rollout") if name in state["args"] and hasattr(args, name)
+    ]
+    before = math.prod(state["args"][name] for name in both)
+    now = math.prod(getattr(args, name) for name in both)
+    if before != now and parse_lr_schedule(args.lr_schedule)[0] != "constant":
+        told = f"{now} optimizer steps a rollout, where the checkpoint's run had {before}"
+        why = f"--lr_schedule {args.lr_schedule} counts them: keep their number, or pass --lr_schedule constant"
+        raise ValueError(f"--updates_per_rollout x --epochs_per_rollout: {told}; {why}")
 
 
 def check_options(args: SharedArgs) -> None:

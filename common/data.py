@@ -310,7 +310,7 @@ def _as_record(entry: object, field: str, advice: str) -> dict:
         found = f"; it has {', '.join(map(str, record))}{advice}" if record else ""
         raise ValueError(f'a record needs "{field}", a non-empty string{found}')
     if field != "prompt" and "prompt" in record:
-        record["original_prompt"] = record.pop("prompt")
+        record.setdefault("original_prompt", record.pop("prompt"))
     prompt.encode()  # raises UnicodeEncodeError for half of a surrogate pair, which JSON can write and UTF-8 cannot
     return record | {"prompt": prompt}
 

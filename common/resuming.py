@@ -120,10 +120,12 @@ def rewind(run: Path | str, step: int, logged_to: int) -> None:
 
 
 def step_of_best(run: Path | str) -> float:
-    """The step whose evaluation wrote, or began to write, a run's best_adapter/; 0 without one, inf if unreadable."""
+    """The step whose evaluation wrote, or began to write, a run's best_adapter/; 0 without one, inf if not known."""
     file = Path(run) / "best_adapter" / "best.json"
     try:
-        return int(json.loads(file.read_text())["step"]) if file.exists() else 0
+        if not file.exists():  # an earlier commit wrote none
+            return math.inf if any(file.parent.glob("*.safetensors")) else 0
+        return int(json.loads(file.read_text())["step"])
     except (*UNREADABLE, KeyError, TypeError):
         return math.inf
 

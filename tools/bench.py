@@ -31,7 +31,7 @@ from common.models.family import Family, on_device
 from common.models.long_prompts import count_long_prompts
 from common.run import friendly_errors
 from common.run_record import find_contents, git_state, versions
-from common.scoring import Details, Reward, is_relative, load_rewards, score_images
+from common.scoring import Details, Reward, is_relative, load_rewards, offload_rewards, score_images
 from common.sde import check_step_kind, image_seed
 from flow_grpo import Args
 from tools.compare import labels_of, mean_interval
@@ -246,6 +246,7 @@ def run(args: argparse.Namespace) -> str:
     own = {name: rewards[name] for name in (given.rpartition(":")[2] for given in args.reward if ":" in given)}
     if own:
         try_rewards(own, whole, options["image_size"], options["num_frames"])
+    offload_rewards(rewards)  # networks leave the GPU to the model that loads now, if asked
     contents = " ".join(find_contents({"model": args.model}).values()) or args.model
     rest = reward_protocol(args.reward, rewards) | {"model": contents}
     folder = args.output or Path("runs") / f"bench_{Path(args.model).name}"

@@ -309,8 +309,10 @@ def samples(folder: Path, unread: list[str]) -> str:
     found = read_samples(folder, unread)
     if not found:
         return ""
-    has_before = any(sample.before for sample in found)
-    shown = "each at the first evaluation, then at the last" if has_before else "none is the first one's as well"
+    shown = "there is one evaluation"
+    if len([*folder.glob("samples/*/samples.jsonl")]) > 1:
+        has_before = any(sample.before for sample in found)
+        shown = "each at the first evaluation, then at the last" if has_before else "none is the first one's as well"
     kinds = {
         "best": sorted(found, key=lambda sample: -sample.score),
         "worst": sorted(found, key=lambda sample: sample.score),

@@ -29,7 +29,7 @@ from typing import NamedTuple, get_type_hints
 
 from common.plots import read_metrics
 from common.process import STOP_SIGNALS
-from common.resuming import newest_record
+from common.resuming import EXPECTED_TO_DIFFER, newest_record
 from tools.plan import load_script
 
 RUNS = Path("runs")
@@ -146,15 +146,15 @@ def is_finished(run: SweptRun) -> bool:
 
 
 def has_this_command(run: SweptRun) -> bool:
-    """Whether the record of a run ends with the command's options, but for --num_steps; a recipe's come first."""
-    recorded = shlex.split(json.loads(newest_record(RUNS / run.name).read_text())["command"])
-    options = without_steps(run.options)
-    return without_steps(recorded)[-len(options) :] == options
-
-
-def without_steps(words: Sequence[str]) -> list[str]:
-    """The words of a command without --num_steps and its value."""
-    return [word for before, word in zip(["", *words], words, strict=False) if "--num_steps" not in (before, word)]
+    """Whether a run was started with the command's options, but for those that may differ, such as --num_steps; a
+    recipe has more."""
+    recorded = shlex.split(json.loads((RUNS / run.name / "args.json").read_text())["command"])
+    started: dict[str, list[str]] = {}
+    asked: dict[str, list[str]] = {}
+    for words, options in ((recorded, started), (run.options, asked)):
+        of_script = itertools.dropwhile(lambda word: not word.startswith("--"), words)
+        options.update({k: v for k, v in split_options([*of_script]).items() if k not in EXPECTED_TO_DIFFER})
+    return asked == {name: started.get(name) for name in asked} if run.start[0] == "bash" else asked == started
 
 
 def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
@@ -173,7 +173,7 @@ def run_all(runs: Sequence[SweptRun], devices: Sequence[str]) -> dict[str, str]:
     def start(run: SweptRun) -> str:
         if is_finished(run):
             is_same = has_this_command(run)
-            return "finished before" if is_same else f"of another command: see {newest_record(RUNS / run.name)}"
+            return "finished before" if is_same else f"of another command: see {RUNS / run.name}/args.json"
         device = free.get()
         try:
             environment = {"WANDB_RUN_GROUP": Path(run.group).name} | dict(os.environ)

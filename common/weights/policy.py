@@ -8,7 +8,7 @@ that transformer with all adapters off. With full weights every policy is a tran
 import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from common.distributed import failing_together, on_rank_0, set_seed
@@ -115,18 +115,20 @@ def acting(model: Family, name: str, engine: Engine | None = None, in_engine: st
     block, and gets it back after the block unless that fails.
 
     Raises:
-        RolloutError: the engine failed on a rank. All can save.
+        RolloutError: the engine failed on a rank at a LoRA. All can save.
+        EngineError: at full weights, on this rank. Others may be waiting for its shards, in the midst of their push.
     """
+    together = failing_together if model.is_lora else nullcontext
     use_policy(model, name)
     try:
         if engine and name != in_engine:
-            with failing_together():
+            with together():
                 engine.push(*policy_tensors(model, name))
         yield
     finally:
         use_policy(model, "default")
     if engine and name != in_engine:
-        with failing_together():
+        with together():
             engine.push(*policy_tensors(model, in_engine))
 
 

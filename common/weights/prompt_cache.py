@@ -122,7 +122,7 @@ def encoders_key(model: Family) -> str:
     for name, component in sorted(model.pipe.components.items()):
         if name.startswith("text_encoder") and component is not None:
             parts += [hash_bits(tensor) for tensor in component.state_dict().values()]
-        if name.startswith("tokenizer"):
+        if name.startswith("tokenizer") and component is not None:
             vocabulary = sorted(component.get_vocab().items())
             parts += [type(component).__name__, vocabulary]
             parts += [component.model_max_length, component.chat_template]

@@ -793,8 +793,11 @@ def test_full_weights_with_engines_on_two_ranks_as_without_on_one(tmp_path):
 
 
 @pytest.mark.parametrize(("at", "begun"), [("ema", False), ("default", True)])
-def test_a_push_that_fails_ends_all_ranks_together_and_the_trained_policy_acts_again(one_rank, monkeypatch, at, begun):
-    """So that a checkpoint can still be saved, of the policy that is trained."""
+@pytest.mark.parametrize(("is_lora", "fault"), [(True, RolloutError), (False, EngineError)])
+def test_after_a_push_that_fails_the_trained_policy_acts(one_rank, monkeypatch, at, begun, is_lora, fault):
+    """At a LoRA all ranks fail together, so that a checkpoint can still be saved. At full weights others may wait for
+    this rank's shards, and a collective would wait for them."""
+    model = SimpleNamespace(is_lora=is_lora)
     acted = []
     monkeypatch.setattr(policies, "use_policy", lambda model, name: acted.append(name))
     monkeypatch.setattr(policies, "policy_tensors", lambda model, name: (name,))
@@ -805,6 +808,6 @@ def test_a_push_that_fails_ends_all_ranks_together_and_the_trained_policy_acts_a
                 raise EngineError("it is gone")
 
     has_begun = False
-    with pytest.raises(RolloutError, match="^it is gone$"), acting("model", "ema", Engine()):
+    with pytest.raises(fault, match="^it is gone$") as caught, acting(model, "ema", Engine()):
         has_begun = True
-    assert acted == ["ema", "default"] and has_begun == begun
+    assert acted == ["ema", "default"] and has_begun == begun and type(caught.value) is fault

@@ -420,7 +420,9 @@ def test_a_resumed_run_cuts_its_folder_back_only_when_it_writes(tmp_path, one_ra
     assert [row["a"] for row in read_metrics(folder)] == [1, 2, 4]
 
 
-@pytest.mark.parametrize(("step", "best"), [(0, 0.5), (1, 0.5), (3, -math.inf), ("cut", -math.inf), (None, 0.5)])
+@pytest.mark.parametrize(
+    ("step", "best"), [(0, 0.5), (1, 0.5), (3, -math.inf), ("cut", -math.inf), (None, 0.5), ("of old", -math.inf)]
+)
 def test_a_best_adapter_that_a_later_step_wrote_is_chosen_again(tmp_path, one_rank, own_handlers, capsys, step, best):
     """Evaluations may be more frequent than checkpoints, and the run may be killed between them, twice: what says which
     step wrote best_adapter/ stays with it, whatever the log has by then."""
@@ -429,7 +431,10 @@ def test_a_best_adapter_that_a_later_step_wrote_is_chosen_again(tmp_path, one_ra
     save_checkpoint(folder, 1, {"step": 1, "best": 0.5, "best_step": 0, "args": run.config}, 3)
     if step is not None:
         (folder / "best_adapter").mkdir()
-        (folder / "best_adapter" / "best.json").write_text('{"st' if step == "cut" else json.dumps({"step": step}))
+        (folder / "best_adapter" / "pytorch_lora_weights.safetensors").touch()
+        if step != "of old":  # whose commit wrote none
+            content = '{"st' if step == "cut" else json.dumps({"step": step})
+            (folder / "best_adapter" / "best.json").write_text(content)
     for _ in range(2):
         again = new_run(folder, resume="latest", script=__file__, checkpoint=saved_checkpoints(folder)[-1], num_steps=4)
         again.load_checkpoint()

@@ -218,9 +218,10 @@ def test_a_schedule_that_counts_optimizer_steps_keeps_their_number(tmp_path, mon
     saved = {"updates_per_rollout": 4, "epochs_per_rollout": 1, "lr_schedule": "cosine", "shard_ranks": 2}
     state = {"step": 3, "best": 0.5, "args": saved, "sampler": {}, "rng": [{}] * 2, "policies": {"default": {}}}
     save_checkpoint(tmp_path / "runs" / "flow_grpo", 3, state | {"optimizer": {}, "format": FORMAT}, 1)
-    told = "--updates_per_rollout 1: the checkpoint's run had 4, and --lr_schedule cosine counts its optimizer steps"
-    with pytest.raises(ValueError, match=f"^{told}; keep it, or pass --lr_schedule constant$"):
+    told = "1 optimizer steps a rollout, where the checkpoint's run had 4; --lr_schedule cosine counts them"
+    with pytest.raises(ValueError, match=told):
         parse("--resume", "latest", "--updates_per_rollout", "1")
+    parse("--resume", "latest", "--updates_per_rollout", "2", "--epochs_per_rollout", "2")  # as many
     changed = parse("--resume", "latest", "--updates_per_rollout", "1", "--lr_schedule", "constant")
     assert changed.updates_per_rollout == 1 and parse("--resume", "latest").updates_per_rollout == 4
     alone = parse("--resume", "runs/flow_grpo", "--eval_only", "True", "--name", "look")  # on one rank, not two

@@ -792,7 +792,7 @@ def test_a_size_or_guidance_that_a_family_cannot_take_is_refused(checkpoint, tmp
     turbo = with_config(krea2, tmp_path / "turbo", "model_index.json", is_distilled=True)
     second = {"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]}
     a14b = tmp_path / "a14b"
-    a14b.mkdir()
+    (a14b / "transformer_2").mkdir(parents=True)
     (a14b / "model_index.json").write_text(json.dumps(second))
     wan, flux = checkpoint("wan_ti2v"), checkpoint("flux")
     no_vae = with_config(flux, tmp_path / "no_vae", "model_index.json")

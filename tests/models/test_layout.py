@@ -13,6 +13,7 @@ from common.errors import RunError
 from common.inputs import Inputs, check_inputs
 from common.models.loading import check_weight_files, find_family, load_model
 from common.models.stable_diffusion_3 import StableDiffusion3
+from common.weights.prompt_cache import encoders_key
 from tests.conftest import EMBEDDED
 
 import pytest
@@ -104,6 +105,7 @@ def test_sd3_without_t5(copy):
         shutil.rmtree(copy / name, ignore_errors=True)
     set_index(copy, text_encoder_3=[None, None], tokenizer_3=[None, None])
     loaded = assert_loads_as_the_model(copy)
+    assert len(encoders_key(loaded)) == 128  # --prompt_cache's, and offline DPO's
     embeds = loaded.encode_prompts(["a sign"], 16)["prompt_embeds"]
     stock = loaded.pipe.encode_prompt("a sign", None, None, do_classifier_free_guidance=False, max_sequence_length=16)
     assert torch.equal(embeds, stock[0])

@@ -294,6 +294,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path, capfd):
         "--lora_rank 0": f"--lora_rank: of rank 0, where {saved} has the rank 16 (0: full weights)",
     }
     capfd.readouterr()
+    options += ["--num_steps", 2]
     for changed, message in refused.items():
         line = run_here(tmp_path, "flow_grpo.py", "--name", "b", "--resume", "runs/one", *changed.split(), *options)
         assert_one_line(line)

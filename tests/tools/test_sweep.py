@@ -99,6 +99,9 @@ def test_a_finished_run_is_not_started_again_and_every_end_is_told(tmp_path, mon
     assert again == {"a": "finished before"}
     other = runs[0]._replace(options=["--kl_coef", "0.04", *runs[0].options])
     assert sweep.run_all([other], devices=[]) == {"a": "of another command: see runs/a/args.json"}
+    for more in (["--max_minutes", "60"], ["--track", "True"]):  # which may differ without a word
+        same = runs[0]._replace(options=[*runs[0].options, *more])
+        assert sweep.run_all([same], devices=[]) == {"a": "finished before"}
 
 
 def test_more_steps_are_a_run_that_goes_on_and_a_cut_log_is_no_end(tmp_path, monkeypatch):
