@@ -4,8 +4,10 @@ import io
 import json
 import math
 import os
+from contextlib import contextmanager
 from types import SimpleNamespace
 
+import dpo_offline
 from common.data import PromptSet
 from common.errors import RunError
 from common.images import StoredImage
@@ -13,6 +15,7 @@ from common.pairs import made_pairs, pair_files
 from common.pairs import pairs as pairs_on_disk
 from common.pairs.pair_files import read_pairs
 from common.pairs.pairs import encode_pairs
+from common.sde import image_seed
 from dpo_offline import dpo_loss, flow_matching_errors
 from tests.conftest import assert_same, brightness_reward, embedded_model, few_eval_prompts, on_ranks, run_here
 
@@ -77,6 +80,53 @@ def test_bradley_terry_optimum():
         (p * won + (1 - p) * lost).backward()
         optimizer.step()
     assert (-beta / 2 * z).item() == pytest.approx(math.log(p / (1 - p)), abs=1e-6)
+
+
+def test_a_pairs_sigma_and_noise_are_its_own():
+    sigmas, noise = dpo_offline.draw_training_noise(dpo_offline.Args(seed=3), 7, torch.tensor([5, 2]), (1, 2, 2))
+    for row, number in enumerate((5, 2)):
+        generator = torch.Generator().manual_seed(image_seed(3, 7, number))
+        assert sigmas[row] == torch.randn((), generator=generator).sigmoid()
+        assert torch.equal(noise[row], torch.randn(1, 2, 2, generator=generator))
+
+
+def test_a_micro_batch_of_one_pair_gives_the_gradient_of_four(one_rank, monkeypatch):
+    """v = w x, and a reference with w = 0; the latents, sigma and noise of every pair are its own."""
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, 4, 1, 2, 2, generator=generator, dtype=torch.float64)
+    noise = torch.randn(4, 1, 2, 2, generator=generator, dtype=torch.float64)
+    sigmas = torch.tensor([0.2, 0.4, 0.6, 0.9], dtype=torch.float64)
+    w = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    model = SimpleNamespace(device=torch.device("cpu"), is_lora=True, predict_velocity=lambda x, *more: w * x)
+    model.transformer = SimpleNamespace(set_requires_gradient_sync=lambda wanted: None)
+
+    @contextmanager
+    def acting(model, policy):
+        w.data -= 0.3
+        yield
+        w.data += 0.3
+
+    def step(args, model, optimizer):
+        gradients.append(w.grad.item())
+        w.grad = None
+        return 1.0
+
+    gradients = []
+    monkeypatch.setattr(dpo_offline, "acting", acting)
+    monkeypatch.setattr(dpo_offline, "optimizer_step", step)
+    monkeypatch.setattr(dpo_offline, "load_pairs", lambda rows, device: (latents[:, rows], {}))
+    optimizer = SimpleNamespace(param_groups=[{"lr": 1.0}])
+    losses = []
+    for micro_batch_size in (4, 1):
+        args = dpo_offline.Args(micro_batch_size=micro_batch_size, dpo_beta=2.0)
+        metrics = dpo_offline.update(args, model, optimizer, [0, 1, 2, 3], sigmas=sigmas, noise=noise)
+        losses.append(metrics["actor/loss"])
+    s = sigmas.view(4, 1, 1, 1)
+    x, target = (1 - s) * latents + s * noise, noise - latents
+    e, e_ref = (((w_of * x - target) ** 2).flatten(2).mean(2) for w_of in (w, 0))
+    loss = torch.nn.functional.softplus((e - e_ref)[0] - (e - e_ref)[1]).mean()  # beta / 2 = 1
+    loss.backward()
+    assert losses == pytest.approx([loss.item()] * 2, rel=1e-9) and gradients == pytest.approx([w.grad.item()] * 2)
 
 
 @pytest.fixture

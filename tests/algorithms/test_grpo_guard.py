@@ -97,6 +97,18 @@ def test_clip_by_sign_and_side(log_ratio, advantage, moves):
     assert metrics["actor/pg_clipfrac"] == (not moves)
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_papers_clip_of_2e_6_acts_in_fp32(advantage):
+    """Where the ratio's neighbours are 1.2e-7 apart above 1: 3e-6 off is clipped, 1.9e-6 off is not, to 1e-9."""
+    one = torch.ones(1)
+    for log_ratio in (1.9e-6, 3e-6):
+        mean = torch.tensor([[math.copysign(log_ratio, advantage)]])
+        at = (one[:, None], mean, torch.zeros(1, 1), one, torch.tensor([advantage]))
+        loss, metrics = policy_loss(*at, dt=-1.0, clip_range=2e-6)
+        assert abs(loss.item() + advantage) == pytest.approx(min(log_ratio, 2e-6), abs=1e-9)
+        assert metrics["actor/pg_clipfrac"] == (log_ratio > 2e-6)
+
+
 def test_first_update_is_reinforce():
     """At the old policy: ratio 1, nothing clipped, loss -mean A / |dt|, gradient -A eps / (D |dt|)."""
     loss, grad, metrics = hand_loss([0.0, 0.0], [2, -1])

@@ -3,8 +3,13 @@
 import math
 from types import SimpleNamespace
 
+import flow_grpo
+import grpo_guard
+import mix_grpo
+from common.engine import mismatch
 from common.models.parts import sigma_schedule
 from common.rollout import RolloutRequest
+from contrib import flow_dppo, tempflow_grpo
 from flow_grpo import (
     combine_advantages,
     compute_advantages,
@@ -286,6 +291,8 @@ class LinearModel:
     """v = a x + b c + timestep / 1000, elementwise; a stand-in for a family of common/models."""
 
     device = torch.device("cpu")
+    transformer = SimpleNamespace(set_requires_gradient_sync=lambda wanted: None)
+    is_lora = True
 
     def __init__(self):
         self.a, self.b = torch.tensor(0.3, requires_grad=True), torch.tensor(-0.2, requires_grad=True)
@@ -373,3 +380,57 @@ def test_noise_protocol():
             ]
             euler = x + v * (request.sigmas[i + 1] - request.sigmas[i])
             torch.testing.assert_close(trajectories.latents[row, i + 1], euler, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kl_type", ["code", "velocity"])
+@pytest.mark.parametrize("script", [flow_grpo, grpo_guard, mix_grpo, flow_dppo, tempflow_grpo])
+def test_a_trained_step_has_its_own_dt_and_reference(script, kl_type):
+    """Sampling steps 1 and 3 of 6, columns 0 and 1 of the trained ones, from a reference whose `a` is 0.1 less."""
+    model, request = LinearModel(), make_request((1, 3))
+    trajectories = sample_locally(model, request.select(torch.arange(6)))
+    args = script.Args(micro_batch_size=3, kl_type=kl_type, kl_coef=0.1, sde_type="sde")
+    with torch.no_grad():
+        model.a -= 0.1
+        reference = script.recompute_log_probs(args, model, request, trajectories)
+        model.a += 0.1
+    advantages = torch.tensor([1.0, -1, 2, 0.5, -2, -0.5])
+    old = script.OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, torch.ones(6, 2))
+    batch = script.Batch(request, trajectories, old, advantages)
+    passes = iter(script.accumulate_gradients(args, model, batch, torch.arange(6), reference))
+    sigmas = request.sigmas.tolist()
+    for rows in (slice(0, 3), slice(3, 6)):
+        for i in (1, 3):
+            s, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
+            kl = (0.1 * trajectories.latents[rows, i]).square().mean().item()  # of v - v_ref = 0.1 x
+            q_squared = 0.7**2 * s / (1 - s)
+            if kl_type == "code":  # the means differ by dt (1 + q^2 (1 - s) / (2 s)) times what the velocities do
+                kl *= (dt * (1 + q_squared * (1 - s) / (2 * s))) ** 2 / (2 * q_squared)
+            metrics = next(passes)
+            assert metrics["actor/kl_loss"].item() == pytest.approx(kl, rel=1e-4)
+            if script is grpo_guard:  # whose ratio is 1
+                assert metrics["actor/loss"].item() == pytest.approx(-advantages[rows].mean().item() / -dt, rel=1e-4)
+
+
+@pytest.mark.parametrize(("old_log_prob", "limit", "num_checked"), [("rollout", 2.5e-4, 2), ("recompute", math.inf, 6)])
+@pytest.mark.parametrize("script", [flow_grpo, grpo_guard, flow_dppo])
+def test_an_engine_is_held_to_half_the_clip_where_the_ratio_starts_from_its_log_probs(
+    script, old_log_prob, limit, num_checked, monkeypatch
+):
+    """On a first micro-batch, in the log-ratio of the script's own loss; with recomputed ones there is no limit."""
+    model, request = LinearModel(), make_request((1, 3))
+    trajectories = sample_locally(model, request.select(torch.arange(6)))  # the engine's, which another `a` scores
+    model.a.data -= 1e-3
+    checked = []
+    monkeypatch.setattr(mismatch, "check_mismatch", lambda *of, **options: checked.append((of, options)) or {})
+    args = script.Args(micro_batch_size=2, old_log_prob=old_log_prob, clip_range=5e-4)
+    old, _ = script.find_old_policy(args, model, object(), request, trajectories)
+    [((_, sampled, recomputed), options)] = checked
+    assert options["log_ratio_limit"] == limit and len(sampled.latents) == len(recomputed.latents) == num_checked
+    assert torch.equal(old.log_probs, (trajectories if old_log_prob == "rollout" else recomputed).log_probs)
+    if script is grpo_guard:  # mean(eps d) of the seeds' noise
+        noise = sampled.latents[:, [2, 4]] - sampled.prev_sample_means
+        noise = noise / sampled.transition_stds[:, :, None, None, None]
+        expected = (noise * (recomputed.prev_sample_means - sampled.prev_sample_means)).flatten(2).mean(2)
+        torch.testing.assert_close(options["log_ratios"], expected, rtol=1e-4, atol=1e-9)
+    else:  # check_mismatch's own, of Gaussian log-probs
+        assert "log_ratios" not in options

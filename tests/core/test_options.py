@@ -437,6 +437,8 @@ def test_the_schedules_of_the_learning_rate_by_hand():
     assert [linear.lr_factor(k) for k in steps] == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2])
     expected = [0.5, *((1 + math.cos(math.pi * part / 5)) / 2 for part in range(5))]
     assert [cosine.lr_factor(k) for k in steps] == pytest.approx(expected)
+    epochs = flow_grpo.Args(lr_schedule="linear:2", num_steps=3, updates_per_rollout=1, epochs_per_rollout=2)
+    assert [epochs.lr_factor(k) for k in steps] == [linear.lr_factor(k) for k in steps]
     assert linear.lr_factor(9) == pytest.approx(0.2)  # a run that is resumed with fewer updates per rollout
     assert dpo_offline.Args(lr_schedule="linear", num_steps=3).lr_factor(3) == pytest.approx(1 / 4)
     assert [flow_grpo.Args(lr_schedule="constant", **six).lr_factor(k) for k in steps] == [1] * 6

@@ -442,6 +442,18 @@ def test_average_and_warm_up_by_hand(rank, one_rank):
     assert not same(average, start)
 
 
+def test_a_gradient_is_scaled_down_to_max_grad_norm_and_never_up(one_rank):
+    args, model, trained = policy(max_grad_norm=0.5, learning_rate=1.0, lora_rank=4, lr_schedule="constant")
+    optimizer = torch.optim.SGD(trained, lr=1.0)
+    for norm, moved_by in ((2.0, 0.5), (0.25, 0.25)):
+        before = tensors_on_rank_0(model)[0]
+        for p in trained:
+            p.grad = torch.zeros_like(p) + norm / math.sqrt(sum(p.numel() for p in trained))
+        assert flow_grpo.optimizer_step(args, model, optimizer) == pytest.approx(norm, rel=1e-4)
+        moved = [value - before[key] for key, value in tensors_on_rank_0(model)[0].items()]
+        assert torch.cat([m.flatten() for m in moved]).norm().item() == pytest.approx(moved_by, rel=1e-3)
+
+
 def test_the_seed_is_that_of_every_generator(one_rank):
     """A reward may draw from any."""
     draws = []
