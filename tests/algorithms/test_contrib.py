@@ -1082,7 +1082,6 @@ def test_a_script_runs_and_on_two_ranks_as_on_one(tmp_path, script):
     options += ["--num_inference_steps", 3, "--rollout", rollout]
     options += ["--micro_batch_size", 2 if script == "contrib/online_dpo.py" else 4]
     options += teachers_of(tmp_path) if script == "contrib/diffusion_opd.py" else []
-    options += ["--save_rollouts", 1, "--weight_decay", 0.01, "--adam_eps", 1e-12]
     run = tmp_path / "runs" / "ranks1"
     torchrun(tmp_path, script, "--name", "ranks1", *options)
     one = read_metrics(run)
@@ -1096,11 +1095,6 @@ def test_a_script_runs_and_on_two_ranks_as_on_one(tmp_path, script):
     assert json.loads((run / "args.json").read_text())["args"]["name"] == "ranks1"
     assert (run / "source.py").read_text() == (ROOT / script).read_text()
     assert (run / "adapter" / "pytorch_lora_weights.safetensors").is_file()
-    for step in (1, 2):
-        samples = (run / "rollouts" / f"{step:04d}" / "samples.jsonl").read_text().splitlines()
-        assert [json.loads(line)["seed"] for line in samples] == [image_seed(1, step, index) for index in range(16)]
-    [adam] = load_checkpoint(run / "checkpoints" / "step_000002.pt")["optimizer"]["param_groups"]
-    assert (adam["weight_decay"], adam["eps"]) == (0.01, 1e-12)
 
 
 @pytest.fixture
