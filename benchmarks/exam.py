@@ -266,9 +266,8 @@ def biases(line: dict, price: float | None) -> dict[str, float]:
     By the sampler that was trained: the mean in deviations of the model before training, the variance as a share of the
     optimum's, the mass of the low mode; and what was claimed.
     """
-    noise = (
-        line["noise"] if "noise" in line else ROWS[line["row"]].noise
-    )  # a script of one's own may be called as a row
+    # a script of one's own, which says its noise, may be called as a row
+    noise = line["noise"] if "noise" in line else ROWS[line["row"]].noise
     reference, _ = final_density(line["task"], untrained(line["task"]), noise or ODE)
     last = line["trained" if noise else "ode"][-1]
     if price:

@@ -75,9 +75,11 @@ def family_class(model: str | Path, own: str | None = None) -> type[Family]:
         family: Any = load_function(own, "--family")
         if not (isinstance(family, type) and issubclass(family, Family)):
             raise ValueError(f"--family {own}: is not a class that inherits from Family (common/models/family.py)")
-        missing = sorted({*family.__abstractmethods__, *({"lora_target_modules"} - {*dir(family)})})
+        missing = [*family.__abstractmethods__]
+        if not hasattr(family, "lora_target_modules"):
+            missing.append("lora_target_modules")
         if missing:
-            raise ValueError(f"--family {own}: lacks {', '.join(missing)}")
+            raise ValueError(f"--family {own}: lacks {', '.join(sorted(missing))}")
         return family
     folder = Path(model)
     if folder.is_dir():
