@@ -20,7 +20,8 @@ from common.distributed import end_distributed, setup_distributed
 from common.models.family import Family
 from common.models.loading import family_class
 from common.weights.lora import make_lora
-from common.weights.policy import add_policies, reshard
+from common.weights.policy import add_policies
+from common.weights.sharding import reshard
 from tests.published_models import PUBLISHED
 from tests.tiny_models import EMBEDDED, FAMILIES
 

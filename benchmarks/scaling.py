@@ -42,19 +42,20 @@ WITHIN_NODE = 300e9  # bytes/s of a rank's collectives: about two thirds of NVLi
 BETWEEN_NODES = 40e9  # of a rank with a 400 Gb/s adapter of its own
 TO_ENGINE = 2e9  # through the host's memory, with a GPU's copy at either end
 
-RECIPE = needs.Workload(
+RECIPE = needs.PlannedRun(
     num_images=48 * 24,
     sampled_steps=10,
     trained_steps=9,
-    policies=("trained", "average", "reference"),
+    policies=("default", "ema", "reference"),
+    acting_passes=1,
     num_eval_images=1000,
-    micro_batch_images=9,
+    micro_batch_size=9,
     trained_guidance=4.5,
     dtype="bfloat16",
     guidance_scale=4.5,
     rollout="vllm",
     rollout_batch_size=16,
-    old_log_prob="recompute",
+    recomputes_log_probs=True,
     num_prompts=48,
     eval_num_inference_steps=40,
     ranks=8,
@@ -86,10 +87,10 @@ def traffic(blueprint, w):
 
 
 def with_micro_batch(w):
-    """The Workload with the largest micro-batch, of at most its own size, that divides a rank's share of an update."""
+    """The same with the largest micro-batch, of at most its own size, that divides a rank's share of an update."""
     share = w.images_of_a_rank // UPDATES
     fitting = max(n for n in range(1, w.micro_batch_images + 1) if share % n == 0)
-    return replace(w, micro_batch_images=fitting)
+    return replace(w, micro_batch_size=fitting)
 
 
 def laid_out(blueprint, w):
@@ -124,7 +125,7 @@ def print_bytes(name, blueprint, w):
 
 
 def workloads():
-    """{name: Workload}."""
+    """{name: PlannedRun}."""
     rows = {}
     for ranks in (8, 16, 32, 72, 144, 288):  # the scripts take those that divide 1,152 images in 2 updates
         rows[f"{ranks} GPUs, 48 x 24 images"] = replace(RECIPE, ranks=ranks)
@@ -138,7 +139,7 @@ def workloads():
     rows["8 GPUs, 20 steps"] = replace(RECIPE, sampled_steps=20, trained_steps=19)
     rows["8 GPUs, window of 2 steps"] = replace(RECIPE, trained_steps=2)
     rows["8 GPUs, 256 x 256"] = replace(RECIPE, image_size=(256, 256))
-    rows["8 GPUs, 1024 x 1024"] = replace(RECIPE, image_size=(1024, 1024), micro_batch_images=1, rollout_batch_size=2)
+    rows["8 GPUs, 1024 x 1024"] = replace(RECIPE, image_size=(1024, 1024), micro_batch_size=1, rollout_batch_size=2)
     rows["8 GPUs, --rollout local"] = replace(RECIPE, rollout="local")
     by_block = {"shard_ranks": RANKS_OF_A_NODE, "train_with": ("gather_blocks",)}
     rows["8 GPUs, local, by block"] = replace(RECIPE, rollout="local", **by_block)

@@ -22,7 +22,7 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-FORMAT = 4  # of args.json and of checkpoints; a file of another format is refused (common/resuming.py)
+FORMAT = 5  # of args.json and of checkpoints; a file of another format is refused (common/resuming.py)
 IS_FOLDER = 0x10  # the bit of a zip record's attributes that marks a folder
 
 

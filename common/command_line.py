@@ -200,22 +200,12 @@ def _defaults_of_checkpoint(args: SharedArgs, state: dict[str, Any]) -> dict[str
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 def check_steps(args: SharedArgs, state: dict[str, Any]) -> None:
-    """ValueError: the run would begin behind its last step, or another number of optimizer steps a rollout would put
-    the learning rate's schedule, which counts them, out of step with the checkpoint's count."""
+    """ValueError: the run would begin behind its last step."""
     if args.resume != "latest" and args.num_steps <= state["step"]:
         told = f"the checkpoint of --resume {args.resume} is of step {state['step']}, from which a new run counts on"
         raise ValueError(f"--num_steps {args.num_steps}: {told}")
     if args.num_steps < state["step"]:
         raise ValueError(f"--num_steps {args.num_steps}: the run has taken {state['step']} already")
-    both = [
-        name for name in ("updates_per_rollout", "epochs_per_rollout") if name in state["args"] and hasattr(args, name)
-    ]
-    before = math.prod(state["args"][name] for name in both)
-    now = math.prod(getattr(args, name) for name in both)
-    if before != now and parse_lr_schedule(args.lr_schedule)[0] != "constant":
-        told = f"{now} optimizer steps a rollout, where the checkpoint's run had {before}"
-        why = f"--lr_schedule {args.lr_schedule} counts them: keep their number, or pass --lr_schedule constant"
-        raise ValueError(f"--updates_per_rollout x --epochs_per_rollout: {told}; {why}")
 
 
 def check_options(args: SharedArgs) -> None:
@@ -256,8 +246,6 @@ def check_options(args: SharedArgs) -> None:
             raise ValueError("--rollout_correction: needs --rollout vllm and --old_log_prob recompute")
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         _check_bounds(name, getattr(args, name), _bounds(hint))
-    if args.eval_guidance_scale not in (None, 1) and not hasattr(args, "guidance_scale"):
-        raise ValueError(f"--eval_guidance_scale {args.eval_guidance_scale:g}: this script has no guidance")
     if args.train_shares and len(args.train_shares) != len(args.train_prompts):
         counts = f"{len(args.train_shares)} shares for {len(args.train_prompts)} files of --train_prompts"
         raise ValueError(f"--train_shares: {counts}; give one for each")

@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.checkpoints import load_checkpoint
 from common.data import PromptSet, check_sources, digest_records
 from common.distributed import gather_objects
 from common.errors import RunError, error_prefix
 from common.images import warn_stretched
 from common.models.family import Family
 from common.models.loading import check_schedules, pipeline_without_weights
-from common.options import ArgsClass, SharedArgs
+from common.options import ArgsClass, SharedArgs, parse_lr_schedule
 from common.pairs.pair_files import Pairs, pair_prompts
 from common.plan.needs import fit_to_gpus
 from common.process import print_message
@@ -22,6 +23,7 @@ from common.scoring import Reward, offload_rewards, score_images
 from common.weights.adapter_files import check_modules
 from common.weights.base_weights import check_base_weights
 from common.weights.lora import LoRA
+from common.workload import Workload
 
 import torch
 from PIL import Image
@@ -53,8 +55,19 @@ class Inputs(NamedTuple):
         return [text for part in both for text in (*part.prompts, *part.negatives(negative_prompt).prompts)]
 
 
-def check_inputs(args: SharedArgs, inputs: Inputs) -> Inputs:
+def check_inputs(
+    args: SharedArgs,
+    inputs: Inputs,
+    workload: Workload,
+    *,
+    schedules: Mapping[str, int],
+    guidance_scale: float | None = None,
+    kl_guidance_scale: float = 1.0,
+) -> Inputs:
     """Hold options against the model, the prompts and the LoRA, and try users' own rewards. Returns the inputs.
+
+    schedules: {option: its number of sampling steps}. guidance_scale: of rollouts; None in a script without guidance.
+    kl_guidance_scale: of the reference alone.
 
     An evaluation of edits gets the reward `preservation`, although no option names it: a reward of what was asked for
     does not see what else has changed.
@@ -76,12 +89,15 @@ def check_inputs(args: SharedArgs, inputs: Inputs) -> Inputs:
     if args.eval_by:
         check_field(inputs.eval_set, args.eval_by)
     check_pictures(args, inputs)
-    check_negative_prompts(args, inputs)
+    if guidance_scale is None and args.eval_guidance_scale not in (None, 1):
+        raise ValueError(f"--eval_guidance_scale {args.eval_guidance_scale:g}: this script has no guidance")
+    check_negative_prompts(args, inputs, max(guidance_scale or 1.0, args.eval_guidance_scale or 1.0, kl_guidance_scale))
     check_lora_modules(inputs.lora, options)
-    schedules = [("--eval_num_inference_steps", args.eval_num_inference_steps, args.image_size)]
-    if "num_inference_steps" in options:
-        schedules.append(("--num_inference_steps", options["num_inference_steps"], args.image_size))
-    check_schedules(inputs.family, args.model, schedules, args.num_frames)
+    if inputs.checkpoint and not args.eval_only:
+        check_updates(args.lr_schedule, load_checkpoint(inputs.checkpoint), workload)
+    all_schedules = {"--eval_num_inference_steps": args.eval_num_inference_steps, **schedules}
+    sampled = [(option, num_steps, args.image_size) for option, num_steps in all_schedules.items()]
+    check_schedules(inputs.family, args.model, sampled, args.num_frames)
     if args.eval_guidance_scale:
         with error_prefix("evaluation"):
             inputs.family.check(args.model, *args.image_size, args.num_frames, args.eval_guidance_scale)
@@ -166,8 +182,20 @@ def check_lora_modules(lora: LoRA | None, options: Mapping[str, Any]) -> None:
         check_modules(pipeline_without_weights(options["model"]).transformer, lora.config)
 
 
-def check_negative_prompts(args: SharedArgs, inputs: Inputs) -> None:
-    """ValueError: a negative prompt, of the option or of a record, where guidance takes none or is off."""
+def check_updates(lr_schedule: str, state: Mapping[str, Any], workload: Workload) -> None:
+    """ValueError: another number of optimizer steps in a training step than in the checkpoint's run would put
+    --lr_schedule, which counts them, out of step with the checkpoint's count."""
+    before, now = state["updates_per_step"], workload.updates_per_step
+    if before != now and parse_lr_schedule(lr_schedule)[0] != "constant":
+        told = f"counts optimizer steps, of which a training step has {now}, and the checkpoint's run had {before}"
+        raise ValueError(f"--lr_schedule {lr_schedule}: {told}: keep their number, or pass --lr_schedule constant")
+
+
+def check_negative_prompts(args: SharedArgs, inputs: Inputs, guidance_scale: float) -> None:
+    """ValueError: a negative prompt, of the option or of a record, where guidance takes none or is off.
+
+    guidance_scale: the largest that the run has.
+    """
     given = "--negative_prompt" if args.negative_prompt else None
     for option, prompts in (("--train_prompts", inputs.train_set), ("--eval_prompts", inputs.eval_set)):
         for prompt, negative_prompt in zip(prompts.prompts, prompts.negatives("").prompts, strict=True):
@@ -175,8 +203,7 @@ def check_negative_prompts(args: SharedArgs, inputs: Inputs) -> None:
                 given = f"{option}: the negative_prompt of {prompt!r}"
     if given and not inputs.family.has_negative_prompt:
         raise ValueError(f"{given}: {inputs.family.__name__}'s guidance takes none")
-    scales = [getattr(args, name, None) or 1 for name in ("guidance_scale", "eval_guidance_scale", "kl_guidance_scale")]
-    if given and max(scales) <= 1:
+    if given and guidance_scale <= 1:
         raise ValueError(f"{given}: needs guidance, a --guidance_scale above 1 in a script that has it")
 
 
@@ -207,7 +234,7 @@ def try_rewards(
             raise RunError(f"tried on {what} before the run: {error}") from error.__cause__
 
 
-def choose_sizes(args: ArgsClass, inputs: Inputs) -> ArgsClass:
+def choose_sizes(args: ArgsClass, inputs: Inputs, workload: Workload) -> ArgsClass:
     """The options with what they leave open: the rank and alpha of --lora_path's file and, on GPUs, what fits where
     micro_batch_size or shard_ranks is 0. A collective.
 
@@ -224,5 +251,5 @@ def choose_sizes(args: ArgsClass, inputs: Inputs) -> ArgsClass:
         args = replace(args, lora_rank=inputs.lora.config.r, lora_alpha=inputs.lora.config.lora_alpha)
     if args.micro_batch_size and not torch.cuda.is_available():
         return args
-    fitting = fit_to_gpus(inputs.family, inputs.lora, inputs.eval_set, inputs.checkpoint, vars(args))
+    fitting = fit_to_gpus(inputs.family, inputs.lora, inputs.eval_set, inputs.checkpoint, vars(args), workload)
     return replace(args, micro_batch_size=fitting["micro_batch_size"], shard_ranks=fitting["shard_ranks"])

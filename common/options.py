@@ -6,10 +6,9 @@ Bounds stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3
 
 import math
 import re
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -44,6 +43,19 @@ def parse_lr_schedule(text: str) -> tuple[str, int]:
     if found is None:
         raise ValueError(f"--lr_schedule {text}: must be constant, linear or cosine, or with a warm-up: linear:100")
     return found[1], int(found[2] or 0)
+
+
+def lr_factor(schedule: str, k: int, num_updates: int) -> float:
+    """The factor of the learning rate, in (0, 1], at the k-th of a run's num_updates optimizer steps; k from 1."""
+    kind, num_warmup_steps = parse_lr_schedule(schedule)
+    k = k if kind == "constant" else min(k, num_updates)
+    if kind == "constant" or k < num_warmup_steps:
+        return min(1, k / max(1, num_warmup_steps))
+    end = num_updates + 1  # the factor is 0 at the step behind the last one
+    if kind == "linear":
+        return (end - k) / (end - num_warmup_steps)
+    share = (k - num_warmup_steps) / (end - num_warmup_steps)
+    return (1 + math.cos(math.pi * share)) / 2
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -205,30 +217,6 @@ class SharedArgs:
     def run_folder(self) -> Path:
         """The folder of this run."""
         return Path("runs") / self.name
-
-    @property
-    def for_evaluation(self) -> Self:
-        """These options with the evaluation's steps and guidance in the place of the rollouts'."""
-        evaluated = copy(self)  # every script's own Args has num_inference_steps, and most have guidance_scale
-        evaluated.num_inference_steps = self.eval_num_inference_steps  # type: ignore[attr-defined]
-        if self.eval_guidance_scale is not None and hasattr(self, "guidance_scale"):
-            evaluated.guidance_scale = self.eval_guidance_scale  # type: ignore[attr-defined]
-        return evaluated
-
-    def lr_factor(self, k: int) -> float:
-        """The factor of the learning rate, in (0, 1], at the k-th optimizer step of the run, counted from 1."""
-        kind, num_warmup_steps = parse_lr_schedule(self.lr_schedule)
-        # offline DPO and DRaFT take one optimizer step per training step
-        updates_per_step = getattr(self, "updates_per_rollout", 1) * getattr(self, "epochs_per_rollout", 1)
-        num_updates = self.num_steps * updates_per_step
-        k = k if kind == "constant" else min(k, num_updates)
-        if kind == "constant" or k < num_warmup_steps:
-            return min(1, k / max(1, num_warmup_steps))
-        end = num_updates + 1  # the factor is 0 at the step behind the last one
-        if kind == "linear":
-            return (end - k) / (end - num_warmup_steps)
-        share = (k - num_warmup_steps) / (end - num_warmup_steps)
-        return (1 + math.cos(math.pi * share)) / 2
 
     @property
     def evaluated_policy(self) -> str:

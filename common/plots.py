@@ -30,8 +30,9 @@ PANELS = {  # title -> metrics drawn in it; a name that ends with a slash stands
         "rollout_corr/logprob_abs_diff_max",
     ),
 }
+TRAIN_TOTAL = "critic/rewards/mean"
 VAL_TOTAL = "val/weighted_total/mean"
-TOTALS = ("critic/rewards/mean", VAL_TOTAL)
+TOTALS = (TRAIN_TOTAL, VAL_TOTAL)
 Curve = tuple[str, str, list[dict], str]  # label, metric, rows of metrics.jsonl, colour
 Picture = tuple[Image.Image, str]  # with its caption
 LINE_HEIGHT = 14  # pixels of a line of a caption, below an image
@@ -45,7 +46,7 @@ def plot_curves(folder: Path | str) -> None:
     for title, wanted in PANELS.items():
         colours: dict[str, str] = {}  # a reward's colour is the same in training and evaluation
         for name in drawn_metrics(rows, wanted):
-            in_evaluation = name.replace("critic/rewards/mean", VAL_TOTAL).replace("critic/rewards/", "val/")
+            in_evaluation = name.replace(TRAIN_TOTAL, VAL_TOTAL).replace("critic/rewards/", "val/")
             colour = colours.setdefault(in_evaluation, f"C{len(colours)}")
             panels.setdefault(title, []).append((name, name, rows, colour))
     draw_panels(panels, Path(folder) / "curves.png")

@@ -15,27 +15,28 @@ from common.distributed import on_rank_0
 from common.models.loading import find_family
 from common.plan.devices import find_device
 from common.plan.memory import Blueprint
-from common.plan.needs import measure, work, workload_of
+from common.plan.needs import measure, planned_run, work
 from common.process import end_with_parent, print_message
 from common.weights.lora import make_lora
+from common.workload import Workload
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.profiler import ProfilerAction, profile
 
-PHASES = {"update_actor": ("update", "actor"), "old_log_prob": ("old log-probs", "actor_infer")}
+PLANNED = {"actor": "update", "actor_infer": "old log-probs"}  # perf/mfu/<name> -> the phase, as the plan calls it
 
 
 # ---- the share of the peak -------------------------------------------------------------------------------------------
-def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any type
-    """{timed phase: FLOPs of the transformer's matrix products}, for a rank's training step.
+def count_flops(config: dict[str, Any], workload: Workload) -> dict[str, float]:  # options of any type
+    """{name of perf/mfu/<name>: FLOPs of the transformer's matrix products}, for a rank's training step.
 
     config: the run's options by name. Counted by a pass of each kind without weights, as the plan does. Recomputed
     activations are not counted.
     """
     height, width = config["image_size"]
-    guidance_scale = config.get("guidance_scale", 1.0)
+    guidance_scale = workload.guidance_scale
     family = find_family(config["model"], height, width, config["num_frames"], guidance_scale, own=config["family"])
     lora = make_lora(
         family,
@@ -47,15 +48,16 @@ def count_flops(config: dict[str, Any]) -> dict[str, float]:  # options of any t
         base_weights=config["base_weights"],
     )
     ranks, ranks_here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    w = workload_of(config | {"train_with": ()}, 0, ranks, ranks_here)  # recomputed activations are no model FLOPs
+    options = config | {"train_with": ()}  # recomputed activations are no model FLOPs
+    w = planned_run(workload, options, 0, ranks, ranks_here)
     dtype = getattr(torch, config["dtype"])
     num_sources = count_sources(family.num_sources, config["eval_prompts"][0])  # all records of a run have as many
     blueprint = Blueprint(family, config["model"], lora, dtype, num_sources)
     counted = work(w, measure(blueprint, w))
-    return {timed: counted[name].transformer for timed, (name, _) in PHASES.items() if name in counted}
+    return {name: counted[phase].transformer for name, phase in PLANNED.items() if phase in counted}
 
 
-def count_in_process(config: dict[str, Any]) -> Connection:
+def count_in_process(config: dict[str, Any], workload: Workload) -> Connection:
     """Call count_flops in a process of its own, which ends with this one. Returns the pipe that will bring its value.
 
     For a large model it takes half a minute of Python, in which a GPU would wait for its next kernels. It also seeds
@@ -63,19 +65,19 @@ def count_in_process(config: dict[str, Any]) -> Connection:
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    context.Process(target=_send_flops, args=(sender, config), daemon=True).start()
+    context.Process(target=_send_flops, args=(sender, config, workload), daemon=True).start()
     sender.close()
     return receiver
 
 
-def _send_flops(sender: Connection, config: dict[str, Any]) -> None:
+def _send_flops(sender: Connection, config: dict[str, Any], workload: Workload) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to this process as well
     end_with_parent()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the passes have no memory, and need no GPU
     torch.set_num_threads(1)
     repair_torchvision()  # before the model's family imports diffusers
     try:
-        sender.send(count_flops(config))
+        sender.send(count_flops(config, workload))
     except Exception as error:  # the run can do without
         print_message(f"perf/mfu is not logged: {type(error).__name__}: {' '.join(str(error).split())}")
 
@@ -83,15 +85,15 @@ def _send_flops(sender: Connection, config: dict[str, Any]) -> None:
 class Utilisation:
     """The share of this GPU's peak that the phases of a run reach: model FLOPs utilisation, 0 to 1."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        """config: the run's options by name, whose FLOPs are being counted from now on."""
+    def __init__(self, config: dict[str, Any], workload: Workload) -> None:
+        """config: the run's options by name. The FLOPs of its workload are being counted from now on."""
         device = find_device(torch.cuda.get_device_name())
         self.peak = device and (device.bfloat16 if config["dtype"] == "bfloat16" else device.float32)  # in TFLOP/s
-        self.flops: dict[str, float] = {}  # by timed phase
-        self.counting = count_in_process(config) if self.peak else None
+        self.flops: dict[str, float] = {}  # by name of perf/mfu/<name>
+        self.counting = count_in_process(config, workload) if self.peak else None
 
-    def metrics(self, timing: dict[str, float]) -> dict[str, float]:
-        """perf/mfu/actor of the update and perf/mfu/actor_infer of the old log-probs. timing: seconds of the phases.
+    def metrics(self, seconds: dict[str, float]) -> dict[str, float]:
+        """perf/mfu/actor of the update and perf/mfu/actor_infer of the old log-probs. seconds: of the step, by name.
 
         {} until the FLOPs are counted, which is not waited for, and for a GPU whose peak we do not know.
         """
@@ -100,9 +102,9 @@ class Utilisation:
                 self.flops = self.counting.recv()
             self.counting = None
         found = {}
-        for phase, flops in self.flops.items():
-            if self.peak and timing.get(phase):
-                found[f"perf/mfu/{PHASES[phase][1]}"] = flops / (1e12 * self.peak) / timing[phase]
+        for name, flops in self.flops.items():
+            if self.peak and seconds.get(name):
+                found[f"perf/mfu/{name}"] = flops / (1e12 * self.peak) / seconds[name]
         return found
 
 

@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -26,8 +26,8 @@ from common.data import GroupSampler
 from common.distributed import end_distributed, gather_objects, on_rank_0, rng_states
 from common.errors import UNREADABLE, NothingBegun, RolloutError, RunError, error_prefix, truncate
 from common.models.family import Family
-from common.options import SharedArgs
-from common.plots import VAL_TOTAL, WATCHED, Picture, drawn_metrics, plot_curves, save_grid
+from common.options import RatioArgs, SharedArgs
+from common.plots import TRAIN_TOTAL, VAL_TOTAL, WATCHED, Picture, drawn_metrics, plot_curves, save_grid
 from common.process import catch_stop_signals, is_killed_early, print_message, print_once, printable, stop_requested
 from common.profiling import Utilisation, profiled_step
 from common.resuming import checkpoint_of, report_resumed, rewind, step_of_best
@@ -37,6 +37,7 @@ from common.stop_rules import met_rules, read_stop_rules
 from common.tracking import start_tracker
 from common.weights.lora import save_policy
 from common.weights.shards import first_intact
+from common.workload import Workload
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,6 @@ MAX_SKIPPED = 3  # training steps in a row without one finite gradient before th
 # files and folders that only a run leaves in its folder
 RESULTS = ("metrics.jsonl", "checkpoints", "adapter", "best_adapter", "samples", "rollouts", "pairs.jsonl", "pairs")
 BEGINS_ANEW = "the run begins anew, and so does its log"
-SHOWN = {"critic/rewards/mean": "reward", "actor/implicit_accuracy": "accuracy"}  # beside the progress bar
 # what gloo and NCCL say of a rank that has ended, or hangs
 RANK_IS_GONE = (
     "Connection closed by peer",
@@ -62,10 +62,12 @@ ANOTHER_RANK_LOST = "another rank was lost; if it left no line above, it hangs, 
 class Run:
     """The folder, metrics, clock, progress bar and stop signals of one training run.
 
-        run = Run(args, rewards, script=__file__, num_images=256)
+        run = Run(args, rewards, script=__file__, workload=workload(args))
         for step in range(run.step + 1, args.num_steps + 1):
             run.begin_step(step, sampler, save)
-            with run.timed("gen"):
+            with run.timed("gen", per_image=True):
+                ...
+            with run.updating():
                 ...
             run.end_step({"actor/loss": loss})
             run.log(evaluate() if step % 5 == 0 else {})
@@ -91,14 +93,13 @@ class Run:
         *,
         script: str = "",
         checkpoint: Path | None = None,
-        num_images: int = 0,
+        workload: Workload | None = None,
     ) -> None:
         """Begin a run in runs/<name>, or resume it from `checkpoint`.
 
         rewards: {name: function} of training and evaluation, whose settings are recorded beside the options. script:
         the script's file, copied into the folder, which is made and locked. "" writes metrics alone:
-        no record, lock or heartbeat, no signals, no last line of an error. num_images: images of a training step over
-        all ranks, for speeds.
+        no record, lock or heartbeat, no signals, no last line of an error. workload: the script's, for speeds.
 
         Raises:
             RunError: another process writes to the folder or has just written to it, or it cannot be written.
@@ -113,18 +114,22 @@ class Run:
         self.best_score = -math.inf
         self._lowest_score = math.inf  # for `close`: where it is best_score, all evaluations scored the same
         self.unlogged: dict[str, float] = {}
+        self._shown: Mapping[str, str] = {}  # label beside the progress bar -> metric
         self._saved_step = 0  # of the newest checkpoint
         self._sampler: GroupSampler | None = None
         self._save: Callable[[], None] | None = None
         # (step, random states, the sampler's) that belong to the weights, for save_after_failure: set by begin_step, of
-        # the step before, and by end_step; None from update_actor to end_step, while the weights change
+        # the step before, and by end_step; None from `updating` to end_step, while the weights change
         self._policy_states: tuple[int, dict, dict] | None = None
         self._rng_to_save: dict | None = None  # after a failure, as a thread that scores may still draw numbers
         self._best_step: int | None = None  # of the best evaluation; None: unknown
-        self._num_images = num_images
+        self._num_images = workload.num_images if workload else 0
+        self._updates_per_step = workload.updates_per_step if workload else 1
         self._writes = on_rank_0()
         self._stop_reason: str | None = None  # the rule that an evaluation met first
         self._timing: dict[str, float] = {}  # seconds of every phase since the last `log`, on this rank
+        self._per_image: set[str] = set()  # phases whose milliseconds per image are logged
+        self._mfu_phases: dict[str, str] = {}  # name of perf/mfu/<name> -> its phase
         self._created: float | None = time.perf_counter()  # until the first phase: the time before it is the startup
         self._device_memory_gb = 0.0  # the most that was in use on the GPU, by any process, since the last `log`
         self._step_began: float | None = None  # perf_counter at the start of a training step, until `log`
@@ -149,31 +154,41 @@ class Run:
         self._utilisation: Utilisation | None = None
         trains = script and args.num_steps and not args.eval_only
         if trains and self._writes and torch.cuda.is_available():  # a CPU's peak is not known
-            self._utilisation = Utilisation(self.config)
+            self._utilisation = Utilisation(self.config, workload) if workload else None
         self._tracker = start_tracker(args.track, self.folder, self.config) if args.track and self._writes else None
 
     # ---- the clock ----
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
+    def timed(self, name: str, *, per_image: bool = False, mfu: str | None = None) -> Iterator[None]:
         """Add the block's seconds to timing_s/<name>, to the end of the GPU's work. The time before the first block is
         startup.
 
-        A block is also a phase of heartbeat.json. From update_actor to `end_step` a failure saves no checkpoint, as
-        weights change.
+        A block is also a phase of heartbeat.json. per_image: log timing_per_image_ms/<name> as well. mfu: log
+        perf/mfu/<mfu> of a phase that common/profiling.py counts.
         """
+        if per_image:
+            self._per_image.add(name)
+        if mfu:
+            self._mfu_phases[mfu] = name
         began = time.perf_counter()
         if self._created is not None:
             self._timing["startup"] = began - self._created
             self._created = None
         self._write_heartbeat(name)
-        if name == "update_actor":
-            self._policy_states = None  # until `end_step`
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()  # of all processes on this GPU, the engine among them
             self._device_memory_gb = max(self._device_memory_gb, (total - free) / 1e9)
         self._timing[name] = self._timing.get(name, 0.0) + time.perf_counter() - began
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """The phase `update_actor`, in which the weights change: from here to `end_step` a failure saves no
+        checkpoint."""
+        self._policy_states = None  # until `end_step`
+        with self.timed("update_actor", per_image=True, mfu="actor"):
+            yield
 
     def _write_heartbeat(self, phase: str) -> None:
         """heartbeat.json says which phase began last, and when: a watchdog finds a run that hangs, and where. `close`
@@ -215,10 +230,34 @@ class Run:
         self.step = step
         self._step_began = self._last_step_began = time.perf_counter()
 
-    def end_step(self, metrics: dict) -> None:
-        """Keep the metrics of a training step until `log`, and remember the states that go with its weights."""
+    def end_step(
+        self, metrics: dict, *, num_skipped: float | torch.Tensor, shown: Mapping[str, str] | None = None
+    ) -> None:
+        """Keep the metrics of a training step until `log`, and remember the states that go with its weights.
+
+        num_skipped: optimizer steps that were left out, as their gradient was not finite. shown: {label: metric},
+        beside the progress bar.
+        """
         self.unlogged = {name: float(value) for name, value in metrics.items()}
+        self._shown = shown or {}
+        self._num_skipped = self._num_skipped + 1 if num_skipped >= self._updates_per_step else 0
         self._keep_states(self.step)
+
+    def report_ratio(self, mean: float | torch.Tensor, deviation: float | torch.Tensor, clip_range: float) -> None:
+        """Warn, once, where the first ratios do not begin at 1 up to `clip_range`, or 1e-3 if that is less.
+
+        mean and deviation: of the ratios before any weight has changed since the rollout.
+        """
+        if self._has_seen_ratio:
+            return
+        self._has_seen_ratio = True
+        mean, deviation = float(mean), float(deviation)
+        if max(abs(mean - 1), deviation) > min(1e-3, clip_range):
+            found = f"the ratio begins at 1 {mean - 1:+.2g} +- {deviation:.1g}"
+            why = "the rollout's log-probs are not those that the update computes of the same samples"
+            takes_sampled = isinstance(self.args, RatioArgs) and self.args.old_log_prob == "rollout"
+            advice = "pass --old_log_prob recompute, or see docs/fork.md" if takes_sampled else "see docs/fork.md"
+            self.print_message(f"step {self.step}: {found}: {why}: {advice}")
 
     def _keep_states(self, step: int) -> None:
         """Remember the random states and the sampler's position after `step`, for save_after_failure."""
@@ -268,8 +307,6 @@ class Run:
         may_stop = self.has_begun_training or bool(self.unlogged)
         metrics = self.unlogged | metrics
         self.unlogged = {}
-        if "actor/skipped_steps" in metrics:  # grad_norm is left out where no gradient of the step was finite
-            self._num_skipped = 0 if "actor/grad_norm" in metrics else self._num_skipped + 1
         if self._num_skipped == MAX_SKIPPED:
             raise RunError(
                 f"step {step}: no finite gradient in {MAX_SKIPPED} training steps in a row: lower --learning_rate"
@@ -309,27 +346,16 @@ class Run:
             file.write(json.dumps(row) + "\n")
 
     def _show(self, step: int, metrics: dict[str, float], *, has_grid: bool) -> None:
-        """Move the progress bar, warn once where nothing is learned, and of a first ratio that is not 1, and print an
-        evaluation's rewards."""
+        """Move the progress bar, warn once where nothing is learned, and print an evaluation's rewards."""
         if self.bar is not None:
-            self.bar.set_postfix({label: f"{metrics[name]:.3f}" for name, label in SHOWN.items() if name in metrics})
+            shown = {"reward": TRAIN_TOTAL, **self._shown}
+            self.bar.set_postfix({label: f"{metrics[name]:.3f}" for label, name in shown.items() if name in metrics})
             self.bar.update(step - self.bar.n)
         if metrics.get("critic/rewards/zero_std_ratio") == 1 and not self._has_warned:
             self._has_warned = True
             self.print_message(
                 f"step {step}: every image scores as the others of its prompt do: nothing is learned from them"
             )
-        ratio = metrics.get("actor/on_policy_ratio_mean")
-        if ratio is not None and not self._has_seen_ratio and not metrics.get("training/staleness"):
-            self._has_seen_ratio = True
-            deviation = metrics["actor/on_policy_ratio_std"]
-            limit = min(1e-3, getattr(self.args, "clip_range", 1e-3))
-            if max(abs(ratio - 1), deviation) > limit:  # no weight has changed since the rollout
-                found = f"the ratio begins at 1 {ratio - 1:+.2g} +- {deviation:.1g}"
-                why = "the rollout's log-probs are not those that the update computes of the same samples"
-                takes_sampled = getattr(self.args, "old_log_prob", "") == "rollout"
-                advice = "pass --old_log_prob recompute, or see docs/fork.md" if takes_sampled else "see docs/fork.md"
-                self.print_message(f"step {step}: {found}: {why}: {advice}")
         if has_grid:
             told = [f"{name} {metrics[name]:.3f}" for name in drawn_metrics([metrics], ("val/", *WATCHED))]
             told += [f"{name} {value:g}" for name, value in metrics.items() if name.endswith("/failed") and value > 0]
@@ -354,15 +380,16 @@ class Run:
             metrics |= over_ranks(gather_objects((self._timing, peaks)))
         if "step" not in self._timing or not self._num_images:
             return metrics
-        for name in ("gen", "reward", "update_actor"):
-            if name in self._timing:
+        for name in self._timing:
+            if name in self._per_image:
                 metrics[f"timing_per_image_ms/{name}"] = 1000 * self._timing[name] / self._num_images
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         metrics["perf/time_per_step"] = self._timing["step"]
         metrics["perf/throughput"] = self._num_images / self._timing["step"] / world_size
         metrics["perf/total_num_images"] = step * self._num_images
         if self._utilisation:
-            metrics |= self._utilisation.metrics(self._timing)
+            seconds = {name: self._timing.get(phase, 0.0) for name, phase in self._mfu_phases.items()}
+            metrics |= self._utilisation.metrics(seconds)
         return metrics
 
     # ---- samples, checkpoints and the end ----
@@ -378,6 +405,7 @@ class Run:
         said, or at the last step.
         """
         state |= {"step": self.step, "args": self.config, "contents": self.contents, "format": FORMAT}
+        state |= {"updates_per_step": self._updates_per_step}
         state |= {"best": self.best_score, "lowest": self._lowest_score, "best_step": self._best_step}
         state |= {"unlogged": self.unlogged}
         if self._rng_to_save:

@@ -41,29 +41,20 @@ from common.distributed import gather_rows, mean_over_ranks, setup_distributed, 
 from common.evaluation import evaluate_samples, log_rollout, reward_metrics
 from common.inputs import Inputs, check_inputs, choose_sizes
 from common.models.family import Family
-from common.models.loading import find_family, load_model
-from common.options import Bound, EngineArgs, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from common.models.loading import find_family
+from common.options import Bound, EngineArgs, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, lr_factor
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, checkpoint_to_resume, friendly_errors
 from common.scoring import Scorer, all_equal, asked_parts, fill_failed, load_rewards
 from common.sde import image_seed, sde_step
-from common.weights.attention import use_attention
-from common.weights.base_weights import quantise_encoders
 from common.weights.lora import make_lora
-from common.weights.policy import (
-    acting,
-    add_policies,
-    choose_adam_kernel,
-    follow,
-    keep_frozen_whole,
-    reshard,
-    sampling,
-)
-from common.weights.prompt_cache import prepare_prompts
+from common.weights.policy import acting, choose_adam_kernel, follow
+from common.weights.sharding import sampling, units_to_shard
+from common.weights.start import load_policies
 from common.weights.training_state import load_training_state, training_state
+from common.workload import Workload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import AdamW
@@ -136,6 +127,20 @@ def check(args: Args) -> Args:
     return replace(args, micro_batch_size=micro_batch_size)
 
 
+def workload(args: Args) -> Workload:
+    """What a training step samples, trains and keeps: for the plan, the sizes that fit, and perf/mfu."""
+    return Workload(
+        num_images=args.num_prompts * args.group_size,
+        num_prompts=args.num_prompts,
+        sampled_steps=args.num_inference_steps,
+        trained_steps=args.pairs_per_prompt,
+        policies=tuple(policy_names(args)),
+        acting_passes=1,  # of the trained policy, which is its own `old`
+        updates=args.updates_per_rollout,
+        epochs=args.epochs_per_rollout,
+    )
+
+
 def prepare(args: Args) -> Inputs:
     """Load and check all but the model: rewards, prompts, the LoRA, which checkpoint. An error names what is wrong."""
     rewards = load_rewards(args.reward, args.reward_weights, args.num_frames, args.reward_frames)
@@ -165,7 +170,8 @@ def prepare(args: Args) -> Inputs:
         checkpoint=checkpoint,
     )
     inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
-    return check_inputs(args, inputs)
+    schedules = {"--num_inference_steps": args.num_inference_steps}
+    return check_inputs(args, inputs, workload(args), schedules=schedules)
 
 
 # ==== 3 DATA ==========================================================================================================
@@ -209,58 +215,33 @@ def draw_training_noise(args: Args, batch: "Batch", step: int) -> tuple[Tensor, 
 
 
 # ==== 4 MODEL =========================================================================================================
-def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
-    """The pipeline and its policies (common/weights/policy.py), sharded; and the parameters that are trained.
+def policy_names(args: Args) -> list[str]:
+    """The policies that a run keeps (common/weights/policy.py)."""
+    names = ["default"]  # peft's name for the trained one
+    if args.ema_decay > 0:
+        names.append("ema")
+    return names
 
-    The prompts of the whole run are looked at as well: too long ones are reported, and so is a model to which several
-    are the same; --prompt_cache is filled.
-    """
+
+def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
+    """The pipeline and its policies, sharded; and the parameters that are trained."""
     num_drawn = args.num_steps * args.num_prompts
     prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
-    model = load_model(inputs.family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
-    if args.base_weights:
-        quantise_encoders(model)  # add_policies quantises the transformer, under the LoRA
-    prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
-    policies = ["default"]  # peft's name for the trained one
-    if args.ema_decay > 0:
-        policies.append("ema")
-    add_policies(model, inputs.lora, policies, args.seed)
+    model = load_policies(args, inputs.family, inputs.lora, policy_names(args), prompts, device)
     shard(args, model, device)
-    use_attention(model, args.attention)  # "native" as well, which switches cuDNN's attention off
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
 
 
 def shard(args: Args, model: Family, device: torch.device) -> None:
-    """FSDP2: every block of the transformer, by diffusers' list of their classes, then the rest of it.
-
-    Before that: activation checkpointing, compiling, and fp32 for full weights that are trained or averaged.
-    """
+    """FSDP2: every block of the transformer, then the rest of it. A family's `forward` casts what it should."""
     dtype = getattr(torch, args.dtype)
-    # FSDP must not cast the inputs: it would round the timesteps to bf16. A family's `forward` casts what it should
+    # FSDP must not cast the inputs: it would round the timesteps to bf16
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_cpu = "cpu_offload" in args.train_with
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_cpu else OffloadPolicy()
     mesh = shard_mesh(device, args.shard_ranks)
-    # FSDP would copy and cast all weights in every pass even where a rank has them whole: there it gets the LoRA alone
-    lora_alone = model.is_lora and mesh.size(-1) == 1 and not on_cpu  # one rank to a copy
-    if lora_alone:
-        keep_frozen_whole(model, dtype)  # they are model.unsharded from here on, which FSDP ignores
-    # with a LoRA all policies share one transformer; dict.fromkeys drops the repeats, in one order on all ranks
-    for transformer in dict.fromkeys(model.policies.values()):
-        if "activation_checkpointing" in args.train_with:
-            transformer.enable_gradient_checkpointing()
-        blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._no_split_modules]
-        for module in [*blocks, transformer]:
-            if "compile" in args.train_with and module is not transformer:
-                # without this, the graphs with and without gradient round bf16 at different places: Flow-GRPO's first
-                # ratio is 1 +- 6e-4 instead of 1
-                module.compile(options={"emulate_precision_casts": True})
-            if not model.is_lora and transformer is not model.policies.get("reference"):
-                module.float()  # trained or averaged weights; a block at a time, as the whole model may not fit
-            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=model.unsharded)
-        if lora_alone:  # the LoRA is cast in the first pass after an optimizer step, and stays so until the next one
-            transformer.set_reshard_after_forward(False)
-            transformer.set_reshard_after_backward(False)
+    for module in units_to_shard(model, mesh, dtype, args.train_with):  # each made ready: compiled, in fp32 ...
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=model.unsharded)
 
 
 # ==== 5 ENGINE ========================================================================================================
@@ -268,21 +249,9 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
     """This rank's vLLM-Omni engine, loading in the background while the trainer loads; None with --rollout local."""
     if args.rollout == "local":
         return None
-    from common.engine.client import VLLMEngine
-    from common.engine.launch import engine_gpus
+    from common.engine.client import launch
 
-    log_file = folder / f"engine_rank{dist.get_rank()}.log"
-    gpus = engine_gpus(args.engine_devices, device)
-    return VLLMEngine(
-        args.model,
-        args.dtype,
-        args.rollout_batch_size,
-        log_file,
-        engine_with=args.engine_with,
-        gpus=gpus,
-        attention=args.attention,
-        family=args.family,
-    )
+    return launch(args, folder, device)
 
 
 # ==== 6 ROLLOUT =======================================================================================================
@@ -504,14 +473,14 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
 
     The step is left out where the norm is not finite, or is 0: AdamW would move the weights with nothing to learn.
     """
-    reshard(model.transformer)  # passes may leave weights whole, and a LoRA cast (`shard`): out of date after this step
     group = optimizer.param_groups[0]
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
     grad_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # FSDP's is a DTensor
     if 0 < grad_norm < math.inf:
-        state = optimizer.state[group["params"][0]]  # which every pass uses, so that it has taken all steps
-        k = int(state.get("step", 0)) + 1  # the k-th optimizer step, by Adam's own count, which a checkpoint restores
-        group["lr"] = args.learning_rate * args.lr_factor(k)
+        model.num_updates += 1  # a checkpoint holds this count
+        k = model.num_updates
+        num_updates = args.num_steps * workload(args).updates_per_step  # of the whole run
+        group["lr"] = args.learning_rate * lr_factor(args.lr_schedule, k, num_updates)
         optimizer.step()
         if args.ema_decay > 0:
             follow(model, "ema", min(args.ema_decay, (1 + k) / (10 + k)))  # the average's decay, smaller at first
@@ -555,7 +524,7 @@ def evaluate(
     """
     with run.timed("testing"):
         places, prompts, seeds = share_eval_images(inputs.eval_set, args.eval_images_per_prompt)  # B each: this rank's
-        eval_args = args.for_evaluation
+        eval_args = replace(args, num_inference_steps=args.eval_num_inference_steps)
         prompt_index = torch.arange(len(places))  # a prompt for each image; prompts may repeat
         request = make_request(eval_args, model, prompts, prompt_index, seeds)  # without SDE steps
         with acting(model, args.evaluated_policy, engine):  # in the engine as well
@@ -591,9 +560,8 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
 # ==== 12 MAIN =========================================================================================================
 def main(args: Args, inputs: Inputs) -> None:
     device = setup_distributed(args.shard_ranks)
-    args = choose_sizes(args, inputs)  # what fits, where an option is 0; rank and alpha of --lora_path
-    num_images = args.num_prompts * args.group_size
-    run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, num_images=num_images)
+    args = choose_sizes(args, inputs, workload(args))  # what fits, where an option is 0; rank and alpha of --lora_path
+    run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, workload=workload(args))
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
     optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
@@ -618,7 +586,7 @@ def main(args: Args, inputs: Inputs) -> None:
         run.begin_step(step, sampler, lambda: save(args, run, model, optimizer, sampler))  # saves if a rollout fails
 
         # sample G images for each prompt with the current policy
-        with run.timed("gen"):
+        with run.timed("gen", per_image=True):
             prompt_rows, prompt_index, image_index = sampler.draw()  # (U,) of train_set; (B,) of these U; (B,) of the N
             prompts = inputs.train_set.select(prompt_rows)
             seeds = [image_seed(args.seed, step, index) for index in image_index.tolist()]
@@ -627,7 +595,7 @@ def main(args: Args, inputs: Inputs) -> None:
             trajectories = rollout(args, model, engine, request, scorer)
 
         # score them; most were scored while others were sampled, but rewards of whole groups begin here
-        with run.timed("reward"):
+        with run.timed("reward", per_image=True):
             # (N, R): NaN where scoring failed, -inf where a prompt's record does not ask for the reward
             scores = gather_rows(scorer.scores(image_index, args.group_size), image_index)
 
@@ -640,7 +608,7 @@ def main(args: Args, inputs: Inputs) -> None:
             metrics |= log_rollout(args, run, scorer, sampler, seeds=seeds, scores=scores, advantages=advantages)
 
         # match the better images and unmatch the others, at the pairs of their prompt (eq. 14, 16)
-        with run.timed("update_actor"):
+        with run.updating():
             local_advantages = advantages[image_index].to(device, torch.float32)  # (B,)
             sample_weights = is_compared[image_index].to(device, torch.float32)  # (B,)
             batch = Batch(request, trajectories.latents[:, -1], local_advantages, sample_weights, image_index)
@@ -652,7 +620,8 @@ def main(args: Args, inputs: Inputs) -> None:
                 engine.push_policy(model)
 
         # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
-        run.end_step(metrics | {"training/epoch": sampler.epoch})  # keeps them until `log`
+        metrics |= {"training/epoch": sampler.epoch}
+        run.end_step(metrics, num_skipped=metrics["actor/skipped_steps"])  # keeps them until `log`
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
         run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps in a row without a finite gradient

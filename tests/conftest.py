@@ -38,6 +38,7 @@ from common.cpu import repair_torchvision
 from common.data import PromptSet
 from common.engine import client
 from common.engine.launch import engine_environment
+from common.inputs import Inputs, check_inputs
 from common.models.family import Family
 from common.models.loading import family_class, load_model
 from common.options import SharedArgs
@@ -45,6 +46,7 @@ from common.run import Run
 from common.scoring import Reward
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
+from common.workload import Workload
 from tests.warm_engine import fork_engines
 
 import pytest
@@ -277,7 +279,19 @@ def new_run(
 ) -> Run:
     """A run in `folder`, with the shared options' defaults and these options."""
     args = SharedArgs(name=str(folder.absolute()), **options)
-    return Run(args, rewards or {}, script=script, checkpoint=checkpoint, num_images=num_images)
+    return Run(args, rewards or {}, script=script, checkpoint=checkpoint, workload=small_workload(num_images))
+
+
+def small_workload(num_images: int = 0) -> Workload:
+    """A step that samples no images, with one optimizer step."""
+    return Workload(num_images=num_images, num_prompts=1, sampled_steps=0, trained_steps=1, policies=("default",))
+
+
+def checked(args: SharedArgs, inputs: Inputs) -> Inputs:
+    """check_inputs, as `prepare` of a script with these options calls it."""
+    schedules = {"--num_inference_steps": args.num_inference_steps} if hasattr(args, "num_inference_steps") else {}
+    guidance = {"guidance_scale": args.guidance_scale} if hasattr(args, "guidance_scale") else {}
+    return check_inputs(args, inputs, small_workload(), schedules=schedules, **guidance)
 
 
 def assert_one_line(line: str | int | None, script: str = "flow_grpo.py") -> None:

@@ -35,16 +35,16 @@ from common.plan.needs import (
     PHASES,
     Costs,
     Part,
+    PlannedRun,
     Work,
-    Workload,
     choose_options,
     describe,
     latent_bytes,
     measure,
     memory_parts,
     phase_sums,
+    planned_run,
     work,
-    workload_of,
 )
 from common.scoring import find_reward
 from common.weights.base_weights import check_base_weights
@@ -93,9 +93,9 @@ def load_script(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where dataclasses and type hints look for it
     spec.loader.exec_module(module)
-    for needed in ("Args", "check"):
+    for needed in ("Args", "check", "workload"):
         if not hasattr(module, needed):
-            raise ValueError(f"{path}: has no {needed}; a script that can be planned has Args and check(args)")
+            raise ValueError(f"{path}: has no {needed}; a script that can be planned has Args, check and workload")
     return module
 
 
@@ -115,18 +115,15 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     args = module.check(parse_args(module.Args, module.__doc__ or "", list(argv)))
     options = vars(args)
     eval_set = read_prompts(args.eval_prompts, max_prompts=args.max_prompts)
-    try:
-        w = workload_of(options, len(eval_set), ranks, ranks_per_node)
-    except ValueError as error:
-        raise ValueError(f"{script}: {error}") from None
+    workload = module.workload(args)
+    w = planned_run(workload, options, len(eval_set), ranks, ranks_per_node)
     gpu_gb = DEVICES[device].memory_gb
     if gpu_gb is None and not args.micro_batch_size:
         raise ValueError("--micro_batch_size 0: takes what fits on a GPU, and this is a CPU: pass a number")
 
     height, width = args.image_size
-    guidance_scale = options.get("guidance_scale", 1.0)
     family = find_family(
-        args.model, height, width, args.num_frames, guidance_scale, args.max_sequence_length, args.family
+        args.model, height, width, args.num_frames, w.guidance_scale, args.max_sequence_length, args.family
     )
     if w.has_engine and not family.has_engine_pipeline():
         raise ValueError(f"--rollout vllm: {family.__name__} has no engine: pass --rollout local")
@@ -160,16 +157,16 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     print_uncounted([*args.reward, *args.eval_reward])
     if gpu_gb is not None:  # as a run on these GPUs chooses them
         world = {"ranks": ranks, "ranks_here": ranks_per_node}
-        chosen = choose_options(blueprint, options, gpu_gb * GB, **world)
+        chosen = choose_options(blueprint, workload, options, gpu_gb * GB, **world)
         print(describe(chosen, ranks_per_node))
-        w = workload_of(options | chosen, len(eval_set), ranks, ranks_per_node)
+        w = planned_run(workload, options | chosen, len(eval_set), ranks, ranks_per_node)
     print(disk_line(blueprint, w, options, len(eval_set)))
     report(blueprint, w, device)
 
 
-def disk_line(blueprint: Blueprint, w: Workload, options: dict[str, Any], num_eval_prompts: int) -> str:
+def disk_line(blueprint: Blueprint, w: PlannedRun, options: dict[str, Any], num_eval_prompts: int) -> str:
     """What the run's folder and --prompt_cache take, in a line. Samples and logs are not counted."""
-    averages = sum(policy not in ("trained", "reference") for policy in w.policies)
+    averages = sum(policy not in ("default", "reference") for policy in w.policies)
     trained = 4 * blueprint.num_trained * (3 + averages)  # fp32: the weights, Adam's two moments, and other policies'
     adapter = 4 * blueprint.num_trained if blueprint.is_lora else blueprint.dtype.itemsize * blueprint.num_weights
     kept = options["keep_checkpoints"]
@@ -179,7 +176,7 @@ def disk_line(blueprint: Blueprint, w: Workload, options: dict[str, Any], num_ev
         if options.get("pairs"):
             parts.append(f"{w.prompt_cache} at most {size(each)} for each prompt of the pairs")
         else:
-            limit = options.get("num_pair_prompts", options["num_steps"] * w.num_prompts)
+            limit = w.drawn_prompts or options["num_steps"] * w.num_prompts
             train_set = read_prompts(options["train_prompts"], shares=options["train_shares"])
             drawn = len(train_set.first_drawn(limit, options["seed"])) + num_eval_prompts + 1  # and the empty one
             parts.append(f"{w.prompt_cache} at most {size(drawn * each)} for {drawn:,} prompts")
@@ -197,7 +194,7 @@ def print_uncounted(rewards: Iterable[str]) -> None:
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
-def report(blueprint: Blueprint, w: Workload, device: str) -> None:
+def report(blueprint: Blueprint, w: PlannedRun, device: str) -> None:
     """Print the tables and, last, a line per memory with its peak.
 
     Raises:
@@ -215,7 +212,7 @@ def report(blueprint: Blueprint, w: Workload, device: str) -> None:
         print(check_fits(memory, device))
 
 
-def pipe_bytes(blueprint: Blueprint, w: Workload) -> tuple[int, int]:
+def pipe_bytes(blueprint: Blueprint, w: PlannedRun) -> tuple[int, int]:
     """Bytes that a rank pushes to its engine in a step, and bytes that the engine answers."""
     pixels = 3 * w.image_size[0] * w.image_size[1] * w.num_frames  # a byte per colour
     num_latents = w.sampled_steps + 1 + w.trained_steps  # and the means of the trained steps
@@ -234,7 +231,7 @@ def on_one_memory(parts: Iterable[Part], engine_workers: int) -> list[Part]:
     return kept
 
 
-def memories(blueprint: Blueprint, w: Workload, costs: Costs, device: str) -> list[Memory]:
+def memories(blueprint: Blueprint, w: PlannedRun, costs: Costs, device: str) -> list[Memory]:
     """The GPU of a rank, the GPU of an engine if it has its own, and the memory of a node, in this order."""
     parts = memory_parts(blueprint, w, costs)
     of_this_machine = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 1)
@@ -303,7 +300,7 @@ def check_fits(memory: Memory, device: str) -> str:
     return f"peak {memory.peak_gb:.2f} GB of {limit}, in the phase {phase}"
 
 
-def work_table(w: Workload, costs: Costs, device: str) -> list[str]:
+def work_table(w: PlannedRun, costs: Costs, device: str) -> list[str]:
     """Lines of FLOPs and, where the device's matrix rate is known, seconds."""
     rate = getattr(DEVICES[device], w.dtype)
     vae_rate = DEVICES[device].bfloat16 if w.vae_dtype == "bfloat16" else DEVICES[device].tf32

@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from common import profiling
 from common.cpu import repair_torchvision
-from common.weights import policy
+from common.weights import sharding
 from tests.published_models import PUBLISHED, VAES
 
 import torch
@@ -110,9 +110,9 @@ def drawn_transformer(folder, dtype):
 def shard_frozen_weights():
     """Let FSDP copy and cast a LoRA's frozen weights in every pass, as it does with all that it is given.
 
-    The project leaves them out where a rank has all of them (`shard` of the scripts). For runs of one rank.
+    The project leaves them out where a rank has all of them (common/weights/sharding.py). For runs of one rank.
     """
-    policy.keep_frozen_whole = lambda model, dtype: None  # before the script imports it
+    sharding.keep_frozen_whole = lambda model, dtype: None
     FSDPModule.set_reshard_after_forward = lambda module, *args, **options: None
     FSDPModule.set_reshard_after_backward = lambda module, *args, **options: None
 

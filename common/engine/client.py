@@ -20,17 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 from common.distributed import failing_together, gather_objects, stop_early
 from common.engine import messages
-from common.engine.launch import TIMEOUT_S, engine_environment
+from common.engine.launch import TIMEOUT_S, engine_environment, engine_gpus
 from common.engine.mismatch import check_sampling
 from common.errors import RunError, truncate
 from common.images import as_images
 from common.models.family import Family
+from common.options import EngineArgs
 from common.process import print_message, stop_requested
 from common.rollout import Images, RolloutRequest, Trajectories
 from common.weights.attention import ENGINE_NAMES
-from common.weights.policy import policy_tensors, reshard, whole
+from common.weights.policy import policy_tensors, whole
+from common.weights.sharding import reshard
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # slow
@@ -420,3 +423,17 @@ class VLLMEngine:
             lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
             return lines[-1] if lines else ""
         return ""
+
+
+def launch(args: EngineArgs, folder: Path, device: torch.device) -> VLLMEngine:
+    """This rank's engine, by the options. It loads in the background, and logs to `folder`, the run's."""
+    return VLLMEngine(
+        args.model,
+        args.dtype,
+        args.rollout_batch_size,
+        folder / f"engine_rank{dist.get_rank()}.log",
+        engine_with=args.engine_with,
+        gpus=engine_gpus(args.engine_devices, device),
+        attention=args.attention,
+        family=args.family,
+    )

@@ -70,7 +70,8 @@ class Family(ABC):
 
     frozen_policies = frozenset({"reference"})  # policies that no checkpoint holds, as training never changes them
 
-    # `add_policies` (common/weights/policy.py) sets these two.
+    # `add_policies` (common/weights/policy.py) sets these three.
+    num_updates: int  # optimizer steps that the trained policy has taken, which `optimizer_step` of a script counts
     is_lora: bool  # whether a LoRA is trained, or full weights
     policies: "dict[str, diffusers.ModelMixin]"  # the transformer of each policy; with a LoRA, one for all policies
 

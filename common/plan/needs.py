@@ -1,12 +1,13 @@
 """What a run needs: memory by phase, FLOPs and bytes, from the options and the model's configs alone.
 
-A Workload says what a run does. Its passes are counted by common/plan/memory.py, which takes them without weights.
-The functions here add up what that means for a GPU, an engine's GPU and a node. tools/plan.py prints it, and a run on
-GPUs asks which sizes they have room for (`fit_to_gpus`), and how near their peak it comes (`work`).
+A PlannedRun says what a run does: its script's Workload, with its options. Its passes are counted by
+common/plan/memory.py, which takes them without weights. The functions here add up what that means for a GPU, an
+engine's GPU and a node. tools/plan.py prints it, and a run on GPUs asks which sizes they have room for (`fit_to_gpus`),
+and how near their peak it comes (`work`).
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from common.plan.memory import Blueprint, Cost
 from common.process import print_message
 from common.weights.base_weights import WEIGHT_BYTES
 from common.weights.lora import LoRA
+from common.workload import Workload
 
 import torch
 
@@ -35,23 +37,16 @@ FREE = 0.1  # share of a GPU that stays free, for the allocator's gaps and what 
 
 
 @dataclass
-class Workload:
-    """A run as far as memory and time depend on it. A field with the name of an option means the same."""
+class PlannedRun(Workload):
+    """A script's Workload on so many ranks, with the options of every script that memory and time depend on.
 
-    num_images: int
-    """images trained on in a step, over all ranks"""
-    sampled_steps: int
-    """passes without gradient that make an image of a rollout; 0: a step makes no images"""
-    trained_steps: int
-    """passes with gradient per image and epoch"""
-    policies: tuple[str, ...]
-    """`trained` is trained, `average` only follows, and any other policy acts once for every trained pass"""
-    num_eval_images: int
+    A field with the name of an option means the same.
+    """
+
+    num_eval_images: int = 0
     """images of an evaluation, over all ranks"""
-    micro_batch_images: int
-    """images of a pass of the trainer"""
-    trained_guidance: float
-    """guidance_scale in the trained passes"""
+    micro_batch_size: int = 1
+    """rows of a pass of the trainer"""
     dtype: str = "float32"
     vae_dtype: str = "float32"
     base_weights: str | None = None
@@ -60,27 +55,21 @@ class Workload:
     num_frames: int = 1
     max_sequence_length: int = 256
     prompt_cache: str | None = None
-    guidance_scale: float = 1.0
     rollout: str = "local"
     rollout_batch_size: int = 1
     engine_with: tuple[str, ...] = ()
     engine_devices: tuple[int, ...] = ()
-    old_log_prob: str = "rollout"
-    num_prompts: int = 1
-    epochs_per_rollout: int = 1
     eval_num_inference_steps: int = 1
     ranks: int = 1
     """ranks of all nodes"""
     ranks_here: int = 1
     """ranks of a node"""
     shard_ranks: int = 0
-    trained_acts: bool = False
-    """whether the trained policy itself acts before the update, as others do"""
-    acting_epochs: int = 1
-    """epochs in which each policy that only acts makes its passes; 1: once per rollout"""
-    chained_steps: int = 0
-    """trained passes whose activations an image holds at once, as its gradient comes through them and the VAE; 0: each
-    pass has a backward pass of its own, and no gradient comes through the VAE"""
+
+    @property
+    def micro_batch_images(self) -> int:
+        """Images of a pass of the trainer."""
+        return self.micro_batch_size * self.row_images
 
     @property
     def shards(self) -> int:
@@ -106,67 +95,21 @@ class Workload:
     def images_of_a_rank(self) -> int:
         return -(-self.num_images // self.ranks)
 
-
-def algorithm_counts(options: dict[str, Any]) -> dict[str, Any]:  # an option may be of any type
-    """How many images and passes an algorithm takes, and what its policies are: fields of Workload.
-
-    An algorithm is known by an option that only it has, so that a fork is planned like its parent.
-
-    Raises:
-        ValueError: it has none of these options.
-    """
-    kl = ["reference"] if options.get("kl_coef", 0) > 0 or "reward_multiplier" in options else []  # RAM's target has it
-    average = ["average"] if options["ema_decay"] > 0 else []
-    if "num_pairs" in options:  # offline DPO: pairs at one timestep each, without guidance; it samples before training
-        return {
-            "num_images": 2 * options["num_pairs"],
-            "micro_batch_images": 2 * options["micro_batch_size"],
-            "sampled_steps": 0,
-            "trained_steps": 1,
-            "trained_guidance": 1.0,
-            "policies": ("trained", *average, "reference"),
-        }
-    known = ("gradient_steps", "timestep_fraction", "pairs_per_prompt", "sde_window_size")
-    if not set(known) & options.keys():
-        raise ValueError(f"has none of --num_pairs, --{', --'.join(known)}, which say what it trains")
-    steps = options["num_inference_steps"]
-    if "gradient_steps" in options:  # DRaFT and ReFL sample in the update, and decode what they have sampled there
-        num_trained = options["gradient_steps"]
-        last = options["refl_range"][1] if options["method"] == "refl" else steps
-        return {
-            "num_images": options["num_prompts"],
-            "micro_batch_images": options["micro_batch_size"],
-            "sampled_steps": last - num_trained,
-            "trained_steps": num_trained,
-            "chained_steps": num_trained,
-            "trained_guidance": options["guidance_scale"],
-            "policies": ("trained", *average),
-        }
-    counts = {
-        "num_images": options["num_prompts"] * options["group_size"],
-        "micro_batch_images": options["micro_batch_size"],
-        "sampled_steps": steps,
-        "trained_guidance": options.get("guidance_scale", 1.0),
-        "policies": ("trained", *average, *kl),
-    }
-    if "timestep_fraction" in options:  # DiffusionNFT and its kin: `old` acts, on noise that every epoch draws again
-        counts["trained_steps"] = int(options["timestep_fraction"] * steps) or 1
-        counts["acting_epochs"] = options["epochs_per_rollout"]
-        counts["policies"] = ("trained", "old", *average, *kl)
-    elif "pairs_per_prompt" in options:  # V-GRPO: the trained policy is its own `old`, before the update
-        counts["trained_steps"] = options["pairs_per_prompt"]
-        counts["trained_acts"] = True
-    else:  # Flow-GRPO and its kin
-        counts["trained_steps"] = options["sde_window_size"] or steps - 1
-    return counts
+    @property
+    def trained_images_of_a_rank(self) -> int:
+        return -(-self.num_trained_images // self.ranks)
 
 
-def workload_of(options: dict[str, Any], num_eval_prompts: int, ranks: int, ranks_per_node: int) -> Workload:
-    """The Workload of a script's options, {name: value}."""
-    shared = {field.name: options[field.name] for field in fields(Workload) if field.name in options}
-    num_eval_images = num_eval_prompts * options["eval_images_per_prompt"]
-    of_the_run = {"num_eval_images": num_eval_images, "ranks": ranks, "ranks_here": ranks_per_node}
-    return Workload(**shared | of_the_run | algorithm_counts(options))
+def planned_run(
+    workload: Workload, options: Mapping[str, Any], num_eval_prompts: int, ranks: int, ranks_per_node: int
+) -> PlannedRun:
+    """A script's Workload on so many ranks, with so many held-out prompts. options: {name: value}, of which those that
+    every script has are read."""
+    of_script = {field.name: getattr(workload, field.name) for field in fields(Workload)}
+    own = {field.name for field in fields(PlannedRun)} - of_script.keys()
+    shared = {name: value for name, value in options.items() if name in own}
+    shared["num_eval_images"] = num_eval_prompts * options["eval_images_per_prompt"]
+    return PlannedRun(**of_script | shared, ranks=ranks, ranks_here=ranks_per_node)
 
 
 class Costs(NamedTuple):
@@ -190,7 +133,7 @@ class Part(NamedTuple):
     advice: str  # how to make it smaller
 
 
-def measure(blueprint: Blueprint, w: Workload) -> Costs:
+def measure(blueprint: Blueprint, w: PlannedRun) -> Costs:
     """Take each kind of pass once, without weights."""
     size = (w.image_size, w.num_frames)
     trained = (*size, w.max_sequence_length, w.trained_guidance)
@@ -205,7 +148,7 @@ def measure(blueprint: Blueprint, w: Workload) -> Costs:
     return measure_decoding(blueprint, w, costs)
 
 
-def measure_decoding(blueprint: Blueprint, w: Workload, costs: Costs) -> Costs:
+def measure_decoding(blueprint: Blueprint, w: PlannedRun, costs: Costs) -> Costs:
     """The same Costs, with what decoding the images of a pass costs for this Workload's size of a pass."""
     size = (w.image_size, w.num_frames)
     costs = costs._replace(decoding_batch=blueprint.decoding(w.micro_batch_images, *size))
@@ -215,18 +158,18 @@ def measure_decoding(blueprint: Blueprint, w: Workload, costs: Costs) -> Costs:
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-def memory_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
+def memory_parts(blueprint: Blueprint, w: PlannedRun, costs: Costs) -> list[Part]:
     """The Parts of a Workload on GPUs."""
     engine = engine_parts(blueprint, w, costs) if w.has_engine else []
     return weight_parts(blueprint, w) + pass_parts(blueprint, w, costs) + engine + waiting_parts(blueprint, w)
 
 
-def latent_bytes(blueprint: Blueprint, w: Workload) -> int:
+def latent_bytes(blueprint: Blueprint, w: PlannedRun) -> int:
     """Bytes of the fp32 latents of an image, or of a video."""
     return 4 * torch.Size(blueprint.latent_shape(w.image_size, w.num_frames)).numel()
 
 
-def weight_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
+def weight_parts(blueprint: Blueprint, w: PlannedRun) -> list[Part]:
     """Weights, Adam's moments and gradients. All are in shards, except the gradients of a LoRA and the buffers."""
     itemsize = blueprint.dtype.itemsize
     place = "host" if "cpu_offload" in w.train_with else "device"
@@ -237,7 +180,7 @@ def weight_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     if w.base_weights:
         frozen += num_quantised * WEIGHT_BYTES[w.base_weights]
     trained = 4 * blueprint.num_trained / w.shards
-    others = [policy for policy in w.policies if policy not in ("trained", "reference")]
+    others = [policy for policy in w.policies if policy not in ("default", "reference")]
     advice = "use more ranks, or --train_with cpu_offload"
     if not blueprint.is_lora:
         advice += ", or train a LoRA (--lora_rank)"
@@ -251,6 +194,7 @@ def weight_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
         Part(f"frozen weights, {w.base_weights or w.dtype}", frozen, phases, place, advice),
         Part("trained weights, float32", trained, phases, place, advice),
         Part(f"weights of {' and '.join(others)}, float32", len(others) * trained, phases, place, advice),
+        Part("frozen adapters, float32", w.frozen_adapters * trained, phases, place, advice),
         # the first optimizer step makes them, so that there are none at the start
         Part("Adam's two moments, float32", 2 * trained, PHASES[1:], place, advice),
         Part("buffers of the transformer", blueprint.buffer_bytes, PHASES, "device", advice),
@@ -265,7 +209,7 @@ def weight_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
     return parts
 
 
-def pass_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
+def pass_parts(blueprint: Blueprint, w: PlannedRun, costs: Costs) -> list[Part]:
     """The trainer's own passes, and what a rank keeps of a rollout."""
     n = w.micro_batch_images
     images = f"{n} image{'s' if n > 1 else ''}"
@@ -301,7 +245,7 @@ def pass_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     return parts
 
 
-def part_of_fsdp(blueprint: Blueprint, w: Workload) -> Part:
+def part_of_fsdp(blueprint: Blueprint, w: PlannedRun) -> Part:
     """What FSDP holds whole for a pass, beside its shards.
 
     Of a LoRA that each rank has whole: its tensors in the dtype of the pass, from the first pass after an optimizer
@@ -319,12 +263,13 @@ def part_of_fsdp(blueprint: Blueprint, w: Workload) -> Part:
     return Part("blocks as FSDP gathers them", num_bytes, phases, "device", advice)
 
 
-def num_adapted(blueprint: Blueprint, w: Workload) -> int:
-    """The numbers in the adapters of all policies."""
-    return blueprint.num_trained * sum(policy != "reference" for policy in w.policies)
+def num_adapted(blueprint: Blueprint, w: PlannedRun) -> int:
+    """The numbers in the adapters of all policies, and in frozen ones."""
+    num_adapters = sum(policy != "reference" for policy in w.policies) + w.frozen_adapters
+    return blueprint.num_trained * num_adapters
 
 
-def engine_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
+def engine_parts(blueprint: Blueprint, w: PlannedRun, costs: Costs) -> list[Part]:
     """A rank's engine, a process on the rank's GPU or on GPUs of its own, where each Part is one GPU's.
 
     Workers that share a transformer share its weights. Activations are counted as if they were not split; attention's
@@ -359,7 +304,7 @@ def engine_parts(blueprint: Blueprint, w: Workload, costs: Costs) -> list[Part]:
     ]
 
 
-def waiting_parts(blueprint: Blueprint, w: Workload) -> list[Part]:
+def waiting_parts(blueprint: Blueprint, w: PlannedRun) -> list[Part]:
     """What waits on the host until the GPU needs it, and everything else of the host."""
     fewer = "use fewer ranks a node"
     larger = "use a machine with more memory"
@@ -398,12 +343,12 @@ def phase_sums(parts: Iterable[Part]) -> dict[str, float]:
 
 
 # ---- what a GPU has room for -----------------------------------------------------------------------------------------
-def gpu_peak(blueprint: Blueprint, w: Workload, costs: Costs) -> float:
+def gpu_peak(blueprint: Blueprint, w: PlannedRun, costs: Costs) -> float:
     """The most bytes that a rank's GPU holds."""
     return max(phase_sums(part for part in memory_parts(blueprint, w, costs) if part.place == "device").values())
 
 
-def choose_shard_ranks(blueprint: Blueprint, w: Workload, costs: Costs, gpu_bytes: float) -> int:
+def choose_shard_ranks(blueprint: Blueprint, w: PlannedRun, costs: Costs, gpu_bytes: float) -> int:
     """What --shard_ranks 0 stands for on GPUs: 1, a copy of the weights on every rank, or 0, one for a node's ranks.
 
     A copy saves gathering the weights in every pass. It needs a LoRA, whose base has no gradients or moments, and nine
@@ -418,7 +363,8 @@ def choose_shard_ranks(blueprint: Blueprint, w: Workload, costs: Costs, gpu_byte
 
 def choose_options(
     blueprint: Blueprint,
-    options: dict[str, Any],
+    workload: Workload,
+    options: Mapping[str, Any],
     gpu_bytes: float,
     *,
     ranks: int,
@@ -433,24 +379,28 @@ def choose_options(
     """
     size = options["micro_batch_size"]
     # without images of an evaluation, which take no memory of their own
-    w = workload_of(options | {"micro_batch_size": size or 1}, 0, ranks, ranks_here)
+    w = planned_run(workload, {**options, "micro_batch_size": size or 1}, 0, ranks, ranks_here)
     costs = measure(blueprint, w)
     shard_ranks = choose_shard_ranks(blueprint, w, costs, gpu_bytes)
-    of_one = w.micro_batch_images  # if size is 0: 1, and 2 for a pair
-    share = max(1, w.images_of_a_rank // (of_one * options.get("updates_per_rollout", 1)))  # an evaluation cuts none
+    share = max(1, w.trained_images_of_a_rank // (w.row_images * w.updates))  # rows; an evaluation cuts none
     if not size and saved_size and share % saved_size == 0:
         size = saved_size
     if not size:
         divisors = [divisor for divisor in range(share, 0, -1) if share % divisor == 0]
         for size in divisors:  # the last one is 1, which is taken in any case
-            w = replace(w, shard_ranks=shard_ranks, micro_batch_images=size * of_one)
+            w = replace(w, shard_ranks=shard_ranks, micro_batch_size=size)
             if gpu_peak(blueprint, w, measure_decoding(blueprint, w, costs)) <= (1 - FREE) * gpu_bytes:
                 break
     return {"shard_ranks": shard_ranks, "micro_batch_size": size}
 
 
 def fit_to_gpus(
-    family: type[Family], lora: LoRA | None, eval_set: PromptSet, checkpoint: Path | None, options: dict[str, Any]
+    family: type[Family],
+    lora: LoRA | None,
+    eval_set: PromptSet,
+    checkpoint: Path | None,
+    options: Mapping[str, Any],
+    workload: Workload,
 ) -> dict[str, int]:
     """choose_options on this machine's GPUs. Rank 0 counts, and says what it chose. A collective.
 
@@ -471,6 +421,7 @@ def fit_to_gpus(
         try:
             chosen = choose_options(
                 Blueprint(family, options["model"], lora, dtype, num_sources, vae_dtype),
+                workload,
                 options,
                 torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
                 ranks=int(os.environ["WORLD_SIZE"]),
@@ -502,20 +453,21 @@ class Work(NamedTuple):
         return self.transformer / rate + self.vae / vae_rate
 
 
-def work(w: Workload, costs: Costs) -> dict[str, Work]:
+def work(w: PlannedRun, costs: Costs) -> dict[str, Work]:
     """{phase: Work} of a rank's step. The last phase, an evaluation, is not part of a step."""
     n = w.images_of_a_rank
-    passes = n * w.trained_steps
-    num_acting = w.trained_acts + sum(policy not in ("trained", "average") for policy in w.policies)
+    num_trained = w.trained_images_of_a_rank
+    passes = num_trained * w.trained_steps
     phases = {}
     if w.sampled_steps:
         decoded = 0 if w.chained_steps else n  # otherwise in the update
         phases["rollout"] = Work(n * w.sampled_steps * costs.sampling.flops, decoded * costs.decoding.flops)
-    if w.has_engine and w.old_log_prob == "recompute":  # a local rollout's log-probs are the trainer's own
+    if w.has_engine and w.recomputes_log_probs:  # a local rollout's log-probs are the trainer's own
         phases["old log-probs"] = Work(passes * costs.forward.flops)
-    trained = w.epochs_per_rollout * costs.training.flops
-    vae = n / w.micro_batch_images * costs.trained_decoding.flops
-    phases["update"] = Work(passes * (trained + w.acting_epochs * num_acting * costs.forward.flops), vae)
+    trained = w.epochs * costs.training.flops
+    acting = w.acting_epochs * w.acting_passes * costs.forward.flops
+    vae = num_trained / w.micro_batch_images * costs.trained_decoding.flops
+    phases["update"] = Work(passes * (trained + acting), vae)
     evaluated = -(-w.num_eval_images // w.ranks)
     sampled = evaluated * w.eval_num_inference_steps * costs.sampling.flops
     phases["evaluation"] = Work(sampled, evaluated * costs.decoding.flops)

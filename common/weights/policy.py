@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from common.distributed import failing_together, on_rank_0, set_seed
 from common.errors import NothingBegun, RunError
-from common.models.family import Family, on_device
+from common.models.family import Family
 from common.weights.adapter_files import LoRA
 from common.weights.base_weights import quantise
+from common.weights.sharding import reshard, reshard_before_steps
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def add_policies(model: Family, lora: LoRA | None, names: Sequence[str], seed: i
     else:
         _copy_transformer(model, names)
     use_policy(model, "default")
+    model.num_updates = 0
+    reshard_before_steps(model)
 
 
 def _copy_transformer(model: Family, names: Sequence[str]) -> None:
@@ -79,7 +81,7 @@ def _add_adapters(
     model.policies = dict.fromkeys(names, transformer)
     for name in names:
         if name != "default":
-            follow(model, name, 0.0)
+            _move(model, name, 0.0)
 
 
 def use_policy(model: Family, name: str) -> None:
@@ -132,63 +134,20 @@ def acting(model: Family, name: str, engine: Engine | None = None, in_engine: st
             engine.push(*policy_tensors(model, in_engine))
 
 
-@torch.no_grad()
-def keep_frozen_whole(model: Family, dtype: torch.dtype) -> None:
-    """Put a LoRA's frozen weights on model.device in `dtype`, and into `model.unsharded`, which FSDP leaves out.
-
-    They are copied one at a time, out of the checkpoint's mapped file. Quantised weights are there already.
-    """
-    for name, parameter in model.transformer.named_parameters():
-        if "lora_" not in name and parameter not in model.unsharded:
-            parameter.data = parameter.data.to(model.device, dtype, copy=True)
-            model.unsharded.add(parameter)
-    for buffer in model.transformer.buffers():
-        buffer.data = buffer.data.to(model.device)
-
-
-def reshard(transformer: torch.nn.Module) -> None:
-    """Put FSDP's shards back in the place of whole weights, in all modules where a pass has left those.
-
-    The optimizer's tensors are the shards. A pass leaves the root's weights whole if it has no gradient, and a LoRA of
-    which each rank has all in any case.
-    """
-    for module in transformer.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-@contextmanager
-def gathered(model: Family, is_wanted: bool) -> Iterator[None]:
-    """Let every rank keep the acting transformer's weights whole within the block, from its first pass on.
-
-    Passes in the block take no gradient. Without this, every pass gathers the weights a block at a time; the numbers
-    are the same to the bit. Nothing happens where it is not wanted, or where a rank holds all weights anyway.
-    """
-    transformer = model.transformer
-    shards = [p.device_mesh.size(-1) for p in transformer.parameters() if isinstance(p, DTensor)]
-    units = [module for module in transformer.modules() if isinstance(module, FSDPModule)]
-    is_kept = is_wanted and max(shards, default=1) > 1
-    if is_kept:
-        for unit in units:
-            unit.set_reshard_after_forward(False, recurse=False)
-    yield
-    if is_kept:
-        # the root keeps its weights after a forward pass, as it does by default: backward needs them at once
-        for unit in units:
-            unit.set_reshard_after_forward(unit is not transformer, recurse=False)
-            unit.reshard()
-
-
-@contextmanager
-def sampling(model: Family, gathers: bool) -> Iterator[None]:
-    """Let the VAE stay on the device within the block and, where `gathers`, the acting transformer's weights whole."""
-    with on_device(model, "vae"), gathered(model, gathers):
-        yield
-
-
-@torch.no_grad()
 def follow(model: Family, name: str, decay: float) -> None:
-    """policy <- decay policy + (1 - decay) trained, on each rank's shards; decay 0 copies to the bit."""
+    """policy <- decay policy + (1 - decay) trained, on each rank's shards; decay 0 copies to the bit.
+
+    Raises:
+        ValueError: no checkpoint holds this policy, so that a resumed run would begin it anew.
+    """
+    if name in model.frozen_policies:
+        why = f"no checkpoint holds {name}, so that a resumed run would begin it anew"
+        raise ValueError(f"follow: {why}: give load_policy a policy of another name, and let that one follow and act")
+    _move(model, name, decay)
+
+
+@torch.no_grad()
+def _move(model: Family, name: str, decay: float) -> None:
     default = model.policies["default"]
     policy = model.policies[name]
     for transformer in (default, policy):

@@ -178,7 +178,7 @@ def load_shards(state: dict, model: Family, optimizer: torch.optim.Optimizer) ->
             known[name] = tensor
     dcp.load(known, storage_reader=HuggingFaceStorageReader(str(shards_of(state["path"]))))
     for name, parameter in model.transformer.named_parameters():
-        if f"optimizer/{name}/step" not in moments:
+        if not any(moment.startswith(f"optimizer/{name}/") for moment in moments):
             optimizer.state.pop(parameter, None)  # a last block may feed nothing, and has no moments
     for name in model.policies:
         if name not in saved and name not in model.frozen_policies:

@@ -39,13 +39,13 @@ def has_h100(monkeypatch):
 def test_utilisation_by_hand(has_h100, monkeypatch):
     """2 s at the peak in 8 s; a phase that a step does not have is not logged. Nobody waits for the count."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    monkeypatch.setattr(profiling, "count_in_process", lambda config: receiver)
-    utilisation = Utilisation({"dtype": "bfloat16"})
-    assert utilisation.metrics({"update_actor": 8.0}) == {}
-    sender.send({"update_actor": 2.0 * 989e12, "old_log_prob": 1.0 * 989e12})
+    monkeypatch.setattr(profiling, "count_in_process", lambda config, workload: receiver)
+    utilisation = Utilisation({"dtype": "bfloat16"}, flow_grpo.workload(flow_grpo.Args()))
+    assert utilisation.metrics({"actor": 8.0}) == {}
+    sender.send({"actor": 2.0 * 989e12, "actor_infer": 1.0 * 989e12})
     sender.close()
-    assert utilisation.metrics({"update_actor": 8.0, "gen": 3.0}) == {"perf/mfu/actor": 0.25}
-    assert utilisation.metrics({"update_actor": 4.0, "old_log_prob": 4.0}) == {
+    assert utilisation.metrics({"actor": 8.0, "gen": 3.0}) == {"perf/mfu/actor": 0.25}
+    assert utilisation.metrics({"actor": 4.0, "actor_infer": 4.0}) == {
         "perf/mfu/actor": 0.5,
         "perf/mfu/actor_infer": 0.25,
     }
@@ -54,15 +54,16 @@ def test_utilisation_by_hand(has_h100, monkeypatch):
 @pytest.mark.fast
 def test_a_gpu_that_we_do_not_know_has_no_utilisation(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU of next year")
-    monkeypatch.setattr(profiling, "count_in_process", lambda config: pytest.fail("counted"))
-    assert Utilisation({"dtype": "float32"}).metrics({"update_actor": 8.0}) == {}
+    monkeypatch.setattr(profiling, "count_in_process", lambda config, workload: pytest.fail("counted"))
+    assert Utilisation({"dtype": "float32"}, flow_grpo.workload(flow_grpo.Args())).metrics({"actor": 8.0}) == {}
 
 
 def test_what_cannot_be_counted_is_said_and_ends_no_run(has_h100, capfd):
-    utilisation = Utilisation(asdict(flow_grpo.Args(model="nowhere/at-all")))
+    args = flow_grpo.Args(model="nowhere/at-all")
+    utilisation = Utilisation(asdict(args), flow_grpo.workload(args))
     assert utilisation.counting.poll(timeout=120)
-    assert utilisation.metrics({"update_actor": 8.0}) == {}
-    assert utilisation.metrics({"update_actor": 8.0}) == {}
+    assert utilisation.metrics({"actor": 8.0}) == {}
+    assert utilisation.metrics({"actor": 8.0}) == {}
     assert "perf/mfu is not logged: " in capfd.readouterr().err
 
 
@@ -74,9 +75,9 @@ def test_flops_are_those_of_a_ranks_passes(has_h100, monkeypatch, module):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     args = module.Args(kl_coef=0.0)
     state = torch.get_rng_state()
-    utilisation = Utilisation(asdict(args))
+    utilisation = Utilisation(asdict(args), module.workload(args))
     assert utilisation.counting.poll(timeout=120)
-    assert set(utilisation.metrics({"update_actor": 1.0})) == {"perf/mfu/actor"}
+    assert set(utilisation.metrics({"actor": 1.0})) == {"perf/mfu/actor"}
     assert torch.equal(torch.get_rng_state(), state)
     flops = utilisation.flops
     family = find_family(args.model, *args.image_size, 1, 1.0)
@@ -86,11 +87,11 @@ def test_flops_are_those_of_a_ranks_passes(has_h100, monkeypatch, module):
     share = args.num_prompts * args.group_size // 2
     if module is flow_grpo:
         passes = share * args.epochs_per_rollout * (args.sde_window_size or args.num_inference_steps - 1)
-        assert flops["update_actor"] == passes * cost.flops
-        assert set(flops) == {"update_actor", "old_log_prob"}
-        assert flops["old_log_prob"] < flops["update_actor"] / 2  # a backward pass is more than a forward pass
+        assert flops["actor"] == passes * cost.flops
+        assert set(flops) == {"actor", "actor_infer"}
+        assert flops["actor_infer"] < flops["actor"] / 2  # a backward pass is more than a forward pass
     else:
-        assert set(flops) == {"update_actor"}
+        assert set(flops) == {"actor"}
 
 
 # ---- trackers --------------------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from common.checkpoints import saved_checkpoints
 from common.command_line import check_options, parse_args
 from common.data import PromptSet
 from common.engine import client
-from common.inputs import Inputs, check_inputs
+from common.inputs import Inputs
 from common.models.flux import Flux
 from common.models.stable_diffusion_3 import StableDiffusion3
+from common.options import lr_factor
 from common.sde import image_seed
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
@@ -22,6 +23,7 @@ from tests.conftest import (
     ROOT,
     SCRIPTS,
     TINY,
+    checked,
     few_eval_prompts,
     is_installed,
     needs_wandb,
@@ -416,32 +418,18 @@ def test_an_evaluation_that_the_model_cannot_make_is_refused_before_it_loads(tmp
     assert "loading" not in capfd.readouterr().err
 
 
-def test_guidance_of_the_evaluation_is_not_that_of_the_rollouts():
-    args = replace(flow_grpo.Args(), guidance_scale=4.0, image_size=(32, 96), eval_num_inference_steps=7)
-    same = args.for_evaluation
-    assert (same.num_inference_steps, same.guidance_scale, same.image_size) == (7, 4.0, (32, 96))
-    other = replace(args, eval_guidance_scale=1.0).for_evaluation
-    assert (other.guidance_scale, other.image_size, other.num_prompts) == (1.0, (32, 96), args.num_prompts)
-
-
 # ---- the learning rate -----------------------------------------------------------------------------------------------
 @pytest.mark.fast
 def test_the_schedules_of_the_learning_rate_by_hand():
     """6 optimizer steps, of which 2 warm up: the factor is 1 at the second, and 0 would be at the seventh."""
-    six = {"num_steps": 3, "updates_per_rollout": 2}
-    constant, linear, cosine = (
-        flow_grpo.Args(lr_schedule=f"{name}:2", **six) for name in ("constant", "linear", "cosine")
-    )
     steps = range(1, 7)
-    assert [constant.lr_factor(k) for k in steps] == [0.5, 1, 1, 1, 1, 1]
-    assert [linear.lr_factor(k) for k in steps] == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2])
+    assert [lr_factor("constant:2", k, 6) for k in steps] == [0.5, 1, 1, 1, 1, 1]
+    assert [lr_factor("linear:2", k, 6) for k in steps] == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2])
     expected = [0.5, *((1 + math.cos(math.pi * part / 5)) / 2 for part in range(5))]
-    assert [cosine.lr_factor(k) for k in steps] == pytest.approx(expected)
-    epochs = flow_grpo.Args(lr_schedule="linear:2", num_steps=3, updates_per_rollout=1, epochs_per_rollout=2)
-    assert [epochs.lr_factor(k) for k in steps] == [linear.lr_factor(k) for k in steps]
-    assert linear.lr_factor(9) == pytest.approx(0.2)  # a run that is resumed with fewer updates per rollout
-    assert dpo_offline.Args(lr_schedule="linear", num_steps=3).lr_factor(3) == pytest.approx(1 / 4)
-    assert [flow_grpo.Args(lr_schedule="constant", **six).lr_factor(k) for k in steps] == [1] * 6
+    assert [lr_factor("cosine:2", k, 6) for k in steps] == pytest.approx(expected)
+    assert lr_factor("linear:2", 9, 6) == pytest.approx(0.2)  # a run that is resumed with fewer updates per rollout
+    assert lr_factor("linear", 3, 3) == pytest.approx(1 / 4)
+    assert [lr_factor("constant", k, 6) for k in steps] == [1] * 6
     for bad in ("linear:", "linear:-1", "step", "cosine:2:3"):
         with pytest.raises(ValueError, match=f"^--lr_schedule {bad}: must be constant, linear or cosine"):
             check_options(flow_grpo.Args(lr_schedule=bad))
@@ -456,7 +444,7 @@ def test_a_negative_prompt_that_cannot_act_is_refused_before_a_model_loads():
 
     def check(family, eval_set, **more):
         inputs = Inputs(family, {}, {}, plain, eval_set, lora=None, checkpoint=None)
-        check_inputs(flow_grpo.Args(**more), inputs)
+        checked(flow_grpo.Args(**more), inputs)
 
     check(StableDiffusion3, plain)
     check(StableDiffusion3, with_one, guidance_scale=4.5, negative_prompt="y")

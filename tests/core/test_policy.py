@@ -15,7 +15,7 @@ from common import distributed as sharding
 from common.data import GroupSampler, PromptSet
 from common.engine.client import EngineError
 from common.errors import RolloutError, RunError
-from common.inputs import Inputs, check_inputs, check_lora_modules
+from common.inputs import Inputs, check_lora_modules
 from common.models.loading import family_class
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import SharedArgs
@@ -29,6 +29,7 @@ from tests.conftest import (
     SCRIPTS,
     TINY,
     brightness_reward,
+    checked,
     embedded_model,
     few_eval_prompts,
     lora_of,
@@ -269,7 +270,7 @@ def test_a_module_that_cannot_get_a_lora_is_named(targets, message):
     lora = lora_of(args, StableDiffusion3)
     inputs = Inputs(StableDiffusion3, {}, {}, no_prompts, no_prompts, lora=lora, checkpoint=None)
     with pytest.raises(RunError, match=f"^{message}$"):
-        check_inputs(args, inputs)  # before a model loads
+        checked(args, inputs)  # before a model loads
 
 
 def test_modules_of_an_option_beside_a_loras_file_are_refused():

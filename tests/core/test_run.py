@@ -28,7 +28,7 @@ from common.run_record import changed_contents, create_run_folder, find_contents
 from common.scoring import Scorer, load_rewards
 from common.user_code import load_function
 from common.weights.adapter_files import read_lora
-from tests.conftest import ROOT, new_run, read_metrics
+from tests.conftest import ROOT, new_run, read_metrics, small_workload
 
 import pytest
 import torch
@@ -41,9 +41,9 @@ from PIL import Image
 def test_without_a_gpu_options_stay_and_a_micro_batch_of_0_is_refused():
     inputs = Inputs(Family, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=None)
     args = SharedArgs(micro_batch_size=4)
-    assert choose_sizes(args, inputs) == args
+    assert choose_sizes(args, inputs, small_workload()) == args
     with pytest.raises(RunError, match=r"^--micro_batch_size 0: takes what fits on a GPU, and this machine has none"):
-        choose_sizes(replace(args, micro_batch_size=0), inputs)
+        choose_sizes(replace(args, micro_batch_size=0), inputs, small_workload())
 
 
 @pytest.mark.fast
@@ -66,10 +66,10 @@ def test_a_resumed_run_names_the_micro_batch_that_was_chosen_for_it(tmp_path, mo
     monkeypatch.setattr(needs, "load_checkpoint", lambda path: {"args": {"micro_batch_size": 16}})
     prompts = PromptSet(["a sign"], [{}])
     inputs = Inputs(Family, {}, {}, prompts, prompts, lora=None, checkpoint=checkpoint)
-    assert choose_sizes(SharedArgs(micro_batch_size=0), inputs).micro_batch_size == 16
-    assert choose_sizes(SharedArgs(micro_batch_size=8), inputs).micro_batch_size == 8
+    assert choose_sizes(SharedArgs(micro_batch_size=0), inputs, small_workload()).micro_batch_size == 16
+    assert choose_sizes(SharedArgs(micro_batch_size=8), inputs, small_workload()).micro_batch_size == 8
     inputs = inputs._replace(checkpoint=None)
-    assert choose_sizes(SharedArgs(micro_batch_size=0), inputs).micro_batch_size == 0  # none is known
+    assert choose_sizes(SharedArgs(micro_batch_size=0), inputs, small_workload()).micro_batch_size == 0  # none is known
 
 
 # ---- atomic_file -----------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Clock:
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
     def spend(self, run, name, seconds):
-        with run.timed(name):
+        with run.updating() if name == "update_actor" else run.timed(name, per_image=name in ("gen", "reward")):
             self.now += seconds
 
 
@@ -375,10 +375,10 @@ def test_only_a_whole_step_is_saved_after_a_failure(tmp_path, one_rank, metrics,
     expected = (4, 0, torch.rand((), generator=began_with).item())
     torch.rand(())
     if is_trained:
-        with run.timed("update_actor"):
+        with run.updating():
             pass
     if metrics:
-        run.end_step(metrics)
+        run.end_step(metrics, num_skipped=0)
         expected = (5, 2, torch.rand((), generator=began_with).item())
         torch.rand(())
     run.save_after_failure()

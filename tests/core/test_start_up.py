@@ -115,11 +115,9 @@ def test_rollouts_of_equal_rewards_are_reported_once(tmp_path, capsys):
 def test_a_ratio_that_does_not_begin_at_1_is_reported(mean, deviation, clip_range, told, tmp_path, capsys):
     """A fork that samples otherwise than it computes log-probs. After the first step the policy may be another one."""
     run = new_run(tmp_path, num_steps=2)
-    run.args.clip_range = clip_range
     for step in (1, 2):
         run.begin_step(step)
-        run.end_step({"actor/on_policy_ratio_mean": mean, "actor/on_policy_ratio_std": deviation})
-        run.log({})
+        run.report_ratio(mean, deviation, clip_range)
     shown = capsys.readouterr().out
     assert shown.count("the ratio begins at") == bool(told)
     assert not told or f"step 1: the ratio begins at {told}: " in shown

@@ -13,7 +13,7 @@ from common.command_line import parse_args
 from common.data import read_prompts
 from common.models.loading import find_family
 from common.plan.memory import Blueprint
-from common.plan.needs import measure, memory_parts, phase_sums, workload_of
+from common.plan.needs import measure, memory_parts, phase_sums, planned_run
 from tests.conftest import ROOT, lora_of, one_rank_environment
 from tools.plan import load_script
 
@@ -111,7 +111,7 @@ def planned_bytes(script: str, options: list[str]) -> dict[str, float]:
     with mock.patch.dict(os.environ, one_rank_environment()):
         args = module.check(parse_args(module.Args, "", options))
     eval_set = read_prompts(args.eval_prompts, max_prompts=args.max_prompts)
-    w = workload_of(vars(args), len(eval_set), ranks=1, ranks_per_node=1)
+    w = planned_run(module.workload(args), vars(args), len(eval_set), ranks=1, ranks_per_node=1)
     family = find_family(args.model, *args.image_size, args.num_frames, args.guidance_scale, args.max_sequence_length)
     lora = lora_of(args, family)
     blueprint = Blueprint(family, args.model, lora, getattr(torch, args.dtype))

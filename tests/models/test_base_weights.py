@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import flow_grpo
 from common.data import PromptSet
-from common.inputs import Inputs, check_inputs
+from common.inputs import Inputs
 from common.models.loading import load_model
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.plan.memory import Blueprint
-from common.plan.needs import waiting_parts, weight_parts, workload_of
+from common.plan.needs import planned_run, waiting_parts, weight_parts
 from common.weights.base_weights import WEIGHT_BYTES, check_base_weights, linear_layers, quantise_encoders
 from common.weights.prompt_cache import encoders_key, prepare_prompts
-from tests.conftest import EMBEDDED, TINY, embedded_model, few_eval_prompts, lora_of, read_metrics, torchrun
+from tests.conftest import EMBEDDED, TINY, checked, embedded_model, few_eval_prompts, lora_of, read_metrics, torchrun
 from tests.models.test_models import FakeGPU
 
 import pytest
@@ -53,7 +53,7 @@ def test_without_torchao_a_run_is_refused_before_its_model_loads(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     inputs = Inputs(StableDiffusion3, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=None)
     with pytest.raises(ValueError, match=r"^--base_weights: needs torchao, .*: pip install torchao==\d+\.\d+\.\d+$"):
-        check_inputs(flow_grpo.Args(base_weights="int8", rollout="local"), inputs)
+        checked(flow_grpo.Args(base_weights="int8", rollout="local"), inputs)
 
 
 @pytest.mark.fast
@@ -66,7 +66,7 @@ def test_the_plan_counts_the_quantised_weights_of_the_blocks(base_weights, num_b
     blueprint = Blueprint(StableDiffusion3, str(EMBEDDED), lora, torch.bfloat16)
     layers = linear_layers(embedded_model().transformer).values()
     assert blueprint.num_linear == sum(layer.weight.numel() for layer in layers) == OF_THE_BLOCKS
-    w = workload_of(vars(args) | {"shard_ranks": 2}, 8, ranks=2, ranks_per_node=2)
+    w = planned_run(flow_grpo.workload(args), vars(args) | {"shard_ranks": 2}, 8, ranks=2, ranks_per_node=2)
     parts = {part.name: part.num_bytes for part in weight_parts(blueprint, w)}
     rest = blueprint.num_weights - OF_THE_BLOCKS
     assert parts[f"frozen weights, {base_weights}"] == pytest.approx(num_bytes * OF_THE_BLOCKS + 2 * rest / 2)

@@ -10,11 +10,11 @@ import dpo_offline
 import flow_grpo
 from common.data import PromptSet
 from common.errors import RunError
-from common.inputs import Inputs, check_inputs
+from common.inputs import Inputs
 from common.models.loading import check_weight_files, find_family, load_model
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.weights.prompt_cache import encoders_key
-from tests.conftest import EMBEDDED
+from tests.conftest import EMBEDDED, checked
 
 import pytest
 import torch
@@ -209,7 +209,7 @@ def test_a_schedule_that_cannot_be_sampled_is_refused_before_a_model_loads(copy,
     nothing = PromptSet([], [])
     inputs = Inputs(StableDiffusion3, {}, {}, nothing, nothing, lora=None, checkpoint=None)
     if fault is None:
-        check_inputs(args, inputs)
+        checked(args, inputs)
         return
     with pytest.raises(ValueError, match=f"^{fault}"):
-        check_inputs(args, inputs)
+        checked(args, inputs)

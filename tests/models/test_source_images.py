@@ -11,7 +11,7 @@ from common.data import PromptSet, check_sources, read_prompts
 from common.errors import RunError
 from common.evaluation import sample_records
 from common.images import StoredImage, find_images, show_sources, warn_stretched
-from common.inputs import Inputs, check_inputs
+from common.inputs import Inputs
 from common.models.flux2_klein import Flux2Klein
 from common.models.flux_kontext import FluxKontext
 from common.models.loading import family_class, load_model
@@ -22,7 +22,7 @@ from common.plan.memory import Blueprint
 from common.process import print_once
 from common.scoring import score_images
 from common.weights.lora import make_lora
-from tests.conftest import ROOT, TINY, read_metrics, run_here, torchrun
+from tests.conftest import ROOT, TINY, checked, read_metrics, run_here, torchrun
 from tests.tiny_models import make_checkpoint
 from tools.convert import convert_pairs
 
@@ -244,7 +244,7 @@ def test_pairs_of_another_shape_are_reported_and_a_guidance_of_1_where_it_is_an_
     wide, high = (StoredImage(f"{name}.png", png(gradient(*size))) for name, size in (("w", (96, 32)), ("h", (32, 96))))
     prompts = PromptSet(["a"], [{}])
     inputs = Inputs(StableDiffusion3, {}, {}, prompts, prompts, None, None, pairs=[Pair("a", wide, high)])
-    check_inputs(dpo_offline.Args(), inputs)
+    checked(dpo_offline.Args(), inputs)
     told = "--pairs: 1 of 2 pictures have another shape than the image, 96 wide and 32 high"
     assert told in capfd.readouterr().err
     for part, config in (("vae", {"block_out_channels": [1]}), ("transformer", {"guidance_embeds": True})):

@@ -15,14 +15,14 @@ from common.data import GroupSampler, PromptSet, share_eval_images
 from common.distributed import gather_objects, gather_rows
 from common.errors import RolloutError, RunError
 from common.evaluation import eval_metrics, evaluate_samples, reward_metrics, sample_records
-from common.inputs import Inputs, check_inputs
+from common.inputs import Inputs
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.rewards.jpeg_compressibility import jpeg_compressibility
 from common.rewards.jpeg_incompressibility import jpeg_incompressibility
 from common.rewards.ocr import levenshtein, ocr, ocr_score, quoted_text, recognize
 from common.rewards.ocr_contains import ocr_contains
 from common.scoring import Scorer, built_in_rewards, load_rewards, score_images
-from tests.conftest import new_run, on_ranks
+from tests.conftest import checked, new_run, on_ranks
 
 import pytest
 import torch
@@ -465,14 +465,14 @@ def test_what_an_evaluation_cannot_score_is_refused(attributes, options, told):
     eval_rewards = {} if attributes.get("relative") else {"wins": wins}
     inputs = Inputs(StableDiffusion3, {"wins": wins}, eval_rewards, PROMPTS, PROMPTS, lora=None, checkpoint=None)
     with pytest.raises(ValueError, match=f"^{told}"):
-        check_inputs(flow_grpo.Args(rollout="local", **options), inputs)
+        checked(flow_grpo.Args(rollout="local", **options), inputs)
 
 
 @pytest.mark.parametrize("eval_only", [False, True])
 def test_a_run_without_a_best_adapter_says_so(eval_only, capfd):
     rewards = {"wins": relative_reward}
     inputs = Inputs(StableDiffusion3, rewards, {}, PROMPTS, PROMPTS, lora=None, checkpoint=None)
-    check_inputs(flow_grpo.Args(rollout="local", reward=("wins",), eval_only=eval_only), inputs)
+    checked(flow_grpo.Args(rollout="local", reward=("wins",), eval_only=eval_only), inputs)
     told = "no best_adapter will be written: no evaluation scores a --reward; name a metric with --eval_reward and"
     assert (told in capfd.readouterr().err) != eval_only
 

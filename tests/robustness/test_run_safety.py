@@ -20,7 +20,7 @@ from common.process import print_once
 from common.run import _current_run, checkpoint_to_resume, friendly_errors
 from common.run_record import create_run_folder
 from common.scoring import load_rewards, score_images
-from tests.conftest import ROOT, TINY, few_eval_prompts, good_state, new_run
+from tests.conftest import ROOT, TINY, few_eval_prompts, good_state, new_run, small_workload
 
 import psutil
 import pytest
@@ -125,10 +125,10 @@ def test_records_have_one_digest_in_every_process():
 def test_ranks_that_read_other_prompts_are_refused(monkeypatch):
     inputs = SimpleNamespace(train_set=PromptSet(["a", "b"], [{}, {}]), eval_set=PromptSet(["c"], [{}]), lora=None)
     args = SimpleNamespace(micro_batch_size=1)
-    assert choose_sizes(args, inputs) is args
+    assert choose_sizes(args, inputs, small_workload()) is args
     monkeypatch.setattr("common.inputs.gather_objects", lambda digest: [digest, b"of another order"])
     with pytest.raises(RunError, match="^--train_prompts: ranks have read other prompts"):
-        choose_sizes(args, inputs)
+        choose_sizes(args, inputs, small_workload())
 
 
 @pytest.mark.fast

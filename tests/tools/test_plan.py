@@ -28,7 +28,17 @@ import pytest
 import torch
 from PIL import Image
 
-SMALL = needs.Workload(8, 3, 2, ("trained",), 4, 4, 1.0, image_size=(32, 96), max_sequence_length=16)
+SMALL = needs.PlannedRun(
+    num_images=8,
+    num_prompts=1,
+    sampled_steps=3,
+    trained_steps=2,
+    policies=("default",),
+    num_eval_images=4,
+    micro_batch_size=4,
+    image_size=(32, 96),
+    max_sequence_length=16,
+)
 COST = Cost(flops=10, peak_bytes=100)
 COSTS = needs.Costs(COST, Cost(7, 90), Cost(30, 500), COST, Cost(2, 200))
 
@@ -174,12 +184,12 @@ def test_what_more_ranks_policies_and_offloading_change():
     def parts(**changes):
         return by_name(needs.weight_parts(blueprint, replace(SMALL, **changes)))
 
-    four = parts(ranks=8, ranks_here=4, policies=("trained", "old", "average", "reference"))
+    four = parts(ranks=8, ranks_here=4, policies=("default", "old", "ema", "reference"))
     weights = 4 * blueprint.num_weights
     assert parts()["trained weights, float32"].num_bytes == weights
     for name in ("trained weights, float32", "gradients, float32", "frozen weights, float32"):
         assert four[name].num_bytes == weights / 4
-    assert four["weights of old and average, float32"].num_bytes == four["Adam's two moments, float32"].num_bytes
+    assert four["weights of old and ema, float32"].num_bytes == four["Adam's two moments, float32"].num_bytes
     offloaded = parts(train_with=("cpu_offload",))
     assert offloaded["trained weights, float32"].place == "host"
     assert offloaded["buffers of the transformer"].place == "device"
@@ -194,7 +204,7 @@ def test_weights_are_whole_to_sample_where_ranks_share_them_and_no_engine_sample
     add_policies(model, make_lora(type(model), rank=16, alpha=32), ["default", "ema", "reference"], seed=1)
     num_bytes = sum(p.nbytes for p in model.transformer.parameters())
     blocks, whole = "blocks as FSDP gathers them", "weights gathered to sample"
-    shared = replace(SMALL, ranks=2, ranks_here=2, policies=("trained", "average", "reference"))
+    shared = replace(SMALL, ranks=2, ranks_here=2, policies=("default", "ema", "reference"))
     two = by_name(needs.pass_parts(blueprint, shared, COSTS))
     assert two[whole].num_bytes == num_bytes + 4 * blueprint.largest_block
     assert two[whole].phases == ("rollout",) and two[blocks].phases == ("update",)
@@ -209,7 +219,7 @@ def test_no_frozen_weight_is_held_twice_where_a_rank_has_all_of_them(sharing):
     """What FSDP holds beside its shards is then the LoRA of the trained and the average policy, in bf16. Offloaded
     weights and full weights come a block at a time."""
     blocks, lora = "blocks as FSDP gathers them", "the LoRA as passes read it"
-    w = replace(SMALL, **{"ranks": 2, "ranks_here": 2, "policies": ("trained", "average", "reference"), **sharing})
+    w = replace(SMALL, **{"ranks": 2, "ranks_here": 2, "policies": ("default", "ema", "reference"), **sharing})
     blueprint = blueprint_of(EMBEDDED, 16)
     parts = by_name(needs.pass_parts(blueprint, w, COSTS))
     assert blocks not in parts and parts[lora].num_bytes == 2 * 2 * blueprint.num_trained
@@ -243,19 +253,20 @@ def test_each_rank_has_a_copy_of_the_weights_where_nine_tenths_of_its_gpu_hold_i
 def test_a_micro_batch_of_0_is_the_largest_that_divides_a_share_and_fits(script, largest, smaller):
     """A share of 128 images, or of 256 pairs. The least GPU for 16 of them does not hold 32."""
     blueprint = blueprint_of(EMBEDDED, 16, torch.float32)
-    options = vars(importlib.import_module(script.removesuffix(".py")).Args()) | {"micro_batch_size": 0}
-    options["rollout"] = "local"
-    w = needs.workload_of(options | {"micro_batch_size": smaller}, 4, ranks=1, ranks_per_node=1)
+    module = importlib.import_module(script.removesuffix(".py"))
+    options = vars(module.Args()) | {"micro_batch_size": 0, "rollout": "local"}
+    workload = module.workload(module.Args())
+    w = needs.planned_run(workload, options | {"micro_batch_size": smaller}, 4, ranks=1, ranks_per_node=1)
     least = needs.gpu_peak(blueprint, w, needs.measure(blueprint, w)) / 0.9
-    choose = functools.partial(needs.choose_options, ranks=1, ranks_here=1)
-    found = [choose(blueprint, options, gpu_bytes=size) for size in (1e15, least + 2, 1)]
+    choose = functools.partial(needs.choose_options, workload=workload, ranks=1, ranks_here=1)
+    found = [choose(blueprint, options=options, gpu_bytes=size) for size in (1e15, least + 2, 1)]
     assert [chosen["micro_batch_size"] for chosen in found] == [largest, smaller, 1]
-    given = choose(blueprint, options | {"micro_batch_size": 8}, gpu_bytes=1e15)
+    given = choose(blueprint, options=options | {"micro_batch_size": 8}, gpu_bytes=1e15)
     assert given == {"shard_ranks": 0, "micro_batch_size": 8}
     # what a resumed run chose is kept, but on a number of ranks whose share it does not divide
-    resumed = [choose(blueprint, options, gpu_bytes=1e15, saved_size=size) for size in (32, 24)]
+    resumed = [choose(blueprint, options=options, gpu_bytes=1e15, saved_size=size) for size in (32, 24)]
     assert [chosen["micro_batch_size"] for chosen in resumed] == [32, largest]
-    given = choose(blueprint, options | {"micro_batch_size": 8}, gpu_bytes=1e15, saved_size=32)
+    given = choose(blueprint, options=options | {"micro_batch_size": 8}, gpu_bytes=1e15, saved_size=32)
     assert given["micro_batch_size"] == 8
 
 
@@ -264,12 +275,15 @@ def test_a_micro_batch_of_0_is_the_largest_that_divides_a_share_and_fits(script,
 def test_work_and_seconds(monkeypatch):
     """Two ranks of four images, three steps, two trained, two epochs, in the first of which the reference's means are
     computed: 4 (3 x 10 + 10), 4 x 2 x 7, 8 (2 x 30 + 7). Another policy's passes may be made in both."""
-    policies = ("trained", "average", "reference")
-    w = replace(SMALL, ranks=2, epochs_per_rollout=2, policies=policies, rollout="vllm", old_log_prob="recompute")
+    policies = ("default", "ema", "reference")
+    w = replace(SMALL, ranks=2, epochs=2, policies=policies, acting_passes=1, rollout="vllm", recomputes_log_probs=True)
     expected = {"rollout": (120, 40), "old log-probs": (56, 0), "update": (536, 0), "evaluation": (2 * 10, 2 * 10)}
     assert needs.work(w, COSTS) == expected
     assert needs.work(replace(w, acting_epochs=2), COSTS)["update"].transformer == 592
-    assert needs.work(replace(w, trained_acts=True), COSTS)["update"].transformer == 592
+    assert needs.work(replace(w, acting_passes=2), COSTS)["update"].transformer == 592
+    # a step that trains on half of the images that it samples
+    half = needs.work(replace(w, trained_images=4), COSTS)
+    assert half["rollout"] == (120, 40) and half["update"].transformer == 268
     assert needs.work(replace(SMALL, sampled_steps=0), COSTS) == {"update": (8 * 2 * 30, 0), "evaluation": (40, 40)}
     # a FLOP a second of the transformer, and two of the VAE
     monkeypatch.setitem(plan.DEVICES, "rtx4090", Device(24, 165, 1e-12, 2e-12))
@@ -312,7 +326,7 @@ BY_HAND = {
     "LoRA": {
         "frozen weights, bfloat16": (2 * 1000, "device", ALL),
         "trained weights, float32": (4 * 10, "device", ALL),
-        "weights of average, float32": (4 * 10, "device", ALL),
+        "weights of ema, float32": (4 * 10, "device", ALL),
         "Adam's two moments, float32": (2 * 4 * 10, "device", LATER),
         "buffers of the transformer": (7, "device", ALL),
         "gradients, float32": (4 * 10, "device", "update"),
@@ -338,7 +352,7 @@ BY_HAND = {
     "full weights": {
         "frozen weights, float32": (4 * 1000 / 2, "device", LATER),
         "trained weights, float32": (4 * 1000 / 2, "device", LATER),
-        "weights of average, float32": (4 * 1000 / 2, "device", LATER),
+        "weights of ema, float32": (4 * 1000 / 2, "device", LATER),
         "Adam's two moments, float32": (2 * 4 * 1000 / 2, "device", LATER),
         "buffers of the transformer": (7, "device", ALL),
         "gradients, float32": (4 * 1000 / 2, "device", "update"),
@@ -372,7 +386,7 @@ def test_every_part_of_memory_by_hand(trained):
         text_encoder_bytes=400, num_encoder_linear=300, pinned_encoder_bytes=512,
         latent_shape=lambda size, num_frames: (4, 5), conditioning_bytes=lambda length, size, num_frames: 30,
     )  # fmt: skip
-    w = replace(SMALL, policies=("trained", "average", "reference"), rollout="vllm", rollout_batch_size=2)
+    w = replace(SMALL, policies=("default", "ema", "reference"), rollout="vllm", rollout_batch_size=2)
     w = replace(w, num_prompts=2)
     if is_lora:
         w = replace(w, dtype="bfloat16", engine_with=("sleep",))
@@ -506,7 +520,7 @@ def test_pinned_encoders_take_a_power_of_two_of_bytes_for_each_tensor():
 def test_adapter_is_gathered_while_the_checkpoint_is_in_memory():
     """Three policies and Adam's two moments of a LoRA, and the evaluated policy once more; full weights stay in shards,
     and rank 0 gathers one policy in the dtype."""
-    w = replace(SMALL, policies=("trained", "old", "average", "reference"))
+    w = replace(SMALL, policies=("default", "old", "ema", "reference"))
     name = "a checkpoint and adapter/, being saved"
     lora = blueprint_of(EMBEDDED, 16, torch.bfloat16)
     assert by_name(needs.waiting_parts(lora, w))[name].num_bytes == 4 * lora.num_trained * (3 + 2 + 1)
@@ -515,22 +529,25 @@ def test_adapter_is_gathered_while_the_checkpoint_is_in_memory():
 
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------
-GRPO = {"sampled_steps": 3, "trained_steps": 1, "policies": ("trained",), "acting_epochs": 1, "num_images": 256}
-NFT = GRPO | {"trained_steps": 3, "policies": ("trained", "old")}
-DPO = {"sampled_steps": 0, "trained_steps": 1, "policies": ("trained", "reference"), "num_images": 512}
-DPO |= {"micro_batch_images": 128, "guidance_scale": 4.0, "trained_guidance": 1.0}
+GRPO = {"sampled_steps": 3, "trained_steps": 1, "policies": ("default",), "acting_epochs": 1, "num_images": 256}
+NFT = GRPO | {"trained_steps": 3, "policies": ("default", "old")}
+DPO = {"sampled_steps": 0, "trained_steps": 1, "policies": ("default", "reference"), "num_images": 512}
+DPO |= {"micro_batch_images": 128, "guidance_scale": 4.0, "trained_guidance": 1.0, "acting_passes": 1}
 CHANGED = [
     ("diffusion_nft.py", {"kl_coef": 0.0}, NFT),
     ("dpo_offline.py", {"guidance_scale": 4.0}, DPO),
     ("flow_grpo.py", {"sde_window_size": 0, "guidance_scale": 4.0}, {"trained_steps": 2, "trained_guidance": 4.0}),
-    ("flow_grpo.py", {"kl_coef": 0.1, "ema_decay": 0.9}, {"policies": ("trained", "average", "reference")}),
+    ("flow_grpo.py", {"kl_coef": 0.1, "ema_decay": 0.9}, {"policies": ("default", "ema", "reference")}),
     ("flow_grpo.py", {"epochs_per_rollout": 3}, {"acting_epochs": 1}),  # the sampled steps stay
     ("diffusion_nft.py", {"epochs_per_rollout": 3}, {"acting_epochs": 3}),  # noise is drawn again in every epoch
     ("diffusion_nft.py", {"timestep_fraction": 0.1, "num_inference_steps": 5}, {"trained_steps": 1}),
-    ("contrib/v_grpo.py", {"epochs_per_rollout": 3}, GRPO | {"trained_steps": 4, "trained_acts": True}),
-    ("contrib/ram.py", {}, NFT | {"policies": ("trained", "old", "reference")}),
+    ("contrib/v_grpo.py", {"epochs_per_rollout": 3}, GRPO | {"trained_steps": 4, "acting_passes": 1}),
+    ("contrib/ram.py", {}, NFT | {"policies": ("default", "old", "reference"), "acting_passes": 2}),
+    ("contrib/crd.py", {"kl_coef": 0.0}, {"policies": ("default", "old", "sampling"), "acting_passes": 1}),
+    ("contrib/online_dpo.py", {"num_prompts": 8}, {"num_images": 8 * 8, "num_trained_images": 16}),
+    ("contrib/diffusion_opd.py", {"teachers": ("a=x", "b=y")}, {"frozen_adapters": 2, "acting_passes": 2}),
     ("contrib/draft.py", {"gradient_steps": 2}, {"sampled_steps": 1, "trained_steps": 2, "chained_steps": 2}),
-    ("contrib/draft.py", {"method": "refl", "refl_range": (0, 2)}, {"sampled_steps": 1, "policies": ("trained",)}),
+    ("contrib/draft.py", {"method": "refl", "refl_range": (0, 2)}, {"sampled_steps": 1, "policies": ("default",)}),
 ]
 
 
@@ -538,9 +555,10 @@ CHANGED = [
 @pytest.mark.parametrize(
     ("script", "changes", "expected"), [*((script, {"kl_coef": 0.0}, GRPO) for script in SCRIPTS[:3]), *CHANGED]
 )
-def test_an_algorithm_is_known_by_its_options(script, changes, expected):
-    args = replace(importlib.import_module(script.removesuffix(".py").replace("/", ".")).Args(), **changes)
-    w = needs.workload_of(vars(args), num_eval_prompts=100, ranks=2, ranks_per_node=1)
+def test_a_script_says_what_it_does(script, changes, expected):
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    args = replace(module.Args(), **changes)
+    w = needs.planned_run(module.workload(args), vars(args), num_eval_prompts=100, ranks=2, ranks_per_node=1)
     assert {name: getattr(w, name) for name in expected} == expected
     assert (w.ranks, w.shards, w.num_eval_images) == (2, 1, 100)
 
@@ -651,7 +669,8 @@ def test_a_run_on_gpus_counts_the_pictures_of_its_records(one_rank, monkeypatch)
     monkeypatch.setattr(needs, "choose_options", lambda *given, **more: {"shard_ranks": 0, "micro_batch_size": 4})
     options = {"model": "klein", "dtype": "bfloat16", "vae_dtype": "float32", "shard_ranks": 0, "micro_batch_size": 0}
     for record in ({"image": ["a.png", "b.png"]}, {}):
-        assert needs.fit_to_gpus(Family, None, PromptSet(["a sign"], [record]), None, options)["micro_batch_size"] == 4
+        chosen = needs.fit_to_gpus(Family, None, PromptSet(["a sign"], [record]), None, options, SMALL)
+        assert chosen["micro_batch_size"] == 4
     assert counted == [2, 0]
 
 
@@ -659,7 +678,7 @@ def test_a_run_on_gpus_counts_the_pictures_of_its_records(one_rank, monkeypatch)
 def test_the_disk_of_a_full_model_and_of_a_cache_by_hand(tmp_path):
     """Weights and two moments in fp32, an average; adapters in bf16. 3 held-out prompts, the empty one, 8 drawn."""
     blueprint = blueprint_of(EMBEDDED, 0, torch.bfloat16)
-    w = replace(SMALL, policies=("trained", "average"), prompt_cache="kept", num_prompts=4, max_sequence_length=16)
+    w = replace(SMALL, policies=("default", "ema"), prompt_cache="kept", num_prompts=4, max_sequence_length=16)
     options = {"keep_checkpoints": 3, "num_steps": 2, "train_prompts": ROOT / "assets" / "train_prompts.txt"}
     options |= {"train_shares": (), "seed": 1}
     checkpoint = 4 * blueprint.num_weights * 4 / 1e6
@@ -687,8 +706,8 @@ def test_what_cannot_be_planned_ends_with_a_line(fork, tmp_path, monkeypatch):
     assert fork("--micro_batch_size", 0, device="cpu").startswith("--micro_batch_size 0: takes what fits on a GPU")
     (tmp_path / "fork.py").write_text("Args = 1\n")
     assert fork().startswith("fork.py: has no check")
-    with pytest.raises(ValueError, match="^has none of --num_pairs, --gradient_steps, --timestep_fraction, "):
-        needs.algorithm_counts({"ema_decay": 0.0})
+    (tmp_path / "fork.py").write_text("Args = check = 1\n")
+    assert fork().startswith("fork.py: has no workload")
 
 
 @pytest.mark.fast
@@ -715,7 +734,7 @@ def test_a_preset_fits(number, published, tmp_path, monkeypatch):
     args = module.check(module.parse_args(module.Args, "", options))
     folder = published(args.model)
     blueprint = blueprint_of(folder, args.lora_rank, num_sources=min(1, family_class(folder).num_sources[1]))
-    w = needs.workload_of(vars(args), num_eval_prompts=256, ranks=ranks, ranks_per_node=ranks)
+    w = needs.planned_run(module.workload(args), vars(args), num_eval_prompts=256, ranks=ranks, ranks_per_node=ranks)
     costs = needs.measure(blueprint, w)
     w = replace(w, shard_ranks=needs.choose_shard_ranks(blueprint, w, costs, plan.DEVICES[device].memory_gb * needs.GB))
     gpu = plan.memories(blueprint, w, costs, device)[0]
