@@ -124,7 +124,7 @@ def workload(args: Args) -> Workload:
         acting_passes=1,  # the reference's
         guidance_scale=args.guidance_scale,  # of the pairs; a trained pass has none
         row_images=2,
-        drawn_prompts=args.num_pair_prompts,
+        drawn_prompts=0 if args.pairs else args.num_pair_prompts,
     )
 
 

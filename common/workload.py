@@ -45,7 +45,7 @@ class Workload:
     frozen_adapters: int = 0
     """LoRAs beside the policies that are kept and never trained, such as teachers"""
     drawn_prompts: int | None = None
-    """prompts that the whole run draws, for --prompt_cache; None: num_prompts in each step"""
+    """prompts that the whole run draws, for --prompt_cache; None: num_prompts a step; 0: it reads pairs instead"""
 
     @property
     def updates_per_step(self) -> int:

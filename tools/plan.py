@@ -145,7 +145,7 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
     )
     check_lora_modules(lora, options)
     # a run with --pairs does not read --train_prompts
-    prompts = options["eval_prompts"] if options.get("pairs") else options["train_prompts"]
+    prompts = args.eval_prompts if w.drawn_prompts == 0 else args.train_prompts
     num_sources = count_sources(family.num_sources, prompts[0])
     if num_sources and w.prompt_cache is not None:
         raise ValueError("--prompt_cache: keeps embeddings of texts, and these records have pictures as well")
@@ -173,7 +173,7 @@ def disk_line(blueprint: Blueprint, w: PlannedRun, options: dict[str, Any], num_
     parts = [f"checkpoints {kept} x {size(trained)}", f"adapter/ and best_adapter/ {size(2 * adapter)}"]
     if w.prompt_cache is not None:
         each = blueprint.conditioning_bytes(w.max_sequence_length, w.image_size, w.num_frames)
-        if options.get("pairs"):
+        if w.drawn_prompts == 0:
             parts.append(f"{w.prompt_cache} at most {size(each)} for each prompt of the pairs")
         else:
             limit = w.drawn_prompts or options["num_steps"] * w.num_prompts

@@ -24,6 +24,7 @@ from common.sde import sde_step
 from common.weights import policy as policies
 from common.weights.lora import make_lora, save_policy
 from common.weights.policy import acting, add_policies, follow, load_policy_tensors, tensors_on_rank_0, use_policy
+from common.weights.training_state import load_training_state, training_state
 from tests.conftest import (
     EMBEDDED,
     SCRIPTS,
@@ -537,6 +538,79 @@ def test_the_references_means_are_computed_once_a_rollout(one_rank, monkeypatch)
     monkeypatch.setattr(flow_grpo, "acting", lambda model, name, *more: acted.append(name) or real(model, name, *more))
     one_update(args, model, torch.optim.SGD(trained), ADVANTAGES)
     assert acted == ["reference"]
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+OPTIMIZERS = {
+    "adamw": lambda trained: torch.optim.AdamW(trained, lr=9.0),
+    "sgd": lambda trained: torch.optim.SGD(trained, lr=9.0),  # which keeps no state at all
+    "momentum": lambda trained: torch.optim.SGD(trained, lr=9.0, momentum=0.9),
+    "adagrad": lambda trained: torch.optim.Adagrad(trained, lr=9.0),
+}
+
+
+def steps_with(optimizer, args, model, trained, numbers):
+    """Optimizer steps with made-up gradients, which depend on the step's number. Returns the rates."""
+    rates = []
+    for number in numbers:
+        for i, p in enumerate(trained):
+            p.grad = torch.full_like(p, 0.01 * number + 0.001 * i)
+        flow_grpo.optimizer_step(args, model, optimizer)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rate_and_average_count_the_steps_of_any_optimizer(name, one_rank, tmp_path):
+    """Not all of them keep a count: after 3 of 6 steps a resumed run goes on to the bit, with its own kernels."""
+    options = {"lr_schedule": "linear:3", "num_steps": 6, "learning_rate": 0.3, "ema_decay": 0.9, "kl_coef": 0.0}
+    args, model, trained = policy(**options)
+    optimizer = OPTIMIZERS[name](trained)
+    assert steps_with(optimizer, args, model, trained, (1, 2, 3)) == pytest.approx([0.1, 0.2, 0.3])
+    assert model.num_updates == 3
+    state = training_state(model, optimizer, tmp_path / "step_000003.pt") | {"path": tmp_path / "step_000003.pt"}
+    torch.save(state, tmp_path / "state.pt")
+    later = steps_with(optimizer, args, model, trained, (4, 5, 6))
+    assert later == pytest.approx([0.3 * part for part in (0.75, 0.5, 0.25)])
+
+    args, resumed, trained = policy(**options)
+    optimizer = OPTIMIZERS[name](trained)
+    optimizer.param_groups[0]["foreach"] = False
+    load_training_state(resumed, optimizer, torch.load(tmp_path / "state.pt", weights_only=False))
+    assert resumed.num_updates == 3 and optimizer.param_groups[0]["foreach"] is False
+    assert steps_with(optimizer, args, resumed, trained, (4, 5, 6)) == later
+    for policy_name in ("default", "ema"):
+        once, again = (tensors_on_rank_0(each, policy_name)[0] for each in (model, resumed))
+        assert all(torch.equal(tensor, again[key]) for key, tensor in once.items()), policy_name
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_step_of_any_optimizer_drops_the_weights_that_passes_left_whole(lora_rank, one_rank):
+    """Where FSDP kept what a pass had cast, the next pass would run on the weights from before the step. No script
+    calls anything for it."""
+    args, model, trained = policy(lora_rank=lora_rank, dtype="bfloat16", kl_coef=0.0)
+    request, trajectories = rollout_of(args, model)
+
+    def velocity():
+        with torch.no_grad():
+            x = trajectories.latents[:, 0]
+            return model.predict_velocity(x, request.timesteps[0], request.select(torch.arange(len(x))).conditioning)
+
+    before = velocity()
+    assert torch.equal(before, velocity())
+    for p in trained:
+        p.grad = torch.full_like(p, 1.0)
+    torch.optim.SGD(trained, lr=0.1).step()
+    assert not torch.equal(before, velocity())
+
+
+@pytest.mark.fast
+def test_a_policy_that_no_checkpoint_holds_cannot_follow(one_rank):
+    _, model, _ = policy(kl_coef=0.1, lora_rank=0)
+    with pytest.raises(ValueError, match="reference"):
+        follow(model, "reference", 0.9)
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------

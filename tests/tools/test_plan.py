@@ -689,7 +689,7 @@ def test_the_disk_of_a_full_model_and_of_a_cache_by_hand(tmp_path):
     (tmp_path / "two.txt").write_text("a sign\na mug\n")
     files = {"train_prompts": (options["train_prompts"], tmp_path / "two.txt"), "train_shares": (1, 1)}
     assert plan.disk_line(blueprint, w, options | files, 3).endswith("for 10 prompts")  # 4 and 2 are drawn
-    line = plan.disk_line(blueprint, w, options | {"pairs": "mine.jsonl"}, 3)
+    line = plan.disk_line(blueprint, replace(w, drawn_prompts=0), options, 3)
     assert line.endswith("MB for each prompt of the pairs")
 
 
