@@ -1,4 +1,4 @@
-"""contrib/nano_flow_grpo.py: its updates are flow_grpo.py's, and it runs by plain python."""
+"""nano_flow_grpo.py: its updates are flow_grpo.py's, and it runs by plain python."""
 
 import dataclasses
 import itertools
@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 
-import contrib.nano_flow_grpo as nano
 import flow_grpo
+import nano_flow_grpo as nano
 from common.data import GroupSampler
 from common.sde import sde_step
 from tests.conftest import ROOT, brightness_reward, few_eval_prompts, run_here
@@ -32,7 +32,7 @@ def brightness(images, prompts):
 
 
 def nano_lora(folder, monkeypatch, **changes):
-    """The LoRA that contrib/nano_flow_grpo.py saves in `folder` after one training step."""
+    """The LoRA that nano_flow_grpo.py saves in `folder` after one training step."""
     monkeypatch.setattr(nano, "reward", brightness)
     _, eval_prompts = few_eval_prompts(folder)
     nano.main(nano.Options(out=folder, eval_prompts=eval_prompts, num_steps=1, **changes))
@@ -140,7 +140,7 @@ def test_it_runs_by_plain_python_and_diffusers_loads_its_lora(tmp_path):
     options = [f"--{name}={value}" for name, value in SMALL.items()]
     options += ["--num_steps=2", "--eval_prompts", few_eval_prompts(tmp_path)[1], "--out", tmp_path / "out"]
     done = subprocess.run(
-        [sys.executable, ROOT / "contrib" / "nano_flow_grpo.py", *map(str, options)],
+        [sys.executable, ROOT / "nano_flow_grpo.py", *map(str, options)],
         cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,

@@ -3,8 +3,8 @@
 The model draws eight signs for each of 32 prompts, and an OCR network reads them. Images that read better than their
 prompt's other images become more likely, the others less likely. Then it draws again. That is the whole algorithm.
 
-    python contrib/nano_flow_grpo.py                      # the embedded model, some minutes on two CPU cores
-    python contrib/nano_flow_grpo.py --noise_level 0.5    # every line of `Options` is an option
+    python nano_flow_grpo.py                      # the embedded model, some minutes on two CPU cores
+    python nano_flow_grpo.py --noise_level 0.5    # every line of `Options` is an option
 
 Read this file first and flow_grpo.py next. This file has no sharding over GPUs, no engine, no resuming, no guidance,
 no KL and no other model families. It takes 30 steps at a
