@@ -18,22 +18,20 @@ noise, down to sigma 0, the image.
 
 import itertools
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from common.cpu import repair_torchvision
+from common.rewards.ocr import ocr
+from common.sde import image_seed
+
 import torch
 import tyro
 from PIL.Image import Image
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # plain python looks for common/ beside this file: it is one up
-from common.cpu import repair_torchvision
-from common.rewards.ocr import ocr
-from common.sde import image_seed
 
 repair_torchvision()  # for a torchvision that does not fit the CPU's torch: diffusers could not be imported
 from diffusers import StableDiffusion3Pipeline as Pipeline  # noqa: E402
