@@ -38,7 +38,7 @@ from diffusers import StableDiffusion3Pipeline as Pipeline  # noqa: E402
 from diffusers.utils import make_image_grid  # noqa: E402
 from peft import LoraConfig, get_peft_model_state_dict  # noqa: E402
 
-ASSETS = Path(__file__).parents[1] / "assets"
+ASSETS = Path(__file__).parent / "assets"
 LORA_MODULES = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 Conditioning = dict[str, Tensor]  # B encoded prompts, by the names of the transformer's arguments
 
