@@ -27,6 +27,7 @@ def tiny_model(seed, policies=("default", "ema"), width=4):
     """Full weights of two layers, the second of which feeds nothing, and their optimizer after one step."""
     torch.manual_seed(seed)
     model = SimpleNamespace(is_lora=False, policies={}, frozen_policies={"reference"}, device=torch.device("cpu"))
+    model.num_updates = 1
     for name in policies:
         model.policies[name] = fully_shard(Half(torch.nn.Linear(3, width), torch.nn.Linear(width, 2)))
         model.policies[name].requires_grad_(name == "default")
