@@ -2,6 +2,8 @@
 
 import contextlib
 import multiprocessing
+import os
+import subprocess
 import sys
 from dataclasses import asdict
 from types import ModuleType, SimpleNamespace
@@ -14,7 +16,7 @@ from common.plan.devices import DEVICES, find_device
 from common.plan.memory import Blueprint
 from common.profiling import Utilisation
 from common.tracking import check_tracker, start_tracker
-from tests.conftest import lora_of, needs_wandb
+from tests.conftest import ROOT, lora_of, needs_wandb, new_run
 
 import pytest
 import torch
@@ -162,6 +164,8 @@ def test_tensorboard_gets_scalars_and_pictures(tmp_path, monkeypatch):
 def test_wandb_files_and_runs_go_where_its_variables_say(tmp_path, monkeypatch):
     """WANDB_RUN_GROUP and WANDB_TAGS wandb reads itself, where its `init` is not given others."""
     calls = []
+    monkeypatch.setenv("WANDB_DATA_DIR", "")
+    monkeypatch.delenv("WANDB_DATA_DIR")  # and again behind the test
     wandb = SimpleNamespace(init=lambda **options: calls.append(options))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for variable in ("WANDB_DIR", "WANDB_PROJECT"):
@@ -175,3 +179,137 @@ def test_wandb_files_and_runs_go_where_its_variables_say(tmp_path, monkeypatch):
     assert first["project"] == "cleanflow" and second["project"] == "mine"
     assert not {"group", "tags"} & first.keys()
     assert first["id"] == second["id"] == (tmp_path / "wandb_id.txt").read_text()
+
+
+PICTURE = (Image.new("RGB", (8, 8), "red"), "a sign")
+
+
+class Broken(Exception):
+    """As wandb.Error, a type of a package's own, without a text."""
+
+
+def break_tracker(monkeypatch, package, place, error):
+    """Put a package in a tracker's place, whose function of a name raises."""
+
+    def call(name):
+        def attempt(*args, **kwargs):
+            if name == place:
+                raise error
+            return stub
+
+        return attempt
+
+    stub = SimpleNamespace()
+    names = ("init", "log", "Image", "Table", "finish", "SummaryWriter")
+    for name in (*names, "add_scalar", "add_image", "add_text", "flush", "close"):
+        setattr(stub, name, call(name))
+    monkeypatch.setitem(sys.modules, package, stub)
+    monkeypatch.setenv("WANDB_DATA_DIR", "")
+    monkeypatch.delenv("WANDB_DATA_DIR")  # and again behind the test
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("error", [ConnectionResetError("Connection lost"), OSError(28, "No space left"), Broken()])
+@pytest.mark.parametrize(
+    ("track", "place"),
+    [
+        *(("wandb", place) for place in ("init", "log", "Image", "Table", "finish")),
+        *(("tensorboard", place) for place in ("SummaryWriter", "add_scalar", "add_image", "add_text", "flush")),
+        ("tensorboard", "close"),
+    ],
+)
+def test_an_error_of_a_tracker_is_one_line_and_the_run_goes_on(tmp_path, monkeypatch, capfd, track, place, error):
+    package = "wandb" if track == "wandb" else "torch.utils.tensorboard"
+    break_tracker(monkeypatch, package, place, error)
+    run = new_run(tmp_path, track=track)
+    for step in range(3):
+        run.step = step
+        run.log({"actor/loss": 0.5}, [PICTURE])
+    run.close()
+    lines = [line for line in capfd.readouterr().err.splitlines() if "--track" in line]
+    assert len(lines) == 1
+    assert all(part in lines[0] for part in (f"--track {track}", type(error).__name__, str(run.folder)))
+    rows = (run.folder / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 3 and (run.folder / "grid_0002.png").is_file()
+
+
+@pytest.mark.fast
+def test_a_package_that_is_damaged_is_one_line_too(tmp_path, monkeypatch, capfd):
+    for track, package in (("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")):
+        monkeypatch.setitem(sys.modules, package, None)  # an ImportError
+        tracker = start_tracker(track, tmp_path, {})
+        tracker.log(0, {"actor/loss": 0.5}, None)
+        tracker.finish()
+        assert capfd.readouterr().err.count(f"--track {track}: ") == 1
+
+
+def track_in_process(folder, code, **variables):
+    """A process that has `tracker`, of the real wandb offline, and `kill` of its helper, runs `code`."""
+    start = f"""
+import os, pathlib, signal, subprocess, time
+from PIL import Image
+from common.tracking import check_tracker, start_tracker
+check_tracker("wandb")
+tracker = start_tracker("wandb", pathlib.Path({str(folder)!r}), {{"seed": 1}})
+images = [(Image.new("RGB", (96, 32), (i, 0, 0)), "a sign") for i in range(4)]
+def kill(number=signal.SIGKILL):
+    for child in subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.split():
+        if "wandb-core" in open(f"/proc/{{child}}/cmdline").read():
+            os.kill(int(child), number)
+    time.sleep(0.5)
+"""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment = mine | {"WANDB_MODE": "offline", "RANK": "0", "WORLD_SIZE": "1"} | variables
+    command = [sys.executable, "-c", start + code, "--an_option_of_mine"]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+@needs_wandb
+@pytest.mark.parametrize(
+    "code",
+    [
+        "kill(); tracker.log(0, {'x': 1.0}, None); tracker.log(1, {'x': 1.0}, images); tracker.finish()",
+        "tracker.log(0, {'x': 1.0}, None); kill(); tracker.log(1, {'x': 1.0}, images); tracker.finish()",
+        "tracker.log(0, {'x': 1.0}, images); kill(); tracker.finish()",
+    ],
+    ids=["before metrics", "before images", "before the end"],
+)
+def test_wandbs_helper_may_be_killed(tmp_path, code):
+    done = track_in_process(tmp_path, code + "\nprint('goes on')")
+    assert done.returncode == 0 and done.stdout.endswith("goes on\n"), done.stderr
+    assert done.stderr.count("--track wandb: ") == 1 and "Traceback" not in done.stderr
+
+
+@needs_wandb
+def test_wandbs_copies_of_images_are_in_the_run_folder(tmp_path):
+    """Not in the home directory, which in a container nobody can write to. WANDB_DATA_DIR names another place."""
+    code = "tracker.log(0, {'x': 1.0}, images); tracker.finish()"
+    done = track_in_process(tmp_path, code, HOME="/proc/nowhere")
+    assert done.returncode == 0 and "--track" not in done.stderr and "environment variables" not in done.stderr
+    assert any(path.is_file() for path in (tmp_path / "wandb" / "artifacts").rglob("*"))
+    done = track_in_process(tmp_path, code, WANDB_DATA_DIR="/proc/nowhere")
+    assert done.returncode == 0 and done.stderr.count("--track wandb: ") == 1
+
+
+@needs_wandb
+def test_wandb_gets_options_metrics_and_images_alone(tmp_path):
+    """The rest is off, and variables of wandb's turn it on. What a run offline keeps is what `wandb sync` sends."""
+    code = "print('a line of mine'); tracker.log(0, {'x': 1.0}, images); tracker.finish()"
+
+    def sent(folder, **variables):
+        folder.mkdir()
+        done = track_in_process(folder, code, **variables)
+        assert done.returncode == 0, done.stderr
+        files = [path for path in (folder / "wandb").rglob("*") if path.is_file() and "logs" not in path.parts]
+        return b"".join(path.read_bytes() for path in files)
+
+    off = sent(tmp_path / "off")
+    variables = {"WANDB_CONSOLE": "auto", "WANDB_DISABLE_GIT": "false", "WANDB__SAVE_REQUIREMENTS": "true"}
+    variables |= {"WANDB__DISABLE_MACHINE_INFO": "false", "WANDB__DISABLE_STATS": "false"}
+    on = sent(tmp_path / "on", **variables)
+    assert b"seed" in off and b"a sign" in off
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    words = ("a line of mine", "--an_option_of_mine", "proc.memory", "requirements.txt", sys.executable, commit.strip())
+    for word in filter(None, words):  # no commit where the clone has no git
+        assert word.encode() not in off
+        assert word.encode() in on
