@@ -1,7 +1,10 @@
-"""What a run without a GPU needs: a torchvision that loads, and no GPU behind an old driver."""
+"""What a run without a GPU needs: a torchvision that loads, no GPU behind an old driver, and its share of the CPUs."""
 
+import math
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -44,3 +47,50 @@ def refuse_an_old_driver() -> None:
                 f"the NVIDIA driver is too old for torch's CUDA {torch.version.cuda}: update it (CUDA 13 needs 580 or "
                 "later; nvidia-smi shows yours), or set CUDA_VISIBLE_DEVICES= to train on the CPU"
             ) from error
+
+
+def quota_cores(root: Path = Path("/")) -> float:
+    """How many cores' time Linux's cgroups leave this process, as `docker --cpus` and Kubernetes' limits set it.
+
+    The smallest quota from this process's group up to the root counts. inf: there is none, or no cgroup is mounted.
+    root: of the file system, for tests.
+    """
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return math.inf
+    own: dict[str, str] = {}  # this process's group by controller; "" is version 2
+    for _, controllers, path in (line.split(":", 2) for line in groups):
+        own |= dict.fromkeys(controllers.split(","), path)
+    quotas = [math.inf]
+    for mount in mounts:
+        # proc(5): ID, parent, device, the group that is mounted, where, options, " - ", type, source, options
+        fields, _, file_system = mount.partition(" - ")
+        top, place = fields.split()[3:5]
+        kind, *_, options = file_system.split()
+        if kind == "cgroup2":
+            path = own.get("", "/")
+        elif kind == "cgroup" and "cpu" in options.split(","):
+            path = own.get("cpu", "/")
+        else:
+            continue
+        # in a container the mount may begin at the container's own group, which the path names from the host's root
+        below = os.path.relpath(path, top)
+        folder = root / place.lstrip("/")
+        parts = [] if below == "." or below.startswith("..") else below.split("/")
+        for depth in range(len(parts) + 1):
+            quotas.append(_quota_of(folder.joinpath(*parts[:depth]), kind))
+    return min(quotas)
+
+
+def _quota_of(group: Path, kind: str) -> float:
+    """The cores' time of one cgroup folder: microseconds of CPU time by microseconds; inf where it has no quota."""
+    with suppress(OSError, ValueError, ZeroDivisionError):  # no such file, "max", or a folder that is no cgroup
+        if kind == "cgroup2":
+            quota, period = map(int, (group / "cpu.max").read_text().split())
+        else:
+            quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        if quota > 0:  # -1 is none
+            return quota / period
+    return math.inf

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
-from common.cpu import refuse_an_old_driver
+from common.cpu import quota_cores, refuse_an_old_driver
 from common.errors import RolloutError, RunError
 from common.process import end_with_parent, outlive_terminal, print_message, stop_requested
 
@@ -62,9 +62,12 @@ def use_expandable_segments() -> None:
 
 
 def cores_of_this_rank() -> int:
-    """This rank's share of the cores that this process may use: at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """This rank's share of the cores that this process may use, by its affinity and by its quota: at least 1.
+
+    A share of a core does not count: where threads wait for each other, one that is held back holds back all.
+    """
+    cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cores, quota_cores()) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def threads_of_this_rank() -> int:

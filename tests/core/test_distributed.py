@@ -1,8 +1,10 @@
-"""What is refused, or arranged, before ranks exchange anything: nodes and GPUs."""
+"""What is refused, or arranged, before ranks exchange anything: nodes, GPUs and cores."""
 
 import contextlib
+import math
 
 from common import distributed
+from common.cpu import quota_cores
 from common.engine.launch import engine_environment
 from common.scoring import load_rewards
 
@@ -37,11 +39,58 @@ def test_nodes_with_different_numbers_of_ranks_are_refused_unless_the_shards_fit
 def test_the_threads_of_a_rank_are_a_users_choice_or_its_share_of_the_cores(ranks, chosen, expected, monkeypatch):
     """Of 8 cores. With several ranks a 1 is torchrun's own."""
     monkeypatch.setattr(distributed.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(distributed, "quota_cores", lambda: math.inf)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if chosen is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", chosen)
     assert distributed.threads_of_this_rank() == expected
+
+
+V1 = "30 20 0:1 {top} /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:1 - cgroup cgroup rw,cpu,cpuacct"
+V2 = "30 20 0:1 {top} /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw,nsdelegate"
+
+
+@pytest.mark.parametrize(
+    ("group", "mount", "top", "quotas", "expected"),
+    [
+        ("0::/", V2, "/", {"": "150000 100000"}, 1.5),  # a container with a namespace
+        ("0::/pod/one", V2, "/", {"pod": "200000 100000", "pod/one": "max 100000"}, 2),
+        ("0::/pod/one", V2, "/", {"pod": "400000 100000", "pod/one": "50000 50000"}, 1),
+        ("0::/pod/one", V2, "/", {"other": "100000 100000"}, math.inf),
+        ("0::/../other", V2, "/", {"": "300000 100000"}, 3),  # a namespace that the process was not born in
+        ("0::/", V2, "/", {"": "not a number"}, math.inf),
+        ("4:cpu,cpuacct:/", V1, "/", {"": "200000"}, 2),
+        ("4:cpu,cpuacct:/slurm/job", V1, "/", {"slurm": "300000", "slurm/job": "-1"}, 3),
+        ("4:cpu,cpuacct:/docker/abc", V1, "/docker/abc", {"": "50000"}, 0.5),  # without a namespace
+        ("4:cpu,cpuacct:/docker/abc/in", V1, "/docker/abc", {"": "-1", "in": "100000"}, 1),
+        ("4:memory:/docker/abc\n3:cpu:/x", V1, "/", {"docker/abc": "100000", "x": "200000"}, 2),
+    ],
+)
+def test_the_smallest_quota_of_a_cgroup_and_those_above_counts(tmp_path, group, mount, top, quotas, expected):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{group}\n1:name=systemd:/\n")
+    (tmp_path / "proc/self/mountinfo").write_text(f"22 1 8:1 / / rw - ext4 /dev/vda rw\n{mount.format(top=top)}\n")
+    for name, quota in quotas.items():
+        folder = tmp_path / mount.split()[4].lstrip("/") / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ("cpu.max" if mount is V2 else "cpu.cfs_quota_us")).write_text(f"{quota}\n")
+        (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert quota_cores(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("quota", "ranks", "expected"), [(math.inf, 1, 8), (2.5, 1, 2), (0.5, 1, 1), (6, 2, 3), (3, 4, 1)]
+)
+def test_a_rank_has_its_share_of_the_quota(monkeypatch, quota, ranks, expected):
+    monkeypatch.setattr(distributed.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(distributed, "quota_cores", lambda: quota)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert distributed.cores_of_this_rank() == expected
+
+
+def test_without_cgroups_there_is_no_quota(tmp_path):
+    assert quota_cores(tmp_path) == math.inf
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])
