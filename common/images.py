@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import RunError, error_prefix, reason, truncate
-from common.process import print_message
+from common.process import print_message, print_once
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, ImageSequence, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageCms, ImageOps, ImageSequence, UnidentifiedImageError
 
 SAME_SHAPE = 0.05  # relative: the most by which two aspect ratios differ that pass as one
 # Pillow reads more, some (EPS) by calling a program. Its JPEG also reads a camera's MPO.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+# of 255: the most by which colours move under a profile that counts as sRGB's own, of which there are many
+SAME_COLOUR = 2
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,10 @@ class StoredImage:
             return image.size[::-1] if turned else image.size
 
     def decode(self) -> Image.Image:
-        """The picture as RGB with 8 bits, turned upright as its EXIF says, on white where it is transparent.
+        """The picture as sRGB with 8 bits, turned upright as its EXIF says, on white where it is transparent.
 
-        Of grey with 16 bits the upper 8 are taken. Nothing else of EXIF is read: a broken tag does not matter.
+        Its colour profile is applied. Of grey with 16 bits the upper 8 are taken. Nothing else of EXIF is read: a
+        broken tag does not matter.
 
         Raises:
             RunError: it is damaged behind its header.
@@ -95,6 +98,8 @@ class StoredImage:
                     image = Image.fromarray((grey >> 8).astype(np.uint8))
                     if "transparency" in opened.info:  # one shade, of 16 bits
                         image.putalpha(Image.fromarray(grey != opened.info["transparency"]).convert("L"))
+                if opened.info.get("icc_profile"):
+                    image = _as_srgb(image, opened.info["icc_profile"], str(self.place))
                 if image.has_transparency_data:
                     layer = image.convert("RGBA")
                     image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
@@ -114,6 +119,49 @@ def _orientation(image: Image.Image) -> int:
         if isinstance(value, int) and 1 <= value <= 8:
             return value
     return 1
+
+
+def _as_srgb(image: Image.Image, profile: bytes, name: str) -> Image.Image:
+    """An image in the colours that its profile says, as RGB or RGBA. It stays as it is where the profile is sRGB's, and
+    where it cannot be used, which a line says of `name`."""
+    mode = {"1": "L", "L": "L", "LA": "L", "CMYK": "CMYK"}.get(image.mode, "RGB")
+    try:
+        transform = _to_srgb(profile, mode)
+    except (ImageCms.PyCMSError, OSError, ImportError) as error:  # the last is of a Pillow without LittleCMS
+        print_once(f"{truncate(f'{name}: its colour profile cannot be used ({reason(error)})')}; it is read as sRGB")
+        return image
+    if transform is None:
+        return image
+    colours = ImageCms.applyTransform(image.convert(mode), transform)
+    assert colours  # it is not changed in place
+    if image.has_transparency_data:
+        colours.putalpha(image.convert("RGBA").getchannel("A"))
+    return colours
+
+
+@functools.lru_cache(maxsize=64)  # a camera's photographs have the same
+def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """What brings pixels of a mode, L, RGB or CMYK, from a profile's colours to sRGB; None where they stay the same.
+
+    Raises:
+        ImageCms.PyCMSError, OSError: the profile is damaged, or of another mode.
+    """
+    transform = ImageCms.buildTransform(
+        ImageCms.ImageCmsProfile(io.BytesIO(profile)),
+        ImageCms.createProfile("sRGB"),
+        mode,
+        "RGB",
+        ImageCms.Intent.RELATIVE_COLORIMETRIC,
+        ImageCms.Flags.BLACKPOINTCOMPENSATION,
+    )
+    if mode == "CMYK":
+        return transform
+    levels = np.arange(0, 256, 1 if mode == "L" else 15, dtype=np.uint8)
+    pixels = levels[None] if mode == "L" else np.stack(np.meshgrid(levels, levels, levels), -1).reshape(1, -1, 3)
+    before = Image.fromarray(pixels)
+    after = ImageCms.applyTransform(before, transform)
+    moved = np.asarray(after, dtype=int) - np.asarray(before.convert("RGB"), dtype=int)
+    return transform if abs(moved).max() > SAME_COLOUR else None
 
 
 def check_header(image: StoredImage, name: str) -> None:

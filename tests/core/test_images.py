@@ -2,6 +2,7 @@
 
 import io
 import json
+import struct
 from types import SimpleNamespace
 
 from common.errors import RunError
@@ -12,7 +13,7 @@ from common.pairs.pairs import encode_pair
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageCms
 
 pytestmark = pytest.mark.fast
 
@@ -157,3 +158,132 @@ def test_of_grey_with_16_bits_the_upper_8_are_taken(tmp_path):
 def test_several_frames_are_refused(tmp_path, name):
     content = photo(name, save_all=True, append_images=[Image.new("RGB", (40, 20), "blue")])
     assert decode_as_both(tmp_path, content) == "has 2 frames; save one of them as a file of its own"
+
+
+# ---- colour profiles -------------------------------------------------------------------------------------------------
+def fixed(*numbers):
+    return struct.pack(f">{len(numbers)}i", *(round(number * 65536) for number in numbers))
+
+
+def make_profile(space, tags, connection="XYZ ", kind="mntr"):
+    """An ICC profile, version 2, of tags {name: bytes}."""
+    table, content, start = b"", b"", 132 + 12 * len(tags)
+    for name, value in tags.items():
+        value += bytes(-len(value) % 4)
+        table += name.encode() + struct.pack(">II", start + len(content), len(value))
+        content += value
+    size = start + len(content)
+    head = struct.pack(
+        ">I4sI4s4s4s12s4s",
+        size,
+        b"lcms",
+        0x02400000,
+        kind.encode(),
+        space.encode(),
+        connection.encode(),
+        bytes(12),
+        b"acsp",
+    )
+    head = head.ljust(68, b"\0") + fixed(0.9642, 1.0, 0.8249)
+    return head.ljust(128, b"\0") + struct.pack(">I", len(tags)) + table + content
+
+
+def xyz(*numbers):
+    return b"XYZ " + bytes(4) + fixed(*numbers)
+
+
+def gamma(value):
+    return b"curv" + bytes(4) + struct.pack(">IH", 1, round(256 * value))
+
+
+WHITE = {"wtpt": xyz(0.9642, 1.0, 0.8249)}
+RED, GREEN, BLUE = (0.4361, 0.2225, 0.0139), (0.3851, 0.7169, 0.0971), (0.1431, 0.0606, 0.7141)  # sRGB's, under D50
+
+
+def rgb_profile(red=RED, green=GREEN, blue=BLUE, curve=None):
+    curve = curve or gamma(2.2)
+    curves = dict.fromkeys(("rTRC", "gTRC", "bTRC"), curve)
+    return make_profile("RGB ", {**WHITE, "rXYZ": xyz(*red), "gXYZ": xyz(*green), "bXYZ": xyz(*blue), **curves})
+
+
+def ink_profile():
+    """Of CMYK, in whose colours ink of any kind is black: a table of 2 levels an ink, of Lab."""
+    ramp = bytes(range(256))
+    nodes = b"".join(bytes([0 if node else 255, 128, 128]) for node in range(16))
+    table = b"mft1" + bytes(4) + bytes([4, 3, 2, 0]) + fixed(1, 0, 0, 0, 1, 0, 0, 0, 1) + 4 * ramp + nodes + 3 * ramp
+    return make_profile("CMYK", {**WHITE, "A2B0": table}, "Lab ", "prtr")
+
+
+SWAPPED = rgb_profile(red=GREEN, green=RED)
+ADOBE = rgb_profile((0.6097, 0.3111, 0.0195), (0.2053, 0.6257, 0.0609), (0.1492, 0.0632, 0.7446), gamma(2.19921875))
+LINEAR_GREY = make_profile("GRAY", {**WHITE, "kTRC": gamma(1.0)})
+BUILT_IN = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+
+
+def decoded(image, name="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, name, **options)
+    return StoredImage("x.png", file.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "profile", "expected", "name"),
+    [
+        ("RGB", (255, 0, 0), SWAPPED, (0, 255, 0), "PNG"),
+        ("RGB", (255, 0, 0), SWAPPED, (0, 255, 0), "TIFF"),
+        ("RGB", (200, 30, 30), ADOBE, (233, 24, 24), "PNG"),
+        ("RGB", (200, 30, 30), ADOBE, (233, 24, 24), "WEBP"),
+        ("P", (255, 0, 0), SWAPPED, (0, 255, 0), "PNG"),
+        ("RGBA", (255, 0, 0, 255), SWAPPED, (0, 255, 0), "PNG"),
+        ("RGBA", (255, 0, 0, 0), SWAPPED, (255, 255, 255), "PNG"),
+        ("L", 128, LINEAR_GREY, (188, 188, 188), "PNG"),
+        ("LA", (128, 255), LINEAR_GREY, (188, 188, 188), "PNG"),
+        ("I;16", 128 * 257, LINEAR_GREY, (188, 188, 188), "PNG"),
+        ("CMYK", (255, 0, 0, 0), ink_profile(), (0, 0, 0), "TIFF"),
+        ("CMYK", (0, 0, 0, 0), ink_profile(), (255, 255, 255), "TIFF"),
+    ],
+)
+def test_a_picture_has_the_colours_that_its_profile_says(mode, colour, profile, expected, name):
+    if mode == "P":
+        image = Image.new("RGB", (8, 4), colour).convert("P", palette=Image.Palette.ADAPTIVE)
+    else:
+        image = Image.new(mode, (8, 4), colour)
+    options = {"lossless": True} if name == "WEBP" else {}
+    found = decoded(image, name, icc_profile=profile, **options)
+    assert found.mode == "RGB" and "icc_profile" not in found.info
+    assert np.abs(np.subtract(found.getpixel((0, 0)), expected)).max() <= 3, found.getpixel((0, 0))
+
+
+def parametric():
+    """sRGB's curve, exactly."""
+    return b"para" + bytes(4) + struct.pack(">HH", 3, 0) + fixed(2.4, 1 / 1.055, 0.055 / 1.055, 1 / 12.92, 0.04045)
+
+
+def tabulated(count):
+    """sRGB's curve as a table: HP's profile has 1024 numbers, small ones for the web have 26."""
+    x = np.linspace(0, 1, count)
+    y = np.where(x <= 0.04045, x / 12.92, ((x + 0.055) / 1.055) ** 2.4)
+    return b"curv" + bytes(4) + struct.pack(f">I{count}H", count, *np.round(65535 * y).astype(int).tolist())
+
+
+@pytest.mark.parametrize("profile", [BUILT_IN, *(rgb_profile(curve=tabulated(count)) for count in (1024, 26))])
+def test_under_srgbs_own_profile_pixels_stay_to_the_bit(profile):
+    pixels = np.random.default_rng(1).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    assert (np.asarray(decoded(Image.fromarray(pixels), icc_profile=profile)) == pixels).all()
+    levels = np.arange(256, dtype=np.uint8)[None]
+    curve = {"kTRC": parametric()}
+    grey = decoded(Image.fromarray(levels), icc_profile=make_profile("GRAY", {**WHITE, **curve}))
+    assert (np.asarray(grey) == levels[..., None]).all()
+
+
+@pytest.mark.parametrize("profile", [b"no profile", BUILT_IN[:200], SWAPPED[:140], LINEAR_GREY])
+def test_a_profile_that_cannot_be_used_is_said_and_the_pixels_stay(profile, capfd):
+    """The last is of grey, in a picture in RGB."""
+    image = Image.new("RGB", (8, 4), (200, 30, 30))
+    file = io.BytesIO()
+    image.save(file, "PNG", icc_profile=profile)
+    name = f"row {len(profile)}"
+    for _ in range(2):
+        assert StoredImage(name, file.getvalue()).decode().getpixel((0, 0)) == (200, 30, 30)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "profile" in line]
+    assert len(lines) == 1 and lines[0].startswith(f"{name}: ")
