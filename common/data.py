@@ -15,7 +15,7 @@ from typing import Any
 from common.distributed import gather, launched_world_size
 from common.errors import UNREADABLE, error_prefix, truncate
 from common.images import StoredImage, find_pictures
-from common.parquet import find_shards, read_chats
+from common.parquet import check_prompt, clean_names, find_shards, is_blank, read_chats
 from common.process import print_message
 from common.sde import image_seed
 from common.user_code import describe, load_function, own_folder
@@ -115,7 +115,8 @@ def read_prompts(
     else is metadata}), or from the rows of a .csv or .parquet file with a column `prompt`, which in a .parquet may have
     chats as VeRL-Omni writes them; other columns are metadata. FILE:FIELD takes the prompts from another field. A
     folder stands for its .parquet files, a pattern for the files that it fits, and path/to/file.py:function for the
-    records, or prompts, that a function without arguments returns.
+    records, or prompts, that a function without arguments returns. Names of columns and fields lose the white space
+    around them, and so do the cells of a .csv; byte order marks are left out wherever they stand in a text.
 
     "image" names the pictures that an editing model gets, and "mask" where they change (common/images.py). The prompts
     of several files follow each other. Blank lines are skipped; with max_prompts only the first so many prompts of a
@@ -225,7 +226,7 @@ def read_records(source: Path | str) -> list[tuple[str, dict]]:
     else:
         with error_prefix(path):
             files = find_shards(path)
-        field = field or "prompt"
+        field = field.strip() or "prompt"
         entries = (entry for file in files for entry in _read_entries(file, field))
     records = []
     for where, entry in entries:
@@ -260,8 +261,7 @@ def _read_entries(path: Path, field: str) -> Iterator[tuple[str, object]]:
         text = _read_text(path)
         if path.suffix == ".txt" and field != "prompt":
             raise ValueError(f"has no field {field}: each line of a .txt is a prompt")
-        with error_prefix("not JSON that can be read"):
-            entries = json.loads(text) if path.suffix == ".json" else []
+        entries = _parse_json(text) if path.suffix == ".json" else []
         if not isinstance(entries, list):
             raise ValueError("must be a list of records or prompts: [...]")
     if path.suffix == ".json":
@@ -270,10 +270,27 @@ def _read_entries(path: Path, field: str) -> Iterator[tuple[str, object]]:
         yield from _read_csv(path, text)
     else:
         for number, line in enumerate(text.split("\n"), 1):
-            with error_prefix(f"{path}:{number}: not JSON that can be read"):
-                entry = line.strip() if path.suffix == ".txt" or not line.strip() else json.loads(line)
-            if line.strip():
+            if not is_blank(line):
+                with error_prefix(f"{path}:{number}"):
+                    entry = line.strip() if path.suffix == ".txt" else _parse_json(line)
                 yield f"{path}:{number}", entry
+
+
+def _parse_json(text: str) -> Any:  # whatever JSON holds
+    """The value of a JSON text. ValueError: it is none, or a record in it has a name twice."""
+    twice = []
+
+    def as_dict(pairs: list[tuple[str, Any]]) -> dict:
+        record = dict(pairs)
+        if len(record) < len(pairs):
+            twice.append(next(name for name in record if [key for key, _ in pairs].count(name) > 1))
+        return record
+
+    with error_prefix("not JSON that can be read"):
+        value = json.loads(text, object_pairs_hook=as_dict)
+    if twice:
+        raise ValueError(f'"{twice[0]}" stands twice in a record, and one value would be lost')
+    return value
 
 
 def _read_text(path: Path) -> str:
@@ -281,34 +298,49 @@ def _read_text(path: Path) -> str:
         raise ValueError("prompts are read from .txt, .jsonl, .json, .csv and .parquet files, and file.py:function")
     if not path.is_file():
         raise ValueError("no such file")
-    text = path.read_text(encoding="utf-8-sig")
-    if not text.strip():
+    # a mark stands at the beginning of each file that `cat` has put together
+    text = path.read_text(encoding="utf-8").replace("\ufeff", "")
+    if is_blank(text):
         raise ValueError("no prompts")
     return text
 
 
 def _read_csv(path: Path, text: str) -> Iterator[tuple[str, object]]:
-    """The rows below the line that names the columns, with the line on which each ends. An empty cell is no field."""
-    table = csv.DictReader(io.StringIO(text), strict=True)
+    """The rows below the line that names the columns, with the line on which each ends. Cells lose the white space
+    around them, and an empty cell is no field."""
+    table = csv.reader(io.StringIO(text), strict=True, skipinitialspace=True)
     try:
+        first = next(table)
+        names = clean_names(first)
         for row in table:
-            if None in row or None in row.values():  # under None are cells beyond the last column
-                columns = f"the {len(table.fieldnames or ())} columns of the first line"
+            if not row:
+                continue
+            if len(row) != len(names):
+                columns = f"the {len(names)} columns of the first line"
                 raise ValueError(f"has more or fewer cells than {columns}; text with a comma needs quotes")
-            yield f"{path}:{table.line_num}", {name: cell for name, cell in row.items() if cell}
+            if row == first:
+                raise ValueError("is the line of names again: give files that are put together one by one")
+            cells = [(name, cell.strip()) for name, cell in zip(names, row, strict=True) if not is_blank(cell)]
+            if [name for name, _ in cells].count("") > 1:
+                raise ValueError("has text in two columns without a name")
+            yield f"{path}:{table.line_num}", dict(cells)
     except (ValueError, csv.Error) as error:
-        raise ValueError(f"{path}:{table.reader.line_num}: {error}") from None
+        raise ValueError(f"{path}:{table.line_num}: {error}") from None
 
 
 def _as_record(entry: object, field: str, advice: str) -> dict:
     """An entry's record with its prompt, which stands in `field`, as "prompt"; the entry may be the prompt alone.
 
     advice: for a record that has other fields, at the end of the error."""
-    record = {field: entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, dict) else {}
+    record = {field: entry} if isinstance(entry, str) else {}
+    if isinstance(entry, dict):
+        texts = iter(clean_names(name for name in entry if isinstance(name, str)))
+        record = {next(texts) if isinstance(name, str) else name: value for name, value in entry.items()}
     prompt = record.pop(field, None)
-    if not isinstance(prompt, str) or not prompt.strip():
+    if not isinstance(prompt, str) or is_blank(prompt):
         found = f"; it has {', '.join(map(str, record))}{advice}" if record else ""
         raise ValueError(f'a record needs "{field}", a non-empty string{found}')
+    check_prompt(field, prompt)
     if field != "prompt" and "prompt" in record:
         record.setdefault("original_prompt", record.pop("prompt"))
     prompt.encode()  # raises UnicodeEncodeError for half of a surrogate pair, which JSON can write and UTF-8 cannot

@@ -1,7 +1,10 @@
-"""Rows of parquet files, the shards of a data set, and prompts in them."""
+"""Rows of parquet files, the shards of a data set, and prompts in them; and what all tables of prompts share."""
 
+import functools
 import glob
+import json
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -9,6 +12,10 @@ from common.errors import error_prefix, truncate
 from common.process import print_message, print_once
 
 SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test|eval)(?![a-z])")  # in the name of a file or folder
+# how the text of a chat begins that pandas or a database wrote: '[{"role": ', or Python's "[{'content': "
+CHAT = re.compile(r"""["'\s]*\[?\s*\{\s*\\*["'](role|content)\\*["']\s*:""")
+UNSEEN = {"Cc", "Cf", "Mn", "Zl", "Zp", "Zs"}  # Unicode's categories of what shows nothing by itself
+FILLERS = "\u115f\u1160\u2800\u3164\uffa0"  # letters and symbols that show nothing
 
 
 def find_shards(path: Path) -> list[Path]:
@@ -51,16 +58,45 @@ def _name_patterns(files: Iterable[Path]) -> list[str]:
     return sorted(f"'{folder}/{start}*{suffix}'" for folder, start, suffix in kinds)
 
 
+def is_blank(text: str) -> bool:
+    """Whether a text shows nothing: it has only white space and signs without an image, such as U+200B and U+FEFF."""
+    return all(unicodedata.category(letter) in UNSEEN or letter in FILLERS for letter in text)
+
+
+def clean_names(names: Iterable[str]) -> list[str]:
+    """The names of columns or fields without what does not show at their ends. ValueError: two are equal then."""
+    cleaned = [_clean_name(name) for name in names]
+    twice = [name for name in cleaned if name and cleaned.count(name) > 1]
+    if twice:
+        raise ValueError(f'"{twice[0]}" is the name of two columns or fields, of which one would be lost: rename one')
+    return cleaned
+
+
+@functools.cache  # the records of a file have the same
+def _clean_name(name: str) -> str:
+    seen = [place for place, letter in enumerate(name) if not is_blank(letter)]
+    return name[seen[0] : seen[-1] + 1] if seen else ""
+
+
+def check_prompt(name: str, text: object) -> None:
+    """Raise ValueError, which begins with the field's name, for what is no text, is blank, or is a chat as text."""
+    if not isinstance(text, str) or is_blank(text):
+        raise ValueError(f"{name}: must be a non-empty string")
+    if CHAT.match(text):
+        raise ValueError(f"{name}: is a chat as text ({text[:40]}...): give the text that the user says")
+
+
 def read_rows(
     path: Path, *layouts: Sequence[str], also: Sequence[str] | None = None, advice: str = ""
 ) -> list[tuple[str, dict]]:
     """[("FILE, row N", {column: value})] of every row, N from 0.
 
     layouts: lists of columns; the file must have all of one of these lists, and the first such list is read. also:
-    further columns that are read if the file has them, None for all. advice: the end of a message about columns.
+    further columns that are read if the file has them, None for all. advice: the end of a message about columns. Names
+    are without what does not show around them.
 
     Raises:
-        ValueError: naming the file: it is missing, no parquet, damaged, or lacks those columns.
+        ValueError: naming the file: it is missing, no parquet, damaged, lacks those columns, or has one twice.
     """
     import pyarrow.parquet  # optional
 
@@ -68,13 +104,16 @@ def read_rows(
         if not path.is_file():
             raise ValueError("no such file")
         with pyarrow.parquet.ParquetFile(path) as file:
-            found = file.schema_arrow.names
+            stored = file.schema_arrow.names
+            found = [_clean_name(name) for name in stored]
             needed = next((layout for layout in layouts if set(layout) <= set(found)), None)
             if needed is None:
                 expected = f"expected the columns {' or '.join(', '.join(layout) for layout in layouts)}"
                 raise ValueError(f"{expected}; found {', '.join(found) or 'none'}{advice}")
-            columns = None if also is None else [*needed, *(column for column in also if column in found)]
-            rows = file.read(columns).to_pylist()
+            is_read = [also is None or name in {*needed, *also} for name in found]
+            names = clean_names(name for name, is_one in zip(found, is_read, strict=True) if is_one)
+            columns = [name for name, is_one in zip(stored, is_read, strict=True) if is_one]
+            rows = file.read(None if also is None else columns).rename_columns(names).to_pylist()
     return [(f"{path}, row {number}", row) for number, row in enumerate(rows)]
 
 
@@ -82,20 +121,20 @@ def read_chats(path: Path, column: str = "prompt") -> list[tuple[str, dict]]:
     """[("file, row N", {column: prompt, more})] of rows as VeRL-Omni's, whose `prompt` and `negative_prompt` are chats.
 
     The prompt is what the user says. What the system says before it is left out, as a pipeline has a template of its
-    own.
+    own. A chat may be written as a JSON text.
     """
     records = []
     num_systems = 0
     for where, row in read_rows(path, [column], advice="; FILE:COLUMN names another"):
         with error_prefix(where):
             chat = _read_chat(column, row[column])
-            if not chat["user"].strip():
+            if is_blank(chat["user"]):
                 raise ValueError(f"{column}: must not be blank")
             if "images" in row:  # verl marks their places in the text; a pipeline here has no such marks
                 chat["user"] = chat["user"].replace("<image>", "").strip()
             negative = row.pop("negative_prompt", None)
             text = _read_chat("negative_prompt", negative)["user"].strip() if negative is not None else ""
-            if text:
+            if not is_blank(text):
                 row["negative_prompt"] = text
         if chat.get("system", "").strip():
             num_systems += 1
@@ -108,9 +147,14 @@ def read_chats(path: Path, column: str = "prompt") -> list[tuple[str, dict]]:
 
 
 def _read_chat(column: str, chat: str | list) -> dict[str, str]:
-    """{role: text} of a chat of one user message, with or without a system message; a string is a user's."""
+    """{role: text} of a chat of one user message, with or without a system message; a string is a user's, unless it is
+    the JSON of a chat."""
     if isinstance(chat, str):
-        return {"user": chat}
+        if not CHAT.match(chat):
+            return {"user": chat}
+        with error_prefix(f"{column}: is a chat as text, and no JSON that can be read"):
+            chat = json.loads(chat)
+        chat = [chat] if isinstance(chat, dict) else chat
     messages = chat if isinstance(chat, list) else []
     texts: dict = {}
     for message in messages:

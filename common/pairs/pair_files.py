@@ -13,7 +13,7 @@ from typing import NamedTuple
 from common.data import PromptSet, read_records
 from common.errors import RunError, error_prefix
 from common.images import StoredImage, check_header, find_images
-from common.parquet import find_shards, read_rows
+from common.parquet import check_prompt, find_shards, read_rows
 from common.process import print_message
 
 TRL = ("prompt", "chosen", "rejected")  # TRL's columns of preferences; an image as bytes, or as datasets store it
@@ -107,15 +107,14 @@ def _read_parquet(path: Path) -> Iterator[Pair]:
                 labels = (row["label_0"], row["label_1"])
                 if labels not in ((1, 0), (0, 1), (0.5, 0.5)):
                     raise ValueError(
-                        f"label_0 {labels[0]}, label_1 {labels[1]}: must be 1 and 0, 0 and 1, or 0.5 and 0.5"
+                        f"label_0 {labels[0]!r}, label_1 {labels[1]!r}: must be 1 and 0, 0 and 1, or 0.5 and 0.5"
                     )
                 if labels == (0.5, 0.5):
                     num_ties += 1
                     continue
                 prompt = "caption"
                 columns = ["jpg_0", "jpg_1"] if labels == (1, 0) else ["jpg_1", "jpg_0"]
-            if not isinstance(row[prompt], str) or not row[prompt].strip():
-                raise ValueError(f"{prompt}: must be a non-empty string")
+            check_prompt(prompt, row[prompt])
             images = []
             for column in columns:
                 content = row[column].get("bytes") if isinstance(row[column], dict) else row[column]

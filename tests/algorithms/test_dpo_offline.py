@@ -328,6 +328,13 @@ def test_a_bad_row_of_pick_a_pic_is_named(tmp_path, row, reason):
     assert str(error.value).startswith(f"{path}, row 1: {reason}")
 
 
+def test_labels_that_are_text_are_shown_as_text(tmp_path):
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([pick("1", "0")]), path)
+    with pytest.raises(ValueError, match="row 0: label_0 '1', label_1 '0': must be 1 and 0"):
+        read_pairs(path)
+
+
 @pytest.mark.parametrize("stored", [lambda image: image, lambda image: {"bytes": image, "path": None}])
 def test_pairs_of_trls_columns(tmp_path, stored):
     """Images as bytes, or as Hugging Face's datasets store them."""

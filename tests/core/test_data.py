@@ -8,9 +8,11 @@ from common.data import (
     count_sources,
     gather_shares,
     read_prompts,
+    read_records,
     share_eval_images,
     share_of_rank,
 )
+from common.pairs.pair_files import read_pairs
 from common.rewards.ocr import quoted_text
 from common.scoring import load_rewards
 from common.sde import image_seed
@@ -345,6 +347,131 @@ def test_read_csv(tmp_path):
     path.write_bytes(text.encode())
     first, second = {"id": "1"}, {"id": "2", "negative_prompt": "blurry"}
     assert read_prompts(f"{path}:text") == PromptSet(['a sign "12", red', "two\nlines"], [first, second])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prompt, answer\na red sign, 4711\n",
+        " prompt ,answer \na red sign ,4711\t\n",
+        '"prompt", "answer"\n"a red sign", "4711"\n',
+        "\ufeffprompt,\u00a0answer\u200b\r\na red sign,4711\r\n",
+        "prompt,answer,,\na red sign,4711,,\n",  # a spreadsheet's empty columns
+    ],
+)
+def test_blanks_around_the_names_and_cells_of_a_csv_do_not_count(tmp_path, text):
+    path = write(tmp_path, "prompts.csv", text)
+    assert read_prompts(path) == PromptSet(["a red sign"], [{"answer": "4711"}])
+    assert read_prompts(f"{path}: answer").prompts == ["4711"]
+
+
+def test_blanks_around_names_do_not_count_in_other_files(tmp_path):
+    """Values stay as they are."""
+    for name, text in (
+        ("a.jsonl", '{"prompt ": "a", "\\ufeffanswer": " 1"}'),
+        ("a.json", '[{" prompt": "a", "answer ": " 1"}]'),
+    ):
+        assert read_prompts(write(tmp_path, name, text)) == PromptSet(["a"], [{"answer": " 1"}])
+    table = pyarrow.table({"\ufeffprompt": ["a"], "answer ": [" 1"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert read_prompts(tmp_path / "a.parquet") == PromptSet(["a"], [{"answer": " 1"}])
+
+
+def write_columns(path, *names):
+    """A parquet file of one row with columns of these names, which may be equal."""
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]) for _ in names], names=list(names))
+    pyarrow.parquet.write_table(table, path)
+
+
+@pytest.mark.parametrize("twice", [("tag", "tag"), ("prompt", "prompt"), ("tag", " tag"), ("tag\u200b", "tag")])
+def test_two_columns_or_fields_of_one_name_are_refused(tmp_path, twice):
+    names = [*twice, *({"prompt"} - {*twice})]
+    fields = ", ".join(f'"{name}": "a"' for name in names)
+    write(tmp_path, "a.csv", f"{','.join(names)}\n{','.join('a' for _ in names)}\n")
+    write(tmp_path, "a.jsonl", f'{{"prompt": "fine"}}\n\n{{{fields}}}\n')
+    write(tmp_path, "a.json", f"[{{{fields}}}]")
+    write_columns(tmp_path / "a.parquet", *names)
+    for name, place in (("a.csv", ":1: "), ("a.jsonl", ":3: "), ("a.json", ""), ("a.parquet", ": ")):
+        with pytest.raises(ValueError, match=f'^{tmp_path / name}{place}.*"{twice[0].strip(chr(0x200B))}"[^\n]*$'):
+            read_prompts(tmp_path / name)
+
+
+def test_a_name_twice_within_a_field_is_refused_and_no_name_at_all_may_have_no_text_twice(tmp_path):
+    path = write(tmp_path, "a.jsonl", '{"prompt": "a", "more": {"n": 1, "n": 2}}')
+    with pytest.raises(ValueError, match=f'^{path}:1: "n" '):
+        read_prompts(path)
+    path = write(tmp_path, "a.csv", "prompt,,\na,,\nb,x,y\n")
+    with pytest.raises(ValueError, match=f"^{path}:3: .* without a name$"):
+        read_prompts(path)
+
+
+def test_columns_that_pairs_do_not_read_may_have_one_name(tmp_path):
+    write_columns(tmp_path / "a.parquet", "prompt", "chosen", "rejected", "tag", "tag")
+    with pytest.raises(ValueError, match="row 0: chosen: must be the bytes of an image"):
+        read_pairs(tmp_path / "a.parquet")
+
+
+def test_byte_order_marks_of_files_that_are_put_together_are_left_out(tmp_path):
+    for name, texts in (("a.txt", ("a\n", "b\n")), ("a.jsonl", ('{"prompt": "a"}\n', '{"prompt": "b"}\n'))):
+        (tmp_path / name).write_bytes(b"".join(text.encode("utf-8-sig") for text in texts))
+        assert read_prompts(tmp_path / name).prompts == ["a", "b"]
+    parts = ["prompt,n\na,1\n", "prompt,n\nb,2\n"]
+    (tmp_path / "a.csv").write_bytes(b"".join(text.encode("utf-8-sig") for text in parts))
+    with pytest.raises(ValueError, match=f"^{tmp_path}/a.csv:3: is the line of names again"):
+        read_prompts(tmp_path / "a.csv")
+
+
+INVISIBLE = ["\u200b", "\u200b \u2060", "\ufeff", "\u00ad", "\u3164", "\u2800", "\x00", "\u00a0\u202f"]
+
+
+@pytest.mark.parametrize("text", INVISIBLE)
+def test_a_line_on_which_nothing_shows_is_no_prompt(tmp_path, text):
+    """Lines count with it. A family of emoji, which U+200D joins, shows."""
+    family = "\U0001f469\u200d\U0001f467"
+    path = write(tmp_path, "a.txt", f"a\n{text}\n{family}\n")
+    assert [where for where, _ in read_records(path)] == [f"{path}:1", f"{path}:3"]
+    assert read_prompts(path).prompts == ["a", family]
+    assert len(read_prompts(write(tmp_path, "a.jsonl", f'{{"prompt": "a"}}\n{text}\n{{"prompt": "b"}}'))) == 2
+    with pytest.raises(ValueError, match=r"a.jsonl:1: a record needs"):
+        read_prompts(write(tmp_path, "a.jsonl", json.dumps({"prompt": text})))
+    with pytest.raises(ValueError, match=r"a.csv:2: a record needs"):
+        read_prompts(write(tmp_path, "a.csv", f"prompt,n\n{text},1\n"))
+    with pytest.raises(ValueError, match=r"a.parquet, row 0: prompt: must not be blank"):
+        read_prompts(write_rows(tmp_path / "a.parquet", [{"prompt": text}], pyarrow.schema({"prompt": "string"})))
+
+
+A_CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "a red sign"}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [json.dumps(A_CHAT), json.dumps(A_CHAT[1]), json.dumps([{"content": "a red sign", "role": "user"}], indent=1)],
+)
+def test_a_chat_as_text_is_read_in_parquet_and_refused_elsewhere(tmp_path, text):
+    schema = pyarrow.schema({"prompt": "string", "negative_prompt": "string"})
+    path = write_rows(tmp_path / "a.parquet", [{"prompt": text, "negative_prompt": text}], schema)
+    assert read_prompts(path) == PromptSet(["a red sign"], [{"negative_prompt": "a red sign"}])
+    write(tmp_path, "a.jsonl", json.dumps({"prompt": text}))
+    write(tmp_path, "a.csv", 'prompt\n"{}"\n'.format(text.replace('"', '""')))
+    write(tmp_path, "a.txt", " ".join(text.split()))
+    for name in ("a.jsonl", "a.csv", "a.txt"):
+        with pytest.raises(ValueError, match=rf"^{tmp_path / name}:\d+: prompt: is a chat as text [^\n]*$"):
+            read_prompts(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "text", [str(A_CHAT), json.dumps(A_CHAT)[:-3], json.dumps(json.dumps(A_CHAT)), json.dumps([*A_CHAT, *A_CHAT])]
+)
+def test_a_chat_as_text_that_cannot_be_read_is_refused(tmp_path, text):
+    """As Python writes it, cut off, written twice, and of several messages."""
+    path = write_rows(tmp_path / "a.parquet", [{"prompt": text}], pyarrow.schema({"prompt": "string"}))
+    with pytest.raises(ValueError, match=r"a.parquet, row 0: prompt: [^\n]*$"):
+        read_prompts(path)
+
+
+def test_prompts_with_brackets_are_prompts(tmp_path):
+    texts = ["[a red sign]", '{"a": 1}', 'a sign that says "role":', "[{not a chat}]"]
+    assert read_prompts(write(tmp_path, "a.txt", "\n".join(texts))).prompts == texts
 
 
 def test_read_json(tmp_path):

@@ -26,6 +26,7 @@ from common.command_line import parse_args
 from common.data import read_prompts
 from common.errors import RunError
 from common.pairs.pair_files import read_pairs
+from common.parquet import clean_names, is_blank
 from common.resuming import find_checkpoint, rewind
 from common.run import checkpoint_to_resume
 from common.scoring import load_rewards
@@ -131,8 +132,8 @@ def json_lines(draw, good):
 
 def lines_of(data):
     """The lines of a text file that are not blank, with their numbers."""
-    text = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
-    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    text = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read().replace("\ufeff", "")
+    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if not is_blank(line)]
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
@@ -158,6 +159,7 @@ def attempt_prompts(example):
         for prompt, metadata, (_, line) in zip(found.prompts, found.metadata, lines, strict=True):
             record = json.loads(line) if suffix == ".jsonl" else line.strip()
             record = {"prompt": record} if isinstance(record, str) else record
+            record = dict(zip(clean_names(record), record.values(), strict=True))
             assert prompt == record.pop("prompt") and prompt.strip() and prompt.encode()
             assert repr(metadata) == repr(record)  # NaN equals nothing
 
