@@ -6,9 +6,12 @@ import functools
 import hashlib
 import io
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from decimal import Decimal
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +99,20 @@ def _as_json(value: Any) -> object:
         return sorted(map(str, value))
     content = value.tobytes() if hasattr(value, "tobytes") else value
     return hashlib.blake2b(content).hexdigest() if isinstance(content, bytes) else str(value)
+
+
+def without_nan(value: Any) -> Any:  # whatever a record holds
+    """A record, or a value in it, as JSON may have it: None for numbers that are NaN, as empty cells of tables are, or
+    infinite. JSON has neither, although Python writes them."""
+    if isinstance(value, dict):
+        return {name: without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    if isinstance(value, Decimal):
+        return value if value.is_finite() else None
+    if isinstance(value, Real):  # numpy's too; isfinite would overflow for a long int
+        return None if value != value or value in (math.inf, -math.inf) else value
+    return value
 
 
 def asks_for(record: dict, reward: str) -> bool:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.checkpoints import atomic_file, writing
+from common.data import without_nan
 from common.distributed import gather_objects, on_rank_0
 from common.errors import error_prefix
 from common.images import as_one_picture, save_png, show_sources
@@ -187,7 +188,8 @@ def save_samples(
     lines = []  # of samples.jsonl
     grid = []
     for place, (record, picture) in sorted(by_place.items()):
-        lines.append(json.dumps({"file": f"{place:05d}.png", **record}, default=str) + "\n")
+        line = without_nan({"file": f"{place:05d}.png", **record})
+        lines.append(json.dumps(line, default=str, allow_nan=False) + "\n")
         if picture:
             grid.append((picture, _caption(record)))
     with atomic_file(folder / "samples.jsonl") as temporary:

@@ -343,7 +343,7 @@ class Run:
             rewind(self.folder, self._resumed_from, self._logged_to)
         self._has_written = True
         with open(path, "a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def _show(self, step: int, metrics: dict[str, float], *, has_grid: bool) -> None:
         """Move the progress bar, warn once where nothing is learned, and print an evaluation's rewards."""

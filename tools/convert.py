@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from common.checkpoints import atomic_file
-from common.data import split_source
+from common.data import split_source, without_nan
 from common.errors import RunError, error_prefix
 from common.pairs.pair_files import read_pairs
 from common.parquet import read_chats
@@ -24,7 +24,8 @@ from PIL import Image
 
 
 def convert_prompts(source: Path, target: Path) -> int:
-    """Write the prompts of a parquet file, with all other columns, to a .jsonl file. Returns how many there are.
+    """Write the prompts of a parquet file, with all other columns, to a .jsonl file. Returns how many there are. A NaN
+    becomes null.
 
     Raises:
         ValueError: the file cannot be read, or a column cannot be written as JSON; in one line that names it.
@@ -36,7 +37,7 @@ def convert_prompts(source: Path, target: Path) -> int:
             # each column by itself, to name the one at fault: bytes and dates are not JSON, for example
             with error_prefix(f"{where}, {column}", TypeError):
                 json.dumps(value)
-        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+        lines.append(json.dumps(without_nan(record), ensure_ascii=False, allow_nan=False) + "\n")
     with atomic_file(target) as temporary:
         temporary.write_text("".join(lines), encoding="utf-8")
     return len(lines)

@@ -111,6 +111,6 @@ def write_pairs(folder: Path, num_prompts: int) -> str:
         raise RunError(f"--num_pair_prompts {num_prompts}: the images of every prompt score the same{failures}")
     if on_rank_0():
         with atomic_file(folder / "pairs.jsonl") as temporary:
-            temporary.write_text("".join(json.dumps(by_row[row]) + "\n" for row in sorted(by_row)))
+            temporary.write_text("".join(json.dumps(by_row[row], allow_nan=False) + "\n" for row in sorted(by_row)))
     dist.barrier()  # before other ranks read the file
     return f"{len(by_row)} pairs of {num_prompts} prompts{failures}"

@@ -1,6 +1,7 @@
 """Curves and grids: their sizes, colours and captions."""
 
 import json
+from decimal import Decimal
 
 from common import plots
 from common.plots import PANELS, drawn_metrics, plot_curves, save_grid, save_samples
@@ -177,6 +178,35 @@ def test_save_samples_puts_every_ranks_images_in_order(tmp_path, monkeypatch):
         assert Image.open(tmp_path / "samples" / line["file"]).getpixel((0, 0)) == (place, 0, 0)
     given[1] = {place: (record, None) for place, (record, _) in given[1].items()}  # none of its images is shown
     assert len(save_samples(tmp_path / "samples", *of_rank([0, 2, 4]), shown=1)) == 1
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (NAN, None),
+        (-float("inf"), None),
+        (np.float32("nan"), None),
+        (np.float64("inf"), None),
+        (Decimal("NaN"), None),
+        ([1, [NAN]], [1, [None]]),
+        ({"a": (NAN, 2.5)}, {"a": [None, 2.5]}),
+        (10**400, 10**400),
+        ("NaN", "NaN"),
+        (Decimal("1.5"), "1.5"),
+        (True, True),
+    ],
+)
+def test_samples_are_strict_json_whatever_a_table_holds(tmp_path, one_rank, value, written):
+    """Python alone reads the word NaN. The record that rewards see is not changed."""
+    record = {"prompt": "p", "seed": 1, "metadata": {"n": value}}
+    before = repr(record)
+    save_samples(tmp_path, [0], [Image.new("RGB", (4, 2))], [record])
+    text = (tmp_path / "samples.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["metadata"] == {"n": written}
+    assert repr(record) == before
 
 
 def test_a_saved_video_has_all_its_frames_and_a_grid_shows_three(tmp_path, one_rank):

@@ -53,6 +53,15 @@ def test_prompts_are_the_same_from_either_file(tmp_path, monkeypatch, capsys):
     assert read_prompts(f"{tmp_path}/captions.jsonl:caption").prompts == ["a mug"]
 
 
+def test_an_empty_number_is_null(tmp_path, monkeypatch):
+    source = write(
+        tmp_path / "train.parquet", [{"prompt": "a mug", "n": float("nan"), "m": {"k": [1.0, float("inf")]}}]
+    )
+    assert run(monkeypatch, source, tmp_path / "train.jsonl") is None
+    text = (tmp_path / "train.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"prompt": "a mug", "n": None, "m": {"k": [1.0, None]}}
+
+
 def test_pairs_are_the_same_from_either(tmp_path, monkeypatch, capsys):
     """The images' bytes are copied, the preferred one as chosen; ties are left out."""
     red, blue = image_bytes("red", "jpeg"), image_bytes("blue", "png")
