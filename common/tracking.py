@@ -16,14 +16,10 @@ from common.process import print_message
 
 import numpy as np
 
-# Settings of wandb.init: what it would send besides options, metrics and images is off. WANDB_CONSOLE=auto, or
-# WANDB__DISABLE_STATS=false for x_disable_stats, turns one part on again.
+# Settings of wandb.init: what it would send of the code is off. WANDB_DISABLE_GIT=false turns a part on again.
 WANDB_SETTINGS: dict[str, Any] = {
-    "console": "off",  # what is printed
     "disable_git": True,  # commit, remote, and what is not committed
     "save_code": False,  # the script, where the account's page asks for it
-    "x_disable_machine_info": True,  # host, command line, paths of the script and of Python, CPU, GPU, memory, disk
-    "x_disable_stats": True,  # the use of these
     "x_save_requirements": False,  # the installed packages
     "finish_timeout": 600.0,  # seconds that a finished run waits for its upload
     "finish_timeout_raises": True,
