@@ -10,9 +10,13 @@ import math
 import os
 import random
 import sys
+import threading
+import time
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from common.cpu import quota_cores, refuse_an_old_driver
@@ -28,15 +32,14 @@ from tqdm import tqdm
 T = TypeVar("T")
 
 
-def launched_world_size() -> int:
-    """The number of ranks that torchrun starts.
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # as torchrun would set them
+COLLECTIVE_TIMEOUT = timedelta(hours=1)  # loading, an engine's start, prompts, pairs or rewards may take long
+JOIN_TIMEOUT = timedelta(minutes=5)  # from one rank that joins to the last: all have done the same until then
 
-    Raises:
-        ValueError: torchrun did not start the script.
-    """
-    if "WORLD_SIZE" not in os.environ:
-        raise ValueError(f"start it with torchrun: torchrun --standalone {sys.argv[0]}")
-    return int(os.environ["WORLD_SIZE"])
+
+def launched_world_size() -> int:
+    """The number of ranks that torchrun starts; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def use_own_gpu() -> None:
@@ -79,32 +82,102 @@ def threads_of_this_rank() -> int:
 
 
 def setup_distributed(shard_ranks: int = 0) -> torch.device:
-    """Join torchrun's world, where shard_ranks is shard_mesh's. Returns this rank's device.
+    """Join torchrun's world, where shard_ranks is shard_mesh's; python alone is a world of one. Returns the device.
 
-    ValueError: torchrun did not start the script, or each node has its own number of ranks to shard over.
+    Where not all ranks join within JOIN_TIMEOUT, this process ends in one line.
+
+    Raises:
+        ValueError: each node has its own number of ranks to shard over, or a launcher of several ranks did not say how
+            many this node has.
     """
-    launched_world_size()
+    world_size = launched_world_size()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
+        end_with_parent()  # python alone has a shell for a parent, which it may outlive
+    if "TORCHELASTIC_RUN_ID" in os.environ or "WORLD_SIZE" not in os.environ:
         outlive_terminal()
-    timeout = timedelta(hours=1)  # of a collective: loading, an engine's start, prompts, pairs or rewards may take long
+    if world_size == 1:
+        os.environ.update(ONE_RANK | os.environ)  # for who reads them
+    elif "LOCAL_WORLD_SIZE" not in os.environ:
+        raise ValueError(f"WORLD_SIZE is {world_size}, without LOCAL_WORLD_SIZE: start {sys.argv[0]} with torchrun")
     torch.set_num_threads(threads_of_this_rank())
-    # `torchrun --max_restarts` keeps its store, in which a rank would find where the others listened before the restart
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     if torch.cuda.is_available():
         use_own_gpu()
         device = torch.device("cuda", torch.cuda.current_device())
-        backend = "cpu:gloo,cuda:nccl"
     else:
         refuse_an_old_driver()
         device = torch.device("cpu")
-        backend = "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    sizes = sorted(set(gather_objects(int(os.environ["LOCAL_WORLD_SIZE"]))))
+    if world_size == 1:
+        be_alone(device)
+        return device
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    with joining_in_time():
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+        store = dist.PrefixStore(agree_on_prefix(store, rank, world_size), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+        sizes = sorted(set(gather_objects(int(os.environ["LOCAL_WORLD_SIZE"]))))
     if len(sizes) > 1 and not shard_ranks:  # meshes by each rank's own node would wait for each other in step 1
         raise ValueError(f"--shard_ranks 0: nodes have {sizes} ranks: make them equal, or pass {math.gcd(*sizes)}")
     return device
+
+
+def be_alone(device: torch.device) -> None:
+    """Make a world of this process, with its store in this process.
+
+    Its collectives on the CPU are torch's "fake" ones, which are right for one rank: what it would receive is what it
+    has. Gloo would listen on the address of this machine's name.
+    """
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers "fake"; others have no use for it
+
+    backend = "cpu:fake,cuda:nccl" if device.type == "cuda" else "fake"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+
+
+def agree_on_prefix(store: dist.Store, rank: int, world_size: int) -> str:
+    """A prefix for keys of `store` that the ranks of one start share, and no other start has. Waits for all ranks.
+
+    `torchrun --max_restarts` keeps its store, in which a rank would find where the others listened before a restart.
+    Nothing that it sets says which start this is: TORCHELASTIC_RESTART_COUNT counts the failures of one node's ranks.
+    So rank 0 draws the prefix. Each other rank draws a word, and takes the prefix that answers this word: only a rank 0
+    that lives at the same time can have read it. Words that an earlier start has left are answered too, which nobody
+    reads; rank 0 is done when all others have confirmed its own prefix.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"start/word of rank {rank}", own)
+        prefix = store.get(f"start/answer to {own}").decode()
+        store.add(f"start/confirmed {prefix}", 1)
+        return prefix
+    while store.add(f"start/confirmed {own}", 0) < world_size - 1:
+        for other in range(1, world_size):
+            if store.check([f"start/word of rank {other}"]):
+                store.set(f"start/answer to {store.get(f'start/word of rank {other}').decode()}", own)
+        time.sleep(0.05)
+    return own
+
+
+@contextmanager
+def joining_in_time() -> Iterator[None]:
+    """End this process in one line unless the block is done within JOIN_TIMEOUT, so that torchrun can start again.
+
+    From a thread: neither gloo nor NCCL returns while it connects, and a short timeout of a group at its start would
+    stay that of each gloo `recv`.
+    """
+
+    def give_up() -> None:
+        rank, num_ranks, address, port = map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+        minutes = JOIN_TIMEOUT.total_seconds() / 60
+        why = "one has ended with a line of its own, still loads what its reward needs, or does not reach that address"
+        line = f"rank {rank}: {num_ranks} ranks did not meet at {address}:{port} within {minutes:g} minutes; {why}"
+        os.write(2, f"{Path(sys.argv[0]).name}: error: {line}\n".encode())
+        os._exit(1)
+
+    timer = threading.Timer(JOIN_TIMEOUT.total_seconds(), give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 # ---- waiting ---------------------------------------------------------------------------------------------------------

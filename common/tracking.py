@@ -31,7 +31,8 @@ def check_tracker(track: str | bool) -> None:
     package = "wandb" if track is True else track
     if package and importlib.util.find_spec(str(package)) is None:
         raise ValueError(f"--track {track}: needs a package that is not installed: pip install {package}")
-    if package == "wandb" and os.environ.get("RANK") == "0":  # which will log; a plan needs no login
+    # rank 0, which will log, or python alone; a plan, which sets the number of ranks, needs no login
+    if package == "wandb" and (os.environ.get("RANK") == "0" or "WORLD_SIZE" not in os.environ):
         import wandb  # slow, and seldom asked for
 
         with error_prefix(f"--track {track}: run `wandb login`, or set WANDB_MODE=offline", Exception):

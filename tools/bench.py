@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from common.checkpoints import atomic_file
 from common.data import PromptSet, read_prompts
-from common.distributed import gather_objects, on_rank_0, setup_distributed
+from common.distributed import ONE_RANK, gather_objects, on_rank_0, setup_distributed
 from common.errors import error_prefix
 from common.evaluation import sample_records
 from common.inputs import try_rewards
@@ -59,8 +59,6 @@ from tools.sample import (
 import torch
 from tqdm import tqdm
 
-ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # without torchrun
-ONE_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 NEEDED = ("image_size", "num_inference_steps", "guidance_scale", "max_sequence_length")  # where no --run has them
 OF_FOLDER = ("model", "batch_size")  # one for all of a folder; they may differ between the results of a table
 Result = dict[str, Any]  # of a policy: its "seeds", and by reward its "scores", a mean for each prompt, and "failed"

@@ -1,7 +1,9 @@
-"""What is refused, or arranged, before ranks exchange anything: nodes, GPUs and cores."""
+"""What is refused, or arranged, before ranks exchange anything: meeting, nodes, GPUs and cores."""
 
 import contextlib
 import math
+import threading
+import time
 
 from common import distributed
 from common.cpu import quota_cores
@@ -24,6 +26,7 @@ def test_nodes_with_different_numbers_of_ranks_are_refused_unless_the_shards_fit
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_, **__: iter([(torch.distributed.HashStore(), 4, 6)]))
+    monkeypatch.setattr(distributed, "agree_on_prefix", lambda store, rank, world_size: "start")
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(distributed, "gather_objects", lambda value: [4, 4, 4, 4, value, value])
     line = rf"--shard_ranks 0: nodes have \[2, 4\] ranks: make them equal, or pass {advised}"
@@ -31,6 +34,79 @@ def test_nodes_with_different_numbers_of_ranks_are_refused_unless_the_shards_fit
         distributed.setup_distributed(shard_ranks)
 
 
+# ---- the prefix of a start -------------------------------------------------------------------------------------------
+class Killed(Exception):
+    pass
+
+
+class MortalStore:
+    """A rank's view of the agents' store. The rank is killed at its call number `dies_at`, or with all ranks of its
+    start, which torchrun ends before the next start."""
+
+    def __init__(self, store, start_ends, dies_at=None):
+        self.store, self.start_ends, self.calls_left = store, start_ends, dies_at
+
+    def __getattr__(self, name):
+        def call(*args):
+            while name == "get" and not self.store.check([args[0]]) and not self.start_ends.is_set():
+                time.sleep(0.001)
+            if self.start_ends.is_set() or self.calls_left == 0:
+                raise Killed
+            if self.calls_left is not None:
+                self.calls_left -= 1
+            return getattr(self.store, name)(*args)
+
+        return call
+
+
+def start_ranks(store, world_size, killed=None, dies_at=None, order=1):
+    """{rank: prefix} of the ranks that got one. `killed` dies at a call; the others are ended some time later."""
+    prefixes, start_ends = {}, threading.Event()
+
+    def join(rank):
+        with contextlib.suppress(Killed):
+            mortal = MortalStore(store, start_ends, dies_at if rank == killed else None)
+            prefixes[rank] = distributed.agree_on_prefix(mortal, rank, world_size)
+
+    threads = [threading.Thread(target=join, args=[rank]) for rank in range(world_size)[::order]]
+    for thread in threads:
+        thread.start()
+    if killed is not None:
+        threads[range(world_size)[::order].index(killed)].join(20)
+        threading.Event().wait(0.1)  # the others do what they can without the lost one
+        start_ends.set()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return prefixes
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("killed", [0, 1, 2])
+def test_ranks_agree_on_a_prefix_of_their_start_whatever_earlier_starts_have_left(killed, order, monkeypatch):
+    """One store, as torchrun's agents keep: a good start, three in which a rank is killed at its first, second or
+    third call, and two good ones. Nobody counts the starts."""
+    monkeypatch.setattr(distributed.time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.01)))
+    store = torch.distributed.HashStore()
+    seen = set()
+    for dies_at in (None, 0, 1, 2, None, None):
+        prefixes = start_ranks(store, 3, killed if dies_at is not None else None, dies_at, order)
+        assert len(set(prefixes.values())) <= 1  # never one of another start
+        assert not seen & set(prefixes.values())
+        if dies_at is None:
+            assert sorted(prefixes) == [0, 1, 2]
+        seen |= set(prefixes.values())
+    assert len(seen) >= 3
+
+
+def test_a_launcher_that_does_not_say_how_many_ranks_a_node_has_is_refused(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE"):
+        distributed.setup_distributed()
+
+
+# ---- a machine's cores and GPUs --------------------------------------------------------------------------------------
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("ranks", "chosen", "expected"),

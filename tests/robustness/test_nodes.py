@@ -1,5 +1,6 @@
 """Several nodes: two torchrun agents of a rank each, which meet by a rendezvous of their own, as on two machines."""
 
+import contextlib
 import os
 import re
 import signal
@@ -47,11 +48,12 @@ def free_port():
     raise OSError("no port is free")
 
 
-def start_nodes(folder, *options):
-    """The two agents, in the order of their ranks; what each prints is in folder/nodeN.log."""
+def start_nodes(folder, *options, max_restarts=0):
+    """The two agents; what each prints is in folder/nodeN.log."""
     port = free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1]
     command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "nodes"]
+    command += ["--max_restarts", max_restarts]
     command += [ROOT / "flow_grpo.py", *options]
     agents = []
     for node in range(2):
@@ -206,6 +208,68 @@ def test_the_slurm_script_is_requeued_as_long_as_it_gets_on(tmp_path):
         assert calls == ["show hostnames node[1-2]", *[f"requeue {job['SLURM_JOB_ID']}"] * requeued]
 
 
+# a reward that kills one rank in a phase of step 3 or 4, in the first start only; the other rank is busy at that time
+FATAL = """import os, signal, time
+import numpy, torch
+
+def lose(moment):
+    is_late = os.path.exists("runs/flow_grpo/checkpoints/step_000002.pt")
+    if moment != "MOMENT" or not is_late or os.path.exists("started"):
+        return
+    if os.environ["RANK"] == "VICTIM":
+        open("lost", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(8)
+
+def doomed(function, moment):
+    def call(*args, **kwargs):
+        lose(moment)
+        return function(*args, **kwargs)
+    return call
+
+torch.optim.AdamW.step = doomed(torch.optim.AdamW.step, "update")
+torch.save = doomed(torch.save, "save")
+
+def brightness(images, prompts, metadata):
+    lose("rollout")
+    return [numpy.asarray(image).mean() / 255 for image in images]
+"""
+
+
+@pytest.mark.parametrize(("moment", "victim"), [("rollout", 1), ("update", 1), ("save", 0)])
+def test_two_agents_restart_a_lost_rank(moment, victim, one_node, tmp_path):
+    """--max_restarts with --resume latest: a rank is killed after step 2, both come back, and nothing differs.
+
+    In a rollout or an update the other rank is busy when that happens: its agent restarts it because the first one
+    waits, and does not count. The agents' restart counts then differ.
+    """
+    folder, options, expected = one_node
+    (tmp_path / "brightness.py").write_text(FATAL.replace("MOMENT", moment).replace("VICTIM", str(victim)))
+    options = ["brightness.py:brightness" if "brightness.py" in str(option) else option for option in options]
+    agents = start_nodes(tmp_path, *options, "--rollout", "local", *STEPS, "--resume", "latest", max_restarts=3)
+    deadline = time.monotonic() + 300
+    first, counts = set(), {}  # process ids; restart counts by rank, of the second start
+    while len(counts) < 2:
+        assert time.monotonic() < deadline and all(agent.poll() is None for agent in agents), logs(tmp_path)
+        time.sleep(0.02)
+        with contextlib.suppress(psutil.Error):  # a rank that ends just now
+            ranks = {rank: process for agent in agents for rank, process in ranks_of(agent).items()}
+            if not (tmp_path / "lost").exists():
+                first |= {process.pid for process in ranks.values()}
+            for rank, process in ranks.items():
+                if process.pid not in first:
+                    counts[rank] = int(process.environ()["TORCHELASTIC_RESTART_COUNT"])
+    (tmp_path / "started").touch()
+    assert finish(agents, 300) == [0, 0], logs(tmp_path)
+    if moment != "save":  # where the other rank notices at once
+        assert sorted(counts.values()) == [0, 1]
+    assert "step_000002.pt" in logs(tmp_path)
+    run, undisturbed = (at / "runs" / "flow_grpo" for at in (tmp_path, folder))
+    assert untimed(read_metrics(run)) == expected
+    (adapter,) = (undisturbed / "adapter").glob("*.safetensors")
+    assert (run / "adapter" / adapter.name).read_bytes() == adapter.read_bytes()
+
+
 LOST_ONCE = """import os, signal
 def lost_once(images, prompts, metadata):
     is_late = os.path.exists("runs/flow_grpo/checkpoints/step_000002.pt")
@@ -228,6 +292,31 @@ def test_torchrun_restarts_what_was_lost(one_node, tmp_path):
     assert (tmp_path / "lost").exists() and "step_000002.pt" in done.stdout + done.stderr
     rows = untimed(read_metrics(tmp_path / "runs" / "flow_grpo"))
     assert [{name: row[name] for name in before} for row, before in zip(rows, expected, strict=True)] == expected
+
+
+ALONE = """import sys
+from common import distributed
+from common.run import friendly_errors
+distributed.JOIN_TIMEOUT /= 100
+with friendly_errors():
+    distributed.setup_distributed()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_joins_alone_ends_in_one_line(rank, tmp_path):
+    """After three seconds, here. Rank 1 waits for a store, and rank 0 for rank 1."""
+    (tmp_path / "alone.py").write_text(ALONE)
+    variables = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "alone.py"]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert line.startswith(
+        f"alone.py: error: rank {rank}: 2 ranks did not meet at 127.0.0.1:{variables['MASTER_PORT']}"
+    )
+    assert "Traceback" not in done.stderr
 
 
 HANGS = """import datetime, os, time
