@@ -2,14 +2,17 @@
 
 import contextlib
 import math
+import os
 import threading
 import time
+from unittest import mock
 
 from common import distributed
 from common.cpu import quota_cores
 from common.engine.launch import engine_environment
 from common.scoring import load_rewards
 
+import psutil
 import pytest
 import torch
 
@@ -97,6 +100,32 @@ def test_ranks_agree_on_a_prefix_of_their_start_whatever_earlier_starts_have_lef
             assert sorted(prefixes) == [0, 1, 2]
         seen |= set(prefixes.values())
     assert len(seen) >= 3
+
+
+@pytest.mark.parametrize("given", [{}, {"WORLD_SIZE": "1", "RANK": "0"}])
+def test_python_alone_is_a_world_of_one_which_listens_nowhere(given, monkeypatch):
+    """Also in a container whose platform counts its pods as ranks. What reads torchrun's variables finds them."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(distributed, "outlive_terminal", lambda: None)
+    variables = {name: value for name, value in os.environ.items() if name not in distributed.ONE_RANK}
+    process = psutil.Process()
+    before = process.net_connections(kind="inet")
+    with mock.patch.dict(os.environ, variables | given, clear=True):
+        assert distributed.launched_world_size() == 1
+        device = distributed.setup_distributed()
+        try:
+            assert process.net_connections(kind="inet") == before
+            assert {name: os.environ[name] for name in distributed.ONE_RANK} == distributed.ONE_RANK
+            assert distributed.on_rank_0() and distributed.gather_objects("one") == ["one"]
+            assert distributed.shard_mesh(device).size() == 1
+            # what a run may ask of one rank through torch: full weights and shards
+            tensor, gathered = torch.arange(3.0), [torch.zeros(3)]
+            torch.distributed.all_reduce(tensor)
+            torch.distributed.all_gather(gathered, tensor)
+            torch.distributed.barrier()
+            assert tensor.tolist() == gathered[0].tolist() == [0, 1, 2]
+        finally:
+            torch.distributed.destroy_process_group()
 
 
 def test_a_launcher_that_does_not_say_how_many_ranks_a_node_has_is_refused(monkeypatch):

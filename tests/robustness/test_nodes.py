@@ -208,6 +208,90 @@ def test_the_slurm_script_is_requeued_as_long_as_it_gets_on(tmp_path):
         assert calls == ["show hostnames node[1-2]", *[f"requeue {job['SLURM_JOB_ID']}"] * requeued]
 
 
+# like srun, a process group a node, which gets the signal of --signal when the job's time is nearly up: file `up`
+SIGNALLING_SRUN = """#!{python}
+import os, signal, subprocess, sys, time
+command = sys.argv[1:]
+while command[0].startswith("--"):
+    command.pop(0)
+tasks = [subprocess.Popen(command, start_new_session=True) for node in range(int(os.environ["SLURM_JOB_NUM_NODES"]))]
+while any(task.poll() is None for task in tasks):
+    time.sleep(0.1)
+    if os.path.exists("up"):
+        os.remove("up")
+        for task in tasks:
+            os.killpg(task.pid, signal.SIGTERM)
+sys.exit(max(task.returncode for task in tasks))
+"""
+# runs the job as its #SBATCH lines ask, and again as long as `scontrol requeue` says so
+FAKE_SBATCH = """#!{python}
+import os, re, subprocess, sys
+from pathlib import Path
+asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\\S+)$", Path(sys.argv[1]).read_text(), re.M))
+job = {{"SLURM_JOB_NUM_NODES": asked["nodes"], "SLURM_GPUS_ON_NODE": asked["gpus-per-node"]}}
+job |= {{"SLURM_CPUS_PER_TASK": asked["cpus-per-task"], "SLURM_JOB_NODELIST": "node"}}
+while True:
+    Path("scontrol.log").unlink(missing_ok=True)
+    status = subprocess.run(["bash", *sys.argv[1:]], env=os.environ | job).returncode
+    print("job ended:", status, flush=True)
+    if "requeue" not in Path("scontrol.log").read_text():
+        sys.exit(status)
+"""
+# in place of flow_grpo.py: its first start takes steps until a signal asks for a stop, which it notes; then it saves.
+# The second one finds the checkpoint, and has nothing more to do
+PATIENT_SCRIPT = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, "ROOT")
+from common.process import catch_stop_signals, stop_requested
+
+folder = Path("runs", sys.argv[sys.argv.index("--name") + 1], "checkpoints")
+is_first = not folder.exists()
+catch_stop_signals(0)
+Path(f"seen_{'first' if is_first else 'second'}_{os.environ['RANK']}_of_{os.environ['WORLD_SIZE']}").touch()
+if is_first:
+    while not stop_requested():
+        time.sleep(0.05)
+    time.sleep(1)  # the rest of the step
+    if os.environ["RANK"] == "0":
+        folder.mkdir(parents=True)
+        (folder / "step_000001.pt").touch()
+    else:
+        while not folder.exists():
+            time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 2), (2, 1), (2, 2)])
+def test_the_slurm_script_goes_on_after_its_time_limit_on_any_number_of_ranks(nodes, gpus, tmp_path):
+    """SIGTERM near the end of the time reaches every rank; the run saves, and the job is queued again and finishes."""
+    script = slurm_script()
+    for option, value in (("nodes", nodes), ("gpus-per-node", gpus), ("cpus-per-task", 1)):
+        script, count = re.subn(rf"^(#SBATCH --{option}=).*$", rf"\g<1>{value}", script, flags=re.M)
+        assert count == 1
+    assert re.search("^#SBATCH --signal=TERM@", script, re.M)
+    (tmp_path / "cluster.sh").write_text(script)
+    programs = {"srun": SIGNALLING_SRUN.format(python=sys.executable), "scontrol": FAKE_SCONTROL}
+    programs |= {"sbatch": FAKE_SBATCH.format(python=sys.executable)}
+    programs |= {"flow_grpo.py": PATIENT_SCRIPT.replace("ROOT", str(ROOT))}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    paths = f"{tmp_path}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": paths, "SLURM_JOB_ID": str(free_port() - 20_000)}
+    with open(tmp_path / "output", "w") as output:
+        job = subprocess.Popen(["sbatch", "cluster.sh", "large"], cwd=tmp_path, env=environment, stdout=output)
+    deadline = time.monotonic() + 120
+    ranks = range(nodes * gpus)
+    while not all((tmp_path / f"seen_first_{rank}_of_{len(ranks)}").exists() for rank in ranks):
+        assert time.monotonic() < deadline and job.poll() is None
+        time.sleep(0.1)
+    (tmp_path / "up").touch()
+    assert job.wait(120) == 0
+    assert (tmp_path / "output").read_text().splitlines() == ["job ended: 1", "job ended: 0"]
+    assert all((tmp_path / f"seen_second_{rank}_of_{len(ranks)}").exists() for rank in ranks)
+
+
 # a reward that kills one rank in a phase of step 3 or 4, in the first start only; the other rank is busy at that time
 FATAL = """import os, signal, time
 import numpy, torch
