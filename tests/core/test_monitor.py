@@ -108,14 +108,18 @@ def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
 
 @needs_wandb
 @pytest.mark.fast
+@pytest.mark.parametrize("rank", ["0", None])
 @pytest.mark.parametrize(("mode", "key"), [("online", ""), ("online", "short"), ("offline", "")])
-def test_wandb_without_a_login_is_one_line(tmp_path, monkeypatch, mode, key):
-    """Before rewards load. The real package, with a folder of its own as home; it asks no server."""
+def test_wandb_without_a_login_is_one_line(tmp_path, monkeypatch, mode, key, rank):
+    """Before rewards load, with torchrun and without. The real package, with a folder of its own as home; it asks no
+    server."""
     import wandb
 
     for name in ("HOME", "WANDB_CONFIG_DIR", "NETRC"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    for name, value in (("RANK", "0"), ("WANDB_MODE", mode), ("WANDB_API_KEY", key)):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", rank and "1")):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    for name, value in (("WANDB_MODE", mode), ("WANDB_API_KEY", key)):
         monkeypatch.setenv(name, value)
     wandb.teardown()  # its settings are read once a process
     try:
