@@ -37,7 +37,17 @@ from common.evaluation import evaluate_samples
 from common.inputs import Inputs, check_inputs, choose_sizes
 from common.models.family import Family, on_device
 from common.models.loading import find_family
-from common.options import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, SharedArgs, lr_factor
+from common.options import (
+    Bound,
+    CodeOrName,
+    FileOrName,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SharedArgs,
+    lr_factor,
+)
 from common.pairs.made_pairs import rows_to_make, save_pair, write_pairs
 from common.pairs.pair_files import Pairs, read_pairs
 from common.pairs.pairs import encode_pairs, load_pairs
@@ -67,11 +77,11 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
 
     # ---- data
-    pairs: str | None = None
+    pairs: CodeOrName | None = None
     """.jsonl of {"prompt", "chosen", "rejected"} (image files relative to it; "chosen_score" and "rejected_score" are
     checked if given), a .parquet with TRL's or pick-a-pic's columns, a pattern or folder of such, or a folder with a
     pairs.jsonl; "image" is the picture of an edit. None: pairs are made from train_prompts, otherwise unused"""
-    cache: str = "cache"
+    cache: FileOrName = "cache"
     """folder of encoded pairs, kept between runs and seen by all ranks; a changed model or image is encoded again"""
     num_pair_prompts: PositiveInt = 1024
     """without --pairs: prompts to make pairs for"""

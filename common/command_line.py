@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args, get_type_hints
@@ -14,6 +15,7 @@ from common.data import source_name
 from common.errors import error_prefix
 from common.options import ArgsClass, Bound, EngineArgs, RatioArgs, SharedArgs, parse_lr_schedule
 from common.process import print_message
+from common.recorded_options import check_code, from_record
 from common.resuming import EXPECTED_TO_DIFFER, check_format, checkpoint_of
 from common.stop_rules import check_stop_rules
 from common.tracking import check_tracker
@@ -30,17 +32,20 @@ FIRST = (
 )
 # recorded as they were fitted to a rank's share of the images, or to its GPU
 OF_ITS_RANKS = ("micro_batch_size", "rollout_batch_size", "shard_ranks")
-OF_ONE_START = ("resume", "eval_only", "args", "reward_settings")  # in a run's args.json, and not to be repeated
+# in a run's args.json, and not to be repeated
+OF_ONE_START = ("resume", "eval_only", "args", "trust_code", "reward_settings")
 
 
 def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | None = None) -> ArgsClass:
     """The options from the command line, within their bounds; the script's first line goes to the screen.
 
-    Those not given come from the file of --args or, with --resume, from the checkpoint. --help
-    prints the options that people set first, --help_all is tyro's own help of all; both exit.
+    Those not given come from the file of --args or, with --resume, from the checkpoint. Code that these name is taken
+    without --trust_code only from runs/ of this checkout, and from the run that the command itself names and resumes
+    with `latest`. --help prints the options that people set first, --help_all is tyro's own help of all; both exit.
 
     Raises:
-        ValueError: an option is out of bounds, or there is no good file or checkpoint to take options from.
+        ValueError: an option is out of bounds, there is no good file or checkpoint to take options from, or it names
+            code that is not taken.
     """
     is_script = argv is None  # a caller with words of its own, such as tools.plan, says itself what it does
     argv = sys.argv[1:] if argv is None else argv
@@ -50,18 +55,23 @@ def parse_args(args_class: type[ArgsClass], description: str, argv: list[str] | 
         config = (tyro.conf.FlagConversionOff,)
         tyro.cli(args_class, args=["--help"], description=description, use_underscores=True, config=config)
     args = _parse(args_class, argv, {})
+    own_name, trusts_code = args.name, args.trust_code  # the command's alone: a file may say what it likes
     if sum(word.partition("=")[0] == "--args" for word in argv) > 1:
         raise ValueError("--args: is given twice; one file has all options that are not on the command line")
     if args.args is not None:
-        argv = _words_of_file(args.args, args_class) + argv
+        argv = _words_of_file(args.args, args_class, argv, trusts_code) + argv
         args = _parse(args_class, argv, {})
     if is_script:
         print_message(f"{args.run_folder}: checking options and files")
     if args.resume:
-        state = _state_to_resume(args)
-        args = _parse(args_class, argv, _defaults_of_checkpoint(args, state) if state else {})
+        is_own = args.resume == "latest" and args.name == own_name  # wherever it lies
+        checkpoint, state = _state_to_resume(args)
+        recorded = _options_of_checkpoint(args, state, argv) if state else {}
+        args = _parse(args_class, argv, recorded)
         if state and not args.eval_only:
             check_steps(args, state)
+        if not (is_own or trusts_code):
+            check_code(recorded, args_class, checkpoint, f"--resume {args.resume}: the checkpoint")
     check_options(args)
     return args
 
@@ -123,14 +133,20 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _words_of_file(path: str, args_class: type[SharedArgs]) -> list[str]:
-    """The options in the file of --args, as words of a command line to be put before the given ones, which win.
+def _given(argv: Sequence[str]) -> set[str]:
+    """The names of the options in the words of a command line."""
+    return {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
+
+
+def _words_of_file(path: str, args_class: type[SharedArgs], argv: Sequence[str], trusts_code: bool) -> list[str]:
+    """The options in the file of --args, as words of a command line to be put before those of `argv`, which win.
 
     The file is an args.json, of which a start's own options are left out (--resume ...), or a JSON or YAML file of
     names and values.
 
     Raises:
-        ValueError: naming the file: it cannot be read, has an option that the script has not, or is another version's.
+        ValueError: naming the file: it cannot be read, has an option that the script has not, is another version's, or
+            names code that is not taken.
     """
     hints = get_type_hints(args_class)
     with error_prefix(f"--args {path}", Exception):  # whatever a YAML library raises
@@ -141,14 +157,22 @@ def _words_of_file(path: str, args_class: type[SharedArgs]) -> list[str]:
             given = json.loads(text, object_pairs_hook=_each_once, parse_int=str, parse_float=str)
         if not isinstance(given, dict):
             raise ValueError("expected names and values")
-        if isinstance(given.get("args"), dict):
+        is_record = isinstance(given.get("args"), dict)
+        if is_record:
             check_format(given, "the file")
             given = {name: value for name, value in given["args"].items() if name not in OF_ONE_START}
         unknown = [str(name) for name in given if name not in hints or name == "args"]
         if unknown:
             raise ValueError(f"no such option: {', '.join(unknown)}; take it out of the file")
+        if "trust_code" in given:
+            raise ValueError("trust_code: no file can say that it is trusted; pass --trust_code on the command line")
+        num_options = len(given)
+        given = {name: value for name, value in given.items() if name not in _given(argv)}
+        given = from_record(given, args_class) if is_record else given
         words = [word for name, value in given.items() for word in _words(name, hints[name], value)]
-    print_message(f"--args {path}: {len(given)} options; those on the command line win")
+    if not trusts_code:
+        check_code(given, args_class, path, f"--args {path}: the file")
+    print_message(f"--args {path}: {num_options} options; those on the command line win")
     return words
 
 
@@ -170,23 +194,24 @@ def _words(name: str, hint: Any, value: Any) -> list[str]:  # whatever a file ho
     return [f"--{name}", *words]
 
 
-def _state_to_resume(args: SharedArgs) -> dict[str, Any] | None:
-    """What the checkpoint holds that --resume names; None where `latest` finds none, and starts the run.
+def _state_to_resume(args: SharedArgs) -> tuple[Path | str, dict[str, Any]]:
+    """The checkpoint that --resume names, and what it holds; ("", {}) where `latest` finds none, and starts the run.
 
     Raises:
         ValueError: there is no good checkpoint.
     """
     is_latest = args.resume == "latest"
     if is_latest and (args.eval_only or not saved_checkpoints(args.run_folder)):
-        return None
-    return load_checkpoint(checkpoint_of(args.run_folder if is_latest else str(args.resume)))
+        return "", {}
+    checkpoint = checkpoint_of(args.run_folder if is_latest else str(args.resume))
+    return checkpoint, load_checkpoint(checkpoint)
 
 
-def _defaults_of_checkpoint(args: SharedArgs, state: dict[str, Any]) -> dict[str, Any]:
-    """{name: value} of the options in a checkpoint's state.
+def _options_of_checkpoint(args: SharedArgs, state: dict[str, Any], argv: Sequence[str]) -> dict[str, Any]:
+    """{name: value} of the options that are taken from a checkpoint's state.
 
-    An option that is given wins. An evaluation may have other prompts and steps; a run that trains on has all of them
-    again, and a new run that starts from a checkpoint writes where its own options say.
+    An option that is given in `argv` wins. An evaluation may have other prompts and steps; a run that trains on has all
+    of them again, and a new run that starts from a checkpoint writes where its own options say.
     """
     left_out: tuple[str, ...] = ("name", "max_minutes", "stop_if", *OF_ONE_START)
     if args.eval_only:
@@ -195,7 +220,10 @@ def _defaults_of_checkpoint(args: SharedArgs, state: dict[str, Any]) -> dict[str
         print_message(f"--resume {args.resume}: options that are not given are the checkpoint's")
     if len(state["rng"]) != int(os.environ.get("WORLD_SIZE", "1")):
         left_out += OF_ITS_RANKS
-    return {name: value for name, value in state["args"].items() if name not in left_out}
+    left_out += tuple(_given(argv))
+    recorded = {name: value for name, value in state["args"].items() if name not in left_out}
+    with error_prefix(f"--resume {args.resume}"):
+        return from_record(recorded, type(args))
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -2,13 +2,17 @@
 
 An option is a dataclass field with its docstring below it; a comment `# ---- run` begins a group of docs/options.md.
 Bounds stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`; common/command_line.py checks them.
+The type of an option that names files or code says so, `family: CodeOrName | None = None`: records then have its paths
+from the checkout's root, a run keeps its code, and code is not taken from a stranger's record
+(common/recorded_options.py).
 """
 
 import math
 import re
 from dataclasses import dataclass
+from enum import Flag, auto
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -35,6 +39,29 @@ PositiveInt = Annotated[int, Bound(at_least=1)]
 NonNegativeInt = Annotated[int, Bound(at_least=0)]
 PositiveFloat = Annotated[float, Bound(above=0)]
 NonNegativeFloat = Annotated[float, Bound(at_least=0)]
+
+
+# ---- files and code --------------------------------------------------------------------------------------------------
+class Names(Flag):
+    """What the text of an option may name."""
+
+    FILE = auto()  # a file or folder, also before :NAME or behind NAME=
+    CODE = auto()  # path/to/file.py:NAME, which is executed
+
+
+FileOrName = Annotated[str, Names.FILE]
+CodeOrName = Annotated[str, Names.FILE | Names.CODE]
+
+
+def options_that_name(args_class: type, kind: Names) -> set[str]:
+    """The options of a dataclass whose types say that they may name files, or code."""
+    hints = get_type_hints(args_class, include_extras=True)
+    return {name for name, hint in hints.items() if any(kind in named for named in _marks(hint))}
+
+
+def _marks(hint: Any) -> list[Names]:  # type hints have no type in common
+    own = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Names)]
+    return own + [mark for part in get_args(hint) for mark in _marks(part)]
 
 
 def parse_lr_schedule(text: str) -> tuple[str, int]:
@@ -82,6 +109,9 @@ class SharedArgs:
     run folder starts a new run from that checkpoint, whose steps count. Options that you do not pass are the
     checkpoint's, but for name, max_minutes and stop_if, and sizes that depend on the number of ranks where it has
     changed"""
+    trust_code: bool = False
+    """take options that are code, such as --reward FILE.py:function, also from a checkpoint of --resume, or a file of
+    --args, outside this checkout's runs/ (SECURITY.md); otherwise give them again"""
     keep_checkpoints: PositiveInt = 2
     """how many of the newest checkpoints to keep"""
     max_minutes: NonNegativeFloat = 0.0
@@ -93,9 +123,9 @@ class SharedArgs:
     """evaluate and exit, under a new --name: the checkpoint of --resume, with its options, or otherwise the model"""
 
     # ---- model
-    model: str = str(ASSETS / "embedded")
+    model: FileOrName = str(ASSETS / "embedded")
     """diffusers pipeline: a folder or a hub id"""
-    family: str | None = None
+    family: CodeOrName | None = None
     """your own path/to/file.py:Class that adapts the pipeline (docs/fork.md); None: the family in common/models/"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of frozen weights and forward passes; trained weights, Adam, latents and the sampling steps' arithmetic are
@@ -123,7 +153,7 @@ class SharedArgs:
     """frames of a video, for models that make videos (docs/editing_and_video.md); 1 for images"""
     max_sequence_length: PositiveInt = 16
     """tokens per prompt; longer prompts are cut (SD3.5: 256 of T5; others: docs/models.md)"""
-    prompt_cache: str | None = None
+    prompt_cache: FileOrName | None = None
     """folder, seen by all ranks, that keeps prompt embeddings: each prompt is encoded once, and the text encoders leave
     the GPU. None: prompts are encoded again in each rollout"""
 
@@ -132,7 +162,7 @@ class SharedArgs:
     """rank of the trained LoRA; 0: no LoRA, all weights are trained (learning rate about 1e-5; embedded model: 1e-4)"""
     lora_alpha: PositiveInt = 32
     """the LoRA is added to the weights with the factor lora_alpha / lora_rank"""
-    lora_path: str | None = None
+    lora_path: FileOrName | None = None
     """PEFT or diffusers LoRA to start from, with its own rank, alpha and modules; it is also the reference, if there is
     one"""
     lora_target_modules: tuple[str, ...] = ()
@@ -140,21 +170,21 @@ class SharedArgs:
     means every linear layer. not:NAME leaves out those that end so, as in `to_q to_k not:blocks.0.attn.to_k`"""
 
     # ---- data
-    train_prompts: tuple[str, ...] = (str(ASSETS / "train_prompts.txt"),)
+    train_prompts: tuple[CodeOrName, ...] = (str(ASSETS / "train_prompts.txt"),)
     """prompts to train on: .txt, one per line; .jsonl, .json or .csv, {"prompt": ...} with any metadata for the
     rewards; .parquet, or a folder of its shards; FILE:FIELD for another field, or your own path/to/file.py:function
     (docs/flow_grpo.md); edits also have an "image" (docs/editing_and_video.md)"""
     train_shares: Annotated[tuple[int, ...], Bound(at_least=1)] = ()
     """with several files of train_prompts: the share of each file in the prompts that are drawn, such as 2 1; if none
     are given, all prompts are drawn equally often"""
-    eval_prompts: tuple[str, ...] = (str(ASSETS / "eval_prompts.txt"),)
+    eval_prompts: tuple[CodeOrName, ...] = (str(ASSETS / "eval_prompts.txt"),)
     """held-out prompts, sampled at every evaluation: files like those of train_prompts. Of several files, the rewards
     of each are logged as well, as val/FILE/REWARD/mean"""
     negative_prompt: str = ""
     """the text that guidance moves images away from; a prompt's record may have a "negative_prompt" of its own"""
 
     # ---- reward
-    reward: tuple[str, ...] = ("ocr",)
+    reward: tuple[CodeOrName, ...] = ("ocr",)
     """ocr, ocr_contains (a sign's one line), ocr_scene, ocr_scene_contains (text anywhere), jpeg_compressibility,
     jpeg_incompressibility, preservation (of edits), or your own path/to/file.py:function; file.py:judge.style takes
     the number `style` that judge returns, in the place of its score. pickscore, hpsv2, geneval, clip_score, aesthetic,
@@ -204,7 +234,7 @@ class SharedArgs:
     eval_by: str | None = None
     """a field of the held-out prompts' records, such as data_source: also log the rewards of each of its values, and of
     `unknown`, the prompts whose records lack it"""
-    eval_reward: tuple[str, ...] = ()
+    eval_reward: tuple[CodeOrName, ...] = ()
     """rewards, named as for --reward, that only score evaluations; they are not part of the weighted total"""
     best_by: str | None = None
     """the metric of an evaluation whose highest value chooses best_adapter/, such as val/ocr/mean; None: the weighted

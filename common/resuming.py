@@ -19,7 +19,7 @@ from common.distributed import on_rank_0
 from common.errors import UNREADABLE, RunError, error_prefix, truncate
 from common.process import print_message
 
-OF_A_START = ("name", "args", "resume", "eval_only")
+OF_A_START = ("name", "args", "resume", "eval_only", "trust_code")
 # options that may differ between a checkpoint and the run that resumes it, or evaluates it, without a word
 EXPECTED_TO_DIFFER = (
     *OF_A_START,
@@ -154,7 +154,8 @@ def report_resumed(
     path: Path | str, saved_options: dict, options: dict, changed: Mapping[str, bool] | None = None
 ) -> bool:
     """Print, on rank 0, which checkpoint the run resumes from, and which options differ from the recorded ones; then a
-    line for each name that is `changed`: it has other contents, and whether the score depends on them.
+    line for each name that is `changed`: it has other contents, and whether the score depends on them. The script and
+    common/, named as in find_sources, have one line.
 
     A new run that starts from another run's checkpoint names all options that it changes.
 
@@ -173,7 +174,14 @@ def report_resumed(
         differences.append(f"{rescored[0]} changes the score: best_adapter is chosen again")
     if on_rank_0():
         print_message("; ".join([f"loaded {path}", *differences]))
+        sources = [name.removeprefix("source ") for name in changed or () if name.startswith("source ")]
+        if sources:
+            before_it = "what they were, source.py and the git_hash of args.json say"
+            told = f"other code than when {Path(path).name} was saved; {before_it}"
+            print_message(f"{' and '.join(sources)}: {told}")
         for name, scores in (changed or {}).items():
+            if name.startswith("source "):
+                continue
             told = ": best_adapter is chosen again" if is_same_run and scores else ""
             print_message(truncate(f"{name} has other contents than when {Path(path).name} was saved{told}"))
     return is_same_run and not rescored and not any((changed or {}).values())

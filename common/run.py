@@ -30,8 +30,16 @@ from common.options import RatioArgs, SharedArgs
 from common.plots import TRAIN_TOTAL, VAL_TOTAL, WATCHED, Picture, drawn_metrics, plot_curves, save_grid
 from common.process import catch_stop_signals, is_killed_early, print_message, print_once, printable, stop_requested
 from common.profiling import Utilisation, profiled_step
+from common.recorded_options import as_recorded, code_values
 from common.resuming import checkpoint_of, report_resumed, rewind, step_of_best
-from common.run_record import Contents, changed_contents, create_run_folder, find_contents
+from common.run_record import (
+    Contents,
+    changed_contents,
+    create_run_folder,
+    find_contents,
+    find_sources,
+    write_record,
+)
 from common.scoring import Reward, reward_settings
 from common.stop_rules import met_rules, read_stop_rules
 from common.tracking import start_tracker
@@ -107,7 +115,8 @@ class Run:
         self.args = args
         self.folder = args.run_folder
         # the options as they are recorded, in args.json, in checkpoints and in wandb
-        self.config = asdict(args) | {"reward_settings": reward_settings(rewards)}
+        options = asdict(args) | {"reward_settings": reward_settings(rewards)}
+        self.config = as_recorded(options, type(args))
         # rank 0's: each rank has looked for itself, and disks need not agree at once
         self.checkpoint = gather_objects(checkpoint)[0] if script else checkpoint
         self.step = 0
@@ -146,15 +155,18 @@ class Run:
         self.bar: tqdm | None = None
         self._trace = ExitStack()  # holds the profiler of the current training step
         self.contents: Contents = {}  # recorded as well, but not in wandb
+        self._record: dict[Path, bytes] = {}  # of a resumed run, until its first line of metrics
         if script:
             catch_stop_signals(args.max_minutes)
             _current_run.append(self)
-            self.contents = gather_objects(find_contents(self.config) if self._writes else {})[0]
-            create_run_folder(self.folder, self.config, script, self.checkpoint, self.contents)
+            code = code_values(options, type(args))
+            found = find_contents(options, code) | find_sources(script) if self._writes else {}
+            self.contents = gather_objects(found)[0]
+            self._record = create_run_folder(self.folder, self.config, script, self.checkpoint, self.contents, code)
         self._utilisation: Utilisation | None = None
         trains = script and args.num_steps and not args.eval_only
         if trains and self._writes and torch.cuda.is_available():  # a CPU's peak is not known
-            self._utilisation = Utilisation(self.config, workload) if workload else None
+            self._utilisation = Utilisation(options, workload) if workload else None
         self._tracker = start_tracker(args.track, self.folder, self.config) if args.track and self._writes else None
 
     # ---- the clock ----
@@ -334,13 +346,16 @@ class Run:
             self._tracker.log(step, metrics, grid)
 
     def _append(self, step: int, row: dict) -> None:
-        """Add a line to metrics.jsonl. Before the first line a resumed run is cut back to its checkpoint: one that
-        fails earlier leaves everything as it was."""
+        """Add a line to metrics.jsonl. Before the first line a resumed run is cut back to its checkpoint, and writes
+        its record: one that fails earlier leaves everything as it was."""
         path = self.folder / "metrics.jsonl"
         if self._has_written and not path.exists():
             raise RunError(f"step {step}: {path}, which this run has written, is gone")
         if not self._has_written and self._owns_folder and (path.exists() or saved_checkpoints(self.folder)):
             rewind(self.folder, self._resumed_from, self._logged_to)
+        if not self._has_written:
+            write_record(self._record)
+            self._record = {}
         self._has_written = True
         with open(path, "a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -431,7 +446,8 @@ class Run:
         changed = dict(changed_contents(state.get("contents", {}), self.contents))
         # prints what changed; False: another run's, or scored otherwise
         # rank 0's answer, as settings of rewards may be paths that each node has another of
-        is_comparable = gather_objects(report_resumed(self.checkpoint, state["args"], self.config, changed))[0]
+        before = as_recorded(state["args"], type(self.args))  # an earlier version recorded absolute paths
+        is_comparable = gather_objects(report_resumed(self.checkpoint, before, self.config, changed))[0]
         self._lowest_score = state.get("lowest", -math.inf) if is_comparable else math.inf
         self.step = state["step"]
         # checkpoints may be rarer than evaluations: a step that is done again may have written best_adapter/

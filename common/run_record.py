@@ -7,12 +7,10 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shlex
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +21,8 @@ from common.data import digest_records, read_records, split_source
 from common.distributed import on_rank_0
 from common.models.loading import known_folder
 from common.parquet import glob_stars
+from common.recorded_options import from_root
+from common.user_code import code_file
 
 import torch
 
@@ -48,27 +48,28 @@ Contents = dict[str, str]  # what is read -> its size and digest
 
 
 # ---- what a run is made of -------------------------------------------------------------------------------------------
-def find_contents(options: dict[str, Any]) -> Contents:
+def find_contents(options: dict[str, Any], code: Iterable[str] = ()) -> Contents:
     """Size and digest of all that options name: {"--eval_prompts signs.txt": ..., "code/mine.py": ...}.
 
-    With --eval_only, without what training alone would read.
+    code: those of their values that name code. With --eval_only, without what training alone would read.
     """
     found: Contents = {}
-    named = {f"code/{name}": file for name, file in user_code(options).items()}
+    named = {f"code/{name}": file for name, file in user_code(code, options).items()}
     for option in DATA:
         if options.get("eval_only") and option in ("train_prompts", "pairs", "teachers"):
             continue
         for value in values_of(options.get(option)):
             path = Path(value.partition("=")[2] if option == "teachers" else value)
+            key = f"--{option} {from_root(value)}"
             if option.endswith("_prompts"):
                 path, field = split_source(value)
                 if path.suffix == ".py" and field:  # its code is in code/; what it returns may change without that
                     records = [record for _, record in read_records(value)]
-                    found[f"--{option} {value}"] = f"{len(records)} records, blake2b {digest_records(records)}"
+                    found[key] = f"{len(records)} records, blake2b {digest_records(records)}"
                     continue
-            named[f"--{option} {value}"] = path
+            named[key] = path
             if option == "model" and not path.is_dir() and (snapshot := known_folder(path)):  # more of it comes later
-                found[f"--{option} {value}"] = f"commit {snapshot.name}"
+                found[key] = f"commit {snapshot.name}"
     named |= {f"{variable}={file}": file for variable, file in setting_files(options) if not is_question(variable)}
     for name, path in named.items():
         with suppress(OSError):  # what cannot be read is refused where it is needed
@@ -92,11 +93,16 @@ def is_question(variable: str) -> bool:
     return variable.endswith("_PROMPT")
 
 
-def user_code(options: dict[str, Any]) -> dict[str, Path]:
-    """By name the .py files that options name as file.py:function, what these have imported from beside them, and the
-    judge's question."""
-    named = [re.fullmatch(r"(.+\.py):\w+(\..+)?", text) for value in options.values() for text in values_of(value)]
-    files = {Path(match[1]).resolve() for match in named if match}
+def find_sources(script: Path | str) -> Contents:
+    """Size and digest of the script, and of common/: {"source flow_grpo.py": ..., "source common/": ...}."""
+    script = Path(script)
+    return {f"source {script.name}": digest([script]), "source common/": digest(sorted(COMMON.rglob("*.py")))}
+
+
+def user_code(code: Iterable[str], options: dict[str, Any]) -> dict[str, Path]:
+    """By name the files of `code`, file.py:function each, what these have imported from beside them, and the judge's
+    question, which options name. Names are paths from the checkout's root, otherwise from the working directory."""
+    files = {file.resolve() for file in map(code_file, code) if file}
     folders = {file.parent for file in files}
     for module in list(sys.modules.values()) if folders else []:  # thousands
         names = getattr(module, "__dict__", {})
@@ -107,9 +113,13 @@ def user_code(options: dict[str, Any]) -> dict[str, Path]:
         if file in beside and is_own(file):
             files.add(file)
     files |= {file.resolve() for variable, file in setting_files(options) if is_question(variable)}
-    here = Path.cwd()
-    by_name = {file.relative_to(here if file.is_relative_to(here) else "/"): file for file in files if file.is_file()}
-    return {str(name): by_name[name] for name in sorted(by_name)}
+    by_name: dict[str, Path] = {}
+    for file in sorted(file for file in files if file.is_file()):
+        for root in (COMMON.parent.resolve(), Path.cwd(), Path("/")):
+            if file.is_relative_to(root) and str(file.relative_to(root)) not in by_name:
+                by_name[str(file.relative_to(root))] = file
+                break
+    return dict(sorted(by_name.items()))
 
 
 def is_own(file: Path) -> bool:
@@ -145,30 +155,40 @@ def digest(files: list[Path]) -> str:
 
 
 def changed_contents(saved: Contents, now: Contents) -> Iterator[tuple[str, bool]]:
-    """(What has other contents than a checkpoint's run had, whether scores depend on it)."""
-    for name in sorted(saved.keys() & now.keys()):
-        if saved[name] != now[name]:
-            yield name, not name.startswith(("--train_prompts", "--pairs", "--lora_path", "--teachers"))
+    """(What has other contents than a checkpoint's run had, whether scores depend on it; of ours that is not known)."""
+    before = {}
+    for name, content in saved.items():  # an earlier version recorded paths of the checkout as absolute ones
+        option, space, value = name.partition(" ")
+        before[f"{option}{space}{from_root(value)}"] = content
+    for name in sorted(before.keys() & now.keys()):
+        if before[name] != now[name]:
+            yield name, not name.startswith(("--train_prompts", "--pairs", "--lora_path", "--teachers", "source "))
 
 
 # ---- the record ------------------------------------------------------------------------------------------------------
 def create_run_folder(
-    folder: Path, config: dict, script: Path | str, checkpoint: Path | None = None, contents: Contents | None = None
-) -> None:
-    """Make `folder`, with args.json (the options, the command, the git hash, the machine), uncommitted.diff, a copy of
-    the script as source.py, and the user's code in code/.
+    folder: Path,
+    config: dict,
+    script: Path | str,
+    checkpoint: Path | None = None,
+    contents: Contents | None = None,
+    code: Iterable[str] = (),
+) -> dict[Path, bytes]:
+    """Lock `folder`, and make it with args.json (the options, the command, the git hash, the machine),
+    uncommitted.diff, a copy of the script as source.py, and the user's code in code/. Rank 0 does all this.
 
-    A resumed run keeps the first ones, and writes its own beside them under the checkpoint's name. Rank 0 does all
-    this, and locks the folder first.
+    A resumed run keeps the first ones. Its own stand beside them under the checkpoint's name, once it has begun: they
+    are returned, {file: content}, for write_record. A resume that is refused is then no record. code: the values of
+    options that name code.
 
     Raises:
         RunError: another process writes to the folder or has just written to it, or it cannot be written.
     """
     if not on_rank_0():
-        return
+        return {}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
     commit, diff, untracked = git_state(Path(script).parent)
-    record = {
+    args = {
         "command": shlex.join(sys.argv),
         "git_hash": commit,
         "untracked": untracked,
@@ -184,15 +204,24 @@ def create_run_folder(
         suffix = f"_{checkpoint.stem}" if checkpoint and (folder / "args.json").exists() else ""
         for old in folder.glob("traceback_rank*.txt"):  # of an earlier end
             old.unlink()
-        with atomic_file(folder / f"args{suffix}.json") as temporary:
-            temporary.write_text(json.dumps(record, indent=1, default=str) + "\n")
+        # read now: while a run loads, its files may be edited
+        record = {folder / f"args{suffix}.json": f"{json.dumps(args, indent=1, default=str)}\n".encode()}
         if diff:
-            (folder / f"uncommitted{suffix}.diff").write_bytes(diff)
-        shutil.copy(script, folder / f"source{suffix}.py")
-        for name, file in user_code(config).items():
-            copy = folder / f"code{suffix}" / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, copy)
+            record[folder / f"uncommitted{suffix}.diff"] = diff
+        record[folder / f"source{suffix}.py"] = Path(script).read_bytes()
+        for name, file in user_code(code, config).items():
+            record[folder / f"code{suffix}" / name] = file.read_bytes()
+    if suffix:
+        return record
+    write_record(record)
+    return {}
+
+
+def write_record(record: Mapping[Path, bytes]) -> None:
+    """Write the files of a record, {file: content}. RunError: one cannot be written."""
+    for file, content in record.items():
+        with atomic_file(file) as temporary:
+            temporary.write_bytes(content)
 
 
 def versions() -> dict[str, str]:

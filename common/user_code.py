@@ -17,6 +17,12 @@ def built_in_module(name: str) -> ModuleType:
     return importlib.import_module(f"common.{name}")
 
 
+def code_file(text: str) -> Path | None:
+    """The .py file of "path/to/file.py:NAME"; None where a text names no code."""
+    path = Path(text.rpartition(":")[0])
+    return path if path.suffix == ".py" else None
+
+
 @functools.cache
 def load_function(location: str, option: str) -> Callable:
     """The function that `location`, "path/to/file.py:function", names.

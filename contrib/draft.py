@@ -42,7 +42,16 @@ from common.evaluation import evaluate_samples
 from common.inputs import Inputs, check_inputs, choose_sizes
 from common.models.family import Family, on_device
 from common.models.loading import find_family
-from common.options import ASSETS, Bound, NonNegativeFloat, NonNegativeInt, PositiveInt, SharedArgs, lr_factor
+from common.options import (
+    ASSETS,
+    Bound,
+    CodeOrName,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    SharedArgs,
+    lr_factor,
+)
 from common.rollout import RolloutRequest
 from common.run import Run, checkpoint_to_resume, friendly_errors
 from common.scoring import NOT_ASKED, Reward, Scorer, built_in_rewards, load_rewards, offload_rewards, weighted_totals
@@ -68,7 +77,7 @@ class Args(SharedArgs):  # and the shared options, in common/options.py; parse_a
     """the run's folder is runs/<name>, or an absolute path; it must not hold a run yet, unless you resume it"""
 
     # ---- reward
-    reward: tuple[str, ...] = (f"{ASSETS / 'sign_colour.py'}:sign_colour",)
+    reward: tuple[CodeOrName, ...] = (f"{ASSETS / 'sign_colour.py'}:sign_colour",)
     """rewards with an `of_pixels` (docs/rewards.md): clip_score, aesthetic, or your own path/to/file.py:function"""
 
     # ---- rollout

@@ -45,7 +45,16 @@ from common.evaluation import evaluate_samples, log_rollout, reward_metrics
 from common.inputs import Inputs, check_inputs, choose_sizes
 from common.models.family import Family
 from common.models.loading import find_family
-from common.options import Bound, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, RatioArgs, lr_factor
+from common.options import (
+    Bound,
+    CodeOrName,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    RatioArgs,
+    lr_factor,
+)
 from common.rollout import RolloutRequest, Trajectories
 from common.run import Run, checkpoint_to_resume, friendly_errors
 from common.scoring import Scorer, all_equal, asked_parts, fill_failed, load_rewards
@@ -83,7 +92,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     guidance_scale: Annotated[float, Bound(at_least=1)] = 1.0
     """guidance in rollout and training, and in evaluation unless --eval_guidance_scale differs, as the model takes it
     (docs/models.md); 1 turns it off, but for FLUX.1's guidance embedding"""
-    sde_type: str = "sde"
+    sde_type: CodeOrName = "sde"
     """formula of the SDE steps: sde, dance, cps, cps_gauss (docs/flow_grpo.md), or your own path/to/file.py:function"""
     noise_level: PositiveFloat = 0.7
     """scale of the noise that SDE steps inject (Flow-GRPO: 0.7); at most 1 for cps and cps_gauss"""

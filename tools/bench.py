@@ -47,6 +47,7 @@ from tools.protocol import (
 from tools.sample import (
     add_sampling_options,
     as_evaluated,
+    as_given,
     check_model,
     load,
     positive,
@@ -157,7 +158,9 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     for name in NEEDED:
         if not args.runs and getattr(args, name) is None:
             raise ValueError(f"--{name}: needed where no --run has it, as scores depend on it")
-    options = vars(Args()) | {"dtype": "bfloat16"} | (read_options(args.runs[0]) if args.runs else {})
+    options = vars(Args()) | {"dtype": "bfloat16"} | as_given(args.family)
+    if args.runs:
+        options |= read_options(args.runs[0], args.family, args.trust_code == "True")
     options = as_evaluated(options, args.image_size, args.num_inference_steps, args.guidance_scale)
     for name in ("max_sequence_length", "negative_prompt", "dtype"):
         if getattr(args, name) is not None:

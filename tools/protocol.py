@@ -59,7 +59,7 @@ def reward_protocol(names: Sequence[str], rewards: dict[str, Reward]) -> Protoco
     names: as --reward has them. rewards: loaded, and so are their networks.
     """
     settings = reward_settings(rewards)
-    contents = find_contents({"reward": list(names), "reward_settings": settings})
+    contents = find_contents({"reward_settings": settings}, names)
     networks = [digest_tensors(network.state_dict().items()) for network in LOADED.values()]
     package = importlib.util.find_spec("rapidocr") if any(name.startswith("ocr") for name in names) else None
     if package and package.origin:

@@ -26,8 +26,10 @@ from common.models.family import Family, on_device
 from common.models.loading import check_schedules, find_family, load_model
 from common.models.long_prompts import count_long_prompts
 from common.plots import save_grid
+from common.recorded_options import check_code, from_record
 from common.resuming import check_format, newest_record
 from common.sde import image_seed
+from common.user_code import code_file
 from common.weights.adapter_files import read_lora
 from common.weights.base_weights import quantise, quantise_encoders
 from flow_grpo import Args, make_request, sample_locally
@@ -37,11 +39,11 @@ import torch
 
 
 # ---- what is sampled -------------------------------------------------------------------------------------------------
-def read_options(run: Path) -> dict[str, Any]:
-    """{name: value} of a run's options.
+def read_options(run: Path, family: str | None = None, trusts_code: bool = False) -> dict[str, Any]:
+    """{name: value} of a run's options, with `family`, if it is given (`as_given`), in the place of its own.
 
     Raises:
-        ValueError: the folder is no run's, or another version's.
+        ValueError: the folder is no run's, or another version's; or its family is code that is not taken.
     """
     if not (run / "args.json").is_file():
         raise ValueError(f"{run}: no run (it has no args.json): name a run first, adapters behind it")
@@ -49,7 +51,17 @@ def read_options(run: Path) -> dict[str, Any]:
     with error_prefix(path, Exception):  # whatever it holds
         record = json.loads(path.read_text(encoding="utf-8"))
         check_format(record, "the file")
-        return dict(record["args"])
+        options = from_record(dict(record["args"]), Args)
+    if family is not None:
+        return options | as_given(family)
+    if not trusts_code:
+        check_code({"family": options.get("family")}, Args, path, f"{run}: {path.name}")
+    return options
+
+
+def as_given(family: str | None) -> dict[str, Any]:
+    """The option `family` as the tools take it: None where it is not given, "None" for the model's own."""
+    return {"family": None if family == "None" else family}
 
 
 def as_evaluated(
@@ -163,6 +175,9 @@ def sample(
     batch_size: int = 1,
 ) -> list:
     """An image of each prompt from its own seed, as flow_grpo.py samples: by the ODE, except for sde_steps."""
+    sde_type = options.get("sde_type", "sde")
+    if not sde_steps and code_file(sde_type):
+        sde_type = "sde"  # an ODE step is the same of every kind, and needs no file of yours
     args = Args(
         image_size=tuple(options["image_size"]),
         num_frames=options["num_frames"],
@@ -170,7 +185,7 @@ def sample(
         guidance_scale=options["guidance_scale"],
         negative_prompt=options.get("negative_prompt", ""),
         max_sequence_length=options["max_sequence_length"],
-        sde_type=options.get("sde_type", "sde"),
+        sde_type=sde_type,
         noise_level=options.get("noise_level", 0.0),
     )
     images: list = []
@@ -193,6 +208,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image_size", nargs=2, type=positive, help="height and width (default: as the run evaluates)")
     parser.add_argument("--num_inference_steps", type=positive, help="default: the run's --eval_num_inference_steps")
     parser.add_argument("--guidance_scale", type=float, help="default: as the run evaluates")
+    parser.add_argument("--family", metavar="FILE.py:CLASS", help="as the scripts take it (default: the run's)")
+    trust_help = "take a run's family from outside this checkout's runs/ too (SECURITY.md)"
+    parser.add_argument("--trust_code", choices=("True", "False"), default="False", help=trust_help)
     parser.add_argument("--images_per_prompt", type=positive, default=1)
     parser.add_argument("--max_prompts", type=int, default=0, help="only the first so many; 0: all")
 
@@ -218,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(args: argparse.Namespace) -> Path:
     """Sample with the model and with each source. Returns the folder that holds the pictures."""
     given = (args.image_size, args.num_inference_steps, args.guidance_scale)
-    options = as_evaluated(read_options(args.sources[0]), *given)
+    options = as_evaluated(read_options(args.sources[0], args.family, args.trust_code == "True"), *given)
     folder = args.output or args.sources[0] / f"samples_of_{Path(args.prompts).stem}"
     if folder.exists():
         raise ValueError(f"{folder} exists already: choose another --output")

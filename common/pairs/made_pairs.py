@@ -42,7 +42,7 @@ def rows_to_make(
     they name does not count: its pairs are removed. The ranks sample together, each as many prompts: where they cannot
     share evenly, some of them another rank's too. A collective.
     """
-    made_of = {name: digest for name, digest in contents.items() if not name.startswith("--eval_prompts ")}
+    made_of = {name: digest for name, digest in contents.items() if not name.startswith(("--eval_prompts ", "source "))}
     deciding = {name: options[name] for name in DECIDING}
     for reward in (name.rpartition(":")[2] for name in options["reward"]):
         settings = options["reward_settings"].get(reward, {})

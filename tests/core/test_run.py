@@ -23,8 +23,10 @@ from common.inputs import Inputs, choose_sizes
 from common.models.family import Family
 from common.options import SharedArgs
 from common.plan import needs
+from common.recorded_options import code_values
+from common.resuming import newest_record
 from common.run import Run, checkpoint_to_resume, over_ranks
-from common.run_record import changed_contents, create_run_folder, find_contents
+from common.run_record import changed_contents, create_run_folder, find_contents, find_sources, write_record
 from common.scoring import Scorer, load_rewards
 from common.user_code import load_function
 from common.weights.adapter_files import read_lora
@@ -416,7 +418,10 @@ def test_a_resumed_run_cuts_its_folder_back_only_when_it_writes(tmp_path, one_ra
     assert resumed.best_score == 0.2
     assert (folder / "metrics.jsonl").read_bytes() == before
     resumed.begin_step(3)
+    assert newest_record(folder) == folder / "args.json"  # as it may still be refused
     resumed.log({"a": 4})
+    assert newest_record(folder) == folder / "args_step_000002.json"
+    assert (folder / "source_step_000002.py").read_bytes() == Path(__file__).read_bytes()
     assert [row["a"] for row in read_metrics(folder)] == [1, 2, 4]
 
 
@@ -529,7 +534,9 @@ def test_the_settings_of_rewards_are_recorded_and_no_key(tmp_path, monkeypatch):
         "mine": {"MINE": "7"},
         "pickscore": {"PICKSCORE_MODEL": "folder"},
     }
-    assert options == json.loads(json.dumps(asdict(args)))
+    in_checkout = {"model": "assets/embedded", "train_prompts": ["assets/train_prompts.txt"]}
+    in_checkout["eval_prompts"] = ["assets/eval_prompts.txt"]
+    assert options == json.loads(json.dumps(asdict(args))) | in_checkout
     assert "secret" not in text and "not asked" not in text
 
 
@@ -551,8 +558,9 @@ def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monke
     load_function("mine_too.py:mine", "--sde_type")
     options = OPTIONS | {"reward": ("mine.py:mine.style",), "sde_type": "mine_too.py:mine", "model": "model"}
     options |= {"eval_prompts": "p.txt", "reward_settings": {"vlm_judge": {"VLM_JUDGE_PROMPT": "question.txt"}}}
-    contents = find_contents(options)
-    create_run_folder(tmp_path / "run", options, __file__, None, contents)
+    code = code_values(options, flow_grpo.Args)
+    contents = find_contents(options, code)
+    create_run_folder(tmp_path / "run", options, __file__, None, contents, code)
     kept = {path.name for path in (tmp_path / "run" / "code").iterdir()}
     assert kept == {"mine.py", "mine_too.py", "besides_mine.py", "question.txt"}
     assert (tmp_path / "run" / "code" / "besides_mine.py").read_text() == "x = 1\n"
@@ -561,16 +569,16 @@ def test_a_run_keeps_the_users_code_and_digests_of_what_it_reads(tmp_path, monke
     # an evaluation alone reads no training prompts, so it does not call their function either
     alone = options | {"eval_only": True, "train_prompts": "no_such.py:function", "pairs": "p.txt"}
     alone |= {"teachers": ("a=p.txt",)}
-    assert find_contents(alone).keys() == contents.keys()
+    assert find_contents(alone, code).keys() == contents.keys()
     expected = hashlib.blake2b(b"a sign\n", digest_size=16).hexdigest()
     assert contents["--eval_prompts p.txt"] == f"7 bytes, blake2b {expected}"
     for file, is_of_score in (("p.txt", True), ("besides_mine.py", True), ("question.txt", True)):
         (tmp_path / file).write_text("another")
-        (changed,) = changed_contents(contents, find_contents(options))
+        (changed,) = changed_contents(contents, find_contents(options, code))
         assert changed[0].endswith(file) and changed[1] is is_of_score
-        contents = find_contents(options)
+        contents = find_contents(options, code)
     (tmp_path / "model" / "a.safetensors").write_bytes(bytes(3 * 2**20 - 1) + b"1")
-    assert list(changed_contents(contents, find_contents(options))) == [("--model model", True)]
+    assert list(changed_contents(contents, find_contents(options, code))) == [("--model model", True)]
 
     # packages below the folder that others have imported are not the reward's
     package = tmp_path / "src" / "package.py"
@@ -605,14 +613,15 @@ def test_the_digest_of_prompts_covers_whatever_names_them(tmp_path, monkeypatch)
     for file in files.values():
         Path(file).write_text("a\nb")
     options = {"train_prompts": list(files), "eval_prompts": ["prompts_of_mine.py:listed"]}
-    before = find_contents(options)
+    code = code_values(options, flow_grpo.Args)
+    before = find_contents(options, code)
     told = {f"--train_prompts {source}" for source in files}
     assert before.keys() == {*told, "--eval_prompts prompts_of_mine.py:listed", "code/prompts_of_mine.py"}
     assert before["--train_prompts prompts_of_mine.py:listed"].startswith("2 records, blake2b ")
     for source, file in files.items():
         Path(file).write_text("a\nc")
         _call_function.cache_clear()  # as another run's process
-        after = find_contents(options)
+        after = find_contents(options, code)
         changed = [name for name, _ in changed_contents(before, after)]
         assert f"--train_prompts {source}" in changed
         assert ("--eval_prompts prompts_of_mine.py:listed" in changed) == (file == "list")
@@ -657,13 +666,35 @@ def test_a_resumed_run_keeps_the_first_record(tmp_path):
     assert names == {".lock", ".lock_holder.json", "args.json", "source.py"}  # the first of this folder
     script.write_text("first = False\n")
     save_checkpoint(folder, 4, {"step": 4}, 1)
-    create_run_folder(folder, OPTIONS | {"learning_rate": 0.25}, script, folder / "checkpoints" / "step_000004.pt")
+    fourth = folder / "checkpoints" / "step_000004.pt"
+    record = create_run_folder(folder, OPTIONS | {"learning_rate": 0.25}, script, fourth)
+    script.write_text("edited = True\n")  # while the run loads
+    assert newest_record(folder) == folder / "args.json"  # until the run has begun: it may be refused
+    write_record(record)
     rates = [
         json.loads((folder / f"args{end}.json").read_text())["args"]["learning_rate"] for end in ("", "_step_000004")
     ]
     assert rates == [0.5, 0.25]
     assert (folder / "source.py").read_text() == "first = True\n"
     assert (folder / "source_step_000004.py").read_text() == "first = False\n"
+
+
+@pytest.mark.fast
+def test_the_script_and_each_file_of_common_have_a_part_in_the_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.run_record.COMMON", tmp_path / "common")
+    script = tmp_path / "mine.py"
+    inner = tmp_path / "common" / "models" / "a.py"
+    inner.parent.mkdir(parents=True)
+    (tmp_path / "common" / "b.py").write_text("b = 1\n")
+    inner.write_text("a = 1\n")
+    script.write_text("mine = 1\n")
+    before = find_sources(script)
+    (tmp_path / "common" / "b.pyc").write_text("no source")
+    assert list(changed_contents(before, find_sources(script))) == []
+    inner.write_text("a = 2\n")
+    assert list(changed_contents(before, find_sources(script))) == [("source common/", False)]
+    script.write_text("mine = 2\n")
+    assert [name for name, _ in changed_contents(before, find_sources(script))] == ["source common/", "source mine.py"]
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

@@ -181,6 +181,16 @@ def test_another_judge_is_another_score_and_another_address_or_watched_reward_is
         assert not is_comparable and told.endswith(f"; {variable} changes the score: best_adapter is chosen again\n")
 
 
+@pytest.mark.fast
+def test_a_resume_says_in_one_line_that_the_script_or_common_changed(capfd):
+    """The best adapter stays the best one: most changes of code change no score."""
+    saved = {"name": "a", "resume": "latest", "reward": ("ocr",)}
+    changed = {"source common/": False, "source flow_grpo.py": False}
+    assert report_resumed("c.pt", saved, saved, changed)
+    _, line = capfd.readouterr().err.splitlines()
+    assert "flow_grpo.py" in line and "common/" in line and "c.pt" in line
+
+
 # ---- evaluation only -------------------------------------------------------------------------------------------------
 def parse(*options):
     return parse_args(flow_grpo.Args, "", list(options))
