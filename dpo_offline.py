@@ -277,7 +277,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     num_made = min(args.num_pair_prompts, len(inputs.train_set))
     drawn = inputs.train_set.select(range(num_made))  # of the pairs to be made
     if inputs.pairs:
-        num_drawn = args.num_steps * args.num_pairs
+        num_drawn = inputs.num_drawn(args.num_steps, args.num_pairs)
         of_pairs = PromptSet([pair.prompt for pair in inputs.pairs], [{}] * len(inputs.pairs))
         drawn = of_pairs.first_drawn(num_drawn, args.seed)
     prompts = drawn.prompts + drawn.negatives(args.negative_prompt).prompts

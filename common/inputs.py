@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from common.checkpoints import load_checkpoint
 from common.data import PromptSet, check_sources, digest_records
 from common.distributed import gather_objects
-from common.errors import RunError, error_prefix
+from common.errors import RunError, error_prefix, truncate
 from common.images import warn_stretched
 from common.models.family import Family
 from common.models.loading import check_schedules, pipeline_without_weights
@@ -48,10 +48,18 @@ class Inputs(NamedTuple):
         """Of training and evaluation."""
         return self.rewards | self.eval_rewards
 
-    def drawn_prompts(self, count: int, seed: int, negative_prompt: str = "") -> list[str]:
-        """The prompts that a run of `count` draws can ask for: the drawn ones once each, the held-out ones, and what
-        guidance moves away from."""
-        both = (self.train_set.first_drawn(count, seed), self.eval_set)
+    def num_drawn(self, num_steps: int, num_per_step: int) -> int:
+        """How many prompts, or pairs, have been drawn after num_steps. A resumed run goes on from its checkpoint's
+        position, at which other numbers may have been drawn in a step."""
+        if not self.checkpoint:
+            return num_steps * num_per_step
+        state = load_checkpoint(self.checkpoint)
+        return state["sampler"]["position"] + max(0, num_steps - state["step"]) * num_per_step
+
+    def drawn_prompts(self, num_steps: int, num_prompts: int, seed: int, negative_prompt: str = "") -> list[str]:
+        """The prompts that a run can ask for, which draws num_prompts in each training step: the drawn ones once each,
+        the held-out ones, and what guidance moves away from."""
+        both = (self.train_set.first_drawn(self.num_drawn(num_steps, num_prompts), seed), self.eval_set)
         return [text for part in both for text in (*part.prompts, *part.negatives(negative_prompt).prompts)]
 
 
@@ -92,6 +100,9 @@ def check_inputs(
     if guidance_scale is None and args.eval_guidance_scale not in (None, 1):
         raise ValueError(f"--eval_guidance_scale {args.eval_guidance_scale:g}: this script has no guidance")
     check_negative_prompts(args, inputs, max(guidance_scale or 1.0, args.eval_guidance_scale or 1.0, kl_guidance_scale))
+    if not args.eval_only:
+        trained = inputs.train_set if inputs.pairs is None else pair_prompts(inputs.pairs)
+        report_shared_prompts("--train_prompts" if inputs.pairs is None else "--pairs", trained, inputs.eval_set)
     check_lora_modules(inputs.lora, options)
     if inputs.checkpoint and not args.eval_only:
         check_updates(args.lr_schedule, load_checkpoint(inputs.checkpoint), workload)
@@ -171,6 +182,19 @@ def check_pictures(args: SharedArgs, inputs: Inputs) -> None:
         for option, prompts in (("--train_prompts", inputs.train_set), ("--eval_prompts", inputs.eval_set)):
             sources = [source for record in prompts.metadata for source in record.get("image", ())]
             warn_stretched(option, sources, args.image_size)
+
+
+def report_shared_prompts(option: str, trained: PromptSet, held_out: PromptSet) -> None:
+    """Say how many held-out prompts, with their pictures if they are edits, are trained on as well."""
+
+    def key(prompt: str, record: dict) -> str:
+        return digest_records([prompt, record["image"]]) if "image" in record else prompt
+
+    known = {key(*pair) for pair in zip(trained.prompts, trained.metadata, strict=True)}
+    shared = [p for p, record in zip(held_out.prompts, held_out.metadata, strict=True) if key(p, record) in known]
+    if shared:
+        told = f"{len(shared)} of its {len(held_out)} prompts are in {option} as well, {shared[0]!r} for example"
+        print_message(truncate(f"--eval_prompts: {told}: evaluations do not show what new prompts would score"))
 
 
 def check_lora_modules(lora: LoRA | None, options: Mapping[str, Any]) -> None:

@@ -256,8 +256,7 @@ def policy_names(args: Args) -> list[str]:
 
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies, sharded; and the parameters that are trained."""
-    num_drawn = args.num_steps * args.num_prompts
-    prompts = inputs.drawn_prompts(num_drawn, args.seed, args.negative_prompt)
+    prompts = inputs.drawn_prompts(args.num_steps, args.num_prompts, args.seed, args.negative_prompt)
     model = load_policies(args, inputs.family, inputs.lora, policy_names(args), prompts, device)
     shard(args, model, device)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]

@@ -2,6 +2,7 @@
 
 import json
 
+from common.checkpoints import save_checkpoint, saved_checkpoints
 from common.data import (
     GroupSampler,
     PromptSet,
@@ -12,6 +13,9 @@ from common.data import (
     share_eval_images,
     share_of_rank,
 )
+from common.images import StoredImage
+from common.inputs import Inputs, report_shared_prompts
+from common.models.family import Family
 from common.pairs.pair_files import read_pairs
 from common.rewards.ocr import quoted_text
 from common.scoring import load_rewards
@@ -649,6 +653,37 @@ def test_the_prompts_of_the_first_draws_are_known_before_them(num_steps, expecte
     drawn = [prompts[row] for _ in range(num_steps) for row in sampler.draw()[0]]
     found = PromptSet(prompts, [{}] * 20).first_drawn(num_steps * 4, SETTINGS["seed"]).prompts
     assert len(found) == expected and found == drawn[:expected] and set(found) == set(drawn)
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted_in_a_line(capfd):
+    """An edit is the same where its pictures are."""
+    pictures = [StoredImage("a", b"one"), StoredImage("b", b"two"), StoredImage("c", b"one")]
+    trained = PromptSet(["a", "b", "edit", "edit"], [{}, {}, {"image": pictures[:1]}, {}])
+    held_out = PromptSet(
+        ["b", "c", "edit", "edit"], [{"tag": 1}, {}, {"image": pictures[1:2]}, {"image": pictures[2:]}]
+    )
+    report_shared_prompts("--train_prompts", trained, held_out)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("--eval_prompts: 2 of its 4 prompts are in --train_prompts as well, 'b'")
+    report_shared_prompts("--train_prompts", trained, held_out.select([1, 2]))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4), (4, 4), (4, 1)])
+def test_the_prompts_of_a_resumed_run_are_those_from_its_checkpoint_on(before, now, tmp_path):
+    """It may draw fewer in a step than before: its draws lie further on than those of a whole run of that size."""
+    prompt_set = PromptSet([f"prompt {row}" for row in range(20)], [{}] * 20)
+    sampler = group_sampler(**SETTINGS | {"prompts_per_step": before})
+    sampler.draw()
+    sampler.draw()
+    save_checkpoint(tmp_path, 2, {"step": 2, "sampler": sampler.state_dict()}, 1)
+    resumed = group_sampler(**SETTINGS | {"prompts_per_step": now})
+    resumed.load_state_dict(sampler.state_dict())
+    drawn = {prompt_set.prompts[row] for _ in range(2) for row in resumed.draw()[0]}
+    (checkpoint,) = saved_checkpoints(tmp_path)
+    inputs = Inputs(Family, {}, {}, prompt_set, PromptSet([], []), lora=None, checkpoint=checkpoint)
+    prepared = inputs.drawn_prompts(4, now, SETTINGS["seed"])
+    assert drawn <= set(prepared) and len(set(prepared) - {""}) == 2 * (before + now)  # and the empty negative ones
 
 
 SHARED = SETTINGS | {"num_prompts": [(7, 2), (3, 3), (10, 1)]}  # rows 0 to 6, 7 to 9 and 10 to 19
