@@ -158,7 +158,7 @@ def test_a_record_outside_runs_names_no_code(kind, checkout):
 
 @pytest.mark.fast
 def test_runs_of_this_checkout_go_on_without_asking(checkout):
-    save_run(checkout / "runs" / "mine", **CODE, **HARMLESS)
+    save_run(checkout / "runs" / "mine", **CODE, **HARMLESS, trust_code=True)
     for words in (
         ["--name", "mine", "--resume", "latest"],
         ["--resume", "runs/mine"],
