@@ -240,6 +240,7 @@ def test_track_leaves_wandbs_table_of_images(run):
 def test_eval_only_evaluates_what_resume_names_and_trains_nothing(run, tmp_path):
     options = [*LOCAL, "--max_prompts", 2, "--eval_only", "True"]
     assert run_here(tmp_path, "flow_grpo.py", "--name", "base", *options) is None
+    options += ["--trust_code", "True"]  # the run's reward is a file, and the run is not in the checkout's runs/
     assert run_here(tmp_path, "flow_grpo.py", "--name", "trained", "--resume", run, *options) is None
     (base,), (trained,) = (read_metrics(tmp_path / "runs" / name) for name in ("base", "trained"))
     assert (base["training/global_step"], trained["training/global_step"]) == (0, 4)

@@ -495,7 +495,10 @@ def test_a_run_is_watched_and_ends_by_a_rule(script, tmp_path, capfd):
     assert run_here(tmp_path, script, *options, "--resume", "latest") is None
     norms = [row["actor/velocity_norm"] for row in read_metrics(run)[1:]]
     assert norms == pytest.approx([1] * 3, abs=0.2) and norms[0] == pytest.approx(1, abs=1e-6) and norms[2] != norms[0]
-    assert run_here(tmp_path, script, "--name", "look", "--resume", run, "--eval_only", "True") is None
+    assert (
+        run_here(tmp_path, script, "--name", "look", "--resume", run, "--eval_only", "True", "--trust_code", "True")
+        is None
+    )
     (looked,) = read_metrics(tmp_path / "runs" / "look")
     for name in ("val/drift_from_base", "val/sign_colour/mean"):
         assert looked[name] == pytest.approx(read_metrics(run)[3][name], abs=1e-9), name
