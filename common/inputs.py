@@ -1,8 +1,9 @@
 """What a script loads before its model, held against the options; and the sizes that options leave open."""
 
+import functools
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from common.workload import Workload
 import torch
 from PIL import Image
 
-NUM_GREYS = 4  # grey images for a reward that compares images
+NUM_GREYS = 4  # grey images for a reward that compares images, where nothing says how many a run gives it
 
 
 class Inputs(NamedTuple):
@@ -129,7 +130,7 @@ def check_inputs(
         tried = {name: function for name, function in inputs.all_rewards.items() if name in own}
         both = (inputs.eval_set, inputs.train_set)
         prompts = PromptSet([p for part in both for p in part.prompts], [r for part in both for r in part.metadata])
-        try_rewards(tried, prompts, args.image_size, args.num_frames)
+        try_rewards(tried, prompts, args.image_size, args.num_frames, call_sizes(args, inputs))
     offload_rewards(dict(inputs.all_rewards))  # networks leave the GPU to the model that loads now, if asked
     return inputs
 
@@ -231,31 +232,52 @@ def check_negative_prompts(args: SharedArgs, inputs: Inputs, guidance_scale: flo
         raise ValueError(f"{given}: needs guidance, a --guidance_scale above 1 in a script that has it")
 
 
+def call_sizes(args: SharedArgs, inputs: Inputs) -> dict[str, list[int]]:
+    """The numbers of images of a prompt with which this run calls a reward of whole groups, by reward."""
+    sizes: dict[str, list[int]] = {}
+    if "group_size" in vars(args) and not (args.eval_only or inputs.pairs):  # training calls them
+        sizes = {name: [vars(args)["group_size"]] for name in inputs.rewards if inputs.train_set.asking(name)}
+    for name in inputs.eval_rewards:
+        if inputs.eval_set.asking(name):
+            sizes[name] = list(dict.fromkeys([*sizes.get(name, []), args.eval_images_per_prompt]))
+    return sizes
+
+
 def try_rewards(
-    rewards: Mapping[str, Reward], prompts: PromptSet, image_size: tuple[int, int], num_frames: int
+    rewards: Mapping[str, Reward],
+    prompts: PromptSet,
+    image_size: tuple[int, int],
+    num_frames: int,
+    sizes: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
     """Score a grey image, or video, of the first prompt that asks for it with each of a user's own rewards.
 
-    A reward with `whole_group` gets several. An exception in the place of a score is no fault here: a real image may
-    have what a grey one lacks.
+    A reward with `whole_group` gets as many as `sizes` says, once for each number. An exception in the place of a score
+    is no fault here: a real image may have what a grey one lacks.
 
     Raises:
         RunError: in one line with the user's file and line: a reward raised, or did not return a score an image.
     """
     height, width = image_size
-    # several greys: where all images are equal, a reward that divides by their deviation would have none
-    greys = [Image.new("RGB", (width, height), (128 + 20 * i,) * 3) for i in range(NUM_GREYS)]
-    images: Any = greys if num_frames == 1 else [[grey] * num_frames for grey in greys]
+
+    @functools.cache  # one for each shade, in however many places of the groups
+    def grey(shade: int) -> Any:
+        image = Image.new("RGB", (width, height), (shade,) * 3)
+        return image if num_frames == 1 else [image] * num_frames
+
     asked = {name: function for name, function in rewards.items() if prompts.asking(name)}
     if asked:
         print_message(f"trying reward {', '.join(asked)} on grey images")
     for name, function in asked.items():
-        count = NUM_GREYS if getattr(function, "whole_group", False) else 1
-        try:
-            score_images({name: function}, images[:count], prompts.select(prompts.asking(name)[:1] * count), "mask")
-        except RunError as error:
-            what = "a grey image" if count == 1 else f"{count} grey images"
-            raise RunError(f"tried on {what} before the run: {error}") from error.__cause__
+        of_groups = getattr(function, "whole_group", False)
+        for count in (sizes or {}).get(name, [NUM_GREYS]) if of_groups else [1]:
+            # several shades: where all images are equal, a reward that divides by their deviation would have none
+            images = [grey((128 + 20 * i) % 256) for i in range(count)]
+            try:
+                score_images({name: function}, images, prompts.select(prompts.asking(name)[:1] * count), "mask")
+            except RunError as error:
+                what = "a grey image" if count == 1 else f"{count} grey images"
+                raise RunError(f"tried on {what} before the run: {error}") from error.__cause__
 
 
 def choose_sizes(args: ArgsClass, inputs: Inputs, workload: Workload) -> ArgsClass:

@@ -1,5 +1,7 @@
 """A user's own reward, tried on grey images before a model loads."""
 
+import flow_grpo
+from common.command_line import parse_args
 from common.data import PromptSet
 from common.errors import RunError
 from common.inputs import try_rewards
@@ -34,6 +36,49 @@ def test_a_reward_that_compares_images_gets_several():
 
     mine.whole_group = True
     tried(mine)
+
+
+EIGHT = """
+def eight(images, prompts, metadata):
+    if len(images) != 8:
+        raise ValueError(f"{len(images)} images")
+    return [float(i) for i in range(8)]
+
+
+eight.whole_group = True
+"""
+OPTIONS = {
+    "trained": (["--group_size", 8, "--reward", "eight.py:eight"], 8, None),
+    "trained, of another size in evaluations": (["--group_size", 8, "--reward", "eight.py:eight"], 4, 4),
+    "trained in groups of another size": (["--group_size", 4, "--reward", "eight.py:eight"], 8, 4),
+    "evaluated": (["--group_size", 4, "--eval_reward", "eight.py:eight"], 8, None),
+    "evaluated in groups of another size": (["--group_size", 8, "--eval_reward", "eight.py:eight"], 2, 2),
+    "evaluated only": (["--group_size", 4, "--eval_only", True, "--reward", "eight.py:eight"], 8, None),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_reward_of_whole_groups_is_tried_on_as_many_images_as_it_will_get(kind, tmp_path):
+    options, eval_images, refused = OPTIONS[kind]
+    (tmp_path / "eight.py").write_text(EIGHT)
+    (tmp_path / "signs.txt").write_text('a sign that says "1"\n')
+    options = [*options, "--rollout", "local", "--eval_images_per_prompt", eval_images, "--eval_prompts", "signs.txt"]
+    args = parse_args(flow_grpo.Args, "", [str(option) for option in options])
+    if refused is None:
+        assert "eight" in flow_grpo.prepare(args).all_rewards
+    else:
+        with pytest.raises(RunError, match=f"^tried on {refused} grey images before the run: .*: {refused} images"):
+            flow_grpo.prepare(args)
+
+
+def test_a_large_group_of_grey_videos_takes_no_more_memory_than_its_shades():
+    def mine(images, prompts, metadata):
+        assert len(images) == 200 and all(len(video) == 50 for video in images)
+        assert len({id(frame) for video in images for frame in video}) <= 64
+        return [0.5] * len(images)
+
+    mine.whole_group = True
+    try_rewards({"mine": mine}, PromptSet(["a"], [{}]), (8, 24), 50, {"mine": [200]})
 
 
 def test_several_images_differ():
