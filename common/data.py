@@ -21,7 +21,7 @@ from common.images import StoredImage, find_pictures
 from common.parquet import check_prompt, clean_names, find_shards, is_blank, read_chats
 from common.process import print_message
 from common.sde import image_seed
-from common.user_code import describe, load_function, own_folder
+from common.user_code import call_user_code, describe, load_function, own_file, own_folder
 
 import torch
 import torch.distributed as dist
@@ -150,7 +150,12 @@ def read_prompts(
     several = [paths] if isinstance(paths, Path | str) else paths
     whole = PromptSet([], [])
     for path in several:
-        prompts, metadata = _read_file(path, rewards, max_prompts, others)
+        # where rewards run, as their checks may need what belongs to that thread
+        read = functools.partial(_read_file, path, rewards, max_prompts, others)
+        files = sorted({str(own_file(reward)) for reward in (rewards or {}).values()})
+        prompts, metadata = call_user_code(
+            read, f"reading {path} with the checks of {' and '.join(files) or 'nothing'}"
+        )
         whole.prompts += prompts
         whole.metadata += metadata
         whole.files += [source_name(path)] * len(prompts) if len(several) > 1 else []
@@ -258,14 +263,18 @@ def read_records(source: Path | str) -> list[tuple[str, dict]]:
 def _call_function(location: str) -> list[tuple[str, object]]:
     """(Place, record or prompt) of all that a user's function, path/to/file.py:function, returns."""
     function = load_function(location, "prompts of")
-    try:
+
+    def call() -> tuple[bool, list]:
         returned = function()
         is_one = returned is None or isinstance(returned, str | dict)  # no list of letters or keys
-        entries = [] if is_one else list(returned)
+        return is_one, [returned] if is_one else list(returned)
+
+    try:
+        is_one, entries = call_user_code(call, f"prompts of {location}", own_file(function))
     except (Exception, SystemExit) as error:
         raise ValueError(f"prompts of {location}: {describe(error, own_folder(function))}") from error
     if is_one:
-        raise ValueError(f"prompts of {location}: it returned a {type(returned).__name__}, not a list or a generator")
+        raise ValueError(f"prompts of {location}: it returned a {type(entries[0]).__name__}, not a list or a generator")
     return [(f"{location}, record {number}", entry) for number, entry in enumerate(entries)]
 
 

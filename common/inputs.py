@@ -21,6 +21,7 @@ from common.plan.needs import fit_to_gpus
 from common.process import print_message
 from common.rewards.preservation import check_metadata, preservation
 from common.scoring import Reward, offload_rewards, score_images
+from common.user_code import find_namesakes
 from common.weights.adapter_files import check_modules
 from common.weights.base_weights import check_base_weights
 from common.weights.lora import LoRA
@@ -256,7 +257,8 @@ def try_rewards(
     is no fault here: a real image may have what a grey one lacks.
 
     Raises:
-        RunError: in one line with the user's file and line: a reward raised, or did not return a score an image.
+        RunError: in one line with the user's file and line: a reward raised, or did not return a score an image; or it
+            has imported a helper of which another user's file has a namesake.
     """
     height, width = image_size
 
@@ -278,6 +280,8 @@ def try_rewards(
             except RunError as error:
                 what = "a grey image" if count == 1 else f"{count} grey images"
                 raise RunError(f"tried on {what} before the run: {error}") from error.__cause__
+        if namesakes := find_namesakes():
+            raise RunError(f"reward {name}: {namesakes}")
 
 
 def choose_sizes(args: ArgsClass, inputs: Inputs, workload: Workload) -> ArgsClass:

@@ -9,8 +9,9 @@ and strings are kept with the image and stand below it in pictures, and means of
 
 A reward is called with those images whose prompts ask for it: a prompt's record may name them, "rewards": ["ocr"].
 
-Rewards run in a thread beside the rollout, batch by batch as images are finished, so an image's score may not depend on
-the other images of the call. The function may have attributes:
+Rewards run in one thread, which also imports a user's file and calls `load` and the checks (common/user_code.py). It
+scores beside the rollout, batch by batch as images are finished, so an image's score may not depend on the other images
+of the call. The function may have attributes:
 
     whole_group     True: it is called when all images are sampled, once for each group with all images of it
     relative        True: it only compares the images of a group, so it scores no evaluation, and chooses no best one;
@@ -51,7 +52,16 @@ from common.errors import RolloutError, RunError, error_prefix, reason, truncate
 from common.images import as_images
 from common.process import print_message
 from common.rollout import Images
-from common.user_code import built_in_module, describe, load_function, own_folder
+from common.user_code import (
+    built_in_module,
+    call_user_code,
+    describe,
+    find_namesakes,
+    in_user_thread,
+    load_function,
+    own_file,
+    own_folder,
+)
 
 import numpy as np
 import torch
@@ -94,7 +104,7 @@ def load_rewards(
             rewards of one name, a built-in reward where videos are made, or the error of a reward's `load`.
     """
     functions: dict[str, Reward] = {}
-    use_own_gpu()  # before a user's file is imported, which may load a network
+    in_user_thread(use_own_gpu)  # before a user's file is imported, which may load a network
     if reward_frames and not reward_frames <= num_frames > 1:
         told = f"needs videos of as many frames; --num_frames is {num_frames}"
         raise ValueError(f"--reward_frames {reward_frames}: {told}")
@@ -118,7 +128,13 @@ def load_rewards(
         same = [other for other, of in {**(trained or {}), **functions}.items() if of is function]
         if same[0] == name and hasattr(function, "load"):  # once for a function, under the first of its names
             with error_prefix(f"{option} {name}", (Exception, SystemExit)):
-                function.load()
+                file = own_file(function)
+                try:
+                    call_user_code(function.load, f"{option} {name} ({file}): its load", file)
+                except (ImportError, AttributeError) as error:  # with what is beside its file
+                    raise ValueError(describe(error, own_folder(function))) from error
+                if namesakes := find_namesakes():
+                    raise ValueError(namesakes)
     absolute = {name: function for name, function in (trained or {}).items() if not is_relative(function)}
     return absolute | functions
 
@@ -171,7 +187,7 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
     if ":" in name:
         function: Reward = load_function(file, option)
     elif file in built_in_rewards():
-        function = getattr(built_in_module(f"rewards.{file}"), file)
+        function = getattr(call_user_code(lambda: built_in_module(f"rewards.{file}"), f"{option} {name}"), file)
     else:
         known = ", ".join(built_in_rewards())
         raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
@@ -193,7 +209,7 @@ def reward_settings(rewards: dict[str, Reward]) -> dict[str, dict[str, str]]:
 
 
 class Scorer:
-    """Scores the images of a rollout in a thread of its own, while the others are being sampled.
+    """Scores the images of a rollout beside it, in the thread of users' files, while the others are being sampled.
 
     scorer = Scorer(rewards, prompts, "stop")
     scorer.add([0, 1], images)  # as often as images are finished
@@ -211,7 +227,8 @@ class Scorer:
         self.scored = torch.full((len(prompt_set), len(rewards)), NOT_SCORED, dtype=torch.float64)  # (B, R)
         self.finished: queue.SimpleQueue = queue.SimpleQueue()  # of (rows, images), and None at the end
         self.error: BaseException | None = None  # that ended the thread early
-        # a daemon: a reward that hangs must not keep a run from ending that has failed elsewhere
+        # It hands batch after batch to the thread of users' files, which lives on. A daemon: a reward that hangs must
+        # not keep a run from ending that has failed elsewhere
         self.thread = threading.Thread(target=self._score, daemon=True)
         self.thread.start()
 
@@ -273,7 +290,7 @@ class Scorer:
     def _score(self) -> None:
         columns = torch.tensor([r for r, name in enumerate(self.rewards) if name in self.early])
         try:
-            use_own_gpu()  # which is set for each thread
+            in_user_thread(use_own_gpu)  # which is set for each thread
             if self.early and not torch.cuda.is_available():
                 # Large enough for this thread to start OpenMP threads of its own. Where there are more threads than
                 # cores, libgomp lets those of the rollout sleep while they wait, not spin on this thread's core
@@ -288,7 +305,6 @@ class Scorer:
             self.error = error
 
 
-@torch.no_grad()
 def score_images(
     rewards: dict[str, Reward],
     images: Images,
@@ -296,7 +312,8 @@ def score_images(
     reward_failure: str = "stop",
     details: Sequence[Details] | None = None,
 ) -> torch.Tensor:
-    """Scores (B, R) in fp64 of B images of the B prompts of a PromptSet: a column for each reward, in their order.
+    """Scores (B, R) in fp64 of B images of the B prompts of a PromptSet: a column for each reward, in their order. The
+    rewards are called in the thread of users' files.
 
     NOT_ASKED where the prompt does not ask for the reward, which does not see the image then. NaN, with reward_failure
     "mask", where a reward gave an exception instead of a score. What a reward returned beside the scores, in dicts, is
@@ -306,6 +323,17 @@ def score_images(
         RunError: naming the reward that raised, gave the wrong number of scores, or a score that is not finite; with
             "stop" also one that gave an exception instead of a score.
     """
+    return in_user_thread(lambda: _score_images(rewards, images, prompt_set, reward_failure, details))
+
+
+@torch.no_grad()
+def _score_images(
+    rewards: dict[str, Reward],
+    images: Images,
+    prompt_set: PromptSet,
+    reward_failure: str,
+    details: Sequence[Details] | None,
+) -> torch.Tensor:
     scores = torch.full((len(prompt_set), len(rewards)), NOT_ASKED, dtype=torch.float64)
     for function in {id(function): function for function in rewards.values()}.values():  # each once
         columns = {name: column for column, name in enumerate(rewards) if rewards[name] is function}
@@ -314,15 +342,16 @@ def score_images(
             continue
         asking = prompt_set.select(rows)
         names = ", ".join(columns)
-        began_in = os.getcwd()
+        file = own_file(function)
         try:
             # copies, so that no reward sees what another one did to them
             copies = copy.deepcopy([images[row] for row in rows])
-            returned = function(copies, list(asking.prompts), asking.for_rewards())
+            call = functools.partial(_call, function, copies, list(asking.prompts), asking.for_rewards())
+            returned, has_moved = call_user_code(call, f"reward {names} ({file})", file, beside_sampling=True)
         except BaseException as error:  # sys.exit(0) and asyncio's CancelledError are no Exception
             told = describe(error, own_folder(function))
             raise RunError(f"reward {names} raised {told}") from error
-        if os.getcwd() != began_in:
+        if has_moved:  # the sampling beside it has seen that
             raise RunError(f"reward {names} changed the working directory, which the run's paths begin at")
         if hasattr(returned, "tolist"):  # an array of NumPy, a tensor
             returned = returned.tolist()
@@ -340,6 +369,12 @@ def score_images(
                 if details is not None and beside and not columns.keys() & details[row].keys():
                     details[row][name] = beside
     return scores
+
+
+def _call(reward: Reward, images: Images, prompts: list[str], metadata: list[dict]) -> tuple[Sequence, bool]:
+    """What a reward returned, and whether it changed the working directory."""
+    began_in = os.getcwd()
+    return reward(images, prompts, metadata), os.getcwd() != began_in
 
 
 def _read_scores(name: str, returned: Sequence, prompts: list[str], reward_failure: str) -> tuple[torch.Tensor, list]:
@@ -406,9 +441,10 @@ def _is_number(value: object) -> bool:
 
 def offload_rewards(rewards: dict[str, Reward]) -> None:
     """Run the `offload` of those rewards that have one."""
-    for function in {id(function): function for function in rewards.values()}.values():  # each once
+    for name, function in {id(function): (name, function) for name, function in rewards.items()}.values():  # each once
         if hasattr(function, "offload"):
-            function.offload()
+            file = own_file(function)
+            call_user_code(function.offload, f"the offload of reward {name} ({file})", file)
 
 
 # ---- groups: images that a reward failed on or was not asked for, and equal rewards ---------------------------------
