@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,7 @@ from common import PARENT
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 caught_signals: list[int] = []  # the numbers of the signals that asked for a stop
 _deadline = math.inf  # by perf_counter
+_forking = threading.local()  # the signals that a thread blocked before it began to fork
 
 
 def print_message(line: str) -> None:
@@ -75,21 +77,46 @@ def _set_parent_death_signal(number: int) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
 
 
+def _remember(number: int, frame: FrameType | None) -> None:
+    """The handler of stop signals: only note that one came."""
+    caught_signals.append(number)
+    if len(caught_signals) == 1:  # torchrun passes on what a terminal has sent to all, so that one may come twice
+        _set_parent_death_signal(0)  # torchrun, which a second signal ends at once, must not take the save with it
+        print_message(f"{signal.Signals(number).name}: finishing this step, then saving")
+
+
+@functools.cache  # once a process: nothing can be unregistered
+def _let_children_be_stopped() -> None:
+    """From now on a child that this process forks, as a reward's process pool does, has default handlers of stop
+    signals: with ours, terminate() would not end it, and whoever waits for it would wait for ever.
+
+    The signals are blocked while it is forked. One that came before the child has its handlers would be lost.
+    """
+
+    def block() -> None:
+        _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.blocked)
+
+    def restore_and_unblock() -> None:
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is _remember:
+                signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore_and_unblock)
+
+
 def catch_stop_signals(max_minutes: float) -> None:
     """From now on a stop signal, however often it comes, only asks for a stop, as does the end of `max_minutes` (0: no
-    limit). See stop_requested."""
+    limit). See stop_requested. Children that this process forks have default handlers."""
     global _deadline
     caught_signals.clear()
     _deadline = time.perf_counter() + 60 * max_minutes if max_minutes else math.inf
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        caught_signals.append(number)
-        if len(caught_signals) == 1:  # torchrun passes on what a terminal has sent to all, so that one may come twice
-            _set_parent_death_signal(0)  # torchrun, which a second signal ends at once, must not take the save with it
-            print_message(f"{signal.Signals(number).name}: finishing this step, then saving")
-
+    _let_children_be_stopped()
     for number in STOP_SIGNALS:
-        signal.signal(number, remember)
+        signal.signal(number, _remember)
 
 
 def is_killed_early() -> bool:
