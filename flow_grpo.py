@@ -203,8 +203,14 @@ def prepare(args: Args) -> Inputs:
         checkpoint=checkpoint,
     )
     inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
-    schedules = {"--num_inference_steps": args.num_inference_steps}
-    return check_inputs(args, inputs, workload(args), schedules=schedules, guidance_scale=args.guidance_scale)
+    return check_inputs(
+        args,
+        inputs,
+        workload(args),
+        schedules={"--num_inference_steps": args.num_inference_steps},
+        guidance_scale=args.guidance_scale,
+        group_size=args.group_size,
+    )
 
 
 # ==== 3 DATA ==========================================================================================================

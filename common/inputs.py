@@ -73,11 +73,12 @@ def check_inputs(
     schedules: Mapping[str, int],
     guidance_scale: float | None = None,
     kl_guidance_scale: float = 1.0,
+    group_size: int = 0,
 ) -> Inputs:
     """Hold options against the model, the prompts and the LoRA, and try users' own rewards. Returns the inputs.
 
     schedules: {option: its number of sampling steps}. guidance_scale: of rollouts; None in a script without guidance.
-    kl_guidance_scale: of the reference alone.
+    kl_guidance_scale: of the reference alone. group_size: images of a prompt that training scores; 0: it scores none.
 
     An evaluation of edits gets the reward `preservation`, although no option names it: a reward of what was asked for
     does not see what else has changed.
@@ -131,7 +132,7 @@ def check_inputs(
         tried = {name: function for name, function in inputs.all_rewards.items() if name in own}
         both = (inputs.eval_set, inputs.train_set)
         prompts = PromptSet([p for part in both for p in part.prompts], [r for part in both for r in part.metadata])
-        try_rewards(tried, prompts, args.image_size, args.num_frames, call_sizes(args, inputs))
+        try_rewards(tried, prompts, args.image_size, args.num_frames, call_sizes(args, inputs, group_size))
     offload_rewards(dict(inputs.all_rewards))  # networks leave the GPU to the model that loads now, if asked
     return inputs
 
@@ -233,11 +234,12 @@ def check_negative_prompts(args: SharedArgs, inputs: Inputs, guidance_scale: flo
         raise ValueError(f"{given}: needs guidance, a --guidance_scale above 1 in a script that has it")
 
 
-def call_sizes(args: SharedArgs, inputs: Inputs) -> dict[str, list[int]]:
-    """The numbers of images of a prompt with which this run calls a reward of whole groups, by reward."""
+def call_sizes(args: SharedArgs, inputs: Inputs, group_size: int) -> dict[str, list[int]]:
+    """The numbers of images of a prompt with which this run calls a reward of whole groups, by reward. group_size:
+    check_inputs'."""
     sizes: dict[str, list[int]] = {}
-    if "group_size" in vars(args) and not (args.eval_only or inputs.pairs):  # training calls them
-        sizes = {name: [vars(args)["group_size"]] for name in inputs.rewards if inputs.train_set.asking(name)}
+    if group_size and not (args.eval_only or inputs.pairs):  # training calls them
+        sizes = {name: [group_size] for name in inputs.rewards if inputs.train_set.asking(name)}
     for name in inputs.eval_rewards:
         if inputs.eval_set.asking(name):
             sizes[name] = list(dict.fromkeys([*sizes.get(name, []), args.eval_images_per_prompt]))

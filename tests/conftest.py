@@ -290,8 +290,8 @@ def small_workload(num_images: int = 0) -> Workload:
 def checked(args: SharedArgs, inputs: Inputs) -> Inputs:
     """check_inputs, as `prepare` of a script with these options calls it."""
     schedules = {"--num_inference_steps": args.num_inference_steps} if hasattr(args, "num_inference_steps") else {}
-    guidance = {"guidance_scale": args.guidance_scale} if hasattr(args, "guidance_scale") else {}
-    return check_inputs(args, inputs, small_workload(), schedules=schedules, **guidance)
+    own = {name: getattr(args, name) for name in ("guidance_scale", "group_size") if hasattr(args, name)}
+    return check_inputs(args, inputs, small_workload(), schedules=schedules, **own)
 
 
 def assert_one_line(line: str | int | None, script: str = "flow_grpo.py") -> None:
