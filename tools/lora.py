@@ -19,7 +19,7 @@ from common.checkpoints import atomic_file, writing
 from common.cpu import repair_torchvision
 from common.errors import RunError, error_prefix
 from common.models.loading import family_class, load_pipeline
-from common.weights.adapter_files import TEXT_ENCODERS, is_alpha, linear_shapes, read_file, translate
+from common.weights.adapter_files import TEXT_ENCODERS, check_kind, is_alpha, linear_shapes, read_file, translate
 
 import torch
 from safetensors.torch import save_file
@@ -109,6 +109,7 @@ def read_matrices(path: str | Path, model: str) -> dict[str, Matrices]:
     with error_prefix("not a LoRA that can be read", Exception):  # whatever a library raises over its bytes
         tensors, settings = read_file(Path(path))
         alpha_pattern = dict(settings.get("alpha_pattern") or {})
+    check_kind(settings)
     encoders = [key for key in tensors if TEXT_ENCODERS.match(key)]
     if encoders:
         print(f"left out: {len(encoders)} tensors of text encoders")

@@ -3,8 +3,8 @@
 Everything is read and checked before any model loads. Names with the prefix of a pipeline or of ComfyUI, kohya's with
 underscores for dots, and those from before peft (lora.down, lora.up) are read here, with their alphas. Names of a
 model's original code (q, k and v in one matrix, `double_blocks`) are translated by diffusers' own converters. We refuse
-adapters that we could not train further exactly as they are: several ranks or alphas, DoRA, rsLoRA, biases, and LoRAs
-of text encoders.
+adapters that we could not train further exactly as they are: several ranks or alphas, DoRA, rsLoRA, biases, LoRAs of
+text encoders, and those of a base whose weights PiSSA or another initialisation has changed.
 """
 
 import functools
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.errors import RunError, error_prefix
+from common.errors import RunError, error_prefix, reason, truncate
 from common.models.loading import pipeline_without_weights
 
 import torch
@@ -24,16 +24,33 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 PEFT_FILE = "adapter_model.safetensors"
+PEFT_SETTINGS = "adapter_config.json"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
-# A key in the file: prefixes, which we drop; the module's name; which tensor it is
+# A key in the file: prefixes, which we drop; the module's name; which tensor it is; the adapter's name in peft
 KEY = re.compile(
     r"(?:base_model\.model\.)?(?:transformer\.|diffusion_model\.|lora_unet_|lycoris_)?(.+?)\."
-    r"(lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up|alpha)(?:\.default)?(?:\.weight)?"
+    r"(lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up|alpha)(?:\.(?!weight$|bias$)([^.]+))?(?:\.weight)?"
 )
 PARTS = {"lora_down": "lora_A", "lora.down": "lora_A", "lora_up": "lora_B", "lora.up": "lora_B"}
 TEXT_ENCODERS = re.compile(r"(?:base_model\.model\.)?(?:text_encoder|lora_te|text_model|conditioner)")
 # parts of the names of DoRA's, LoKr's, LoHa's and OFT's tensors; diffusers leaves some out, with a warning alone
 OTHER_KINDS = re.compile("dora_scale|magnitude|lokr_|hada_|oft_")
+OWN_CODE = re.compile(r"(?:joint|double|single)_blocks[._]\d")  # the names of SD3's and FLUX's own code
+# peft's init_lora_weights that leave the base weights as they are. Its others change them, and none is known here
+PLAIN_STARTS = {"true", "false", "gaussian", "eva", "orthogonal", "mica"}
+# those that peft can undo; it writes `true` then, and twice the rank
+UNDONE_STARTS = {"pissa": "PiSSA", "olora": "OLoRA", "corda": "CorDA", "lora_ga": "LoRA-GA"}
+# peft's settings by which a file of lora_A and lora_B acts in another way than W + B A alpha / rank
+OTHER_SETTINGS = {
+    "use_dora": "DoRA",
+    "kasa_config": "KaSA",
+    "use_bdlora": "BD-LoRA",
+    "use_qalora": "QALoRA",
+    "monteclora_config": "MonteCLoRA",
+    "alora_invocation_tokens": "aLoRA",
+    "arrow_config": "Arrow",
+    "layer_replication": "layer replication",
+}
 LARGEST = torch.finfo(torch.float32).max
 CONVERT = "`python -m tools.lora convert FILE OUT --model MODEL`"
 
@@ -53,8 +70,8 @@ def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[
     every module must be there. None: they are diffusers' already.
 
     Rank and modules are the tensors' own. Alpha comes from the file's `.alpha` tensors; without those, from its
-    settings; without settings, it is the rank. Settings that matter in training only (dropout, initialisation) are
-    dropped.
+    settings; without settings, it is the rank. Settings that matter in training only (dropout, an initialisation that
+    leaves the base weights alone) are dropped.
 
     Raises:
         ValueError: one line that names --lora_path and what is wrong with the file.
@@ -64,6 +81,7 @@ def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[
     with error_prefix(f"--lora_path {path}"):
         with error_prefix("not a LoRA that can be read", Exception):
             tensors, settings = read_file(Path(path))
+        check_kind(settings)
         weights, alphas = translate(tensors, None if model is None else str(model))
         modules, rank = modules_and_rank(weights, settings)
         some_lack_alpha = alphas and sorted(alphas) != modules
@@ -79,20 +97,69 @@ def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[
 
 def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """All tensors of a LoRA, and its settings ({} if it has none). Raises whatever a library does."""
-    peft_settings = path / "adapter_config.json"
-    is_peft = peft_settings.is_file()
-    file = path
-    if path.is_dir():
-        file = path / (PEFT_FILE if is_peft else DIFFUSERS_FILE)
+    file = find_file(path)
     if not file.is_file():  # a named pipe would be waited for
         raise OSError(f"No such file or directory: {file}")
     with safe_open(file, framework="pt") as opened:
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  (not a dict: no iteration)
         metadata = opened.metadata() or {}
     settings = json.loads(metadata.get("lora_adapter_metadata", "{}"))  # diffusers' LORA_ADAPTER_METADATA_KEY
-    if is_peft:
+    peft_settings = file.parent / PEFT_SETTINGS
+    if file.name == PEFT_FILE and peft_settings.is_file():
         settings = json.loads(peft_settings.read_text(encoding="utf-8"))
     return tensors, {key.removeprefix("transformer."): value for key, value in settings.items()}
+
+
+def find_file(path: Path) -> Path:
+    """The file of a LoRA: `path`, or that in its folder, or in the only folder of it that has one.
+
+    peft puts an adapter with a name of its own into a folder of that name, and flow_grpo's checkpoint-N has lora/.
+
+    Raises:
+        ValueError: a folder has no LoRA, or several of its folders have one.
+    """
+    if not path.is_dir():
+        return path
+    if (path / PEFT_SETTINGS).is_file():
+        if not (path / PEFT_FILE).is_file() and (path / "adapter_model.bin").is_file():
+            raise ValueError("adapter_model.bin is a pickle, which is not read: save it by peft as safetensors")
+        return path / PEFT_FILE
+    if (path / DIFFUSERS_FILE).is_file():
+        return path / DIFFUSERS_FILE
+    folders = [file.parent for name in (PEFT_SETTINGS, DIFFUSERS_FILE) for file in sorted(path.glob(f"*/{name}"))]
+    if len(folders) > 1:
+        raise ValueError(f"several LoRAs in it: pass one of {', '.join(str(folder) for folder in folders)}")
+    if folders:
+        return find_file(folders[0])
+    full_weights = ("diffusion_pytorch_model", "model")  # how the names of their files begin
+    beside = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith(full_weights))
+    wanted = f"neither {PEFT_SETTINGS} nor {DIFFUSERS_FILE} in it or in a folder of it"
+    raise ValueError(f"{wanted}{f'; to read a file, pass {path / beside[0]}' if beside else ''}")
+
+
+def check_kind(settings: Mapping[str, Any]) -> None:
+    """Refuse, by its settings, an adapter that is no W + B A alpha / rank over the model's own W.
+
+    Raises:
+        ValueError: names the setting, and the way out.
+    """
+    kind = str(settings.get("peft_type") or "LORA")
+    if kind != "LORA":
+        raise ValueError(f"peft_type {kind}: only LORA is trained here: merge it with peft, for --model")
+    for name, known_as in OTHER_SETTINGS.items():
+        if settings.get(name):
+            raise ValueError(f"{name}: {known_as}, which is not trained here: merge it with peft, for --model")
+    start = settings.get("init_lora_weights")
+    word = str(True if start is None else start).lower()
+    if word in PLAIN_STARTS:
+        return
+    undone = [known_as for prefix, known_as in UNDONE_STARTS.items() if word.startswith(prefix)]
+    if undone:
+        way = "save it by peft's save_pretrained with path_initial_model_for_weight_conversion"
+        raise ValueError(f"init_lora_weights {start}: {undone[0]} has changed the base weights under it: {way}")
+    changed = "LoftQ has" if word == "loftq" else "it may have"
+    way = "merge it with peft into its own base, for --model"
+    raise ValueError(f"init_lora_weights {start}: {changed} changed the base weights under it: {way}")
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -112,7 +179,15 @@ def translate(
     shapes = None if model is None else linear_shapes(model)
     weights, alphas, unknown = sort_tensors(tensors, shapes)
     if unknown and model is not None:
-        weights, alphas, unknown = sort_tensors(by_diffusers(tensors, model) or tensors, shapes)
+        converted, fault = by_diffusers(tensors, model)
+        own_code = next((key for key in unknown if OWN_CODE.search(key)), "")
+        weights, alphas, unknown = sort_tensors(converted or tensors, shapes)
+        if unknown and "joint_blocks" in own_code:
+            way = "which diffusers does not convert: pass a LoRA with diffusers' names"
+            raise ValueError(f"{own_code}: a name of SD3's own code, as sd-scripts writes it, {way}")
+        if unknown and own_code and fault.startswith("Flux"):
+            what = f"a name of FLUX's own code, which diffusers' converter does not take ({fault})"
+            raise ValueError(f"{own_code}: {what}: pass a LoRA with diffusers' names, of this model's width")
         if unknown:
             raise ValueError(
                 f"{unknown[0]}: the transformer of {model} has no such module: is it another model's LoRA?"
@@ -131,14 +206,18 @@ def sort_tensors(
     shapes: {module: (outputs, inputs)} of the transformer; None takes any module.
 
     Raises:
-        ValueError: names a tensor whose shape or values cannot be such a LoRA's.
+        ValueError: names a tensor whose shape or values cannot be such a LoRA's, or the adapters where it has several.
     """
     by_underscores = {module.replace(".", "_"): module for module in shapes or ()}
     weights: dict[str, torch.Tensor] = {}
     alphas: dict[str, float] = {}
     unknown = []
+    matches = {key: KEY.fullmatch(key) for key in tensors}
+    adapters = {match[3] for match in matches.values() if match and match[3]}
+    if len(adapters) > 1:
+        raise ValueError(f"several adapters in it, {', '.join(sorted(adapters))}: keep the tensors of one")
     for key, tensor in tensors.items():
-        match = KEY.fullmatch(key)
+        match = matches[key]
         module = match and match[1]
         if shapes is not None and module not in shapes:
             module = by_underscores.get(module or "")
@@ -165,8 +244,8 @@ def sort_tensors(
     return weights, alphas, unknown
 
 
-def by_diffusers(tensors: Mapping[str, torch.Tensor], model: str) -> dict[str, torch.Tensor] | None:
-    """The tensors as the pipeline's `lora_state_dict` names and scales them; None where it does not know their names.
+def by_diffusers(tensors: Mapping[str, torch.Tensor], model: str) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors as the pipeline's `lora_state_dict` names and scales them; or none, and "PIPELINE: why it does not".
 
     It is asked last: it drops the alphas of files that have diffusers' names (Qwen-Image) or gives them apart (FLUX.1).
     """
@@ -174,9 +253,9 @@ def by_diffusers(tensors: Mapping[str, torch.Tensor], model: str) -> dict[str, t
 
     pipeline_class = getattr(diffusers, diffusers.DiffusionPipeline.load_config(model)["_class_name"])
     try:
-        return pipeline_class.lora_state_dict(dict(tensors))
-    except Exception:  # whatever a converter raises over names that it does not know
-        return None
+        return pipeline_class.lora_state_dict(dict(tensors)), ""
+    except Exception as error:  # whatever a converter raises over names that it does not know
+        return {}, truncate(f"{pipeline_class.__name__}: {reason(error)}")
 
 
 @functools.cache

@@ -201,7 +201,7 @@ def test_what_cannot_be_read_is_refused_in_a_line(trained, tmp_path):
         assert "\n" not in str(caught.value)
 
     refuse(tmp_path / "nowhere", "No such file or directory")
-    refuse(tmp_path, f"No such file or directory: .*{FILE}")
+    refuse(tmp_path, f"neither adapter_config.json nor {FILE} in it")
     (tmp_path / FILE).write_bytes(b"no safetensors")
     refuse(tmp_path, "not a LoRA that can be read")
     refuse(tmp_path / FILE, "not a LoRA that can be read")
@@ -211,3 +211,147 @@ def test_what_cannot_be_read_is_refused_in_a_line(trained, tmp_path):
     assert read_lora(tmp_path)[1].lora_alpha == 2
     (tmp_path / "adapter_config.json").write_text("{")
     refuse(tmp_path, "not a LoRA that can be read")
+
+
+# ---- what peft's settings say of the base weights --------------------------------------------------------------------
+def peft_adapter(init, name="default"):
+    """A model of peft's over the embedded transformer, whose A and B are not what they were initialised to."""
+    torch.manual_seed(0)
+    base = embedded_model()
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["attn.to_q", "attn.to_v"], init_lora_weights=init)
+    peft_model = get_peft_model(base.transformer, config, adapter_name=name).eval()
+    return base, peft_model
+
+
+@torch.no_grad()
+def train(peft_model):
+    """Change each A and B a little, as training would."""
+    generator = torch.Generator().manual_seed(1)
+    for name, p in peft_model.named_parameters():
+        if "lora_" in name:
+            p += 0.05 * torch.randn(p.shape, generator=generator)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_whose_base_was_changed_is_refused_until_peft_has_converted_it(tmp_path, init):
+    """peft subtracts what the initialisation took from the base, and writes `true`, twice the rank and twice alpha."""
+    base, peft_model = peft_adapter(init)
+    peft_model.peft_config["default"].init_lora_weights = True  # as peft's page has it
+    peft_model.save_pretrained(tmp_path / "start")
+    peft_model.peft_config["default"].init_lora_weights = init
+    train(peft_model)
+    trained = velocity(base)
+    peft_model.save_pretrained(tmp_path / "raw")
+    with pytest.raises(ValueError, match=f"^--lora_path {tmp_path}/raw: .*{init}.*path_initial_model_for_weight_conv"):
+        read_lora(tmp_path / "raw")
+    peft_model.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
+    tensors, config = read_lora(tmp_path / "converted")
+    assert (config.r, config.lora_alpha) == (4, 8)
+    # the base's weights are put together again from two parts in fp32, where the adapter moves v by more than 0.01
+    torch.testing.assert_close(velocity_with(tensors, config), trained, rtol=0, atol=1e-4)
+    assert (trained - velocity(embedded_model())).abs().max() > 0.01
+
+
+def peft_folder(folder, tensors=None, **values):
+    """A folder as peft saves it, with these settings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = {f"base_model.model.{name}": tensor for name, tensor in (tensors or pair("blocks.0.to_q")).items()}
+    save_file(saved, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2} | values))
+    return folder
+
+
+@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
+def test_initialisations_that_leave_the_base_alone_are_read(tmp_path, init):
+    """Also with the settings of one that peft has undone, which it leaves in the file."""
+    folder = peft_folder(tmp_path, init_lora_weights=init, corda_config={"corda_method": "ipm"}, loftq_config={})
+    assert read_lora(folder)[1].r == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "way"),
+    [
+        *(({"init_lora_weights": init}, "path_initial_model") for init in ("PiSSA", "corda", "lora_ga", "OLoRA")),
+        *(({"init_lora_weights": init}, "--model") for init in ("loftq", "an_initialisation_of_tomorrow")),
+        ({"kasa_config": {"beta": 1e-4}}, "KaSA.*--model"),  # it truncates the base weights
+        ({"use_dora": True}, "DoRA.*--model"),
+        ({"layer_replication": [[0, 2]]}, "layer replication.*--model"),
+        ({"alora_invocation_tokens": [1]}, "aLoRA.*--model"),
+        ({"peft_type": "ADALORA"}, "--model"),
+    ],
+)
+def test_settings_of_other_adapters_are_refused_by_name(tmp_path, setting, way):
+    folder = peft_folder(tmp_path, **setting)
+    name, value = next(iter(setting.items()))
+    with pytest.raises(ValueError, match=f"^--lora_path {tmp_path}: {name}.*{way}") as caught:
+        read_lora(folder)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=f"safetensors: {name}"):  # by the file's own path too
+        read_lora(folder / "adapter_model.safetensors")
+    if name == "init_lora_weights":  # in the metadata of a file of diffusers', as well
+        save_file(pair(), tmp_path / FILE, metadata=settings(r=2, lora_alpha=2, init_lora_weights=value))
+        with pytest.raises(ValueError, match=f"^--lora_path {tmp_path}/{FILE}: {name} {value}: "):
+            read_lora(tmp_path / FILE)
+
+
+# ---- names and places of adapters ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["mine", "weight_2", "default"])
+def test_the_name_of_an_adapter_in_its_keys_is_dropped(tmp_path, name):
+    """As in the state dict of a model with adapters, which some trainers save as it is."""
+    _, peft_model = peft_adapter(True, name)
+    train(peft_model)
+    state = {key: p.detach().clone() for key, p in peft_model.named_parameters() if "lora_" in key}
+    assert any(key.endswith(f".lora_A.{name}.weight") for key in state)
+    save_file(state, tmp_path / "state.safetensors")
+    tensors, _ = read_lora(tmp_path / "state.safetensors", EMBEDDED)
+    expected = get_peft_model_state_dict(peft_model, adapter_name=name)
+    assert tensors.keys() == {key.removeprefix("base_model.model.") for key in expected}
+    assert all(torch.equal(tensors[key.removeprefix("base_model.model.")], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fault"),
+    [
+        ({"a.lora_A.mine.weight": (2, 4), "a.lora_B.old.weight": (4, 2)}, "several adapters in it, mine, old"),
+        (
+            {"a.lora_A.mine.weight": (2, 4), "a.lora_B.mine.weight": (4, 2), "a.lora_B.mine.bias": (4,)},
+            "mine.bias in it",
+        ),
+    ],
+)
+def test_two_adapters_or_a_bias_in_one_file_are_refused(tmp_path, tensors, fault):
+    save_file({name: torch.ones(shape) for name, shape in tensors.items()}, tmp_path / FILE)
+    with pytest.raises(ValueError, match=f"^--lora_path {tmp_path}: .*{fault}"):
+        read_lora(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["lora", "mine"])
+def test_a_folder_with_one_lora_in_a_folder_of_it_is_read(tmp_path, folder):
+    """flow_grpo's checkpoint-N has lora/; peft puts an adapter with a name of its own into a folder of that name."""
+    _, peft_model = peft_adapter(True, "default" if folder == "lora" else folder)
+    train(peft_model)
+    checkpoint = tmp_path / "checkpoint-120"
+    peft_model.save_pretrained(checkpoint / folder if folder == "lora" else checkpoint)
+    (checkpoint / "optimizer").mkdir()
+    assert (checkpoint / folder / "adapter_config.json").is_file()
+    found, config = read_lora(checkpoint)
+    expected, _ = read_lora(checkpoint / folder)
+    assert config.lora_alpha == 4
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_a_folder_without_a_lora_or_with_several_is_told_in_a_line(tmp_path):
+    def refuse(path, match):
+        with pytest.raises(ValueError, match=f"^--lora_path {path}: .*{match}") as caught:
+            read_lora(path)
+        assert "\n" not in str(caught.value)
+
+    refuse(tmp_path, f"neither adapter_config.json nor {FILE} in it or in a folder of it$")
+    save_file(pair(), tmp_path / "last.safetensors")  # kohya's folder of outputs
+    refuse(tmp_path, f"pass {tmp_path / 'last.safetensors'}$")
+    for name in ("adapter", "best_adapter"):
+        peft_folder(tmp_path / name)
+    refuse(tmp_path, f"pass one of {tmp_path / 'adapter'}, {tmp_path / 'best_adapter'}$")
+    pickled = peft_folder(tmp_path / "pickled")
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    refuse(pickled, "adapter_model.bin is a pickle")

@@ -202,8 +202,11 @@ def test_kohyas_names_and_products(family, tmp_path):
             of_rows = [pairs[f"transformer_blocks.{block}.{module}"] for module in ROWS_OF_SD3[matrix]]
             torch.testing.assert_close(product, torch.cat([b @ a for a, b in of_rows]), rtol=1e-4, atol=1e-4)
         save_file(tensors, tmp_path / "kohya.safetensors")
-        with pytest.raises(ValueError, match="has no such module"):
-            read_lora(tmp_path / "kohya.safetensors", model)
+        for prefix in ("lora_unet_", "diffusion_model.", "lycoris_"):
+            renamed = {key.replace("lora_unet_", prefix): tensor.contiguous() for key, tensor in tensors.items()}
+            save_file(renamed, tmp_path / "kohya.safetensors")
+            with pytest.raises(ValueError, match="joint_blocks.*: a name of SD3's own code"):
+                read_lora(tmp_path / "kohya.safetensors", model)
         return
     # diffusers reads FLUX.1's single blocks of the published width alone; the next test has those
     kept = {key: tensor.contiguous() for key, tensor in tensors.items() if "_single_blocks_" not in key}
@@ -228,6 +231,35 @@ def test_flux1s_single_blocks_of_the_published_width_come_back_from_kohyas_names
     read = products(tmp_path / "kohya.safetensors", str(model))
     assert_same(read, pairs)
     assert len(wanted) == 5
+
+
+@pytest.mark.parametrize(
+    ("family", "fault"), [("flux", "of FLUX's own code, .*AssertionError"), ("wan", "another model")]
+)
+def test_names_that_diffusers_converter_does_not_take_are_told_as_such(family, fault, tmp_path):
+    """Those of FLUX.1's single blocks of another width than the published one, for which its converter has an assert;
+    and the same for another model, where nothing else can be said."""
+    flux = str(make_checkpoint("flux", tmp_path / "flux"))
+    shapes = linear_shapes(flux)
+    pairs = matrices(flux, [module for module in shapes if module.startswith("single_transformer_blocks.0.attn.to_")])
+    save_file(lora.convert(pairs, "kohya", "Flux", shapes), tmp_path / "kohya.safetensors")
+    model = flux if family == "flux" else str(make_checkpoint(family, tmp_path / family))
+    with pytest.raises(ValueError, match=rf"lora_unet_single_blocks_0_linear1\S*: .*{fault}") as caught:
+        read_lora(tmp_path / "kohya.safetensors", model)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.fast
+def test_an_adapter_over_a_changed_base_is_neither_converted_nor_merged(tmp_path):
+    """By the same settings as --lora_path, as the product would be that of another model."""
+    tensors = lora.convert(matrices(MODEL, MODULES), "diffusers", "StableDiffusion3", linear_shapes(MODEL))
+    save_file(
+        tensors, tmp_path / "pissa.safetensors", {"lora_adapter_metadata": '{"transformer.init_lora_weights": "pissa"}'}
+    )
+    for command in ("convert", "merge"):
+        with pytest.raises(SystemExit, match="pissa.safetensors: init_lora_weights pissa: PiSSA"):
+            lora.main([command, str(tmp_path / "pissa.safetensors"), str(tmp_path / "out"), "--model", MODEL])
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_family_without_comfyuis_names_is_refused(tmp_path):
