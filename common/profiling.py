@@ -36,8 +36,9 @@ def count_flops(config: dict[str, Any], workload: Workload) -> dict[str, float]:
     activations are not counted.
     """
     height, width = config["image_size"]
+    frames, own = config["num_frames"], config["family"]
     guidance_scale = workload.guidance_scale
-    family = find_family(config["model"], height, width, config["num_frames"], guidance_scale, own=config["family"])
+    family = find_family(config["model"], height, width, frames, guidance_scale, own=own, needs_weights=False)
     lora = make_lora(
         family,
         model=config["model"],

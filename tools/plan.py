@@ -122,8 +122,9 @@ def plan(device: str, script: str, argv: Sequence[str], ranks: int = 1, ranks_pe
         raise ValueError("--micro_batch_size 0: takes what fits on a GPU, and this is a CPU: pass a number")
 
     height, width = args.image_size
+    length = args.max_sequence_length
     family = find_family(
-        args.model, height, width, args.num_frames, w.guidance_scale, args.max_sequence_length, args.family
+        args.model, height, width, args.num_frames, w.guidance_scale, length, args.family, needs_weights=False
     )
     if w.has_engine and not family.has_engine_pipeline():
         raise ValueError(f"--rollout vllm: {family.__name__} has no engine: pass --rollout local")

@@ -2,15 +2,14 @@
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from common.engine import pipelines
+from common.models.loading import downloaded, plain_weights
 from common.models.vae import quantize, to_unit_range
 from common.rollout import RolloutRequest
 
 import torch
-from diffusers import DiffusionPipeline
 from tqdm import tqdm
 from vllm_omni.entrypoints import Omni
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
@@ -26,9 +25,8 @@ def load_engine(options: dict[str, Any], num_workers: int) -> Omni:
     # tqdm's default lock lies in a file in shared memory, which would be left behind if all processes were killed
     tqdm.set_lock(threading.RLock())
     family = options.pop("family", None)
-    if not Path(options["model"]).is_dir():  # the trainer's own files; vLLM-Omni would download the whole repository
-        options["model"] = DiffusionPipeline.download(options["model"])
-    pipelines.use_pipeline_of(options["model"], family)
+    folder = downloaded(options["model"])  # the trainer's own files; vLLM-Omni would download the whole repository
+    pipelines.use_pipeline_of(str(folder), family)
     if not pipelines.RolloutPipeline.supports_request_batch:
         options["max_num_seqs"] = 1
     stage = {
@@ -38,13 +36,14 @@ def load_engine(options: dict[str, Any], num_workers: int) -> Omni:
         "devices": ",".join(map(str, range(num_workers))),
     }
     # vLLM-Omni imports its classes by name; the executor "uni" keeps the pipeline in this process
-    return Omni(
-        **options,
-        distributed_executor_backend="uni" if num_workers == 1 else "common.engine.pipelines.RolloutExecutor",
-        custom_pipeline_args={"pipeline_class": "common.engine.pipelines.RolloutPipeline", "family": family},
-        stage_overrides={"0": stage},
-        worker_extension_cls="common.engine.pipelines.RolloutWorkerExtension",
-    )
+    with plain_weights(folder) as plain:
+        return Omni(
+            **options | {"model": str(plain)},
+            distributed_executor_backend="uni" if num_workers == 1 else "common.engine.pipelines.RolloutExecutor",
+            custom_pipeline_args={"pipeline_class": "common.engine.pipelines.RolloutPipeline", "family": family},
+            stage_overrides={"0": stage},
+            worker_extension_cls="common.engine.pipelines.RolloutWorkerExtension",
+        )
 
 
 def answer(omni: Omni, operation: str, *args: Any, **kwargs: Any) -> Any:  # each operation has its own

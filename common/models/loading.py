@@ -1,24 +1,28 @@
 """From --model, a diffusers folder or hub id, to its family and its loaded pipeline, or to a line that says what to do.
 
-A family is found by the name of its file (family.py has the rule).
+A family is found by the name of its file (family.py has the rule). Weights that are there as a variant alone, such as
+model.fp16.safetensors, load as if they had plain names, in the trainer and in the engine.
 """
 
 import inspect
 import json
+import re
+import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import RunError, error_prefix
-from common.models.family import Family
+from common.models.family import ENCODERS, Family
 from common.models.vae import to_bfloat16
 from common.process import print_message, print_once
 from common.user_code import built_in_module, load_function
 
 import numpy as np
 import torch
-from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub import hf_hub_download, list_repo_files, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError
 from safetensors import safe_open
 
@@ -27,6 +31,12 @@ if TYPE_CHECKING:  # importing it takes seconds
 
 SMALL_SIZE = (32, 96)
 LFS_POINTER = b"version https://git-lfs"  # how the small file begins that a clone without git-lfs has for a large one
+NETWORKS = ("transformer", "vae", *ENCODERS)  # how the names of the components begin that have weights
+STEM = "(diffusion_pytorch_model|pytorch_model|model)"
+# A file of weights: stem, shard, variant, shard, format. A shard's number stands behind the variant, formerly before it
+WEIGHTS = re.compile(rf"{STEM}(-\d+-of-\d+)?(?:\.(\w+))?(-\d+-of-\d+)?\.(safetensors|bin)")
+# The index of shards: stem, format and the variant, which stands before "index" or behind it
+INDEX = re.compile(rf"{STEM}\.(safetensors|bin)(?:\.(\w+))?\.index(?:\.(\w+))?\.json")
 
 
 # ---- finding the family ----------------------------------------------------------------------------------------------
@@ -38,10 +48,12 @@ def find_family(
     guidance_scale: float = 1.0,
     max_sequence_length: int = 1,
     own: str | None = None,
+    needs_weights: bool = True,
 ) -> type[Family]:
     """The family of a diffusers folder or hub id, after its `check` of size, frames and guidance. Loads no weights.
 
-    own: --family, a user's own family instead of those in this folder.
+    own: --family, a user's own family instead of those in this folder. needs_weights: False for a plan, which a folder
+    of configs is enough for.
 
     Raises:
         ValueError: one line that names the option and what is wrong: a model that is missing or not supported, a
@@ -53,7 +65,7 @@ def find_family(
         raise ValueError(f"--num_frames {num_frames}: this model makes images, which have 1 frame")
     with error_prefix(f"--model {model}", (OSError, KeyError)):
         check_unquantised(model)
-        check_weight_files(model)
+        check_weight_files(model, needs_weights)
         family.check(model, height, width, num_frames, guidance_scale)
     if max_sequence_length > family.longest_prompt:
         longest = f"{family.__name__} takes {family.longest_prompt} tokens at most"
@@ -134,36 +146,159 @@ def check_unquantised(model: str | Path) -> None:
             raise ValueError(f"--model {model}: {what}")
 
 
-def check_weight_files(model: str | Path) -> None:
+def check_weight_files(model: str | Path, needs_weights: bool = True) -> None:
     """Read the header of each file of weights that a folder's components load; a hub id is not looked at.
 
+    needs_weights: whether each network must have weights.
+
     Raises:
-        ValueError: naming the file, which git-lfs has not fetched, or which has no header that fits it.
+        ValueError: naming the file, which git-lfs has not fetched, which has no header that fits it, or which is
+            missing.
     """
-    index = Path(model) / "model_index.json"
-    if not index.is_file():
+    if not (Path(model) / "model_index.json").is_file():
         return
-    with error_prefix(index, Exception):
-        components = json.loads(index.read_text(encoding="utf-8"))
-        # a component is [library, class]; other entries are numbers, versions, and [null, null] where there is none
-        loaded = [
-            index.parent / name
-            for name, value in components.items()
-            if isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value)
-        ]
-    for folder in loaded:
+    for folder in components(model):
         if not folder.is_dir():  # diffusers makes a tokenizer of nothing in some cases
             raise ValueError(f"--model {model}: {folder.name}/ is missing, which model_index.json names")
-    for file in (file for folder in loaded for file in sorted(folder.glob("*.safetensors"))):
-        if "." in file.stem:  # a variant that is not loaded, such as model.fp16.safetensors
+        weights = find_weights(file.name for file in folder.iterdir())
+        with error_prefix(f"--model {model}: {folder.name}"):
+            if folder.name.startswith(NETWORKS):
+                if not (folder / "config.json").is_file():
+                    raise ValueError("config.json is missing")
+                if needs_weights and not weights.files:
+                    raise ValueError("no weights in it (*.safetensors or *.bin)")
+            shards = {name for name in weights.files.values() if "-of-" in name and name.endswith("safetensors")}
+            indices = {name for name in weights.files.values() if name.endswith(".json")}
+            if shards and not indices:
+                raise ValueError(f"{min(shards)} is a shard, and the index of the shards is missing")
+            for index in sorted(indices):
+                with error_prefix(index, Exception):
+                    wanted = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+                for name in sorted(wanted):
+                    if not (folder / name).is_file():
+                        raise ValueError(f"{name} is missing, which {index} names")
+        for name in sorted(set(weights.files.values())):
+            if name.endswith(".safetensors"):
+                with error_prefix(f"--model {model}: {folder.name}/{name}", Exception):  # whatever safetensors raises
+                    check_header(folder / name)
+
+
+def check_header(file: Path) -> None:
+    """Raises what is wrong with a file of safetensors, by its header."""
+    with open(file, "rb") as opened:
+        is_pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
+    if is_pointer:
+        raise ValueError("a pointer of git-lfs, not weights: run `git lfs pull` in the model's folder")
+    with safe_open(file, framework="pt"):
+        pass
+
+
+def components(model: str | Path) -> list[Path]:
+    """The folders of the components that the pipeline in a folder has, by its model_index.json; some may be missing.
+
+    Raises:
+        ValueError: the file cannot be read, or names no transformer and no VAE.
+    """
+    index = Path(model) / "model_index.json"
+    with error_prefix(index, Exception):
+        # a component is [library, class]; other entries are numbers, versions, and [null, null] where there is none
+        found = [
+            index.parent / name
+            for name, value in json.loads(index.read_text(encoding="utf-8")).items()
+            if isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value)
+        ]
+        for name in ("transformer", "vae", "scheduler"):
+            if name not in [folder.name for folder in found]:
+                raise ValueError(f"names no {name}")
+    return found
+
+
+# ---- files of weights ------------------------------------------------------------------------------------------------
+class Weights(NamedTuple):
+    """The files of weights that a component loads."""
+
+    files: dict[str, str]  # {the plain name: the file's name}, the shards' index included
+    variant: str  # "" for plain files
+
+
+def find_weights(names: Iterable[str]) -> Weights:
+    """Of the names of a component's files: the plain files of weights or, without any, those of one variant.
+
+    Of several variants it is the first by name: bf16 before fp16. Shards keep their names, by which their index finds
+    them.
+    """
+    by_variant: dict[str, dict[str, str]] = {}
+    for name in names:
+        if match := WEIGHTS.fullmatch(name):
+            stem, shard, variant, shard_behind, kind = match.groups()
+            plain = name if shard or shard_behind else f"{stem}.{kind}"
+        elif match := INDEX.fullmatch(name):
+            stem, kind, before, behind = match.groups()
+            variant, plain = before or behind, f"{stem}.{kind}.index.json"
+        else:
             continue
-        with error_prefix(f"--model {model}: {file.parent.name}/{file.name}", Exception):  # whatever safetensors raises
-            with open(file, "rb") as opened:
-                is_pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
-            if is_pointer:
-                raise ValueError("a pointer of git-lfs, not weights: run `git lfs pull` in the model's folder")
-            with safe_open(file, framework="pt"):
-                pass
+        by_variant.setdefault(variant or "", {})[plain] = name
+    having = {variant: files for variant, files in by_variant.items() if not all(map(INDEX.fullmatch, files))}
+    variant = min(having, default="")
+    return Weights(having.get(variant, {}), variant)
+
+
+def variants_of(model: Path) -> dict[str, str]:
+    """{component: the variant that it loads} of a folder, without those that have plain files."""
+    folders = [folder for folder in components(model) if folder.is_dir()]
+    variants = {folder.name: find_weights(file.name for file in folder.iterdir()).variant for folder in folders}
+    return {name: variant for name, variant in variants.items() if variant}
+
+
+@contextmanager
+def plain_weights(folder: Path) -> Iterator[Path]:
+    """A pipeline's folder in which each component has plain files of weights and no others.
+
+    It is `folder` itself where that has no variants. Otherwise it is a folder of links, for as long as the block runs:
+    libraries look for plain names, and vLLM-Omni would load a variant's files beside the plain ones.
+    """
+    names = {part.name: {file.name for file in part.iterdir()} for part in folder.iterdir() if part.is_dir()}
+    of_variants = {part: {name for name in files if is_of_variant(name)} for part, files in names.items()}
+    if not any(of_variants.values()):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="cleanflow_") as temporary:
+        for item in folder.absolute().iterdir():
+            link = Path(temporary) / item.name
+            if not of_variants.get(item.name):
+                link.symlink_to(item)
+                continue
+            link.mkdir()
+            others = {name: name for name in names[item.name] - of_variants[item.name]}
+            for plain, name in (others | find_weights(names[item.name]).files).items():
+                (link / plain).symlink_to(item / name)
+        yield Path(temporary)
+
+
+def is_of_variant(name: str) -> bool:
+    """Whether a file is one of weights, or their index, with a variant in its name."""
+    weights, index = WEIGHTS.fullmatch(name), INDEX.fullmatch(name)
+    return bool((weights and weights[3]) or (index and (index[3] or index[4])))
+
+
+def downloaded(model: str | Path) -> Path:
+    """A folder as it is; the folder of a hub id in the cache, with what its components load and no more.
+
+    diffusers downloads plain files. Components that have none get those of a variant.
+    """
+    from diffusers import DiffusionPipeline  # slow
+
+    if Path(model).is_dir():
+        return Path(model)
+    folder = Path(DiffusionPipeline.download(str(model)))
+    wanted = []
+    for part in components(folder):
+        there = [file.name for file in part.iterdir()] if part.is_dir() else []
+        if part.name.startswith(NETWORKS) and not find_weights(there).files:
+            prefix = f"{part.name}/"
+            names = [name.removeprefix(prefix) for name in list_repo_files(str(model)) if name.startswith(prefix)]
+            wanted += [prefix + name for name in find_weights(names).files.values()]
+    return Path(snapshot_download(str(model), allow_patterns=wanted)) if wanted else folder
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
@@ -248,10 +383,20 @@ def load_model(
 
 
 def load_pipeline(model: str | Path, dtype: torch.dtype) -> "diffusers.DiffusionPipeline":
-    """diffusers' pipeline of a folder or hub id, its VAE in fp32, without the encoders that it was saved without."""
+    """diffusers' pipeline of a folder or hub id, its VAE in fp32, without the encoders that it was saved without.
+
+    A line names the components that are there as a variant alone.
+    """
     from diffusers import DiffusionPipeline  # slow
 
-    index = DiffusionPipeline.load_config(model)
-    missing = {name: None for name, value in index.items() if value == [None, None]}  # as SD3's T5 may be
     dtypes = {"default": dtype, "vae": torch.float32}
-    return DiffusionPipeline.from_pretrained(model, dtype=dtypes, **missing)
+    folder = downloaded(model)
+    for name, variant in variants_of(folder).items():
+        print_message(f"--model {model}: {name} has no plain weights: loading its variant {variant}")
+    with plain_weights(folder) as plain:
+        index = DiffusionPipeline.load_config(str(plain))
+        missing = {name: None for name, value in index.items() if value == [None, None]}  # as SD3's T5 may be
+        pipe = DiffusionPipeline.from_pretrained(str(plain), dtype=dtypes, **missing)
+    for name in ("transformer", "vae"):  # not that of the links, as it is saved with full weights
+        pipe.components[name].register_to_config(_name_or_path=str(folder / name))
+    return pipe

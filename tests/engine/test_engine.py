@@ -5,6 +5,7 @@ Where the start of its process is not what a test looks at, the engine is forked
 
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from common.data import PromptSet
 from common.engine import client, launch, messages
 from common.engine.client import EngineError, VLLMEngine
 from common.errors import RolloutError, RunError
+from common.models.loading import load_model
+from common.models.stable_diffusion_3 import StableDiffusion3
 from common.process import catch_stop_signals
 from common.rollout import Trajectories
 from common.scoring import Scorer
@@ -45,6 +48,7 @@ import psutil
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 PROMPTS = ['a red sign that says "123"', 'a blue sign that says "456789"', 'a white sign that says "0000"']
 
@@ -651,6 +655,45 @@ def test_an_engine_of_compiled_blocks_samples_the_trainers_policy(tmp_path):
     assert_parity(engine, model, args, request, lora=True)
     assert "Regional compilation applied" in engine.log_file.read_text()
     engine.close()
+
+
+@pytest.mark.parametrize("plain_beside", [False, True])
+def test_an_engine_loads_a_variant_where_there_is_nothing_else(tmp_path, plain_beside):
+    """Weights that are there as *.fp16.safetensors alone. Where plain ones are beside them vLLM-Omni, which takes every
+    file of a folder that has no index, would load those of the variant as well; theirs are other numbers here."""
+    skip_without_engine()
+    folder = Path(shutil.copytree(EMBEDDED, tmp_path / "model"))
+    for name in ("transformer", "vae"):
+        (file,) = (folder / name).glob("*.safetensors")
+        tensors = {key: tensor.half() * (1.5 if plain_beside else 1) for key, tensor in load_file(file).items()}
+        save_file(tensors, file.with_name(f"{file.stem}.fp16.safetensors"), {"format": "pt"})
+        if not plain_beside:
+            file.unlink()
+    base, args, _ = policy_without_fsdp(trained=False)  # lora_B is 0
+    if not plain_beside:
+        loaded = load_model(StableDiffusion3, folder, torch.float32, "cpu")
+        base.transformer.load_state_dict(base_names(base.transformer, loaded.transformer.state_dict()), strict=False)
+        base.pipe.vae.load_state_dict(loaded.pipe.vae.state_dict())
+    with forked_engines():
+        engine = VLLMEngine(
+            folder, "float32", max_num_seqs=4, log_file=tmp_path / "engine.log", timeout_s=120.0, num_threads=1
+        )
+    try:
+        assert_parity(engine, base, args, request_for(base, args), lora=False)
+    finally:
+        engine.close()
+
+
+def base_names(transformer, state):
+    """The state with the names that a transformer with a LoRA has for its base weights."""
+    wrapped = {
+        name.removesuffix(".base_layer") for name, _ in transformer.named_modules() if name.endswith(".base_layer")
+    }
+    named = {}
+    for name, tensor in state.items():
+        module, _, kind = name.rpartition(".")
+        named[f"{module}.base_layer.{kind}" if module in wrapped else name] = tensor
+    return named
 
 
 def test_a_dead_and_a_stuck_engine_are_errors_within_their_time(tmp_path):

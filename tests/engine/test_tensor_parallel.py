@@ -18,6 +18,7 @@ from tests.tiny_models import make_checkpoint
 import psutil
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 
 PROMPTS = ['a red sign that says "123"', 'a blue sign that says "456789"', 'a white sign that says "0000"']
 # a request makes the worker of rank 1 import this: from then on it takes its first adapter again and again
@@ -50,6 +51,7 @@ import os
 from pathlib import Path
 
 import torch
+from diffusers import DiffusionPipeline
 import torchvision  # which transformers imports, and vLLM with it
 
 has_nms = hasattr(torch.ops.torchvision, "nms")
@@ -235,12 +237,12 @@ def test_of_a_hub_id_the_pipelines_own_files_are_downloaded(monkeypatch):
     from common.engine import omni  # loads vLLM-Omni
 
     asked = []
-    monkeypatch.setattr(omni.DiffusionPipeline, "download", lambda model: asked.append(model) or EMBEDDED)
+    monkeypatch.setattr(DiffusionPipeline, "download", lambda model: asked.append(model) or EMBEDDED)
     monkeypatch.setattr(omni.pipelines, "use_pipeline_of", lambda model, family: None)
     monkeypatch.setattr(omni.pipelines, "RolloutPipeline", SimpleNamespace(supports_request_batch=True), raising=False)
     monkeypatch.setattr(omni, "Omni", lambda **options: options)
-    assert omni.load_engine({"model": "an/id", "family": None}, 1)["model"] == EMBEDDED
-    assert omni.load_engine({"model": EMBEDDED, "family": None}, 1)["model"] == EMBEDDED
+    assert omni.load_engine({"model": "an/id", "family": None}, 1)["model"] == str(EMBEDDED)
+    assert omni.load_engine({"model": EMBEDDED, "family": None}, 1)["model"] == str(EMBEDDED)
     assert asked == ["an/id"]
 
 

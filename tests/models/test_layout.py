@@ -11,13 +11,14 @@ import flow_grpo
 from common.data import PromptSet
 from common.errors import RunError
 from common.inputs import Inputs
-from common.models.loading import check_weight_files, find_family, load_model
+from common.models.loading import check_weight_files, find_family, find_weights, load_model, plain_weights
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.weights.prompt_cache import encoders_key
 from tests.conftest import EMBEDDED, checked
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 SIZE = (32, 96, 1)
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
@@ -87,6 +88,136 @@ def test_shards(copy):
     assert_loads_as_the_model(copy)
 
 
+# ---- variants --------------------------------------------------------------------------------------------------------
+def as_variant(folder, variant="fp16", factor=1.0):
+    """Make a component's weights a variant, as diffusers' save_pretrained(variant=...) names it, in fp16."""
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = {name: factor * tensor.half() for name, tensor in load_file(file).items()}
+        file.unlink()
+        stem, _, shard = file.stem.partition("-")
+        save_file(tensors, folder / f"{stem}.{variant}{f'-{shard}' if shard else ''}.safetensors", {"format": "pt"})
+    for index in folder.glob("*.index.json"):
+        content = json.loads(index.read_text())
+        content["weight_map"] = {k: re.sub("-", f".{variant}-", v, count=1) for k, v in content["weight_map"].items()}
+        index.unlink()
+        stem, _, _ = index.name.rpartition(".json")
+        (folder / f"{stem}.{variant}.json").write_text(json.dumps(content))
+
+
+def networks_of(loaded):
+    """{component: its tensors in fp32} of a loaded family."""
+    parts = {name: part for name, part in loaded.pipe.components.items() if isinstance(part, torch.nn.Module)}
+    return {name: {key: t.clone() for key, t in part.state_dict().items()} for name, part in parts.items()}
+
+
+def load(model):
+    return load_model(find_family(model, *SIZE), model, torch.float32, "cpu")
+
+
+NETWORKS = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("having", [NETWORKS, *((name,) for name in NETWORKS)])
+@pytest.mark.parametrize("place", ["folder", "hub id"])
+def test_weights_that_are_there_as_a_variant_alone_load(copy, having, is_sharded, place, tmp_path, monkeypatch, capfd):
+    """Of one component or of all, in a file or in shards with an index, of a folder and of a hub id; a line says so."""
+    names = [name for name in having if (copy / name).is_dir()]
+    plain = load(copy)
+    for name in names:
+        if is_sharded:
+            part = plain.pipe.components[name]
+            shutil.rmtree(copy / name)
+            part.save_pretrained(copy / name, max_shard_size="200KB")
+            assert list((copy / name).glob("*.index.json"))
+        as_variant(copy / name)
+    model = copy if place == "folder" else cache(copy, tmp_path / "hub", monkeypatch)
+    capfd.readouterr()
+    loaded = load(model)
+    lines = re.findall(r"--model \S+: (\w+) has no plain weights: loading its variant fp16\n", capfd.readouterr().err)
+    assert sorted(lines) == sorted(names)
+    expected = networks_of(plain)
+    for name, tensors in networks_of(loaded).items():
+        for key, tensor in tensors.items():
+            wanted = expected[name][key].half().float() if name in names else expected[name][key]
+            assert torch.equal(tensor, wanted if tensor.is_floating_point() else expected[name][key]), (name, key)
+    place_of_weights = Path(loaded.transformer.config["_name_or_path"])
+    assert place_of_weights.is_dir() and place_of_weights.name == "transformer"  # not of the links, which are gone
+
+
+@pytest.mark.parametrize("name", ["transformer", "text_encoder"])
+def test_plain_weights_win_over_a_variant_beside_them(copy, name, capfd):
+    """And nothing is loaded twice: libraries see a folder without the variant."""
+    plain = load(copy)
+    files = [(file, file.read_bytes()) for file in (copy / name).glob("*.safetensors")]
+    as_variant(copy / name, factor=1.5)
+    for file, content in files:
+        file.write_bytes(content)
+    (copy / name / "model.fp16-00001-of-00002.safetensors").write_bytes(LFS_POINTER)  # a shard beside them, not loaded
+    capfd.readouterr()
+    loaded = load(copy)
+    assert "variant" not in capfd.readouterr().err
+    expected = networks_of(plain)
+    for part, tensors in networks_of(loaded).items():
+        assert all(torch.equal(tensors[key], expected[part][key]) for key in tensors)
+    with plain_weights(copy) as folder:
+        assert folder != copy
+        assert sorted(file.name for file in (folder / name).iterdir()) == sorted(
+            file.name for file in (copy / name).iterdir() if "fp16" not in file.name
+        )
+        assert {item.name for item in folder.iterdir()} == {item.name for item in copy.iterdir()}
+    assert not folder.exists()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("names", "variant", "files"),
+    [
+        (["model.safetensors", "model.fp16.safetensors"], "", {"model.safetensors": "model.safetensors"}),
+        (["pytorch_model.bin", "model.fp16.safetensors"], "", {"pytorch_model.bin": "pytorch_model.bin"}),
+        (["model.fp16.safetensors", "model.bf16.safetensors"], "bf16", {"model.safetensors": "model.bf16.safetensors"}),
+        (
+            ["model.fp16-00001-of-00002.safetensors", "model.safetensors.index.fp16.json", "config.json"],
+            "fp16",
+            {
+                "model.fp16-00001-of-00002.safetensors": "model.fp16-00001-of-00002.safetensors",
+                "model.safetensors.index.json": "model.safetensors.index.fp16.json",
+            },
+        ),
+        (  # as diffusers wrote them formerly
+            ["diffusion_pytorch_model-00001-of-00002.fp16.safetensors", "model.safetensors.fp16.index.json"],
+            "fp16",
+            {
+                "diffusion_pytorch_model-00001-of-00002.fp16.safetensors": (
+                    "diffusion_pytorch_model-00001-of-00002.fp16.safetensors"
+                ),
+                "model.safetensors.index.json": "model.safetensors.fp16.index.json",
+            },
+        ),
+        # an index without weights is none; names of other programs are none
+        (["model.safetensors.index.json", "model.fp16.bin"], "fp16", {"model.bin": "model.fp16.bin"}),
+        (["sd3.5_medium.safetensors", "t5xxl_fp16.safetensors", "tokenizer.json"], "", {}),
+    ],
+)
+def test_which_files_of_a_component_load(names, variant, files):
+    assert find_weights(names) == (files, variant)
+    assert find_weights(reversed(names)) == (files, variant)
+
+
+@pytest.mark.fast
+def test_a_plan_takes_a_variant_and_configs_alone(copy):
+    """Neither reads weights."""
+    for name in NETWORKS:
+        if (copy / name).is_dir():
+            as_variant(copy / name)
+    assert find_family(copy, *SIZE) is StableDiffusion3
+    for file in copy.glob("*/*.safetensors"):
+        file.unlink()
+    assert find_family(copy, *SIZE, needs_weights=False) is StableDiffusion3
+    assert "text_encoder: no weights in it" in refusal(copy)
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
 def test_a_component_whose_folder_is_missing_is_named(copy):
     """Of a tokenizer some libraries make one that knows no word. Entries that are no components are passed over."""
     set_index(copy, layers=[1, 2, 3], is_distilled=False)
