@@ -8,9 +8,9 @@
 The output folder gets table.md, bench.json and the scores of each image. The same command continues after a kill, which
 loses a batch of each rank; with further LoRAs it adds them. A mean is that of the prompts' means. Where all records
 have GenEval's `tag` it is the mean of the parts' means; a field `part` only adds a row for each part. Intervals are
-95 % over prompts, and those of differences are of prompts paired with the base's. Results whose protocols differ never
-stand in one table. An image that a reward fails on is left out and counted. A record's "rewards" names those that its
-prompt asks for, so that one command has files of several tasks.
+95 % over prompts, and those of differences are of prompts paired with the base's; a part of one prompt has none.
+Results whose protocols differ never stand in one table. An image that a reward fails on is left out and counted. A
+record's "rewards" names those that its prompt asks for, so that one command has files of several tasks.
 """
 
 import argparse
@@ -146,7 +146,8 @@ def as_markdown(bench: Bench, table: Sequence[dict[str, Any]], policies: Sequenc
         for row in table[first : first + len(policies)]:
             cell = f"{row['mean'][0]:.3f}" if row["mean"] else "-"
             if row.get("difference"):
-                cell += ", {:+.3f} [{:+.3f}, {:+.3f}]".format(*row["difference"])
+                mean, low, high = row["difference"]
+                cell += f", {mean:+.3f}" + (" (no interval)" if low is None else f" [{low:+.3f}, {high:+.3f}]")
             cells.append(cell + (f" ({row['failed']} images failed)" if row["failed"] and not row["part"] else ""))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -26,7 +26,10 @@ from pathlib import Path
 from common.plots import PANELS, draw_panels, drawn_metrics, read_metrics
 
 Rows = list[dict]  # of a metrics.jsonl
+Interval = tuple[float, float | None, float | None]  # mean, low and high; without an interval None
+# the 97.5 % quantiles of Student's t of 1, 2, ... degrees of freedom
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+PICTURE = "runs/compared.png"
 FEWEST_FOR_P = 6  # 2 of 2^5 choices of signs are 0.0625
 
 
@@ -101,22 +104,38 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
     """(mean, low, high) of at least two paired differences, 95 % by Student's t."""
     count = len(differences)
     mean = statistics.mean(differences)
-    t = T_975[count - 2] if count - 2 < len(T_975) else 1.95996 + 2.3723 / (count - 1) + 2.8225 / (count - 1) ** 2
-    half = t * statistics.stdev(differences) / count**0.5
+    half = t_975(count - 1) * statistics.stdev(differences) / count**0.5
     return mean, mean - half, mean + half
 
 
-def mean_interval(values: Sequence[float | None], groups: Iterable[list[int]]) -> tuple[float, float, float] | None:
-    """(mean, low, high), 95 %: the mean over groups of the means over their rows. None: a group has fewer than two.
+def t_975(freedom: float) -> float:
+    """The 97.5 % quantile of Student's t of at least one degree of freedom, to 3 %; to 0.001 of a whole number."""
+    if freedom >= len(T_975):
+        return 1.95996 + 2.3723 / freedom + 2.8225 / freedom**2
+    below = int(freedom)
+    low, high = (math.log(T_975[df - 1] if df <= len(T_975) else t_975(df)) for df in (below, below + 1))
+    share = (1 / below - 1 / freedom) / (1 / below - 1 / (below + 1))  # the logarithm is nearly linear in 1 / freedom
+    return math.exp(low + share * (high - low)) if share else T_975[below - 1]
 
-    The half-widths of the groups, which are independent, add up in quadrature.
+
+def mean_interval(values: Sequence[float | None], groups: Iterable[list[int]]) -> Interval | None:
+    """(mean, low, high), 95 %: the mean over groups of the means over their rows, by Student's t.
+
+    The variances of the groups' means add up, and t has Welch's degrees of freedom. A group of one value has no
+    variance, so there is no interval then, (mean, None, None); and nothing, None, where a group has no value.
     """
     kept = [[value for row in rows if (value := values[row]) is not None] for rows in groups]
-    if any(len(of_group) < 2 for of_group in kept):
+    if not all(kept):
         return None
-    intervals = [paired_interval(of_group) for of_group in kept]
-    mean = statistics.fmean(mean for mean, _, _ in intervals)
-    half = math.hypot(*(high - mean for mean, _, high in intervals)) / len(intervals)
+    mean = statistics.fmean(statistics.mean(of_group) for of_group in kept)
+    if any(len(of_group) < 2 for of_group in kept):
+        return mean, None, None
+    parts = [(statistics.variance(of_group) / len(of_group), len(of_group) - 1) for of_group in kept]
+    variance = sum(part for part, _ in parts)  # of the sum of the groups' means
+    if not variance:
+        return mean, mean, mean
+    freedom = variance**2 / sum(part**2 / of_group for part, of_group in parts)
+    half = t_975(freedom) * variance**0.5 / len(kept)
     return mean, mean - half, mean + half
 
 
@@ -224,6 +243,12 @@ def overlay(runs: dict[str, Rows], metrics: Sequence[str] | None, path: str | Pa
     draw_panels(panels, path)
 
 
+def free_name(path: Path) -> Path:
+    """The path, or path-2, path-3, ... where files of the names before are there."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return next(file for file in itertools.chain([path], numbered) if not file.exists())
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -233,8 +258,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--metric", nargs="+", metavar="NAME")
     parser.add_argument("--step", type=int, help="take the table's values from this training step")
     parser.add_argument("--latex", action="store_true", help="print the table for LaTeX")
-    parser.add_argument("--output", default="runs/compared.png", help="the picture's file (%(default)s)")
+    parser.add_argument("--output", help=f"the picture's file (default: {PICTURE}, or -2, -3 ...)")
     args = parser.parse_args(argv)
+    output = Path(args.output) if args.output else free_name(Path(PICTURE))
+    replaces = output.exists()
     try:
         folders, base_folders = find_folders(args.runs), find_folders(args.against)
         labels = labels_of([*folders, *base_folders])  # which tell runs of one name in two places apart
@@ -247,11 +274,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         of_step, against_of_step = (at_step(some, args.step, metrics) for some in (runs, against))
         table = comparison_table(of_step, against_of_step, metrics)
         print(as_latex(table) if args.latex else as_markdown(table))
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        overlay(against | runs, args.metric, args.output)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        overlay(against | runs, args.metric, output)
     except (OSError, ValueError) as error:
         sys.exit(f"tools.compare: error: {error}")
-    print(args.output)
+    print(f"{output} (replaced)" if replaces else output)
 
 
 if __name__ == "__main__":

@@ -299,6 +299,23 @@ def test_genevals_score_is_the_mean_of_its_parts(tmp_path, field, score):
 
 
 @pytest.mark.fast
+def test_a_part_of_one_prompt_has_a_mean_and_no_interval(tmp_path):
+    """And so has their mean; the other part keeps its own."""
+    prompts = PromptSet(list("abc"), [{"tag": part} for part in ("one", "two", "two")])
+    results = [
+        {"policy": policy, "seeds": "eval", "scores": {"geneval": scores}, "failed": {"geneval": 0}}
+        for policy, scores in (("base", [0.0, 0.0, 0.0]), ("other", [0.5, 0.0, 1.0]))
+    ]
+    made = bench.Bench("set", prompts, {"rewards": ["geneval"], "seeds": "eval"}, tmp_path)
+    table = bench.summarise(made, results)
+    assert json.loads(json.dumps(table[1]))["mean"] == [0.5, None, None]
+    whole, one, two = bench.as_markdown(made, table, ["base", "other"]).splitlines()[-3:]
+    assert whole.startswith("| geneval | 0.000 | 0.500, +0.500 (")
+    assert one.startswith("| geneval one | 0.000 | 0.500, +0.500 (")
+    assert two.startswith("| geneval two | 0.000 | 0.500, +0.500 [-5.853, +6.853]")
+
+
+@pytest.mark.fast
 def test_a_prompt_has_the_rewards_that_it_asks_for(inputs, tmp_path):
     """In one command: a file for one reward, and a file of which a part asks for the other one as well."""
     asked = [["redness", "brightness"], ["redness", "brightness"], ["redness"], ["redness"]]

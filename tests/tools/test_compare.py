@@ -85,16 +85,65 @@ def test_p_is_the_share_of_signs_that_give_as_large_a_sum():
     assert compare.comparison_table(a, b, ["val/ocr/mean"])[-1][-1].endswith(", p 0.031")
 
 
-@pytest.mark.parametrize("groups", [[range(3)], [range(40)], [range(20), range(20, 50), range(50, 60)]])
-def test_intervals_cover_at_95_percent(groups):
-    """Of few seeds, of many prompts, and of the mean of the means of parts."""
+def parts_of(*sizes):
+    """Groups of rows of these sizes."""
+    ends = np.cumsum(sizes).tolist()
+    return [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stds", "covering"),
+    [
+        ([3], [2], (0.935, 0.965)),
+        ([40], [2], (0.935, 0.965)),
+        ([20, 30, 10], [2, 2, 2], (0.935, 0.965)),
+        ([4] * 20, [2] * 20, (0.935, 0.97)),  # half-widths that add in quadrature cover 99.9 %
+        ([4] * 4, [2] * 4, (0.935, 0.975)),
+        ([2] * 6, [2] * 6, (0.935, 0.985)),  # 100 %, and 5 times as wide
+        ([5, 40], [6, 1], (0.925, 0.965)),
+    ],
+)
+def test_intervals_cover_at_95_percent(sizes, stds, covering):
+    """Of few seeds, of many prompts, and of the mean of the means of parts, with few prompts each and other spreads."""
     random = np.random.default_rng(0)
+    spread = np.repeat(stds, sizes)
     covered = 0
     for _ in range(4000):
-        drawn = random.normal(1.0, 2.0, size=groups[-1].stop).tolist()
-        _, low, high = compare.mean_interval(drawn, [list(rows) for rows in groups])
+        drawn = (1.0 + spread * random.normal(size=sum(sizes))).tolist()
+        _, low, high = compare.mean_interval(drawn, parts_of(*sizes))
         covered += low <= 1.0 <= high
-    assert 0.935 < covered / 4000 < 0.965
+    assert covering[0] < covered / 4000 < covering[1]
+
+
+def test_an_interval_of_two_groups_by_hand():
+    """Variances of the means 1 / 12 and 4 / 12: (5 / 12)^2 / (1 / 144 / 3 + 16 / 144 / 3) = 75 / 17 degrees, whose
+    quantile is 2.6772 by scipy."""
+    mean, low, high = compare.mean_interval([0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 2.0, 2.0], parts_of(4, 4))
+    half = 2.6772 * (5 / 12) ** 0.5 / 2
+    assert mean == 0.75
+    assert (mean - low, high - mean) == pytest.approx((half, half), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(1, 12.7062), (1.5, 6.0843), (4.5, 2.6593), (9, 2.2622), (120, 1.9799)]
+)
+def test_quantiles_of_students_t(freedom, quantile):
+    """By scipy.stats.t.ppf(0.975, freedom)."""
+    assert compare.t_975(freedom) == pytest.approx(quantile, rel=0.02 if freedom % 1 else 3e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "sizes", "expected"),
+    [
+        ([0.25], [1], (0.25, None, None)),
+        ([0.0, 1.0, 0.75], [2, 1], (0.625, None, None)),
+        ([0.5, 0.5, 1.0, 1.0], [2, 2], (0.75, 0.75, 0.75)),
+        ([0.5, None], [1, 1], None),
+    ],
+)
+def test_a_mean_without_an_interval(values, sizes, expected):
+    """A group of one value has a mean and no spread; a group of none has neither."""
+    assert compare.mean_interval(values, parts_of(*sizes)) == expected
 
 
 def test_seconds_are_the_median_of_training_steps():
@@ -153,3 +202,18 @@ def test_the_values_of_a_step_in_latex(tmp_path, capsys):
     told = "^tools.compare: error: --step 10: my_r#n-seed2 has not logged val/ocr/mean there"
     with pytest.raises(SystemExit, match=told):
         compare.main([*given, "10"])
+
+
+def test_an_older_picture_is_kept_or_named(tmp_path, monkeypatch, capsys):
+    """The default name is a free one. A name that is given is taken, and a line says what it replaces."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"training/global_step": 1, "val/ocr/mean": 0.5}\n')
+    pictures = []
+    for given in ([], [], [], ["--output", "runs/compared.png"], ["--output", "other.png"]):
+        compare.main(["runs/a", *given])
+        pictures.append(capsys.readouterr().out.splitlines()[-1])
+    assert pictures[:3] == ["runs/compared.png", "runs/compared-2.png", "runs/compared-3.png"]
+    assert pictures[3].startswith("runs/compared.png ") and pictures[4] == "other.png"
+    assert all((tmp_path / name.split(" ")[0]).is_file() for name in pictures)
