@@ -63,7 +63,7 @@ pack() {
 
 # try NAME LIMIT COMMAND...: at most LIMIT seconds, never beyond ENDS; output in logs/NAME.log, a line in the report
 try() {
-    local name=$1 limit=$2 began=$SECONDS left=$((ENDS - SECONDS)) status
+    local name=$1 limit=$2 began=$SECONDS left=$((ENDS - SECONDS)) status took
     shift 2
     wanted "$name" || return 1
     if [ "$TINY" ]; then limit=$ENDS; fi  # of a GPU
@@ -71,15 +71,19 @@ try() {
         say "- $name: not run, no time left"
         return 1
     fi
+    limit=$((limit < left ? limit : left))
     # not asked to stop: a run would finish its step and save, on the GPU that the next part measures
-    timeout --signal KILL $((limit < left ? limit : left)) "$@" > "$LOGS/$name.log" 2>&1
+    timeout --signal KILL $limit "$@" > "$LOGS/$name.log" 2>&1
     status=$?
+    took=$((SECONDS - began))
     if [ $status -eq 0 ]; then
-        say "- $name: $((SECONDS - began)) s"
-    elif [ $status -eq 137 ]; then
-        say "- $name: FAILED, its time was over after $((SECONDS - began)) s"
+        say "- $name: $took s"
+    elif [ $status -eq 137 ] && [ $took -ge $limit ]; then
+        say "- $name: FAILED, its time was over after $took s"
+    elif [ $status -eq 137 ] || grep -q 'Signal 9 (SIGKILL)' "$LOGS/$name.log"; then  # torchrun says so of a rank
+        say "- $name: FAILED, killed after $took s, within its time: no memory was left, as it seems"
     else
-        say "- $name: FAILED, status $status after $((SECONDS - began)) s: $(reason "$name")"
+        say "- $name: FAILED, status $status after $took s: $(reason "$name")"
     fi
     pack logs
     return $status

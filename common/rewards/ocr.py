@@ -8,6 +8,7 @@ image there is `ocr_scene`.
 
 import functools
 import logging
+import unicodedata
 from typing import Any
 
 from PIL.Image import Image
@@ -30,13 +31,13 @@ def score_texts(texts: list[str], prompts: list[str], contains: bool = False) ->
 
 
 def quoted_text(prompt: str) -> str:
-    """The text between a prompt's first two double quotes, in lower case and without white space.
+    """The text between a prompt's first two double quotes, as it is compared.
 
     Raises:
         ValueError: there is no such text.
     """
     parts = prompt.split('"')
-    text = "".join(parts[1].split()).lower() if len(parts) >= 3 else ""
+    text = compared(parts[1]) if len(parts) >= 3 else ""
     if not text:
         raise ValueError(f"OCR needs a prompt with text in double quotes, got: {prompt}")
     return text
@@ -46,13 +47,18 @@ def quoted_text(prompt: str) -> str:
 ocr.check = quoted_text  # type: ignore[attr-defined]
 
 
+def compared(text: str) -> str:
+    """The text in lower case, without white space, and in Unicode's form NFKC: the network reads digits and letters
+    also as full-width ones, such as \uff14 for 4, which look alike in an image."""
+    return "".join(unicodedata.normalize("NFKC", text).split()).lower()
+
+
 def ocr_score(recognized: str, target: str, contains: bool = False) -> float:
-    """1 - min(Levenshtein, len(target)) / len(target), in [0, 1]. White space and case do not count in either text.
+    """1 - min(Levenshtein, len(target)) / len(target), in [0, 1], of both texts as they are `compared`.
 
     contains: the score is 1 if the target, which is not empty, is part of the recognised text.
     """
-    recognized = "".join(recognized.split()).lower()
-    target = "".join(target.split()).lower()
+    recognized, target = compared(recognized), compared(target)
     if contains and target in recognized:
         return 1.0
     return 1 - min(levenshtein(recognized, target), len(target)) / len(target)

@@ -68,6 +68,10 @@ def test_levenshtein(a, b, distance):
         ("9876543210", "ab", 0.0, 0.0),  # capped at len(target)
         ("4 7\t1\n1", "4711", 1.0, 1.0),
         ("\u3000HeLLo World\u00a0", "helloworld", 1.0, 1.0),
+        ("\uff14\uff17\uff11\uff11", "4711", 1.0, 1.0),  # full-width digits, which the network has as well
+        ("4711", "\uff14\uff17\uff11\uff11", 1.0, 1.0),
+        ("\uff28\uff25\uff2c\uff2c\uff2f\uff01", "hello!", 1.0, 1.0),
+        ("\u00b2\u2460", "21", 1.0, 1.0),  # superscripts and digits in circles
     ],
 )
 def test_ocr_score(recognized, target, plain, contains):
@@ -78,6 +82,7 @@ def test_ocr_score(recognized, target, plain, contains):
 def test_quoted_text():
     assert quoted_text('a sign "47 11" by "someone"') == "4711"
     assert quoted_text('"New\tYork\u00a0 CITY"') == "newyorkcity"
+    assert quoted_text('"\uff14\uff17"') == "47"
     for prompt in ("a sign", 'a sign "12', 'a sign ""', 'a sign " \t"', ""):
         with pytest.raises(ValueError, match="double quotes"):
             quoted_text(prompt)

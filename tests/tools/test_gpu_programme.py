@@ -90,6 +90,8 @@ def test_a_part_that_fails_and_one_without_time(tmp_path):
         ROOT={ROOT}; LIMIT=100; . {PROGRAMS}/env.sh
         try bad 10 bash -c 'echo "ValueError: /some/where/x.py is bad"; echo after; exit 3'
         try slow 1 sleep 5
+        try killed 10 bash -c 'kill -9 $$'
+        try rank 10 bash -c 'echo "traceback : Signal 9 (SIGKILL) received by PID 7"; exit 1'
         try good 10 echo fine
         ENDS=0; try late 10 echo fine
         end
@@ -99,6 +101,8 @@ def test_a_part_that_fails_and_one_without_time(tmp_path):
     report = (tmp_path / "call9.md").read_text()
     assert re.search(r"^- bad: FAILED, status 3 after \d+ s: ValueError: x.py is bad$", report, re.MULTILINE)
     assert re.search(r"^- slow: FAILED, its time was over after \d+ s$", report, re.MULTILINE)
+    for name in ("killed", "rank"):  # by the kernel, where memory is full: of a program, and of a rank of torchrun
+        assert re.search(rf"^- {name}: FAILED, killed after \d+ s, .*memory", report, re.MULTILINE)
     assert re.search(r"^- good: \d+ s$", report, re.MULTILINE)
     assert "- late: not run, no time left\n" in report
     with tarfile.open(tmp_path / "call9.tar.gz") as tar:
