@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # importing it takes seconds
 
 SMALL_SIZE = (32, 96)
 LFS_POINTER = b"version https://git-lfs"  # how the small file begins that a clone without git-lfs has for a large one
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt")  # of tokenizers; those of sentencepiece are *.model
 NETWORKS = ("transformer", "vae", *ENCODERS)  # how the names of the components begin that have weights
 STEM = "(diffusion_pytorch_model|pytorch_model|model)"
 # A file of weights: stem, shard, variant, shard, format. A shard's number stands behind the variant, formerly before it
@@ -139,7 +140,7 @@ def check_unquantised(model: str | Path) -> None:
     """ValueError: a component is quantised, by the configs of a folder, or of a hub id as far as they are cached."""
     folder = known_folder(model)
     for config in sorted(folder.glob("*/config.json")) if folder else ():
-        with error_prefix(config):
+        with error_prefix(config, Exception):  # whatever a file that is no config has in it
             is_quantised = json.loads(config.read_text(encoding="utf-8")).get("quantization_config")
         if is_quantised:
             what = f"{config.parent.name} is quantised: pass the full weights, in diffusers' layout"
@@ -149,7 +150,7 @@ def check_unquantised(model: str | Path) -> None:
 def check_weight_files(model: str | Path, needs_weights: bool = True) -> None:
     """Read the header of each file of weights that a folder's components load; a hub id is not looked at.
 
-    needs_weights: whether each network must have weights.
+    needs_weights: whether all that the pipeline's class takes must be there, and each network's weights.
 
     Raises:
         ValueError: naming the file, which git-lfs has not fetched, which has no header that fits it, or which is
@@ -157,7 +158,7 @@ def check_weight_files(model: str | Path, needs_weights: bool = True) -> None:
     """
     if not (Path(model) / "model_index.json").is_file():
         return
-    for folder in components(model):
+    for folder in components(model, needs_all=needs_weights):
         if not folder.is_dir():  # diffusers makes a tokenizer of nothing in some cases
             raise ValueError(f"--model {model}: {folder.name}/ is missing, which model_index.json names")
         weights = find_weights(file.name for file in folder.iterdir())
@@ -167,6 +168,10 @@ def check_weight_files(model: str | Path, needs_weights: bool = True) -> None:
                     raise ValueError("config.json is missing")
                 if needs_weights and not weights.files:
                     raise ValueError("no weights in it (*.safetensors or *.bin)")
+            if folder.name.startswith("tokenizer") and not any(
+                file.name in VOCABULARIES or file.suffix == ".model" for file in folder.iterdir()
+            ):  # of which transformers makes a tokenizer that knows no word
+                raise ValueError(f"no vocabulary in it ({', '.join(VOCABULARIES)} or *.model)")
             shards = {name for name in weights.files.values() if "-of-" in name and name.endswith("safetensors")}
             indices = {name for name in weights.files.values() if name.endswith(".json")}
             if shards and not indices:
@@ -193,23 +198,29 @@ def check_header(file: Path) -> None:
         pass
 
 
-def components(model: str | Path) -> list[Path]:
+def components(model: str | Path, needs_all: bool = False) -> list[Path]:
     """The folders of the components that the pipeline in a folder has, by its model_index.json; some may be missing.
 
     Raises:
-        ValueError: the file cannot be read, or names no transformer and no VAE.
+        ValueError: the file cannot be read or, with needs_all, lacks a component that the pipeline's class takes.
     """
+    import diffusers  # slow
+
     index = Path(model) / "model_index.json"
-    with error_prefix(index, Exception):
+    with error_prefix(f"--model {model}: model_index.json", Exception):
+        entries = json.loads(index.read_text(encoding="utf-8"))
         # a component is [library, class]; other entries are numbers, versions, and [null, null] where there is none
         found = [
             index.parent / name
-            for name, value in json.loads(index.read_text(encoding="utf-8")).items()
+            for name, value in entries.items()
             if isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value)
         ]
-        for name in ("transformer", "vae", "scheduler"):
-            if name not in [folder.name for folder in found]:
-                raise ValueError(f"names no {name}")
+        lacking = {"transformer", "vae", "scheduler"} - {folder.name for folder in found}
+        if needs_all:
+            parameters = inspect.signature(getattr(diffusers, entries["_class_name"])).parameters.values()
+            lacking |= {one.name for one in parameters if one.default is one.empty} - entries.keys()
+        if lacking:
+            raise ValueError(f"names no {', '.join(sorted(lacking))}")
     return found
 
 
@@ -382,6 +393,24 @@ def load_model(
     return loaded
 
 
+def check_transformer(folder: Path) -> None:
+    """ValueError: the files of a transformer lack a weight that its config has: diffusers would draw it at random."""
+    part = folder / "transformer"
+    names = find_weights(file.name for file in part.iterdir()).files.values()
+    held: set[str] = set()
+    for name in names:
+        if not name.endswith((".safetensors", ".json")):
+            return  # a pickle has no header to read
+        if name.endswith(".safetensors"):
+            with safe_open(part / name, framework="pt") as opened:
+                held |= set(opened.keys())
+    wanted = [name for name, _ in pipeline_without_weights(folder).transformer.named_parameters()]
+    lacking = [name for name in wanted if name not in held]
+    if lacking:
+        count = f"{len(lacking)} of its {len(wanted)} weights"
+        raise ValueError(f"transformer: its files lack {count}, such as {lacking[0]}")
+
+
 def load_pipeline(model: str | Path, dtype: torch.dtype) -> "diffusers.DiffusionPipeline":
     """diffusers' pipeline of a folder or hub id, its VAE in fp32, without the encoders that it was saved without.
 
@@ -393,6 +422,7 @@ def load_pipeline(model: str | Path, dtype: torch.dtype) -> "diffusers.Diffusion
     folder = downloaded(model)
     for name, variant in variants_of(folder).items():
         print_message(f"--model {model}: {name} has no plain weights: loading its variant {variant}")
+    check_transformer(folder)
     with plain_weights(folder) as plain:
         index = DiffusionPipeline.load_config(str(plain))
         missing = {name: None for name, value in index.items() if value == [None, None]}  # as SD3's T5 may be

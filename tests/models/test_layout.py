@@ -227,6 +227,81 @@ def test_a_component_whose_folder_is_missing_is_named(copy):
         check_weight_files(copy)
 
 
+def edit_index(change):
+    """A spoiler that changes what model_index.json says."""
+
+    def spoil(folder):
+        path = folder / "model_index.json"
+        index = json.loads(path.read_text())
+        change(index)
+        path.write_text(json.dumps(index))
+
+    return spoil
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda folder: (folder / "model_index.json").write_text(""), "model_index.json: "),
+        (lambda folder: (folder / "model_index.json").write_text("[1]"), "model_index.json: "),
+        *(
+            (edit_index(lambda index, name=name: index.pop(name)), f"model_index.json: names no {name}$")
+            for name in ("transformer", "vae", "scheduler", "text_encoder", "tokenizer_2")
+        ),
+        (edit_index(lambda index: index.update(vae=[None, None])), "model_index.json: names no vae$"),
+        *(
+            (lambda folder, name=name: shutil.rmtree(folder / name), f"{name}/ is missing")
+            for name in ("transformer", "scheduler", "tokenizer")
+        ),
+        (lambda folder: (folder / "text_encoder/config.json").unlink(), "text_encoder: config.json is missing"),
+        (lambda folder: next((folder / "vae").glob("*.safetensors")).unlink(), "vae: no weights in it"),
+        (lambda folder: (folder / "tokenizer/tokenizer.json").unlink(), "tokenizer: no vocabulary in it"),
+        (
+            lambda folder: (folder / "transformer/diffusion_pytorch_model.safetensors.index.json").write_text("{}"),
+            "transformer: diffusion_pytorch_model.safetensors.index.json: ",
+        ),
+    ],
+)
+def test_a_folder_that_lacks_something_is_told_before_it_loads(copy, spoil, told):
+    spoil(copy)
+    assert re.match(f"--model {copy}: {told}", refusal(copy))
+
+
+@pytest.mark.fast
+def test_a_config_that_is_a_list_is_told(copy):
+    (copy / "transformer/config.json").write_text("[]")
+    assert f"{copy}/transformer/config.json: " in refusal(copy)
+
+
+def test_a_shard_or_the_shards_index_is_missing(copy):
+    loaded = load(copy)
+    shutil.rmtree(copy / "transformer")
+    loaded.transformer.save_pretrained(copy / "transformer", max_shard_size="1MB")
+    shard = min((copy / "transformer").glob("*.safetensors"))
+    content = shard.read_bytes()
+    shard.unlink()
+    index = "diffusion_pytorch_model.safetensors.index.json"
+    assert refusal(copy) == f"--model {copy}: transformer: {shard.name} is missing, which {index} names"
+    shard.write_bytes(content)
+    (copy / "transformer" / index).unlink()
+    assert f"transformer: {shard.name} is a shard, and the index" in refusal(copy)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("lacking", [1, 138])
+def test_a_transformer_without_some_of_its_weights_is_no_model(copy, lacking):
+    """diffusers would draw them at random, with a warning alone."""
+    (file,) = (copy / "transformer").glob("*.safetensors")
+    tensors = load_file(file)
+    names = sorted(dict(load(copy).transformer.named_parameters()))
+    kept = {name: tensor for name, tensor in tensors.items() if name not in names[:lacking]}
+    save_file(kept, file, {"format": "pt"})
+    fault = rf"transformer: its files lack {lacking} of its {len(names)} weights, such as \S+$"
+    with pytest.raises(RunError, match=f"^--model {copy}: {fault}"):
+        load(copy)
+
+
 def test_sd3_without_t5(copy):
     """Its place in the conditioning is zeros, as in the stock pipeline, and the plan counts no bytes for it."""
     from common.plan.memory import build_pipeline
