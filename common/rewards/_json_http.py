@@ -70,12 +70,15 @@ def read_server(prefix: str, example_url: str, concurrency: int) -> Server:
     url = text_setting(f"{prefix}_URL", example_url).rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{prefix}_URL={url}: must begin with http:// or https://, for example {example_url}")
+    api_key = os.environ.get(f"{prefix}_API_KEY", "").strip()
+    if not api_key.isascii() or not api_key.isprintable():  # the key itself is not shown
+        raise ValueError(f"{prefix}_API_KEY: has a character that no header of HTTP can have")
     return Server(
         url=url,
         concurrency=number_setting(f"{prefix}_CONCURRENCY", concurrency, 1),
         timeout_s=number_setting(f"{prefix}_TIMEOUT_S", 120.0, 0.001),
         retries=number_setting(f"{prefix}_RETRIES", 4, 0),
-        api_key=os.environ.get(f"{prefix}_API_KEY", "").strip(),
+        api_key=api_key,
     )
 
 

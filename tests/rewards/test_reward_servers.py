@@ -607,6 +607,8 @@ SETTINGS = {
         ({"RETRIES": "-1"}, "VLM_JUDGE_RETRIES=-1: must be a whole number, at least 0"),
         ({"CONCURRENCY": "2.5"}, "VLM_JUDGE_CONCURRENCY=2.5: must be a whole number, at least 1"),
         ({"TIMEOUT_S": "inf"}, "VLM_JUDGE_TIMEOUT_S=inf: must be a number, at least 0.001"),
+        ({"API_KEY": "a\u0436"}, "VLM_JUDGE_API_KEY: has a character that no header of HTTP can have"),
+        ({"API_KEY": "two\nlines"}, "VLM_JUDGE_API_KEY: has a character that no header of HTTP can have"),
     ],
     "http_scorer": [
         ({"URL": ""}, "HTTP_SCORER_URL is not set; for example HTTP_SCORER_URL=http://127.0.0.1:8080"),
