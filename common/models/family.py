@@ -54,6 +54,7 @@ class Family(ABC):
     has_negative_prompt = True  # whether guidance moves away from one
     makes_videos = False  # if it does, --num_frames counts, and offline DPO refuses it: it has no `encode_vae`
     attention_kernels: tuple[str, ...] = ("native", "cudnn", "flash")  # that its transformer can take (--attention)
+    masks_attention = False  # if its transformer passes a mask, as prompts are padded: then "native" alone
     is_split_by_engine = True  # whether vLLM-Omni splits its transformer over workers (--engine_devices)
     # The least and the most source images of a prompt, for a model that edits: all records of a run have equally many.
     num_sources = (0, 0)

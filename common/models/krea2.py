@@ -30,7 +30,8 @@ class Krea2(Family):
     A prompt has the states of several layers of the text encoder, which the transformer joins in blocks of its own.
     """
 
-    attention_kernels = ("native", "cudnn")  # flash takes no mask, and prompts are padded
+    attention_kernels = ("native",)
+    masks_attention = True
     lora_target_modules = ATTENTION
     is_split_by_engine = False  # vLLM-Omni's transformer has layers that every worker would hold whole
 

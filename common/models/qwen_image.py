@@ -22,7 +22,8 @@ class QwenImage(Family):
     """The transformer takes tokens (B, h w / 4, 4 C), each of 2 x 2 latents; `forward` packs them."""
 
     longest_prompt = 1024
-    attention_kernels = ("native", "cudnn")  # flash takes no mask, and prompts are padded
+    attention_kernels = ("native",)
+    masks_attention = True
     lora_target_modules = JOINT_ATTENTION
 
     @staticmethod

@@ -17,7 +17,8 @@ from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sig
 class ZImage(Family):
     """The transformer takes lists of images and of prompts, and 1 - t / 1000 as its timestep. It returns -v."""
 
-    attention_kernels = ("native", "cudnn")  # flash takes no mask, and prompts are padded
+    attention_kernels = ("native",)
+    masks_attention = True
     lora_target_modules = ATTENTION
     # no engine_pipeline: vLLM-Omni's calls the scheduler itself, image by image, where we have no hook
 

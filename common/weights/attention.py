@@ -13,6 +13,11 @@ from common.models.loading import family_class
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+# why a kernel is refused where the transformer passes a mask
+WITH_A_MASK = {
+    "cudnn": "its gradients become NaN beside a mask (pytorch issue 196678), which {} passes: take native",
+    "flash": "it takes no mask, which {} passes: take native",
+}
 DIFFUSERS_NAMES = {"native": "native", "cudnn": "_native_cudnn", "flash": "flash"}
 SDPA_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION}  # of torch, for Stable Diffusion 3, which calls torch directly
 ENGINE_NAMES = {"native": "TORCH_SDPA", "cudnn": "CUDNN_ATTN", "flash": "FLASH_ATTN"}  # vLLM-Omni's
@@ -31,11 +36,13 @@ def check_attention(attention: str, model: str, dtype: str, family: str | None =
         raise ValueError(f"{given}: needs a GPU; a CPU has native alone")
     if dtype != "bfloat16":
         raise ValueError(f"{given}: needs --dtype bfloat16")
-    if attention == "flash" and importlib.util.find_spec("flash_attn") is None:
-        raise ValueError(f"{given}: needs the package flash-attn (pip install flash-attn)")
     found = family_class(model, family)
+    if found.masks_attention:
+        raise ValueError(f"{given}: {WITH_A_MASK[attention].format(found.__name__)}")
     if attention not in found.attention_kernels:
         raise ValueError(f"{given}: {found.__name__} takes {' or '.join(found.attention_kernels)}")
+    if attention == "flash" and importlib.util.find_spec("flash_attn") is None:
+        raise ValueError(f"{given}: needs the package flash-attn (pip install flash-attn)")
 
 
 def use_attention(model: Family, attention: str) -> None:

@@ -47,8 +47,10 @@ def test_options_that_do_not_fit_the_kernel_are_named(has_gpu, monkeypatch, tmp_
     check_attention("flash", flux, "bfloat16")
     with pytest.raises(ValueError, match="^--attention flash: StableDiffusion3 takes native or cudnn$"):
         check_attention("flash", EMBEDDED, "bfloat16")
-    with pytest.raises(ValueError, match="^--attention flash: QwenImage takes native or cudnn$"):
-        check_attention("flash", str(make_checkpoint("qwen_image", tmp_path / "masked")), "bfloat16")
+    masked = str(make_checkpoint("qwen_image", tmp_path / "masked"))
+    for kernel, why in (("flash", "mask"), ("cudnn", "NaN .* 196678")):
+        with pytest.raises(ValueError, match=f"^--attention {kernel}: .*{why}.*QwenImage.* native$"):
+            check_attention(kernel, masked, "bfloat16")
 
 
 def velocity_of(folder, prompts):
@@ -87,8 +89,9 @@ def test_native_is_never_cudnns_kernel():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_flash_is_offered_where_no_mask_is_passed(name, tmp_path, monkeypatch):
-    """diffusers' flash refuses a mask. Two prompts of different lengths show whether the transformer passes one."""
+def test_only_native_is_offered_where_a_mask_is_passed(name, tmp_path, monkeypatch):
+    """flash refuses a mask, and cuDNN's gradient can be NaN. Two prompts of different lengths show whether there is
+    one."""
     masks = []
     backends = attention_dispatch._AttentionBackendRegistry._backends
     native = backends[AttentionBackendName.NATIVE]
@@ -102,7 +105,8 @@ def test_flash_is_offered_where_no_mask_is_passed(name, tmp_path, monkeypatch):
     velocity()
     if not masks:
         pytest.skip("this transformer does not ask diffusers for its kernel")
-    assert any(masks) == ("flash" not in model.attention_kernels)
+    assert any(masks) == model.masks_attention == ("flash" not in model.attention_kernels)
+    assert not (model.masks_attention and "cudnn" in model.attention_kernels)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
