@@ -3,6 +3,8 @@
 import functools
 import importlib.util
 import os
+import shutil
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +99,10 @@ def check_inputs(
         shard_ranks=args.shard_ranks,
         train_with=args.train_with,
     )
+    if "compile" in args.train_with:
+        check_compiler("--train_with compile")
+    if options.get("rollout") == "vllm" and "compile" in options["engine_with"]:
+        check_compiler("--engine_with compile")
     if args.eval_by:
         check_field(inputs.eval_set, args.eval_by)
     check_pictures(args, inputs)
@@ -135,6 +141,37 @@ def check_inputs(
         try_rewards(tried, prompts, args.image_size, args.num_frames, call_sizes(args, inputs, group_size))
     offload_rewards(dict(inputs.all_rewards))  # networks leave the GPU to the model that loads now, if asked
     return inputs
+
+
+def check_compiler(option: str) -> None:
+    """ValueError, in one line that names the option: this machine lacks what torch.compile needs.
+
+    On a CPU that is a C++ compiler; on a GPU Triton, which builds its launchers with a C compiler. Both compile against
+    Python's headers.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler  # slow
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton, has_triton_package
+
+    missing = None
+    if torch.cuda.is_available():
+        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+        if not has_triton_package():
+            missing = "Triton, which is not installed: pip install triton"
+        elif not has_triton():
+            missing = "a GPU that Triton knows, of compute capability 7.0 or later"
+        elif not compiler or not shutil.which(compiler):
+            missing = f"a C compiler, and there is no {compiler or 'gcc'} (apt install gcc, or set CC)"
+    else:
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            missing = f"a C++ compiler, and there is no {os.environ.get('CXX', 'g++')} (apt install g++, or set CXX)"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not missing and not header.exists():
+        missing = f"Python's headers, and there is no {header} (apt install python3-dev)"
+    if missing:
+        raise ValueError(f"{option}: needs {missing}; or leave compile out")
 
 
 def check_asked(args: SharedArgs, inputs: Inputs) -> None:

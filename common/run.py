@@ -29,7 +29,7 @@ from common.models.family import Family
 from common.options import RatioArgs, SharedArgs
 from common.plots import TRAIN_TOTAL, VAL_TOTAL, WATCHED, Picture, drawn_metrics, plot_curves, save_grid
 from common.process import catch_stop_signals, is_killed_early, print_message, print_once, printable, stop_requested
-from common.profiling import Utilisation, profiled_step
+from common.profiling import Utilisation, compile_hint, profiled_step
 from common.recorded_options import as_recorded, code_values
 from common.resuming import checkpoint_of, report_resumed, rewind, step_of_best
 from common.run_record import (
@@ -366,6 +366,12 @@ class Run:
             shown = {"reward": TRAIN_TOTAL, **self._shown}
             self.bar.set_postfix({label: f"{metrics[name]:.3f}" for label, name in shown.items() if name in metrics})
             self.bar.update(step - self.bar.n)
+            may_compile = torch.cuda.is_available() and not self.args.base_weights
+            if may_compile and "compile" not in self.args.train_with and step == self.bar.initial + 2:
+                # of the second step, as the first one also warms up
+                line = compile_hint(metrics["timing_s/step"], self.args.num_steps - step)
+                if line:
+                    self.print_message(f"step {step}: {line}")
         if metrics.get("critic/rewards/zero_std_ratio") == 1 and not self._has_warned:
             self._has_warned = True
             self.print_message(

@@ -2,15 +2,21 @@
 
 import subprocess
 import sys
+import sysconfig
+import time
 from dataclasses import replace
 
 import flow_grpo
 from common.checkpoints import FORMAT, save_checkpoint
 from common.command_line import parse_args
+from common.inputs import check_compiler
 from common.resuming import report_resumed
-from tests.conftest import ROOT, new_run
+from tests.conftest import ROOT, TINY, new_run, run_here
 
 import pytest
+import torch
+import torch._inductor.config
+from torch.utils import _triton
 
 SCRIPTS = ["flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "dpo_offline.py", "diffusion_nft.py"]
 SLOW = {"diffusers", "transformers", "peft", "matplotlib", "wandb", "rapidocr", "onnxruntime", "vllm", "torch._dynamo"}
@@ -58,6 +64,44 @@ def test_a_wrong_option_is_refused_before_the_slow_imports(tmp_path):
     assert [line for line in done.stderr.splitlines() if line in first_lines] == expected
 
 
+@pytest.mark.fast
+def test_without_a_compiler_compile_is_refused_before_the_model_loads(tmp_path, monkeypatch, capfd):
+    options = [*TINY, "--rollout", "local", "--reward", "jpeg_incompressibility", "--train_with", "compile"]
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-c++"))
+    monkeypatch.setenv("CXX", "no-such-c++")
+    line = run_here(tmp_path, "flow_grpo.py", *options)
+    assert line.startswith("flow_grpo.py: error: --train_with compile: needs a C++ compiler, and there is no no-such-c++")
+    assert "loading" not in capfd.readouterr().err
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("lacking", "named"),
+    [("triton", "Triton, "), ("capability", "7.0"), ("CC", "no no-such-cc "), ("gcc", "no gcc "), ("header", "Python.h ")],
+)
+def test_what_compiling_on_a_gpu_lacks_is_named(lacking, named, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    there = {"triton", "capability"}
+    monkeypatch.setattr(_triton, "has_triton_package", lambda: "triton" in there)
+    monkeypatch.setattr(_triton, "has_triton", lambda: "capability" in there)
+    monkeypatch.delenv("CC", raising=False)
+    header = tmp_path / "Python.h"
+    header.touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    (tmp_path / "gcc").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check_compiler("--train_with compile")
+    there.discard(lacking)
+    if lacking == "header":
+        header.unlink()
+    elif lacking == "gcc":
+        (tmp_path / "gcc").unlink()
+    elif lacking == "CC":
+        monkeypatch.setenv("CC", "no-such-cc")
+    with pytest.raises(ValueError, match=f"^--engine_with compile: needs .*{named}"):
+        check_compiler("--engine_with compile")
+
+
 # ---- lines -----------------------------------------------------------------------------------------------------------
 def take_steps(run, steps):
     """Take training steps, of which nothing is learned from the second on."""
@@ -98,6 +142,29 @@ def test_rollouts_of_equal_rewards_are_reported_once(tmp_path, capsys):
     warning = "step 2: every image scores as the others of its prompt do: nothing is learned from them\n"
     shown = capsys.readouterr().out
     assert shown.count(warning) == 1 and shown.count("nothing is learned") == 1
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("changes", "is_said"),
+    [({}, True), ({"num_steps": 8}, False), ({"train_with": ("compile",)}, False), ({"base_weights": "int8"}, False)],
+)
+def test_a_long_eager_run_on_a_gpu_says_what_compiling_saves(changes, is_said, tmp_path, capsys, monkeypatch):
+    """Of steps of 300 s, the first one of which takes longer: the rest of 22 takes more than half an hour."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    run = new_run(tmp_path, **{"num_steps": 22} | changes)
+    for step in (1, 2, 3):
+        run.begin_step(step)
+        clock[0] += 900 if step == 1 else 300
+        run.log({})
+    said = [line for line in capsys.readouterr().out.splitlines() if "--train_with compile" in line]
+    assert len(said) == is_said
+    # 20 steps of 300 s, of which 1 - 1 / 1.74 would be saved
+    assert not said or (said[0].startswith("step 2: 20 ") and "1.7 h" in said[0] and "0.7 h" in said[0])
 
 
 @pytest.mark.fast
