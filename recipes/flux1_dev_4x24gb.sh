@@ -8,7 +8,7 @@
 # To see its memory before you start: python -m tools.plan rtx4090 recipes/flux1_dev_4x24gb.sh
 ${LAUNCH:-torchrun --standalone --nproc_per_node 4} flow_grpo.py \
     --model black-forest-labs/FLUX.1-dev --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
-    --rollout local --train_with activation_checkpointing gather_blocks --prompt_cache embeddings \
+    --rollout local --train_with activation_checkpointing gather_blocks compile --prompt_cache embeddings \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \
     --lr_schedule constant --kl_coef 0 --num_steps 30 \
     --num_inference_steps 6 --guidance_scale 3.5 --noise_level 0.9 --sde_window_size 2 --sde_window_range 0 5 \

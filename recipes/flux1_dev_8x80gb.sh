@@ -1,14 +1,15 @@
 #!/bin/bash
-# FLUX.1-dev by Flow-GRPO on eight 80 GB GPUs (H100), vLLM-Omni engines. Never run by us on a GPU.
+# FLUX.1-dev by Flow-GRPO on eight 80 GB GPUs (H100); the trainer samples. Never run by us on a GPU.
 # Add your own --name, --train_prompts, --eval_prompts and --reward; options that you add override those in this file.
 # From Flow-GRPO's code (config/grpo.py, pickscore_flux): size, the LoRA's rank, steps, guidance, noise, training on all
 # steps except the last, 48 x 24 images, two optimizer steps per rollout, learning rate, Adam's epsilon, clip range,
 # average (0.9 every eighth optimizer step), micro-batch. Ours: a LoRA of the attention alone, 256 tokens (there 128),
-# the engine's batch, prompt cache.
+# prompt cache.
+# With vLLM-Omni engines, which we have never run on a GPU: --rollout vllm --rollout_batch_size 8
 # To see its memory before you start: python -m tools.plan h100-80 recipes/flux1_dev_8x80gb.sh
 ${LAUNCH:-torchrun --standalone --nproc_per_node 8} flow_grpo.py \
     --model black-forest-labs/FLUX.1-dev --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
-    --rollout_batch_size 8 --prompt_cache embeddings \
+    --rollout local --prompt_cache embeddings --train_with compile \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \
     --lr_schedule constant --kl_coef 0 --num_steps 30 \
     --num_inference_steps 6 --guidance_scale 3.5 --noise_level 0.9 --sde_window_size 0 \

@@ -2,7 +2,7 @@
 # FLUX.2-klein base 4B. Add your own --reward.
 #     bash recipes/flux2_klein.sh flow_grpo.py --name mine --train_prompts train.txt --eval_prompts test.txt
 # Options that you add override those in this file. It starts eight ranks unless LAUNCH says otherwise.
-# Never run by us on a GPU.
+# Never run by us on a GPU. The trainer samples; with --rollout vllm added, vLLM-Omni engines do.
 # Shared: size, tokens, the LoRA's rank, evaluation steps and Adam's epsilon, from Flow-Factory's examples for klein
 # base (examples/grpo and nft, lora/flux2_klein_base; the GRPO example is set to the 9B model). Ours: a LoRA of the
 # attention alone (there also of the feed-forward layers), micro-batch, and evaluations at the size of training (there
@@ -11,13 +11,14 @@ script=${1:?"which script, flow_grpo.py for example"}
 settings=(
     --model black-forest-labs/FLUX.2-klein-base-4B --dtype bfloat16 --image_size 384 384 --max_sequence_length 512
     --lora_rank 64 --lora_alpha 128 --adam_eps 1e-8
-    --eval_num_inference_steps 28 --micro_batch_size 4
+    --eval_num_inference_steps 28 --micro_batch_size 4 --train_with compile
 )
 case ${SETTINGS_OF:-$script} in
     flow_grpo.py)
         # Flow-Factory's example for GRPO. It averages the weights by 0.9 every eighth optimizer step, which is 0.987
         # per step.
         settings+=(
+            --rollout local
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group --ema_decay 0.987
             --lr_schedule constant --kl_coef 0 --num_steps 30
             --num_inference_steps 8 --guidance_scale 4 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
@@ -27,6 +28,7 @@ case ${SETTINGS_OF:-$script} in
     grpo_guard.py)
         # The same with GRPO-Guard's clip range for text in pictures. Ours: the combination, without average.
         settings+=(
+            --rollout local
             --learning_rate 3e-4 --clip_range 2e-6 --scale_rewards group
             --lr_schedule constant --kl_coef 0 --num_steps 30
             --num_inference_steps 8 --guidance_scale 4 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
@@ -37,6 +39,7 @@ case ${SETTINGS_OF:-$script} in
         # The same with a window that moves. Ours: the combination, without average; the images of a prompt start from
         # one noise.
         settings+=(
+            --rollout local
             --learning_rate 3e-4 --clip_range 1e-4 --scale_rewards group
             --lr_schedule constant --kl_coef 0 --num_steps 30 --iters_per_group 25
             --num_inference_steps 8 --guidance_scale 4 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4
@@ -55,6 +58,7 @@ case ${SETTINGS_OF:-$script} in
         # Flow-Factory's example for DiffusionNFT. Ours: no guidance (there 4), and every timestep is trained (there two
         # of the first half).
         settings+=(
+            --rollout local
             --learning_rate 1e-4 --nft_beta 0.1 --kl_coef 0 --decay_schedule linear_to_0_5 --scale_rewards group
             --num_inference_steps 8
             --num_prompts 48 --group_size 16 --updates_per_rollout 1

@@ -12,7 +12,7 @@
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model Qwen/Qwen-Image-Edit-2509 --dtype bfloat16 --image_size 384 384 --max_sequence_length 512 \
     --negative_prompt " " \
-    --rollout local --train_with activation_checkpointing \
+    --rollout local --train_with activation_checkpointing compile \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \
     --lr_schedule constant --kl_coef 0 --num_steps 30 \
     --num_inference_steps 10 --guidance_scale 4 --noise_level 1.0 --sde_window_size 1 --sde_window_range 1 4 \

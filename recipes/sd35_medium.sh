@@ -2,7 +2,7 @@
 # Stable Diffusion 3.5 medium, text in pictures: each prompt has the text to draw in double quotes.
 #     bash recipes/sd35_medium.sh flow_grpo.py --name mine --train_prompts train.txt --eval_prompts test.txt
 # Options that you add override those in this file. It starts eight ranks unless LAUNCH says otherwise.
-# Never run by us on a GPU.
+# Never run by us on a GPU. The trainer samples; with --rollout vllm added, vLLM-Omni engines do.
 # Shared: size, LoRA, evaluation steps, micro-batch and Adam's epsilon, from Flow-GRPO's code (config/grpo.py,
 # general_ocr_sd3).
 # Ours: bf16 (there fp16) and 256 tokens per prompt (there 128).
@@ -12,7 +12,7 @@ script=${1:?"which script, flow_grpo.py for example"}
 settings=(
     --model stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --image_size 512 512 --max_sequence_length 256
     --lora_rank 32 --lora_alpha 64 --adam_eps 1e-8
-    --eval_num_inference_steps 40 --micro_batch_size 9
+    --eval_num_inference_steps 40 --micro_batch_size 9 --train_with compile
     --reward ocr_scene_contains
 )
 case ${SETTINGS_OF:-$script} in
@@ -20,6 +20,7 @@ case ${SETTINGS_OF:-$script} in
         # Flow-GRPO's code, general_ocr_sd3. It averages the weights by 0.9 every eighth optimizer step, which is 0.987
         # per step.
         settings+=(
+            --rollout local
             --learning_rate 3e-4 --clip_range 1e-4 --kl_coef 0.04 --ema_decay 0.987
             --lr_schedule constant --num_steps 30
             --num_inference_steps 10 --guidance_scale 4.5 --noise_level 0.7 --sde_window_size 0
@@ -30,6 +31,7 @@ case ${SETTINGS_OF:-$script} in
         # GRPO-Guard's clip range for text in pictures. Ours: Flow-GRPO's learning rate, sampling and images, without KL
         # and average.
         settings+=(
+            --rollout local
             --learning_rate 3e-4 --clip_range 2e-6
             --lr_schedule constant --kl_coef 0 --num_steps 30
             --num_inference_steps 10 --guidance_scale 4.5 --noise_level 0.7 --sde_window_size 0
@@ -40,6 +42,7 @@ case ${SETTINGS_OF:-$script} in
         # Ours: Flow-GRPO's settings with a window of two steps, without KL and average. MixGRPO's script for FLUX has
         # the same clip range.
         settings+=(
+            --rollout local
             --learning_rate 3e-4 --clip_range 1e-4
             --lr_schedule constant --kl_coef 0 --num_steps 30 --iters_per_group 25
             --num_inference_steps 10 --guidance_scale 4.5 --noise_level 0.7 --sde_window_size 2 --sde_window_range 0 9
@@ -59,6 +62,7 @@ case ${SETTINGS_OF:-$script} in
     diffusion_nft.py)
         # DiffusionNFT's code (config/nft.py, sd3_ocr). Ours: Euler's steps sample (there dpm2).
         settings+=(
+            --rollout local
             --learning_rate 3e-4 --nft_beta 0.1 --kl_coef 1e-4 --decay_schedule delayed_linear_to_0_999 --ema_decay 0.9
             --num_inference_steps 10 --timestep_fraction 0.99
             --num_prompts 48 --group_size 24 --updates_per_rollout 2

@@ -11,7 +11,7 @@
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --dtype bfloat16 --image_size 480 832 --num_frames 81 \
     --max_sequence_length 512 \
-    --rollout local --train_with activation_checkpointing --prompt_cache embeddings \
+    --rollout local --train_with activation_checkpointing compile --prompt_cache embeddings \
     --lora_rank 32 --lora_alpha 64 --learning_rate 1e-4 --adam_eps 1e-8 --clip_range 1e-3 --ema_decay 0.987 \
     --lr_schedule constant --kl_coef 0 --num_steps 30 \
     --num_inference_steps 20 --guidance_scale 4.5 --sde_type dance --noise_level 0.3 --sde_window_size 2 \

@@ -12,7 +12,7 @@
 ${LAUNCH:-torchrun --standalone --nproc_per_node 8} flow_grpo.py \
     --model Wan-AI/Wan2.1-I2V-14B-480P-Diffusers --dtype bfloat16 --image_size 240 240 --num_frames 5 \
     --max_sequence_length 512 \
-    --rollout local --train_with activation_checkpointing \
+    --rollout local --train_with activation_checkpointing compile \
     --lora_rank 64 --lora_alpha 128 --learning_rate 1e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \
     --lr_schedule constant --kl_coef 0 --num_steps 30 \
     --num_inference_steps 10 --guidance_scale 5 --noise_level 0.9 --sde_window_size 1 --sde_window_range 1 4 \

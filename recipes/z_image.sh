@@ -12,7 +12,7 @@ script=${1:?"which script, flow_grpo.py for example"}
 settings=(
     --model Tongyi-MAI/Z-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256
     --lora_rank 64 --lora_alpha 128 --adam_eps 1e-8
-    --eval_num_inference_steps 40 --micro_batch_size 4
+    --eval_num_inference_steps 40 --micro_batch_size 4 --train_with compile
 )
 case ${SETTINGS_OF:-$script} in
     flow_grpo.py)

@@ -8,7 +8,7 @@
 # To see its memory before you start: python -m tools.plan rtx4090 recipes/z_image_1x24gb.sh
 ${LAUNCH:-torchrun --standalone} flow_grpo.py \
     --model Tongyi-MAI/Z-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256 \
-    --rollout local --train_with activation_checkpointing --prompt_cache embeddings \
+    --rollout local --train_with activation_checkpointing compile --prompt_cache embeddings \
     --lora_rank 64 --lora_alpha 128 --learning_rate 3e-4 --adam_eps 1e-8 --clip_range 1e-4 --ema_decay 0.987 \
     --lr_schedule constant --kl_coef 0 --num_steps 30 \
     --num_inference_steps 10 --guidance_scale 5 --noise_level 0.7 --sde_window_size 1 --sde_window_range 1 4 \

@@ -70,14 +70,22 @@ def test_without_a_compiler_compile_is_refused_before_the_model_loads(tmp_path, 
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-c++"))
     monkeypatch.setenv("CXX", "no-such-c++")
     line = run_here(tmp_path, "flow_grpo.py", *options)
-    assert line.startswith("flow_grpo.py: error: --train_with compile: needs a C++ compiler, and there is no no-such-c++")
+    assert (
+        line.startswith("flow_grpo.py: error: --train_with compile: needs a C++ compiler") and "no no-such-c++" in line
+    )
     assert "loading" not in capfd.readouterr().err
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("lacking", "named"),
-    [("triton", "Triton, "), ("capability", "7.0"), ("CC", "no no-such-cc "), ("gcc", "no gcc "), ("header", "Python.h ")],
+    [
+        ("triton", "Triton, "),
+        ("capability", "7.0"),
+        ("CC", "no no-such-cc "),
+        ("gcc", "no gcc "),
+        ("header", "Python.h"),
+    ],
 )
 def test_what_compiling_on_a_gpu_lacks_is_named(lacking, named, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

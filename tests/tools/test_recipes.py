@@ -77,6 +77,15 @@ def test_no_recipe_leaves_a_published_number_to_the_embedded_model(name: str) ->
     assert {option: getattr(args, option) for option in updates} == updates
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_recipe_compiles_and_eight_gpus_sample_without_an_engine(name: str) -> None:
+    """Quantised weights are not compiled. The engine has not run on a GPU yet."""
+    command = COMMANDS[name]
+    args = parse_args(importlib.import_module(command.script.removesuffix(".py")).Args, "", command.options)
+    assert ("compile" in args.train_with) == (args.base_weights is None)
+    assert command.ranks < 8 or getattr(args, "rollout", "local") == "local"
+
+
 WITH_NFTS_OWN_SCHEDULE = ("stabilityai/stable-diffusion-3.5-medium", "Qwen/Qwen-Image")
 
 
