@@ -775,6 +775,33 @@ def test_compiled_blocks_give_the_same_gradient(plain, one_rank, monkeypatch):
     assert_same_gradient(found, plain, 1e-5)
 
 
+@pytest.mark.parametrize("guidance_scale, num_recompiles", [(1.0, 2), (3.0, 1)])
+def test_other_batches_compile_blocks_again_twice_at_most(one_rank, monkeypatch, guidance_scale, num_recompiles):
+    """A last smaller micro-batch of an evaluation, once for all sizes; and one image alone, a batch of one without
+    guidance. The update compiles nothing again."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()  # sizes that other tests have shown to it
+    torch._dynamo.utils.counters.clear()
+    changes = {"train_with": ("compile",), "micro_batch_size": 4, "guidance_scale": guidance_scale}
+    args, model, trained = policy(**changes)
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    prompts = prompt_set(PROMPTS)
+
+    def evaluate_and_train(num_images):
+        """Whether anything was compiled."""
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        request = flow_grpo.make_request(
+            args.for_evaluation, model, prompts, torch.zeros(num_images, dtype=torch.long), list(range(num_images))
+        )
+        flow_grpo.rollout(args.for_evaluation, model, None, request)
+        one_update(args, model, optimizer, ADVANTAGES)
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
+
+    assert evaluate_and_train(4) and not evaluate_and_train(8)
+    compiled = [evaluate_and_train(num_images) for num_images in (7, 5, 6, 3, 9, 7, 2, 4)]
+    assert sum(compiled) == num_recompiles and compiled[0]
+
+
 def test_bfloat16_keeps_what_is_trained_in_fp32(one_rank):
     args, model, trained = policy(dtype="bfloat16", ema_decay=0.5)
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
