@@ -2,8 +2,7 @@
 # The first program, 6 to 7 minutes: does the CUDA path run, is the first ratio 1, does it learn in bf16, does a run
 # resume. Correctness, not time: parts run side by side on one GPU and 16 cores. See README.md.
 #
-# Its parts: facts, bf16 and resume (which needs bf16), fp32, grpo_guard, mix_grpo, diffusion_nft, dpo_offline, offload;
-# where vLLM-Omni is installed also engine, up to ten minutes more, when the others have left the GPU
+# Its parts: facts, bf16 and resume (which needs bf16), fp32, grpo_guard, mix_grpo, diffusion_nft, dpo_offline, offload
 LIMIT=395
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 [ -f "$ROOT/flow_grpo.py" ] || ROOT=$(dirname "$ROOT")
@@ -51,17 +50,10 @@ script fp32 flow_grpo.py 300 "${LOCAL[@]}" "${LEARN[@]}" &
 } &
 wait
 
-if python3 -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("vllm_omni"))' && [ ! "$TINY" ]; then
-    ENDS=$((SECONDS + 600))
-    try engine 600 python "$KIT/facts.py" --results "$WORK/facts_engine" --only engine
-fi
-
-for name in facts engine; do
-    if [ -f "$LOGS/$name.log" ]; then { echo; grep '^|' "$LOGS/$name.log"; echo; } | report; fi
-done
+if [ -f "$LOGS/facts.log" ]; then { echo; grep '^|' "$LOGS/facts.log"; echo; } | report; fi
 if [ -d runs ]; then python "$KIT/learned.py" runs/* | report; fi
 # the runs without their weights and images, and the logs of the facts
-mkdir -p runs facts facts_engine
-find runs facts facts_engine -name '*.jsonl' -o -name '*.json' -o -name '*.log' -o -name curves.png > files
+mkdir -p runs facts
+find runs facts -name '*.jsonl' -o -name '*.json' -o -name '*.log' -o -name curves.png > files
 pack logs -T files
 end

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# The second program, 9 minutes: a model of SD3.5-medium's size, 512 x 512, LoRA, bf16. The peers first, then ours: as
-# it is, other kernels of attention, the VAE in bf16, compiled, a trace. See README.md.
+# The second program, 9 minutes: a model of SD3.5-medium's size, 512 x 512, LoRA, bf16. The peers first, then ours:
+# eager as diffusers and peft have it, with fused norms, and with fused LoRA layers as well; two images in a micro-batch,
+# eager and compiled; compiled. See README.md.
 #
-# Its parts: plan, peers, eager, cudnn, vae_bf16, compile, trace; and behind them, which a first start does not reach,
-# checkpointing, frozen, micro_2, micro_2_frozen. On an H100 a part took 50 to 140 seconds, all of them 15 minutes.
+# Its parts: plan, peers, eager_plain, eager_norms, eager, micro_2, micro_2_compile, compile; and behind them, which a
+# first start does not reach, trace, cudnn, vae_bf16, checkpointing, frozen, micro_2_frozen. On an H100 a part took 50 to
+# 140 seconds.
 LIMIT=545
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 [ -f "$ROOT/flow_grpo.py" ] || ROOT=$(dirname "$ROOT")
@@ -24,18 +26,21 @@ LESS=(--micro_batch_size 2 --num_prompts 1 --updates_per_rollout 1)
 plan plan sd35m "${OURS[@]}" &
 peers peers sd35m 110 "${PEER[@]}"
 wait
+SIZED_PLAIN="norms lora" throughput eager_plain sd35m 120 "${OURS[@]}"
+SIZED_PLAIN=lora throughput eager_norms sd35m 120 "${OURS[@]}"
 throughput eager sd35m 120 "${OURS[@]}"
-throughput cudnn sd35m 120 "${OURS[@]}" --attention cudnn
-throughput vae_bf16 sd35m 120 "${OURS[@]}" --vae_dtype bfloat16
+# the micro-batch of recipes for small GPUs, of 8 images: the host that launches limits it, if anything does
+throughput micro_2 sd35m 110 "${OURS[@]}" "${LESS[@]}"
+throughput micro_2_compile sd35m 160 "${OURS[@]}" "${LESS[@]}" --train_with compile
 throughput compile sd35m 200 "${OURS[@]}" --train_with compile
 sized trace sd35m 100 flow_grpo.py --name trace "${OURS[@]}" --num_steps 2 --profile_steps 2 \
     --max_prompts 2 --eval_num_inference_steps 2 &&
     { echo; python "$KIT/trace_table.py" runs/trace/trace_0002.json; echo; } 2>&1 | report
+throughput cudnn sd35m 120 "${OURS[@]}" --attention cudnn
+throughput vae_bf16 sd35m 120 "${OURS[@]}" --vae_dtype bfloat16
 throughput checkpointing sd35m 120 "${OURS[@]}" --train_with activation_checkpointing
 # the other side of "frozen weights in and out of FSDP", of which every other part leaves them out
 SIZED_FROZEN=sharded throughput frozen sd35m 100 "${OURS[@]}"
-# the micro-batch of recipes for small GPUs, of 8 images: the host that launches limits it, if anything does
-throughput micro_2 sd35m 110 "${OURS[@]}" "${LESS[@]}"
 SIZED_FROZEN=sharded throughput micro_2_frozen sd35m 130 "${OURS[@]}" "${LESS[@]}"
 if [ -f runs/trace/trace_0002.json ]; then gzip -c runs/trace/trace_0002.json > "$OUT/${NAME}_trace.json.gz"; fi
 end

@@ -48,4 +48,5 @@ Send the checkout with .gpu/ to the GPU machine. There, in its root, one after t
     bash benchmarks/gpu/call1.sh    does it run, and learn (7 minutes)
     bash benchmarks/gpu/call2.sh    the size of SD3.5-medium: time, memory, peers (9 minutes)
     bash benchmarks/gpu/call3.sh    the sizes of FLUX.1-dev and Qwen-Image (9 minutes)
+    bash benchmarks/gpu/call5.sh    kernels of attention, and the engine if it is there (4 to 15 minutes)
 TEXT

@@ -9,7 +9,8 @@ MODEL stands for the folder that is made for it: configs, small text encoders an
 transformer is never on the disk: benchmarks/random_model.py writes up to 45 GB of it, and every run would read them
 again. The folder lies in $SIZED_FOLDER, by default in the temporary folder, and is made once.
 
-SIZED_FROZEN=sharded gives FSDP a LoRA's frozen weights, which the project leaves out on one rank. No run logs perf/mfu,
+SIZED_FROZEN=sharded gives FSDP a LoRA's frozen weights, which the project leaves out on one rank. SIZED_PLAIN="norms
+lora" leaves RMS norms and LoRA layers as diffusers and peft have them, or one of the two. No run logs perf/mfu,
 which a process of its own would count in 10 to 30 seconds, beside what is measured.
 """
 
@@ -119,6 +120,14 @@ def shard_frozen_weights():
     FSDPModule.set_reshard_after_backward = lambda module, *args, **options: None
 
 
+def leave_plain(words):
+    """Do not fuse the norms, or the LoRA's products, of a transformer: add_policies calls policy.fuse_<word>."""
+    for word in words:
+        if word not in ("norms", "lora") or not hasattr(policy, f"fuse_{word}"):
+            sys.exit(f"sized.py: error: SIZED_PLAIN={' '.join(words)}: {word} is nothing that is fused")
+        setattr(policy, f"fuse_{word}", lambda *args, **kwargs: None)
+
+
 def main():
     if len(sys.argv) < 3 or sys.argv[1] not in NAMES:
         sys.exit(f"sized.py: error: sized.py NAME PROGRAM OPTIONS..., NAME one of {', '.join(NAMES)}")
@@ -132,6 +141,7 @@ def main():
     profiling.count_in_process = lambda config: None
     if frozen:
         shard_frozen_weights()
+    leave_plain(os.environ.get("SIZED_PLAIN", "").split())
     options = [str(folder) if option == "MODEL" else option for option in options]
     if program.endswith(".py"):
         path = ROOT / program

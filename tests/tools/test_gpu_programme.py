@@ -5,9 +5,10 @@ import os
 import re
 import subprocess
 import tarfile
+from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.gpu import facts, learned, trace_table
+from benchmarks.gpu import engine_there, facts, learned, trace_table
 from tests.conftest import ROOT
 
 import pytest
@@ -82,6 +83,18 @@ def test_facts_in_a_carried_checkout(tmp_path):
     assert str(tree / "flow_grpo.py") in marks.read_text()
 
 
+@pytest.mark.skipif(find_spec("vllm_omni") is None, reason="vLLM-Omni is not installed")
+def test_attention_and_the_engine(tmp_path):
+    """The engine's facts are of a GPU; that it is there is said first."""
+    report = run_program(PROGRAMS / "call5.sh", tmp_path, "engine_there attention engine")
+    parts = re.findall(r"^- (\w+): \d+ s$", report, re.MULTILINE)
+    assert parts == ["engine_there", "attention", "engine"]
+    assert "the engine is there" in report
+    told = {row["what"]: row for row in map(json.loads, re.findall(r"^\{.*\}$", report, re.MULTILINE))}
+    assert len(told) == 4 * 3 and all(row["not_finite"] == 0 for row in told.values())
+    assert "| engine and trainer agree in bfloat16 | not tried | an engine on a GPU is meant |" in report
+
+
 # ---- parts -----------------------------------------------------------------------------------------------------------
 @pytest.mark.fast
 def test_a_part_that_fails_and_one_without_time(tmp_path):
@@ -114,6 +127,25 @@ def test_a_part_that_fails_and_one_without_time(tmp_path):
     assert "- godo: not reached, or no part of this program\n" in second and "bad" not in second
     with tarfile.open(tmp_path / "call9_2.tar.gz") as tar:
         assert [name for name in tar.getnames() if name.endswith(".log")] == ["logs/good.log"]
+
+
+@pytest.mark.fast
+def test_whether_the_engine_can_be_had(monkeypatch, capsys):
+    """Installed in another version, not installed and pip's index does not answer, and there to be installed."""
+    pinned = engine_there.pinned_versions()
+    monkeypatch.setattr(engine_there.importlib.metadata, "version", lambda name: "0.0.1")
+    fault = engine_there.fault_of_installed(pinned)
+    assert "0.0.1" in fault and pinned["vllm"] in fault
+    monkeypatch.setattr(engine_there, "find_spec", lambda name: None)
+    for returncode, versions, told in ((1, "", "vllm for"), (0, "0.29.0", pinned["vllm"]), (0, pinned["vllm"], None)):
+        done = subprocess.CompletedProcess([], returncode, stdout=f"Available versions: {versions}")
+        monkeypatch.setattr(engine_there.subprocess, "run", lambda *args, done=done, **options: done)
+        if told:
+            with pytest.raises(SystemExit, match=f"the engine cannot be had: not installed, .*{told}"):
+                engine_there.main()
+        else:
+            engine_there.main()
+    assert "requirements-cuda.txt" in capsys.readouterr().out
 
 
 @pytest.mark.fast

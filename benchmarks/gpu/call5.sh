@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The fifth program, a minute without vLLM and up to ten more with it: whether the engine can be had, what kernels of
+# attention cost, and the engine itself. It installs nothing. See README.md.
+#
+# Its parts: engine_there, attention, qwen_native (as call3.sh's qwen), engine
+LIMIT=900
+ROOT=$(cd "$(dirname "$0")/.." && pwd)
+[ -f "$ROOT/flow_grpo.py" ] || ROOT=$(dirname "$ROOT")
+. "$ROOT/benchmarks/gpu/env.sh"
+begin "Fifth call: attention, and the engine"
+QWEN=(--image_size 512 512 --max_sequence_length 256 --lora_rank 64 --lora_alpha 128 --guidance_scale 4
+    --num_inference_steps 10 --sde_window_size 2 --sde_window_range 0 5 --noise_level 1.2 --num_prompts 1 --group_size 4
+    --updates_per_rollout 1 --micro_batch_size 2 --train_with activation_checkpointing)
+FACTS=()
+if [ "$TINY" ]; then
+    QWEN=(--image_size 32 96 --max_sequence_length 160 --num_inference_steps 3 --sde_window_size 1 --num_prompts 1
+        --group_size 4 --updates_per_rollout 1 --micro_batch_size 2 --train_with activation_checkpointing)
+    FACTS=(--device "${DEVICE:-cpu}")
+fi
+OURS=(--model MODEL --num_steps 3 --rollout local --dtype bfloat16 --reward jpeg_incompressibility --kl_coef 0)
+
+# first, so that a report of a minute says it: the rest goes on without the engine
+try engine_there 60 python "$KIT/engine_there.py" || has_no_engine=1
+if [ -f "$LOGS/engine_there.log" ]; then fenced < "$LOGS/engine_there.log"; fi
+try attention 60 python "$KIT/attention.py" ${TINY:+--tiny} && fenced < "$LOGS/attention.log"
+throughput qwen_native qwen 200 "${OURS[@]}" "${QWEN[@]}"
+if [ "${has_no_engine:-}" ]; then
+    if wanted engine; then say "- engine: not run, the engine cannot be had"; fi
+else
+    try engine 600 python "$KIT/facts.py" --results "$WORK/facts_engine" --only engine "${FACTS[@]}" &&
+        { echo; grep '^|' "$LOGS/engine.log"; echo; } | report
+fi
+end
