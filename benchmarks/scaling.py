@@ -3,10 +3,12 @@
     python benchmarks/scaling.py | tee docs/lab/records/scaling.txt
 
 Nothing of it was run on eight GPUs. SD3.5-medium with recipes/sd35_medium_8x80gb.sh, by its published configs, in bf16,
-on nodes of eight H100 SXM. FLOPs, memory and rates are those of tools/plan.py: 20 % of the matrix rate of bf16, which
-one H100 reached without --train_with compile, and of TF32 for the VAE. Traffic is counted as FSDP2 makes it with the
-scripts' settings, and assumed not to overlap with the computing. --shard_ranks is 0, as by default, except in the rows
-of shards: the same function as in a run chooses between a copy of the weights for each rank and shards of a node.
+on nodes of eight H100 SXM, with engines (--rollout vllm --rollout_batch_size 16 --engine_with compile) except in the
+rows of --rollout local, which is the recipe's own. FLOPs, memory and rates are those of tools/plan.py: 35 % of the
+matrix rate of bf16, which one H100 reached with --train_with compile, and 20 % of TF32's for the VAE. Traffic is
+counted as FSDP2 makes it with the scripts' settings, and assumed not to overlap with the computing. --shard_ranks is 0,
+as by default, except in the rows of shards: the same function as in a run chooses between a copy of the weights for
+each rank and shards of a node.
 Micro-batches are the largest of at most 9 images that divide a rank's share of an optimizer step:
 
 - of shards a pass gathers the frozen weights twice, forward and backward, and a pass without gradient once;
@@ -30,7 +32,7 @@ from common.plan import needs
 from common.plan.memory import Blueprint
 from common.weights.lora import make_lora
 from tests.published_models import write_configs
-from tools.plan import DEVICES, UTILISATION, pipe_bytes
+from tools.plan import COMPILED_UTILISATION, DEVICES, UTILISATION, pipe_bytes
 
 import torch
 
@@ -57,6 +59,8 @@ RECIPE = needs.PlannedRun(
     rollout_batch_size=16,
     recomputes_log_probs=True,
     num_prompts=48,
+    train_with=("compile",),
+    engine_with=("compile",),
     eval_num_inference_steps=40,
     ranks=8,
     ranks_here=RANKS_OF_A_NODE,
@@ -104,7 +108,7 @@ def laid_out(blueprint, w):
 def print_times(name, blueprint, w):
     """Seconds of a rank's step, images a second and GPU, seconds of an evaluation, and the peak of a GPU's memory."""
     w, costs = laid_out(blueprint, w)
-    rate = GPU.bfloat16 * 1e12 * UTILISATION
+    rate = GPU.bfloat16 * 1e12 * COMPILED_UTILISATION
     vae_rate = GPU.tf32 * 1e12 * UTILISATION
     computing = {phase: done.seconds(rate, vae_rate) for phase, done in needs.work(w, costs).items()}
     spent = [computing["rollout"], computing.get("old log-probs", 0), computing["update"]]
@@ -141,7 +145,7 @@ def workloads():
     rows["8 GPUs, 256 x 256"] = replace(RECIPE, image_size=(256, 256))
     rows["8 GPUs, 1024 x 1024"] = replace(RECIPE, image_size=(1024, 1024), micro_batch_size=1, rollout_batch_size=2)
     rows["8 GPUs, --rollout local"] = replace(RECIPE, rollout="local")
-    by_block = {"shard_ranks": RANKS_OF_A_NODE, "train_with": ("gather_blocks",)}
+    by_block = {"shard_ranks": RANKS_OF_A_NODE, "train_with": ("gather_blocks", "compile")}
     rows["8 GPUs, local, by block"] = replace(RECIPE, rollout="local", **by_block)
     return rows
 
