@@ -135,4 +135,8 @@ def engine_environment(
         visible = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         own = [visible[i] if i is not None and i < len(visible) else str(i) for i in gpus]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        # vLLM's memory pool of --engine_with sleep cannot have segments that grow, and turns them off where this name
+        # asks for them; the newer one, which torch takes as well, it does not read
+        if "PYTORCH_ALLOC_CONF" in env:
+            env["PYTORCH_CUDA_ALLOC_CONF"] = env.pop("PYTORCH_ALLOC_CONF")
     return env

@@ -842,6 +842,16 @@ def test_environment_of_the_engine(monkeypatch):
         assert {on_gpu[name] for name in tokens} == {"7"} and on_gpu.keys().isdisjoint(torchruns | keys)
 
 
+@pytest.mark.fast
+def test_vllm_sees_the_allocators_settings(monkeypatch):
+    """Its memory pool for sleep turns off segments that grow, where the older name of the variable asks for them."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in launch.engine_environment("a/hub-id", (0,), num_threads=1)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    env = launch.engine_environment("a/hub-id", (0,), num_threads=1)
+    assert env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True" and "PYTORCH_ALLOC_CONF" not in env
+
+
 @needs_engine
 def test_the_engine_does_not_outlive_its_parent(tmp_path):
     """A trainer that raises leaves no process behind, and nothing keeps it from exiting."""
