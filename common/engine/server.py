@@ -19,6 +19,8 @@ from common.engine import messages
 from common.errors import truncate
 
 repair_torchvision()  # before vLLM is imported, which imports torchvision
+# vLLM-Omni would take FlashAttention 3, which it installs, before 2, which the trainer takes. They round differently
+sys.modules["fa3_fwd_interface"] = sys.modules["flash_attn_interface"] = None  # type: ignore[assignment]  # not there
 
 from common.engine import omni  # noqa: E402
 

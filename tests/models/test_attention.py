@@ -2,15 +2,18 @@
 
 import importlib.util
 import io
+import subprocess
+import sys
 from types import SimpleNamespace
 
 from common.data import PromptSet
+from common.engine.launch import engine_environment
 from common.errors import RunError
 from common.images import StoredImage
 from common.models.loading import family_class, load_model
 from common.weights import attention
 from common.weights.attention import check_attention, use_attention
-from tests.conftest import EMBEDDED, TINY, forked_engines, run_here
+from tests.conftest import EMBEDDED, TINY, forked_engines, needs_engine, run_here
 from tests.engine.test_engine import start
 from tests.tiny_models import FAMILIES, make_checkpoint
 
@@ -183,6 +186,21 @@ def test_stable_diffusion_3_computes_with_the_kernel_in_every_pass(checkpoints, 
     assert native_names == {"aten::_scaled_dot_product_flash_attention_for_cpu"}
     assert other_names == {"aten::_scaled_dot_product_attention_math"}
     torch.testing.assert_close(other, native, rtol=1e-3, atol=1e-6)
+
+
+@needs_engine
+def test_the_engines_flash_attention_is_the_trainers(tmp_path, monkeypatch):
+    """FlashAttention 2, although vLLM-Omni asks for 3 first, which it installs. Empty modules stand for both."""
+    for module in ("fa3_fwd_interface", "flash_attn_interface", "flash_attn"):
+        (tmp_path / f"{module}.py").write_text(
+            "def flash_attn_func(): pass\nflash_attn_varlen_func = flash_attn_func\n"
+        )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "import common.engine.server\nfrom vllm_omni.diffusion.attention.backends.utils import fa\n"
+    code += "print('takes', fa.flash_attn_func.__module__)"
+    env = engine_environment(EMBEDDED, (None,), 1)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)
+    assert "takes flash_attn\n" in done.stdout, done.stdout + done.stderr[-2000:]
 
 
 def test_the_engine_gets_the_same_kernel(tmp_path):
