@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from common import profiling
 from common.cpu import repair_torchvision
 from common.models import loading
-from common.weights import sharding
+from common.weights import policy, sharding
 from tests.published_models import PUBLISHED, VAES
 
 import torch
