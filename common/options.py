@@ -263,8 +263,8 @@ class EngineArgs(SharedArgs):
     """vllm: a vLLM-Omni engine per rank samples, in a process of its own; local: the training transformer samples"""
     save_rollouts: NonNegativeInt = 0
     """training steps between rollouts whose images are saved with their rewards and advantages; 0: none is saved"""
-    rollout_batch_size: PositiveInt = 32
-    """at most how many images the vLLM-Omni engine samples at once; --rollout local uses micro_batch_size"""
+    rollout_batch_size: NonNegativeInt = 0
+    """at most how many images are sampled at once; 0: 32 by the engine, and micro_batch_size with --rollout local"""
     engine_with: tuple[Literal["sleep", "compile"], ...] = ()
     """sleep moves the engine's weights out of GPU memory after each rollout and push, which takes seconds and makes
     room for the update; compile compiles its blocks, which takes a minute or more at the first rollout"""
@@ -272,6 +272,11 @@ class EngineArgs(SharedArgs):
     """GPUs for the engines alone, by index, after the ranks' own: equally many for each rank of a node, the first
     rank's first. An engine's transformer is split over its GPUs, whose number must divide its heads. If none are given,
     each engine shares its rank's GPU"""
+
+    @property
+    def sampling_batch_size(self) -> int:
+        """What --rollout_batch_size stands for."""
+        return self.rollout_batch_size or (32 if self.rollout == "vllm" else self.micro_batch_size)
 
 
 @dataclass

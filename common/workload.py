@@ -38,7 +38,7 @@ class Workload:
     row_images: int = 1
     """images of a row of a micro-batch, which --micro_batch_size counts: 2 for a pair"""
     recomputes_log_probs: bool = False
-    """whether the trainer takes a trained pass's log-prob once more after an engine's rollout"""
+    """whether the trainer takes a trained pass's log-prob once more after a rollout that was not in its own batches"""
     chained_steps: int = 0
     """trained passes whose activations an image holds at once, as its gradient comes through them and the VAE; 0: each
     pass has a backward pass of its own, and no gradient comes through the VAE"""

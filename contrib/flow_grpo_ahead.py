@@ -331,8 +331,8 @@ def rollout(
     parts = []
     gathers_once = not {"cpu_offload", "gather_blocks"} & set(args.train_with)  # all weights, not a block in each pass
     with sampling(model, gathers_once):  # and the VAE stays on the device
-        # the update's own micro-batches, so that its first log-probs equal these to the bit and the ratio is exactly 1
-        for rows in torch.arange(len(request.seeds)).split(args.micro_batch_size):
+        # by default the update's own micro-batches: its first log-probs are these, and the ratio is exactly 1
+        for rows in torch.arange(len(request.seeds)).split(args.sampling_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
             if scorer:
                 scorer.add(rows.tolist(), parts[-1].images)
@@ -509,13 +509,16 @@ def find_old_policy(
 ) -> tuple[OldPolicy, dict]:
     """The policy that sampled, and metrics of how far engine and trainer disagree; beyond a gate the run ends.
 
-    Its log-probs are the rollout's with --rollout local or --old_log_prob rollout; otherwise the trainer's. Its sample
-    weights are those of --rollout_correction.
+    Its log-probs are the rollout's with --old_log_prob rollout, or where the trainer sampled in the update's own
+    micro-batches; otherwise they are computed once more. Its sample weights are those of --rollout_correction.
     """
     ones = torch.ones_like(trajectories.log_probs)  # (B, W)
     sampled = OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, ones)
-    if engine is None:
+    if engine is None and args.sampling_batch_size == args.micro_batch_size:
         return sampled, {}
+    if engine is None:  # larger batches round otherwise
+        recomputed = recompute_log_probs(args, model, request, trajectories)
+        return OldPolicy(recomputed.log_probs, recomputed.prev_sample_means, ones), {}
     from common.engine.mismatch import check_mismatch, rollout_weights
 
     takes_sampled = args.old_log_prob == "rollout"

@@ -56,7 +56,7 @@ class PlannedRun(Workload):
     max_sequence_length: int = 256
     prompt_cache: str | None = None
     rollout: str = "local"
-    rollout_batch_size: int = 1
+    rollout_batch_size: int = 0
     engine_with: tuple[str, ...] = ()
     engine_devices: tuple[int, ...] = ()
     eval_num_inference_steps: int = 1
@@ -65,6 +65,11 @@ class PlannedRun(Workload):
     ranks_here: int = 1
     """ranks of a node"""
     shard_ranks: int = 0
+
+    @property
+    def sampling_batch_images(self) -> int:
+        """Images that the engine, or the trainer, samples at once."""
+        return self.rollout_batch_size or (32 if self.has_engine else self.micro_batch_images)
 
     @property
     def micro_batch_images(self) -> int:
@@ -119,7 +124,7 @@ class Costs(NamedTuple):
     forward: Cost  # a trained pass, but without gradient: that of a policy which only acts
     training: Cost  # a trained pass
     decoding: Cost  # by the VAE
-    decoding_batch: Cost  # by the VAE, the images of a pass of the trainer at once
+    decoding_batch: Cost  # by the VAE, the images that are sampled at once
     trained_decoding: Cost = Cost(0, 0)  # the same with the backward pass, where the gradient comes through the VAE
 
 
@@ -151,7 +156,7 @@ def measure(blueprint: Blueprint, w: PlannedRun) -> Costs:
 def measure_decoding(blueprint: Blueprint, w: PlannedRun, costs: Costs) -> Costs:
     """The same Costs, with what decoding the images of a pass costs for this Workload's size of a pass."""
     size = (w.image_size, w.num_frames)
-    costs = costs._replace(decoding_batch=blueprint.decoding(w.micro_batch_images, *size))
+    costs = costs._replace(decoding_batch=blueprint.decoding(w.sampling_batch_images, *size))
     if w.chained_steps:
         costs = costs._replace(trained_decoding=blueprint.decoding(w.micro_batch_images, *size, train=True))
     return costs
@@ -233,8 +238,11 @@ def pass_parts(blueprint: Blueprint, w: PlannedRun, costs: Costs) -> list[Part]:
     ]
     if not w.has_engine:
         # the larger of the two: images are decoded when they have been sampled
-        taken = max(n * costs.sampling.peak_bytes, costs.decoding_batch.peak_bytes)
-        parts.append(Part(f"sampling and decoding {images}", taken, ("rollout",), "device", advice))
+        sampled = w.sampling_batch_images
+        taken = max(sampled * costs.sampling.peak_bytes, costs.decoding_batch.peak_bytes)
+        to_sample = advice if sampled == n else "lower --rollout_batch_size"
+        name = f"sampling and decoding {sampled} image{'s' if sampled > 1 else ''}"
+        parts.append(Part(name, taken, ("rollout",), "device", to_sample))
     if w.gathers_whole:
         num_gathered = blueprint.num_weights + blueprint.largest_block  # one more block, in a buffer
         if blueprint.is_lora:
@@ -280,7 +288,7 @@ def engine_parts(blueprint: Blueprint, w: PlannedRun, costs: Costs) -> list[Part
     if w.engine_devices:
         advice = "split the engines over more --engine_devices"
     workers = w.engine_workers
-    n = min(w.rollout_batch_size, w.images_of_a_rank)  # images that the engine samples at once
+    n = min(w.sampling_batch_images, w.images_of_a_rank)  # images that the engine samples at once
     fits_at_once = n * w.image_size[0] * w.image_size[1] <= PIXELS_AT_ONCE
     num_decoded = n if fits_at_once else 1  # as in common/engine/pipelines.py
     taken = max(n * costs.sampling.peak_bytes, num_decoded * costs.decoding.peak_bytes)
@@ -462,7 +470,8 @@ def work(w: PlannedRun, costs: Costs) -> dict[str, Work]:
     if w.sampled_steps:
         decoded = 0 if w.chained_steps else n  # otherwise in the update
         phases["rollout"] = Work(n * w.sampled_steps * costs.sampling.flops, decoded * costs.decoding.flops)
-    if w.has_engine and w.recomputes_log_probs:  # a local rollout's log-probs are the trainer's own
+    is_others = w.has_engine or w.sampling_batch_images != w.micro_batch_images  # else the update's own, to the bit
+    if w.recomputes_log_probs and is_others:
         phases["old log-probs"] = Work(passes * costs.forward.flops)
     trained = w.epochs * costs.training.flops
     acting = w.acting_epochs * w.acting_passes * costs.forward.flops

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import flow_grpo
 from benchmarks import fsdp_kernels
 from common import distributed as sharding
+from common.command_line import check_options
 from common.data import GroupSampler, PromptSet
 from common.engine.client import EngineError
 from common.errors import RolloutError, RunError
@@ -538,6 +539,37 @@ def test_the_references_means_are_computed_once_a_rollout(one_rank, monkeypatch)
     monkeypatch.setattr(flow_grpo, "acting", lambda model, name, *more: acted.append(name) or real(model, name, *more))
     one_update(args, model, torch.optim.SGD(trained), ADVANTAGES)
     assert acted == ["reference"]
+
+
+# ---- sampling in batches of its own ----------------------------------------------------------------------------------
+@pytest.mark.fast
+@pytest.mark.parametrize("rollout_batch_size", [0, 2, 3, 4])
+def test_images_are_sampled_in_batches_of_their_own(rollout_batch_size, one_rank, monkeypatch):
+    """By default in the update's, whose log-probs are the rollout's. Of other batches they are taken again, as the
+    update computes them."""
+    args, model, _ = policy(micro_batch_size=2, rollout_batch_size=rollout_batch_size, kl_coef=0.0)
+    request, _ = rollout_of(args, model)
+    sizes = []
+    real = flow_grpo.sample_locally
+    monkeypatch.setattr(
+        flow_grpo, "sample_locally", lambda model, part: sizes.append(len(part.seeds)) or real(model, part)
+    )
+    trajectories = flow_grpo.rollout(args, model, None, request)
+    assert sizes == {3: [3, 1], 4: [4]}.get(rollout_batch_size, [2, 2])
+    old, metrics = flow_grpo.find_old_policy(args, model, None, request, trajectories)
+    assert metrics == {}
+    of_the_update = flow_grpo.recompute_log_probs(args, model, request, trajectories).log_probs
+    assert torch.equal(old.log_probs, of_the_update)
+    assert (old.log_probs is trajectories.log_probs) == (rollout_batch_size in (0, 2))
+
+
+@pytest.mark.fast
+def test_log_probs_of_other_batches_are_refused_as_old_ones():
+    given = {"rollout": "local", "micro_batch_size": 4, "old_log_prob": "rollout"}
+    check_options(flow_grpo.Args(**given, rollout_batch_size=4))
+    check_options(flow_grpo.Args(**given | {"old_log_prob": "recompute"}, rollout_batch_size=8))
+    with pytest.raises(ValueError, match="--rollout_batch_size 8: .*--old_log_prob recompute"):
+        check_options(flow_grpo.Args(**given, rollout_batch_size=8))
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
