@@ -23,10 +23,12 @@ from common.rollout import RolloutRequest, Trajectories
 from common.sde import SDEStepOutput, sde_step
 
 import torch
+import torch.nn.functional as F
 from torch.distributed import TCPStore
 from transformers import PreTrainedModel
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine
 from vllm_omni.diffusion.distributed.cfg_parallel import CFGParallelMixin
@@ -112,6 +114,16 @@ class BatchUnderWay:
         return self.request.timesteps[len(self.outputs)]
 
 
+class TrainersRMSNorm(RMSNorm):
+    """vLLM's RMS norm of queries and keys, computed as the trainer's (common/weights/norms.py).
+
+    vLLM's own rounds before the weight as well. With it, log-probs in bf16 differ by more from the trainer's.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # without vLLM's `residual`, which no image model passes
+        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+
 class SDERolloutMixin(CFGParallelMixin):
     """Gives a native pipeline stochastic steps, fp32 latents and exact timesteps, and returns what it sampled.
 
@@ -134,6 +146,9 @@ class SDERolloutMixin(CFGParallelMixin):
             setattr(self, name, None)
         self.weights_sources = [part for part in self.weights_sources if not part.prefix.startswith("text_encoder")]
         self.vae.float()
+        for module in self.transformer.modules():
+            if type(module) is RMSNorm:
+                module.__class__ = TrainersRMSNorm
 
     def forward(self, batch: DiffusionRequestBatch, *args: Any, **kwargs: Any) -> list[DiffusionOutput]:
         params = batch.sampling_params_list[0]

@@ -6,7 +6,8 @@ fake tensors, which have shapes but no memory: the cost of a pass is counted, no
 
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import RunError
@@ -17,12 +18,14 @@ from common.weights.lora import LoRA
 from common.weights.policy import add_policies
 
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -84,6 +87,45 @@ class Meter(TorchDispatchMode):
         self.live_bytes -= num_bytes
 
 
+class FusedRMSNorm(torch.autograd.Function):
+    """An RMS norm as CUDA's kernel has it, for passes of fake tensors.
+
+    It is an operator forward that reads x (..., C) and writes as much, and an operator backward that reads x and the
+    gradient. It keeps x and a number in fp32 for each row. The values are wrong.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x * (1 if weight is None else weight)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
+        x, weight, _ = ctx.saved_tensors  # type: ignore[attr-defined]
+        return gradient * x, None if weight is None else torch.empty_like(weight)
+
+
+@contextmanager
+def fused_rms_norms() -> Iterator[None]:
+    """Put FusedRMSNorm where a GPU has that kernel. A CPU computes `F.rms_norm` in fp32, and keeps what it made."""
+    native = F.rms_norm
+
+    def rms_norm(
+        x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+    ) -> torch.Tensor:
+        if len(shape) > 1 or (weight is not None and weight.dtype != x.dtype):
+            return native(x, list(shape), weight, eps)
+        y: torch.Tensor = FusedRMSNorm.apply(x, weight)
+        return y
+
+    # not by a TorchFunctionMode: it is off within `backward`, where activation checkpointing computes again
+    F.rms_norm = rms_norm  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.rms_norm = native
+
+
 class Cost(NamedTuple):
     """The cost of one pass."""
 
@@ -114,10 +156,13 @@ class Blueprint:
         dtype: torch.dtype,
         num_sources: int | None = None,
         vae_dtype: torch.dtype = torch.float32,
+        fused_norms: bool = True,
     ) -> None:
         """source: a folder or hub id; lora: what make_lora returns; dtype: of the forward pass; num_sources: condition
-        images of a prompt, by default the least that the family takes."""
+        images of a prompt, by default the least that the family takes; fused_norms: an RMS norm is one kernel, as on a
+        GPU."""
         self.dtype = dtype
+        self.fused_norms = fused_norms
         self.num_sources = family.num_sources[0] if num_sources is None else num_sources
         self.pipe, encoders = build_pipeline(source)
         text_encoders = [encoder for name, encoder in encoders.items() if name.startswith("text_encoder")]
@@ -213,7 +258,8 @@ class Blueprint:
             model.transformer.enable_gradient_checkpointing()
         timesteps, _, shape = model.schedule(2, *image_size, num_frames)
         tensors = [*model.transformer.parameters(), *model.transformer.buffers()]
-        with self.mode, Meter(tensors) as meter, torch.set_grad_enabled(train):
+        norms = fused_rms_norms() if self.fused_norms else nullcontext()
+        with self.mode, norms, Meter(tensors) as meter, torch.set_grad_enabled(train):
             conditioning = self.conditioning(length, image_size, num_frames)
             negative = self.conditioning(length, image_size, num_frames) if guidance_scale > 1 else None
             latents = torch.zeros(1, *shape)

@@ -16,6 +16,7 @@ from common.errors import NothingBegun, RunError
 from common.models.family import Family
 from common.weights.adapter_files import LoRA
 from common.weights.base_weights import quantise
+from common.weights.norms import fuse_norms
 from common.weights.sharding import reshard, reshard_before_steps
 
 import torch
@@ -33,6 +34,7 @@ def add_policies(model: Family, lora: LoRA | None, names: Sequence[str], seed: i
     are trained or averaged become fp32 in `shard` of the scripts, block by block; a reference keeps its dtype.
     """
     set_seed(seed)
+    fuse_norms(model.transformer)
     model.is_lora = lora is not None
     if lora and lora.base_weights:
         quantise(model, lora.base_weights)

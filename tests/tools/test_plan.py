@@ -44,11 +44,11 @@ COSTS = needs.Costs(COST, Cost(7, 90), Cost(30, 500), COST, Cost(2, 200))
 
 
 @functools.cache
-def blueprint_of(source, rank, dtype=torch.bfloat16, num_sources=None):
+def blueprint_of(source, rank, dtype=torch.bfloat16, num_sources=None, fused_norms=True):
     """The Blueprint of a model with a LoRA of that rank, or for 0 with full weights. Each pass is counted once."""
     family = family_class(source)
     lora = make_lora(family, rank=rank, alpha=2 * rank or 1)
-    blueprint = Blueprint(family, str(source), lora, dtype, num_sources)
+    blueprint = Blueprint(family, str(source), lora, dtype, num_sources, fused_norms=fused_norms)
     for name in ("velocity", "decoding"):
         setattr(blueprint, name, functools.cache(getattr(blueprint, name)))
     return blueprint
@@ -67,13 +67,15 @@ def by_name(parts):
 # ---- against published figures ---------------------------------------------------------------------------------------
 def test_a_pass_of_sd35_medium_at_512(published):
     """A forward pass is 2.479 TFLOP per image by torch's counter, with attention as two matrix products; with the
-    backward pass of a LoRA it is 5.31. Activations of 2.2 GB were seen in a real pass, and 0.8 GB in the VAE's decoder.
+    backward pass of a LoRA it is 5.31. The VAE's decoder was seen to take 0.8 GB, and activations of a pass 2.3 GB when
+    diffusers' norms of queries and keys kept each element in fp32 as well, which a GPU's kernel does not.
     """
     sd35 = blueprint_of(published("stabilityai/stable-diffusion-3.5-medium"), 32)
     assert sd35.velocity((512, 512), 1, 256, 1.0).flops == pytest.approx(2.479e12, rel=0.01)
     training = sd35.velocity((512, 512), 1, 256, 1.0, train=True)
     assert training.flops == pytest.approx(5.31e12, rel=0.01)
-    assert training.peak_bytes == pytest.approx(2.22e9, rel=0.05)
+    elements = 2 * 1536 * (24 * (1024 + 333) + 13 * 1024)  # of q and k; 13 blocks have a second attention
+    assert training.peak_bytes == pytest.approx(2.3e9 - 4 * elements, rel=0.02)
     decoding = sd35.decoding(1, (512, 512), 1)
     assert decoding.flops == pytest.approx(2.51e12, rel=0.01)
     assert decoding.peak_bytes == pytest.approx(0.81e9, rel=0.05)
@@ -113,7 +115,7 @@ def test_activations_are_those_of_real_tensors():
     """The peak of a fake pass is what autograd saves in a real pass of the embedded model, and what backward holds for
     a moment. The real pass, counted by the same meter, has the same peak, and the same FLOPs to the bit."""
     model, args, _ = policy_without_fsdp(trained=False)
-    blueprint = blueprint_of(EMBEDDED, args.lora_rank, torch.float32)
+    blueprint = blueprint_of(EMBEDDED, args.lora_rank, torch.float32, fused_norms=False)  # as on a CPU
     planned = blueprint.velocity((32, 96), 1, 16, 1.0, train=True)
     tensors = [*model.transformer.parameters(), *model.transformer.buffers()]
     known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
