@@ -16,6 +16,7 @@ from common.errors import NothingBegun, RunError
 from common.models.family import Family
 from common.weights.adapter_files import LoRA
 from common.weights.base_weights import quantise
+from common.weights.lora_linear import fuse_lora
 from common.weights.norms import fuse_norms
 from common.weights.sharding import reshard, reshard_before_steps
 
@@ -80,6 +81,7 @@ def _add_adapters(
     for name, parameter in transformer.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
+    fuse_lora(transformer)
     model.policies = dict.fromkeys(names, transformer)
     for name in names:
         if name != "default":
