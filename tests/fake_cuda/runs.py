@@ -114,6 +114,7 @@ def planned_bytes(script: str, options: list[str]) -> dict[str, float]:
     w = planned_run(module.workload(args), vars(args), len(eval_set), ranks=1, ranks_per_node=1)
     family = find_family(args.model, *args.image_size, args.num_frames, args.guidance_scale, args.max_sequence_length)
     lora = lora_of(args, family)
-    blueprint = Blueprint(family, args.model, lora, getattr(torch, args.dtype))
+    # this device computes an RMS norm as a CPU does
+    blueprint = Blueprint(family, args.model, lora, getattr(torch, args.dtype), fused_norms=False)
     parts = memory_parts(blueprint, w, measure(blueprint, w))
     return phase_sums(part for part in parts if part.place == "device" and part.name != "CUDA")
