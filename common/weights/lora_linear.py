@@ -32,6 +32,7 @@ def fuse_lora(transformer: torch.nn.Module) -> None:
                 return super().forward(x)
             return LoRAProduct.apply(x, base.weight, base.bias, a, b, self.scaling[active[0]])
 
+    layer: Any  # peft's types are not read
     for layer in transformer.modules():
         if type(layer) is not lora.Linear or type(layer.base_layer) is not torch.nn.Linear:
             continue
