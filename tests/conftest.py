@@ -75,6 +75,17 @@ TINY = ["--num_prompts", 4, "--group_size", 4, "--updates_per_rollout", 1, "--nu
 TINY += ["--eval_num_inference_steps", 3, *CONSTANT]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="the slow tests as well, where no file or folder is named")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`pytest` alone takes the fast tests. Where files, folders or -m are given, they say what runs."""
+    is_alone = config.args_source != pytest.Config.ArgsSource.ARGS and not config.option.markexpr
+    if is_alone and not config.getoption("--all"):
+        config.option.markexpr = "fast"  # workers of -n get it, too
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with many slow tests first: of two workers none is left with a long file when the other one is done."""
     num_slow = collections.Counter(item.path for item in items if "fast" not in item.keywords)
