@@ -53,6 +53,7 @@ class Options:
     lora_alpha: int = 2
     num_pairs: int = 4  # of dpo_offline.py
     dpo_beta: float = 20.0
+    dppo_delta: float = 1e-4  # of contrib/flow_dppo.py
     # by how much the velocity is too large that samples. Samples that the trainer finds less likely than the engine are
     # then rejected (--rollout_correction reject_k1)
     engine_error: float = 0.0
@@ -218,6 +219,20 @@ def grpo_guard_loss(step: Step, mean: Tensor) -> tuple[Tensor, Tensor]:
     return clipped(step, ratio, step.advantages) / -step.dt, ratio
 
 
+def flow_dppo_loss(step: Step, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Without a clip: dropped where the KL to the old step is at its bound and A lets it grow."""
+    new, old = (torch.distributions.Normal(m, step.std) for m in (mean, step.old_mean))
+    ratio = (new.log_prob(step.x_next) - old.log_prob(step.x_next)).mean(1).exp()
+    is_far = torch.distributions.kl_divergence(new, old).mean(1) >= step.o.dppo_delta
+    is_dropped = is_far & (step.advantages * (ratio - 1) > 0)
+    return torch.where(is_dropped, 0.0, -step.advantages * ratio), ratio
+
+
+def tempflow_loss(step: Step, mean: Tensor) -> tuple[Tensor, Tensor]:
+    loss, ratio = flow_grpo_loss(step, mean)
+    return 2.25 * step.std * loss, ratio
+
+
 def random_window(o: Options, step: int) -> tuple[int, ...]:
     low, high = o.sde_window_range
     start = random.Random(o.seed + step).randint(low, high - o.sde_window_size)
@@ -235,9 +250,12 @@ def run_of_ratios(
     run: Run,
     loss_of: Callable[[Step, Tensor], tuple[Tensor, Tensor]],
     window_of: Callable[[Options, int], tuple[int, ...]] = random_window,
-    shares_noise: bool = False,
+    kind: str = "sde",
+    first_noise: str = "",
+    images_of_noise: int = 4,
 ) -> Expected:
-    """shares_noise: whether a prompt's images start from one noise, and are equal up to the window (MixGRPO)."""
+    """kind: "dance" has constant noise, and a KL without |dt|. first_noise: the purpose in the seed of the noise from
+    which images_of_noise images start together; "": each has its own."""
     o = run.o
     sigmas = sigmas_of(o.num_inference_steps)
     dts = [s_next - s for s, s_next in zip(sigmas, sigmas[1:], strict=False)]
@@ -248,7 +266,7 @@ def run_of_ratios(
     def mean_and_std(policy: Policy | None, x: Tensor, i: int, c: Tensor, error: float = 0.0) -> tuple[Tensor, float]:
         s = sigmas[i]
         v = (1 + error) * velocity(o, policy, x, s, c, o.guidance_scale)
-        q = o.noise_level * math.sqrt(s / (1 - min(s, sigmas[1])))
+        q = o.noise_level * (math.sqrt(s / (1 - min(s, sigmas[1]))) if kind == "sde" else 1)
         drift = v + q**2 / (2 * s) * (x + (1 - s) * v)
         return x + drift * dts[i], q * math.sqrt(-dts[i])
 
@@ -258,10 +276,9 @@ def run_of_ratios(
         window = window_of(o, number)
         seeds = [image_seed(o.seed, number, n) for n in range(num_images)]
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        if shares_noise:
-            x = torch.cat(
-                [noise_of(image_seed(o.seed, f"{number} prompt", n // o.group_size)) for n in range(num_images)]
-            )
+        if first_noise:
+            owners = [n // images_of_noise for n in range(num_images)]
+            x = torch.cat([noise_of(image_seed(o.seed, f"{number} {first_noise}", owner)) for owner in owners])
         else:
             x = torch.cat([torch.randn(1, 4, generator=generator).double() for generator in generators])
         old = run.copy()
@@ -296,7 +313,8 @@ def run_of_ratios(
                 reference, _ = mean_and_std(None, x[rows], i, c[rows])
                 loss, ratio = loss_of(step, mean)
                 loss = weights[rows] * loss
-                kl = ((mean - reference) ** 2).mean(1) / (2 * std**2 / -dts[i])  # times |dt|, as published
+                kl = ((mean - reference) ** 2).mean(1) / (2 * std**2)
+                kl = kl * -dts[i] if kind == "sde" else kl  # times |dt|, as published
                 terms.append((loss + o.kl_coef * kl).mean())
                 passes.append(
                     {
@@ -340,6 +358,25 @@ def nft_loss(images: Noised, v: Tensor) -> tuple[Tensor, Tensor]:
     policy = m / beta * (images.is_whole * (r * error(1) + (1 - r) * error(-1))).mean()
     kl = (images.is_whole * ((v - images.v_ref) ** 2).mean(1)).mean()
     return policy + images.o.kl_coef * kl, kl
+
+
+def awm_loss(images: Noised, v: Tensor) -> tuple[Tensor, Tensor]:
+    """With --old_kl_coef 0.5."""
+    target = (images.x_t - images.x0) / images.s
+    ratio = (((images.v_old - target) ** 2).mean(1) - ((v - target) ** 2).mean(1)).exp()
+    a, bound = images.advantages / images.o.adv_clip_max, images.o.clip_range
+    policy = -torch.minimum(a * ratio, a * ratio.clamp(1 - bound, 1 + bound))
+    old_kl, kl = (((v - other) ** 2).mean(1) for other in (images.v_old, images.v_ref))
+    total = images.is_whole * (policy + 0.5 * old_kl + images.o.kl_coef * kl)
+    return total.mean(), (images.is_whole * kl).mean()
+
+
+def ram_loss(images: Noised, v: Tensor) -> tuple[Tensor, Tensor]:
+    """With --reward_multiplier 2."""
+    towards = (images.x_t - images.x0) / images.s - images.v_old
+    target = images.v_ref + 2 * images.advantages[:, None] * towards
+    errors, kl = (((v - other) ** 2).mean(1) for other in (target, images.v_ref))
+    return (images.is_whole * errors).mean(), (images.is_whole * kl).mean()
 
 
 def run_of_noised(run: Run, loss_of: Callable[[Noised, Tensor], tuple[Tensor, Tensor]], old_decay: float) -> Expected:

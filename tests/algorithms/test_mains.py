@@ -6,6 +6,7 @@ the reward fails, where a script has them. benchmarks/mutants.py changes lines o
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,8 +34,14 @@ GUIDED = {"guidance_scale": 1.5, "eval_guidance_scale": 2.5}
 WINDOW = {"sde_window_size": 2, "sde_window_range": "0 3", "noise_level": 0.7, "clip_range": 0.01}
 ROLLOUT = {"num_prompts": 2, "group_size": 4, "num_inference_steps": 4, "updates_per_rollout": 2}
 ROLLOUT |= {"epochs_per_rollout": 2, "adv_clip_max": 1.2, "save_rollouts": 1, "rollout": "local", "kl_coef": 5.0}
+
+
+def without(options: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != name}
+
+
 RATIOS = ROLLOUT | WINDOW | GUIDED
-NOISED = ROLLOUT | {"decay_schedule": "fixed", "old_decay": 0.5, "nft_beta": 0.3}
+NOISED = ROLLOUT | {"decay_schedule": "fixed", "old_decay": 0.5}
 SHARED = {"seed": 5, "num_steps": 3, "learning_rate": 0.03, "lr_schedule": "cosine:3", "weight_decay": 0.1}
 SHARED |= {"adam_eps": 1e-6, "max_grad_norm": 0.2, "ema_decay": 0.3, "lora_rank": 1, "lora_alpha": 2}
 SHARED |= {"eval_num_inference_steps": 3, "eval_images_per_prompt": 2, "eval_every": 2, "save_every": 1}
@@ -44,19 +51,46 @@ SHARED |= {"reward_failure": "mask", "image_size": "2 2", "keep_checkpoints": 3}
 PAIRS = [(TRAIN[n % 3], *torch.randn(2, 1, 4, generator=torch.Generator().manual_seed(n)).unbind()) for n in range(6)]
 Loop = Callable[[Run], Expected]
 ratios, noised = by_hand.run_of_ratios, by_hand.run_of_noised
+PARTED: dict[str, Any] = {"first_noise": "branch", "images_of_noise": 2}
 CASES: dict[str, tuple[dict[str, Any], Loop]] = {
     "flow_grpo.py": (RATIOS, lambda run: ratios(run, by_hand.flow_grpo_loss)),
     "grpo_guard.py": (RATIOS, lambda run: ratios(run, by_hand.grpo_guard_loss)),
     "mix_grpo.py": (
         RATIOS | {"iters_per_group": 1},
-        lambda run: ratios(run, by_hand.flow_grpo_loss, by_hand.sliding_window, shares_noise=True),
+        lambda run: ratios(run, by_hand.flow_grpo_loss, by_hand.sliding_window, first_noise="prompt"),
     ),
     "dpo_offline.py": (
         GUIDED | {"num_pairs": 4, "dpo_beta": 20.0},
         lambda run: by_hand.run_of_pairs(run, PAIRS),
     ),
-    "diffusion_nft.py": (NOISED, lambda run: noised(run, by_hand.nft_loss, old_decay=0.5)),
+    "diffusion_nft.py": (NOISED | {"nft_beta": 0.3}, lambda run: noised(run, by_hand.nft_loss, 0.5)),
+    "contrib/awm.py": (
+        NOISED | {"clip_range": 0.01, "old_kl_coef": 0.5},
+        lambda run: noised(run, by_hand.awm_loss, 0.5),
+    ),
+    "contrib/dance_grpo.py": (
+        RATIOS,
+        lambda run: ratios(run, by_hand.flow_grpo_loss, kind="dance", first_noise="prompt"),
+    ),
+    "contrib/flow_dppo.py": (
+        without(RATIOS, "adv_clip_max") | {"dppo_delta": 1e-4},
+        lambda run: ratios(run, by_hand.flow_dppo_loss),
+    ),
+    "contrib/ram.py": (
+        without(NOISED, "kl_coef") | {"reward_multiplier": 2},
+        lambda run: noised(run, by_hand.ram_loss, 0.5),
+    ),
+    "contrib/tempflow_grpo.py": (
+        RATIOS | {"branches_per_seed": 2, "weight_scale": 2.25},
+        lambda run: ratios(run, by_hand.tempflow_loss, **PARTED),
+    ),
 }
+
+
+def hand_options(script: str, **changes: Any) -> Options:
+    """Those of the loop: advantages of Flow-DPPO are not clamped."""
+    unclamped = {"adv_clip_max": math.inf} if script == "contrib/flow_dppo.py" else {}
+    return Options(**unclamped, **changes)
 
 
 def options_of(script: str, folder: Path, **changes: Any) -> list[str]:
@@ -102,7 +136,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def expected(start: Policy) -> Callable[[str], Expected]:
     @functools.cache
     def of_script(script: str) -> Expected:
-        return CASES[script][1](Run(Options(), start, TRAIN, EVAL))
+        return CASES[script][1](Run(hand_options(script), start, TRAIN, EVAL))
 
     return of_script
 
@@ -240,7 +274,7 @@ def test_a_run_with_an_engine_is_that_by_hand(script, tmp_path, monkeypatch, sta
     changes = {"rollout_correction": "reject_k1:1e-9"} if has_ratio else {}
     options = options_of(script, tmp_path, name="run", rollout="vllm", **changes)
     assert run_here(tmp_path, script, *options) is None
-    wanted = loop(Run(Options(engine_error=EngineByHand.ERROR), start, TRAIN, EVAL))
+    wanted = loop(Run(hand_options(script, engine_error=EngineByHand.ERROR), start, TRAIN, EVAL))
     assert_ends_as(tmp_path / "runs" / "run", wanted, num_images=8)
     [engine] = EngineByHand.started
     assert not engine.is_open
