@@ -284,7 +284,8 @@ def main() -> None:
     options.out = options.out.resolve()
     done = set()
     if options.out.exists():
-        done = {json.loads(line)["number"] for line in options.out.read_text().splitlines()}
+        lines = map(json.loads, options.out.read_text().splitlines())
+        done = {line["number"] for line in lines if "verdict" in line}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", "runs", "cache", "__pycache__", ".*_cache"))

@@ -371,6 +371,19 @@ def awm_loss(images: Noised, v: Tensor) -> tuple[Tensor, Tensor]:
     return total.mean(), (images.is_whole * kl).mean()
 
 
+def dgpo_loss(images: Noised, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Of whole groups: -log sigmoid of the mean of A times how much nearer v is than the base model, over beta."""
+    o = images.o
+    target = (images.x_t - images.x0) / images.s
+    e, e_old, e_ref = (((w - target) ** 2).mean(1) for w in (v, images.v_old, images.v_ref))
+    ratio = (e_old - e).exp()
+    is_far = torch.where(images.advantages > 0, ratio > 1 + o.clip_range, ratio < 1 - o.clip_range)
+    gained = images.advantages * (e_ref - torch.where(is_far, e.detach(), e))
+    logits = o.dpo_beta * gained.view(-1, o.group_size).mean(1)
+    kl = (images.is_whole * ((v - images.v_ref) ** 2).mean(1)).mean()
+    return torch.log1p((-logits).exp()).mean() / o.dpo_beta + o.kl_coef * kl, kl
+
+
 def ram_loss(images: Noised, v: Tensor) -> tuple[Tensor, Tensor]:
     """With --reward_multiplier 2."""
     towards = (images.x_t - images.x0) / images.s - images.v_old
@@ -379,8 +392,11 @@ def ram_loss(images: Noised, v: Tensor) -> tuple[Tensor, Tensor]:
     return (images.is_whole * errors).mean(), (images.is_whole * kl).mean()
 
 
-def run_of_noised(run: Run, loss_of: Callable[[Noised, Tensor], tuple[Tensor, Tensor]], old_decay: float) -> Expected:
-    """Sampled by `old`, which after each rollout's updates keeps old_decay of itself."""
+def run_of_noised(
+    run: Run, loss_of: Callable[[Noised, Tensor], tuple[Tensor, Tensor]], old_decay: float, images_of_noise: int = 1
+) -> Expected:
+    """Sampled by `old`, which after each rollout's updates keeps old_decay of itself. images_of_noise images are noised
+    alike."""
     o = run.o
     sigmas = sigmas_of(o.num_inference_steps)
     num_images = o.num_prompts * o.group_size
@@ -402,7 +418,7 @@ def run_of_noised(run: Run, loss_of: Callable[[Noised, Tensor], tuple[Tensor, Te
             timesteps, noise = [], []
             for n in range(num_images):  # all of the schedule's timesteps, in an order of the image's own
                 purpose = f"{number} update {epoch}" if epoch else f"{number} update"
-                generator = torch.Generator().manual_seed(image_seed(o.seed, purpose, n))
+                generator = torch.Generator().manual_seed(image_seed(o.seed, purpose, n // images_of_noise))
                 order = torch.randperm(o.num_inference_steps, generator=generator)
                 timesteps.append(torch.tensor(sigmas)[order])
                 noise.append(torch.randn(o.num_inference_steps, 4, generator=generator))

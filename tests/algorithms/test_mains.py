@@ -72,6 +72,10 @@ CASES: dict[str, tuple[dict[str, Any], Loop]] = {
         RATIOS,
         lambda run: ratios(run, by_hand.flow_grpo_loss, kind="dance", first_noise="prompt"),
     ),
+    "contrib/dgpo.py": (
+        NOISED | {"clip_range": 0.01, "dpo_beta": 20.0, "updates_per_rollout": 1, "micro_batch_size": 4},
+        lambda run: noised(run, by_hand.dgpo_loss, 0.5, images_of_noise=4),
+    ),
     "contrib/flow_dppo.py": (
         without(RATIOS, "adv_clip_max") | {"dppo_delta": 1e-4},
         lambda run: ratios(run, by_hand.flow_dppo_loss),
@@ -88,9 +92,12 @@ CASES: dict[str, tuple[dict[str, Any], Loop]] = {
 
 
 def hand_options(script: str, **changes: Any) -> Options:
-    """Those of the loop: advantages of Flow-DPPO are not clamped."""
-    unclamped = {"adv_clip_max": math.inf} if script == "contrib/flow_dppo.py" else {}
-    return Options(**unclamped, **changes)
+    """Those of the loop: advantages of Flow-DPPO are not clamped, and DGPO's groups stay whole on two ranks."""
+    if script == "contrib/flow_dppo.py":
+        changes["adv_clip_max"] = math.inf
+    if script == "contrib/dgpo.py":
+        changes["updates_per_rollout"] = 1
+    return Options(**changes)
 
 
 def options_of(script: str, folder: Path, **changes: Any) -> list[str]:
@@ -285,5 +292,6 @@ def test_a_run_with_an_engine_is_that_by_hand(script, tmp_path, monkeypatch, sta
 
 @pytest.mark.parametrize("script", CASES)
 def test_a_run_on_two_ranks_is_that_by_hand(script, tmp_path, expected):
-    torchrun(tmp_path, script, *options_of(script, tmp_path, name="run", micro_batch_size=1), nproc=2)
+    size = 4 if script == "contrib/dgpo.py" else 1
+    torchrun(tmp_path, script, *options_of(script, tmp_path, name="run", micro_batch_size=size), nproc=2)
     assert_ends_as(tmp_path / "runs" / "run", expected(script), num_images=8)
