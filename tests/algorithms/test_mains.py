@@ -44,7 +44,7 @@ RATIOS = ROLLOUT | WINDOW | GUIDED
 NOISED = ROLLOUT | {"decay_schedule": "fixed", "old_decay": 0.5}
 SHARED = {"seed": 5, "num_steps": 3, "learning_rate": 0.03, "lr_schedule": "cosine:3", "weight_decay": 0.1}
 SHARED |= {"adam_eps": 1e-6, "max_grad_norm": 0.2, "ema_decay": 0.3, "lora_rank": 1, "lora_alpha": 2}
-SHARED |= {"eval_num_inference_steps": 3, "eval_images_per_prompt": 2, "eval_every": 2, "save_every": 1}
+SHARED |= {"eval_num_inference_steps": 3, "eval_images_per_prompt": 2, "eval_every": 2}
 SHARED |= {"reward_failure": "mask", "image_size": "2 2", "keep_checkpoints": 3}
 
 # the prompt of a pair, and its two images
@@ -164,10 +164,13 @@ def assert_ends_as(folder: Path, wanted: Expected, num_images: int) -> None:
             assert row[name] == pytest.approx(value, rel=1e-3, abs=1e-5), (step, name)
         if step:
             assert row["perf/total_num_images"] == step * num_images
-            state = torch.load(folder / "checkpoints" / f"step_{step:06d}.pt", weights_only=True)
-            assert state["step"] == step
-            for name, policy in state["policies"].items():
-                assert_is(policy, wanted.policies[step][name])
+    checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("*.pt"))
+    assert checkpoints == ["step_000002.pt", "step_000003.pt"]  # as evaluations are, without --save_every
+    for step, name in enumerate(checkpoints, 2):
+        state = torch.load(folder / "checkpoints" / name, weights_only=True)
+        assert state["step"] == step
+        for policy, tensors in state["policies"].items():
+            assert_is(tensors, wanted.policies[step][policy])
     for step, records in enumerate(wanted.rollouts, 1):
         lines = (folder / "rollouts" / f"{step:04d}" / "samples.jsonl").read_text().splitlines()
         for line, record in zip(lines, records, strict=True):
@@ -193,11 +196,11 @@ def test_a_run_is_that_by_hand(script, tmp_path, expected):
     assert run_here(tmp_path, script, *options_of(script, tmp_path, name="run")) is None
     folder = tmp_path / "runs" / "run"
     assert_ends_as(folder, expected(script), num_images=8)
-    # resumed after a step, and only evaluated
-    checkpoint = folder / "checkpoints" / "step_000001.pt"
+    # resumed after two steps, and only evaluated
+    checkpoint = folder / "checkpoints" / "step_000002.pt"
     assert run_here(tmp_path, script, *options_of(script, tmp_path, name="again", resume=checkpoint)) is None
     rows, again = (without_times(read_metrics(tmp_path / "runs" / name)) for name in ("run", "again"))
-    assert again == rows[2:]
+    assert again == rows[3:]
     names = [f"{folder}/adapter/pytorch_lora_weights.safetensors" for folder in ("run", "again")]
     run, resumed = ((tmp_path / "runs" / name).read_bytes() for name in names)
     assert run == resumed
