@@ -7,6 +7,7 @@ runs here when they must succeed; the tests of kills, signals, restarts and erro
 """
 
 import importlib
+import importlib.util
 import json
 import os
 import random
@@ -86,7 +87,8 @@ if __name__ == "__main__":
 
     repair_torchvision()  # before peft is imported beside a CPU build of torch
     for name in LIBRARIES:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]):  # scipy comes with vLLM-Omni
+            importlib.import_module(name)
     for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
         del sys.modules[name]  # a run imports the project itself
     sys.path.pop(0)
