@@ -29,7 +29,7 @@ pytestmark = pytest.mark.fast
 
 TOY = ROOT / "tests" / "algorithms" / "toy_family.py"
 TRAIN = ["1 0.5 0", "-0.5 1 1", "0.75 -1 1"]
-EVAL = ["1 1 0", "-1 0.5 0", "0.5 -0.5 0"]
+EVAL = ["1 1 0", "-1 0.5 0", "0.5 -0.5 0", "0.25 1 0"]  # more than are trained on
 GUIDED = {"guidance_scale": 1.5, "eval_guidance_scale": 2.5}
 WINDOW = {"sde_window_size": 2, "sde_window_range": "0 3", "noise_level": 0.7, "clip_range": 0.01}
 ROLLOUT = {"num_prompts": 2, "group_size": 4, "num_inference_steps": 4, "updates_per_rollout": 2}
@@ -234,6 +234,7 @@ class EngineByHand:
 
     def __init__(self, *options: object, **named: object) -> None:
         self.is_open = True
+        self.is_verified = False
         self.pushed: Policy | None = None
         self.started.append(self)
 
@@ -246,6 +247,7 @@ class EngineByHand:
         self.push(*policy_tensors(model, name))
 
     def verify_policy(self, model: Family, request: RolloutRequest, sample_locally: object) -> None:
+        self.is_verified = True
         self.push_policy(model)
         reshard(model.transformer)
 
@@ -287,7 +289,7 @@ def test_a_run_with_an_engine_is_that_by_hand(script, tmp_path, monkeypatch, sta
     wanted = loop(Run(hand_options(script, engine_error=EngineByHand.ERROR), start, TRAIN, EVAL))
     assert_ends_as(tmp_path / "runs" / "run", wanted, num_images=8)
     [engine] = EngineByHand.started
-    assert not engine.is_open
+    assert engine.is_verified and not engine.is_open
     last = wanted.policies[-1]["default" if has_ratio else "old"]
     for tensor, by_hand_tensor in zip(engine.pushed, last, strict=True):
         torch.testing.assert_close(tensor, by_hand_tensor, rtol=1e-3, atol=1e-4)
