@@ -113,7 +113,7 @@ class Args(RatioArgs):  # which has the shared options (common/options.py); pars
     epochs_per_rollout: PositiveInt = 1
     """how often each of those mini-batches is trained on, an optimizer step each time"""
     micro_batch_size: NonNegativeInt = 64
-    """images per pass on a rank, and per local sampling batch; lowered to a rank's share of a mini-batch,
+    """images per pass on a rank, and by default per local sampling batch; lowered to a rank's share of a mini-batch,
     which it must divide; 0: what fits a GPU"""
     learning_rate: NonNegativeFloat = 1e-3
     """learning rate of AdamW (Flow-GRPO: 3e-4)"""
@@ -742,7 +742,7 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
         metrics |= {"training/epoch": sampler.epoch}
-        run.end_step(metrics, num_skipped=metrics["actor/skipped_steps"])  # keeps them until `log`
+        run.end_step(metrics, has_gradient="actor/grad_norm" in metrics)  # keeps them until `log`
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
         run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps in a row without a finite gradient

@@ -268,10 +268,6 @@ def check_options(args: SharedArgs) -> None:
     if isinstance(args, EngineArgs) and args.rollout == "local" and args.engine_devices:
         devices = " ".join(map(str, args.engine_devices))
         raise ValueError(f"--engine_devices {devices}: with --rollout local there is no engine")
-    takes_sampled = isinstance(args, RatioArgs) and args.rollout == "local" and args.old_log_prob == "rollout"
-    if isinstance(args, EngineArgs) and takes_sampled and args.sampling_batch_size != args.micro_batch_size:
-        why = "log-probs of other batches than the update's round otherwise: pass --old_log_prob recompute"
-        raise ValueError(f"--rollout_batch_size {args.rollout_batch_size}: {why}")
     if isinstance(args, RatioArgs) and args.rollout_correction != "none":
         compares = args.rollout == "vllm" and args.old_log_prob == "recompute"
         if not compares:

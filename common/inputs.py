@@ -17,7 +17,7 @@ from common.errors import RunError, error_prefix, truncate
 from common.images import warn_stretched
 from common.models.family import Family
 from common.models.loading import check_schedules, pipeline_without_weights
-from common.options import ArgsClass, SharedArgs, parse_lr_schedule
+from common.options import ArgsClass, EngineArgs, RatioArgs, SharedArgs, parse_lr_schedule
 from common.pairs.pair_files import Pairs, pair_prompts
 from common.plan.needs import fit_to_gpus
 from common.process import print_message
@@ -339,6 +339,18 @@ def choose_sizes(args: ArgsClass, inputs: Inputs, workload: Workload) -> ArgsCla
     if inputs.lora:
         args = replace(args, lora_rank=inputs.lora.config.r, lora_alpha=inputs.lora.config.lora_alpha)
     if args.micro_batch_size and not torch.cuda.is_available():
+        check_batches(args)
         return args
     fitting = fit_to_gpus(inputs.family, inputs.lora, inputs.eval_set, inputs.checkpoint, vars(args), workload)
-    return replace(args, micro_batch_size=fitting["micro_batch_size"], shard_ranks=fitting["shard_ranks"])
+    args = replace(args, micro_batch_size=fitting["micro_batch_size"], shard_ranks=fitting["shard_ranks"])
+    check_batches(args)
+    return args
+
+
+def check_batches(args: SharedArgs) -> None:
+    """RunError: --old_log_prob rollout would take log-probs of local batches that are not the update's, once its size
+    is final."""
+    takes_sampled = isinstance(args, RatioArgs) and args.rollout == "local" and args.old_log_prob == "rollout"
+    if isinstance(args, EngineArgs) and takes_sampled and args.sampling_batch_size != args.micro_batch_size:
+        why = f"log-probs of other batches than the update's, of {args.micro_batch_size}, round otherwise"
+        raise RunError(f"--rollout_batch_size {args.rollout_batch_size}: {why}: pass --old_log_prob recompute")

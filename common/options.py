@@ -285,7 +285,8 @@ class RatioArgs(EngineArgs):
 
     # ---- rollout
     old_log_prob: Literal["rollout", "recompute"] = "recompute"
-    """log-probs that the ratio starts from: the engine's (rollout) or the trainer's (recompute); equal if local"""
+    """log-probs that the ratio starts from: the engine's (rollout) or the trainer's (recompute); equal if local, in
+    the update's own batches (--rollout_batch_size 0)"""
     rollout_correction: str = "none"
     """sample weights that make up for the engine's mismatch: none, or KIND:THRESHOLD, several joined by commas. The
     kinds are tis, icepop, reject_k1, reject_k2 and reject_k3, each also with _trajectory at its end. A threshold is in

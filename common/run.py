@@ -77,7 +77,7 @@ class Run:
                 ...
             with run.updating():
                 ...
-            run.end_step({"actor/loss": loss})
+            run.end_step({"actor/loss": loss}, has_gradient=True)
             run.log(evaluate() if step % 5 == 0 else {})
             if run.should_stop():
                 break
@@ -242,17 +242,15 @@ class Run:
         self.step = step
         self._step_began = self._last_step_began = time.perf_counter()
 
-    def end_step(
-        self, metrics: dict, *, num_skipped: float | torch.Tensor, shown: Mapping[str, str] | None = None
-    ) -> None:
+    def end_step(self, metrics: dict, *, has_gradient: bool, shown: Mapping[str, str] | None = None) -> None:
         """Keep the metrics of a training step until `log`, and remember the states that go with its weights.
 
-        num_skipped: optimizer steps that were left out, as their gradient was not finite. shown: {label: metric},
+        has_gradient: whether one of the step's gradients was finite. shown: {label: metric},
         beside the progress bar.
         """
         self.unlogged = {name: float(value) for name, value in metrics.items()}
         self._shown = shown or {}
-        self._num_skipped = self._num_skipped + 1 if num_skipped >= self._updates_per_step else 0
+        self._num_skipped = 0 if has_gradient else self._num_skipped + 1
         self._keep_states(self.step)
 
     def report_ratio(self, mean: float | torch.Tensor, deviation: float | torch.Tensor, clip_range: float) -> None:

@@ -624,7 +624,7 @@ def main(args: Args, inputs: Inputs) -> None:
 
         # RUN LOGIC, the same in all scripts: evaluate, log, save, stop
         metrics |= {"training/epoch": sampler.epoch}
-        run.end_step(metrics, num_skipped=metrics["actor/skipped_steps"])  # keeps them until `log`
+        run.end_step(metrics, has_gradient="actor/grad_norm" in metrics)  # keeps them until `log`
         is_due = step % args.eval_every == 0 or step == args.num_steps
         val_metrics, grid = evaluate(args, run, model, engine, inputs) if is_due else ({}, None)
         run.log(val_metrics, grid)  # ends the run at a NaN, or after three steps in a row without a finite gradient

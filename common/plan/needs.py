@@ -114,7 +114,7 @@ def planned_run(
     own = {field.name for field in fields(PlannedRun)} - of_script.keys()
     shared = {name: value for name, value in options.items() if name in own}
     shared["num_eval_images"] = num_eval_prompts * options["eval_images_per_prompt"]
-    return PlannedRun(**of_script | shared, ranks=ranks, ranks_here=ranks_per_node)
+    return PlannedRun(**of_script | shared | {"ranks": ranks, "ranks_here": ranks_per_node})
 
 
 class Costs(NamedTuple):

@@ -2,7 +2,7 @@
 
 A script calls `fully_shard` itself, for each module of `units_to_shard`. Passes leave the root's weights whole and, of
 a LoRA that each rank has, its casts; an optimizer step would leave those out of date. `reshard_before_steps`, which
-`add_policies` calls, drops them, whatever the optimizer is.
+`add_policies` calls, drops them, whatever the optimizer of these weights is.
 """
 
 import weakref
@@ -76,10 +76,15 @@ def reshard(transformer: torch.nn.Module) -> None:
 
 
 def reshard_before_steps(model: Family) -> None:
-    """From now on, before any optimizer of this process takes a step, put the shards of the model's policies back."""
+    """From now on, before an optimizer of FSDP's tensors takes a step, put the shards of the model's policies back.
+
+    Any other optimizer is not ours: a reward may have one, which steps in the reward's thread while the trainer passes.
+    """
     found = weakref.ref(model)  # the hook must not keep a model that nobody else has
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+            return
         model = found()
         for transformer in dict.fromkeys(model.policies.values()) if model else ():
             reshard(transformer)

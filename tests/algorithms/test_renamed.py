@@ -117,8 +117,8 @@ def two_gpus(monkeypatch, blueprint, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=NUM_BYTES))
     for module in (needs, inputs_module):
         monkeypatch.setattr(module, "gather_objects", lambda value: [value])
-    monkeypatch.setattr(needs, "Blueprint", lambda *given: blueprint)
-    monkeypatch.setattr(plan, "Blueprint", lambda *given: blueprint)
+    monkeypatch.setattr(needs, "Blueprint", lambda *given, **more: blueprint)
+    monkeypatch.setattr(plan, "Blueprint", lambda *given, **more: blueprint)
 
 
 def sizes_and_plan(script: Path, options: list[str]) -> tuple[Workload, dict[str, int], str]:

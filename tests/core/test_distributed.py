@@ -232,5 +232,5 @@ def test_segments_expand_in_the_trainer_alone_unless_the_user_has_set_the_alloca
     assert settings == [*expected, "CUDA starts", "CUDA starts"]
     environment = engine_environment("model", [0], num_threads=1)
     assert {name: value for name, value in environment.items() if "ALLOC_CONF" in name} == (
-        {variable: "max_split_size_mb:512"} if variable else {}
+        {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"} if variable else {}  # the name that vLLM reads
     )

@@ -12,11 +12,10 @@ from types import SimpleNamespace
 import flow_grpo
 from benchmarks import fsdp_kernels
 from common import distributed as sharding
-from common.command_line import check_options
 from common.data import GroupSampler, PromptSet
 from common.engine.client import EngineError
 from common.errors import RolloutError, RunError
-from common.inputs import Inputs, check_lora_modules
+from common.inputs import Inputs, check_lora_modules, choose_sizes
 from common.models.loading import family_class
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import SharedArgs
@@ -565,11 +564,17 @@ def test_images_are_sampled_in_batches_of_their_own(rollout_batch_size, one_rank
 
 @pytest.mark.fast
 def test_log_probs_of_other_batches_are_refused_as_old_ones():
-    given = {"rollout": "local", "micro_batch_size": 4, "old_log_prob": "rollout"}
-    check_options(flow_grpo.Args(**given, rollout_batch_size=4))
-    check_options(flow_grpo.Args(**given | {"old_log_prob": "recompute"}, rollout_batch_size=8))
-    with pytest.raises(ValueError, match="--rollout_batch_size 8: .*--old_log_prob recompute"):
-        check_options(flow_grpo.Args(**given, rollout_batch_size=8))
+    """Of the size that `check` has lowered: 64 images in two updates are micro-batches of 32 at most."""
+    given = {"rollout": "local", "num_prompts": 8, "group_size": 8, "micro_batch_size": 64, "old_log_prob": "rollout"}
+
+    def choose(**more):
+        args = flow_grpo.check(flow_grpo.Args(**given | more))
+        return choose_sizes(args, inputs_of(args, {}), flow_grpo.workload(args))
+
+    assert choose(rollout_batch_size=32).micro_batch_size == 32
+    choose(rollout_batch_size=64, old_log_prob="recompute")
+    with pytest.raises(RunError, match="--rollout_batch_size 64: .*32.*--old_log_prob recompute"):
+        choose(rollout_batch_size=64)
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
@@ -636,6 +641,22 @@ def test_a_step_of_any_optimizer_drops_the_weights_that_passes_left_whole(lora_r
         p.grad = torch.full_like(p, 1.0)
     torch.optim.SGD(trained, lr=0.1).step()
     assert not torch.equal(before, velocity())
+
+
+@pytest.mark.fast
+def test_another_optimizer_leaves_the_policies_alone(one_rank, monkeypatch):
+    """A reward that trains a network of its own steps in its thread while the trainer passes."""
+    _, model, trained = policy(kl_coef=0.0)
+    resharded = []
+    monkeypatch.setattr("common.weights.sharding.reshard", resharded.append)
+    own = torch.nn.Linear(3, 1)
+    own(torch.ones(1, 3)).sum().backward()
+    torch.optim.SGD(own.parameters(), lr=0.1).step()
+    assert resharded == []
+    for p in trained:
+        p.grad = torch.zeros_like(p)
+    torch.optim.SGD(trained, lr=0.1).step()
+    assert model.transformer in resharded
 
 
 @pytest.mark.fast

@@ -380,7 +380,7 @@ def test_only_a_whole_step_is_saved_after_a_failure(tmp_path, one_rank, metrics,
         with run.updating():
             pass
     if metrics:
-        run.end_step(metrics, num_skipped=0)
+        run.end_step(metrics, has_gradient=True)
         expected = (5, 2, torch.rand((), generator=began_with).item())
         torch.rand(())
     run.save_after_failure()
