@@ -86,16 +86,20 @@ def request_of(num_steps, sde_steps, batch=6):
 
 
 class Affine:
-    """A model of the shape the scripts use: v = x (t / 1000) + c, no network."""
+    """A model of the shape the scripts use: v = x (t / 1000) + c, no network. It keeps what it was asked to decode."""
 
     device = torch.device("cpu")
     transformer = torch.nn.Identity()
     pipe = SimpleNamespace(components={})  # no VAE
 
+    def __init__(self):
+        self.decoded = []
+
     def predict_velocity(self, x, timestep, conditioning, negative=None, guidance_scale=1.0):
         return x * timestep / 1000 + conditioning["c"].sum(1).view(-1, 1, 1, 1)
 
     def decode(self, latents):
+        self.decoded.append(latents)
         return [None] * len(latents)
 
 
@@ -124,6 +128,18 @@ def test_shared_prefix_equals_the_unshared_one(start, monkeypatch):
     assert torch.equal(got.latents[0, 0], got.latents[2, 0])  # one prompt, one beginning
     assert not torch.equal(got.latents[0, -1], got.latents[2, -1])
     assert not torch.equal(got.latents[0, 0], got.latents[3, 0])
+
+
+@pytest.mark.parametrize("start", [1, 3])
+def test_the_shared_prefix_is_not_decoded(start, monkeypatch):
+    """Its latents are no images yet, and decoding them would cost as much as decoding a rollout of as many prompts."""
+    monkeypatch.setattr(mix_grpo, "gather_objects", lambda value: [value])  # a world of one
+    args, model = mix_grpo.Args(seed=3, micro_batch_size=4), Affine()
+    numbers = torch.tensor([2, 2, 2, 7, 7, 7])
+    shared = mix_grpo.share_prefix(args, model, None, request_of(8, (start, start + 1)), 5, numbers=numbers)
+    assert model.decoded == []
+    trajectories = mix_grpo.rollout(args, model, None, shared)
+    assert torch.equal(torch.cat(model.decoded), trajectories.latents[:, -1])  # the model still decodes the images
 
 
 # ---- several rewards -------------------------------------------------------------------------------------------------
