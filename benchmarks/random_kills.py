@@ -3,8 +3,9 @@
     python -m benchmarks.random_kills --work FOLDER
 
 SIGKILL comes a random time after a start, or after its first step has begun, to rank 0, rank 1, torchrun or all of the
-run's processes; the next start has --resume latest. Moments and victims follow from --seed. Where a rank is to be
-killed that torchrun has not started yet, everything is killed. After the last kill the run goes on to its end.
+run's processes; the next start has --resume latest. The longest times are the undisturbed run's start and three of its
+steps. The shares of them and the victims follow from --seed. Where a rank is to be killed that torchrun has not started
+yet, everything is killed. After the last kill the run goes on to its end.
 
 Compared are the metrics without times, the adapters' bytes and the last checkpoint's policies. Prints a table in
 Markdown, a row per kill. Exits with 1 where the two runs differ, or a process of a killed run is left after a minute.
@@ -33,12 +34,12 @@ OPTIONS: dict[str, object] = {
     "--updates_per_rollout": 1,
     "--max_prompts": 2,
     "--eval_num_inference_steps": 3,
-    "--eval_every": 5,
-    "--save_every": 3,
+    "--eval_every": 4,
+    "--save_every": 1,
     "--ema_decay": 0.9,
     "--lr_schedule": "constant:20",
 }
-MOMENTS = {"start": 40.0, "first step": 6.0}  # the kill comes at most so many seconds after one of them
+STEPS = 3  # a kill comes at most so many steps after the first one of a start has begun
 VICTIMS = ("rank 0", "rank 1", "torchrun", "everything")
 LIMIT_S = 60.0  # within which no process of a killed run may be left
 
@@ -120,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="the folder of the two runs; it must not exist")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--num_steps", type=int, default=60)
+    parser.add_argument("--num_steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.work.mkdir(parents=True)
@@ -128,17 +129,21 @@ def main() -> None:
 
     began = time.monotonic()
     whole = start(options.work, "whole", options.num_steps)
+    wait_for_training(whole, options.work / "whole.log", 1)
+    longest = {"start": time.monotonic() - began}
     if whole.wait():
         raise SystemExit(f"the undisturbed run failed: see {options.work}/whole.log")
-    print(f"The undisturbed run took {time.monotonic() - began:.0f} s.\n", flush=True)
+    longest["first step"] = STEPS * (time.monotonic() - began - longest["start"]) / options.num_steps
+    in_words = ", ".join(f"{seconds:.1f} s after the {moment}" for moment, seconds in longest.items())
+    print(f"{options.num_steps} steps. Kills come at most {in_words}.\n", flush=True)
 
     draw = random.Random(options.seed)
     log = options.work / "killed.log"
     print("| kill | of | s | after its | newest checkpoint | last step logged | until no process, s |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for number in range(1, options.kills + 1):
-        moment, victim = draw.choice(list(MOMENTS)), draw.choice(VICTIMS)
-        lifetime = draw.uniform(0, MOMENTS[moment])
+        moment, victim = draw.choice(list(longest)), draw.choice(VICTIMS)
+        lifetime = draw.uniform(0, longest[moment])
         begun = log.read_text().count("training: steps ") if log.exists() else 0
         torchrun = start(options.work, "killed", options.num_steps)
         if moment == "first step":
