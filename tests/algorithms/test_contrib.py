@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import grpo_guard
 from common.checkpoints import load_checkpoint, saved_checkpoints
-from common.data import PromptSet
+from common.data import PromptSet, read_prompts
 from common.rollout import RolloutRequest
 from common.scoring import NOT_ASKED, load_rewards
 from common.sde import image_seed
@@ -1071,6 +1071,24 @@ def write_teacher(folder, seed, rank, width=0):
     return folder
 
 
+SEED_AND_ADAM = ["--seed", 3, "--weight_decay", 0.25, "--adam_eps", 1e-6]
+
+
+def adam_options(run, num_steps):
+    """(weight_decay, eps) of the optimizer in the checkpoint of step num_steps."""
+    (group,) = load_checkpoint(run / "checkpoints" / f"step_{num_steps:06d}.pt")["optimizer"]["param_groups"]
+    return group["weight_decay"], group["eps"]
+
+
+def assert_seed_and_adam(run, num_steps):
+    """SEED_AND_ADAM reached the run: images and prompts of its first step are the seed's, and Adam has its options."""
+    samples = [json.loads(line) for line in (run / "rollouts" / "0001" / "samples.jsonl").read_text().splitlines()]
+    drawn = read_prompts(ROOT / "assets" / "train_prompts.txt").first_drawn(4, 3).prompts
+    assert [sample["prompt"] for sample in samples] == [prompt for prompt in drawn for _ in range(4)]
+    assert [sample["seed"] for sample in samples] == [image_seed(3, 1, i) for i in range(16)]
+    assert adam_options(run, num_steps) == (0.25, 1e-6)
+
+
 # what a rank needs beyond its own images: whole groups, noise that is a group's, a policy of each rank's own, teachers,
 # a reference in the target. The others take images one by one, as their parents do, which are run on two ranks in
 # test_siblings.py and test_flow_grpo.py
@@ -1079,8 +1097,10 @@ ON_TWO_RANKS = [f"contrib/{name}.py" for name in ("crd", "dgpo", "diffusion_opd"
 
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script != "contrib/draft.py"])
 def test_a_script_runs_and_on_two_ranks_as_on_one(tmp_path, script):
-    """With the same images and the same first update, as the groups that a loss takes are whole on every rank."""
-    options = [*TINY, "--num_steps", 2, *few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
+    """With the same images and the same first update, as the groups that a loss takes are whole on every rank. The
+    seed and Adam's options are not the defaults: each script's own `main` hands them on."""
+    options = [*TINY, *SEED_AND_ADAM, "--save_rollouts", 1, "--num_steps", 2]
+    options += [*few_eval_prompts(tmp_path, 2), "--reward", brightness_reward(tmp_path)]
     rollout = "vllm" if script == "contrib/flow_grpo_ahead.py" else "local"
     options += ["--num_inference_steps", 3, "--rollout", rollout]
     options += ["--micro_batch_size", 2 if script == "contrib/online_dpo.py" else 4]
@@ -1088,8 +1108,10 @@ def test_a_script_runs_and_on_two_ranks_as_on_one(tmp_path, script):
     run = tmp_path / "runs" / "ranks1"
     torchrun(tmp_path, script, "--name", "ranks1", *options)
     one = read_metrics(run)
+    assert_seed_and_adam(run, num_steps=2)
     if script in ON_TWO_RANKS:
         torchrun(tmp_path, script, "--name", "ranks2", *options, "--num_steps", 1, nproc=2)
+        assert_seed_and_adam(tmp_path / "runs" / "ranks2", num_steps=1)
         two = read_metrics(tmp_path / "runs" / "ranks2")
         assert one[1]["critic/rewards/mean"] == pytest.approx(two[1]["critic/rewards/mean"], abs=1e-6)
         for metric in ("actor/loss", "actor/grad_norm"):
@@ -1116,6 +1138,7 @@ def redness(tmp_path):
 def test_draft_learns_and_two_ranks_do_as_one(tmp_path, redness, changes):
     options = [*redness, *few_eval_prompts(tmp_path, 4), "--num_prompts", 8, "--micro_batch_size", 2, *changes]
     options += ["--lr_schedule", "constant", "--learning_rate", 1e-4 if "--lora_rank" in changes else 5e-3]
+    options += ["--weight_decay", 0.25]
     run = tmp_path / "runs" / "ranks1"
     torchrun(tmp_path, "contrib/draft.py", "--name", "ranks1", *options, "--num_steps", 4)
     torchrun(tmp_path, "contrib/draft.py", "--name", "ranks2", *options, "--num_steps", 1, nproc=2)
@@ -1124,6 +1147,7 @@ def test_draft_learns_and_two_ranks_do_as_one(tmp_path, redness, changes):
         rows = (two[0], one[0]) if metric.startswith("val") else (two[1], one[1])
         assert rows[0][metric] == pytest.approx(rows[1][metric], rel=1e-4, abs=1e-6), metric
     assert one[1]["actor/grad_norm"] > 0 and one[1]["actor/loss"] == -one[1]["critic/rewards/mean"]
+    assert adam_options(run, 4) == adam_options(tmp_path / "runs" / "ranks2", 1) == (0.25, draft.Args().adam_eps)
     assert one[4]["val/redness/mean"] > one[0]["val/redness/mean"] + 0.02
     assert (run / "source.py").read_text() == (ROOT / "contrib/draft.py").read_text()
 
