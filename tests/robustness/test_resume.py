@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import flow_grpo
+from common import run_record
 from common.checkpoints import checkpoint_path, checkpoint_step, load_checkpoint, saved_checkpoints
 from common.command_line import parse_args
 from common.errors import RunError
@@ -283,6 +284,31 @@ def test_a_resumed_run_names_what_has_other_contents_and_chooses_the_best_again(
     ]
     assert best_step(3) == 3
     assert (tmp_path / "runs/flow_grpo/code_step_000002/brightness.py").read_text().endswith("scale\n")
+
+
+def test_a_resumed_run_says_that_its_script_or_common_changed(tmp_path, monkeypatch, capfd):
+    """In one line with the checkpoint's name; of what has not changed it says nothing."""
+    common = shutil.copytree(ROOT / "common", tmp_path / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    script = shutil.copy(ROOT / "flow_grpo.py", tmp_path)
+    monkeypatch.setattr(run_record, "COMMON", common)  # whose files the record counts, and nothing else
+    monkeypatch.setattr(flow_grpo, "__file__", script)
+    options = [*SMALL, "--rollout", "local", "--updates_per_rollout", 1, "--max_prompts", 1, "--eval_every", 9]
+    options += ["--reward", brightness_reward(tmp_path), "--resume", "latest"]
+
+    def told(num_steps):
+        assert run_here(tmp_path, "flow_grpo.py", *options, "--num_steps", num_steps) is None
+        return [line for line in capfd.readouterr().err.splitlines() if "other code" in line]
+
+    assert told(1) == told(2) == []
+    with open(common / "sde.py", "a") as file:
+        file.write("# changed\n")
+    (line,) = told(3)
+    assert "common/" in line and "flow_grpo.py" not in line and "step_000002.pt" in line
+    with open(script, "a") as file:
+        file.write("# changed\n")
+    (line,) = told(4)  # step 3 was saved by the changed common/
+    assert "flow_grpo.py" in line and "common/:" not in line and "step_000003.pt" in line
+    assert (tmp_path / "runs/flow_grpo/source_step_000003.py").read_text().endswith("# changed\n")
 
 
 # ---- stops, orderly and not ------------------------------------------------------------------------------------------
