@@ -1,6 +1,6 @@
 """flow_grpo.py with a vLLM-Omni engine that is broken in one way. Run by torchrun: broken_engine.py BREAKAGE [options].
 
-Only messages between trainer and engine are changed, and only in training rollouts. The trainer checks as ever.
+Only messages between trainer and engine are changed, in training rollouts and pushes. The trainer checks as ever.
 """
 
 import os
@@ -32,8 +32,9 @@ def bf16_latents(answer):
 
 REQUESTS = {"sigmas": shifted_sigmas, "guidance": without_guidance}
 SIGNALS = {"killed": signal.SIGKILL, "stuck": signal.SIGSTOP}  # to the engine, in its second rollout
+KILLED_IN_PUSH = "killed_in_push"  # the last rank's, in the push after its second rollout
 ANSWERS = {"bf16_latents": bf16_latents}
-BREAKAGES = (*REQUESTS, *ANSWERS, *SIGNALS, "stale")
+BREAKAGES = (*REQUESTS, *ANSWERS, *SIGNALS, KILLED_IN_PUSH, "stale")
 
 
 def break_engine(breakage, engine=VLLMEngine):
@@ -53,6 +54,10 @@ def break_engine(breakage, engine=VLLMEngine):
             tensors, config = args
             # copies: the tensors can be the trained ones themselves
             self.first_push = ({name: tensor.clone() for name, tensor in tensors.items()}, config)
+        is_last_rank = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+        is_push = operation in ("push_lora", "push_weights") and breakage == KILLED_IN_PUSH
+        if is_push and is_last_rank and getattr(self, "rollouts", 0) == 2:
+            os.kill(self.process.pid, signal.SIGKILL)
         if self.trains and breakage in REQUESTS and operation == "generate":
             args = (REQUESTS[breakage](args[0]),)
         return ask(self, operation, *args, **kwargs)
@@ -65,9 +70,9 @@ def break_engine(breakage, engine=VLLMEngine):
 
     def broken_generate(self, request, *args, **kwargs):
         self.trains = bool(request.sde_steps) and getattr(self, "verified", False)
-        if self.trains and breakage in SIGNALS:
+        if self.trains:
             self.rollouts = getattr(self, "rollouts", 0) + 1
-            if self.rollouts == 2:
+            if breakage in SIGNALS and self.rollouts == 2:
                 os.kill(self.process.pid, SIGNALS[breakage])
         return generate(self, request, *args, **kwargs)
 

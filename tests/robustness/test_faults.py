@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import flow_grpo
+from common.checkpoints import saved_checkpoints
 from common.engine.client import VLLMEngine
 from tests import broken_engine
 from tests.conftest import (
@@ -143,6 +144,29 @@ def test_an_engine_killed_in_a_rollout_ends_the_process_in_one_line_on_the_scree
         assert part in line
     assert steps_of(tmp_path) == [0, 1]
     assert (tmp_path / "runs/flow_grpo/checkpoints/step_000001.pt").exists()  # as the line says
+
+
+@needs_engine
+def test_an_engine_killed_in_a_push_of_full_weights_ends_both_ranks(tmp_path):
+    """The second rank's, in step 2. The first rank, whose own engine lives, does not wait for it, and no engine stays.
+    A line says which engine died in what, and from where to resume: from step 1."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
+    command += [ROOT / "tests" / "broken_engine.py", "killed_in_push", *TINY, "--lora_rank", 0]
+    command += ["--learning_rate", 1e-4, "--num_steps", 3, "--eval_every", 1, *few_eval_prompts(tmp_path, 2)]
+    done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 1
+    (line,) = re.findall(r"broken_engine\.py: error: the rollout engine died during push_weights.*", done.stderr)
+    for part in (
+        "(exit code -9, SIGKILL)",
+        "engine_rank1.log",
+        "; to resume from step_000001.pt, give the same command",
+    ):
+        assert part in line
+    assert steps_of(tmp_path) == [0, 1]
+    assert [path.name for path in saved_checkpoints(tmp_path / "runs" / "flow_grpo")] == ["step_000001.pt"]
+    here = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path) and p != psutil.Process()]
+    _, left = psutil.wait_procs(here, 30)
+    assert not left
 
 
 # ---- no gradient -----------------------------------------------------------------------------------------------------
