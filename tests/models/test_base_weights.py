@@ -181,7 +181,13 @@ def test_a_prompt_cache_of_whole_encoders_is_not_read_with_quantised_ones(one_ra
 @needs_torchao
 @pytest.mark.parametrize(
     ("base_weights", "ranks", "more"),
-    [("int8", 1, ()), ("int8", 2, ()), ("nf4", 1, ("--train_with", "activation_checkpointing")), ("nf4", 2, ())],
+    [
+        ("int8", 1, ()),
+        ("int8", 2, ()),
+        ("fp8", 1, ("--train_with", "activation_checkpointing")),
+        ("nf4", 1, ("--train_with", "activation_checkpointing")),
+        ("nf4", 2, ()),
+    ],
 )
 def test_a_lora_is_trained_over_a_quantised_base(base_weights, ranks, more, tmp_path):
     """From a first ratio of exactly 1; its adapter acts on the model itself, and the run resumes."""
