@@ -264,12 +264,12 @@ class Meter:
         close = runs.Run.close
 
         @contextmanager
-        def timed_and_noted(run, name):
+        def timed_and_noted(run, name, **options):
             self.note_memory()  # of what came before
             outer = self.phase
             self.phase = name
             began = time.process_time()
-            with timed(run, name):
+            with timed(run, name, **options):
                 yield
             self.cpu_s[self.step, name] += time.process_time() - began
             self.note_memory()

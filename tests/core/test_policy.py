@@ -839,14 +839,14 @@ def test_other_batches_compile_blocks_again_twice_at_most(one_rank, monkeypatch,
     args, model, trained = policy(**changes)
     optimizer = torch.optim.SGD(trained, lr=0.1)
     prompts = prompt_set(PROMPTS)
+    eval_args = replace(args, num_inference_steps=args.eval_num_inference_steps)
 
     def evaluate_and_train(num_images):
         """Whether anything was compiled."""
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        request = flow_grpo.make_request(
-            args.for_evaluation, model, prompts, torch.zeros(num_images, dtype=torch.long), list(range(num_images))
-        )
-        flow_grpo.rollout(args.for_evaluation, model, None, request)
+        places = torch.zeros(num_images, dtype=torch.long)
+        request = flow_grpo.make_request(eval_args, model, prompts, places, list(range(num_images)))
+        flow_grpo.rollout(eval_args, model, None, request)
         one_update(args, model, optimizer, ADVANTAGES)
         return torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
 

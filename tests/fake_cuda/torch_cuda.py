@@ -120,8 +120,8 @@ class Ledger:
         make = Family.__init__
 
         @contextlib.contextmanager
-        def timed_phase(run: Run, name: str) -> Iterator[None]:
-            with self.within(name, then="between"), timed(run, name):
+        def timed_phase(run: Run, name: str, **options: Any) -> Iterator[None]:
+            with self.within(name, then="between"), timed(run, name, **options):
                 yield
 
         def counted(family: Family, *args: Any, **kwargs: Any) -> None:

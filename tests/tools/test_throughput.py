@@ -4,8 +4,9 @@ import json
 
 from benchmarks.throughput import Meter, TensorLike, count_flops, covered, fake_copy, measured_rows
 from common.models.stable_diffusion_3 import StableDiffusion3
+from common.run import Run
 from common.weights.lora import make_lora
-from tests.conftest import brightness_reward, torchrun
+from tests.conftest import brightness_reward, new_run, torchrun
 from tests.published_models import GEOMETRY, PUBLISHED
 
 import diffusers
@@ -50,6 +51,22 @@ def test_a_run_that_stopped_before_a_step_that_counts(rows, last, tmp_path):
         measured_rows(Meter(num_steps=4), tmp_path)
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"training/global_step": 2}\n')
     assert measured_rows(Meter(num_steps=4), tmp_path) == [{"training/global_step": 2}]
+
+
+@pytest.mark.fast
+def test_phases_of_a_run_are_noted_with_their_options(tmp_path, monkeypatch):
+    """`updating`, and a phase that is logged per image."""
+    for name in ("timed", "begin_step", "log", "close"):
+        monkeypatch.setattr(Run, name, getattr(Run, name))  # put back after the test
+    meter = Meter(num_steps=2)
+    meter._install_in_run(torch.float32)
+    run = new_run(tmp_path)
+    meter.step = 1
+    with run.timed("gen", per_image=True):
+        assert meter.phase == "gen"
+    with run.updating():
+        assert meter.phase == "update_actor"
+    assert set(meter.cpu_s) == {(1, "gen"), (1, "update_actor")}
 
 
 @pytest.mark.parametrize("with_engine", [False, True])
