@@ -39,11 +39,16 @@ def fault_of_installed(pinned):
             return f"{name} {version} is installed, and our hooks are for {wanted}"
     program = "from common.cpu import repair_torchvision; repair_torchvision(); import vllm_omni, vllm"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    return done.stderr.strip().splitlines()[-1] if done.returncode else None
+    if done.returncode == 0:
+        return None
+    told = done.stderr.strip().splitlines()  # none where a signal ended it
+    return told[-1] if told else f"importing it ended Python with status {done.returncode}, without a message"
 
 
 def fault_of_index(pinned):
     """Why pip could not install the engine, or None."""
+    if find_spec("pip") is None:
+        return "not installed, and this Python has no pip that could ask an index (python -m ensurepip installs it)"
     for name, version in pinned.items():
         asked = [sys.executable, "-m", "pip", "index", "versions", name, "--retries", "0", "--timeout", "5"]
         done = subprocess.run(asked, capture_output=True, text=True)

@@ -120,6 +120,11 @@ def shard_frozen_weights():
     FSDPModule.set_reshard_after_backward = lambda module, *args, **options: None
 
 
+def count_no_flops():
+    """Let a run log no perf/mfu."""
+    profiling.count_in_process = lambda *args: None
+
+
 def leave_plain(words):
     """Do not fuse the norms, or the LoRA's products, of a transformer: add_policies calls policy.fuse_<word>."""
     for word in words:
@@ -138,7 +143,7 @@ def main():
     repair_torchvision()
     folder = make_folder(name)
     draw_transformers()
-    profiling.count_in_process = lambda config: None
+    count_no_flops()
     if frozen:
         shard_frozen_weights()
     leave_plain(os.environ.get("SIZED_PLAIN", "").split())

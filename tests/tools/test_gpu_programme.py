@@ -8,10 +8,13 @@ import tarfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.gpu import engine_there, facts, learned, trace_table
+import flow_grpo
+from benchmarks.gpu import engine_there, facts, learned, sized, trace_table
+from common import profiling
 from tests.conftest import ROOT
 
 import pytest
+import torch
 
 PROGRAMS = ROOT / "benchmarks" / "gpu"
 
@@ -136,7 +139,7 @@ def test_whether_the_engine_can_be_had(monkeypatch, capsys):
     monkeypatch.setattr(engine_there.importlib.metadata, "version", lambda name: "0.0.1")
     fault = engine_there.fault_of_installed(pinned)
     assert "0.0.1" in fault and pinned["vllm"] in fault
-    monkeypatch.setattr(engine_there, "find_spec", lambda name: None)
+    monkeypatch.setattr(engine_there, "find_spec", lambda name: name == "pip" or None)
     for returncode, versions, told in ((1, "", "vllm for"), (0, "0.29.0", pinned["vllm"]), (0, pinned["vllm"], None)):
         done = subprocess.CompletedProcess([], returncode, stdout=f"Available versions: {versions}")
         monkeypatch.setattr(engine_there.subprocess, "run", lambda *args, done=done, **options: done)
@@ -146,6 +149,28 @@ def test_whether_the_engine_can_be_had(monkeypatch, capsys):
         else:
             engine_there.main()
     assert "requirements-cuda.txt" in capsys.readouterr().out
+
+
+@pytest.mark.fast
+def test_an_engine_whose_import_crashes_and_a_python_without_pip(monkeypatch):
+    """A signal leaves no line on stderr."""
+    pinned = engine_there.pinned_versions()
+    monkeypatch.setattr(engine_there.importlib.metadata, "version", lambda name: pinned[name.removesuffix("-cpu")])
+    for stderr, told in (("", "status -11"), ("Traceback\nImportError: no libcuda\n", "ImportError: no libcuda")):
+        done = subprocess.CompletedProcess([], -11, stdout="", stderr=stderr)
+        monkeypatch.setattr(engine_there.subprocess, "run", lambda *args, done=done, **options: done)
+        assert told in engine_there.fault_of_installed(pinned)
+    monkeypatch.setattr(engine_there, "find_spec", lambda name: None)
+    assert "no pip" in engine_there.fault_of_index(pinned)
+
+
+@pytest.mark.fast
+def test_runs_of_sized_count_no_flops(monkeypatch):
+    monkeypatch.setattr(profiling, "count_in_process", profiling.count_in_process)  # put back after the test
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    sized.count_no_flops()
+    utilisation = profiling.Utilisation({"dtype": "bfloat16"}, flow_grpo.workload(flow_grpo.Args()))
+    assert utilisation.metrics({"actor": 8.0}) == {}
 
 
 @pytest.mark.fast
