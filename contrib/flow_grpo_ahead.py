@@ -142,7 +142,7 @@ def check(args: Args) -> Args:
     if args.eval_only:  # no mini-batches are cut
         return args
     if args.rollout == "local":
-        raise ValueError("--rollout local: a rollout ahead needs the engine; flow_grpo.py samples without one")
+        raise ValueError("--rollout local: a rollout ahead needs the engine: pass --rollout vllm, or run flow_grpo.py")
     num_images = args.num_prompts * args.group_size
     micro_batch_size = fit_micro_batch(num_images, args.updates_per_rollout, args.micro_batch_size)
     if args.sde_window_size:
