@@ -35,7 +35,9 @@ def check_base_weights(
         raise ValueError(f"{given}: needs --shard_ranks 1, as every rank has all quantised weights")
     refused = {"cpu_offload", "compile"} & set(train_with)
     if refused:
-        raise ValueError(f"{given}: --train_with {sorted(refused)[0]} cannot be used with it")
+        left = " ".join(["--train_with", *(word for word in train_with if word not in refused)])
+        fault = f"--train_with {sorted(refused)[0]} cannot be used with it"
+        raise ValueError(f"{given}: {fault}; {left} at the command's end takes it out")
 
 
 def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import flow_grpo
+from common.command_line import parse_args
 from common.data import PromptSet
 from common.inputs import Inputs
 from common.models.loading import load_model
@@ -36,8 +37,11 @@ PROMPTS = ['a red sign that says "4711"', "a blue sign"]
         ({"trains_lora": False}, "needs a LoRA, as quantised weights cannot be trained"),
         ({"rollout": "vllm"}, "needs --rollout local, as the engine would sample with other weights"),
         ({"shard_ranks": 2}, "needs --shard_ranks 1, as every rank has all quantised weights"),
-        ({"train_with": ("cpu_offload",)}, "--train_with cpu_offload cannot be used with it"),
-        ({"train_with": ("activation_checkpointing", "compile")}, "--train_with compile cannot be used with it"),
+        ({"train_with": ("cpu_offload",)}, "--train_with cpu_offload cannot .*; --train_with at the command's end .*"),
+        (
+            {"train_with": ("activation_checkpointing", "compile")},
+            "--train_with compile cannot .*; --train_with activation_checkpointing at the command's end .*",
+        ),
     ],
 )
 def test_what_quantised_weights_cannot_do_is_refused(changes, told):
@@ -46,6 +50,13 @@ def test_what_quantised_weights_cannot_do_is_refused(changes, told):
         check_base_weights("int8", **allowed | changes)
     check_base_weights(None, **allowed | changes)
     check_base_weights("nf4", **allowed)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("words", [(), ("activation_checkpointing",)])
+def test_the_last_train_with_replaces_a_recipes(words):
+    argv = ["--rollout", "local", "--train_with", "compile", "--base_weights", "int8", "--train_with", *words]
+    assert parse_args(flow_grpo.Args, "", argv).train_with == words
 
 
 @pytest.mark.fast
