@@ -1,17 +1,23 @@
 """What torch's kernels of attention cost at the shapes of published models: forward, and forward with backward.
 
-    python benchmarks/gpu/attention.py                    # on a GPU, in bf16, some seconds
+    python benchmarks/gpu/attention.py                    # on a GPU, in bf16, one or two minutes
     python benchmarks/gpu/attention.py --tiny             # tries this file, on a CPU too
 
-A line of JSON for each shape and kernel. native is torch's choice without cuDNN, as --attention native has it: with a
+A line of JSON for each shape and kernel, from a process of its own: cuDNN keeps the plan of a call, which may serve
+another one wrongly. native is torch's choice without cuDNN, as --attention native has it: with a
 mask that is the memory-efficient kernel, as flash takes none. contiguous is cuDNN with a hook that makes the gradient
 of its output contiguous, which may bring cuDNN back for FLUX. Gradients come as FLUX's single blocks give them, as a
-slice of a wider tensor, where the shape says so. not_finite counts the gradient's numbers that are NaN or infinite.
+slice of a wider tensor, where the shape says so. not_finite counts the gradient's numbers that are NaN or infinite,
+and off_by is the distance of q's, k's or v's gradient, the worst of them, from that of the memory-efficient kernel (on
+a CPU, from plain products) as a share of its norm: facts.py allows 0.05. It is null beside a NaN.
 """
 
 import argparse
 import json
+import math
 import statistics
+import subprocess
+import sys
 import time
 from contextlib import nullcontext
 
@@ -48,6 +54,12 @@ def median_ms(function):
     return round(statistics.median(clock), 3)
 
 
+def distance(found, expected):
+    """The worst distance of a gradient from the expected one, as a share of its norm; None if one is not finite."""
+    shares = [((a - b).float().norm() / b.float().norm()).item() for a, b in zip(found, expected, strict=True)]
+    return float(f"{max(shares):.1e}") if all(map(math.isfinite, shares)) else None
+
+
 def measure(name, kernel, shape):
     """Print the figures of a kernel at a shape, or why it does not take it."""
     rows, tokens, heads, width, is_masked, is_slice = shape
@@ -80,7 +92,11 @@ def measure(name, kernel, shape):
     try:
         figures = {"forward_ms": median_ms(torch.no_grad()(forward))}
         figures |= {"forward_and_backward_ms": median_ms(both)}
-        figures |= {"not_finite": sum((~each.isfinite()).sum().item() for each in both())}
+        found = both()
+        figures |= {"not_finite": sum((~each.isfinite()).sum().item() for each in found)}
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION if on_gpu else SDPBackend.MATH):
+            expected = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        figures |= {"off_by": distance(found, torch.autograd.grad(expected, (q, k, v), gradient))}
     except RuntimeError as error:  # no kernel of that kind for this shape, or this GPU
         figures = {"error": str(error).splitlines()[0][:200]}
     print(json.dumps({"what": f"{name}, {kernel}", **figures}), flush=True)
@@ -89,10 +105,22 @@ def measure(name, kernel, shape):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="shapes of a few tokens")
+    parser.add_argument("--shape", choices=SHAPES, help="with --kernel: this one alone, in this process")
+    parser.add_argument("--kernel", choices=KERNELS)
     options = parser.parse_args(argv)
-    for name, shape in SHAPES.items():
+    if (options.shape is None) is not (options.kernel is None):
+        parser.error("--shape and --kernel need each other")
+    if options.shape:
+        shape = SHAPES[options.shape]
+        measure(options.shape, options.kernel, (2, 64, 2, 16, *shape[4:]) if options.tiny else shape)
+        return
+    failed = False
+    for name in SHAPES:
         for kernel in KERNELS:
-            measure(name, kernel, (2, 64, 2, 16, *shape[4:]) if options.tiny else shape)
+            command = [sys.executable, __file__, "--shape", name, "--kernel", kernel]
+            done = subprocess.run([*command, *(["--tiny"] if options.tiny else [])])
+            failed |= done.returncode != 0
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The fifth program, a minute without vLLM and up to ten more with it: whether the engine can be had, what kernels of
-# attention cost, and the engine itself. It installs nothing. See README.md.
+# The fifth program, four minutes without vLLM and up to ten more with it: whether the engine can be had, what kernels of
+# attention cost and how far their gradients are apart, Qwen-Image's step, and the engine itself. It installs nothing.
+# See README.md.
 #
 # Its parts: engine_there, attention, qwen_native (as call3.sh's qwen), engine
 LIMIT=900
@@ -22,7 +23,8 @@ OURS=(--model MODEL --num_steps 3 --rollout local --dtype bfloat16 --reward jpeg
 # first, so that a report of a minute says it: the rest goes on without the engine
 try engine_there 120 python "$KIT/engine_there.py"
 if [ -f "$LOGS/engine_there.log" ]; then fenced < "$LOGS/engine_there.log"; fi
-try attention 60 python "$KIT/attention.py" ${TINY:+--tiny} && fenced < "$LOGS/attention.log"
+try attention 180 python "$KIT/attention.py" ${TINY:+--tiny} # a process per shape and kernel
+if [ -f "$LOGS/attention.log" ]; then fenced < "$LOGS/attention.log"; fi
 throughput qwen_native qwen 200 "${OURS[@]}" "${QWEN[@]}"
 if grep -qs 'the engine cannot be had' "$LOGS/engine_there.log"; then
     if wanted engine; then say "- engine: not run, the engine cannot be had"; fi

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import flow_grpo
-from benchmarks.gpu import engine_there, facts, learned, sized, trace_table
+from benchmarks.gpu import attention, engine_there, facts, learned, sized, trace_table
 from common import profiling
 from tests.conftest import ROOT
 
@@ -94,7 +94,7 @@ def test_attention_and_the_engine(tmp_path):
     assert parts == ["engine_there", "attention", "engine"]
     assert "the engine is there" in report
     told = {row["what"]: row for row in map(json.loads, re.findall(r"^\{.*\}$", report, re.MULTILINE))}
-    assert len(told) == 4 * 3 and all(row["not_finite"] == 0 for row in told.values())
+    assert len(told) == 4 * 3 and all(row["not_finite"] == 0 and row["off_by"] < 0.05 for row in told.values())
     assert "| engine and trainer agree in bfloat16 | not tried | an engine on a GPU is meant |" in report
 
 
@@ -171,6 +171,17 @@ def test_runs_of_sized_count_no_flops(monkeypatch):
     sized.count_no_flops()
     utilisation = profiling.Utilisation({"dtype": "bfloat16"}, flow_grpo.workload(flow_grpo.Args()))
     assert utilisation.metrics({"actor": 8.0}) == {}
+
+
+@pytest.mark.fast
+def test_how_far_a_kernels_gradient_is_off(capsys):
+    """Of the worst of two; of one that is NaN nothing can be said; and a kernel at a shape, by torch's own products."""
+    expected = [torch.tensor([3.0, 4.0]), torch.tensor([1.0])]
+    assert attention.distance([torch.tensor([3.0, 4.5]), torch.tensor([1.0])], expected) == 0.1
+    assert attention.distance([torch.tensor([3.0, float("nan")]), torch.tensor([1.0])], expected) is None
+    attention.main(["--tiny", "--shape", "Qwen-Image, 2 images, masked", "--kernel", "native"])
+    row = json.loads(capsys.readouterr().out)
+    assert row["not_finite"] == 0 and row["off_by"] < 0.05
 
 
 @pytest.mark.fast
