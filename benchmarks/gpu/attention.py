@@ -4,12 +4,12 @@
     python benchmarks/gpu/attention.py --tiny             # tries this file, on a CPU too
 
 A line of JSON for each shape and kernel, from a process of its own: cuDNN keeps the plan of a call, which may serve
-another one wrongly. native is torch's choice without cuDNN, as --attention native has it: with a
-mask that is the memory-efficient kernel, as flash takes none. contiguous is cuDNN with a hook that makes the gradient
-of its output contiguous, which may bring cuDNN back for FLUX. Gradients come as FLUX's single blocks give them, as a
-slice of a wider tensor, where the shape says so. not_finite counts the gradient's numbers that are NaN or infinite,
-and off_by is the distance of q's, k's or v's gradient, the worst of them, from that of the memory-efficient kernel (on
-a CPU, from plain products) as a share of its norm: facts.py allows 0.05. It is null beside a NaN.
+another one wrongly. native is torch's choice without cuDNN, as --attention native has it: with a mask that is the
+memory-efficient kernel, as flash takes none. contiguous is cuDNN with a hook that makes the gradient of its output
+contiguous, which may bring cuDNN back for FLUX. Gradients come as FLUX's single blocks give them, as a slice of a wider
+tensor, where the shape says so. not_finite counts the gradient's numbers that are NaN or infinite, and off_by is the
+distance of q's, k's or v's gradient, the worst of them, from that of the memory-efficient kernel (on a CPU, from plain
+products) as a share of its norm: facts.py allows 0.05. It is null beside a NaN.
 """
 
 import argparse
