@@ -98,6 +98,36 @@ def test_attention_and_the_engine(tmp_path):
     assert "| engine and trainer agree in bfloat16 | not tried | an engine on a GPU is meant |" in report
 
 
+@pytest.mark.parametrize(
+    ("there", "is_tried"),
+    [("print('error: the engine cannot be had: no wheel'); sys.exit(1)", False), ("sys.exit('slow')", True)],
+)
+def test_the_engines_table_where_a_fact_does_not_hold(there, is_tried, tmp_path):
+    """Its logs come back as well. Programs of this test stand for those that need an engine."""
+    kit = tmp_path / "benchmarks" / "gpu"
+    kit.mkdir(parents=True)
+    (tmp_path / "flow_grpo.py").touch()
+    for name in ("call5.sh", "env.sh"):
+        (kit / name).write_text((PROGRAMS / name).read_text())
+    (kit / "engine_there.py").write_text(f"import sys; {there}")
+    (kit / "facts.py").write_text("""
+import sys
+from pathlib import Path
+folder = Path(sys.argv[sys.argv.index("--results") + 1], "runs", "vllm")
+folder.mkdir(parents=True)
+(folder / "engine_rank0.log").write_text("a line")
+print("| a fact | NOT HELD | 0.5 |")
+sys.exit(1)
+""")
+    environment = os.environ | {"TINY": "1", "PARTS": "engine_there engine", "OUT": str(tmp_path / "out")}
+    subprocess.run(["bash", str(kit / "call5.sh")], env=environment, check=True, capture_output=True)
+    report = (tmp_path / "out" / "call5.md").read_text()
+    assert ("| a fact | NOT HELD | 0.5 |" in report) is is_tried
+    assert ("- engine: not run" in report) is not is_tried
+    with tarfile.open(tmp_path / "out" / "call5.tar.gz") as tar:
+        assert ("facts_engine/runs/vllm/engine_rank0.log" in tar.getnames()) is is_tried
+
+
 # ---- parts -----------------------------------------------------------------------------------------------------------
 @pytest.mark.fast
 def test_a_part_that_fails_and_one_without_time(tmp_path):
