@@ -5,6 +5,7 @@ import ctypes
 import functools
 import io
 import math
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -106,6 +107,27 @@ def _let_children_be_stopped() -> None:
         unblock()
 
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore_and_unblock)
+    multiprocessing.util.register_after_fork(_forking, _stand_apart)
+
+
+def _stand_apart(_: object) -> None:
+    """In a process that multiprocessing has forked: leave the trainer's group, and end when the trainer has ended.
+
+    A signal to the group, as torchrun and Ctrl-C send it, would end a pool's workers in the middle of a call, while the
+    trainer finishes its step. The kernel's signal of a parent's death will not do: it comes when the thread ends that
+    has forked. Only multiprocessing's children, because the leader of a group may not call os.setsid, as children of
+    os.fork and `preexec_fn` do.
+    """
+    os.setpgid(0, 0)
+    parent = multiprocessing.parent_process()
+    assert parent  # this is a child
+
+    def watch() -> None:
+        while os.getppid() == parent.pid:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end with the trainer", daemon=True).start()
 
 
 def catch_stop_signals(max_minutes: float) -> None:

@@ -1,4 +1,4 @@
-"""Processes that a reward starts: pools, time limits by terminate(), os.fork. They end when they are told to."""
+"""Processes that a reward starts: pools, time limits by terminate(), os.fork. When they end, and when they do not."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).parents[2]
 REWARDS = """
-import multiprocessing, os, signal, subprocess, sys, time
+import multiprocessing, os, signal, subprocess, sys, threading, time
 from concurrent.futures import ProcessPoolExecutor
 
 fork = multiprocessing.get_context("fork")
@@ -46,6 +46,66 @@ def pool_with_a_time_limit(images, prompts, metadata):
 def executor(images, prompts, metadata):
     with ProcessPoolExecutor(1, mp_context=fork) as workers:
         return list(workers.map(width, sizes(images)))
+
+
+def stop_the_group():
+    for number in (signal.SIGTERM, signal.SIGINT):  # as torchrun's agent and Ctrl-C do
+        os.killpg(os.getpgrp(), number)
+
+
+def slow_width(size):
+    time.sleep(0.5)
+    return float(size[0])
+
+
+def pool_in_a_stopped_group(images, prompts, metadata):
+    with fork.Pool(2) as workers:
+        workers.map(width, sizes(images))
+        scores = workers.map_async(slow_width, sizes(images))
+        time.sleep(0.2)
+        stop_the_group()
+        return scores.get(timeout=20)
+
+
+def executor_in_a_stopped_group(images, prompts, metadata):
+    with ProcessPoolExecutor(1, mp_context=fork) as workers:
+        list(workers.map(width, sizes(images)))
+        scores = [workers.submit(slow_width, size) for size in sizes(images)]
+        time.sleep(0.2)
+        stop_the_group()
+        return [score.result(timeout=20) for score in scores]
+
+
+def child_of_a_short_thread(images, prompts, metadata):
+    worker = fork.Process(target=lambda: (time.sleep(2.5), sys.exit(7)))
+    thread = threading.Thread(target=worker.start)
+    thread.start()
+    thread.join()
+    worker.join()
+    assert worker.exitcode == 7
+    return [96.0] * len(images)
+
+
+def child_of_a_killed_parent(images, prompts, metadata):
+    reader, writer = os.pipe()
+    parent = os.fork()
+    if not parent:
+        worker = fork.Process(target=time.sleep, args=(60,))
+        worker.start()
+        os.write(writer, str(worker.pid).encode())
+        time.sleep(60)
+    os.close(writer)
+    worker = int(os.read(reader, 100))
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    assert os.read(reader, 1) == b""  # the worker has ended as well
+    return [96.0] * len(images)
+
+
+def commands_in_their_own_sessions(images, prompts, metadata):
+    for options in ({"start_new_session": True, "preexec_fn": lambda: None}, {"preexec_fn": os.setsid}):
+        subprocess.run(["true"], check=True, **options)
+    return [96.0] * len(images)
 
 
 def terminated_at_once(images, prompts, metadata):
@@ -99,7 +159,8 @@ def run(name):
     catch_stop_signals(0)
     scorer = Scorer(load_rewards([f"my_processes.py:{name}"]), PromptSet(["a"] * 2, [{}] * 2))
     scorer.add(range(2), [Image.new("RGB", (96, 32))] * 2)
-    assert scorer.scores().tolist() == [[96.0]] * 2 and not caught_signals
+    assert scorer.scores().tolist() == [[96.0]] * 2
+    assert set(caught_signals) == ({signal.SIGTERM, signal.SIGINT} if "stopped" in name else set())
     for number in STOP_SIGNALS:  # this process still notes them
         os.kill(os.getpid(), number)
     assert set(caught_signals) == set(STOP_SIGNALS)
