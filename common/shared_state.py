@@ -106,7 +106,6 @@ SETTINGS = (
     Setting("sys.argv", lambda: list(sys.argv), lambda value: sys.argv.__setitem__(slice(None), value)),
     Setting("the locale", functools.partial(locale.setlocale, locale.LC_ALL), _set_locale),
     Setting("warnings as errors", _error_filters, _keep_error_filters),
-    Setting("the garbage collector", gc.isenabled, lambda value: gc.enable() if value else gc.disable()),
     # tensors that the trainer makes, and their gradients
     Setting("torch's gradients", torch.is_grad_enabled, torch.set_grad_enabled),
     Setting("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
@@ -152,15 +151,18 @@ SETTINGS = (
 )
 
 
-# The trainer's own attention sets these for a moment (torch's sdpa_kernel), so that nobody can say who changed them
-# while images are sampled.
-ATTENTION_SETTINGS = tuple(
-    Setting(
-        f"torch's {kind} attention",
-        getattr(backends.cuda, f"{kind}_sdp_enabled"),
-        getattr(backends.cuda, f"enable_{kind}_sdp"),
-    )
-    for kind in ("flash", "mem_efficient", "math", "cudnn")
+# The main thread itself changes these for a moment: its attention (torch's sdpa_kernel), and a checkpoint, which holds
+# the collector while it gathers the optimizer's state. While it works, nobody can say who changed them.
+TRAINERS_SETTINGS = (
+    Setting("the garbage collector", gc.isenabled, lambda value: gc.enable() if value else gc.disable()),
+    *(
+        Setting(
+            f"torch's {kind} attention",
+            getattr(backends.cuda, f"{kind}_sdp_enabled"),
+            getattr(backends.cuda, f"enable_{kind}_sdp"),
+        )
+        for kind in ("flash", "mem_efficient", "math", "cudnn")
+    ),
 )
 
 
@@ -168,9 +170,9 @@ ATTENTION_SETTINGS = tuple(
 def kept(subject: str, *, beside_sampling: bool) -> Iterator[None]:
     """Put back what the block changes of SETTINGS, and report it in one line that begins with `subject`, once.
 
-    beside_sampling: the main thread does not wait for the block; ATTENTION_SETTINGS are left out.
+    beside_sampling: the main thread does not wait for the block; TRAINERS_SETTINGS are left out.
     """
-    settings = SETTINGS if beside_sampling else SETTINGS + ATTENTION_SETTINGS
+    settings = SETTINGS if beside_sampling else SETTINGS + TRAINERS_SETTINGS
     before = [setting.read() for setting in settings]
     try:
         yield

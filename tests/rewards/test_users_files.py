@@ -1,5 +1,7 @@
 """What a user's file does to the process, and the process to it: settings, threads, helpers of one name."""
 
+import contextlib
+import gc
 import sys
 import threading
 
@@ -10,7 +12,7 @@ from common.inputs import try_rewards
 from common.models.loading import find_family
 from common.scoring import Scorer, load_rewards, offload_rewards, score_images
 from common.sde import find_step_kind
-from common.shared_state import ATTENTION_SETTINGS, SETTINGS
+from common.shared_state import SETTINGS, TRAINERS_SETTINGS
 
 import pytest
 import torch
@@ -74,7 +76,7 @@ def all_settings():
     """Of this thread, and of that of users' files."""
 
     def read():
-        return [setting.read() for setting in SETTINGS + ATTENTION_SETTINGS]
+        return [setting.read() for setting in SETTINGS + TRAINERS_SETTINGS]
 
     return read(), user_code.in_user_thread(read)
 
@@ -117,7 +119,7 @@ def test_what_a_users_file_changes_is_put_back_and_reported(moment, tmp_path, mo
         before = all_settings()
         if moment == "trial" and "grad" in change:
             continue  # a reward is called without gradients anyway
-        if moment == "trial" and "attention" in name:
+        if moment == "trial" and any(name == setting.name for setting in TRAINERS_SETTINGS):
             continue  # the trainer itself sets it beside such a call
         if moment == "trial" and "chdir" in change:
             with pytest.raises(RunError, match="changed the working directory"):
@@ -152,8 +154,16 @@ def test_a_change_of_every_call_is_reported_once(tmp_path, capfd):
     assert capfd.readouterr().err.count("torch's default dtype") == 1
 
 
-def test_what_the_trainer_sets_beside_a_call_is_not_put_back(tmp_path):
-    """Its attention kernel, for a moment that begins before the call and ends within it."""
+@contextlib.contextmanager
+def collector_held():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("held", [lambda: sdpa_kernel(SDPBackend.MATH), collector_held])
+def test_what_the_trainer_sets_beside_a_call_is_not_put_back(held, tmp_path):
+    """Its attention kernel and the collector, for a moment that begins before the call and ends within it."""
     began, may_end = threading.Event(), threading.Event()
 
     def waits(images, prompts, metadata):
@@ -162,12 +172,13 @@ def test_what_the_trainer_sets_beside_a_call_is_not_put_back(tmp_path):
         return [1.0] * len(images)
 
     scorer = Scorer({"waits": waits}, PROMPTS)
-    with sdpa_kernel(SDPBackend.MATH):
+    with held():
         scorer.add([0, 1], IMAGES)
         assert began.wait(30)
     may_end.set()
     scorer.scores()
     assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
+    assert gc.isenabled()
 
 
 def test_what_a_reward_sets_for_itself_stays(tmp_path, monkeypatch):
