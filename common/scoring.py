@@ -292,9 +292,9 @@ class Scorer:
         try:
             in_user_thread(use_own_gpu)  # which is set for each thread
             if self.early and not torch.cuda.is_available():
-                # Large enough for this thread to start OpenMP threads of its own. Where there are more threads than
-                # cores, libgomp lets those of the rollout sleep while they wait, not spin on this thread's core
-                torch.ones(2**20)
+                # Large enough for the users' thread to start OpenMP threads of its own. Where there are more threads
+                # than cores, libgomp lets those of the rollout sleep while they wait, not spin on that thread's core
+                in_user_thread(lambda: torch.ones(2**20))
             for rows, images in iter(self.finished.get, None):
                 if self.early:
                     prompts = self.prompt_set.select(rows)

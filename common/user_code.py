@@ -98,11 +98,11 @@ def _run_jobs(jobs: queue.SimpleQueue) -> NoReturn:
     owner = os.getpid()
     while True:
         future, function, num_threads = jobs.get()
-        if torch.get_num_threads() != num_threads:  # each thread has its own number
-            torch.set_num_threads(num_threads)
-        _have_event_loop()
         failure = None
         try:
+            if torch.get_num_threads() != num_threads:  # each thread has its own number
+                torch.set_num_threads(num_threads)
+            _have_event_loop()  # opens files, of which there may be too many
             future.set_result(function())
         except BaseException as error:  # raised in the thread that waits for it
             failure = error
@@ -265,7 +265,7 @@ def _imports(source: Path) -> frozenset[str]:
     """Dotted names that a source imports anywhere, and "" where one is computed."""
     try:
         nodes = list(ast.walk(ast.parse(source.read_bytes())))
-    except (SyntaxError, ValueError):  # its import says so
+    except (SyntaxError, ValueError, OSError):  # its import says so
         return frozenset()
     names = set()
     for node in nodes:

@@ -1,9 +1,12 @@
 """What a user's file does to the process, and the process to it: settings, threads, helpers of one name."""
 
+import asyncio
 import contextlib
 import gc
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from common import user_code
 from common.data import PromptSet, read_prompts
@@ -247,6 +250,51 @@ def test_an_event_loop_is_there(loop, tmp_path):
         scorer = Scorer(rewards, PROMPTS)
         scorer.add([0, 1], IMAGES)
         assert scorer.scores().tolist() == [[0.5], [0.5]]
+
+
+@pytest.mark.parametrize("what", ["asyncio.new_event_loop", "torch.set_num_threads"])
+def test_what_fails_before_a_call_is_raised_where_it_is_waited_for(what, monkeypatch):
+    """As the new loop's files where the process has too many open."""
+
+    def fails(*_):
+        raise OSError("Too many open files")
+
+    user_code.in_user_thread(lambda: asyncio.set_event_loop(None))
+    module, name = what.split(".")
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules[module], name, fails)
+        patched.setattr(torch, "get_num_threads", lambda: threading.get_ident() if "threads" in what else 1)
+        answer = ThreadPoolExecutor(1).submit(user_code.in_user_thread, lambda: 1)
+        with pytest.raises(OSError, match="Too many open files"):
+            answer.result(timeout=30)
+    assert user_code.in_user_thread(lambda: 1) == 1
+
+
+def test_an_error_is_told_where_its_source_cannot_be_read(tmp_path, monkeypatch):
+    write(tmp_path, {"mine.py": "1 / 0\n"})
+
+    def fails(path):
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    with pytest.raises(ValueError, match=r"ZeroDivisionError.*mine\.py:1"):
+        load_rewards([f"{tmp_path}/mine.py:mine"], [1.0])
+
+
+def test_the_thread_that_scores_starts_its_openmp_threads(monkeypatch):
+    """By a product that is large enough, before it waits for the first image."""
+    ones, threads = torch.ones, set()
+
+    def noted(*size, **options):
+        threads.add(threading.current_thread().name)
+        return ones(*size, **options)
+
+    monkeypatch.setattr(torch, "ones", noted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    scorer = Scorer({"one": lambda images, prompts, metadata: [1.0] * len(images)}, PROMPTS)
+    scorer.add([0, 1], IMAGES)
+    scorer.scores()
+    assert threads == {user_code.in_user_thread(lambda: threading.current_thread().name)}
 
 
 def test_a_reward_that_scores_by_another_one_does_not_wait_for_itself(tmp_path):
