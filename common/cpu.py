@@ -56,8 +56,8 @@ def quota_cores(root: Path = Path("/")) -> float:
     root: of the file system, for tests.
     """
     try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        groups = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
     except OSError:  # not Linux
         return math.inf
     own: dict[str, str] = {}  # this process's group by controller; "" is version 2
