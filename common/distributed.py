@@ -96,7 +96,8 @@ def setup_distributed(shard_ranks: int = 0) -> torch.device:
     if "TORCHELASTIC_RUN_ID" in os.environ or "WORLD_SIZE" not in os.environ:
         outlive_terminal()
     if world_size == 1:
-        os.environ.update(ONE_RANK | os.environ)  # for who reads them
+        # for who reads them; without WORLD_SIZE, others of them are left from somewhere else
+        os.environ.update(ONE_RANK | os.environ if "WORLD_SIZE" in os.environ else ONE_RANK)
     elif "LOCAL_WORLD_SIZE" not in os.environ:
         raise ValueError(f"WORLD_SIZE is {world_size}, without LOCAL_WORLD_SIZE: start {sys.argv[0]} with torchrun")
     torch.set_num_threads(threads_of_this_rank())

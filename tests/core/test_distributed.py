@@ -102,9 +102,12 @@ def test_ranks_agree_on_a_prefix_of_their_start_whatever_earlier_starts_have_lef
     assert len(seen) >= 3
 
 
-@pytest.mark.parametrize("given", [{}, {"WORLD_SIZE": "1", "RANK": "0"}])
+@pytest.mark.parametrize("given", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"RANK": "2", "LOCAL_RANK": "3"}])
 def test_python_alone_is_a_world_of_one_which_listens_nowhere(given, monkeypatch):
-    """Also in a container whose platform counts its pods as ranks. What reads torchrun's variables finds them."""
+    """Also in a container whose platform counts its pods as ranks, and beside what another launcher has left.
+
+    What reads torchrun's variables finds them.
+    """
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(distributed, "outlive_terminal", lambda: None)
     variables = {name: value for name, value in os.environ.items() if name not in distributed.ONE_RANK}
@@ -175,7 +178,8 @@ V2 = "30 20 0:1 {top} /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw,nsdelegate
 def test_the_smallest_quota_of_a_cgroup_and_those_above_counts(tmp_path, group, mount, top, quotas, expected):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(f"{group}\n1:name=systemd:/\n")
-    (tmp_path / "proc/self/mountinfo").write_text(f"22 1 8:1 / / rw - ext4 /dev/vda rw\n{mount.format(top=top)}\n")
+    other = b"22 1 8:1 / /mnt/caf\xe9 rw - ext4 /dev/vda rw\n"  # a mount's name may be any bytes
+    (tmp_path / "proc/self/mountinfo").write_bytes(other + f"{mount.format(top=top)}\n".encode())
     for name, quota in quotas.items():
         folder = tmp_path / mount.split()[4].lstrip("/") / name
         folder.mkdir(parents=True, exist_ok=True)
