@@ -132,13 +132,17 @@ def _stand_apart(_: object) -> None:
 
 def catch_stop_signals(max_minutes: float) -> None:
     """From now on a stop signal, however often it comes, only asks for a stop, as does the end of `max_minutes` (0: no
-    limit). See stop_requested. Children that this process forks have default handlers."""
+    limit). See stop_requested. Children that this process forks have default handlers.
+
+    A signal that this process was started to ignore, as by `nohup`, stays ignored. torchrun handles them itself.
+    """
     global _deadline
     caught_signals.clear()
     _deadline = time.perf_counter() + 60 * max_minutes if max_minutes else math.inf
     _let_children_be_stopped()
     for number in STOP_SIGNALS:
-        signal.signal(number, _remember)
+        if "TORCHELASTIC_RUN_ID" in os.environ or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _remember)
 
 
 def is_killed_early() -> bool:

@@ -399,6 +399,21 @@ def test_a_signal_asks_for_a_stop(capfd, numbers):
     assert capfd.readouterr().err == f"{numbers[0].name}: finishing this step, then saving\n"
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_an_ignored_signal_stays_ignored_without_torchrun(torchrun, monkeypatch, own_handlers):
+    """As under `nohup python`. torchrun handles signals itself, and passes them on."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    catch_stop_signals(0)
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert stop_requested() is torchrun
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop_requested()
+
+
 def test_time_limit(monkeypatch, own_handlers):
     now = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
