@@ -10,6 +10,7 @@ users' files are refused.
 
 import ast
 import asyncio
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -36,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # a user's file -> the folders in which it finds its helpers: its own, and what it puts on sys.path
 _taken_in: dict[Path, list[Path]] = {}
 _starting = threading.Lock()
+NEVER_TRUE = ("__name__ == '__main__'", "TYPE_CHECKING", "typing.TYPE_CHECKING")  # of a file that is imported
 
 
 # ---- the thread ------------------------------------------------------------------------------------------------------
@@ -215,6 +217,7 @@ def own_folder(function: Callable) -> Path | None:
 def find_namesakes() -> str:
     """What a message says of two helpers of one name, of which an `import` would give one user's file the other's; or
     "". All imports in the sources of users' files and of their helpers count, those in functions as well."""
+    _subfolders.cache_clear()
     if len(_taken_in) < 2:
         return ""
     for file, folders in _taken_in.items():
@@ -240,7 +243,8 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _names_of(file: Path) -> set[str]:
-    """Dotted names that a user's file and its helpers import. Where a name is computed, that of every neighbour."""
+    """Dotted names that a user's file and its helpers import. Where a name is computed, those of its neighbours that
+    are imported by now."""
     folders = _taken_in[file]
     names: set[str] = set()
     sources, read = [file], set()
@@ -251,8 +255,8 @@ def _names_of(file: Path) -> set[str]:
         read.add(source)
         imported = _imports(source)
         if "" in imported:
-            beside = [path for folder in folders for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()]
-            imported |= {path.stem for path in beside}
+            beside = {path.stem for folder in folders for path in folder.iterdir()}
+            imported |= {name for name in sys.modules if name.split(".")[0] in beside}
         names |= imported - {""}
         for name in imported - {""}:
             for prefix in _prefixes(name):
@@ -262,9 +266,9 @@ def _names_of(file: Path) -> set[str]:
 
 @functools.cache
 def _imports(source: Path) -> frozenset[str]:
-    """Dotted names that a source imports anywhere, and "" where one is computed."""
+    """Dotted names that a source imports anywhere, when it is imported itself, and "" where one is computed."""
     try:
-        nodes = list(ast.walk(ast.parse(source.read_bytes())))
+        nodes = _reached(ast.parse(source.read_bytes()))
     except (SyntaxError, ValueError, OSError):  # its import says so
         return frozenset()
     names = set()
@@ -279,6 +283,15 @@ def _imports(source: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+def _reached(tree: ast.AST) -> list[ast.AST]:
+    """All nodes, without what runs only where a file is a script, or is read by a type checker."""
+    nodes = [tree]
+    for node in nodes:  # grows meanwhile
+        is_skipped = isinstance(node, ast.If) and ast.unparse(node.test) in NEVER_TRUE
+        nodes += node.orelse if is_skipped else ast.iter_child_nodes(node)
+    return nodes
+
+
 def _places(file: Path, folders: list[Path], name: str) -> set[Path]:
     """Where a user's file has a module of this dotted name: a source, the __init__.py of a package, or its folder."""
     inner = name.replace(".", "/")
@@ -286,10 +299,30 @@ def _places(file: Path, folders: list[Path], name: str) -> set[Path]:
     found = {path.resolve() for path in sources if path.is_file()}
     if not found and name.split(".")[0] not in sys.stdlib_module_names:
         found = {folder / inner for folder in folders if any((folder / inner).glob("*.py"))}
-    if not found and name not in sys.stdlib_module_names:
+    top = name.split(".")[0]
+    if not found and top not in sys.stdlib_module_names and not _is_installed(top):
         # a folder beside the file may stand on sys.path only while the file is imported
-        patterns = (f"*/{inner}.py", f"*/{inner}/__init__.py")
-        found = {path.resolve() for pattern in patterns for path in file.parent.glob(pattern)}
+        folders = _subfolders(file.parent).get(top, [])
+        sources = [folder / f"{inner}{end}" for folder in folders for end in (".py", "/__init__.py")]
+        found = {path.resolve() for path in sources if path.is_file()}
+    return found
+
+
+def _is_installed(name: str) -> bool:
+    """Whether an import of this name gives what lies in no user's folder."""
+    folders = {folder for of_file in _taken_in.values() for folder in of_file}
+    places = _importable(name)
+    return bool(places) and not any(place.is_relative_to(folder) for place in places for folder in folders)
+
+
+@functools.cache  # for one comparison, as there may be many folders and many names
+def _subfolders(folder: Path) -> dict[str, list[Path]]:
+    """{name: the folders in `folder` that have a module or a folder of this name}."""
+    found: dict[str, list[Path]] = {}
+    for inner in folder.iterdir():
+        with contextlib.suppress(NotADirectoryError, PermissionError, FileNotFoundError):
+            for name in {entry.removesuffix(".py") for entry in os.listdir(inner)}:
+                found.setdefault(name, []).append(inner)
     return found
 
 

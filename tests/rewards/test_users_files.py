@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -338,6 +339,16 @@ REFUSED = {
     "in the function of one of them": two("words.py", scores_by("import words"), LATE),
     "by importlib": two("words.py", scores_by("words = importlib.import_module('words')", at_import=False)),
     "by a computed name": two("words.py", scores_by("words = importlib.import_module('wor' + 'ds')")),
+    "by a computed name of a package": two(
+        "kit/words.py", scores_by("words = importlib.import_module('kit.' + 'words')", at_import=False)
+    )
+    | {f"{folder}/kit/__init__.py": "" for folder in "ab"},
+    "by a computed name in the function": two(
+        "words.py", scores_by("words = importlib.import_module('wor' + 'ds')", at_import=False)
+    ),
+    "where it is no script": two(
+        "words.py", scores_by("if __name__ == '__main__':\n    pass\nelse:\n    import words")
+    ),
     "by a helper": two("words.py", scores_by("import own_{0}", "own_{0}.TARGET"))
     | {f"{folder}/own_{folder}.py": "from words import TARGET\n" for folder in "ab"},
     "in a folder put on the path": two("lib/words.py", scores_by(LIB.format("lib"))),
@@ -346,7 +357,21 @@ REFUSED = {
     "the first one's, which it does not use": two("words.py", NOTHING, scores_by("import words")),
     "a package and a module": two("words.py", scores_by("import words")) | {"b/words/__init__.py": "TARGET = 'blue'\n"},
 }
+SETUPS = {f"{folder}/setup.py": f"TARGET = '{colour}'\n" for folder, colour in (("a", "red"), ("b", "blue"))}
+OWN = scores_by("own = importlib.import_module('own_' + '{0}')", "own.TARGET")
+FOR_OTHERS = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import words\nelse:\n    import own_{0}\n"
+FOR_OTHERS += scores_by("if __name__ == '__main__':\n    import words", "own_{0}.TARGET")
 ALLOWED = {
+    "a neighbour, beside a computed name": (
+        SETUPS
+        | {"a/own_a.py": "TARGET = 'red'\n", "b/own_b.py": "TARGET = 'blue'\n"}
+        | {f"{name}/score_{name}.py": OWN.format(name) for name in "ab"},
+        [0.0, 1.0],
+    ),
+    "for type checkers and scripts": (
+        two("words.py", FOR_OTHERS) | {"a/own_a.py": "TARGET = 'red'\n", "b/own_b.py": "TARGET = 'blue'\n"},
+        [0.0, 1.0],
+    ),
     "the second one's is not used": (two("words.py", scores_by("import words"), NOTHING), [0.0, 0.0]),
     "what is installed comes first": (two("packaging.py", INSTALLED), [1.0, 1.0]),
     "a module of Python": (two("colorsys.py", scores_by("import colorsys", "colorsys.__name__[:0]")), [1.0, 1.0]),
@@ -379,6 +404,21 @@ def test_helpers_of_one_name_are_refused(kind, tmp_path):
         try_both(tmp_path, REFUSED[kind])
     message = str(error.value)
     assert f"{tmp_path}/a/" in message and f"{tmp_path}/b/" in message and "\n" not in message
+
+
+def test_subfolders_are_listed_once_for_a_comparison(tmp_path, monkeypatch):
+    """There may be thousands, as with a folder of images for each prompt."""
+    names = ("colour", "shape", "words")
+    source = "".join(f"def {name}():\n    import {name}\n" for name in names) + NOTHING
+    write(
+        tmp_path, two("lib/other.py", source) | {f"{folder}/images/{i}/0.txt": "" for folder in "ab" for i in range(3)}
+    )
+    load_rewards([f"{tmp_path}/a/score_a.py:a"], [1.0])
+    listed, listdir = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: [listed.append(str(folder)), listdir(folder)][1])
+    load_rewards([f"{tmp_path}/b/score_b.py:b"], [1.0])
+    own = [folder for folder in listed if folder.startswith(f"{tmp_path}/b/lib")]
+    assert len(own) == 1
 
 
 @pytest.mark.parametrize("kind", ALLOWED)
