@@ -287,8 +287,10 @@ def _reached(tree: ast.AST) -> list[ast.AST]:
     """All nodes, without what runs only where a file is a script, or is read by a type checker."""
     nodes = [tree]
     for node in nodes:  # grows meanwhile
-        is_skipped = isinstance(node, ast.If) and ast.unparse(node.test) in NEVER_TRUE
-        nodes += node.orelse if is_skipped else ast.iter_child_nodes(node)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in NEVER_TRUE:
+            nodes += node.orelse
+        else:
+            nodes += ast.iter_child_nodes(node)
     return nodes
 
 
