@@ -9,7 +9,7 @@ import json
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -172,20 +172,35 @@ def check_weight_files(model: str | Path, needs_weights: bool = True) -> None:
                 file.name in VOCABULARIES or file.suffix == ".model" for file in folder.iterdir()
             ):  # of which transformers makes a tokenizer that knows no word
                 raise ValueError(f"no vocabulary in it ({', '.join(VOCABULARIES)} or *.model)")
-            shards = {name for name in weights.files.values() if "-of-" in name and name.endswith("safetensors")}
-            indices = {name for name in weights.files.values() if name.endswith(".json")}
-            if shards and not indices:
-                raise ValueError(f"{min(shards)} is a shard, and the index of the shards is missing")
-            for index in sorted(indices):
-                with error_prefix(index, Exception):
-                    wanted = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-                for name in sorted(wanted):
-                    if not (folder / name).is_file():
-                        raise ValueError(f"{name} is missing, which {index} names")
+            _check_shards(folder, weights.files)
         for name in sorted(set(weights.files.values())):
             if name.endswith(".safetensors"):
                 with error_prefix(f"--model {model}: {folder.name}/{name}", Exception):  # whatever safetensors raises
                     check_header(folder / name)
+
+
+def _check_shards(folder: Path, files: Mapping[str, str]) -> None:
+    """ValueError: a component lacks the index of its shards, or one of them. files: of `find_weights`.
+
+    Libraries load one format, safetensors where it is there. Beside a whole file transformers pass over an index, and
+    diffusers take it.
+    """
+    kind = "safetensors" if any(".safetensors" in name for name in files) else "bin"
+    of_kind = {plain: name for plain, name in files.items() if f".{kind}" in plain}
+    indices = sorted(name for name in of_kind.values() if name.endswith(".json"))
+    shards = {name for name in of_kind.values() if "-of-" in name}
+    is_whole = len(of_kind) > len(indices) + len(shards)
+    takes_index = kind == "safetensors" and not folder.name.startswith(ENCODERS)
+    if is_whole and not (takes_index and indices):
+        return
+    if shards and not indices:
+        raise ValueError(f"{min(shards)} is a shard, and the index of the shards is missing")
+    for index in indices:
+        with error_prefix(index, Exception):
+            wanted = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+        for name in sorted(wanted):
+            if not (folder / name).is_file():
+                raise ValueError(f"{name} is missing, which {index} names")
 
 
 def check_header(file: Path) -> None:

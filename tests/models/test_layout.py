@@ -288,6 +288,27 @@ def test_a_shard_or_the_shards_index_is_missing(copy):
     assert f"transformer: {shard.name} is a shard, and the index" in refusal(copy)
 
 
+STALE = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "pytorch_model-00001-of-00002.bin"}})
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("part", "file"),
+    [
+        ("text_encoder", "pytorch_model.bin.index.json"),  # as `hf download --exclude "*.bin"` leaves it
+        ("text_encoder", "model.safetensors.index.json"),
+        ("text_encoder", "model-00001-of-00002.safetensors"),
+        ("transformer", "diffusion_pytorch_model.bin.index.json"),
+        ("transformer", "diffusion_pytorch_model-00001-of-00002.bin"),
+    ],
+)
+def test_what_no_library_loads_beside_whole_weights_is_no_fault(copy, part, file):
+    whole = min((copy / part).glob("*.safetensors")).read_bytes()
+    (copy / part / file).write_bytes(STALE.encode() if file.endswith("json") else whole)
+    assert find_family(copy, *SIZE) is StableDiffusion3
+    load(copy)
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("lacking", [1, 138])
 def test_a_transformer_without_some_of_its_weights_is_no_model(copy, lacking):
