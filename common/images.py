@@ -16,6 +16,7 @@ from common.process import print_message, print_once
 import numpy as np
 from PIL import ExifTags, Image, ImageCms, ImageOps, ImageSequence, UnidentifiedImageError
 
+DECODING = "sRGB, on white"  # what decode makes of a file: part of the key of what is kept of pictures
 SAME_SHAPE = 0.05  # relative: the most by which two aspect ratios differ that pass as one
 # Pillow reads more, some (EPS) by calling a program. Its JPEG also reads a camera's MPO.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")

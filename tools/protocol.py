@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from common.data import PromptSet
-from common.images import StoredImage
+from common.images import DECODING, StoredImage
 from common.resuming import resume_differences
 from common.rewards._networks import LOADED
+from common.rewards.ocr import COMPARISON
 from common.run_record import digest, find_contents
 from common.scoring import Reward, reward_settings
 
@@ -48,7 +49,7 @@ def digest_prompts(prompts: PromptSet) -> str:
     """A digest of the prompts with their records, and of the pictures that these name."""
 
     def plain(value: object) -> str:
-        return short_digest(value.read_bytes().hex()) if isinstance(value, StoredImage) else str(value)
+        return short_digest(DECODING + value.read_bytes().hex()) if isinstance(value, StoredImage) else str(value)
 
     return short_digest(json.dumps([prompts.prompts, prompts.metadata], sort_keys=True, default=plain))
 
@@ -67,7 +68,8 @@ def reward_protocol(names: Sequence[str], rewards: dict[str, Reward]) -> Protoco
     values = {variable: value for of_reward in settings.values() for variable, value in of_reward.items()}
     loaded = {name for name, _ in LOADED}  # digested by their tensors, whatever their files are
     hashed = loaded | {value for value in values.values() if Path(value).is_file()}  # a folder may be a server's
-    return {
+    rules = {"ocr_comparison": COMPARISON} if any(name.startswith("ocr") for name in names) else {}
+    return rules | {
         "rewards": list(rewards),
         "reward_networks": sorted(networks),
         "reward_files": sorted(

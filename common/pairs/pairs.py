@@ -7,6 +7,7 @@ from pathlib import Path
 from common.checkpoints import atomic_file, remove_stale
 from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import error_prefix
+from common.images import DECODING
 from common.models.family import Family, hash_bits
 from common.pairs.pair_files import Pair, pair_prompts, refusing_alone
 from common.weights.prompt_cache import encoders_key
@@ -39,7 +40,7 @@ def encode_pairs(
     for row in with_bar(shared, "reading pairs", len(shared)):
         pair = pairs[row]
         key = frozen_key.copy()
-        key.update(repr((pair.prompt, *image_size, max_sequence_length, "on white")).encode())  # as images are decoded
+        key.update(repr((pair.prompt, *image_size, max_sequence_length, DECODING)).encode())
         for image in (pair.chosen, pair.rejected, *pair.sources):
             with refusing_alone(), error_prefix(f"{image}: not a readable image"):
                 key.update(image.read_bytes())

@@ -9,9 +9,11 @@ image there is `ocr_scene`.
 import functools
 import logging
 import unicodedata
-from typing import Any
+from typing import Any, Final
 
 from PIL.Image import Image
+
+COMPARISON: Final = "NFKC"  # Unicode's form in which texts are compared; benches by another one are not compared
 
 
 def ocr(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[dict]:
@@ -50,7 +52,7 @@ ocr.check = quoted_text  # type: ignore[attr-defined]
 def compared(text: str) -> str:
     """The text in lower case, without white space, and in Unicode's form NFKC: the network reads digits and letters
     also as full-width ones, such as \uff14 for 4, which look alike in an image."""
-    return "".join(unicodedata.normalize("NFKC", text).split()).lower()
+    return "".join(unicodedata.normalize(COMPARISON, text).split()).lower()
 
 
 def ocr_score(recognized: str, target: str, contains: bool = False) -> float:

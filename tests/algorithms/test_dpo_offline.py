@@ -373,7 +373,7 @@ def test_a_parquet_without_pairs_is_named(tmp_path):
         assert str(error.value).startswith(f"{path}: {fault}") and "\n" not in str(error.value)
 
 
-def test_pick_a_pic_is_encoded_as_the_same_images_in_files_are(one_rank, tmp_path):
+def test_pick_a_pic_is_encoded_as_the_same_images_in_files_are(one_rank, tmp_path, monkeypatch):
     model = embedded_model()
     place = {"folder": tmp_path / "cache", "image_size": (32, 96), "max_sequence_length": 16}
     path = write_picks(tmp_path / "train.parquet", pick(0, 1), pick(0.5, 0.5), pick(1, 0))
@@ -388,6 +388,9 @@ def test_pick_a_pic_is_encoded_as_the_same_images_in_files_are(one_rank, tmp_pat
     latents = torch.load(files[0], weights_only=True)["latents"]
     expected = model.encode_images([Image.open(tmp_path / "blue.jpg"), Image.open(tmp_path / "red.jpg")], 32, 96)
     assert len(files) == 2 and torch.equal(latents, expected)
+    with monkeypatch.context() as patch:  # latents depend on how pictures are decoded
+        patch.setattr("common.pairs.pairs.DECODING", "on white")
+        assert not set(encode_pairs(model, read_pairs(path), {0, 1}, **place).values()) & set(files.values())
     model.pipe.tokenizer.chat_template = "a photo of {{ messages }}"  # embeddings depend on it
     assert not set(encode_pairs(model, read_pairs(path), {0, 1}, **place).values()) & set(files.values())
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from common.data import PromptSet
+from common.images import StoredImage
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
 from tests.conftest import (
@@ -175,6 +176,21 @@ def test_ocr_with_other_networks_is_another_protocol(tmp_path, monkeypatch):
     (tmp_path / "models" / "read.onnx").write_bytes(b"two")
     with pytest.raises(ValueError, match="^another protocol: reward_networks: "):
         protocol.check_match(before, protocol.reward_protocol(["ocr"], {}))
+
+
+@pytest.mark.fast
+def test_another_comparison_of_texts_or_decoding_of_pictures_is_another_protocol(monkeypatch):
+    monkeypatch.setattr(protocol, "LOADED", {})
+    texts, pictures = PromptSet(["a"], [{}]), PromptSet(["a"], [{"image": [StoredImage("x.png", b"one")]}])
+    before = [protocol.digest_prompts(prompts) for prompts in (texts, pictures)]
+    rewards = [protocol.reward_protocol([name], {}) for name in ("jpeg_compressibility", "ocr")]
+    monkeypatch.setattr(protocol, "COMPARISON", "")
+    monkeypatch.setattr(protocol, "DECODING", "")
+    after = [protocol.digest_prompts(prompts) for prompts in (texts, pictures)]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [True, False]
+    protocol.check_match(rewards[0], protocol.reward_protocol(["jpeg_compressibility"], {}))
+    with pytest.raises(ValueError, match="^another protocol: ocr_comparison: "):
+        protocol.check_match(rewards[1], protocol.reward_protocol(["ocr"], {}))
 
 
 @pytest.mark.fast
