@@ -18,7 +18,7 @@ from typing import Any
 from common.distributed import gather, launched_world_size
 from common.errors import UNREADABLE, error_prefix, truncate
 from common.images import StoredImage, find_pictures
-from common.parquet import check_prompt, clean_names, find_shards, is_blank, read_chats
+from common.parquet import check_prompt, clean_name, clean_names, find_shards, is_blank, read_chats
 from common.process import print_message
 from common.sde import image_seed
 from common.user_code import call_user_code, describe, load_function, own_file, own_folder
@@ -103,9 +103,10 @@ def _as_json(value: Any) -> object:
 
 def without_nan(value: Any) -> Any:  # whatever a record holds
     """A record, or a value in it, as JSON may have it: None for numbers that are NaN, as empty cells of tables are, or
-    infinite. JSON has neither, although Python writes them."""
+    infinite, and their name, "NaN", for one that is a key. JSON has neither, although Python writes them."""
     if isinstance(value, dict):
-        return {name: without_nan(inner) for name, inner in value.items()}
+        is_odd = lambda name: isinstance(name, float) and not math.isfinite(name)
+        return {json.dumps(name) if is_odd(name) else name: without_nan(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [without_nan(inner) for inner in value]
     if isinstance(value, Decimal):
@@ -248,7 +249,7 @@ def read_records(source: Path | str) -> list[tuple[str, dict]]:
     else:
         with error_prefix(path):
             files = find_shards(path)
-        field = field.strip() or "prompt"
+        field = clean_name(field) or "prompt"
         entries = (entry for file in files for entry in _read_entries(file, field))
     records = []
     for where, entry in entries:
@@ -337,21 +338,23 @@ def _read_csv(path: Path, text: str) -> Iterator[tuple[str, object]]:
     table = csv.reader(io.StringIO(text), strict=True, skipinitialspace=True)
     try:
         first = next(table)
-        names = clean_names(first)
+        names = clean_names(first, may_lack=True)
         for row in table:
             if not row:
                 continue
             if len(row) != len(names):
                 columns = f"the {len(names)} columns of the first line"
                 raise ValueError(f"has more or fewer cells than {columns}; text with a comma needs quotes")
-            if row == first:
+            if row == first and len(names) > 1:  # of one column it may be a prompt
                 raise ValueError("is the line of names again: give files that are put together one by one")
             cells = [(name, cell.strip()) for name, cell in zip(names, row, strict=True) if not is_blank(cell)]
             if [name for name, _ in cells].count("") > 1:
                 raise ValueError("has text in two columns without a name")
             yield f"{path}:{table.line_num}", dict(cells)
     except (ValueError, csv.Error) as error:
-        raise ValueError(f"{path}:{table.line_num}: {error}") from None
+        way = "; put a cell that has quotes in quotes as a whole, and write each quote in it twice"
+        advice = way if "expected after" in str(error) else ""
+        raise ValueError(f"{path}:{table.line_num}: {error}{advice}") from None
 
 
 def _as_record(entry: object, field: str, advice: str) -> dict:

@@ -14,8 +14,11 @@ from common.process import print_message, print_once
 SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test|eval)(?![a-z])")  # in the name of a file or folder
 # how the text of a chat begins that pandas or a database wrote: '[{"role": ', or Python's "[{'content': "
 CHAT = re.compile(r"""["'\s]*\[?\s*\{\s*\\*["'](role|content)\\*["']\s*:""")
+KEY = re.compile(r"""["'](role|content)\\*["']\s*:""")
 UNSEEN = {"Cc", "Cf", "Mn", "Zl", "Zp", "Zs"}  # Unicode's categories of what shows nothing by itself
 FILLERS = "\u115f\u1160\u2800\u3164\uffa0"  # letters and symbols that show nothing
+# around a name; no combining mark, with which words end, and no joiner, which changes the letter before it
+EDGE = rf"[\s\ufeff\u200b\u2060\u00ad\u180e{FILLERS}]+"
 
 
 def find_shards(path: Path) -> list[Path]:
@@ -63,26 +66,47 @@ def is_blank(text: str) -> bool:
     return all(unicodedata.category(letter) in UNSEEN or letter in FILLERS for letter in text)
 
 
-def clean_names(names: Iterable[str]) -> list[str]:
-    """The names of columns or fields without what does not show at their ends. ValueError: two are equal then."""
-    cleaned = [_clean_name(name) for name in names]
-    twice = [name for name in cleaned if name and cleaned.count(name) > 1]
+def clean_names(names: Iterable[str], may_lack: bool = False) -> list[str]:
+    """The names of columns or fields without what does not show at their ends.
+
+    may_lack: whether several may be blank, as a spreadsheet's empty columns are.
+
+    Raises:
+        ValueError: two are equal then.
+    """
+    cleaned = [clean_name(name) for name in names]
+    twice = [name for name in cleaned if cleaned.count(name) > 1 and not (may_lack and not name)]
     if twice:
         raise ValueError(f'"{twice[0]}" is the name of two columns or fields, of which one would be lost: rename one')
     return cleaned
 
 
 @functools.cache  # the records of a file have the same
-def _clean_name(name: str) -> str:
-    seen = [place for place, letter in enumerate(name) if not is_blank(letter)]
-    return name[seen[0] : seen[-1] + 1] if seen else ""
+def clean_name(name: str) -> str:
+    """A name without the white space, byte order marks and fillers without an image at its ends."""
+    return re.sub(rf"^{EDGE}|{EDGE}$", "", name)
+
+
+def is_chat(text: str) -> bool:
+    """Whether a text is a chat: the JSON of messages that all have a role and a content, also if it was written twice;
+    or what begins as such and is no JSON, as Python writes a chat, or one that is cut off."""
+    if not CHAT.match(text):
+        return False
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {match[1] for match in KEY.finditer(text)} == {"role", "content"}
+    if isinstance(value, str):
+        return is_chat(value)
+    messages = value if isinstance(value, list) else [value]
+    return all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages)
 
 
 def check_prompt(name: str, text: object) -> None:
     """Raise ValueError, which begins with the field's name, for what is no text, is blank, or is a chat as text."""
     if not isinstance(text, str) or is_blank(text):
         raise ValueError(f"{name}: must be a non-empty string")
-    if CHAT.match(text):
+    if is_chat(text):
         raise ValueError(f"{name}: is a chat as text ({text[:40]}...): give the text that the user says")
 
 
@@ -105,7 +129,7 @@ def read_rows(
             raise ValueError("no such file")
         with pyarrow.parquet.ParquetFile(path) as file:
             stored = file.schema_arrow.names
-            found = [_clean_name(name) for name in stored]
+            found = [clean_name(name) for name in stored]
             needed = next((layout for layout in layouts if set(layout) <= set(found)), None)
             if needed is None:
                 expected = f"expected the columns {' or '.join(', '.join(layout) for layout in layouts)}"
@@ -150,7 +174,7 @@ def _read_chat(column: str, chat: str | list) -> dict[str, str]:
     """{role: text} of a chat of one user message, with or without a system message; a string is a user's, unless it is
     the JSON of a chat."""
     if isinstance(chat, str):
-        if not CHAT.match(chat):
+        if not is_chat(chat):
             return {"user": chat}
         with error_prefix(f"{column}: is a chat as text, and no JSON that can be read"):
             chat = json.loads(chat)

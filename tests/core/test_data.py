@@ -409,6 +409,22 @@ def test_a_name_twice_within_a_field_is_refused_and_no_name_at_all_may_have_no_t
         read_prompts(path)
 
 
+def test_columns_of_a_parquet_without_a_name_are_refused(tmp_path):
+    write_columns(tmp_path / "a.parquet", "prompt", " ", "")
+    with pytest.raises(ValueError, match=f"^{tmp_path}/a.parquet: [^\n]*two columns"):
+        read_prompts(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("name", ["\u0e17\u0e35\u0e48", "cafe\u0301", "\u0301", "\u0d28\u0d4d\u200d"])
+def test_a_name_keeps_the_marks_at_its_end(tmp_path, name):
+    """In Thai, in a decomposed accent, and in a letter that U+200D changes."""
+    path = write(tmp_path, "a.csv", f"n,\ufeff {name}\u200b\n1,a\n")
+    write_columns(tmp_path / "a.parquet", f" {name}", "n")
+    for field in (name, f"\u200b{name} "):
+        assert read_prompts(f"{path}:{field}") == PromptSet(["a"], [{"n": "1"}])
+        assert read_prompts(f"{tmp_path}/a.parquet:{field}").prompts == ["a"]
+
+
 def test_columns_that_pairs_do_not_read_may_have_one_name(tmp_path):
     write_columns(tmp_path / "a.parquet", "prompt", "chosen", "rejected", "tag", "tag")
     with pytest.raises(ValueError, match="row 0: chosen: must be the bytes of an image"):
@@ -423,6 +439,7 @@ def test_byte_order_marks_of_files_that_are_put_together_are_left_out(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"".join(text.encode("utf-8-sig") for text in parts))
     with pytest.raises(ValueError, match=f"^{tmp_path}/a.csv:3: is the line of names again"):
         read_prompts(tmp_path / "a.csv")
+    assert read_prompts(write(tmp_path, "a.csv", "prompt\na\nprompt\n")).prompts == ["a", "prompt"]
 
 
 INVISIBLE = ["\u200b", "\u200b \u2060", "\ufeff", "\u00ad", "\u3164", "\u2800", "\x00", "\u00a0\u202f"]
@@ -475,7 +492,11 @@ def test_a_chat_as_text_that_cannot_be_read_is_refused(tmp_path, text):
 
 def test_prompts_with_brackets_are_prompts(tmp_path):
     texts = ["[a red sign]", '{"a": 1}', 'a sign that says "role":', "[{not a chat}]"]
+    texts += ['{"role": "hero", "style": "oil"}', '[{"content": "a red sign"}]', "{'role': 'hero'}"]
     assert read_prompts(write(tmp_path, "a.txt", "\n".join(texts))).prompts == texts
+    rows = [{"prompt": text} for text in texts]
+    path = write_rows(tmp_path / "a.parquet", rows, pyarrow.schema({"prompt": "string"}))
+    assert read_prompts(path).prompts == texts
 
 
 def test_read_json(tmp_path):
@@ -495,6 +516,11 @@ def test_read_json(tmp_path):
         ("a.csv", "prompt,n\na fox\n", ":2: has more or fewer cells than the 2 columns"),
         ("a.csv", 'prompt\n"a fox\n', ":2: unexpected end of data"),
         ("a.csv", "prompt,n\na fox,1\n,2\n", ':3: a record needs "prompt", a non-empty string; it has n, and FILE:F'),
+        (
+            "a.csv",
+            'n,prompt\n1, "hello" on a sign\n',
+            ":2: ',' expected after '\"'; put a cell that has quotes in quotes",
+        ),
         ("a.csv", "prompt,n\n", ": no prompts"),
         ("a.json", '["a",\n b]', ": not JSON that can be read: Expecting value: line 2 column 2"),
         ("a.json", '{"prompt": "a"}', ": must be a list of records or prompts"),

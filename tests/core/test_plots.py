@@ -193,6 +193,7 @@ NAN = float("nan")
         (Decimal("NaN"), None),
         ([1, [NAN]], [1, [None]]),
         ({"a": (NAN, 2.5)}, {"a": [None, 2.5]}),
+        ({NAN: 1, -float("inf"): NAN}, {"NaN": 1, "-Infinity": None}),
         (10**400, 10**400),
         ("NaN", "NaN"),
         (Decimal("1.5"), "1.5"),
