@@ -61,7 +61,7 @@ class PromptSet:
         for record in copies:
             if "image" in record:
                 for name in {"image", "mask"} & record.keys():
-                    record[name] = [decode(picture).copy() for picture in record[name]]
+                    record[name] = [decode(picture, has_colours=name != "mask").copy() for picture in record[name]]
         return copies
 
     @property

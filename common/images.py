@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import RunError, error_prefix, reason, truncate
-from common.process import print_message, print_once
+from common.process import print_message
 
 import numpy as np
 from PIL import ExifTags, Image, ImageCms, ImageOps, ImageSequence, UnidentifiedImageError
@@ -81,11 +81,11 @@ class StoredImage:
             turned = image.format != "TIFF" and _orientation(image) >= 5  # Pillow turns a TIFF's size itself
             return image.size[::-1] if turned else image.size
 
-    def decode(self) -> Image.Image:
+    def decode(self, has_colours: bool = True) -> Image.Image:
         """The picture as sRGB with 8 bits, turned upright as its EXIF says, on white where it is transparent.
 
-        Its colour profile is applied. Of grey with 16 bits the upper 8 are taken. Nothing else of EXIF is read: a
-        broken tag does not matter.
+        Its colour profile is applied, unless its values are no colours: those of a mask. Of grey with 16 bits the upper
+        8 are taken. Nothing else of EXIF is read: a broken tag does not matter.
 
         Raises:
             RunError: it is damaged behind its header.
@@ -99,7 +99,7 @@ class StoredImage:
                     image = Image.fromarray((grey >> 8).astype(np.uint8))
                     if "transparency" in opened.info:  # one shade, of 16 bits
                         image.putalpha(Image.fromarray(grey != opened.info["transparency"]).convert("L"))
-                if opened.info.get("icc_profile"):
+                if has_colours and opened.info.get("icc_profile"):
                     image = _as_srgb(image, opened.info["icc_profile"], str(self.place))
                 if image.has_transparency_data:
                     layer = image.convert("RGBA")
@@ -122,14 +122,22 @@ def _orientation(image: Image.Image) -> int:
     return 1
 
 
+_reported: set[str] = set()  # faults of colour profiles
+
+
 def _as_srgb(image: Image.Image, profile: bytes, name: str) -> Image.Image:
     """An image in the colours that its profile says, as RGB or RGBA. It stays as it is where the profile is sRGB's, and
-    where it cannot be used, which a line says of `name`."""
+    where it cannot be used, which a line says of `name`, the first with that fault."""
     mode = {"1": "L", "L": "L", "LA": "L", "CMYK": "CMYK"}.get(image.mode, "RGB")
+    if mode == "L" and profile[16:20] == b"RGB ":  # its colour space: a tool has kept it where it made the picture grey
+        mode = "RGB"
     try:
         transform = _to_srgb(profile, mode)
     except (ImageCms.PyCMSError, OSError, ImportError) as error:  # the last is of a Pillow without LittleCMS
-        print_once(f"{truncate(f'{name}: its colour profile cannot be used ({reason(error)})')}; it is read as sRGB")
+        if (fault := reason(error)) not in _reported:  # a data set may have 100,000 such pictures
+            _reported.add(fault)
+            line = truncate(f"{name}: its colour profile cannot be used ({fault})")
+            print_message(f"{line}; it is read as sRGB, and so is each picture with this fault")
         return image
     if transform is None:
         return image

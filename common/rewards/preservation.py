@@ -45,7 +45,7 @@ def check_metadata(record: dict) -> None:
     if "image" not in record:
         raise ValueError('the reward preservation needs "image", the picture that is edited')
     if "mask" in record:
-        mask = np.asarray(record["mask"][0].decode().convert("L"))
+        mask = np.asarray(record["mask"][0].decode(has_colours=False).convert("L"))
         if mask.min() >= 128:
             raise ValueError('"mask": it is white everywhere, and leaves nothing to compare')
         if 0 < mask.max() < 128:

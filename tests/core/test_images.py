@@ -5,10 +5,12 @@ import json
 import struct
 from types import SimpleNamespace
 
+from common.data import PromptSet
 from common.errors import RunError
 from common.images import FORMATS, StoredImage, find_images
 from common.pairs.pair_files import read_pairs
 from common.pairs.pairs import encode_pair
+from common.rewards.preservation import preservation
 
 import numpy as np
 import pytest
@@ -238,6 +240,9 @@ def decoded(image, name="PNG", **options):
         ("RGBA", (255, 0, 0, 0), SWAPPED, (255, 255, 255), "PNG"),
         ("L", 128, LINEAR_GREY, (188, 188, 188), "PNG"),
         ("LA", (128, 255), LINEAR_GREY, (188, 188, 188), "PNG"),
+        ("L", 128, rgb_profile(curve=gamma(1.0)), (188, 188, 188), "PNG"),
+        ("LA", (128, 255), rgb_profile(curve=gamma(1.0)), (188, 188, 188), "PNG"),
+        ("LA", (128, 0), rgb_profile(curve=gamma(1.0)), (255, 255, 255), "PNG"),
         ("I;16", 128 * 257, LINEAR_GREY, (188, 188, 188), "PNG"),
         ("CMYK", (255, 0, 0, 0), ink_profile(), (0, 0, 0), "TIFF"),
         ("CMYK", (0, 0, 0, 0), ink_profile(), (255, 255, 255), "TIFF"),
@@ -277,13 +282,24 @@ def test_under_srgbs_own_profile_pixels_stay_to_the_bit(profile):
 
 
 @pytest.mark.parametrize("profile", [b"no profile", BUILT_IN[:200], SWAPPED[:140], LINEAR_GREY])
-def test_a_profile_that_cannot_be_used_is_said_and_the_pixels_stay(profile, capfd):
-    """The last is of grey, in a picture in RGB."""
+def test_a_profile_that_cannot_be_used_is_said_once_and_the_pixels_stay(profile, capfd, monkeypatch):
+    """Once for all pictures with that fault. The last is of grey, in a picture in RGB."""
+    monkeypatch.setattr("common.images._reported", set())
     image = Image.new("RGB", (8, 4), (200, 30, 30))
     file = io.BytesIO()
     image.save(file, "PNG", icc_profile=profile)
-    name = f"row {len(profile)}"
-    for _ in range(2):
+    for name in ("one", "two"):
         assert StoredImage(name, file.getvalue()).decode().getpixel((0, 0)) == (200, 30, 30)
     lines = [line for line in capfd.readouterr().err.splitlines() if "profile" in line]
-    assert len(lines) == 1 and lines[0].startswith(f"{name}: ")
+    assert len(lines) == 1 and lines[0].startswith("one: ")
+
+
+def test_a_mask_has_no_colours():
+    file = io.BytesIO()
+    Image.new("L", (8, 4), 100).save(file, "PNG", icc_profile=LINEAR_GREY)
+    record = {name: [StoredImage("x.png", file.getvalue())] for name in ("image", "mask")}
+    (found,) = PromptSet(["a"], [record]).for_rewards()
+    assert found["mask"][0].getpixel((0, 0)) == (100,) * 3 != found["image"][0].getpixel((0, 0))
+    record["mask"][0] = StoredImage("x.png", file.getvalue())
+    with pytest.raises(ValueError, match="100 of 255"):  # of the profile's colours it would pass for white
+        preservation.check_metadata(record)
