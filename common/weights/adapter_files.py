@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import RunError, error_prefix, reason, truncate
 from common.models.loading import pipeline_without_weights
+from common.process import print_once
 
 import torch
 from safetensors import safe_open
@@ -111,12 +112,13 @@ def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def find_file(path: Path) -> Path:
-    """The file of a LoRA: `path`, or that in its folder, or in the only folder of it that has one.
+    """The file of a LoRA: `path`, or that in its folder, or in the only folder of it that has one, which a line names.
 
-    peft puts an adapter with a name of its own into a folder of that name, and flow_grpo's checkpoint-N has lora/.
+    peft puts an adapter with a name of its own into a folder of that name, and flow_grpo's checkpoint-N has lora/. A
+    run's folder is not searched: which of its LoRAs is meant, a user says.
 
     Raises:
-        ValueError: a folder has no LoRA, or several of its folders have one.
+        ValueError: a folder has no LoRA, or several of its folders have one, or a run's best_adapter/ has.
     """
     if not path.is_dir():
         return path
@@ -126,11 +128,14 @@ def find_file(path: Path) -> Path:
         return path / PEFT_FILE
     if (path / DIFFUSERS_FILE).is_file():
         return path / DIFFUSERS_FILE
-    folders = [file.parent for name in (PEFT_SETTINGS, DIFFUSERS_FILE) for file in sorted(path.glob(f"*/{name}"))]
-    if len(folders) > 1:
-        raise ValueError(f"several LoRAs in it: pass one of {', '.join(str(folder) for folder in folders)}")
+    folders = sorted({file.parent for name in (PEFT_SETTINGS, DIFFUSERS_FILE) for file in path.glob(f"*/{name}")})
+    of_peft = [folder for folder in folders if (folder / PEFT_SETTINGS).is_file() and folder.name != "best_adapter"]
+    if len(folders) == 1 and (of_peft or folders[0].name == "lora"):
+        file = find_file(folders[0])
+        print_once(f"{path}: takes {file}")
+        return file
     if folders:
-        return find_file(folders[0])
+        raise ValueError(f"LoRAs are in folders of it: pass one of {', '.join(map(str, folders))}")
     full_weights = ("diffusion_pytorch_model", "model")  # how the names of their files begin
     beside = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith(full_weights))
     wanted = f"neither {PEFT_SETTINGS} nor {DIFFUSERS_FILE} in it or in a folder of it"

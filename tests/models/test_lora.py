@@ -326,7 +326,7 @@ def test_two_adapters_or_a_bias_in_one_file_are_refused(tmp_path, tensors, fault
 
 
 @pytest.mark.parametrize("folder", ["lora", "mine"])
-def test_a_folder_with_one_lora_in_a_folder_of_it_is_read(tmp_path, folder):
+def test_a_folder_with_one_lora_in_a_folder_of_it_is_read(tmp_path, folder, capfd):
     """flow_grpo's checkpoint-N has lora/; peft puts an adapter with a name of its own into a folder of that name."""
     _, peft_model = peft_adapter(True, "default" if folder == "lora" else folder)
     train(peft_model)
@@ -335,6 +335,7 @@ def test_a_folder_with_one_lora_in_a_folder_of_it_is_read(tmp_path, folder):
     (checkpoint / "optimizer").mkdir()
     assert (checkpoint / folder / "adapter_config.json").is_file()
     found, config = read_lora(checkpoint)
+    assert str(checkpoint / folder / "adapter_model.safetensors") in capfd.readouterr().err
     expected, _ = read_lora(checkpoint / folder)
     assert config.lora_alpha == 4
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
@@ -349,7 +350,9 @@ def test_a_folder_without_a_lora_or_with_several_is_told_in_a_line(tmp_path):
     refuse(tmp_path, f"neither adapter_config.json nor {FILE} in it or in a folder of it$")
     save_file(pair(), tmp_path / "last.safetensors")  # kohya's folder of outputs
     refuse(tmp_path, f"pass {tmp_path / 'last.safetensors'}$")
-    for name in ("adapter", "best_adapter"):
+    for name in ("best_adapter", "adapter"):
+        if name == "adapter":  # a run that was killed before its first checkpoint has the other alone
+            refuse(tmp_path, f"pass one of {tmp_path / 'best_adapter'}$")
         peft_folder(tmp_path / name)
     refuse(tmp_path, f"pass one of {tmp_path / 'adapter'}, {tmp_path / 'best_adapter'}$")
     pickled = peft_folder(tmp_path / "pickled")
