@@ -112,17 +112,23 @@ def _texts(value: object) -> list[str]:
     return [text for text in (value if isinstance(value, list | tuple) else [value]) if isinstance(text, str)]
 
 
+def _meant(code: str) -> tuple[Path | None, str]:
+    """The file that a text path/to/file.py:NAME leads to, and the name, whichever way it is written."""
+    file = code_file(code)
+    return file and file.resolve(), code.rpartition(":")[2]
+
+
 def check_code(options: Mapping[str, Any], args_class: type[SharedArgs], file: Path | str, subject: str) -> None:
     """ValueError: the record in `file` names code, and lies outside this checkout's runs/, links followed.
 
     options: those that would be taken from the record. subject: the record, "--resume other/run: the checkpoint".
     """
     defaults = {field.name: field.default for field in fields(args_class)}
-    named = [
-        f"--{name} {' '.join(texts)}"
-        for name, texts in _named_code(options, args_class).items()
-        if _texts(options[name]) != _texts(defaults[name])  # which is the script's own
-    ]
+    named = []
+    for name, texts in _named_code(options, args_class).items():
+        of_script = {_meant(text) for text in _texts(defaults[name])}
+        if strange := [text for text in texts if _meant(text) not in of_script]:
+            named.append(f"--{name} {' '.join(strange)}")
     if named and not Path(file).resolve().is_relative_to(RUNS.resolve()):
         advice = "give these options again, or pass --trust_code True"
         raise ValueError(truncate(f"{subject} names code, and is not in {RUNS}: {advice}: {'; '.join(named)}"))

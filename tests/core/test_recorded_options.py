@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import flow_grpo
 from common import recorded_options
@@ -191,12 +192,19 @@ def test_no_file_trusts_itself(write, checkout):
 
 
 @pytest.mark.fast
-def test_a_scripts_own_file_of_code_needs_no_trust(checkout, monkeypatch):
+@pytest.mark.parametrize("is_in_checkout", [True, False])
+def test_a_scripts_own_file_of_code_needs_no_trust(is_in_checkout, checkout, monkeypatch):
+    """Wherever the command is started; a file of the same name elsewhere is another one."""
     monkeypatch.setattr(recorded_options, "CHECKOUT", ROOT)
+    monkeypatch.chdir(ROOT if is_in_checkout else checkout)
     draft = args_of("contrib.draft")
     monkeypatch.setattr(sys, "argv", ["draft.py"])
     (checkout / "args.json").write_text(json.dumps({"args": as_recorded(asdict(draft()), draft), "format": FORMAT}))
-    assert parse_args(draft, "", ["--args", "args.json"]).reward == draft().reward
+    (reward,) = parse_args(draft, "", ["--args", f"{checkout}/args.json"]).reward
+    assert Path(reward).resolve() == Path(draft().reward[0])
+    (checkout / "args.json").write_text(json.dumps({"reward": ["sign_colour.py:sign_colour"]}))
+    with pytest.raises(ValueError, match="--reward sign_colour.py"):
+        parse_args(draft, "", ["--args", f"{checkout}/args.json"])
 
 
 @pytest.mark.fast
