@@ -450,8 +450,7 @@ class Run:
         changed = dict(changed_contents(state.get("contents", {}), self.contents))
         # prints what changed; False: another run's, or scored otherwise
         # rank 0's answer, as settings of rewards may be paths that each node has another of
-        before = as_recorded(state["args"], type(self.args))  # an earlier version recorded absolute paths
-        is_comparable = gather_objects(report_resumed(self.checkpoint, before, self.config, changed))[0]
+        is_comparable = gather_objects(report_resumed(self.checkpoint, state["args"], self.config, changed))[0]
         self._lowest_score = state.get("lowest", -math.inf) if is_comparable else math.inf
         self.step = state["step"]
         # checkpoints may be rarer than evaluations: a step that is done again may have written best_adapter/

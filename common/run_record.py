@@ -156,12 +156,8 @@ def digest(files: list[Path]) -> str:
 
 def changed_contents(saved: Contents, now: Contents) -> Iterator[tuple[str, bool]]:
     """(What has other contents than a checkpoint's run had, whether scores depend on it; of ours that is not known)."""
-    before = {}
-    for name, content in saved.items():  # an earlier version recorded paths of the checkout as absolute ones
-        option, space, value = name.partition(" ")
-        before[f"{option}{space}{from_root(value)}"] = content
-    for name in sorted(before.keys() & now.keys()):
-        if before[name] != now[name]:
+    for name in sorted(saved.keys() & now.keys()):
+        if saved[name] != now[name]:
             yield name, not name.startswith(("--train_prompts", "--pairs", "--lora_path", "--teachers", "source "))
 
 

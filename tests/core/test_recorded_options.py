@@ -15,7 +15,6 @@ from common.command_line import parse_args
 from common.errors import RunError
 from common.options import Names, options_that_name
 from common.recorded_options import as_recorded, from_record
-from common.run_record import changed_contents
 from tests.conftest import ROOT
 from tools import sample
 
@@ -273,14 +272,3 @@ def test_a_path_that_means_two_files_is_asked_for(checkout, monkeypatch, tmp_pat
         with pytest.raises(ValueError, match="give --train_prompts again"):
             parse(*words)
         assert parse(*words, "--train_prompts", "own.txt").train_prompts == ("own.txt",)
-
-
-@pytest.mark.fast
-def test_absolute_paths_of_an_earlier_record_stay_and_mean_the_same_files(checkout):
-    """The digests that the record has of them are compared as well."""
-    saved = {"model": f"{checkout}/assets/embedded", "eval_prompts": ("/elsewhere/assets/eval_prompts.txt",)}
-    args = parse("--resume", save_run(checkout / "runs" / "mine", **saved))
-    assert {name: getattr(args, name) for name in saved} == saved
-    before = {f"--model {checkout}/assets/embedded": "1", "--eval_prompts /elsewhere/p.txt": "1", "code/a.py": "1"}
-    now = {"--model assets/embedded": "2", "--eval_prompts /elsewhere/p.txt": "1", "code/a.py": "1"}
-    assert list(changed_contents(before, now)) == [("--model assets/embedded", True)]
