@@ -245,13 +245,14 @@ class Weights(NamedTuple):
 
     files: dict[str, str]  # {the plain name: the file's name}, the shards' index included
     variant: str  # "" for plain files
+    others: list[str]  # variants that are there as well
 
 
 def find_weights(names: Iterable[str]) -> Weights:
     """Of the names of a component's files: the plain files of weights or, without any, those of one variant.
 
-    Of several variants it is the first by name: bf16 before fp16. Shards keep their names, by which their index finds
-    them.
+    Of several variants it is that of the highest precision: fp32, then bf16 and fp16, then others by name. Shards keep
+    their names, by which their index finds them.
     """
     by_variant: dict[str, dict[str, str]] = {}
     for name in names:
@@ -265,15 +266,16 @@ def find_weights(names: Iterable[str]) -> Weights:
             continue
         by_variant.setdefault(variant or "", {})[plain] = name
     having = {variant: files for variant, files in by_variant.items() if not all(map(INDEX.fullmatch, files))}
-    variant = min(having, default="")
-    return Weights(having.get(variant, {}), variant)
+    first = ["", "fp32", "bf16", "fp16"]
+    variant, *others = [*(name for name in first if name in having), *sorted(having.keys() - {*first})] or [""]
+    return Weights(having.get(variant, {}), variant, others)
 
 
-def variants_of(model: Path) -> dict[str, str]:
-    """{component: the variant that it loads} of a folder, without those that have plain files."""
+def variants_of(model: Path) -> dict[str, Weights]:
+    """{component: the files of the variant that it loads} of a folder, without those that have plain files."""
     folders = [folder for folder in components(model) if folder.is_dir()]
-    variants = {folder.name: find_weights(file.name for file in folder.iterdir()).variant for folder in folders}
-    return {name: variant for name, variant in variants.items() if variant}
+    found = {folder.name: find_weights(file.name for file in folder.iterdir()) for folder in folders}
+    return {name: weights for name, weights in found.items() if weights.variant}
 
 
 @contextmanager
@@ -435,13 +437,15 @@ def load_pipeline(model: str | Path, dtype: torch.dtype) -> "diffusers.Diffusion
 
     dtypes = {"default": dtype, "vae": torch.float32}
     folder = downloaded(model)
-    for name, variant in variants_of(folder).items():
-        print_message(f"--model {model}: {name} has no plain weights: loading its variant {variant}")
+    for name, weights in variants_of(folder).items():
+        others = f", and not {', '.join(weights.others)}" if weights.others else ""
+        print_message(f"--model {model}: {name} has no plain weights: loading its variant {weights.variant}{others}")
     check_transformer(folder)
     with plain_weights(folder) as plain:
         index = DiffusionPipeline.load_config(str(plain))
         missing = {name: None for name, value in index.items() if value == [None, None]}  # as SD3's T5 may be
         pipe = DiffusionPipeline.from_pretrained(str(plain), dtype=dtypes, **missing)
-    for name in ("transformer", "vae"):  # not that of the links, as it is saved with full weights
+    pipe.register_to_config(_name_or_path=str(folder))  # not that of the links, as it is saved with full weights
+    for name in ("transformer", "vae"):
         pipe.components[name].register_to_config(_name_or_path=str(folder / name))
     return pipe

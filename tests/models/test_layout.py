@@ -200,8 +200,35 @@ def test_plain_weights_win_over_a_variant_beside_them(copy, name, capfd):
     ],
 )
 def test_which_files_of_a_component_load(names, variant, files):
-    assert find_weights(names) == (files, variant)
-    assert find_weights(reversed(names)) == (files, variant)
+    assert find_weights(names)[:2] == (files, variant)
+    assert find_weights(reversed(names))[:2] == (files, variant)
+
+
+@pytest.mark.fast
+def test_of_several_variants_the_most_precise_loads_and_the_others_are_named(copy, tmp_path, capfd):
+    """And what is saved of the pipeline names the folder, not that of the links."""
+    (file,) = (copy / "text_encoder").glob("*.safetensors")
+    content = load_file(file)
+    names = ["fp32", "bf16", "fp16", "ema", "non_ema"]
+    for number, name in enumerate(names):
+        tensors = {
+            key: number + 0 * tensor if tensor.is_floating_point() else tensor for key, tensor in content.items()
+        }
+        save_file(tensors, copy / "text_encoder" / f"model.{name}.safetensors", {"format": "pt"})
+    file.unlink()
+    capfd.readouterr()
+    for number, name in enumerate(names):
+        loaded = load(copy)
+        values = {float(p.mean()) for p in loaded.pipe.text_encoder.parameters()}
+        (line,) = [line for line in capfd.readouterr().err.splitlines() if "its variant" in line]
+        assert values == {number} and f"variant {name}" in line
+        assert all(other in line for other in names[number + 1 :])
+        if name != names[-1]:
+            (copy / "text_encoder" / f"model.{name}.safetensors").unlink()
+    loaded.pipe.save_pretrained(tmp_path / "saved")
+    for path in (tmp_path / "saved").glob("**/*.json"):
+        assert "cleanflow_" not in path.read_text(), path
+    assert json.loads((tmp_path / "saved" / "model_index.json").read_text())["_name_or_path"] == str(copy)
 
 
 @pytest.mark.fast
