@@ -1147,7 +1147,8 @@ def test_draft_learns_and_two_ranks_do_as_one(tmp_path, redness, changes):
         rows = (two[0], one[0]) if metric.startswith("val") else (two[1], one[1])
         assert rows[0][metric] == pytest.approx(rows[1][metric], rel=1e-4, abs=1e-6), metric
     assert one[1]["actor/grad_norm"] > 0 and one[1]["actor/loss"] == -one[1]["critic/rewards/mean"]
-    assert adam_options(run, 4) == adam_options(tmp_path / "runs" / "ranks2", 1) == (0.25, draft.Args().adam_eps)
+    if "--lora_rank" not in changes:  # a checkpoint of full weights has no settings of Adam
+        assert adam_options(run, 4) == adam_options(tmp_path / "runs" / "ranks2", 1) == (0.25, draft.Args().adam_eps)
     assert one[4]["val/redness/mean"] > one[0]["val/redness/mean"] + 0.02
     assert (run / "source.py").read_text() == (ROOT / "contrib/draft.py").read_text()
 
