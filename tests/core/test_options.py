@@ -17,6 +17,7 @@ from common.models.flux import Flux
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import lr_factor
 from common.sde import image_seed
+from common.weights import start
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
 from tests.conftest import (
@@ -281,14 +282,13 @@ def test_an_evaluation_alone_needs_no_training_prompts_and_cuts_no_mini_batches(
 
     Without a start there is no drift: it would be 0.
     """
-    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    add_policies, policies = module.add_policies, []
+    add_policies, policies = start.add_policies, []
 
     def added(model, lora, names, seed):
         policies.extend(names)
         add_policies(model, lora, names, seed)
 
-    monkeypatch.setattr(module, "add_policies", added)
+    monkeypatch.setattr(start, "add_policies", added)
     local = [] if script in ("dpo_offline.py", "contrib/draft.py") else ["--rollout", "local"]
     own = {
         "dpo_offline.py": ["--pairs", "nowhere.jsonl"],

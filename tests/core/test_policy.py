@@ -22,6 +22,7 @@ from common.options import SharedArgs
 from common.run import Run
 from common.sde import sde_step
 from common.weights import policy as policies
+from common.weights import start
 from common.weights.lora import make_lora, save_policy
 from common.weights.policy import acting, add_policies, follow, load_policy_tensors, tensors_on_rank_0, use_policy
 from common.weights.training_state import load_training_state, training_state
@@ -765,10 +766,8 @@ def test_full_weights_become_fp32_a_block_at_a_time(one_rank, monkeypatch):
         real(module, **options)
 
     model_of = []
-    real_add = flow_grpo.add_policies
-    monkeypatch.setattr(
-        flow_grpo, "add_policies", lambda model, *more: model_of.append(model) or real_add(model, *more)
-    )
+    real_add = start.add_policies
+    monkeypatch.setattr(start, "add_policies", lambda model, *more: model_of.append(model) or real_add(model, *more))
     monkeypatch.setattr(flow_grpo, "fully_shard", observed)
     _, model, _ = policy(lora_rank=0, dtype="bfloat16")
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.transformer.transformer_blocks]
