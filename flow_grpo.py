@@ -322,7 +322,7 @@ def rollout(
     gathers_once = not {"cpu_offload", "gather_blocks"} & set(args.train_with)  # all weights, not a block in each pass
     with sampling(model, gathers_once):  # and the VAE stays on the device
         # by default the update's own micro-batches: its first log-probs are these, and the ratio is exactly 1
-        for rows in torch.arange(len(request.seeds)).split(args.sampling_batch_size):
+        for rows in torch.arange(len(request.seeds)).split(args.rollout_batch_size or args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
             if scorer:
                 scorer.add(rows.tolist(), parts[-1].images)
@@ -455,7 +455,7 @@ def find_old_policy(
     """
     ones = torch.ones_like(trajectories.log_probs)  # (B, W)
     sampled = OldPolicy(trajectories.log_probs, trajectories.prev_sample_means, ones)
-    if engine is None and args.sampling_batch_size == args.micro_batch_size:
+    if engine is None and args.rollout_batch_size in (0, args.micro_batch_size):
         return sampled, {}
     if engine is None:  # larger batches round otherwise
         recomputed = recompute_log_probs(args, model, request, trajectories)

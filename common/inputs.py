@@ -351,6 +351,6 @@ def check_batches(args: SharedArgs) -> None:
     """RunError: --old_log_prob rollout would take log-probs of local batches that are not the update's, once its size
     is final."""
     takes_sampled = isinstance(args, RatioArgs) and args.rollout == "local" and args.old_log_prob == "rollout"
-    if isinstance(args, EngineArgs) and takes_sampled and args.sampling_batch_size != args.micro_batch_size:
+    if isinstance(args, EngineArgs) and takes_sampled and args.rollout_batch_size not in (0, args.micro_batch_size):
         why = f"log-probs of other batches than the update's, of {args.micro_batch_size}, round otherwise"
         raise RunError(f"--rollout_batch_size {args.rollout_batch_size}: {why}: pass --old_log_prob recompute")

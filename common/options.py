@@ -273,11 +273,6 @@ class EngineArgs(SharedArgs):
     rank's first. An engine's transformer is split over its GPUs, whose number must divide its heads. If none are given,
     each engine shares its rank's GPU"""
 
-    @property
-    def sampling_batch_size(self) -> int:
-        """What --rollout_batch_size stands for."""
-        return self.rollout_batch_size or (32 if self.rollout == "vllm" else self.micro_batch_size)
-
 
 @dataclass
 class RatioArgs(EngineArgs):

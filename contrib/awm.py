@@ -305,7 +305,7 @@ def rollout(
     parts = []
     gathers_once = not {"cpu_offload", "gather_blocks"} & set(args.train_with)  # all weights, not a block in each pass
     with sampling(model, gathers_once):  # and the VAE stays on the device
-        for rows in torch.arange(len(request.seeds)).split(args.sampling_batch_size):
+        for rows in torch.arange(len(request.seeds)).split(args.rollout_batch_size or args.micro_batch_size):
             parts.append(sample_locally(model, request.select(rows)))
             if scorer:
                 scorer.add(rows.tolist(), parts[-1].images)

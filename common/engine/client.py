@@ -430,7 +430,7 @@ def launch(args: EngineArgs, folder: Path, device: torch.device) -> VLLMEngine:
     return VLLMEngine(
         args.model,
         args.dtype,
-        args.sampling_batch_size,
+        args.rollout_batch_size or 32,
         folder / f"engine_rank{dist.get_rank()}.log",
         engine_with=args.engine_with,
         gpus=engine_gpus(args.engine_devices, device),
