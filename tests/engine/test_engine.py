@@ -857,6 +857,7 @@ def test_the_engine_does_not_outlive_its_parent(tmp_path):
     """A trainer that raises leaves no process behind, and nothing keeps it from exiting."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "from common.cpu import repair_torchvision; repair_torchvision()\n"
         "from tests.engine.test_engine import start\n"
         "engine = start(Path(sys.argv[2])); print(engine.process.pid, flush=True)\n"
         "engine.wait_ready(); raise KeyError('x')"

@@ -790,11 +790,10 @@ def test_a_size_or_guidance_that_a_family_cannot_take_is_refused(checkpoint, tmp
     distilled = with_config(checkpoint("flux2_klein"), tmp_path / "4b", "model_index.json", is_distilled=True)
     krea2 = checkpoint("krea2")
     turbo = with_config(krea2, tmp_path / "turbo", "model_index.json", is_distilled=True)
-    second = {"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]}
-    a14b = tmp_path / "a14b"
-    (a14b / "transformer_2").mkdir(parents=True)
-    (a14b / "model_index.json").write_text(json.dumps(second))
     wan, flux = checkpoint("wan_ti2v"), checkpoint("flux")
+    second = ["diffusers", "WanTransformer3DModel"]
+    a14b = with_config(wan, tmp_path / "a14b", "model_index.json", transformer_2=second)
+    shutil.copytree(a14b / "transformer", a14b / "transformer_2")
     no_vae = with_config(flux, tmp_path / "no_vae", "model_index.json")
     (no_vae / "vae" / "config.json").unlink()
     (tmp_path / "motion.py").write_text(MOTION)

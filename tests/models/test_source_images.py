@@ -303,7 +303,7 @@ def test_a_model_gets_as_many_pictures_as_it_takes():
 def test_the_images_of_a_prompt_share_a_decoded_picture_and_get_copies(monkeypatch):
     decoded = []
     decode = StoredImage.decode
-    monkeypatch.setattr(StoredImage, "decode", lambda source: decoded.append(source) or decode(source))
+    monkeypatch.setattr(StoredImage, "decode", lambda source, **how: decoded.append(source) or decode(source, **how))
     one, two, three = edits(1).select([0, 0, 0]).for_rewards()
     assert len(decoded) == 1
     one["image"][0].putpixel((0, 0), (1, 2, 3))

@@ -289,7 +289,7 @@ BAD = {  # one or two of each stage of a start; tests/core/test_options.py has a
     "--rollout_correction nonsense --rollout vllm": "--rollout_correction nonsense: 'nonsense' is not KIND:",
     # the LoRA
     "--lora_path no/such": "--lora_path no/such: not a LoRA that can be read: No such file or directory",
-    "--lora_path .": "--lora_path .: not a LoRA that can be read: No such file or directory",
+    "--lora_path .": "--lora_path .: not a LoRA that can be read: LoRAs are in folders of it: pass one of other",
     "--lora_path other": "--lora_path other: transformer.blocks.7.to_q.lora_A.weight: the transformer of ",
     "--lora_target_modules to_q nowhere": "--lora_target_modules nowhere: SD3Transformer2DModel has no such module",
     "--lora_target_modules not:nowhere": "--lora_target_modules not:nowhere: SD3Transformer2DModel has no such module",
