@@ -241,7 +241,8 @@ def make_pairs(args: Args, run: Run, model: Family, inputs: Inputs) -> None:
     Ranks share the prompts; a prompt whose images all score the same makes no pair.
     """
     num_prompts = min(args.num_pair_prompts, len(inputs.train_set))
-    for row, is_own in rows_to_make(run.folder, num_prompts, run.config, run.contents):
+    sampling = {"steps": args.num_inference_steps, "guidance": args.guidance_scale, "group": args.group_size}
+    for row, is_own in rows_to_make(run.folder, num_prompts, run.config, run.contents, sampling):
         seeds = [image_seed(args.seed, "pairs", row * args.group_size + i) for i in range(args.group_size)]
         prompts = inputs.train_set.select([row] * args.group_size)
         prompt_index = torch.zeros(args.group_size, dtype=torch.long)

@@ -19,9 +19,9 @@ from common.scoring import all_equal
 import torch
 import torch.distributed as dist
 
-# the options that a model's pairs depend on
-DECIDING = ["seed", "model", "dtype", "image_size", "max_sequence_length", "lora_path", "num_inference_steps"]
-DECIDING += ["guidance_scale", "group_size", "train_prompts", "reward", "reward_weights", "reward_failure"]
+# the options of every script that a model's pairs depend on
+DECIDING = ["seed", "model", "dtype", "image_size", "max_sequence_length", "lora_path"]
+DECIDING += ["train_prompts", "reward", "reward_weights", "reward_failure"]
 DECIDING += ["negative_prompt", "base_weights", "train_shares", "family", "vae_dtype", "attention"]
 
 
@@ -34,16 +34,17 @@ def best_and_worst(totals: torch.Tensor) -> tuple[int, int] | None:
 
 
 def rows_to_make(
-    folder: Path, num_prompts: int, options: dict[str, Any], contents: Mapping[str, str]
+    folder: Path, num_prompts: int, options: dict[str, Any], contents: Mapping[str, str], sampling: Mapping[str, float]
 ) -> Iterator[tuple[int, bool]]:
     """Yield (row, whether it is this rank's) of the prompts whose pairs are still missing after an interrupted start.
 
-    options, contents: Run.config and Run.contents. A start with other options, settings of rewards or contents of what
-    they name does not count: its pairs are removed. The ranks sample together, each as many prompts: where they cannot
-    share evenly, some of them another rank's too. A collective.
+    options, contents: Run.config and Run.contents. sampling: how the script samples pairs, by any names. A start with
+    other values of these, other settings of rewards or contents of what options name does not count: its pairs are
+    removed. The ranks sample together, each as many prompts: where they cannot share evenly, some of them another
+    rank's too. A collective.
     """
     made_of = {name: digest for name, digest in contents.items() if not name.startswith(("--eval_prompts ", "source "))}
-    deciding = {name: options[name] for name in DECIDING}
+    deciding = {name: options[name] for name in DECIDING} | dict(sampling)
     for reward in (name.rpartition(":")[2] for name in options["reward"]):
         settings = options["reward_settings"].get(reward, {})
         # a server that has moved is not another judge

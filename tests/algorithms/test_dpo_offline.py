@@ -444,6 +444,11 @@ OPTIONS = {**dict.fromkeys(made_pairs.DECIDING, 1), "reward": ["my.py:mine"], "r
 CONTENTS = {"--train_prompts signs.txt": "9 bytes, blake2b 7", "--eval_prompts other.txt": "9 bytes, blake2b 7"}
 
 
+def rows_to_make(folder, num_prompts, options, contents):
+    """With a script's own options in the place of all that it samples by."""
+    return made_pairs.rows_to_make(folder, num_prompts, options, contents, {"group": options.get("group_size", 2)})
+
+
 def compare(folder, rows, scores):
     for row in rows:
         images = [Image.new("RGB", (16, 16), (row, i, 0)) for i in range(len(scores))]
@@ -452,12 +457,12 @@ def compare(folder, rows, scores):
 
 def test_pairs_that_were_made_are_not_made_again(one_rank, tmp_path, capfd):
     """The first start compares two of four prompts, one of whose images all score the same; the next the others."""
-    rows = made_pairs.rows_to_make(tmp_path, 4, OPTIONS, CONTENTS)
+    rows = rows_to_make(tmp_path, 4, OPTIONS, CONTENTS)
     compare(tmp_path, [next(rows)[0]], [0.5, 0.25, math.nan])
     compare(tmp_path, [next(rows)[0]], [1.0, 1.0, 1.0])
     capfd.readouterr()
     (tmp_path / "pairs" / ".00002.json.99.new").touch()  # left by a kill
-    assert [*made_pairs.rows_to_make(tmp_path, 4, OPTIONS, CONTENTS)] == [(2, True), (3, True)]
+    assert [*rows_to_make(tmp_path, 4, OPTIONS, CONTENTS)] == [(2, True), (3, True)]
     assert not [*tmp_path.glob("pairs/.*.new")]
     said = capfd.readouterr().err
     assert (
@@ -468,7 +473,7 @@ def test_pairs_that_were_made_are_not_made_again(one_rank, tmp_path, capfd):
     pairs = read_pairs(tmp_path)
     assert [pair.prompt for pair in pairs] == ["prompt 0", "prompt 2", "prompt 3"]
     assert [pair.chosen.decode().getpixel((0, 0)) for pair in pairs[:2]] == [(0, 0, 0), (2, 1, 0)]
-    assert [*made_pairs.rows_to_make(tmp_path, 4, OPTIONS, CONTENTS)] == []
+    assert [*rows_to_make(tmp_path, 4, OPTIONS, CONTENTS)] == []
 
 
 @pytest.mark.parametrize(
@@ -480,9 +485,9 @@ def test_pairs_that_were_made_are_not_made_again(one_rank, tmp_path, capfd):
     ],
 )
 def test_pairs_of_other_options_settings_or_contents_are_made_again(options, contents, one_rank, tmp_path, capfd):
-    compare_first = made_pairs.rows_to_make(tmp_path, 2, OPTIONS, CONTENTS)
+    compare_first = rows_to_make(tmp_path, 2, OPTIONS, CONTENTS)
     compare(tmp_path, [next(compare_first)[0]], [0.0, 1.0])
-    assert [row for row, _ in made_pairs.rows_to_make(tmp_path, 2, OPTIONS | options, CONTENTS | contents)] == [0, 1]
+    assert [row for row, _ in rows_to_make(tmp_path, 2, OPTIONS | options, CONTENTS | contents)] == [0, 1]
     assert not made_pairs.record_file(tmp_path, 0).exists()
     assert capfd.readouterr().err.count("other options or files made these pairs; they are made again\n") == 1
 
@@ -503,15 +508,13 @@ def test_pairs_that_no_checkpoint_was_trained_on_are_held_against_the_options(tm
 
 def test_a_reward_s_server_that_moved_leaves_the_pairs(one_rank, tmp_path):
     settings = lambda url: {"reward_settings": {"mine": {"JUDGE_URL": url}, "other": {"MODEL": url}}}
-    compare(tmp_path, [next(made_pairs.rows_to_make(tmp_path, 2, OPTIONS | settings("a"), CONTENTS))[0]], [0.0, 1.0])
-    assert [row for row, _ in made_pairs.rows_to_make(tmp_path, 2, OPTIONS | settings("b"), CONTENTS)] == [1]
+    compare(tmp_path, [next(rows_to_make(tmp_path, 2, OPTIONS | settings("a"), CONTENTS))[0]], [0.0, 1.0])
+    assert [row for row, _ in rows_to_make(tmp_path, 2, OPTIONS | settings("b"), CONTENTS)] == [1]
 
 
 def test_ranks_compare_the_same_number_of_prompts_each_its_own_once(tmp_path, monkeypatch):
     """Two ranks, three prompts: the second samples the first rank's prompt again, and does not compare it."""
     found = {}
     monkeypatch.setattr(made_pairs, "on_rank_0", lambda: dist.get_rank() == 0)
-    on_ranks(
-        monkeypatch, 2, lambda rank: found.update({rank: [*made_pairs.rows_to_make(tmp_path, 3, OPTIONS, CONTENTS)]})
-    )
+    on_ranks(monkeypatch, 2, lambda rank: found.update({rank: [*rows_to_make(tmp_path, 3, OPTIONS, CONTENTS)]}))
     assert found == {0: [(0, True), (2, True)], 1: [(1, True), (0, False)]}

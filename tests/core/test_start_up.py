@@ -9,7 +9,7 @@ from dataclasses import replace
 import flow_grpo
 from common.checkpoints import FORMAT, save_checkpoint
 from common.command_line import parse_args
-from common.inputs import check_compiler
+from common.inputs import check_compiler, check_updates
 from common.resuming import report_resumed
 from tests.conftest import ROOT, TINY, new_run, run_here
 
@@ -302,11 +302,16 @@ def test_a_schedule_that_counts_optimizer_steps_keeps_their_number(tmp_path, mon
     saved = {"updates_per_rollout": 4, "epochs_per_rollout": 1, "lr_schedule": "cosine", "shard_ranks": 2}
     state = {"step": 3, "best": 0.5, "args": saved, "sampler": {}, "rng": [{}] * 2, "policies": {"default": {}}}
     save_checkpoint(tmp_path / "runs" / "flow_grpo", 3, state | {"optimizer": {}, "format": FORMAT}, 1)
-    told = "1 optimizer steps a rollout, where the checkpoint's run had 4; --lr_schedule cosine counts them"
-    with pytest.raises(ValueError, match=told):
-        parse("--resume", "latest", "--updates_per_rollout", "1")
-    parse("--resume", "latest", "--updates_per_rollout", "2", "--epochs_per_rollout", "2")  # as many
-    changed = parse("--resume", "latest", "--updates_per_rollout", "1", "--lr_schedule", "constant")
-    assert changed.updates_per_rollout == 1 and parse("--resume", "latest").updates_per_rollout == 4
+    saved_state = {"updates_per_step": 4}
+
+    def check(*words):
+        args = parse("--resume", "latest", *words)
+        check_updates(args.lr_schedule, saved_state, flow_grpo.workload(args))
+        return args.updates_per_rollout
+
+    with pytest.raises(ValueError, match="--lr_schedule cosine: .* 1, .* 4"):
+        check("--updates_per_rollout", "1")
+    check("--updates_per_rollout", "2", "--epochs_per_rollout", "2")  # as many
+    assert check("--updates_per_rollout", "1", "--lr_schedule", "constant") == 1 and check() == 4
     alone = parse("--resume", "runs/flow_grpo", "--eval_only", "True", "--name", "look")  # on one rank, not two
     assert alone.shard_ranks == 0
