@@ -26,17 +26,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from common.command_line import parse_args
-from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
+from common.data import GroupSampler, PromptSet, fit_micro_batch, share_eval_images
 from common.distributed import (
     mean_over_ranks,
     setup_distributed,
     shard_mesh,
 )
-from common.evaluation import evaluate_samples
-from common.inputs import Inputs, check_inputs, choose_sizes
-from common.models.family import Family, on_device
-from common.models.loading import find_family
+from common.files import read_prompts
+from common.metrics import norm_ratio
+from common.models import Family, find_family, on_device
 from common.options import (
     Bound,
     CodeOrName,
@@ -48,19 +46,32 @@ from common.options import (
     SharedArgs,
     lr_factor,
 )
-from common.pairs.made_pairs import rows_to_make, save_pair, write_pairs
-from common.pairs.pair_files import Pairs, read_pairs
-from common.pairs.pairs import encode_pairs, load_pairs
+from common.pairs import Pairs, encode_pairs, load_pairs, read_pairs, rows_to_make, save_pair, write_pairs
+from common.rewards import load_rewards, with_preservation
 from common.rollout import RolloutRequest, Trajectories
-from common.run import Run, checkpoint_to_resume, friendly_errors
-from common.scoring import Scorer, load_rewards, offload_rewards, weighted_totals
+from common.run import (
+    Inputs,
+    Run,
+    check_inputs,
+    checkpoint_to_resume,
+    choose_sizes,
+    evaluate_samples,
+    friendly_errors,
+    parse_args,
+)
+from common.scoring import Scorer, offload_rewards, weighted_totals
 from common.sde import draw_noise, image_seed, sde_step
-from common.watch import norm_ratio
-from common.weights.lora import make_lora
-from common.weights.policy import acting, choose_adam_kernel, follow
-from common.weights.sharding import sampling, units_to_shard
-from common.weights.start import load_policies
-from common.weights.training_state import load_training_state, training_state
+from common.weights import (
+    acting,
+    choose_adam_kernel,
+    follow,
+    load_policies,
+    load_training_state,
+    make_lora,
+    sampling,
+    training_state,
+    units_to_shard,
+)
 from common.workload import Workload
 
 import torch
@@ -154,6 +165,7 @@ def prepare(args: Args) -> Inputs:
     if args.train_shares:  # pairs are made of the first prompts of the set, so these have each file's share
         train_set = train_set.first_drawn(args.num_pair_prompts, args.seed)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
+    eval_rewards = with_preservation(eval_rewards, eval_set, args.num_frames)  # where images are edited
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
     height, width = args.image_size
@@ -172,7 +184,7 @@ def prepare(args: Args) -> Inputs:
         checkpoint=checkpoint,
     )
     inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint, pairs=pairs)
-    return check_inputs(
+    check_inputs(
         args,
         inputs,
         workload(args),
@@ -180,6 +192,7 @@ def prepare(args: Args) -> Inputs:
         guidance_scale=args.guidance_scale,
         group_size=args.group_size,
     )
+    return inputs
 
 
 # ==== 3 DATA ==========================================================================================================

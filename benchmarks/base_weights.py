@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.cpu import repair_torchvision
-from common.data import read_prompts
+from common.files.prompts import read_prompts
 from common.models.family import Conditioning, Family
 from common.models.loading import family_class, load_model
 from common.options import ASSETS

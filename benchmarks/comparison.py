@@ -110,7 +110,7 @@ HELD_OUT = {  # name: (metric, digits)
 }
 SERIES = {"seconds": "timing_s/step", "reward": "critic/rewards/mean", "ratio_mean": "actor/ratio_mean"}
 SERIES |= {"ppo_kl": "actor/ppo_kl", "clipped": "actor/pg_clipfrac"}
-NOT_FINITE = ("not a finite number: ", "no finite gradient in ")  # what common/run.py says of a failed run
+NOT_FINITE = ("not a finite number: ", "no finite gradient in ")  # what common/run/run.py says of a failed run
 DIVERGENCE = "actor/last_divergence/"  # and the sampling step
 
 
@@ -358,8 +358,8 @@ def measure(folder, row):
 
 def run_with_divergence(script, argv):
     """Run a script whose log gets DIVERGENCE of each trained step, the mean over a rollout's last mini-batch."""
-    from common.command_line import parse_args
-    from common.run import friendly_errors
+    from common.run.command_line import parse_args
+    from common.run.ending import friendly_errors
 
     module = importlib.import_module(script)
     accumulate, update = module.accumulate_gradients, module.update
@@ -407,10 +407,11 @@ def score_by_own_sampler(run, adapter, chunks=8):
     from common.cpu import repair_torchvision
 
     repair_torchvision()  # before diffusers is imported
-    from common.command_line import parse_args
-    from common.data import read_prompts
+    from common.files.prompts import read_prompts
     from common.models.loading import find_family, load_model
-    from common.scoring import load_rewards, score_images
+    from common.rewards._loading import load_rewards
+    from common.run.command_line import parse_args
+    from common.scoring import score_images
     from common.sde import image_seed
     from tools.sample import read_policy, use
 

@@ -44,9 +44,10 @@ from benchmarks.exam_optima import (
     tilted,
     untrained,
 )
-from common import plots, run_record
 from common.cpu import repair_torchvision
-from common.user_code import load_function
+from common.run import plots
+from common.run import record as run_record
+from common.user_code.loading import load_function
 from tools.compare import paired_interval
 from tools.sweep import split_options
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common.data import read_prompts
+from common.files.prompts import read_prompts
 from common.models.loading import family_class
 from tests.conftest import ROOT, SCRIPTS, brightness_reward, read_metrics, torchrun, without_times
 from tests.tiny_models import FAMILIES, make_checkpoint

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import flow_grpo
 from common.data import PromptSet
-from common.images import StoredImage
+from common.files.pictures import StoredImage
 from common.models.loading import family_class, load_model
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from common.checkpoints import checkpoint_step, load_checkpoint, saved_checkpoints
+from common.files.checkpoints import checkpoint_step, load_checkpoint, saved_checkpoints
 
 import psutil
 import torch

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from common import watch
 from common.data import GroupSampler, PromptSet, epoch_order
+from common.run import watch
 from common.weights.prompt_cache import PromptCache
 
 import torch

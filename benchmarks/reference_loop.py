@@ -36,10 +36,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
-from common.command_line import parse_args
 from common.cpu import repair_torchvision
 from common.distributed import threads_of_this_rank
-from common.scoring import load_rewards
+from common.rewards._loading import load_rewards
+from common.run.command_line import parse_args
 
 import torch
 from torch.nn.utils import clip_grad_norm_

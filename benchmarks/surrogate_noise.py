@@ -14,7 +14,7 @@ each part of the schedule; eq. 14's error instead of that of v. Printed of each:
 from dataclasses import replace
 
 from common.cpu import repair_torchvision
-from common.data import read_prompts
+from common.files.prompts import read_prompts
 from common.models.family import Family
 from common.models.loading import find_family, load_model
 from common.sde import image_seed

@@ -38,10 +38,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import run as runs
-from common.command_line import parse_args
 from common.distributed import on_rank_0
 from common.engine.client import VLLMEngine
+from common.run import run as runs
+from common.run.command_line import parse_args
 
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode

@@ -1,10 +1,9 @@
 """The options that all scripts share, and the bounds of an option's value.
 
 An option is a dataclass field with its docstring below it; a comment `# ---- run` begins a group of docs/options.md.
-Bounds stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`; common/command_line.py checks them.
-The type of an option that names files or code says so, `family: CodeOrName | None = None`: records then have its paths
-from the checkout's root, a run keeps its code, and code is not taken from a stranger's record
-(common/recorded_options.py).
+Bounds stand beside the field that they bound, `clip_range: PositiveFloat = 1e-3`; `parse_args` checks them. The type of
+an option that names files or code says so, `family: CodeOrName | None = None`: records then have its paths from the
+checkout's root, a run keeps its code, and code is not taken from a stranger's record.
 """
 
 import math

@@ -31,13 +31,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from common.command_line import parse_args
-from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
+from common.data import GroupSampler, PromptSet, fit_micro_batch, share_eval_images
 from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
-from common.evaluation import evaluate_samples, log_rollout, reward_metrics
-from common.inputs import Inputs, check_inputs, choose_sizes
-from common.models.family import Family
-from common.models.loading import find_family
+from common.files import read_prompts
+from common.metrics import reward_metrics
+from common.models import Family, find_family
 from common.options import (
     Bound,
     CodeOrName,
@@ -49,16 +47,33 @@ from common.options import (
     RatioArgs,
     lr_factor,
 )
+from common.rewards import load_rewards, with_preservation
 from common.rollout import RolloutRequest, Trajectories
-from common.run import Run, checkpoint_to_resume, friendly_errors
-from common.scoring import Scorer, fill_failed, load_rewards
+from common.run import (
+    Inputs,
+    Run,
+    check_inputs,
+    checkpoint_to_resume,
+    choose_sizes,
+    evaluate_samples,
+    friendly_errors,
+    log_rollout,
+    parse_args,
+)
+from common.scoring import Scorer, fill_failed
 from common.sde import SDEStepOutput, check_step_kind, check_window, image_seed, sde_step
+from common.weights import (
+    acting,
+    choose_adam_kernel,
+    follow,
+    load_policies,
+    load_training_state,
+    make_lora,
+    sampling,
+    training_state,
+    units_to_shard,
+)
 from common.weights.adapter_files import read_lora
-from common.weights.lora import make_lora
-from common.weights.policy import acting, choose_adam_kernel, follow
-from common.weights.sharding import sampling, units_to_shard
-from common.weights.start import load_policies
-from common.weights.training_state import load_training_state, training_state
 from common.workload import Workload
 
 import torch
@@ -67,7 +82,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.optim import AdamW
 
 if TYPE_CHECKING:
-    from common.engine.client import VLLMEngine
+    from common.engine import VLLMEngine
 
 
 @dataclass
@@ -167,13 +182,14 @@ def prepare(args: Args) -> Inputs:
     trained_on = () if args.eval_only else args.train_prompts  # read with the rewards, which a record may name
     train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
+    eval_rewards = with_preservation(eval_rewards, eval_set, args.num_frames)  # where images are edited
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
     height, width = args.image_size
     length = args.max_sequence_length
     family = find_family(args.model, height, width, args.num_frames, args.guidance_scale, length, args.family)
     if args.rollout == "vllm":
-        from common.engine.launch import check_engine
+        from common.engine import check_engine
 
         check_engine(family, args.model, args.engine_devices, args.rollout_correction)
     lora = make_lora(
@@ -194,13 +210,14 @@ def prepare(args: Args) -> Inputs:
     if not args.eval_only:
         weigh_teachers(args, train_set)  # refuses a record that names no teacher
     inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
-    return check_inputs(
+    check_inputs(
         args,
         inputs,
         workload(args),
         schedules={"--num_inference_steps": args.num_inference_steps},
         guidance_scale=args.guidance_scale,
     )
+    return inputs
 
 
 def teacher_names(args: Args) -> list[str]:
@@ -333,7 +350,7 @@ def start_engine(args: Args, folder: Path, device: torch.device) -> "VLLMEngine 
     """This rank's vLLM-Omni engine, loading in the background while the trainer loads; None with --rollout local."""
     if args.rollout == "local":
         return None
-    from common.engine.client import launch
+    from common.engine import launch
 
     return launch(args, folder, device)
 
@@ -465,7 +482,7 @@ def find_old_policy(
     if engine is None:  # larger batches round otherwise
         recomputed = recompute_log_probs(args, model, request, trajectories)
         return OldPolicy(recomputed.log_probs, recomputed.prev_sample_means, ones), {}
-    from common.engine.mismatch import check_mismatch, rollout_weights
+    from common.engine import check_mismatch, rollout_weights
 
     takes_sampled = args.old_log_prob == "rollout"
     if takes_sampled:  # a micro-batch is enough to see whether engine and trainer are one policy

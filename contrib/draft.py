@@ -34,14 +34,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from common.command_line import parse_args
-from common.data import GroupSampler, PromptSet, fit_micro_batch, read_prompts, share_eval_images
+from common.data import GroupSampler, PromptSet, fit_micro_batch, share_eval_images
 from common.distributed import gather_rows, mean_over_ranks, setup_distributed, shard_mesh
 from common.errors import RunError, truncate
-from common.evaluation import evaluate_samples
-from common.inputs import Inputs, check_inputs, choose_sizes
-from common.models.family import Family, on_device
-from common.models.loading import find_family
+from common.files import read_prompts
+from common.models import Family, find_family, on_device
 from common.options import (
     ASSETS,
     Bound,
@@ -52,16 +49,32 @@ from common.options import (
     SharedArgs,
     lr_factor,
 )
+from common.rewards import built_in_rewards, load_rewards, with_preservation
 from common.rollout import RolloutRequest
-from common.run import Run, checkpoint_to_resume, friendly_errors
-from common.scoring import NOT_ASKED, Reward, Scorer, built_in_rewards, load_rewards, offload_rewards, weighted_totals
+from common.run import (
+    Inputs,
+    Run,
+    check_inputs,
+    checkpoint_to_resume,
+    choose_sizes,
+    evaluate_samples,
+    friendly_errors,
+    parse_args,
+)
+from common.scoring import NOT_ASKED, Reward, Scorer, offload_rewards, weighted_totals
 from common.sde import image_seed, sde_step
 from common.user_code import describe, own_folder
-from common.weights.lora import make_lora
-from common.weights.policy import acting, choose_adam_kernel, follow
-from common.weights.sharding import sampling, units_to_shard
-from common.weights.start import load_policies
-from common.weights.training_state import load_training_state, training_state
+from common.weights import (
+    acting,
+    choose_adam_kernel,
+    follow,
+    load_policies,
+    load_training_state,
+    make_lora,
+    sampling,
+    training_state,
+    units_to_shard,
+)
 from common.workload import Workload
 
 import torch
@@ -170,6 +183,7 @@ def prepare(args: Args) -> Inputs:
     trained_on = () if args.eval_only else args.train_prompts  # read with the rewards, which a record may name
     train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
+    eval_rewards = with_preservation(eval_rewards, eval_set, args.num_frames)  # where images are edited
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
     # diffusers and peft, which take seconds to import, come last
     height, width = args.image_size
@@ -186,13 +200,14 @@ def prepare(args: Args) -> Inputs:
         checkpoint=checkpoint,
     )
     inputs = Inputs(family, rewards, eval_rewards, train_set, eval_set, lora=lora, checkpoint=checkpoint)
-    return check_inputs(
+    check_inputs(
         args,
         inputs,
         workload(args),
         schedules={"--num_inference_steps": args.num_inference_steps},
         guidance_scale=args.guidance_scale,
     )
+    return inputs
 
 
 # ==== 3 DATA ==========================================================================================================

@@ -8,7 +8,7 @@ prompts and noise. The second shows the held-out rewards of flow_grpo.py at its 
 
 from pathlib import Path
 
-from common.plots import read_metrics
+from common.run.plots import read_metrics
 
 import matplotlib
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from common.command_line import read_docstrings
 from common.options import Bound, EngineArgs, SharedArgs
+from common.run.command_line import read_docstrings
 
 ROOT = Path(__file__).parents[1]
 BASE = "flow_grpo.py"  # the script that the others were copied from

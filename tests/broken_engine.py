@@ -11,9 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
-from common.command_line import parse_args
 from common.engine.client import VLLMEngine
-from common.run import friendly_errors
+from common.run.command_line import parse_args
+from common.run.ending import friendly_errors
 
 
 def shifted_sigmas(request):

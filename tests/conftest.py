@@ -33,16 +33,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from common import checkpoints, plots, process
+from common import process
 from common.cpu import repair_torchvision
 from common.data import PromptSet
 from common.engine import client
-from common.engine.launch import engine_environment
-from common.inputs import Inputs, check_inputs
+from common.engine.environment import engine_environment
+from common.files import FORMAT, load_checkpoint, shards_of
 from common.models.family import Family
 from common.models.loading import family_class, load_model
 from common.options import SharedArgs
-from common.run import Run
+from common.run import lock, plots
+from common.run.checks import check_inputs
+from common.run.inputs import Inputs
+from common.run.run import Run
 from common.scoring import Reward
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
@@ -275,8 +278,8 @@ def run_here(folder: Path, script: str, *options: object) -> str | int | None:
             signal.signal(number, handler)
         if dist.is_initialized():  # the run ended by an error
             dist.destroy_process_group()
-        while checkpoints._locks:  # a run's lock lasts as long as its process, which continues here
-            checkpoints._locks.popitem()[1].release()
+        while lock._locks:  # a run's lock lasts as long as its process, which continues here
+            lock._locks.popitem()[1].release()
 
 
 def new_run(
@@ -323,9 +326,9 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def whole_checkpoint(path: Path) -> dict[str, Any]:
     """A checkpoint's state and, in place of the shards of full weights, their whole "tensors" by name."""
-    state = checkpoints.load_checkpoint(path)
+    state = load_checkpoint(path)
     if state.pop("shards", None):
-        reader = HuggingFaceStorageReader(str(checkpoints.shards_of(path)))
+        reader = HuggingFaceStorageReader(str(shards_of(path)))
         sizes = reader.read_metadata().state_dict_metadata
         state["tensors"] = {name: torch.empty(sizes[name].size) for name in sorted(sizes)}
         dcp.load(state["tensors"], storage_reader=reader, no_dist=True)
@@ -386,7 +389,7 @@ def good_adapter() -> dict[str, torch.Tensor]:
 def good_state() -> dict[str, Any]:
     """What a script saves, small."""
     return {
-        "format": checkpoints.FORMAT,
+        "format": FORMAT,
         "step": 10,
         "best": 0.5,
         "args": {"seed": 1, "reward": ("ocr",)},

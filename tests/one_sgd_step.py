@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import flow_grpo
 from common.data import GroupSampler
 from common.distributed import setup_distributed
-from common.run import friendly_errors
+from common.run.ending import friendly_errors
 from common.sde import image_seed
 from common.weights.policy import tensors_on_rank_0
 

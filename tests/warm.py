@@ -47,7 +47,7 @@ def become_rank(request: dict[str, Any], rank: int) -> None:
     importlib.import_module("numpy").random.seed()
     if request["engines"]:
         fork_engines(*request["engines"])
-    plots = importlib.import_module("common.plots")
+    plots = importlib.import_module("common.run.plots")
     plots.draw_panels = lambda panels, path: path.touch()
 
 

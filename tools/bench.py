@@ -21,19 +21,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.checkpoints import atomic_file
-from common.data import PromptSet, read_prompts
+from common.data import PromptSet
 from common.distributed import ONE_RANK, gather_objects, on_rank_0, setup_distributed
 from common.errors import error_prefix
-from common.evaluation import sample_records
-from common.inputs import try_rewards
-from common.models.family import Family, on_device
-from common.models.long_prompts import count_long_prompts
+from common.files import atomic_file, read_prompts
+from common.models import Family, count_long_prompts, on_device
+from common.options import SharedArgs
+from common.rewards import load_rewards, try_rewards
 from common.run import friendly_errors
-from common.run_record import find_contents, git_state, versions
-from common.scoring import Details, Reward, is_relative, load_rewards, offload_rewards, score_images
+from common.run.evaluation import sample_records
+from common.run.record import find_contents, git_state, versions
+from common.scoring import Details, Reward, is_relative, offload_rewards, score_images
 from common.sde import check_step_kind, image_seed
-from flow_grpo import Args
 from tools.compare import labels_of, mean_interval
 from tools.protocol import (
     OF_SAMPLING,
@@ -159,7 +158,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     for name in NEEDED:
         if not args.runs and getattr(args, name) is None:
             raise ValueError(f"--{name}: needed where no --run has it, as scores depend on it")
-    options = vars(Args()) | {"dtype": "bfloat16"} | as_given(args.family)
+    options = vars(SharedArgs()) | {"dtype": "bfloat16"} | as_given(args.family)
     if args.runs:
         options |= read_options(args.runs[0], args.family, args.trust_code == "True")
     options = as_evaluated(options, args.image_size, args.num_inference_steps, args.guidance_scale)

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from common.plots import PANELS, draw_panels, drawn_metrics, read_metrics
+from common.run.plots import PANELS, draw_panels, drawn_metrics, read_metrics
 
 Rows = list[dict]  # of a metrics.jsonl
 Interval = tuple[float, float | None, float | None]  # mean, low and high; without an interval None

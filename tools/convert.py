@@ -14,11 +14,10 @@ import json
 import sys
 from pathlib import Path
 
-from common.checkpoints import atomic_file
-from common.data import split_source, without_nan
 from common.errors import RunError, error_prefix
-from common.pairs.pair_files import read_pairs
-from common.parquet import read_chats
+from common.files import atomic_file, split_source, without_nan
+from common.files.parquet import read_chats
+from common.pairs import read_pairs
 
 from PIL import Image
 

@@ -15,11 +15,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.checkpoints import atomic_file, writing
 from common.cpu import repair_torchvision
 from common.errors import RunError, error_prefix
-from common.models.loading import family_class, load_pipeline
-from common.weights.adapter_files import TEXT_ENCODERS, check_kind, is_alpha, linear_shapes, read_file, translate
+from common.files import atomic_file, writing
+from common.models import family_class
+from common.models.loading import load_pipeline
+from common.weights.adapter_files import TEXT_ENCODERS, check_kind, is_alpha, read_file, translate
+from common.weights.lora import linear_shapes
 
 import torch
 from safetensors.torch import save_file

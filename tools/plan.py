@@ -21,14 +21,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from common.command_line import parse_args
 from common.cpu import repair_torchvision
-from common.data import count_sources, read_prompts
 from common.errors import RunError, error_prefix
-from common.inputs import check_lora_modules
-from common.models.loading import find_family
+from common.files import count_sources, read_prompts
+from common.models import find_family
+from common.plan import Blueprint, measure, planned_run, work
 from common.plan.devices import DEVICES
-from common.plan.memory import Blueprint
 from common.plan.needs import (
     FREE,
     GB,
@@ -40,15 +38,14 @@ from common.plan.needs import (
     choose_options,
     describe,
     latent_bytes,
-    measure,
     memory_parts,
     phase_sums,
-    planned_run,
-    work,
 )
-from common.scoring import find_reward
+from common.rewards import find_reward
+from common.run import parse_args
+from common.run.checks import check_lora_modules
+from common.weights import make_lora
 from common.weights.base_weights import check_base_weights
-from common.weights.lora import make_lora
 
 import torch
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from common.data import PromptSet
-from common.images import DECODING, StoredImage
-from common.resuming import resume_differences
+from common.files.pictures import DECODING, StoredImage
+from common.rewards import reward_settings
 from common.rewards._networks import LOADED
 from common.rewards.ocr import COMPARISON
-from common.run_record import digest, find_contents
-from common.scoring import Reward, reward_settings
+from common.run.record import digest, find_contents
+from common.run.resuming import resume_differences
+from common.scoring import Reward
 
 import torch
 

@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from common.checkpoints import atomic_file
 from common.errors import RunError, error_prefix
+from common.files import atomic_file
 from common.images import as_one_picture, open_png
-from common.resuming import newest_record
+from common.run.resuming import newest_record
 from tools.compare import labels_of, overlay
 
 from PIL import Image, ImageChops, ImageStat

@@ -6,8 +6,8 @@
 
 The first run's options say the model, its size, steps and guidance. Each run, adapter or LoRA checkpoint gets a
 column of side_by_side.png behind the model's own, and a folder of images. "before" is the model without any LoRA: of a
-run that began with --lora_path, name that adapter as well. It needs no reward and no torchrun. It samples as
-flow_grpo.py does, whatever script made the run.
+run that began with --lora_path, name that adapter as well. It needs no reward and no torchrun. It takes
+Euler steps along the ODE, whatever script made the run.
 """
 
 import argparse
@@ -17,22 +17,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.checkpoints import load_checkpoint
 from common.cpu import repair_torchvision
-from common.data import PromptSet, check_sources, read_prompts
+from common.data import PromptSet
 from common.errors import RunError, error_prefix
+from common.files import check_format, load_checkpoint, read_prompts
 from common.images import as_one_picture, save_png
-from common.models.family import Family, on_device
-from common.models.loading import check_schedules, find_family, load_model
-from common.models.long_prompts import count_long_prompts
-from common.plots import save_grid
-from common.recorded_options import check_code, from_record
-from common.resuming import check_format, newest_record
-from common.sde import image_seed
-from common.user_code import code_file
+from common.models import Family, check_schedules, count_long_prompts, find_family, load_model, on_device
+from common.options import SharedArgs
+from common.rollout import RolloutRequest
+from common.run.checks import check_sources
+from common.run.plots import save_grid
+from common.run.recorded_options import check_code, from_record
+from common.run.resuming import newest_record
+from common.sde import image_seed, sde_step
 from common.weights.adapter_files import read_lora
 from common.weights.base_weights import quantise, quantise_encoders
-from flow_grpo import Args, make_request, sample_locally
 from tools.compare import labels_of
 
 import torch
@@ -51,11 +50,11 @@ def read_options(run: Path, family: str | None = None, trusts_code: bool = False
     with error_prefix(path, Exception):  # whatever it holds
         record = json.loads(path.read_text(encoding="utf-8"))
         check_format(record, "the file")
-        options = from_record(dict(record["args"]), Args)
+        options = from_record(dict(record["args"]), SharedArgs)
     if family is not None:
         return options | as_given(family)
     if not trusts_code:
-        check_code({"family": options.get("family")}, Args, path, f"{run}: {path.name}")
+        check_code({"family": options.get("family")}, SharedArgs, path, f"{run}: {path.name}")
     return options
 
 
@@ -166,6 +165,7 @@ def load(family: type[Family], options: dict[str, Any], device: torch.device | s
     return model
 
 
+@torch.no_grad()
 def sample(
     model: Family,
     prompts: PromptSet,
@@ -174,25 +174,53 @@ def sample(
     sde_steps: tuple[int, ...] = (),
     batch_size: int = 1,
 ) -> list:
-    """An image of each prompt from its own seed, as flow_grpo.py samples: by the ODE, except for sde_steps."""
-    sde_type = options.get("sde_type", "sde")
-    if not sde_steps and code_file(sde_type):
-        sde_type = "sde"  # an ODE step is the same of every kind, and needs no file of yours
-    args = Args(
-        image_size=tuple(options["image_size"]),
-        num_frames=options["num_frames"],
-        num_inference_steps=options["num_inference_steps"],
-        guidance_scale=options["guidance_scale"],
-        negative_prompt=options.get("negative_prompt", ""),
-        max_sequence_length=options["max_sequence_length"],
-        sde_type=sde_type,
-        noise_level=options.get("noise_level", 0.0),
-    )
+    """An image of each prompt from its own seed, by Euler steps along the ODE, except for sde_steps.
+
+    Those are of the options' sde_type and noise_level.
+    """
+    height, width = options["image_size"]
+    length, num_frames = options["max_sequence_length"], options["num_frames"]
+    guidance_scale = options["guidance_scale"]
+    timesteps, sigmas, latent_shape = model.schedule(options["num_inference_steps"], height, width, num_frames)
     images: list = []
     for rows in torch.arange(len(prompts)).split(batch_size):
+        part = prompts.select(rows)
+        negatives = part.negatives(options.get("negative_prompt", ""))
         own_seeds = [seeds[row] for row in rows.tolist()]
-        request = make_request(args, model, prompts.select(rows), torch.arange(len(rows)), own_seeds, sde_steps)
-        images += sample_locally(model, request).images
+        request = RolloutRequest(
+            conditioning=model.encode(part, length, (height, width), num_frames),
+            negative_conditioning=model.encode_negative(negatives, guidance_scale, length),
+            prompt_index=torch.arange(len(rows)),
+            seeds=own_seeds,
+            timesteps=timesteps.to(model.device),
+            sigmas=sigmas,
+            latent_shape=latent_shape,
+            height=height,
+            width=width,
+            sde_steps=sde_steps,
+            guidance_scale=guidance_scale,
+        )
+        generators = [torch.Generator().manual_seed(seed) for seed in own_seeds]
+        x = request.first_latents(generators, model.device)
+        for i, (sigma, sigma_next) in enumerate(zip(sigmas.tolist(), sigmas[1:].tolist(), strict=False)):
+            v = model.predict_velocity(
+                x, request.timesteps[i], request.conditioning, request.negative_conditioning, guidance_scale
+            )
+            # an ODE step is the same of every kind, and needs no file of yours
+            sde_type, noise_level = "sde", 0.0
+            if i in sde_steps:
+                sde_type, noise_level = options["sde_type"], options["noise_level"]
+            x = sde_step(
+                x,
+                v,
+                sigma,
+                sigma_next,
+                noise_level,
+                sde_type=sde_type,
+                sigma_max=request.sigma_max,
+                generator=generators,
+            ).prev_sample
+        images += model.decode(x)
     return images
 
 

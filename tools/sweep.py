@@ -27,9 +27,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, get_type_hints
 
-from common.plots import read_metrics
 from common.process import STOP_SIGNALS
-from common.resuming import EXPECTED_TO_DIFFER, newest_record
+from common.run.plots import read_metrics
+from common.run.resuming import EXPECTED_TO_DIFFER, newest_record
 from tools.plan import load_script
 
 RUNS = Path("runs")

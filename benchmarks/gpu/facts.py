@@ -37,7 +37,7 @@ OF_CUDNN = (TURNED_OFF, CONTIGUOUS, MASKED_CUDNN)
 HASHED = """
 import sys
 import torch
-from common.models.family import hash_bits
+from common.models import hash_bits
 worst = []
 for name in ("float64", "float32", "bfloat16", "float16", "int64"):
     for shape in ((1,), (7,), (3, 5, 11), (1024, 257)):

@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from common import profiling
 from common.cpu import repair_torchvision
 from common.models import loading
+from common.run import utilisation
 from common.weights import policy, sharding
 from tests.published_models import PUBLISHED, VAES
 
@@ -122,7 +122,7 @@ def shard_frozen_weights():
 
 def count_no_flops():
     """Let a run log no perf/mfu."""
-    profiling.count_in_process = lambda *args: None
+    utilisation.count_in_process = lambda *args: None
 
 
 def leave_plain(words):

@@ -20,17 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from common.distributed import failing_together, gather_objects, stop_early
 from common.engine import messages
-from common.engine.launch import TIMEOUT_S, engine_environment, engine_gpus
+from common.engine.environment import TIMEOUT_S, engine_environment, engine_gpus
 from common.engine.mismatch import check_sampling
 from common.errors import RunError, truncate
 from common.images import as_images
-from common.models.family import Family
+from common.models import Family
 from common.options import EngineArgs
 from common.process import print_message, stop_requested
 from common.rollout import Images, RolloutRequest, Trajectories
-from common.weights.attention import ENGINE_NAMES
-from common.weights.policy import policy_tensors, whole
-from common.weights.sharding import reshard
+from common.weights import policy_tensors, reshard, whole
 
 import torch
 import torch.distributed as dist
@@ -38,6 +36,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from peft import LoraConfig  # slow
 
+ATTENTION = {"native": "TORCH_SDPA", "cudnn": "CUDNN_ATTN", "flash": "FLASH_ATTN"}  # --attention -> vLLM-Omni's name
 BUCKET_BYTES = 1e9  # of full weights that are sent to the engine at once, and at most one tensor more
 
 
@@ -123,7 +122,7 @@ class VLLMEngine:
             "init_timeout": TIMEOUT_S,  # vLLM-Omni's own, of the start; 600 s otherwise
             "enable_sleep_mode": self.sleeps,
             "enforce_eager": "compile" not in engine_with,
-            "diffusion_attention_config": {"default": {"backend": ENGINE_NAMES[attention]}},
+            "diffusion_attention_config": {"default": {"backend": ATTENTION[attention]}},
         }
         messages.send(self.connection, (options, len(gpus)))
 

@@ -1,6 +1,6 @@
 """The CPU platform that vLLM-Omni's diffusion engine lacks.
 
-vLLM-Omni finds it through the entry point in `plugin/`, a folder that `launch.py` puts on the path of the engine's
+vLLM-Omni finds it through the entry point in `plugin/`, a folder that `environment.py` puts on the path of the engine's
 process. Nothing is installed, and no other process sees it.
 """
 

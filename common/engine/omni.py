@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.engine import pipelines
-from common.models.loading import downloaded, plain_weights
-from common.models.vae import quantize, to_unit_range
+from common.models import downloaded, plain_weights, quantize, to_unit_range
 from common.rollout import RolloutRequest
 
 import torch

@@ -17,8 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from common.engine.messages import fingerprint
-from common.models.loading import family_class
-from common.models.vae import PIXELS_AT_ONCE
+from common.models import PIXELS_AT_ONCE, family_class
 from common.rollout import RolloutRequest, Trajectories
 from common.sde import SDEStepOutput, sde_step
 

@@ -8,8 +8,6 @@ methods are a family's own: `check`, `conditioning_shapes`, `encode_batch`, `sch
 `lora_target_modules` and, to sample in vLLM-Omni, `engine_pipeline`. The others have a default.
 """
 
-import hashlib
-import inspect
 import itertools
 import os
 from abc import ABC, abstractmethod
@@ -321,13 +319,6 @@ def on_device(model: Family, prefix: str) -> Iterator[None]:
         tensor.data = data
 
 
-def hash_code(model: Family) -> str:
-    """A hash of the files that define the model's family and the families that it inherits from, without this file."""
-    families = [c for c in type(model).__mro__ if issubclass(c, Family) and c is not Family]
-    code = [(c.__name__, Path(inspect.getfile(c)).read_bytes()) for c in families]
-    return hashlib.blake2b(repr(code).encode()).hexdigest()
-
-
 def pin_encoders(model: Family) -> None:
     """Let the text and image encoders wait in pinned memory, which a GPU copies faster and without the host waiting.
 
@@ -349,8 +340,3 @@ def pin_encoders(model: Family) -> None:
 def pinned_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that tensors take in pinned memory: torch rounds each up to a power of two."""
     return sum(1 << (tensor.nbytes - 1).bit_length() for tensor in tensors if tensor.nbytes)
-
-
-def hash_bits(tensor: torch.Tensor) -> str:
-    """A fingerprint of a tensor's dtype and bits, for the keys of caches. torch.hash_tensor alone ignores the dtype."""
-    return f"{tensor.dtype} {torch.hash_tensor(tensor).view(torch.int64).item()}"

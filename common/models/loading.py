@@ -4,6 +4,7 @@ A family is found by the name of its file (family.py has the rule). Weights that
 model.fp16.safetensors, load as if they had plain names, in the trainer and in the engine.
 """
 
+import importlib
 import inspect
 import json
 import re
@@ -18,7 +19,7 @@ from common.errors import RunError, error_prefix
 from common.models.family import ENCODERS, Family
 from common.models.vae import to_bfloat16
 from common.process import print_message, print_once
-from common.user_code import built_in_module, load_function
+from common.user_code import load_function
 
 import numpy as np
 import torch
@@ -107,7 +108,7 @@ def family_class(model: str | Path, own: str | None = None) -> type[Family]:
     found = [file.stem for file in Path(__file__).parent.glob("*.py") if file.stem.replace("_", "") == wanted]
     if not found:
         raise ValueError(f"--model {model}: {pipeline} is not supported; docs/models.md has the models that are")
-    module = built_in_module(f"models.{found[0]}")
+    module = importlib.import_module(f"common.models.{found[0]}")
     name = pipeline.removesuffix("Pipeline")
     if not hasattr(module, name):
         raise ValueError(f"--model {model}: common/models/{found[0]}.py has no class {name}")

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.checkpoints import atomic_file, remove_stale, writing
 from common.data import PromptSet, share_of_rank
 from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import RunError
+from common.files import atomic_file, remove_stale, writing
 from common.images import save_png
 from common.process import print_message
 from common.rollout import Images

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from common.data import PromptSet, read_records
+from common.data import PromptSet
 from common.errors import RunError, error_prefix
-from common.images import StoredImage, check_header, find_images
-from common.parquet import check_prompt, find_shards, read_rows
+from common.files import check_prompt, find_shards, read_records
+from common.files.parquet import read_rows
+from common.files.pictures import StoredImage, check_header, find_images
 from common.process import print_message
 
 TRL = ("prompt", "chosen", "rejected")  # TRL's columns of preferences; an image as bytes, or as datasets store it

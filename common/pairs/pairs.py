@@ -4,13 +4,12 @@ import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from common.checkpoints import atomic_file, remove_stale
 from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import error_prefix
-from common.images import DECODING
-from common.models.family import Family, hash_bits
+from common.files import atomic_file, remove_stale
+from common.files.pictures import DECODING
+from common.models import Family, encoders_key, hash_bits
 from common.pairs.pair_files import Pair, pair_prompts, refusing_alone
-from common.weights.prompt_cache import encoders_key
 
 import torch
 import torch.distributed as dist

@@ -11,11 +11,8 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import RunError
-from common.models.family import ENCODERS, Conditioning, Family, pinned_bytes
-from common.models.loading import pipeline_without_weights
-from common.weights.base_weights import linear_layers
-from common.weights.lora import LoRA
-from common.weights.policy import add_policies
+from common.models import ENCODERS, Conditioning, Family, pinned_bytes, pipeline_without_weights
+from common.weights import LoRA, add_policies, linear_layers
 
 import torch
 import torch.nn.functional as F

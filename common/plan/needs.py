@@ -12,16 +12,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.checkpoints import load_checkpoint
 from common.data import PromptSet
 from common.distributed import gather_objects, on_rank_0
 from common.errors import RunError
-from common.models.family import Family
-from common.models.vae import PIXELS_AT_ONCE
+from common.files import load_checkpoint
+from common.models import PIXELS_AT_ONCE, Family
+from common.optional import optional_part
 from common.plan.memory import Blueprint, Cost
 from common.process import print_message
-from common.weights.base_weights import WEIGHT_BYTES
-from common.weights.lora import LoRA
+from common.weights import LoRA
 from common.workload import Workload
 
 import torch
@@ -183,7 +182,7 @@ def weight_parts(blueprint: Blueprint, w: PlannedRun) -> list[Part]:
     if blueprint.is_lora or "reference" in w.policies:
         frozen = itemsize * (blueprint.num_weights - num_quantised) / w.shards
     if w.base_weights:
-        frozen += num_quantised * WEIGHT_BYTES[w.base_weights]
+        frozen += num_quantised * optional_part("weights.base_weights", "--base_weights").WEIGHT_BYTES[w.base_weights]
     trained = 4 * blueprint.num_trained / w.shards
     others = [policy for policy in w.policies if policy not in ("default", "reference")]
     advice = "use more ranks, or --train_with cpu_offload"

@@ -1,1 +1,29 @@
-"""The weights that a run trains: policies, LoRA, adapters, quantised base, shards, prompt cache."""
+"""The weights that a run trains: policies, LoRA, how FSDP holds them, and what a checkpoint has of them."""
+
+from common.weights.attention import check_attention
+from common.weights.lora import check_modules, linear_layers, make_lora, save_policy
+from common.weights.policy import LoRA, acting, add_policies, choose_adam_kernel, follow, policy_tensors, whole
+from common.weights.sharding import reshard, sampling, units_to_shard
+from common.weights.start import load_policies
+from common.weights.states import load_training_state, training_state
+
+__all__ = [
+    "LoRA",
+    "acting",
+    "add_policies",
+    "check_attention",
+    "check_modules",
+    "choose_adam_kernel",
+    "follow",
+    "linear_layers",
+    "load_policies",
+    "load_training_state",
+    "make_lora",
+    "policy_tensors",
+    "reshard",
+    "sampling",
+    "save_policy",
+    "training_state",
+    "units_to_shard",
+    "whole",
+]

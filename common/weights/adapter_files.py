@@ -7,15 +7,13 @@ adapters that we could not train further exactly as they are: several ranks or a
 text encoders, and those of a base whose weights PiSSA or another initialisation has changed.
 """
 
-import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from common.errors import RunError, error_prefix, reason, truncate
-from common.models.loading import pipeline_without_weights
+from common.errors import error_prefix, reason, truncate
 from common.process import print_once
 
 import torch
@@ -23,6 +21,7 @@ from safetensors import safe_open
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+from common.weights.lora import linear_shapes
 
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_SETTINGS = "adapter_config.json"
@@ -54,14 +53,6 @@ OTHER_SETTINGS = {
 }
 LARGEST = torch.finfo(torch.float32).max
 CONVERT = "`python -m tools.lora convert FILE OUT --model MODEL`"
-
-
-class LoRA(NamedTuple):
-    """A LoRA to train."""
-
-    config: "LoraConfig"
-    tensors: dict[str, torch.Tensor] | None  # to start from; None: new ones are drawn
-    base_weights: str | None = None  # the option: how the weights under it are kept
 
 
 def read_lora(path: str | Path, model: str | Path | None = None) -> "tuple[dict[str, torch.Tensor], LoraConfig]":
@@ -263,13 +254,6 @@ def by_diffusers(tensors: Mapping[str, torch.Tensor], model: str) -> tuple[dict[
         return {}, truncate(f"{pipeline_class.__name__}: {reason(error)}")
 
 
-@functools.cache
-def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
-    """{module: (outputs, inputs)} of the linear layers of a model's transformer, from its configs alone."""
-    modules = pipeline_without_weights(model).transformer.named_modules()
-    return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, torch.nn.Linear)}
-
-
 # ---- values ----------------------------------------------------------------------------------------------------------
 def is_alpha(value: object) -> bool:  # whatever a JSON file says
     """Whether the value is a number above 0 that fp32 can hold."""
@@ -292,40 +276,3 @@ def modules_and_rank(weights: Mapping[str, torch.Tensor], settings: Mapping[str,
     if len(ranks) > 1 or settings.get("r", rank) != rank or settings.get("rank_pattern"):
         raise ValueError(f"its ranks differ, between modules or from its settings: {CONVERT} gives it one")
     return modules, rank
-
-
-# ---- a checkpoint to resume from -------------------------------------------------------------------------------------
-def check_policy(checkpoint: Path, lora: LoRA | None) -> None:
-    """ValueError: the checkpoint to resume from has not a LoRA of this rank or, for None, not full weights."""
-    with error_prefix(f"--resume {checkpoint}", Exception):  # it was checked, but may be a stranger's
-        state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-        ranks = [len(tensor) for name, tensor in state["policies"]["default"].items() if ".lora_A." in name]
-    saved_rank = min(ranks, default=0)
-    rank = lora.config.r if lora else 0
-    if rank != saved_rank:
-        option = "--lora_path" if lora and lora.tensors is not None else "--lora_rank"
-        raise ValueError(f"{option}: of rank {rank}, where {checkpoint} has the rank {saved_rank} (0: full weights)")
-
-
-def check_modules(transformer: torch.nn.Module, config: "LoraConfig") -> None:
-    """Raises RunError for a target or excluded module that does not exist, and where no module is left.
-
-    A module is named by the end of its name: `to_q` means every to_q.
-    """
-    targets = sorted(config.target_modules)
-    excluded = sorted(config.exclude_modules or ())
-    modules = dict(transformer.named_modules())
-    for given, end in [*(("", end) for end in targets), *(("not:", end) for end in excluded)]:
-        if not any(_ends_with(name, [end]) for name in modules):
-            raise RunError(f"--lora_target_modules {given}{end}: {type(transformer).__name__} has no such module")
-    chosen = [name for name in modules if _ends_with(name, targets) and not _ends_with(name, excluded)]
-    if not chosen:
-        raise RunError(f"--lora_target_modules not:{' not:'.join(excluded)}: no module is left to get a LoRA")
-    for name in chosen:
-        if not isinstance(modules[name], torch.nn.Linear):
-            raise RunError(f"--lora_target_modules: {name} is a {type(modules[name]).__name__}, not a linear layer")
-
-
-def _ends_with(name: str, ends: Sequence[str]) -> bool:
-    """Whether a module's dotted name ends with one of `ends`, in whole parts: blocks.0.to_q with to_q, not with q."""
-    return f".{name}".endswith(tuple(f".{end}" for end in ends))

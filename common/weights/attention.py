@@ -7,8 +7,7 @@ is not 1, so one option sets both.
 import importlib.util
 
 from common.errors import RunError
-from common.models.family import Family
-from common.models.loading import family_class
+from common.models import Family, family_class
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,7 +19,6 @@ WITH_A_MASK = {
 }
 DIFFUSERS_NAMES = {"native": "native", "cudnn": "_native_cudnn", "flash": "flash"}
 SDPA_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION}  # of torch, for Stable Diffusion 3, which calls torch directly
-ENGINE_NAMES = {"native": "TORCH_SDPA", "cudnn": "CUDNN_ATTN", "flash": "FLASH_ATTN"}  # vLLM-Omni's
 
 
 def check_attention(attention: str, model: str, dtype: str, family: str | None = None) -> None:

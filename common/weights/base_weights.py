@@ -10,7 +10,8 @@ import math
 import warnings
 from collections.abc import Collection
 
-from common.models.family import Family
+from common.models import Family
+from common.weights.lora import linear_layers
 
 import torch
 import torch.nn.functional as F
@@ -38,19 +39,6 @@ def check_base_weights(
         left = " ".join(["--train_with", *(word for word in train_with if word not in refused)])
         fault = f"--train_with {sorted(refused)[0]} cannot be used with it"
         raise ValueError(f"{given}: {fault}; {left} at the command's end takes it out")
-
-
-def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """{name: layer} of the layers that are quantised: the linear ones of a transformer's or text encoder's blocks."""
-    kinds = set(model._no_split_modules or ())  # type: ignore[arg-type]  # names of classes, where it has them
-    found = {}
-    for block, module in model.named_modules():
-        if type(module).__name__ not in kinds:
-            continue
-        for name, layer in module.named_modules(prefix=block):
-            if isinstance(layer, torch.nn.Linear):
-                found[name] = layer
-    return found
 
 
 # ---- the transformer -------------------------------------------------------------------------------------------------

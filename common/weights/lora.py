@@ -1,16 +1,18 @@
 """A LoRA to train, and policies written to disk as diffusers loads them."""
 
+import functools
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.checkpoints import atomic_file
 from common.distributed import on_rank_0
-from common.models.family import Family
+from common.errors import RunError, error_prefix
+from common.files import atomic_file
+from common.models import Family, pipeline_without_weights
+from common.optional import optional_part
 from common.process import print_message
-from common.weights.adapter_files import LoRA, check_policy, linear_shapes, read_lora
-from common.weights.policy import tensors_on_rank_0
+from common.weights.policy import LoRA, tensors_on_rank_0
 
 import torch
 from safetensors.torch import save_file
@@ -18,6 +20,7 @@ from safetensors.torch import save_file
 if TYPE_CHECKING:  # importing these takes seconds
     import diffusers
     import peft
+
 
 ALL_LINEAR = "all-linear"
 
@@ -44,7 +47,7 @@ def make_lora(
     """
     lora = None
     if path:
-        tensors, config = read_lora(path, model)
+        tensors, config = optional_part("weights.adapter_files", "--lora_path").read_lora(path, model)
         print_message(f"--lora_path {path}: rank {config.r}, alpha {config.lora_alpha}")
         lora = LoRA(config, tensors, base_weights)
     elif rank > 0:
@@ -67,6 +70,64 @@ def make_lora(
     return lora
 
 
+def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """{name: layer} of the layers that --base_weights quantises: the linear ones of the blocks of a
+    transformer or text encoder."""
+    kinds = set(model._no_split_modules or ())  # type: ignore[arg-type]  # names of classes, where it has them
+    found = {}
+    for block, module in model.named_modules():
+        if type(module).__name__ not in kinds:
+            continue
+        for name, layer in module.named_modules(prefix=block):
+            if isinstance(layer, torch.nn.Linear):
+                found[name] = layer
+    return found
+
+
+@functools.cache
+def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
+    """{module: (outputs, inputs)} of the linear layers of a model's transformer, from its configs alone."""
+    modules = pipeline_without_weights(model).transformer.named_modules()
+    return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, torch.nn.Linear)}
+
+
+def check_policy(checkpoint: Path, lora: LoRA | None) -> None:
+    """ValueError: the checkpoint to resume from has not a LoRA of this rank or, for None, not full weights."""
+    with error_prefix(f"--resume {checkpoint}", Exception):  # it was checked, but may be a stranger's
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        ranks = [len(tensor) for name, tensor in state["policies"]["default"].items() if ".lora_A." in name]
+    saved_rank = min(ranks, default=0)
+    rank = lora.config.r if lora else 0
+    if rank != saved_rank:
+        option = "--lora_path" if lora and lora.tensors is not None else "--lora_rank"
+        raise ValueError(f"{option}: of rank {rank}, where {checkpoint} has the rank {saved_rank} (0: full weights)")
+
+
+def check_modules(transformer: torch.nn.Module, config: "peft.LoraConfig") -> None:
+    """Raises RunError for a target or excluded module that does not exist, and where no module is left.
+
+    A module is named by the end of its name: `to_q` means every to_q.
+    """
+    targets = sorted(config.target_modules)
+    excluded = sorted(config.exclude_modules or ())
+    modules = dict(transformer.named_modules())
+    for given, end in [*(("", end) for end in targets), *(("not:", end) for end in excluded)]:
+        if not any(_ends_with(name, [end]) for name in modules):
+            raise RunError(f"--lora_target_modules {given}{end}: {type(transformer).__name__} has no such module")
+    chosen = [name for name in modules if _ends_with(name, targets) and not _ends_with(name, excluded)]
+    if not chosen:
+        raise RunError(f"--lora_target_modules not:{' not:'.join(excluded)}: no module is left to get a LoRA")
+    for name in chosen:
+        if not isinstance(modules[name], torch.nn.Linear):
+            raise RunError(f"--lora_target_modules: {name} is a {type(modules[name]).__name__}, not a linear layer")
+
+
+def _ends_with(name: str, ends: Sequence[str]) -> bool:
+    """Whether a module's dotted name ends with one of `ends`, in whole parts: blocks.0.to_q with to_q, not with q."""
+    return f".{name}".endswith(tuple(f".{end}" for end in ends))
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
 def save_policy(folder: str | Path, model: Family, name: str, dtype: str = "float32") -> None:
     """Write policy `name` of the model to `folder` as diffusers loads it. A collective.
 

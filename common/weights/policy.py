@@ -9,13 +9,12 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from common.distributed import failing_together, on_rank_0, set_seed
 from common.errors import NothingBegun, RunError
-from common.models.family import Family
-from common.weights.adapter_files import LoRA
-from common.weights.base_weights import quantise
+from common.models import Family
+from common.optional import optional_part
 from common.weights.lora_linear import fuse_lora
 from common.weights.norms import fuse_norms
 from common.weights.sharding import reshard, reshard_before_steps
@@ -25,6 +24,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+
+class LoRA(NamedTuple):
+    """A LoRA to train."""
+
+    config: "LoraConfig"
+    tensors: dict[str, torch.Tensor] | None  # to start from; None: new ones are drawn
+    base_weights: str | None = None  # the option: how the weights under it are kept
 
 
 def add_policies(model: Family, lora: LoRA | None, names: Sequence[str], seed: int) -> None:
@@ -38,7 +45,7 @@ def add_policies(model: Family, lora: LoRA | None, names: Sequence[str], seed: i
     fuse_norms(model.transformer)
     model.is_lora = lora is not None
     if lora and lora.base_weights:
-        quantise(model, lora.base_weights)
+        optional_part("weights.base_weights", "--base_weights").quantise(model, lora.base_weights)
     if lora:
         _add_adapters(model, lora.config, lora.tensors, names)
     else:

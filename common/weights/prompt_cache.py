@@ -10,11 +10,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.checkpoints import remove_stale, writing
 from common.distributed import gather_objects, on_rank_0, with_bar
 from common.errors import truncate
-from common.models.family import Conditioning, Family, hash_bits, hash_code, on_device, pin_encoders
-from common.models.long_prompts import count_long_prompts, report_alike_prompts
+from common.files import remove_stale, writing
+from common.models import Conditioning, Family, encoders_key, on_device
 from common.process import print_message
 
 import torch
@@ -25,23 +24,17 @@ from safetensors.torch import save, save_file
 FORMAT = 4  # part of every name: files of another format are not found, and their prompts encoded again
 
 
-def prepare_prompts(model: Family, prompts: list[str], max_sequence_length: int, folder: str | Path | None) -> None:
-    """Report the prompts that are too long. Encode into `folder`, unless it is None, those that it lacks, the empty
-    prompt included, and let the model read the folder.
+def fill_cache(model: Family, prompts: list[str], max_sequence_length: int, folder: str | Path) -> None:
+    """Encode into `folder` those prompts that it lacks, the empty one included, and let the model read the folder.
 
     The text encoders come to the device once for all prompts; later they come again only for a prompt that was not
     among these, or whose file is damaged. A collective: the ranks share the work.
     """
-    count_long_prompts(model.pipe, prompts, max_sequence_length)
-    if folder is None:
-        pin_encoders(model)  # which come to the device for each rollout
-    else:
-        with on_device(model, "text_encoder"):  # a GPU hashes gigabytes faster
-            cache = PromptCache(Path(folder), encoders_key(model), model.encode_prompts)
-            cache.add_missing([*prompts, ""], max_sequence_length)  # "": the negative prompt of guidance
-        dist.barrier()  # a rank reads what the others have encoded
-        model.kept_conditioning = cache.read
-    report_alike_prompts(model, prompts, max_sequence_length)
+    with on_device(model, "text_encoder"):  # a GPU hashes gigabytes faster
+        cache = PromptCache(Path(folder), encoders_key(model), model.encode_prompts)
+        cache.add_missing([*prompts, ""], max_sequence_length)  # "": the negative prompt of guidance
+    dist.barrier()  # a rank reads what the others have encoded
+    model.kept_conditioning = cache.read
 
 
 class PromptCache:
@@ -110,21 +103,3 @@ def read_conditioning(file: Path) -> Conditioning | None:
 def digest(conditioning: Conditioning) -> str:
     """A hash of the names, shapes, dtypes and bits of tensors. Safetensors itself checks lengths alone."""
     return hashlib.blake2b(save(conditioning)).hexdigest()
-
-
-def encoders_key(model: Family) -> str:
-    """A hash of everything but the prompt that embeddings depend on: encoders' bits, tokenizers, the family's code,
-    library versions."""
-    import diffusers
-    import transformers
-
-    parts: list[object] = [diffusers.__version__, transformers.__version__, hash_code(model)]
-    for name, component in sorted(model.pipe.components.items()):
-        if name.startswith("text_encoder") and component is not None:
-            parts += [hash_bits(tensor) for tensor in component.state_dict().values()]
-        if name.startswith("tokenizer") and component is not None:
-            vocabulary = sorted(component.get_vocab().items())
-            parts += [type(component).__name__, vocabulary]
-            parts += [component.model_max_length, component.chat_template]
-    # hashed once per run, because vocabularies are megabytes
-    return hashlib.blake2b(repr(parts).encode()).hexdigest()

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from common.models.family import Family, on_device
+from common.models import Family, on_device
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh

@@ -11,10 +11,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from common.checkpoints import checkpoint_step, load_checkpoint, saved_checkpoints, shards_of, sync, writing
 from common.distributed import gather_objects, on_rank_0
 from common.errors import NothingBegun, RunError, reason
-from common.models.family import Family
+from common.files import checkpoint_step, load_checkpoint, saved_checkpoints, shards_of, sync, writing
+from common.models import Family
 from common.process import print_message
 from common.weights.policy import check_same_tensors, follow, local_tensors
 

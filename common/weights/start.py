@@ -1,15 +1,13 @@
 """A run's model as it begins: the pipeline, its prompts, and the policies on it."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from common.models.family import Family
-from common.models.loading import load_model
+from common.models import Family, count_long_prompts, load_model, pin_encoders, report_alike_prompts
+from common.optional import optional_part
 from common.options import SharedArgs
-from common.weights.adapter_files import LoRA
 from common.weights.attention import use_attention
-from common.weights.base_weights import quantise_encoders
-from common.weights.policy import add_policies
-from common.weights.prompt_cache import prepare_prompts
+from common.weights.policy import LoRA, add_policies
 
 import torch
 
@@ -29,8 +27,20 @@ def load_policies(
     """
     model = load_model(family, args.model, getattr(torch, args.dtype), device, args.vae_dtype)
     if args.base_weights:
-        quantise_encoders(model)  # add_policies quantises the transformer, under the LoRA
+        # add_policies quantises the transformer, under the LoRA
+        optional_part("weights.base_weights", "--base_weights").quantise_encoders(model)
     prepare_prompts(model, prompts, args.max_sequence_length, args.prompt_cache)
     add_policies(model, lora, names, args.seed)
     use_attention(model, args.attention)  # "native" as well, which switches cuDNN's attention off
     return model
+
+
+def prepare_prompts(model: Family, prompts: list[str], max_sequence_length: int, folder: str | Path | None) -> None:
+    """Report the prompts that are too long, and a model to which several are the same. Let the model read those of
+    `folder`, unless it is None. A collective."""
+    count_long_prompts(model.pipe, prompts, max_sequence_length)
+    if folder is None:
+        pin_encoders(model)  # which come to the device for each rollout
+    else:
+        optional_part("weights.prompt_cache", "--prompt_cache").fill_cache(model, prompts, max_sequence_length, folder)
+    report_alike_prompts(model, prompts, max_sequence_length)

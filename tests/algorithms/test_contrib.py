@@ -10,10 +10,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import grpo_guard
-from common.checkpoints import load_checkpoint, saved_checkpoints
-from common.data import PromptSet, read_prompts
+from common.data import PromptSet
+from common.files.checkpoints import load_checkpoint, saved_checkpoints
+from common.files.prompts import read_prompts
+from common.rewards._loading import load_rewards
 from common.rollout import RolloutRequest
-from common.scoring import NOT_ASKED, load_rewards
+from common.scoring import NOT_ASKED
 from common.sde import image_seed
 from contrib import (
     awm,

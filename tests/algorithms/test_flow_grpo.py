@@ -6,9 +6,9 @@ import sys
 from dataclasses import fields
 
 import flow_grpo
-from common.command_line import FIRST, parse_args
 from common.data import PromptSet
-from common.inputs import Inputs
+from common.run.command_line import FIRST, parse_args
+from common.run.inputs import Inputs
 from common.sde import draw_noise
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0

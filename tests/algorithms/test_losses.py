@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import flow_grpo
 import grpo_guard
 import mix_grpo
-from common.engine import mismatch
 from common.models.parts import sigma_schedule
 from common.rollout import RolloutRequest
 from contrib import flow_dppo, tempflow_grpo
@@ -421,7 +420,7 @@ def test_an_engine_is_held_to_half_the_clip_where_the_ratio_starts_from_its_log_
     trajectories = sample_locally(model, request.select(torch.arange(6)))  # the engine's, which another `a` scores
     model.a.data -= 1e-3
     checked = []
-    monkeypatch.setattr(mismatch, "check_mismatch", lambda *of, **options: checked.append((of, options)) or {})
+    monkeypatch.setattr("common.engine.check_mismatch", lambda *of, **options: checked.append((of, options)) or {})
     args = script.Args(micro_batch_size=2, old_log_prob=old_log_prob, clip_range=5e-4)
     old, _ = script.find_old_policy(args, model, object(), request, trajectories)
     [((_, sampled, recomputed), options)] = checked

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks.exam_model import to_images
-from common.engine import client, launch
+from common.engine import client
 from common.models.family import Family
 from common.rollout import RolloutRequest, Trajectories
 from common.sde import sde_step
@@ -279,7 +279,7 @@ class EngineByHand:
 def test_a_run_with_an_engine_is_that_by_hand(script, tmp_path, monkeypatch, start):
     """Its samples are weighted by --rollout_correction, where a script has that."""
     monkeypatch.setattr(client, "VLLMEngine", EngineByHand)
-    monkeypatch.setattr(launch, "check_engine", lambda *of, **named: None)
+    monkeypatch.setattr("common.engine.check_engine", lambda *of, **named: None)
     monkeypatch.setattr(EngineByHand, "started", [])
     options, loop = CASES[script]
     has_ratio = "sde_window_size" in options

@@ -7,12 +7,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
-from common import inputs as inputs_module
 from common.data import PromptSet
-from common.inputs import Inputs, choose_sizes
 from common.models.loading import family_class
 from common.plan import needs
 from common.plan.memory import Blueprint
+from common.run import inputs as inputs_module
+from common.run.inputs import Inputs, choose_sizes
 from common.weights.lora import make_lora
 from common.workload import Workload
 from tests.algorithms.test_contrib import SCRIPTS as CONTRIB

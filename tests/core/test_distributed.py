@@ -9,8 +9,8 @@ from unittest import mock
 
 from common import distributed
 from common.cpu import quota_cores
-from common.engine.launch import engine_environment
-from common.scoring import load_rewards
+from common.engine.environment import engine_environment
+from common.rewards._loading import load_rewards
 
 import psutil
 import pytest

@@ -8,14 +8,14 @@ from typing import get_args, get_type_hints
 
 import dpo_offline
 import flow_grpo
-from common.checkpoints import saved_checkpoints
-from common.command_line import check_options, parse_args
 from common.data import PromptSet
 from common.engine import client
-from common.inputs import Inputs
+from common.files.checkpoints import saved_checkpoints
 from common.models.flux import Flux
 from common.models.stable_diffusion_3 import StableDiffusion3
 from common.options import lr_factor
+from common.run.command_line import check_options, parse_args
+from common.run.inputs import Inputs
 from common.sde import image_seed
 from common.weights import start
 from common.weights.lora import save_weights

@@ -21,15 +21,15 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
-from common.checkpoints import FORMAT, load_checkpoint, save_checkpoint
-from common.command_line import parse_args
-from common.data import read_prompts
 from common.errors import RunError
+from common.files.checkpoints import FORMAT, load_checkpoint, save_checkpoint
+from common.files.prompts import read_prompts
+from common.files.records import clean_names, is_blank
 from common.pairs.pair_files import read_pairs
-from common.parquet import clean_names, is_blank
-from common.resuming import find_checkpoint, rewind
-from common.run import checkpoint_to_resume
-from common.scoring import load_rewards
+from common.rewards._loading import load_rewards
+from common.run.command_line import parse_args
+from common.run.inputs import checkpoint_to_resume
+from common.run.resuming import find_checkpoint, rewind
 from common.weights.adapter_files import read_lora
 from tests.conftest import SCRIPTS, assert_same, good_adapter, good_state, torch_bytes
 

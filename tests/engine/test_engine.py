@@ -19,7 +19,7 @@ from pathlib import Path
 
 import flow_grpo
 from common.data import PromptSet
-from common.engine import client, launch, messages
+from common.engine import client, environment, messages
 from common.engine.client import EngineError, VLLMEngine
 from common.errors import RolloutError, RunError
 from common.models.loading import load_model
@@ -800,13 +800,13 @@ def test_gpus_of_the_engines_own(monkeypatch):
     """Two ranks train on GPUs 0 and 1 of six. The second rank's engine gets the second of the two GPUs named."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
-    launch.check_devices((5, 2))
-    launch.check_devices((5, 2, 3, 4))
-    assert launch.engine_gpus((5, 2), torch.device("cuda", 1)) == (2,)
-    assert launch.engine_gpus((5, 2, 3, 4), torch.device("cuda", 1)) == (3, 4)  # two workers for each rank
-    assert launch.engine_gpus((5, 2, 3, 4), torch.device("cpu")) == (None, None)
-    assert launch.engine_gpus((), torch.device("cuda", 1)) == (1,)
-    assert launch.engine_gpus((), torch.device("cpu")) == (None,)
+    environment.check_devices((5, 2))
+    environment.check_devices((5, 2, 3, 4))
+    assert environment.engine_gpus((5, 2), torch.device("cuda", 1)) == (2,)
+    assert environment.engine_gpus((5, 2, 3, 4), torch.device("cuda", 1)) == (3, 4)  # two workers for each rank
+    assert environment.engine_gpus((5, 2, 3, 4), torch.device("cpu")) == (None, None)
+    assert environment.engine_gpus((), torch.device("cuda", 1)) == (1,)
+    assert environment.engine_gpus((), torch.device("cpu")) == (None,)
     refused = {
         (2,): "2: must be equally many GPUs for each of the 2 ranks of this machine",
         (3, 3): "3 3: must be equally many GPUs for each of the 2 ranks",
@@ -815,9 +815,9 @@ def test_gpus_of_the_engines_own(monkeypatch):
     }
     for devices, reason in refused.items():
         with pytest.raises(ValueError, match=f"^--engine_devices {reason}"):
-            launch.check_devices(devices)
+            environment.check_devices(devices)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    launch.check_devices((1, 2))  # on a CPU they count workers
+    environment.check_devices((1, 2))  # on a CPU they count workers
 
 
 def test_environment_of_the_engine(monkeypatch):
@@ -831,13 +831,13 @@ def test_environment_of_the_engine(monkeypatch):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    on_cpu = launch.engine_environment(EMBEDDED, (None,), num_threads=2)
+    on_cpu = environment.engine_environment(EMBEDDED, (None,), num_threads=2)
     assert on_cpu.keys().isdisjoint(torchruns | keys | tokens)
     assert {on_cpu[name] for name in passed_on} == {"7"} and on_cpu["PATH"] == os.environ["PATH"]
     assert on_cpu["OMP_NUM_THREADS"] == "2" and on_cpu["MALLOC_ARENA_MAX"] == "1" and on_cpu["HF_HUB_OFFLINE"] == "1"
     assert on_cpu["PYTHONPATH"].split(os.pathsep) == [str(ROOT), str(ROOT / "common/engine/plugin"), "/elsewhere"]
     for gpus, device in (((0,), "4"), ((1,), "6"), ((2,), "2"), ((1, 0), "6,4")):
-        on_gpu = launch.engine_environment("a/hub-id", gpus, num_threads=2)
+        on_gpu = environment.engine_environment("a/hub-id", gpus, num_threads=2)
         assert on_gpu["CUDA_VISIBLE_DEVICES"] == device and "OMP_NUM_THREADS" not in on_gpu
         assert {on_gpu[name] for name in tokens} == {"7"} and on_gpu.keys().isdisjoint(torchruns | keys)
 
@@ -846,9 +846,9 @@ def test_environment_of_the_engine(monkeypatch):
 def test_vllm_sees_the_allocators_settings(monkeypatch):
     """Its memory pool for sleep turns off segments that grow, where the older name of the variable asks for them."""
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in launch.engine_environment("a/hub-id", (0,), num_threads=1)
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment.engine_environment("a/hub-id", (0,), num_threads=1)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    env = launch.engine_environment("a/hub-id", (0,), num_threads=1)
+    env = environment.engine_environment("a/hub-id", (0,), num_threads=1)
     assert env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True" and "PYTORCH_ALLOC_CONF" not in env
 
 

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from common.engine.launch import engine_environment
+from common.engine.environment import engine_environment
 from common.models.loading import family_class
 from common.plan.memory import Blueprint
 from common.weights.lora import make_lora

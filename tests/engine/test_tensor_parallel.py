@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import flow_grpo
-from common.engine import launch
+from common.engine import environment
 from common.engine.client import EngineError, VLLMEngine
 from common.models.krea2 import Krea2
 from common.models.loading import family_class, load_model
@@ -250,7 +250,7 @@ def test_of_a_hub_id_the_pipelines_own_files_are_downloaded(monkeypatch):
 @pytest.mark.fast
 def test_heads_that_cannot_be_dealt_out_are_refused(tmp_path):
     family = family_class(EMBEDDED)
-    launch.check_engine(family, str(EMBEDDED), (1, 2, 3, 4))
+    environment.check_engine(family, str(EMBEDDED), (1, 2, 3, 4))
     line = run_here(tmp_path, "flow_grpo.py", "--engine_devices", 1, 2, 3)
     assert line == "flow_grpo.py: error: --engine_devices 1 2 3: 3 for each engine do not divide the model's 4 heads"
 
@@ -260,7 +260,7 @@ def test_heads_that_cannot_be_dealt_out_are_refused(tmp_path):
 def test_a_family_that_vllm_omni_does_not_split_is_refused():
     line = "--engine_devices 1 2: 2 for each engine, but vLLM-Omni does not split Krea2: each would hold all of it"
     with pytest.raises(ValueError, match=f"^{line}$"):
-        launch.check_engine(Krea2, "a/model", (1, 2))
+        environment.check_engine(Krea2, "a/model", (1, 2))
 
 
 # ---- the last test: it takes the engine with it ----------------------------------------------------------------------

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from common.command_line import parse_args
-from common.data import read_prompts
+from common.files.prompts import read_prompts
 from common.models.loading import find_family
 from common.plan.memory import Blueprint
 from common.plan.needs import measure, memory_parts, phase_sums, planned_run
+from common.run.command_line import parse_args
 from tests.conftest import ROOT, lora_of, one_rank_environment
 from tools.plan import load_script
 

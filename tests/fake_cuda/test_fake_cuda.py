@@ -179,7 +179,7 @@ def test_without_a_compiler_the_reason_is_said(monkeypatch, tmp_path):
 
 PUSH = """
 from common.engine import messages
-from common.engine.client import VLLMEngine
+from common.engine import VLLMEngine
 
 made = []
 on_cpu = {}

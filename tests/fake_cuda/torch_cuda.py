@@ -112,9 +112,9 @@ class Ledger:
 
         No curves are drawn, which takes a third of so short a run.
         """
-        from common import plots
         from common.models.family import Family
-        from common.run import Run
+        from common.run import plots
+        from common.run.run import Run
 
         timed = Run.timed
         make = Family.__init__

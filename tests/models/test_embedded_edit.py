@@ -7,7 +7,7 @@ from assets import make_embedded_edit
 from assets.make_embedded import COLOURS, LIGHT, Style, draw, load_fonts, luminance
 from assets.make_embedded_edit import all_but_ink, new_colour, random_pair, text_band
 from assets.sign_colour import named_colour, sign_colour
-from common.data import read_prompts
+from common.files.prompts import read_prompts
 from common.rewards.ocr import ocr, quoted_text, recognize
 from common.rewards.preservation import preservation
 from tests.conftest import ROOT

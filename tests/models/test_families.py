@@ -12,9 +12,9 @@ from unittest import mock
 import flow_grpo
 from common.data import PromptSet
 from common.engine.client import VLLMEngine
-from common.engine.launch import check_engine
+from common.engine.environment import check_engine
 from common.engine.mismatch import check_mismatch
-from common.images import StoredImage
+from common.files.pictures import StoredImage
 from common.models.family import Family
 from common.models.loading import family_class, load_model
 from common.models.qwen_image_edit_plus import QwenImageEditPlus, size_to_see

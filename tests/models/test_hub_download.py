@@ -21,7 +21,7 @@ import sys
 from common.cpu import repair_torchvision
 repair_torchvision()
 import torch
-from common.models.loading import find_family, load_model
+from common.models import find_family, load_model
 for _ in range(2):  # the second finds all in the cache
     model = load_model(find_family("an/id", 32, 96, 1), "an/id", torch.float32, "cpu")
 print(sum(p.double().sum().item() for p in model.transformer.parameters()))

@@ -10,9 +10,9 @@ import dpo_offline
 import flow_grpo
 from common.data import PromptSet
 from common.errors import RunError
-from common.inputs import Inputs
 from common.models.loading import check_weight_files, find_family, find_weights, load_model, plain_weights
 from common.models.stable_diffusion_3 import StableDiffusion3
+from common.run.inputs import Inputs
 from common.weights.prompt_cache import encoders_key
 from tests.conftest import EMBEDDED, checked
 

@@ -3,7 +3,7 @@
 import logging
 
 from common.models.long_prompts import count_long_prompts, is_no_truncation
-from common.weights.prompt_cache import prepare_prompts
+from common.weights.start import prepare_prompts
 from tests.conftest import embedded_model
 
 import pytest

@@ -11,7 +11,7 @@ from common.models.stable_diffusion_3 import StableDiffusion3
 from common.models.vae import decode_in_slices, encode_in_slices, to_unit_range
 from common.weights.lora import make_lora
 from common.weights.policy import add_policies
-from common.weights.prompt_cache import prepare_prompts
+from common.weights.start import prepare_prompts
 from tests.conftest import EMBEDDED, embedded_model, prompt_set, run_here
 from tests.tiny_models import FAMILIES, make_checkpoint
 
@@ -78,7 +78,7 @@ def test_a_new_file_is_a_new_family_and_nothing_else_changes(tmp_path, monkeypat
 
 
 OWN_FAMILY = """
-from common.models.family import Family
+from common.models import Family
 from common.models.stable_diffusion_3 import StableDiffusion3
 
 NoFamily = print

@@ -7,11 +7,10 @@ import re
 
 import dpo_offline
 import flow_grpo
-from common.data import PromptSet, check_sources, read_prompts
+from common.data import PromptSet
 from common.errors import RunError
-from common.evaluation import sample_records
-from common.images import StoredImage, find_images, show_sources, warn_stretched
-from common.inputs import Inputs
+from common.files.pictures import StoredImage, find_images, warn_stretched
+from common.files.prompts import read_prompts
 from common.models.flux2_klein import Flux2Klein
 from common.models.flux_kontext import FluxKontext
 from common.models.loading import family_class, load_model
@@ -20,6 +19,10 @@ from common.models.stable_diffusion_3 import StableDiffusion3
 from common.pairs.pair_files import Pair, pair_prompts, read_pairs
 from common.plan.memory import Blueprint
 from common.process import print_once
+from common.run.checks import check_sources
+from common.run.evaluation import sample_records
+from common.run.inputs import Inputs
+from common.run.plots import show_sources
 from common.scoring import score_images
 from common.weights.lora import make_lora
 from tests.conftest import ROOT, TINY, checked, read_metrics, run_here, torchrun

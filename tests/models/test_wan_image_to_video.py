@@ -6,7 +6,7 @@ import shutil
 
 import flow_grpo
 from common.data import PromptSet
-from common.images import StoredImage
+from common.files.pictures import StoredImage
 from common.models.loading import family_class, find_family, load_model
 from common.models.wan_image_to_video import IMAGE_TOKENS, WanImageToVideo
 from tests.conftest import read_metrics, run_here, torchrun

@@ -4,11 +4,13 @@ import json
 
 from common.data import PromptSet
 from common.errors import RunError
-from common.evaluation import detail_metrics, metrics_by_field, sample_records
 from common.images import open_png
-from common.inputs import check_field
-from common.plots import save_samples
-from common.scoring import NOT_ASKED, Scorer, load_rewards, of_frames, score_images
+from common.metrics import detail_metrics, metrics_by_field
+from common.rewards._loading import load_rewards, of_frames
+from common.run.checks import check_field
+from common.run.evaluation import sample_records
+from common.run.plots import save_samples
+from common.scoring import NOT_ASKED, Scorer, score_images
 from tests.conftest import TINY, few_eval_prompts, on_ranks, read_metrics, run_here
 
 import numpy as np

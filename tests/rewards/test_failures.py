@@ -14,10 +14,11 @@ import grpo_guard
 import mix_grpo
 from common.data import PromptSet
 from common.errors import RunError
-from common.evaluation import count_failed, eval_metrics, reward_metrics, sample_records
+from common.metrics import count_failed, eval_metrics, reward_metrics
 from common.pairs.made_pairs import best_and_worst
-from common.plots import save_samples
-from common.run import friendly_errors
+from common.run.ending import friendly_errors
+from common.run.evaluation import sample_records
+from common.run.plots import save_samples
 from common.scoring import Scorer, fill_failed, score_images
 from tests.conftest import (
     SMALL,
@@ -322,7 +323,7 @@ def test_what_a_reward_raises_as_it_loads_is_told_by_the_rank_it_happens_on(caus
 def test_an_evaluation_leaves_images_and_prompts_out(monkeypatch):
     """Three prompts of two images on two ranks; of the second prompt one image is left, of the third none."""
     scores = tensor([1, 0], [2, 4], [6, 1], [5, NAN], [NAN, 1], [NAN, NAN])
-    monkeypatch.setattr("common.evaluation.gather", lambda places: torch.tensor([[0, 2, 4], [1, 3, 5]]))
+    monkeypatch.setattr("common.metrics.gather", lambda places: torch.tensor([[0, 2, 4], [1, 3, 5]]))
     monkeypatch.setattr("common.data.gather", lambda of_rank_0: torch.stack([scores[0::2], scores[1::2]]))
     metrics = eval_metrics(scores[0::2], ["a", "b"], (1, 2), [0, 2, 4], images_per_prompt=2)
     # by prompt a 1.5 and 6, b 2 and 1, a + 2 b 5.5 and 8

@@ -5,11 +5,11 @@ benchmarks/geneval_pairs.py compares the rules with the published code.
 
 import json
 
-from common.data import read_prompts
+from common.files.prompts import read_prompts
 from common.rewards import geneval as geneval_file
 from common.rewards._geneval_rules import CLASSES, COLOURS, Detection, is_right, kept, places_of
+from common.rewards._loading import load_rewards
 from common.rewards.geneval import geneval
-from common.scoring import load_rewards
 from tests.conftest import TINY, read_metrics, run_here
 from tests.tiny_models import make_clip
 

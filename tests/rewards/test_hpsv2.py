@@ -1,8 +1,8 @@
 """hpsv2: open_clip's names read into transformers' CLIP. benchmarks/hpsv2_pairs.py compares it with open_clip."""
 
 from common.rewards._clip import embed_images
+from common.rewards._loading import load_rewards
 from common.rewards.hpsv2 import FILE, hpsv2
-from common.scoring import load_rewards
 from tests.tiny_models import make_hpsv2
 
 import numpy as np

@@ -7,12 +7,13 @@ from common.data import PromptSet
 from common.errors import RunError
 from common.rewards import _networks as networks
 from common.rewards._clip import CHUNK, embed_images, embed_prompts
+from common.rewards._loading import load_rewards
 from common.rewards._networks import own_device
 from common.rewards.aesthetic import aesthetic
 from common.rewards.clip_score import clip_score
 from common.rewards.pickscore import pickscore
-from common.scoring import Scorer, load_rewards, score_images
-from common.user_code import load_function
+from common.scoring import Scorer, score_images
+from common.user_code.loading import load_function
 from tests.conftest import ROOT, TINY, assert_one_line, few_eval_prompts, read_metrics, run_here
 from tests.tiny_models import CLIP_PIXELS, CLIP_WIDTH, PublishedMLP, make_clip
 

@@ -6,9 +6,9 @@ import importlib.util
 import threading
 from pathlib import Path
 
+from common.rewards._loading import load_rewards
 from common.rewards.ocr_scene import ocr_scene, read_scene
 from common.rewards.ocr_scene_contains import ocr_scene_contains
-from common.scoring import load_rewards
 
 import numpy as np
 import pytest

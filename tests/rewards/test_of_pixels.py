@@ -6,11 +6,12 @@ from assets.sign_colour import named_colour, sign_colour
 from common.data import PromptSet
 from common.errors import RunError
 from common.rewards._clip import preprocess
+from common.rewards._loading import load_rewards
 from common.rewards.aesthetic import aesthetic
 from common.rewards.clip_score import clip_score
 from common.rewards.hpsv2 import FILE, hpsv2, pad_pixels, pad_to_square
 from common.rewards.pickscore import pickscore
-from common.scoring import NOT_ASKED, load_rewards, score_images
+from common.scoring import NOT_ASKED, score_images
 from contrib.draft import check_of_pixels, score_pixels
 from tests.conftest import embedded_model, prompt_set
 from tests.tiny_models import CLIP_WIDTH, as_open_clip, make_clip

@@ -3,7 +3,7 @@
 import io
 import json
 
-from common.data import read_prompts
+from common.files.prompts import read_prompts
 from common.rewards.preservation import preservation
 from common.scoring import score_images
 

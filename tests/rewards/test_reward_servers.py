@@ -20,13 +20,15 @@ from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import flow_grpo
-from common.data import PromptSet, read_prompts
+from common.data import PromptSet
 from common.errors import RunError
-from common.images import StoredImage
+from common.files.pictures import StoredImage
+from common.files.prompts import read_prompts
 from common.rewards import _json_http as json_http
 from common.rewards._judge_answers import read_axes, read_parts, read_score
+from common.rewards._loading import load_rewards
 from common.rewards.vlm_judge import QUESTION, QUESTION_OF_EDITS
-from common.scoring import Scorer, load_rewards, score_images
+from common.scoring import Scorer, score_images
 from tests.conftest import ROOT, TINY, few_eval_prompts, read_metrics, run_here, without_times
 from tools import published_scorers, scorer_server
 

@@ -10,18 +10,20 @@ from dataclasses import replace
 
 import flow_grpo
 from common import rewards as room
-from common import scoring
 from common.data import GroupSampler, PromptSet, share_eval_images
 from common.distributed import gather_objects, gather_rows
 from common.errors import RolloutError, RunError
-from common.evaluation import eval_metrics, evaluate_samples, reward_metrics, sample_records
-from common.inputs import Inputs
+from common.metrics import eval_metrics, reward_metrics
 from common.models.stable_diffusion_3 import StableDiffusion3
+from common.rewards import _loading
+from common.rewards._loading import built_in_rewards, load_rewards
 from common.rewards.jpeg_compressibility import jpeg_compressibility
 from common.rewards.jpeg_incompressibility import jpeg_incompressibility
 from common.rewards.ocr import levenshtein, ocr, ocr_score, quoted_text, recognize
 from common.rewards.ocr_contains import ocr_contains
-from common.scoring import Scorer, built_in_rewards, load_rewards, score_images
+from common.run.evaluation import evaluate_samples, sample_records
+from common.run.inputs import Inputs
+from common.scoring import Scorer, score_images
 from tests.conftest import checked, new_run, on_ranks
 
 import pytest
@@ -165,7 +167,7 @@ def test_built_in_rewards_are_the_files_of_their_folder():
 
 def test_a_new_file_is_a_new_reward_and_nothing_else_changes(tmp_path, monkeypatch):
     (tmp_path / "redness.py").write_text("def redness(images, prompts, metadata):\n    return [0.5] * len(images)\n")
-    monkeypatch.setattr(scoring, "REWARDS", tmp_path)  # which is listed
+    monkeypatch.setattr(_loading, "REWARDS", tmp_path)  # which is listed
     monkeypatch.setattr(room, "__path__", [str(tmp_path)])  # from which files are imported
     assert built_in_rewards() == ["redness"]
     assert score_images(load_rewards(["redness"], [1]), IMAGES, PROMPTS).tolist() == [[0.5], [0.5]]
@@ -198,7 +200,8 @@ def test_the_ranks_gpu_is_set_before_a_users_file_is_imported_and_in_the_thread_
     """A file may load a network to "cuda"."""
     events = []
     told = "threading.current_thread().name"
-    monkeypatch.setattr("common.scoring.use_own_gpu", lambda: events.append(f"gpu, {threading.current_thread().name}"))
+    for user in ("common.rewards._loading", "common.scoring"):
+        monkeypatch.setattr(f"{user}.use_own_gpu", lambda: events.append(f"gpu, {threading.current_thread().name}"))
     monkeypatch.setattr(builtins, "events", events, raising=False)
     file = tmp_path / "network.py"
     file.write_text(
@@ -536,7 +539,7 @@ def test_a_group_of_equal_rewards_counts_whatever_the_value(value, num_prompts, 
 def test_evaluation_by_hand(monkeypatch):
     """Three prompts of two images: two ranks take the images in turn, and each prompt counts once."""
     scores = torch.tensor([[0, 5], [1, 5], [2, 5], [4, 5], [0, 5], [0, 5]], dtype=torch.float64)  # means 0.5, 3, 0
-    monkeypatch.setattr("common.evaluation.gather", lambda places: torch.tensor([[0, 2, 4], [1, 3, 5]]))
+    monkeypatch.setattr("common.metrics.gather", lambda places: torch.tensor([[0, 2, 4], [1, 3, 5]]))
     monkeypatch.setattr("common.data.gather", lambda of_rank_0: torch.stack([scores[0::2], scores[1::2]]))
     metrics = eval_metrics(scores[0::2], ["a", "b"], (2, -1), [0, 2, 4], images_per_prompt=2)
     variance = ((0.5 - 3.5 / 3) ** 2 + (3 - 3.5 / 3) ** 2 + (0 - 3.5 / 3) ** 2) / 3
@@ -563,7 +566,7 @@ def test_evaluation_by_hand(monkeypatch):
 )
 def test_the_variables_that_a_file_documents_are_its_rewards_settings(name, prefix):
     """Except the variables that change when and how a score comes, and not its value."""
-    function = scoring.find_reward(name)
+    function = _loading.find_reward(name)
     documented = set(re.findall(rf"\b{prefix}_[A-Z_]+\b", sys.modules[function.__module__].__doc__))
     of_the_way = {
         f"{prefix}_{end}" for end in ("BATCH_SIZE", "CONCURRENCY", "TIMEOUT_S", "RETRIES", "API_KEY", "SERVE")

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import flow_grpo
-from common.data import PromptSet, read_prompts
-from common.evaluation import eval_metrics, metrics_by_field, reward_metrics, sample_records
+from common.data import PromptSet
+from common.files.prompts import read_prompts
+from common.metrics import eval_metrics, metrics_by_field, reward_metrics
+from common.run.evaluation import sample_records
 from common.scoring import NOT_ASKED, Scorer, fill_failed, score_images, weighted_totals
 from tests.conftest import TINY, assert_one_line, on_ranks, read_metrics, run_here
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.rewards import _served
-from common.scoring import load_rewards
+from common.rewards._loading import load_rewards
 from tests.conftest import ROOT, free_port
 
 import httpx

@@ -1,10 +1,10 @@
 """A user's own reward, tried on grey images before a model loads."""
 
 import flow_grpo
-from common.command_line import parse_args
 from common.data import PromptSet
 from common.errors import RunError
-from common.inputs import try_rewards
+from common.rewards._trial import try_rewards
+from common.run.command_line import parse_args
 
 import pytest
 import torch

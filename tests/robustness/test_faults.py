@@ -13,8 +13,8 @@ import subprocess
 import sys
 
 import flow_grpo
-from common.checkpoints import saved_checkpoints
 from common.engine.client import VLLMEngine
+from common.files.checkpoints import saved_checkpoints
 from tests import broken_engine
 from tests.conftest import (
     EMBEDDED,

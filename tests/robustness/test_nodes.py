@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from common.run import ANOTHER_RANK_LOST
+from common.run.ending import ANOTHER_RANK_LOST
 from tests.conftest import (
     ROOT,
     TINY,

@@ -12,13 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import flow_grpo
-from common import run_record
-from common.checkpoints import checkpoint_path, checkpoint_step, load_checkpoint, saved_checkpoints
-from common.command_line import parse_args
 from common.errors import RunError
-from common.plots import save_samples
-from common.resuming import find_checkpoint, rewind
-from common.run_record import create_run_folder
+from common.files.checkpoints import checkpoint_path, checkpoint_step, load_checkpoint, saved_checkpoints
+from common.run import record as run_record
+from common.run.command_line import parse_args
+from common.run.plots import save_samples
+from common.run.record import create_run_folder
+from common.run.resuming import find_checkpoint, rewind
 from common.weights.lora import save_weights
 from tests.conftest import (
     ROOT,

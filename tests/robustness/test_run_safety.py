@@ -11,15 +11,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import flow_grpo
-from common.checkpoints import check_unchanged, lock_run, save_checkpoint, saved_checkpoints
-from common.command_line import check_options
-from common.data import PromptSet, digest_records, read_prompts
+from common.data import PromptSet
 from common.errors import NothingBegun, RunError
-from common.inputs import choose_sizes
+from common.files.checkpoints import save_checkpoint, saved_checkpoints
+from common.files.prompts import read_prompts
+from common.files.records import digest_records
 from common.process import print_once
-from common.run import _current_run, checkpoint_to_resume, friendly_errors
-from common.run_record import create_run_folder
-from common.scoring import load_rewards, score_images
+from common.rewards._loading import load_rewards
+from common.run.command_line import check_options
+from common.run.ending import _current_run, friendly_errors
+from common.run.inputs import checkpoint_to_resume, choose_sizes
+from common.run.lock import check_unchanged, lock_run
+from common.run.record import create_run_folder
+from common.scoring import score_images
 from tests.conftest import ROOT, TINY, few_eval_prompts, good_state, new_run, small_workload
 
 import psutil
@@ -69,7 +73,7 @@ def test_latest_without_a_checkpoint_does_not_forget_what_the_run_started_from(t
 @pytest.mark.parametrize(("words", "is_told"), [((), True), (("--shutdown_timeout", "600"), False)])
 def test_a_step_that_outlasts_torchruns_patience_is_told(words, is_told, tmp_path, monkeypatch, capfd):
     """Of a process that stands for torchrun, by its command line."""
-    monkeypatch.setattr("common.run.LONG_STEP_S", 0.0)
+    monkeypatch.setattr("common.run.run.LONG_STEP_S", 0.0)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *words])
     monkeypatch.setattr("common.process.PARENT", parent.pid)
@@ -92,7 +96,7 @@ def test_latest_without_a_checkpoint_says_that_the_log_begins_anew(tmp_path, cap
 @pytest.mark.fast
 def test_a_start_from_another_run_may_be_repeated_until_it_has_a_checkpoint(tmp_path, monkeypatch, capfd):
     """As the message of the test above says, which would otherwise lead to "already holds a run"."""
-    monkeypatch.setattr("common.run.checkpoint_of", lambda path: Path(path))
+    monkeypatch.setattr("common.run.resuming.checkpoint_of", lambda path: Path(path))
     (tmp_path / "args.json").write_text(json.dumps({"args": {"resume": "runs/other"}}))
     (tmp_path / "metrics.jsonl").touch()
     assert checkpoint_to_resume(tmp_path, "runs/other") == Path("runs/other")
@@ -126,7 +130,7 @@ def test_ranks_that_read_other_prompts_are_refused(monkeypatch):
     inputs = SimpleNamespace(train_set=PromptSet(["a", "b"], [{}, {}]), eval_set=PromptSet(["c"], [{}]), lora=None)
     args = SimpleNamespace(micro_batch_size=1)
     assert choose_sizes(args, inputs, small_workload()) is args
-    monkeypatch.setattr("common.inputs.gather_objects", lambda digest: [digest, b"of another order"])
+    monkeypatch.setattr("common.run.inputs.gather_objects", lambda digest: [digest, b"of another order"])
     with pytest.raises(RunError, match="^--train_prompts: ranks have read other prompts"):
         choose_sizes(args, inputs, small_workload())
 
@@ -181,7 +185,7 @@ def test_a_checkpoint_saved_between_the_choice_and_the_lock_is_not_removed(tmp_p
 
 # ---- one writer ------------------------------------------------------------------------------------------------------
 HOLDER = "import sys, time; sys.path.insert(0, sys.argv[1]); "
-HOLDER += "from common.checkpoints import lock_run; lock_run(sys.argv[2]); "
+HOLDER += "from common.files.checkpoints import lock_run; lock_run(sys.argv[2]); "
 HOLDER += "print('held', flush=True); time.sleep(60)"
 
 

@@ -7,14 +7,16 @@ import pickle
 import sys
 import textwrap
 
-from common.checkpoints import FORMAT
-from common.data import PromptSet, read_prompts
+from common.data import PromptSet
 from common.errors import LONGEST, RunError, truncate
+from common.files.checkpoints import FORMAT
+from common.files.prompts import read_prompts
 from common.pairs.pair_files import read_pairs
 from common.pairs.pairs import is_encoded
-from common.resuming import find_checkpoint, rewind
-from common.run import checkpoint_to_resume
-from common.scoring import load_rewards, score_images
+from common.rewards._loading import load_rewards
+from common.run.inputs import checkpoint_to_resume
+from common.run.resuming import find_checkpoint, rewind
+from common.scoring import score_images
 from common.weights.adapter_files import read_lora
 from tests.conftest import good_adapter, good_state, torch_bytes
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from common.data import PromptSet
-from common.images import StoredImage
+from common.files.pictures import StoredImage
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
 from tests.conftest import (
@@ -34,7 +34,7 @@ def run_bench(*words: object) -> dict:
     """What tools.bench writes to out/bench.json, or the line that it ends with as a SystemExit."""
     words = [str(word) for word in words]
     with (
-        mock.patch.dict(os.environ),
+        mock.patch.dict(os.environ, OMP_NUM_THREADS="1"),  # as of two ranks on two cores; more round otherwise
         mock.patch("sys.argv", ["tools/bench.py"]),
         mock.patch.dict(protocol.LOADED, clear=True),  # what other tests loaded
     ):

@@ -127,7 +127,7 @@ def test_a_cut_to_one_threshold_chooses_by_that_one():
     [*(("match", row) for row in ROWS if ROWS[row]["is_noisy"]), *itertools.product(["tune", "run"], ROWS)],
 )
 def test_every_command_is_one_that_the_script_takes(stage, row, monkeypatch, tmp_path):
-    from common.command_line import parse_args
+    from common.run.command_line import parse_args
 
     monkeypatch.setattr(comparison, "RUNS", tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -160,7 +160,7 @@ def test_every_command_is_one_that_the_script_takes(stage, row, monkeypatch, tmp
 @fast
 def test_the_window_of_mix_grpo_visits_every_position_at_any_length(monkeypatch, tmp_path):
     import mix_grpo
-    from common.command_line import parse_args
+    from common.run.command_line import parse_args
 
     monkeypatch.setattr(comparison, "RUNS", tmp_path)
     for rollouts in {n for cut, _ in comparison.CUTS for n in (cut, cut // 2)}:
@@ -608,7 +608,7 @@ def test_an_evaluation_has_windows_of_the_whole_run(row, rollouts, monkeypatch):
     windows = []
     monkeypatch.setattr("common.models.loading.find_family", lambda *_: None)
     monkeypatch.setattr("common.models.loading.load_model", lambda *_: None)
-    monkeypatch.setattr("common.scoring.load_rewards", lambda *_: {"ocr": None})
+    monkeypatch.setattr("common.rewards._loading.load_rewards", lambda *_: {"ocr": None})
     monkeypatch.setattr("common.scoring.score_images", lambda *_: torch.zeros(1, 1))
     monkeypatch.setattr(module, "make_request", lambda *_, sde_steps: windows.append(sde_steps))
     monkeypatch.setattr(module, "sample_locally", lambda *_: SimpleNamespace(images=[]))

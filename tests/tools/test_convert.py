@@ -5,7 +5,7 @@ import io
 import json
 import sys
 
-from common.data import read_prompts
+from common.files.prompts import read_prompts
 from common.pairs.pair_files import read_pairs
 from tools import convert
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import flow_grpo
 from benchmarks.gpu import attention, engine_there, facts, learned, sized, trace_table
-from common import profiling
+from common.run import utilisation
 from tests.conftest import ROOT
 
 import pytest
@@ -196,11 +196,11 @@ def test_an_engine_whose_import_crashes_and_a_python_without_pip(monkeypatch):
 
 @pytest.mark.fast
 def test_runs_of_sized_count_no_flops(monkeypatch):
-    monkeypatch.setattr(profiling, "count_in_process", profiling.count_in_process)  # put back after the test
+    monkeypatch.setattr(utilisation, "count_in_process", utilisation.count_in_process)  # put back after the test
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     sized.count_no_flops()
-    utilisation = profiling.Utilisation({"dtype": "bfloat16"}, flow_grpo.workload(flow_grpo.Args()))
-    assert utilisation.metrics({"actor": 8.0}) == {}
+    found = utilisation.Utilisation({"dtype": "bfloat16"}, flow_grpo.workload(flow_grpo.Args()))
+    assert found.metrics({"actor": 8.0}) == {}
 
 
 @pytest.mark.fast

@@ -5,8 +5,8 @@ import re
 
 from common.models.loading import family_class
 from common.weights import adapter_files
-from common.weights.adapter_files import linear_shapes, read_lora
-from common.weights.lora import save_weights
+from common.weights.adapter_files import read_lora
+from common.weights.lora import linear_shapes, save_weights
 from common.weights.policy import tensors_on_rank_0
 from tests.comfyui_names import BY_DIFFUSERS_NAME, BY_OWN_NAME, names_in_a_file, starred
 from tests.conftest import EMBEDDED, policy_without_fsdp

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common.command_line import parse_args
-from common.scoring import built_in_rewards
+from common.rewards._loading import built_in_rewards
+from common.run.command_line import parse_args
 from tests.conftest import ROOT, SCRIPTS
 from tests.published_models import DEVICES, PUBLISHED, recipe_commands, started_by
 from tools import plan

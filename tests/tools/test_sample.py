@@ -5,7 +5,7 @@ import shutil
 from dataclasses import asdict, replace
 
 import flow_grpo
-from common.checkpoints import FORMAT, save_checkpoint, saved_checkpoints
+from common.files.checkpoints import FORMAT, save_checkpoint, saved_checkpoints
 from common.images import open_png
 from common.sde import image_seed
 from common.weights.lora import save_weights

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.fast
 
 @pytest.mark.parametrize("arm", ALL_ARMS)
 def test_an_arm_samples_as_many_images_as_any_other_and_takes_its_own_loras(arm, monkeypatch):
-    from common.command_line import parse_args
+    from common.run.command_line import parse_args
 
     monkeypatch.setenv("WORLD_SIZE", "1")
     images, adapters = 0, {}

@@ -4,7 +4,7 @@ import json
 
 from benchmarks.throughput import Meter, TensorLike, count_flops, covered, fake_copy, measured_rows
 from common.models.stable_diffusion_3 import StableDiffusion3
-from common.run import Run
+from common.run.run import Run
 from common.weights.lora import make_lora
 from tests.conftest import brightness_reward, new_run, torchrun
 from tests.published_models import GEOMETRY, PUBLISHED

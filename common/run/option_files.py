@@ -1,0 +1,173 @@
+"""Options that are not typed: those of --args's file (JSON, YAML, a run's args.json), and a checkpoint's."""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from common.errors import error_prefix
+from common.files import check_format, load_checkpoint, saved_checkpoints
+from common.optional import optional_part
+from common.options import SharedArgs
+from common.process import print_message
+from common.run.recorded_options import check_code, from_record
+
+import yaml
+
+# recorded as they were fitted to a rank's share of the images, or to its GPU
+OF_ITS_RANKS = ("micro_batch_size", "rollout_batch_size", "shard_ranks")
+# in a run's args.json, and not to be repeated
+OF_ONE_START = ("resume", "eval_only", "args", "trust_code", "reward_settings")
+
+
+def given_options(argv: Sequence[str]) -> set[str]:
+    """The names of the options in the words of a command line."""
+    return {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
+
+
+# ---- of a file -----------------------------------------------------------------------------------------------------
+class _AsWritten(yaml.BaseLoader):
+    """YAML whose values are texts as they are written, such as 010 and no, or None. Refuses tags, and a name twice."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if kind == "null":
+            return None
+        if kind not in ("str", "seq", "map"):
+            raise ValueError(f"line {node.start_mark.line + 1}: has the tag {node.tag}; write the value alone")
+        return super().construct_object(node, deep)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        return _each_once([(self.construct_object(key), self.construct_object(value)) for key, value in node.value])
+
+
+_AsWritten.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("(~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs of names and values as a dict. ValueError: a name is given twice, and one value would be lost."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name}: is given twice")
+    return dict(pairs)
+
+
+def words_of_file(path: str, args_class: type[SharedArgs], argv: Sequence[str], trusts_code: bool) -> list[str]:
+    """The options in the file of --args, as words of a command line to be put before those of `argv`, which win.
+
+    The file is an args.json, of which a start's own options are left out (--resume ...), or a JSON or YAML file of
+    names and values.
+
+    Raises:
+        ValueError: naming the file: it cannot be read, has an option that the script has not, is another version's, or
+            names code that is not taken.
+    """
+    hints = get_type_hints(args_class)
+    with error_prefix(f"--args {path}", Exception):  # whatever a YAML library raises
+        text = Path(path).read_text(encoding="utf-8")
+        if path.endswith((".yaml", ".yml")):
+            given = yaml.load(text, _AsWritten)
+        else:  # numbers as they are written, too
+            given = json.loads(text, object_pairs_hook=_each_once, parse_int=str, parse_float=str)
+        if not isinstance(given, dict):
+            raise ValueError("expected names and values")
+        is_record = isinstance(given.get("args"), dict)
+        if is_record:
+            check_format(given, "the file")
+            given = {name: value for name, value in given["args"].items() if name not in OF_ONE_START}
+        unknown = [str(name) for name in given if name not in hints or name == "args"]
+        if unknown:
+            raise ValueError(f"no such option: {', '.join(unknown)}; take it out of the file")
+        if "trust_code" in given:
+            raise ValueError("trust_code: no file can say that it is trusted; pass --trust_code on the command line")
+        num_options = len(given)
+        given = {name: value for name, value in given.items() if name not in given_options(argv)}
+        given = from_record(given, args_class) if is_record else given
+        words = [word for name, value in given.items() for word in _words(name, hints[name], value)]
+    if not trusts_code:
+        check_code(given, args_class, path, f"--args {path}: the file")
+    print_message(f"--args {path}: {num_options} options; those on the command line win")
+    return words
+
+
+def _words(name: str, hint: Any, value: Any) -> list[str]:  # whatever a file holds
+    """A value in a file as words of a command line. ValueError: the option of this type hint has no such value."""
+    is_bool = "bool" in str(hint)
+    values = value if isinstance(value, list) and "tuple" in str(hint) else [value]
+    words = []
+    for item in values:
+        is_value = type(None) in get_args(hint) if item is None else is_bool and isinstance(item, bool)
+        if not is_value and not isinstance(item, str):
+            raise ValueError(f"{name}: {json.dumps(item)} is not a value")
+        word = str(item)
+        if len(values) > 1 and word.startswith("--"):
+            raise ValueError(f"{name}: {word} would be another option")
+        words.append(word.capitalize() if is_bool and word in ("true", "false") else word)  # as YAML has them
+    if len(words) == 1:
+        return [f"--{name}={words[0]}"]  # because a text may begin with a dash
+    return [f"--{name}", *words]
+
+
+# ---- of a checkpoint -------------------------------------------------------------------------------------------------
+def options_to_resume(args: SharedArgs, argv: Sequence[str], is_trusted: bool) -> dict[str, Any]:
+    """{name: value} of the options that --resume takes from a checkpoint; {} where `latest` finds none.
+
+    is_trusted: whether code that these name is taken wherever the checkpoint lies.
+
+    Raises:
+        ValueError: there is no good checkpoint, it is of a step behind --num_steps, or it names code that is not taken.
+    """
+    checkpoint, state = _state_to_resume(args)
+    if not state:
+        return {}
+    recorded = _options_of_checkpoint(args, state, argv)
+    if not args.eval_only:
+        check_steps(args.resume, recorded.get("num_steps", args.num_steps), state["step"])
+    if not is_trusted:
+        check_code(recorded, type(args), checkpoint, f"--resume {args.resume}: the checkpoint")
+    return recorded
+
+
+def _state_to_resume(args: SharedArgs) -> tuple[Path | str, dict[str, Any]]:
+    """The checkpoint that --resume names, and what it holds; ("", {}) where `latest` finds none, and starts the run.
+
+    Raises:
+        ValueError: there is no good checkpoint.
+    """
+    is_latest = args.resume == "latest"
+    if is_latest and (args.eval_only or not saved_checkpoints(args.run_folder)):
+        return "", {}
+    resuming = optional_part("run.resuming", "--resume")
+    checkpoint = resuming.checkpoint_of(args.run_folder if is_latest else str(args.resume))
+    return checkpoint, load_checkpoint(checkpoint)
+
+
+def _options_of_checkpoint(args: SharedArgs, state: dict[str, Any], argv: Sequence[str]) -> dict[str, Any]:
+    """{name: value} of the options that are taken from a checkpoint's state.
+
+    An option that is given in `argv` wins. An evaluation may have other prompts and steps; a run that trains on has all
+    of them again, and a new run that starts from a checkpoint writes where its own options say.
+    """
+    left_out: tuple[str, ...] = ("name", "max_minutes", "stop_if", *OF_ONE_START)
+    if args.eval_only:
+        left_out = optional_part("run.resuming", "--resume").EXPECTED_TO_DIFFER
+    else:
+        print_message(f"--resume {args.resume}: options that are not given are the checkpoint's")
+    if len(state["rng"]) != int(os.environ.get("WORLD_SIZE", "1")):
+        left_out += OF_ITS_RANKS
+    left_out += tuple(given_options(argv))
+    recorded = {name: value for name, value in state["args"].items() if name not in left_out}
+    with error_prefix(f"--resume {args.resume}"):
+        return from_record(recorded, type(args))
+
+
+def check_steps(resume: str | None, num_steps: int, step: int) -> None:
+    """ValueError: a run that resumes from a checkpoint of `step` would begin behind its last step."""
+    if resume != "latest" and num_steps <= step:
+        told = f"the checkpoint of --resume {resume} is of step {step}, from which a new run counts on"
+        raise ValueError(f"--num_steps {num_steps}: {told}")
+    if num_steps < step:
+        raise ValueError(f"--num_steps {num_steps}: the run has taken {step} already")

@@ -1,0 +1,69 @@
+"""What a checkpoint holds of training: the policies' tensors, the optimizer's moments and count, and random states."""
+
+from pathlib import Path
+
+from common.distributed import gather_objects, on_rank_0, restore_rng_states, rng_states
+from common.models import Family
+from common.optional import optional_part
+from common.process import print_message
+from common.weights.policy import load_policy_tensors, tensors_on_rank_0
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+KERNELS = {"foreach", "fused"}  # settings of an optimizer that change no number, and depend on the device
+
+
+def training_state(model: Family, optimizer: torch.optim.Optimizer, path: Path) -> dict:
+    """All that training changes in this process, for any number of ranks to resume from. A collective.
+
+    {"policies": tensors of every policy that is not frozen, "optimizer": its moments, "num_updates": the steps it has
+    taken, "rng": every rank's random states}. A LoRA's tensors are on rank 0's CPU, and not there on other ranks. Full
+    weights are written beside the checkpoint's `path`, by each rank its own (common/weights/shards.py).
+    """
+    counts = {"rng": gather_objects(rng_states()), "num_updates": model.num_updates}
+    if not model.is_lora:
+        return counts | optional_part("weights.shards", "--lora_rank 0").save_shards(path, model, optimizer)
+    policies = {}
+    # before the optimizer's state: this shards again what a forward pass without a backward left whole
+    for name in model.policies:
+        if name not in model.frozen_policies:
+            policies[name], _ = tensors_on_rank_0(model, name)
+    moments = {}  # none before the first optimizer step
+    if optimizer.state:
+        unsharded = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        moments = get_optimizer_state_dict(model.transformer, optimizer, options=unsharded)
+    return counts | {"policies": policies, "optimizer": moments}
+
+
+def load_training_state(model: Family, optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """The reverse of training_state. A policy that the saved run did not have begins as its trained policy.
+
+    The optimizer's settings become the saved ones, but for the kernels that it computes with.
+
+    state: as Run.load_checkpoint returns it, with the checkpoint's "path".
+
+    Raises:
+        NothingBegun: naming a tensor that only one of the two has, or that has another shape.
+    """
+    model.num_updates = state["num_updates"]
+    policies = state["policies"]
+    for name in model.policies:
+        if name not in model.frozen_policies and "shards" not in state:
+            load_policy_tensors(model, name, policies.get(name, policies["default"]))
+    if "shards" in state:
+        optional_part("weights.shards", "--lora_rank 0").load_shards(state, model, optimizer)
+    elif state["optimizer"]:
+        # not strict: a last block may feed nothing, so that its LoRA has no gradient and Adam no state of it
+        unsharded = StateDictOptions(full_state_dict=True, strict=False)
+        kernels = [{name: group[name] for name in KERNELS & group.keys()} for group in optimizer.param_groups]
+        set_optimizer_state_dict(model.transformer, optimizer, state["optimizer"], options=unsharded)
+        for group, own in zip(optimizer.param_groups, kernels, strict=True):
+            group.update(own)
+    num_ranks = len(state["rng"])
+    if num_ranks != dist.get_world_size() and on_rank_0():
+        now = dist.get_world_size()
+        saved_by = f"saved by {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+        print_message(f"{saved_by}, resumed by {now}: equal to an uninterrupted run to round-off")
+    restore_rng_states(state["rng"][dist.get_rank() % len(state["rng"])])

@@ -1,0 +1,177 @@
+"""Options that are not typed: from a file, and from the checkpoint that a run resumes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import flow_grpo
+from common.files.checkpoints import FORMAT
+from common.run.command_line import parse_args
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.fast
+
+
+def parse(*argv):
+    return parse_args(flow_grpo.Args, "", [*map(str, argv)])
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# ---- --args ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("file", "write"), [("args.json", json.dumps), ("mine.yaml", json.dumps), ("mine.yaml", yaml.safe_dump)]
+)
+def test_a_runs_options_are_read_back_and_what_is_given_wins(file, write, here):
+    """All of them, as a run records them; but not that it was resumed, and not the rewards' settings."""
+    first = parse(
+        *("--name=-mine", "--image_size", 64, 96, "--reward", "ocr", "jpeg_compressibility", "--kl_coef", 0.5),
+        *("--negative_prompt=--blurry, 010", "--reward_weights", -1, -0.5, "--lora_path=--reward"),
+    )
+    record = {
+        "command": "'/my runs/flow_grpo.py' --name mine",
+        "format": FORMAT,
+        "args": vars(first) | {"resume": "latest", "reward_settings": {}},
+    }
+    (here / file).write_text(write(record))
+    again = parse("--args", file)
+    assert vars(again) == vars(first) | {"args": file}
+    given = parse("--args", file, "--name", "other", "--kl_coef", 0, "--reward", "ocr")
+    assert vars(given) == vars(first) | {"args": file, "name": "other", "kl_coef": 0.0, "reward": ("ocr",)}
+
+
+def test_the_file_may_stand_behind_an_equals_sign(here):
+    (here / "mine.json").write_text('{"learning_rate": 0.5}')
+    assert parse("--args=mine.json").learning_rate == 0.5
+
+
+def test_a_yaml_file(here):
+    (here / "mine.yaml").write_text("name: mine\nlearning_rate: 0.001\nimage_size: [64, 96]\neval_only: true\n")
+    args = parse("--args", "mine.yaml", "--learning_rate", 0.5)
+    assert (args.name, args.learning_rate, args.image_size, args.eval_only) == ("mine", 0.5, (64, 96), True)
+
+
+@pytest.mark.parametrize("text", ["010", "1:30", "no", "1.10", "1_000", "2001-01-01", "true", "-x", "'null'"])
+def test_texts_of_yaml_are_as_written(here, text):
+    (here / "mine.yaml").write_text(f"name: {text}\nlora_path:\nresume: null\nlearning_rate: 1e-4\nlora_rank: 010\n")
+    args = parse("--args", "mine.yaml")
+    expected = (text.strip("'"), None, None, 1e-4, 10)
+    assert (args.name, args.lora_path, args.resume, args.learning_rate, args.lora_rank) == expected
+
+
+def test_numbers_of_json_are_as_written(here):
+    (here / "mine.json").write_text('{"name": 1.10, "lora_path": null, "eval_only": true, "image_size": [64, 96]}')
+    args = parse("--args", "mine.json")
+    assert (args.name, args.lora_path, args.eval_only, args.image_size) == ("1.10", None, True, (64, 96))
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("learning_rate: 1\nlearning_rate: 2", "learning_rate: is given twice"),
+        ("model:", "model: null is not a value"),
+        ("reward: null", "reward: null is not a value"),
+        ("reward: [ocr, ~]", "reward: null is not a value"),
+        ("reward: [ocr, --seed, 3]", "reward: --seed would be another option"),
+        ("model: !!binary aGVsbG8=", "line 1: has the tag tag:yaml.org,2002:binary; write the value alone"),
+        ("model: !!set {a, b}", "line 1: has the tag tag:yaml.org,2002:set; write the value alone"),
+        ("args: other.yaml", "no such option: args; take it out of the file"),
+        ("1: 2", "no such option: 1; take it out of the file"),
+        ('negative_prompt: ["", --reward, jpeg_compressibility]', "negative_prompt: .* is not a value"),
+        ("model: {path: x}", 'model: {"path": "x"} is not a value'),
+        ("reward: [ocr, [x]]", r"reward: .* is not a value"),
+    ],
+)
+def test_what_is_no_value_is_refused_by_name(here, capfd, content, fault):
+    (here / "mine.yaml").write_text(content)
+    with pytest.raises(ValueError, match=f"^--args mine.yaml: {fault}$"):
+        parse("--args", "mine.yaml")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_value_that_the_option_does_not_take_is_named_below_its_file(here, capfd):
+    (here / "mine.yaml").write_text("num_steps: 3.5")
+    with pytest.raises(SystemExit):
+        parse("--args", "mine.yaml")
+    told = capfd.readouterr().err
+    assert told.startswith("--args mine.yaml: 1 options") and "Error parsing --num_steps" in told
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ('{"lora_rnk": 4}', "no such option: lora_rnk; take it out of the file$"),
+        ("[]", "expected names and values$"),
+        ("{", "Expecting property name"),
+        ('{"seed": 1}'.encode("utf-16"), "convert it by `iconv -f UTF-16 -t UTF-8 OLD > NEW`$"),
+        ('{"seed": 1, "seed": 2}', "seed: is given twice$"),
+        ('{"reward": null}', "reward: null is not a value$"),
+        ('{"model": true}', "model: true is not a value$"),
+        (None, "No such file"),
+        ('{"args": {"seed": 3}}', r"the file was written by another version of CleanFlow: its format is None, and \S+"),
+        ('{"args": {"seed": 3}, "format": 99}', "its format is 99, and this version reads format "),
+    ],
+)
+def test_a_bad_file_is_named(here, content, fault):
+    if content is not None:
+        (here / "mine.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=f"^--args mine.json: .*{fault}") as error:
+        parse("--args", "mine.json")
+    assert "\n" not in str(error.value)
+
+
+def test_a_value_of_a_file_is_held_to_its_bound(here):
+    (here / "mine.json").write_text('{"learning_rate": -1}')
+    with pytest.raises(ValueError, match="^--learning_rate -1.0: must be at least 0"):
+        parse("--args", "mine.json")
+
+
+def test_two_files_are_refused(here):
+    for name in ("one.json", "two.json"):
+        (here / name).write_text("{}")
+    with pytest.raises(ValueError, match="^--args: is given twice"):
+        parse("--args", "one.json", "--args=two.json")
+
+
+# ---- on the command line ---------------------------------------------------------------------------------------------
+def test_a_command_line_may_be_empty(here):
+    assert parse() == flow_grpo.Args()
+
+
+def test_a_list_may_be_empty(here):
+    assert parse("--stop_if", "--seed", 3).stop_if == ()
+
+
+# ---- --resume -------------------------------------------------------------------------------------------------------
+def test_a_resumed_run_has_the_checkpoints_options_unless_they_are_given(here, monkeypatch, capfd):
+    given = ["--guidance_scale", 2, "--num_steps", 40, "--max_minutes", 5, "--micro_batch_size", 4]
+    saved = vars(parse("--name", "mine", *given, "--stop_if", "val/ocr/mean<0.1"))
+    (here / "runs" / "mine" / "checkpoints").mkdir(parents=True)
+    ranks = [1]
+    states = {Path("runs/mine"): {"args": saved}}
+    monkeypatch.setattr("common.run.resuming.checkpoint_of", lambda run: run)
+    monkeypatch.setattr(
+        "common.run.option_files.load_checkpoint", lambda run: states[run] | {"rng": [{}] * ranks[0], "step": 3}
+    )
+    assert parse("--name", "mine", "--resume", "latest").num_steps == flow_grpo.Args.num_steps  # nothing is saved yet
+    (here / "runs" / "mine" / "checkpoints" / "step_000005.pt").touch()
+    capfd.readouterr()
+    args = parse("--name", "mine", "--resume", "latest", "--num_steps", 50)
+    assert (args.guidance_scale, args.num_steps, args.max_minutes, args.resume) == (2.0, 50, 0.0, "latest")
+    assert (args.micro_batch_size, args.stop_if) == (4, ())  # what ended it would end it again
+    ranks[0] = 2  # it was fitted to another share
+    assert parse("--name", "mine", "--resume", "latest").micro_batch_size == flow_grpo.Args.micro_batch_size
+    assert "--resume latest: options that are not given are the checkpoint's\n" in capfd.readouterr().err
+    assert parse("--name", "other", "--resume", "latest").guidance_scale == 1.0  # another run's are not taken
+    ranks[0] = 1
+    states["runs/mine"] = {"args": saved | {"seed": 7}}
+    args = parse("--name", "other", "--resume", "runs/mine", "--num_steps", 50)  # unless it is named
+    expected = parse("--name", "other", "--seed", 7, *given, "--num_steps", 50, "--max_minutes", 0)
+    assert args == replace(expected, resume="runs/mine")
+    assert "--resume runs/mine: options that are not given are the checkpoint's\n" in capfd.readouterr().err
