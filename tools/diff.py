@@ -5,8 +5,9 @@
     python -m tools.diff my_grpo.py         # against flow_grpo.py, or as it was: `Parent: flow_grpo.py@COMMIT`
     python -m tools.diff --update my_grpo.py
 
---update merges into the script what its parent has changed from that commit to HEAD, and marks conflicts. Paths are as
-seen from the root of the project.
+--update merges into the script what its parent has changed from that commit to HEAD, and marks conflicts. Imports from
+common/ are brought to where the names are now, as `python -m tools.move_imports` does. Paths are as seen from the root
+of the project.
 """
 
 import argparse
@@ -16,8 +17,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from tools.move_imports import move_imports
 
 ROOT = Path(__file__).parents[1]
 BASE = "flow_grpo.py"
@@ -131,7 +135,10 @@ def update(script: str) -> int:
     if git("rev-parse", "--short", parent.commit).stdout.strip() == head.commit:
         print(f"{script}: {parent.script} is at {head.commit}, from which it was copied: there is nothing to merge")
         return 0
-    versions = {script: text, str(parent): parent.text(), str(head): head.text()}
+    own, before = text, parent.text()
+    with suppress(SyntaxError):  # a script that is being edited: its imports stay as they are
+        own, before = move_imports(text), move_imports(before)  # both, so that moved imports are no conflict
+    versions = {script: own, str(parent): before, str(head): head.text()}
     command = ["merge-file", "-p"]
     with tempfile.TemporaryDirectory() as folder:
         for number, (label, content) in enumerate(versions.items()):
