@@ -13,7 +13,7 @@ from common.errors import error_prefix, truncate
 from common.files import digest_records, load_checkpoint
 from common.models import check_schedules, pipeline_without_weights
 from common.optional import optional_part, require_part
-from common.options import SharedArgs, parse_lr_schedule
+from common.options import EngineArgs, SharedArgs, parse_lr_schedule
 from common.process import print_message
 from common.rewards import try_rewards
 from common.run.inputs import Inputs
@@ -44,25 +44,10 @@ def check_inputs(
         ValueError, RunError: in one line: an option or a record's field that cannot have its effect, or a reward that
             fails on a grey image.
     """
-    options = vars(args)
-    if inputs.lora is None:
-        require_part("weights.shards", "--lora_rank 0")
-    if args.prompt_cache is not None:
-        require_part("weights.prompt_cache", "--prompt_cache")
-    if args.base_weights:
-        base_weights = optional_part("weights.base_weights", "--base_weights")
-        if importlib.util.find_spec("torchao") is None:
-            raise ValueError("--base_weights: needs torchao, which is not installed: pip install torchao==0.18.0")
-        base_weights.check_base_weights(
-            args.base_weights,
-            trains_lora=inputs.lora is not None,
-            rollout=options.get("rollout", "local"),
-            shard_ranks=args.shard_ranks,
-            train_with=args.train_with,
-        )
+    check_weights(args, inputs)
     if "compile" in args.train_with:
         check_compiler("--train_with compile")
-    if options.get("rollout") == "vllm" and "compile" in options["engine_with"]:
+    if isinstance(args, EngineArgs) and args.rollout == "vllm" and "compile" in args.engine_with:
         check_compiler("--engine_with compile")
     if args.eval_by:
         check_field(inputs.eval_set, args.eval_by)
@@ -73,7 +58,6 @@ def check_inputs(
     if not args.eval_only:
         trained = inputs.train_set if inputs.pairs is None else prompts_of_pairs(inputs)
         report_shared_prompts("--train_prompts" if inputs.pairs is None else "--pairs", trained, inputs.eval_set)
-    check_lora_modules(inputs.lora, options)
     if inputs.checkpoint and not args.eval_only:
         check_updates(args.lr_schedule, load_checkpoint(inputs.checkpoint), workload)
     all_schedules = {"--eval_num_inference_steps": args.eval_num_inference_steps, **schedules}
@@ -94,6 +78,26 @@ def check_inputs(
         prompts = PromptSet([p for part in both for p in part.prompts], [r for part in both for r in part.metadata])
         try_rewards(tried, prompts, args.image_size, args.num_frames, call_sizes(args, inputs, group_size))
     offload_rewards(dict(inputs.all_rewards))
+
+
+def check_weights(args: SharedArgs, inputs: Inputs) -> None:
+    """ValueError, RunError: an option of the weights cannot have its effect, or needs what is not there."""
+    if inputs.lora is None:
+        require_part("weights.shards", "--lora_rank 0")
+    if args.prompt_cache is not None:
+        require_part("weights.prompt_cache", "--prompt_cache")
+    if args.base_weights:
+        base_weights = optional_part("weights.base_weights", "--base_weights")
+        if importlib.util.find_spec("torchao") is None:
+            raise ValueError("--base_weights: needs torchao, which is not installed: pip install torchao==0.18.0")
+        base_weights.check_base_weights(
+            args.base_weights,
+            trains_lora=inputs.lora is not None,
+            rollout=args.rollout if isinstance(args, EngineArgs) else "local",
+            shard_ranks=args.shard_ranks,
+            train_with=args.train_with,
+        )
+    check_lora_modules(inputs.lora, vars(args))
 
 
 def check_compiler(option: str) -> None:
