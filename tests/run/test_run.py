@@ -193,7 +193,7 @@ def test_speed_metrics_by_hand(tmp_path, monkeypatch, capfd):
         theirs = {name: seconds * factors.get(name, 0.5) for name, seconds in timing.items()}
         return [ours, (theirs, {name: peak / 3 for name, peak in peaks.items()})]
 
-    monkeypatch.setattr("common.run.run.gather_objects", gather)
+    monkeypatch.setattr("common.run.clock.gather_objects", gather)
     run = new_run(tmp_path, num_images=128, num_steps=6)
     clock.now += 5.0  # until the first phase
     clock.spend(run, "testing", 2.0)
@@ -292,7 +292,7 @@ def test_the_other_ranks_write_nothing(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr("common.run.run.gather_objects", lambda ours: [ours, ours])
+    monkeypatch.setattr("common.run.clock.gather_objects", lambda ours: [ours, ours])
     create_run_folder(tmp_path / "run", OPTIONS, __file__)
     run = new_run(tmp_path, profile_steps=(1,), track=True, num_images=4, num_steps=2)
     run.print_message("of rank 0")
