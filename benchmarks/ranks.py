@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from common import metrics
 from common.data import GroupSampler, PromptSet, epoch_order
-from common.run import watch
 from common.weights.prompt_cache import PromptCache
 
 import torch
@@ -102,7 +102,7 @@ def count_rank(
             mock.patch.object(torch, "pdist", lambda group: compared.append(len(group)) or pdist(group)),
             mock.patch("common.distributed.gather", lambda own_places: places.clone()),
         ):
-            counted("diversity", lambda: watch.rollout_diversity(pictures, sampler))
+            counted("diversity", lambda: metrics.rollout_diversity(pictures, sampler))
         found["diversity"]["pairs"] = sum(size * (size - 1) // 2 for size in compared)
 
         encoded.clear()

@@ -40,6 +40,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.distributed import on_rank_0
 from common.engine.client import VLLMEngine
+from common.run import friendly_errors
 from common.run import run as runs
 from common.run.command_line import parse_args
 
@@ -283,7 +284,7 @@ class Meter:
 
         def write_and_note(run, *args, **kwargs):
             if self.is_clocked():
-                self.note_shares(time.perf_counter() - run._step_began - run._timing.get("testing", 0.0))
+                self.note_shares(time.perf_counter() - run._clock._step_began - run._clock.seconds.get("testing", 0.0))
             self.intervals.clear()
             write(run, *args, **kwargs)
 
@@ -500,7 +501,7 @@ def main():
     script = importlib.import_module(ours.script.removesuffix(".py"))
     defaults = ["--name", f"throughput-{script.__name__}", "--num_steps", "4", "--eval_every", "1000000"]
     defaults += ["--eval_num_inference_steps", "2"]
-    with runs.friendly_errors():
+    with friendly_errors():
         args = script.check(parse_args(script.Args, __doc__, [*defaults, *options]))  # the last one of an option counts
         if args.num_steps < 3:
             raise ValueError(f"--num_steps {args.num_steps}: must be at least 3: one warms up, one is for the clocks")

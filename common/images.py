@@ -6,7 +6,6 @@ import numpy as np
 from PIL import Image, ImageSequence
 
 
-# ---- images and videos of a run --------------------------------------------------------------------------------------
 def save_png(path: Path | str, image: Image.Image | list[Image.Image]) -> None:
     """Write a PIL image, or a video (a list of PIL frames) as an animated PNG, which holds every frame to the bit."""
     first, *others = image if isinstance(image, list) else [image]

@@ -1,7 +1,7 @@
 """Optional parts of common/: each is imported where an option or a file asks for it.
 
-A part may be deleted. What does not ask for it runs as before, and what asks for it ends in one line.
-tests/core/test_optional.py has the list.
+A part may be deleted. A script that does not ask for it runs as before, and an option that asks for it ends the run in
+one line. tests/core/test_optional.py has the list.
 """
 
 import importlib
@@ -24,5 +24,6 @@ def optional_part(name: str, asked_by: str) -> ModuleType:
 def require_part(name: str, asked_by: str) -> None:
     """Raises optional_part's ValueError where common.NAME is not there, and imports nothing."""
     place = COMMON / name.replace(".", "/")
-    if not place.with_suffix(".py").is_file() and not (place / "__init__.py").is_file():
-        raise ValueError(f"{asked_by}: needs {place}, which is not in this checkout")
+    file = place.with_suffix(".py") if "." in name else place / "__init__.py"  # a file of a folder, or a folder
+    if not file.is_file():
+        raise ValueError(f"{asked_by}: needs {file}, which is not in this checkout")

@@ -11,7 +11,6 @@ from common.errors import RunError
 from safetensors import SafetensorError
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
 @contextmanager
 def writing(path: Path | str) -> Iterator[None]:
     """A full or failing disk ends the block, and with it the run, by a RunError that names `path`."""

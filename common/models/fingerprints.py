@@ -28,7 +28,7 @@ def encoders_key(model: Family) -> str:
 
 
 def hash_code(model: Family) -> str:
-    """A hash of the files that define the model's family and the families that it inherits from, without this file."""
+    """A hash of the files that define the model's family and the families that it inherits from, without family.py."""
     families = [c for c in type(model).__mro__ if issubclass(c, Family) and c is not Family]
     code = [(c.__name__, Path(inspect.getfile(c)).read_bytes()) for c in families]
     return hashlib.blake2b(repr(code).encode()).hexdigest()

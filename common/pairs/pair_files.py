@@ -13,8 +13,8 @@ from typing import NamedTuple
 from common.data import PromptSet
 from common.errors import RunError, error_prefix
 from common.files import check_prompt, find_shards, read_records
-from common.files.parquet import read_rows
 from common.files.pictures import StoredImage, check_header, find_images
+from common.optional import optional_part
 from common.process import print_message
 
 TRL = ("prompt", "chosen", "rejected")  # TRL's columns of preferences; an image as bytes, or as datasets store it
@@ -99,7 +99,7 @@ def _read_jsonl(path: Path) -> Iterator[Pair]:
 
 def _read_parquet(path: Path) -> Iterator[Pair]:
     """Ties are left out, and counted on the screen."""
-    rows = read_rows(path, TRL, PICK_A_PIC, also=["image"])
+    rows = optional_part("files.parquet", str(path)).read_rows(path, TRL, PICK_A_PIC, also=["image"])
     num_ties = 0
     for where, row in rows:
         with error_prefix(where):

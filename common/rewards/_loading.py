@@ -91,19 +91,12 @@ def load_rewards(
 
 def with_preservation(eval_rewards: dict[str, Reward], eval_set: PromptSet, num_frames: int = 1) -> dict[str, Reward]:
     """The rewards of an evaluation, and behind them `preservation` where images are edited, although no option names
-    it: a reward of what was asked for does not see what else has changed.
-
-    Raises:
-        ValueError: in one line: a record has no picture that can be compared.
-    """
-    asking = eval_set.asking("preservation")
-    if num_frames > 1 or not asking or not any("image" in record for record in eval_set.metadata):
+    it: a reward of what was asked for does not see what else has changed."""
+    is_edit = num_frames == 1 and any("image" in record for record in eval_set.metadata)
+    if not is_edit or "preservation" in eval_rewards or not eval_set.asking("preservation"):
         return eval_rewards
-    preservation = optional_part("rewards.preservation", "an evaluation of edits").preservation
-    for row in asking:
-        with error_prefix(f"--eval_prompts: the record of {eval_set.prompts[row]!r}"):
-            preservation.check_metadata(eval_set.metadata[row])
-    return eval_rewards | {"preservation": eval_rewards.get("preservation", preservation)}
+    why = 'edits are scored by preservation, unless their records have "rewards" without it'
+    return eval_rewards | {"preservation": optional_part("rewards.preservation", why).preservation}
 
 
 @functools.cache  # one function for each, as several scores of a reward share a call

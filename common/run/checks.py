@@ -52,6 +52,7 @@ def check_inputs(
     if args.eval_by:
         check_field(inputs.eval_set, args.eval_by)
     check_pictures(args, inputs)
+    check_edits(inputs)
     if guidance_scale is None and args.eval_guidance_scale not in (None, 1):
         raise ValueError(f"--eval_guidance_scale {args.eval_guidance_scale:g}: this script has no guidance")
     check_negative_prompts(args, inputs, max(guidance_scale or 1.0, args.eval_guidance_scale or 1.0, kl_guidance_scale))
@@ -179,6 +180,17 @@ def check_pictures(args: SharedArgs, inputs: Inputs) -> None:
         for option, prompts in (("--train_prompts", inputs.train_set), ("--eval_prompts", inputs.eval_set)):
             sources = [source for record in prompts.metadata for source in record.get("image", ())]
             optional_part("files.pictures", option).warn_stretched(option, sources, args.image_size)
+
+
+def check_edits(inputs: Inputs) -> None:
+    """ValueError: a held-out record has no picture that `preservation` can compare with. `read_prompts` has asked the
+    rewards that options name."""
+    preservation = inputs.eval_rewards.get("preservation")
+    if preservation is None or not hasattr(preservation, "check_metadata"):
+        return
+    for row in inputs.eval_set.asking("preservation"):
+        with error_prefix(f"--eval_prompts: the record of {inputs.eval_set.prompts[row]!r}"):
+            preservation.check_metadata(inputs.eval_set.metadata[row])
 
 
 def check_sources(num_sources: tuple[int, int], prompt_sets: Sequence[tuple[str, PromptSet]]) -> int:

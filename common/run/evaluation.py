@@ -81,7 +81,6 @@ def log_rollout(
     return {"critic/diversity": rollout_diversity(scorer.images, sampler), **detail_metrics(scorer.details, "reward")}
 
 
-# ---- metrics ---------------------------------------------------------------------------------------------------------
 def sample_records(
     prompts: PromptSet, seeds: list[int], scores: torch.Tensor, names: Iterable[str], details: Sequence[Details] = ()
 ) -> list[dict]:

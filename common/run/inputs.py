@@ -11,7 +11,7 @@ from common.distributed import gather_objects
 from common.errors import UNREADABLE, RunError, error_prefix
 from common.files import digest_records, load_checkpoint, saved_checkpoints
 from common.models import Family
-from common.optional import optional_part
+from common.optional import optional_part, require_part
 from common.options import ArgsClass, EngineArgs, RatioArgs, SharedArgs
 from common.process import print_message
 from common.scoring import Reward
@@ -75,7 +75,8 @@ def choose_sizes(args: ArgsClass, inputs: Inputs, workload: Workload) -> ArgsCla
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     may_copy = torch.cuda.is_available() and inputs.lora and ranks_here > 1 and not args.shard_ranks
     if may_copy or not args.micro_batch_size:
-        plan = optional_part("plan", "--micro_batch_size 0" if not args.micro_batch_size else "--shard_ranks 0")
+        left_open = "--shard_ranks 0, the default on several GPUs" if args.micro_batch_size else "--micro_batch_size 0"
+        plan = optional_part("plan", left_open)
         fitting = plan.fit_to_gpus(inputs.family, inputs.lora, inputs.eval_set, inputs.checkpoint, vars(args), workload)
         args = replace(args, micro_batch_size=fitting["micro_batch_size"], shard_ranks=fitting["shard_ranks"])
     check_batches(args)
@@ -113,6 +114,7 @@ def checkpoint_to_resume(folder: Path | str, resume: str | None, eval_only: bool
             advice = f"start it with --resume {began_from} again"
             raise ValueError(f"--resume latest: {folder} has no checkpoint yet: {advice}")
         if (Path(folder) / "metrics.jsonl").exists():
+            require_part("run.resuming", "--resume latest")  # which empties the log
             print_message(f"{folder} has no checkpoint yet: {BEGINS_ANEW}")
         return None
     if resume == "latest":

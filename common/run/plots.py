@@ -15,25 +15,6 @@ from common.rollout import Images
 import torch.distributed as dist
 from PIL import Image, ImageDraw, ImageFont
 
-
-def show_sources(
-    record: dict, picture: Image.Image | None, sample: Image.Image | list[Image.Image]
-) -> tuple[dict, Image.Image | None]:
-    """A sample's record with the names of its condition images; and its picture, if any, with them to its left.
-
-    The picture is the sample, or shows a few frames of it; condition images are brought to the size of a frame.
-    """
-    named = record | {"image": [str(source) for source in record["image"]]}
-    if picture is None:
-        return named, None
-    size = sample[0].size if isinstance(sample, list) else sample.size
-    beside = Image.new("RGB", (size[0] * (len(record["image"]) + 1), picture.height), "white")
-    for column, source in enumerate(record["image"]):
-        beside.paste(source.decode().resize(size), (column * size[0], 0))
-    beside.paste(picture, (beside.width - size[0], 0))
-    return named, beside
-
-
 WATCHED = ("val/diversity", "val/drift_from_base")
 PANELS = {  # title -> metrics drawn in it; a name that ends with a slash stands for every reward's mean below it
     "reward": ("critic/rewards/", "val/"),
@@ -213,6 +194,24 @@ def save_samples(
     with atomic_file(folder / "samples.jsonl") as temporary:
         temporary.write_text("".join(lines))
     return grid
+
+
+def show_sources(
+    record: dict, picture: Image.Image | None, sample: Image.Image | list[Image.Image]
+) -> tuple[dict, Image.Image | None]:
+    """A sample's record with the names of its condition images; and its picture, if any, with them to its left.
+
+    The picture is the sample, or shows a few frames of it; condition images are brought to the size of a frame.
+    """
+    named = record | {"image": [str(source) for source in record["image"]]}
+    if picture is None:
+        return named, None
+    size = sample[0].size if isinstance(sample, list) else sample.size
+    beside = Image.new("RGB", (size[0] * (len(record["image"]) + 1), picture.height), "white")
+    for column, source in enumerate(record["image"]):
+        beside.paste(source.decode().resize(size), (column * size[0], 0))
+    beside.paste(picture, (beside.width - size[0], 0))
+    return named, beside
 
 
 def _caption(record: dict) -> str:

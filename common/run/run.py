@@ -457,6 +457,3 @@ class Run:
         if self._tracker:
             self._tracker.finish()
         self._write_heartbeat("stopped" if self._is_stopping and self.step < self.args.num_steps else "finished")
-
-
-# ---- the folder ------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ backends: Any = torch.backends  # its modules are replaced when torch is importe
 #
 # Not in the list, as a run does not depend on it, or as it cannot be put back:
 # - what a file replaces inside of a library, which nobody can list;
-# - sys.path and other variables: a file may need them at its calls. Helpers of one name are refused (user_code.py);
+# - sys.path and other variables: a file may need them at its calls. Helpers of one name are refused (loading.py);
 # - seeds and states of random numbers: a run seeds them after all files are imported, and its noise has generators of
 #   its own;
 # - signal handlers: Python sets them in the main thread alone, where no user's file runs;

@@ -53,3 +53,32 @@ def test_a_file_that_is_no_python_is_named(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="mine.py"):
         tool.main()
     assert (tmp_path / "mine.py").read_text() == "def ("
+
+
+@pytest.mark.parametrize("before", ["x = 1; ", "try: pass\nexcept ImportError: "])
+def test_an_import_beside_other_code_is_left_to_the_user(tmp_path, monkeypatch, before):
+    source = f"{before}from common.data import read_prompts, GroupSampler\n"
+    (tmp_path / "mine.py").write_text(source)
+    monkeypatch.setattr("sys.argv", ["move_imports", str(tmp_path / "mine.py")])
+    with pytest.raises(SystemExit, match=f"mine.py: line {source.count(chr(10))}: "):
+        tool.main()
+    assert (tmp_path / "mine.py").read_text() == source
+
+
+def test_other_ends_of_lines_stay(tmp_path, monkeypatch):
+    source = "a = '\u2028'\r\n\f\r\nfrom common.data import read_prompts\r\n"
+    (tmp_path / "mine.py").write_bytes(source.encode())
+    monkeypatch.setattr("sys.argv", ["move_imports", str(tmp_path / "mine.py")])
+    tool.main()
+    assert (tmp_path / "mine.py").read_bytes().decode() == source.replace("common.data", "common.files")
+
+
+def test_what_is_not_there_any_more_is_named(tmp_path, monkeypatch):
+    source = "import common.checkpoints\nfrom common import sde, watch\nfrom common.data import shuffled\n"
+    (tmp_path / "mine.py").write_text(source)
+    monkeypatch.setattr("sys.argv", ["move_imports", str(tmp_path / "mine.py")])
+    with pytest.raises(SystemExit) as error:
+        tool.main()
+    told = str(error.value).splitlines()[:-1]
+    assert [line.partition(": ")[2].partition(": ")[0] for line in told] == ["line 1", "line 2", "line 3"]
+    assert "common.checkpoints" in told[0] and "watch" in told[1] and "shuffled" in told[2]
