@@ -293,6 +293,13 @@ def test_a_run_with_an_engine_is_that_by_hand(script, tmp_path, monkeypatch, sta
     last = wanted.policies[-1]["default" if has_ratio else "old"]
     for tensor, by_hand_tensor in zip(engine.pushed, last, strict=True):
         torch.testing.assert_close(tensor, by_hand_tensor, rtol=1e-3, atol=1e-4)
+    # resumed after two steps, when another engine has to get the checkpoint's policy
+    checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step_000002.pt"
+    options = options_of(script, tmp_path, name="again", rollout="vllm", resume=checkpoint, **changes)
+    assert run_here(tmp_path, script, *options) is None
+    rows, again = (without_times(read_metrics(tmp_path / "runs" / name)) for name in ("run", "again"))
+    assert again == rows[3:]
+    assert not has_ratio or rows[1]["rollout_corr/logprob_abs_diff_mean"] > 0
 
 
 @pytest.mark.parametrize("script", CASES)
