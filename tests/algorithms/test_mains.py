@@ -89,6 +89,13 @@ CASES: dict[str, tuple[dict[str, Any], Loop]] = {
         lambda run: ratios(run, by_hand.tempflow_loss, **PARTED),
     ),
 }
+# of contrib/, whose loops are not written by hand
+OTHERS: dict[str, dict[str, Any]] = {
+    "contrib/crd.py": NOISED | {"updates_per_rollout": 1, "micro_batch_size": 4},  # of whole groups
+    "contrib/online_dpo.py": without(NOISED, "adv_clip_max"),
+    "contrib/v_grpo.py": without(ROLLOUT, "kl_coef") | {"old_kl_coef": 0.1, "pairs_per_prompt": 2},
+    "contrib/flow_grpo_ahead.py": RATIOS,
+}
 
 
 def hand_options(script: str, **changes: Any) -> Options:
@@ -106,7 +113,8 @@ def options_of(script: str, folder: Path, **changes: Any) -> list[str]:
     (folder / "eval.txt").write_text("\n".join(EVAL) + "\n")
     files = {"train_prompts": folder / "train.txt", "eval_prompts": folder / "eval.txt"}
     options = SHARED | files | {"family": f"{TOY}:Toy", "reward": f"{TOY}:closeness", "micro_batch_size": 2}
-    options |= CASES[script][0] | changes
+    options["eval_reward"] = f"{TOY}:farness"
+    options |= (CASES[script][0] if script in CASES else OTHERS[script]) | changes
     if script == "dpo_offline.py":
         options |= {"pairs": write_pairs(folder), "cache": folder / "cache"}
     return [word for name, value in options.items() for word in (f"--{name}", *str(value).split())]
@@ -158,7 +166,9 @@ def assert_is(policy: dict[str, torch.Tensor], by_hand: Policy) -> None:
 def assert_ends_as(folder: Path, wanted: Expected, num_images: int) -> None:
     rows = read_metrics(folder)
     assert len(rows) == len(wanted.rows)
+    assert json.loads((folder / "heartbeat.json").read_text())["phase"] == "finished"
     for step, (row, by_hand_row) in enumerate(zip(rows, wanted.rows, strict=True)):
+        assert ("val/closeness/mean" in row) == ("val/farness/mean" in row)
         assert ("val/closeness/mean" in row) == ("val/closeness/mean" in by_hand_row)
         for name, value in by_hand_row.items():
             assert row[name] == pytest.approx(value, rel=1e-3, abs=1e-5), (step, name)
@@ -251,7 +261,9 @@ class EngineByHand:
         self.push_policy(model)
         reshard(model.transformer)
 
-    def generate(self, request: RolloutRequest, finished: Callable[[range, list], None] | None = None) -> Trajectories:
+    def generate(
+        self, request: RolloutRequest, finished: Callable[[range, list], None] | None = None, alone: bool = False
+    ) -> Trajectories:
         assert self.is_open and self.pushed
         one = request.select(torch.arange(len(request.seeds)))
         c = one.conditioning["c"].double()
@@ -300,6 +312,32 @@ def test_a_run_with_an_engine_is_that_by_hand(script, tmp_path, monkeypatch, sta
     rows, again = (without_times(read_metrics(tmp_path / "runs" / name)) for name in ("run", "again"))
     assert again == rows[3:]
     assert not has_ratio or rows[1]["rollout_corr/logprob_abs_diff_mean"] > 0
+
+
+@pytest.mark.parametrize("rollout", ["local", "vllm"])
+@pytest.mark.parametrize("script", OTHERS)
+def test_another_run_trains_resumes_and_closes_its_engine(script, rollout, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "VLLMEngine", EngineByHand)
+    monkeypatch.setattr("common.engine.check_engine", lambda *of, **named: None)
+    monkeypatch.setattr(EngineByHand, "started", [])
+    if script == "contrib/flow_grpo_ahead.py" and rollout == "local":
+        pytest.skip("it needs an engine")
+    options = options_of(script, tmp_path, name="run", rollout=rollout)
+    assert run_here(tmp_path, script, *options) is None
+    folder = tmp_path / "runs" / "run"
+    assert json.loads((folder / "heartbeat.json").read_text())["phase"] == "finished"
+    checkpoint = folder / "checkpoints" / "step_000002.pt"
+    options = options_of(script, tmp_path, name="again", rollout=rollout, resume=checkpoint)
+    assert run_here(tmp_path, script, *options) is None
+    rows, again = (without_times(read_metrics(tmp_path / "runs" / name)) for name in ("run", "again"))
+    assert [row["training/global_step"] for row in rows] == [0, 1, 2, 3] and again == rows[3:]
+    assert rows[3]["val/closeness/mean"] != rows[0]["val/closeness/mean"] and "val/farness/mean" in rows[3]
+    assert len(EngineByHand.started) == (2 if rollout == "vllm" else 0)
+    assert not any(engine.is_open for engine in EngineByHand.started)
+    only = options_of(script, tmp_path, name="only", rollout=rollout, resume=folder, eval_only=True)
+    assert run_here(tmp_path, script, *only) is None
+    [row] = read_metrics(tmp_path / "runs" / "only")
+    assert row["val/closeness/mean"] == rows[3]["val/closeness/mean"]
 
 
 @pytest.mark.parametrize("script", CASES)

@@ -105,3 +105,9 @@ def closeness(images: list[Image.Image], prompts: list[str], metadata: list[dict
     found = zip(to_latents(images).flatten(1).double().tolist(), prompts, strict=True)
     scores = [closeness_of(x, prompt) for x, prompt in found]
     return [ValueError("failed") if score is None else score for score in scores]
+
+
+def farness(images: list, prompts: list[str], metadata: list[dict]) -> list[float | Exception]:
+    """What an evaluation alone asks for: 1 - closeness."""
+    scores = closeness(images, prompts, metadata)
+    return [score if isinstance(score, Exception) else 1.0 - float(score) for score in scores]
