@@ -132,6 +132,25 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_lora_is_fp32_over_a_base_in_bf16(is_new):
+    model, another = embedded_model(torch.bfloat16), embedded_model(torch.bfloat16)
+    lora = make_lora(StableDiffusion3, rank=2, alpha=2)
+    add_policies(another, lora, ["default"], seed=1)
+    tensors, _ = tensors_on_rank_0(another, "default")
+    add_policies(model, lora if is_new else lora._replace(tensors=tensors), ["default", "ema"], seed=1)
+    for name, parameter in model.transformer.named_parameters():
+        assert parameter.dtype == (torch.float32 if "lora_" in name else torch.bfloat16), name
+
+
+@pytest.mark.fast
+def test_a_lora_of_a_module_that_is_not_there_is_refused_by_its_name():
+    lora = make_lora(StableDiffusion3, rank=2, alpha=2)._replace(tensors={"nowhere.lora_A.weight": torch.zeros(2, 4)})
+    with pytest.raises(RunError, match="--lora_path: .*nowhere.*lora_A"):
+        add_policies(embedded_model(), lora, ["default"], seed=1)
+
+
 # ---- who acts --------------------------------------------------------------------------------------------------------
 def test_only_default_asks_for_a_gradient_whoever_acts(model):
     trained = {
