@@ -17,13 +17,14 @@ import torch
 
 TIMEOUT_S = 1800.0  # longer than any start, chunk of images or push should take
 # The trainer's variables that the engine gets. No key to a service is among them, and nothing of torchrun's (RANK,
-# WORLD_SIZE ...), from which an engine would take itself for one of torchrun's workers.
+# WORLD_SIZE ...), from which an engine would take itself for one of torchrun's workers. Nor is VLLM_PORT: each of a
+# machine's engines would look for its port from there on, at the same time.
 ENGINE_VARIABLES = re.compile(
     "PATH|HOME|USER|LOGNAME|SHELL|LANG|TZ|TMPDIR|TMP|TEMP|LD_LIBRARY_PATH|LD_PRELOAD|"
     "VIRTUAL_ENV|PYTHON.*|(LC|XDG|CONDA)_.*|CC|CXX|CPATH|LIBRARY_PATH|"
     "(HTTP|HTTPS|ALL|NO|http|https|all|no)_(PROXY|proxy)|"
     "(REQUESTS|CURL)_CA_BUNDLE|SSL_CERT_(FILE|DIR)|"
-    "VLLM_(?!API_KEY).*|(HF|TRANSFORMERS|DIFFUSERS)_.*|HUGGING.*|"
+    "VLLM_(?!API_KEY|PORT$).*|(HF|TRANSFORMERS|DIFFUSERS)_.*|HUGGING.*|"
     "(TORCH|TORCHINDUCTOR|PYTORCH|ATEN|TRITON|FLASHINFER)_.*|"
     "(CUDA|NVIDIA|NCCL|CUBLAS|CUDNN|GOMP|KMP|MKL|MALLOC|GLIBC)_.*|"
     "OMP_(WAIT_POLICY|PROC_BIND|PLACES)"
@@ -124,8 +125,8 @@ def engine_environment(
         env["HF_HUB_OFFLINE"] = "1"
         env.pop("HF_TOKEN", None)  # a model that is a folder needs none
         env.pop("HUGGING_FACE_HUB_TOKEN", None)
+    env["GLOO_SOCKET_IFNAME"] = "lo"  # all its workers are on this machine
     if gpus[0] is None:
-        env["GLOO_SOCKET_IFNAME"] = "lo"  # all its workers are on this machine
         env["TORCHDYNAMO_DISABLE"] = "0" if compiles else "1"
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # one malloc arena: memory that was freed in one arena is not reused in another, and the engine would grow
@@ -135,6 +136,9 @@ def engine_environment(
         visible = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         own = [visible[i] if i is not None and i < len(visible) else str(i) for i in gpus]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        # Qwen-Image's queries and keys are rotated in fp32, as the trainer's, by one kernel; otherwise in bf16 where a
+        # batch has less than 2,048 tokens
+        env.setdefault("VLLM_OMNI_FUSED_QK_NORM_ROPE_MIN_TOKENS", "0")
         # vLLM's memory pool of --engine_with sleep cannot have segments that grow, and turns them off where this name
         # asks for them; the newer one, which torch takes as well, it does not read
         if "PYTORCH_ALLOC_CONF" in env:

@@ -23,6 +23,7 @@ from common.sde import SDEStepOutput, sde_step
 
 import torch
 import torch.nn.functional as F
+from diffusers import ModelMixin
 from torch.distributed import TCPStore
 from transformers import PreTrainedModel
 from vllm.lora.lora_model import LoRAModel
@@ -32,6 +33,7 @@ from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine
 from vllm_omni.diffusion.distributed.cfg_parallel import CFGParallelMixin
 from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
+from vllm_omni.diffusion.layers import norm as omni_norm
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension, _run_and_gather_rank_values
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from vllm_omni.diffusion.worker.utils import BatchRunnerOutput
@@ -74,21 +76,45 @@ def load_no_text_encoders() -> None:
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
+@functools.cache
+def load_vae_in_fp32() -> None:
+    """Make diffusers load a pipeline's VAE in fp32, in this process, as the trainer does.
+
+    Some native pipelines would load it in the transformer's dtype. In bf16 that rounds its weights, and a VAE that is
+    made fp32 afterwards keeps them rounded.
+    """
+    native = ModelMixin.from_pretrained.__func__
+
+    def from_pretrained(cls: type, *args: Any, subfolder: str = "", **kwargs: Any) -> torch.nn.Module:
+        if subfolder == "vae":
+            kwargs["torch_dtype"] = torch.float32
+        module: torch.nn.Module = native(cls, *args, subfolder=subfolder, **kwargs)
+        return module
+
+    ModelMixin.from_pretrained = classmethod(from_pretrained)
+
+
 def use_pipeline_of(model: str, family: str | None) -> None:
     """Define RolloutPipeline by the family of `model`, or by --family, in this process: the engine's, or a worker's."""
     global RolloutPipeline
     load_no_text_encoders()
+    load_vae_in_fp32()
     RolloutPipeline = family_class(model, family).engine_pipeline(SDERolloutMixin)
 
 
 def listen_on_loopback() -> None:
-    """Make torch's store listen on the loopback interface alone, as all its ranks are on this machine."""
+    """Make torch's store listen on the loopback interface alone, as all its ranks are on this machine.
+
+    vLLM-Omni takes a port that was free some seconds ago. The store of a single rank takes one that is free now, as
+    nobody else has to know it: engines that start together cannot be in each other's way.
+    """
 
     def loopback_store(
         host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any
     ) -> TCPStore:
         if is_master:
-            listener = socket.create_server(("127.0.0.1", port))
+            listener = socket.create_server(("127.0.0.1", 0 if world_size == 1 else port))
+            port = listener.getsockname()[1]
             options["master_listen_fd"] = listener.detach()  # the store closes it
         return TCPStore(host_name, port, world_size, is_master, **options)
 
@@ -113,14 +139,25 @@ class BatchUnderWay:
         return self.request.timesteps[len(self.outputs)]
 
 
-class TrainersRMSNorm(RMSNorm):
-    """vLLM's RMS norm of queries and keys, computed as the trainer's (common/weights/norms.py).
+class TrainersRMSNorm(torch.nn.Module):
+    """An RMS norm of queries and keys, computed as the trainer's (common/weights/norms.py).
 
-    vLLM's own rounds before the weight as well. With it, log-probs in bf16 differ by more from the trainer's.
+    vLLM's own rounds before the weight as well, and so does vLLM-Omni's, of Wan, on a GPU. With these, log-probs in
+    bf16 differ by more from the trainer's.
     """
+
+    weight: torch.nn.Parameter
+    variance_epsilon: float
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # without vLLM's `residual`, which no image model passes
         return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def use_trainers_norms(transformer: torch.nn.Module) -> None:
+    """Let vLLM's and vLLM-Omni's RMS norms compute as the trainer's. Their weights stay."""
+    for module in transformer.modules():
+        if type(module) in (RMSNorm, omni_norm.RMSNorm):
+            module.__class__ = TrainersRMSNorm
 
 
 class SDERolloutMixin(CFGParallelMixin):
@@ -144,10 +181,7 @@ class SDERolloutMixin(CFGParallelMixin):
         for name in [name for name in self._modules if name.startswith("text_encoder")]:
             setattr(self, name, None)
         self.weights_sources = [part for part in self.weights_sources if not part.prefix.startswith("text_encoder")]
-        self.vae.float()
-        for module in self.transformer.modules():
-            if type(module) is RMSNorm:
-                module.__class__ = TrainersRMSNorm
+        use_trainers_norms(self.transformer)
 
     def forward(self, batch: DiffusionRequestBatch, *args: Any, **kwargs: Any) -> list[DiffusionOutput]:
         params = batch.sampling_params_list[0]

@@ -614,6 +614,17 @@ def test_bf16_engine_takes_the_trainers_weights(tmp_path):
     engine.close()
 
 
+def test_a_bf16_engine_decodes_with_the_trainers_vae(bf16_engine):
+    """It is fp32 in both. With its weights rounded to bf16 in between, a sixth of the pixels would differ."""
+    model, args, _ = policy_without_fsdp(trained=False, dtype="bfloat16")
+    theirs = bf16_engine.generate(request_for(model, args, sde_steps=()), lora=False)
+    with torch.no_grad():
+        ours = model.decode(theirs.latents[:, -1])
+    distances = [(pixels(one) - pixels(other)).abs() for one, other in zip(theirs.images, ours, strict=True)]
+    assert max(distance.max() for distance in distances) <= 1
+    assert torch.cat(distances).float().mean() < 0.001
+
+
 # ---- the engine's memory and its end ---------------------------------------------------------------------------------
 def test_an_engine_that_sleeps_is_woken_before_it_is_asked(tmp_path, capfd, monkeypatch):
     """Its weights leave the GPU after each rollout and push, so that the trainer's text encoders find room there."""
@@ -822,11 +833,13 @@ def test_gpus_of_the_engines_own(monkeypatch):
 
 def test_environment_of_the_engine(monkeypatch):
     """It has none of torchrun's variables and none of the user's keys. This repository is first on the path, and the
-    rank's own GPU is the only visible one. The hub's token is there for a hub id alone."""
+    rank's own GPU is the only visible one. Its workers meet on the loopback. The hub's token is there for a hub id
+    alone."""
     torchruns = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
     keys = {"WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "GITHUB_TOKEN", "SSH_AUTH_SOCK", "VLLM_API_KEY"}
+    keys |= {"VLLM_PORT"}  # all engines of a machine would look for a free port from there on
     tokens = {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
-    passed_on = {"HF_HOME", "VLLM_CACHE_ROOT", "LD_LIBRARY_PATH"}
+    passed_on = {"HF_HOME", "VLLM_CACHE_ROOT", "VLLM_PORTABLE", "LD_LIBRARY_PATH"}
     for name in torchruns | keys | tokens | passed_on | {"OMP_NUM_THREADS"}:
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
@@ -839,6 +852,8 @@ def test_environment_of_the_engine(monkeypatch):
     for gpus, device in (((0,), "4"), ((1,), "6"), ((2,), "2"), ((1, 0), "6,4")):
         on_gpu = environment.engine_environment("a/hub-id", gpus, num_threads=2)
         assert on_gpu["CUDA_VISIBLE_DEVICES"] == device and "OMP_NUM_THREADS" not in on_gpu
+        assert on_gpu["GLOO_SOCKET_IFNAME"] == on_cpu["GLOO_SOCKET_IFNAME"] == "lo"
+        assert on_gpu["VLLM_OMNI_FUSED_QK_NORM_ROPE_MIN_TOKENS"] == "0"
         assert {on_gpu[name] for name in tokens} == {"7"} and on_gpu.keys().isdisjoint(torchruns | keys)
 
 

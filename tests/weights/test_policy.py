@@ -300,6 +300,17 @@ def test_modules_of_an_option_beside_a_loras_file_are_refused():
         check_lora_modules(None, {"lora_path": "lora", "lora_target_modules": ("nosuch",)})
 
 
+def test_a_rank_that_vllm_has_no_layers_for_is_refused():
+    options = {"lora_path": None, "lora_target_modules": (), "rollout": "vllm"}
+    check_lora_modules(make_lora(StableDiffusion3, rank=512, alpha=8), options)
+    too_large = make_lora(StableDiffusion3, rank=513, alpha=8)
+    with pytest.raises(
+        ValueError, match="^--rollout vllm takes a LoRA of rank 512 at most, not 513: pass --rollout lo"
+    ):
+        check_lora_modules(too_large, options)
+    check_lora_modules(too_large, options | {"rollout": "local"})
+
+
 # ---- KL --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kl_type", ["code", "paper"])
 @pytest.mark.parametrize("sde_type", ["sde", "dance", "cps_gauss"])
