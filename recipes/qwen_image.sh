@@ -6,7 +6,7 @@
 # Shared: size, the LoRA's rank, evaluation steps and Adam's epsilon, from VeRL-Omni's scripts and Flow-GRPO's code
 # (config/grpo.py, pickscore_qwenimage, which has the micro-batch). Ours: a LoRA of the attention alone (VeRL-Omni's is
 # also of the MLPs), and activation checkpointing: by tools.plan each of eight 80 GB GPUs then needs 61 GB for
-# flow_grpo.py, while prompts are encoded.
+# flow_grpo.py, and 65 GB with engines.
 script=${1:?"which script, flow_grpo.py for example"}
 settings=(
     --model Qwen/Qwen-Image --dtype bfloat16 --image_size 512 512 --max_sequence_length 256
