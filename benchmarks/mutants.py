@@ -1,14 +1,17 @@
-"""Do the fast tests see a changed line of a script? Changes one line at a time, and runs the fast tests of that script.
+"""Do the fast tests see a changed line? Changes one line at a time, and runs the fast tests of its file.
 
     python benchmarks/mutants.py --list                                # the mutants, of the five scripts and of contrib
     python benchmarks/mutants.py --out mutants.jsonl                   # runs the tests with each; half an hour or more
+    python benchmarks/mutants.py --out core.jsonl --core               # the core's
     python benchmarks/mutants.py --out mutants.jsonl --scripts mix_grpo.py --numbers 3 7    # of a script, by number
 
-A mutant is one line of `main`, `update`, `evaluate`, `rollout`, `accumulate_gradients` or `optimizer_step`: a sign, an
-index, a number, a comparison, another value of the same type, or a call that is dropped. SEED draws 12 for each of the
-five scripts and 20 for contrib's together, from the files as they are. The tests are those of tests/algorithms/ that
-take the script, fast ones alone and without the comparison of copies, which sees any line that is changed in one script
-only. Each runs in a process forked from one that has the imports. A mutant of the file is finished and not run again.
+A mutant is one line: a sign, an index, a number, a comparison, another value of the same type, or a call that is
+dropped. SEED draws from the files as they are, from `main`, `update`, `evaluate`, `rollout`, `accumulate_gradients` and
+`optimizer_step` 12 for each of the five scripts and 20 for contrib's together, and 50 from the core (--core): the
+losses and advantages of four scripts, common/sde.py, common/scoring.py and common/weights/policy.py. The tests of a
+script are those of tests/algorithms/ that take it, without the comparison of copies, which sees any line that is
+changed in one script only; TESTS has those of the core. Only fast ones run. A mutant that is in the file is not run
+again.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +37,29 @@ FIVE = ("flow_grpo.py", "grpo_guard.py", "mix_grpo.py", "dpo_offline.py", "diffu
 SEED = 1
 OF_EACH, OF_CONTRIB = 12, 20
 FUNCTIONS = ("main", "update", "evaluate", "rollout", "accumulate_gradients", "optimizer_step")
+LOSSES = ("policy_loss", "kl_divergence", "compute_advantages", "combine_advantages", "policy_step", "nft_loss")
+LOSSES += ("optimality", "old_policy_decay", "follow_trained", "dpo_loss", "flow_matching_errors")
+CORE = {  # file -> (functions, None for all; how many mutants)
+    "common/sde.py": (None, 18),
+    "common/scoring.py": (None, 10),
+    "common/weights/policy.py": (None, 10),
+    "flow_grpo.py": (LOSSES, 4),
+    "grpo_guard.py": (LOSSES, 2),
+    "dpo_offline.py": (LOSSES, 3),
+    "diffusion_nft.py": (LOSSES, 3),
+}
+TESTS = {  # of a file of common/
+    "common/sde.py": ("core/test_sde.py", "algorithms/test_losses.py", "algorithms/test_flow_grpo.py"),
+    "common/scoring.py": (
+        "rewards/test_rewards.py",
+        "rewards/test_failures.py",
+        "rewards/test_details.py",
+        "rewards/test_rewards_by_record.py",
+        "user_code/test_users_files.py",
+        "algorithms/test_losses.py",
+    ),
+    "common/weights/policy.py": ("weights/test_policy.py", "weights/test_lora.py", "algorithms/test_mains.py"),
+}
 SECONDS = 900  # at most, for the tests of a mutant
 # values of one type, each in the other's place
 SWAPS = [
@@ -75,8 +102,8 @@ class Mutant(NamedTuple):
 
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------
-def mutants_of(script: str) -> list[Mutant]:
-    """All mutants of a script, in order."""
+def mutants_of(script: str, functions: tuple[str, ...] | None = FUNCTIONS) -> list[Mutant]:
+    """All mutants of a file, in order. functions: those at its top; None: all, and methods."""
     source = (ROOT / script).read_text()
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -88,8 +115,9 @@ def mutants_of(script: str) -> list[Mutant]:
 
     found = []
     attributes = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
-    for function in ast.parse(source).body:
-        if isinstance(function, ast.FunctionDef) and function.name in FUNCTIONS:
+    tree = ast.parse(source)
+    for function in tree.body if functions else ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and (not functions or function.name in functions):
             known = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
             known |= {
                 node.id
@@ -188,6 +216,14 @@ def drawn_mutants() -> list[Mutant]:
     return chosen + draw(everything, OF_CONTRIB, f"{SEED} contrib")
 
 
+def core_mutants() -> list[Mutant]:
+    """The drawn mutants of the core."""
+    drawn = []
+    for file, (functions, count) in CORE.items():
+        drawn += draw(mutants_of(file, functions), count, f"{SEED} core {file}")
+    return drawn
+
+
 def draw(mutants: list[Mutant], count: int, seed: str) -> list[Mutant]:
     usable = [mutant for mutant in mutants if compiles(mutated(mutant))]
     random.Random(seed).shuffle(usable)
@@ -233,6 +269,8 @@ class OnlyOf:
 
 def run_tests(tree: Path, mutant: Mutant, log: Path) -> str:
     """Returns "seen", "survived" or what went wrong."""
+    if mutant.script in TESTS:
+        return run_in_a_new_process(tree, mutant, log)
     stem = Path(mutant.script).stem
     name = "test_contrib" if mutant.script.startswith("contrib/") else f"test_{stem}"
     tests = ["test_mains", "test_losses", "test_trained_steps", "test_references", name]
@@ -264,16 +302,33 @@ def run_tests(tree: Path, mutant: Mutant, log: Path) -> str:
         (tree / mutant.script).write_text(original)
 
 
+def run_in_a_new_process(tree: Path, mutant: Mutant, log: Path) -> str:
+    """run_tests for a file of common/, which this process has imported."""
+    original = (tree / mutant.script).read_text()
+    (tree / mutant.script).write_text(mutated(mutant))
+    files = [f"tests/{file}" for file in TESTS[mutant.script]]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "fast", "-p", "no:cacheprovider", *files]
+    try:
+        with open(log, "wb") as output:
+            done = subprocess.run(command, cwd=tree, stdout=output, stderr=output, timeout=SECONDS)
+        return {0: "survived", 1: "seen", 2: "seen: no import"}.get(done.returncode, f"pytest: {done.returncode}")
+    except subprocess.TimeoutExpired:
+        return "seen: no end"
+    finally:
+        (tree / mutant.script).write_text(original)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--core", action="store_true", help="the core's mutants")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--scripts", nargs="+", help="of the drawn mutants, those of these scripts")
     parser.add_argument("--numbers", nargs="+", type=int, help="of these numbers")
     options = parser.parse_args()
     numbered = [
         (number, mutant)
-        for number, mutant in enumerate(drawn_mutants(), 1)
+        for number, mutant in enumerate(core_mutants() if options.core else drawn_mutants(), 1)
         if (not options.scripts or mutant.script in options.scripts)
         and (not options.numbers or number in options.numbers)
     ]
