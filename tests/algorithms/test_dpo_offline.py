@@ -36,6 +36,13 @@ def test_loss_by_hand():
     assert metrics["actor/implicit_accuracy"] == 1
 
 
+def test_accuracy_counts_a_small_margin_and_half_a_tie():
+    _, metrics = dpo_loss(errors([0.1, 0.2, 0.3], [0.2, 0.2, 0.2]), errors([0.0] * 3, [0.0] * 3), dpo_beta=2.0)
+    assert metrics["actor/margin"].item() == pytest.approx(0.0) and metrics["actor/implicit_accuracy"].item() == 0.5
+    _, metrics = dpo_loss(errors([0.1, 0.1], [0.2, 0.1]), errors([0.0] * 2, [0.0] * 2), dpo_beta=2.0)
+    assert metrics["actor/implicit_accuracy"].item() == 0.75
+
+
 def test_swapping_winner_and_loser_flips_the_logit():
     e, ref = errors([0.4, 0.2], [0.9, 0.3]), errors([0.5, 0.1], [0.7, 0.6])
     loss, metrics = dpo_loss(e, ref, 10.0)
