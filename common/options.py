@@ -177,8 +177,8 @@ class SharedArgs:
     """with several files of train_prompts: the share of each file in the prompts that are drawn, such as 2 1; if none
     are given, all prompts are drawn equally often"""
     eval_prompts: tuple[CodeOrName, ...] = (str(ASSETS / "eval_prompts.txt"),)
-    """held-out prompts, sampled at every evaluation: files like those of train_prompts. Of several files, the rewards
-    of each are logged as well, as val/FILE/REWARD/mean"""
+    """held-out prompts, files like those of train_prompts; of several, the rewards of each are also logged, as
+    val/FILE/REWARD/mean. ocr=FILE asks for this reward alone"""
     negative_prompt: str = ""
     """the text that guidance moves images away from; a prompt's record may have a "negative_prompt" of its own"""
 
@@ -189,7 +189,8 @@ class SharedArgs:
     the number `style` that judge returns, in the place of its score. pickscore, hpsv2, geneval, clip_score, aesthetic,
     vlm_judge and http_scorer find models and servers by environment variables (docs/rewards.md)"""
     reward_weights: tuple[float, ...] = (1.0,)
-    """weight of each reward in their sum, the total"""
+    """weight of each reward in their sum, the total. A resumed run with another --reward does not take the
+    checkpoint's weights"""
     reward_frames: NonNegativeInt = 0
     """of videos: the score of a built-in reward is the mean over this many frames, evenly spaced; your own rewards get
     the whole video. 0: built-in rewards refuse videos"""

@@ -12,7 +12,7 @@ from common.files.checkpoints import (
     shards_of,
 )
 from common.files.disk import atomic_file, remove_stale, sync, writing
-from common.files.paths import find_shards, glob_stars, source_name, split_source
+from common.files.paths import find_shards, glob_stars, source_name, split_rewards, split_source
 from common.files.prompts import count_sources, read_prompts, read_records
 from common.files.records import check_prompt, digest_records, without_nan
 
@@ -36,6 +36,7 @@ __all__ = [
     "saved_checkpoints",
     "shards_of",
     "source_name",
+    "split_rewards",
     "split_source",
     "sync",
     "without_nan",

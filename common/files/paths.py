@@ -9,9 +9,27 @@ from common.errors import truncate
 from common.process import print_once
 
 
+def split_rewards(source: Path | str) -> tuple[list[str], str]:
+    """(The rewards, what holds the prompts) of an option's REWARD=FILE, or A,B=FILE; no rewards where it names none.
+
+    A file or a pattern that has a = in its name, and is there, is taken as it is.
+    """
+    text = str(source)
+    names, equals, rest = text.partition("=")
+    if not equals or "/" in names or any(_is_there(path) for path in (text, text.rpartition(":")[0])):
+        return [], text
+    return [name.strip() for name in names.split(",")], rest
+
+
+def _is_there(path: str) -> bool:
+    return bool(path) and (Path(path).exists() or ("*" in path and bool(glob_stars(Path(path)))))
+
+
 def split_source(source: Path | str) -> tuple[Path, str]:
-    """(FILE, FIELD) of prompts that an option names as FILE:FIELD, or as file.py:function; FIELD is "" without one."""
-    file, _, field = str(source).rpartition(":")
+    """(FILE, FIELD) of prompts that an option names as FILE:FIELD, or as file.py:function; FIELD is "" without one.
+    Rewards before a = are left out."""
+    source = split_rewards(source)[1]
+    file, _, field = source.rpartition(":")
     return (Path(source), "") if not file or "/" in field or Path(source).exists() else (Path(file), field)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from common.data import PromptSet, asks_for
 from common.errors import UNREADABLE, error_prefix
-from common.files.paths import find_shards, source_name, split_source
+from common.files.paths import find_shards, source_name, split_rewards, split_source
 from common.files.records import check_prompt, clean_name, clean_names, is_blank
 from common.optional import optional_part
 from common.process import print_message
@@ -31,7 +31,8 @@ def read_prompts(
     chats as VeRL-Omni writes them; other columns are metadata. FILE:FIELD takes the prompts from another field. A
     folder stands for its .parquet files, a pattern for the files that it fits, and path/to/file.py:function for the
     records, or prompts, that a function without arguments returns. Names of columns and fields lose the white space
-    around them, and so do the cells of a .csv; byte order marks are left out wherever they stand in a text.
+    around them, and so do the cells of a .csv; byte order marks are left out wherever they stand in a text. REWARD=FILE
+    and A,B=FILE say what rewards those of its prompts ask for whose records do not say it.
 
     "image" names the pictures that an editing model gets, and "mask" where they change (pictures.py). The prompts of
     several files follow each other. Blank lines are skipped; with max_prompts only the first so many prompts of a file
@@ -67,6 +68,10 @@ def _read_file(
     """The prompts and metadata of one of read_prompts' files."""
     prompts = []
     metadata = []
+    asked, _ = split_rewards(path)
+    with error_prefix(path):
+        if asked:
+            _check_asked({"rewards": asked}, rewards, others)
     for where, record in read_records(path):
         prompt = record.pop("prompt")
         with error_prefix(where, (*UNREADABLE, SystemExit)):  # a reward's check may exit
@@ -74,10 +79,12 @@ def _read_file(
                 record = _find_pictures(record, path, where)
             if "rewards" in record:
                 _check_asked(record, rewards, others)
+            if asked:
+                record.setdefault("rewards", [*asked])
             for attribute, value in (("check", prompt), ("check_metadata", record)):
                 for name, reward in (rewards or {}).items():
                     if hasattr(reward, attribute) and asks_for(record, name):
-                        with _naming_way_out(record, name, rewards or {}, others):
+                        with _naming_way_out(path, record, name, rewards or {}, others):
                             getattr(reward, attribute)(value)
             if not isinstance(record.get("negative_prompt", ""), str):
                 raise ValueError('"negative_prompt": must be a string')
@@ -91,17 +98,20 @@ def _read_file(
 
 
 @contextmanager
-def _naming_way_out(record: dict, name: str, rewards: Iterable[str], others: Iterable[str]) -> Iterator[None]:
+def _naming_way_out(
+    path: Path | str, record: dict, name: str, rewards: Iterable[str], others: Iterable[str]
+) -> Iterator[None]:
     """Add to the ValueError of a reward's check how a prompt is left to the other rewards, if there are some: a record
-    must ask for one of `rewards`, and may ask for `others`."""
+    or its file, `path`, must ask for one of `rewards`, and may ask for `others`."""
     try:
         yield
     except ValueError as error:
         left = [reward for reward in rewards if reward != name]
-        if "rewards" in record or not left:
+        if "rewards" in record or not left or split_rewards(path)[0]:
             raise
         asked = list(dict.fromkeys([*left, *(reward for reward in others if reward != name)]))
-        advice = f'a record may ask for other rewards alone: "rewards": {json.dumps(asked)} (docs/rewards.md)'
+        of_file = f"{','.join(asked)}={path}"
+        advice = f'a record may ask for other rewards alone: "rewards": {json.dumps(asked)}, and its file: {of_file}'
         raise ValueError(f"{error}; {advice}") from error
 
 
@@ -126,6 +136,7 @@ def _check_asked(record: dict, rewards: dict[str, Callable] | None, others: Iter
 def read_records(source: Path | str) -> list[tuple[str, dict]]:
     """[("file:line", {"prompt": ..., more})] of what holds prompts; takes the same and raises as read_prompts does."""
     path, field = split_source(source)
+    source = split_rewards(source)[1]
     entries: Iterable[tuple[str, object]]
     advice = ", and FILE:FIELD names another field"
     if path.suffix == ".py" and field:

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -12,7 +12,7 @@ from common.files import check_format, load_checkpoint, saved_checkpoints
 from common.optional import optional_part
 from common.options import SharedArgs
 from common.process import print_message
-from common.run.recorded_options import check_code, from_record
+from common.run.recorded_options import as_recorded, check_code, from_record
 
 import yaml
 
@@ -149,7 +149,8 @@ def _options_of_checkpoint(args: SharedArgs, state: dict[str, Any], argv: Sequen
     """{name: value} of the options that are taken from a checkpoint's state.
 
     An option that is given in `argv` wins. An evaluation may have other prompts and steps; a run that trains on has all
-    of them again, and a new run that starts from a checkpoint writes where its own options say.
+    of them again, and a new run that starts from a checkpoint writes where its own options say. Other rewards in `argv`
+    take the place of what belonged to the checkpoint's.
     """
     left_out: tuple[str, ...] = ("name", "max_minutes", "stop_if", *OF_ONE_START)
     if args.eval_only:
@@ -160,8 +161,37 @@ def _options_of_checkpoint(args: SharedArgs, state: dict[str, Any], argv: Sequen
         left_out += OF_ITS_RANKS
     left_out += tuple(given_options(argv))
     recorded = {name: value for name, value in state["args"].items() if name not in left_out}
+    if "reward" not in recorded and "reward" in state["args"]:
+        trained = as_recorded({"reward": args.reward}, type(args))["reward"]
+        recorded = without_rewards(recorded, [*state["args"]["reward"]], [*trained], args.eval_reward)
     with error_prefix(f"--resume {args.resume}"):
         return from_record(recorded, type(args))
+
+
+def without_rewards(
+    recorded: dict[str, Any], replaced: list[str], trained: list[str], watching: Iterable[str]
+) -> dict[str, Any]:
+    """The options of a checkpoint without what belongs to its rewards, `replaced`, where the command trains on others:
+    their weights, those of eval_reward that are now `trained`, and a best_by that nothing is scored by any more.
+
+    watching: the command's own eval_reward.
+    """
+    if replaced == trained:
+        return recorded
+    kept = {name: value for name, value in recorded.items() if name != "reward_weights"}
+    names = [_metric_name(name) for name in trained]
+    watched = [name for name in kept.get("eval_reward", ()) if _metric_name(name) not in names]
+    if "eval_reward" in kept:
+        kept["eval_reward"] = tuple(watched)
+    gone = {*map(_metric_name, replaced)} - {*names, *map(_metric_name, (*watched, *watching))}
+    if gone & set((kept.get("best_by") or "").split("/")):
+        del kept["best_by"]
+    return kept
+
+
+def _metric_name(reward: str) -> str:
+    """The name under which a reward of an option is logged."""
+    return reward.rpartition(":")[2]
 
 
 def check_steps(resume: str | None, num_steps: int, step: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import truncate
-from common.files import glob_stars
+from common.files import glob_stars, split_rewards
 from common.options import ASSETS, Names, SharedArgs, options_that_name
 from common.user_code import code_file
 
@@ -95,8 +95,8 @@ def _find(folder: Path, text: str) -> Path | None:
 
 # ---- code ------------------------------------------------------------------------------------------------------------
 def code_values(options: Mapping[str, Any], args_class: type[SharedArgs]) -> list[str]:
-    """The texts path/to/file.py:NAME of the options that may name code."""
-    return [text for texts in _named_code(options, args_class).values() for text in texts]
+    """The texts path/to/file.py:NAME of the options that may name code; of prompts without their rewards."""
+    return [split_rewards(text)[1] for texts in _named_code(options, args_class).values() for text in texts]
 
 
 def _named_code(options: Mapping[str, Any], args_class: type[SharedArgs]) -> dict[str, list[str]]:

@@ -1,6 +1,8 @@
 """A prompt's record that names its rewards: who is called with it, its metrics, and advantages by the part alone."""
 
+import functools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,17 +79,21 @@ def test_a_prompt_that_a_reward_refuses_may_ask_for_the_others_alone(tmp_path):
 
     def reads(images, prompts, metadata): ...
 
+    def refusing(images, prompts, metadata): ...
+
     def refuse(value):
         if not value or "text" not in value:
             raise ValueError("needs a text")
 
+    refusing.check = lambda prompt: refuse("")
+
     reads.check = refuse
     (tmp_path / "draw.txt").write_text("a text\na mug\n")
-    told = 'a record may ask for other rewards alone: "rewards": ["b", "watches"] (docs/rewards.md)'
+    told = 'a record may ask for other rewards alone: "rewards": ["b", "watches"], and its file: b,watches='
     others = {"rewards": {"reads": reads, "b": None}, "others": ["watches", "b"]}
     with pytest.raises(ValueError) as error:
         read_prompts(tmp_path / "draw.txt", **others)
-    assert str(error.value) == f"{tmp_path}/draw.txt:2: needs a text; {told}"
+    assert str(error.value) == f"{tmp_path}/draw.txt:2: needs a text; {told}{tmp_path}/draw.txt"
     for only_others in ((), ["watches"]):  # which a record cannot ask for alone
         with pytest.raises(ValueError, match="draw.txt:2: needs a text$"):
             read_prompts(tmp_path / "draw.txt", {"reads": reads}, others=only_others)
@@ -98,7 +104,34 @@ def test_a_prompt_that_a_reward_refuses_may_ask_for_the_others_alone(tmp_path):
     (tmp_path / "draw.jsonl").write_text('{"prompt": "a mug"}\n')
     with pytest.raises(ValueError) as error:
         read_prompts(tmp_path / "draw.jsonl", **others)
-    assert str(error.value) == f"{tmp_path}/draw.jsonl:1: needs a text; {told}"
+    assert str(error.value) == f"{tmp_path}/draw.jsonl:1: needs a text; {told}{tmp_path}/draw.jsonl"
+    assert read_prompts(f"b={tmp_path}/draw.txt", **others).prompts == ["a text", "a mug"]
+    with pytest.raises(ValueError, match="draw.txt:1: needs a text$") as error:  # the option has named it
+        read_prompts(f"reads,b={tmp_path}/draw.txt", {"reads": refusing, "b": None})
+
+
+@fast
+def test_an_option_names_the_rewards_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("draw.txt").write_text("a mug\na hat\n")
+    Path("more.jsonl").write_text('{"text": "a cat"}\n{"text": "a dog", "rewards": ["b"]}\n')
+    Path("mine.py").write_text("def made():\n    return ['a fox']\n")
+    Path("x=1").mkdir()
+    Path("x=1/a.txt").write_text("an owl\n")
+    read = functools.partial(read_prompts, rewards=dict.fromkeys("ab"), others=["watches"])
+    prompts = read(
+        ["a=draw.txt", "a, watches=more.jsonl:text", "b=mine.py:made", "x=1/a.txt", "x=1/*.txt", "b=x=1/a.txt"]
+    )
+    asked = [record.get("rewards") for record in prompts.metadata]
+    assert asked == [["a"], ["a"], ["a", "watches"], ["b"], ["b"], None, None, ["b"]]  # a record's own win
+    assert prompts.files == ["draw", "draw", "more", "more", "made", "a", "x=1", "a"]
+    for wrong, fault in {
+        "orc=draw.txt": "'orc' is no reward of this run; --reward and --eval_reward name a, b, watches",
+        "watches=draw.txt": "asks for none of a, b",
+    }.items():
+        with pytest.raises(ValueError) as error:
+            read(wrong)
+        assert str(error.value) == f'{wrong}: "rewards": {fault}'
 
 
 # ---- scoring ---------------------------------------------------------------------------------------------------------
@@ -301,8 +334,9 @@ def test_a_run_trains_each_prompt_on_its_rewards(tmp_path, script):
     options = ["--reward", "mine.py:bright", "mine.py:red", "--reward_weights", 1, 2, "--num_steps", 2]
     options += ["--train_prompts", write_prompts(tmp_path, "more.jsonl", both[1:])]
     options += [write_prompts(tmp_path, "one.jsonl", both[:1]), "--train_shares", 2, 1]
-    evaluated = [write_prompts(tmp_path, f"{name}.jsonl", [(f"a red {name}", ["red"])] * 2) for name in ("mug", "hat")]
-    options += ["--eval_prompts", *evaluated, "--best_by", "val/hat/red/mean"]
+    evaluated = [write_prompts(tmp_path, f"{name}.jsonl", [(f"a red {name}", ["red"])] * 2) for name in ("mug",)]
+    (tmp_path / "hat.txt").write_text("a red hat\n" * 2)
+    options += ["--eval_prompts", evaluated[0], "red=hat.txt", "--best_by", "val/hat/red/mean"]
     if script == "dpo_offline.py":
         options += ["--num_pair_prompts", 2, "--group_size", 4, "--num_pairs", 2]
     else:

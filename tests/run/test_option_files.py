@@ -13,6 +13,8 @@ import yaml
 
 pytestmark = pytest.mark.fast
 
+BEST = "val/pickscore/mean"
+
 
 def parse(*argv):
     return parse_args(flow_grpo.Args, "", [*map(str, argv)])
@@ -175,3 +177,28 @@ def test_a_resumed_run_has_the_checkpoints_options_unless_they_are_given(here, m
     expected = parse("--name", "other", "--seed", 7, *given, "--num_steps", 50, "--max_minutes", 0)
     assert args == replace(expected, resume="runs/mine")
     assert "--resume runs/mine: options that are not given are the checkpoint's\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # what the checkpoint says of its rewards goes where the rewards go
+        (["--reward", "ocr_scene"], {"eval_reward": ("aesthetic", "hpsv2")}),
+        (["--reward", "aesthetic"], {"eval_reward": ("hpsv2",)}),
+        (["--reward", "ocr"], {"eval_reward": ("aesthetic", "hpsv2")}),
+        (["--reward", "ocr", "pickscore", "--eval_reward"], {"reward_weights": (2.0, 3.0), "best_by": BEST}),
+        (["--reward", "ocr_scene", "--eval_reward", "pickscore"], {"best_by": BEST, "eval_reward": ("pickscore",)}),
+        (["--reward", "pickscore", "--reward_weights", 5], {"reward_weights": (5.0,), "best_by": BEST}),
+        (["--reward_weights", 5, 6], {"reward_weights": (5.0, 6.0), "best_by": BEST, "reward": ("ocr", "pickscore")}),
+    ],
+)
+@pytest.mark.parametrize("eval_only", ["True", "False"])
+def test_other_rewards_take_the_place_of_the_checkpoints_weights(here, monkeypatch, given, expected, eval_only):
+    old = ["--reward", "ocr", "pickscore", "--reward_weights", 2, 3, "--best_by", BEST]
+    saved = vars(parse("--name", "mine", *old, "--eval_reward", "aesthetic", "hpsv2"))
+    monkeypatch.setattr("common.run.resuming.checkpoint_of", Path)
+    monkeypatch.setattr("common.run.option_files.load_checkpoint", lambda run: {"args": saved, "rng": [{}], "step": 3})
+    args = parse("--name", "other", "--resume", "runs/mine", "--eval_only", eval_only, *given)
+    usual = {"reward_weights": (1.0,), "best_by": None, "eval_reward": ("aesthetic", "hpsv2")}
+    usual["eval_reward"] = () if given[-1] == "--eval_reward" else usual["eval_reward"]
+    assert {name: getattr(args, name) for name in usual | expected} == usual | expected

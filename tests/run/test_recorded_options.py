@@ -69,7 +69,7 @@ CODE = {
     "eval_reward": ("evil.py/:f",),  # which the path's reader takes for evil.py
     "sde_type": "../evil.py:f",
     "family": "/elsewhere/evil.py:F",
-    "train_prompts": ("signs.txt", "evil.py:f"),
+    "train_prompts": ("signs.txt", "ocr=evil.py:f"),
     "eval_prompts": ("evil.py:f",),
 }
 HARMLESS = {"learning_rate": 0.5, "reward_weights": (1.0, 1.0), "negative_prompt": "evil.py:f"}
