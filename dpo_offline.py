@@ -484,6 +484,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
     sampler.load_state_dict(state["sampler"])
     adam = optimizer.param_groups[0]
     adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
+    adam["betas"] = args.adam_betas
     adam["eps"] = args.adam_eps
     run.repair_adapter(model, args.evaluated_policy)  # of a run that has all its steps
 
@@ -494,7 +495,9 @@ def main(args: Args, inputs: Inputs) -> None:
     args = choose_sizes(args, inputs, workload(args))  # what fits, where an option is 0; rank and alpha of --lora_path
     run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, workload=workload(args))
     model, parameters = load_policy(args, inputs, device)
-    optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    optimizer = AdamW(
+        parameters, lr=args.learning_rate, betas=args.adam_betas, eps=args.adam_eps, weight_decay=args.weight_decay
+    )
     choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
     pairs = None if args.eval_only else find_pairs(args, run, model, inputs)
     num_found = len(pairs) if pairs else 0

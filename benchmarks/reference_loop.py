@@ -265,7 +265,9 @@ def run_theirs(options):
     on_gpu = torch.cuda.is_available()
     pipe, parameters = load_pipeline(args, torch.device("cuda" if on_gpu else "cpu"))
     (reward,) = load_rewards(args.reward).values()
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=args.learning_rate, betas=args.adam_betas, eps=args.adam_eps, weight_decay=args.weight_decay
+    )
     train_prompts = Path(args.train_prompts[0]).read_text().splitlines()
     with ThreadPoolExecutor(max_workers=8) as executor:
         for _ in range(options.steps + 1):

@@ -208,6 +208,8 @@ class SharedArgs:
     steps, it rises again). constant:N, linear:N and cosine:N first let it rise over N optimizer steps"""
     weight_decay: NonNegativeFloat = 1e-4
     """weight decay of AdamW"""
+    adam_betas: Annotated[tuple[float, float], Bound(at_least=0, below=1)] = (0.9, 0.999)
+    """decays of AdamW's two averages, of gradients and of their squares"""
     adam_eps: PositiveFloat = 1e-15
     """AdamW's epsilon (published codes: 1e-8); a gradient of RMS g, say 5e-9, moves weights by
     learning_rate * g / (g + adam_eps)"""

@@ -591,6 +591,7 @@ def load(args: Args, run: Run, model: Family, optimizer: AdamW, sampler: GroupSa
     sampler.load_state_dict(state["sampler"])
     adam = optimizer.param_groups[0]
     adam["weight_decay"] = args.weight_decay  # this run's; the rate is set at every optimizer step
+    adam["betas"] = args.adam_betas
     adam["eps"] = args.adam_eps
     run.repair_adapter(model, args.evaluated_policy)  # of a run that has all its steps
 
@@ -602,7 +603,9 @@ def main(args: Args, inputs: Inputs) -> None:
     run = Run(args, inputs.all_rewards, script=__file__, checkpoint=inputs.checkpoint, workload=workload(args))
     engine = start_engine(args, run.folder, device)  # it loads while the policy does
     model, parameters = load_policy(args, inputs, device)
-    optimizer = AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=args.adam_eps)
+    optimizer = AdamW(
+        parameters, lr=args.learning_rate, betas=args.adam_betas, eps=args.adam_eps, weight_decay=args.weight_decay
+    )
     choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
     parts = inputs.train_set.parts  # (number of prompts, share): of each file with --train_shares, else of all
     sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)

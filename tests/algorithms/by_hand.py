@@ -47,6 +47,7 @@ class Options:
     learning_rate: float = 0.03
     lr_schedule: str = "cosine:3"
     weight_decay: float = 0.1
+    adam_betas: tuple[float, float] = (0.8, 0.95)
     adam_eps: float = 1e-6
     max_grad_norm: float = 0.2
     ema_decay: float = 0.3
@@ -92,7 +93,8 @@ class Run:
         self.trained = tuple(tensor.double().clone().requires_grad_() for tensor in start)
         self.average = self.copy()
         self.old = self.copy()
-        self.adam = torch.optim.AdamW(self.trained, lr=1.0, weight_decay=o.weight_decay, eps=o.adam_eps)
+        adam = {"betas": o.adam_betas, "eps": o.adam_eps, "weight_decay": o.weight_decay}
+        self.adam = torch.optim.AdamW(self.trained, lr=1.0, **adam)
         self.num_updates = 0
         self.train_prompts, self.eval_prompts = train_prompts, eval_prompts
         self.sampler = self.sampler_of(len(train_prompts), o.num_prompts, o.group_size, o.updates_per_rollout)

@@ -1073,13 +1073,13 @@ def write_teacher(folder, seed, rank, width=0):
     return folder
 
 
-SEED_AND_ADAM = ["--seed", 3, "--weight_decay", 0.25, "--adam_eps", 1e-6]
+SEED_AND_ADAM = ["--seed", 3, "--weight_decay", 0.25, "--adam_betas", 0.5, 0.75, "--adam_eps", 1e-6]
 
 
 def adam_options(run, num_steps):
-    """(weight_decay, eps) of the optimizer in the checkpoint of step num_steps."""
+    """(weight_decay, betas, eps) of the optimizer in the checkpoint of step num_steps."""
     (group,) = load_checkpoint(run / "checkpoints" / f"step_{num_steps:06d}.pt")["optimizer"]["param_groups"]
-    return group["weight_decay"], group["eps"]
+    return group["weight_decay"], group["betas"], group["eps"]
 
 
 def assert_seed_and_adam(run, num_steps):
@@ -1088,7 +1088,7 @@ def assert_seed_and_adam(run, num_steps):
     drawn = read_prompts(ROOT / "assets" / "train_prompts.txt").first_drawn(4, 3).prompts
     assert [sample["prompt"] for sample in samples] == [prompt for prompt in drawn for _ in range(4)]
     assert [sample["seed"] for sample in samples] == [image_seed(3, 1, i) for i in range(16)]
-    assert adam_options(run, num_steps) == (0.25, 1e-6)
+    assert adam_options(run, num_steps) == (0.25, (0.5, 0.75), 1e-6)
 
 
 # what a rank needs beyond its own images: whole groups, noise that is a group's, a policy of each rank's own, teachers,
@@ -1150,7 +1150,11 @@ def test_draft_learns_and_two_ranks_do_as_one(tmp_path, redness, changes):
         assert rows[0][metric] == pytest.approx(rows[1][metric], rel=1e-4, abs=1e-6), metric
     assert one[1]["actor/grad_norm"] > 0 and one[1]["actor/loss"] == -one[1]["critic/rewards/mean"]
     if "--lora_rank" not in changes:  # a checkpoint of full weights has no settings of Adam
-        assert adam_options(run, 4) == adam_options(tmp_path / "runs" / "ranks2", 1) == (0.25, draft.Args().adam_eps)
+        assert (
+            adam_options(run, 4)
+            == adam_options(tmp_path / "runs" / "ranks2", 1)
+            == (*(0.25, draft.Args().adam_betas, draft.Args().adam_eps),)
+        )
     assert one[4]["val/redness/mean"] > one[0]["val/redness/mean"] + 0.02
     assert (run / "source.py").read_text() == (ROOT / "contrib/draft.py").read_text()
 

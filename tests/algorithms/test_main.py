@@ -44,7 +44,7 @@ def test_windows_noise_and_seeds_are_those_of_the_step_and_adam_has_its_options(
     for name in SEEDED[script]:
         watch(name)
     options = PAIRS if script == "dpo_offline.py" else [*TINY, "--rollout", "local", "--save_rollouts", 1]
-    options += ["--num_steps", 2, "--seed", 3, "--weight_decay", 0.25, "--adam_eps", 1e-6]
+    options += ["--num_steps", 2, "--seed", 3, "--weight_decay", 0.25, "--adam_betas", 0.5, 0.75, "--adam_eps", 1e-6]
     options += ["--reward", brightness_reward(tmp_path), *few_eval_prompts(tmp_path, 2)]
     assert run_here(tmp_path, script, "--name", "run", *options) is None
     assert steps == {name: [1, 2] for name in SEEDED[script]}
@@ -54,7 +54,7 @@ def test_windows_noise_and_seeds_are_those_of_the_step_and_adam_has_its_options(
             assert seeds_of(run / "rollouts" / f"{step:04d}") == [image_seed(3, step, index) for index in range(16)]
     state = torch.load(run / "checkpoints" / "step_000002.pt", weights_only=True)
     [group] = state["optimizer"]["param_groups"]
-    assert (group["weight_decay"], group["eps"]) == (0.25, 1e-6)
+    assert (group["weight_decay"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-6)
 
 
 def test_diffusion_nft_trains_as_asked_without_what_failed(tmp_path, monkeypatch):

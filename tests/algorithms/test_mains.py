@@ -43,7 +43,14 @@ def without(options: dict[str, Any], name: str) -> dict[str, Any]:
 RATIOS = ROLLOUT | WINDOW | GUIDED
 NOISED = ROLLOUT | {"decay_schedule": "fixed", "old_decay": 0.5}
 SHARED = {"seed": 5, "num_steps": 3, "learning_rate": 0.03, "lr_schedule": "cosine:3", "weight_decay": 0.1}
-SHARED |= {"adam_eps": 1e-6, "max_grad_norm": 0.2, "ema_decay": 0.3, "lora_rank": 1, "lora_alpha": 2}
+SHARED |= {
+    "adam_betas": "0.8 0.95",
+    "adam_eps": 1e-6,
+    "max_grad_norm": 0.2,
+    "ema_decay": 0.3,
+    "lora_rank": 1,
+    "lora_alpha": 2,
+}
 SHARED |= {"eval_num_inference_steps": 3, "eval_images_per_prompt": 2, "eval_every": 2}
 SHARED |= {"reward_failure": "mask", "image_size": "2 2", "keep_checkpoints": 3}
 

@@ -63,7 +63,7 @@ OPTIONS_BY_BOUND = {
     "at least 2": "group_size num_inference_steps",
     "above 0": """adam_eps max_grad_norm noise_level clip_range adv_clip_max nft_beta dpo_beta""",
     "above 0 and at most 1": "timestep_fraction",
-    "at least 0 and below 1": "ema_decay old_decay",
+    "at least 0 and below 1": "ema_decay old_decay adam_betas",
     "at least 0 and at most 4294967295": "seed",
     "a finite number": "reward_weights",
 }

@@ -413,18 +413,18 @@ def test_what_adams_epsilon_does_to_a_learning_rate():
 @pytest.mark.fast
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_resumed_run_steps_with_its_own_settings(script, monkeypatch):
-    """Adam's state brings the settings of the run that saved it; --weight_decay and --adam_eps of this run win."""
+    """Adam's state brings the settings of the run that saved it; --weight_decay, --adam_betas and --adam_eps win."""
     module = importlib.import_module(script.removesuffix(".py"))
     weight = torch.nn.Parameter(torch.zeros(1))
     saved = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5, eps=1e-15).state_dict()
     monkeypatch.setattr(module, "load_training_state", lambda model, optimizer, state: optimizer.load_state_dict(saved))
-    args = module.Args(weight_decay=0.25, adam_eps=1e-8)
-    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=args.weight_decay, eps=args.adam_eps)
+    args = module.Args(weight_decay=0.25, adam_betas=(0.5, 0.75), adam_eps=1e-8)
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
     sampler = GroupSampler(4, 4, 2, seed=1, rank=0, world_size=1)
     run = SimpleNamespace(load_checkpoint=lambda: {"sampler": sampler.state_dict()}, repair_adapter=lambda *_: None)
     module.load(args, run, None, optimizer, sampler)
     [group] = optimizer.param_groups
-    assert group["weight_decay"] == 0.25 and group["eps"] == 1e-8
+    assert (group["weight_decay"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-8)
 
 
 @pytest.mark.parametrize("kind", ["lora", "lora_path", "full"])
