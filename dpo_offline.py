@@ -163,7 +163,7 @@ def prepare(args: Args) -> Inputs:
         trained_on = () if args.eval_only else args.train_prompts  # read with the rewards, which a record may name
         train_set = read_prompts(trained_on, rewards, others=eval_rewards, shares=args.train_shares)
     if args.train_shares:  # pairs are made of the first prompts of the set, so these have each file's share
-        train_set = train_set.first_drawn(args.num_pair_prompts, args.seed)
+        train_set = train_set.first_drawn(args.num_pair_prompts, args.order_seed)
     eval_set = read_prompts(args.eval_prompts, eval_rewards, args.max_prompts, others=rewards)
     eval_rewards = with_preservation(eval_rewards, eval_set, args.num_frames)  # where images are edited
     checkpoint = checkpoint_to_resume(args.run_folder, args.resume, args.eval_only)  # or None
@@ -299,7 +299,7 @@ def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Famil
     if inputs.pairs:
         num_drawn = inputs.num_drawn(args.num_steps, args.num_pairs)
         of_pairs = PromptSet([pair.prompt for pair in inputs.pairs], [{}] * len(inputs.pairs))
-        drawn = of_pairs.first_drawn(num_drawn, args.seed)
+        drawn = of_pairs.first_drawn(num_drawn, args.order_seed)
     prompts = drawn.prompts + drawn.negatives(args.negative_prompt).prompts
     prompts += inputs.eval_set.prompts
     prompts += inputs.eval_set.negatives(args.negative_prompt).prompts
@@ -501,7 +501,7 @@ def main(args: Args, inputs: Inputs) -> None:
     choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
     pairs = None if args.eval_only else find_pairs(args, run, model, inputs)
     num_found = len(pairs) if pairs else 0
-    sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.seed)  # of pairs
+    sampler = GroupSampler(num_found, args.num_pairs, group_size=1, seed=args.order_seed)  # of pairs
     _, _, latent_shape = model.schedule(1, *args.image_size)
 
     # RUN LOGIC, the same in all scripts: resume; evaluate first, or redo the evaluation that failed (run.unlogged)

@@ -59,7 +59,7 @@ class PromptSet:
         """What a GroupSampler draws from: (prompts, share) of each file, or of all files together without shares."""
         return self.shares or [(len(self), 1)]
 
-    def first_drawn(self, count: int, seed: int) -> "PromptSet":
+    def first_drawn(self, count: int, seed: int | None) -> "PromptSet":
         """The prompts among the first `count` that a GroupSampler of that seed draws, each once, in their order."""
         count = min(count, draws_with_all(self.parts, num_epochs=1))
         return self.select(dict.fromkeys(drawn_row(self.parts, seed, position) for position in range(count)))
@@ -79,8 +79,10 @@ def asks_for(record: dict, reward: str) -> bool:
 
 # ---- which images a rollout makes, and which of them are a rank's ----------------------------------------------------
 @functools.lru_cache(maxsize=64)  # two epochs of each of several files
-def epoch_order(num_prompts: int, seed: int, epoch: int, file: int = 0) -> list[int]:
-    """The rows of all prompts, or of a file's, in the order in which an epoch draws them."""
+def epoch_order(num_prompts: int, seed: int | None, epoch: int, file: int = 0) -> list[int]:
+    """The rows of all prompts, or of a file's, in the order in which an epoch draws them; seed None: as they stand."""
+    if seed is None:
+        return list(range(num_prompts))
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch + (file << 24))  # torch reads 32 bits
     return torch.randperm(num_prompts, generator=generator).tolist()
 
@@ -93,7 +95,7 @@ def shared_draws(shares: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(file, j) for _, file, j in sorted(draws)]
 
 
-def drawn_row(parts: Sequence[tuple[int, int]], seed: int, position: int) -> int:
+def drawn_row(parts: Sequence[tuple[int, int]], seed: int | None, position: int) -> int:
     """The row of the prompt that is drawn at a position, from 0. parts: (prompts, share) of each file."""
     shares = tuple(share for _, share in parts)
     turn, place = divmod(position, sum(shares))
@@ -111,10 +113,10 @@ def draws_with_all(parts: Sequence[tuple[int, int]], num_epochs: int) -> int:
 class GroupSampler:
     """Draws the next `prompts_per_step` prompts, `group_size` images each, and says which of those images a rank makes.
 
-    Prompts come in the order of a permutation seeded by (seed, epoch), one epoch after another; a draw may span two
-    epochs. Of several parts with shares (--train_shares) each has epochs of its own, and they take turns: of
-    sum(shares) prompts in a row each part has exactly its share. The state is one number, the prompts drawn so far: the
-    same whatever the number of ranks or of workers.
+    Prompts come in the order of a permutation seeded by (seed, epoch), or of their file where seed is None, one epoch
+    after another; a draw may span two epochs. Of several parts with shares (--train_shares) each has epochs of its own,
+    and they take turns: of sum(shares) prompts in a row each part has exactly its share. The state is one number, the
+    prompts drawn so far: the same whatever the number of ranks or of workers.
 
     The images of a step are numbered over all ranks, prompt by prompt. They are cut into num_mini_batches consecutive
     mini-batches, one per optimizer step, and each mini-batch into as many consecutive shares as there are ranks. Every
@@ -128,7 +130,7 @@ class GroupSampler:
         group_size: int,
         num_mini_batches: int = 1,
         *,
-        seed: int,
+        seed: int | None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:

@@ -176,6 +176,9 @@ class SharedArgs:
     train_shares: Annotated[tuple[int, ...], Bound(at_least=1)] = ()
     """with several files of train_prompts: the share of each file in the prompts that are drawn, such as 2 1; if none
     are given, all prompts are drawn equally often"""
+    shuffle: bool = True
+    """draw the prompts, or the pairs of offline DPO, in a new random order in every epoch; False: in the order of their
+    file, again and again"""
     eval_prompts: tuple[CodeOrName, ...] = (str(ASSETS / "eval_prompts.txt"),)
     """held-out prompts, files like those of train_prompts; of several, the rewards of each are also logged, as
     val/FILE/REWARD/mean. ocr=FILE asks for this reward alone"""
@@ -249,6 +252,11 @@ class SharedArgs:
     def run_folder(self) -> Path:
         """The folder of this run."""
         return Path("runs") / self.name
+
+    @property
+    def order_seed(self) -> int | None:
+        """The seed of the order in which prompts, or pairs, are drawn; None: the order of their file."""
+        return self.seed if self.shuffle else None
 
     @property
     def evaluated_policy(self) -> str:

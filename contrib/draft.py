@@ -255,7 +255,7 @@ def policy_names(args: Args) -> list[str]:
 
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies, sharded; and the parameters that are trained."""
-    prompts = inputs.drawn_prompts(args.num_steps, args.num_prompts, args.seed, args.negative_prompt)
+    prompts = inputs.drawn_prompts(args.num_steps, args.num_prompts, args.order_seed, args.negative_prompt)
     model = load_policies(args, inputs.family, inputs.lora, policy_names(args), prompts, device)
     shard(args, model, device)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
@@ -500,7 +500,7 @@ def main(args: Args, inputs: Inputs) -> None:
         parameters, lr=args.learning_rate, betas=args.adam_betas, eps=args.adam_eps, weight_decay=args.weight_decay
     )
     choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
-    sampler = GroupSampler(inputs.train_set.parts, args.num_prompts, group_size=1, seed=args.seed)
+    sampler = GroupSampler(inputs.train_set.parts, args.num_prompts, group_size=1, seed=args.order_seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
 
     # RUN LOGIC, the same in all scripts: resume; evaluate first, or redo the evaluation that failed (run.unlogged)

@@ -238,7 +238,7 @@ def policy_names(args: Args) -> list[str]:
 
 def load_policy(args: Args, inputs: Inputs, device: torch.device) -> tuple[Family, list[torch.nn.Parameter]]:
     """The pipeline and its policies, sharded; and the parameters that are trained."""
-    prompts = inputs.drawn_prompts(args.num_steps, args.num_prompts, args.seed, args.negative_prompt)
+    prompts = inputs.drawn_prompts(args.num_steps, args.num_prompts, args.order_seed, args.negative_prompt)
     model = load_policies(args, inputs.family, inputs.lora, policy_names(args), prompts, device)
     shard(args, model, device)
     return model, [p for p in model.transformer.parameters() if p.requires_grad]
@@ -608,7 +608,7 @@ def main(args: Args, inputs: Inputs) -> None:
     )
     choose_adam_kernel(optimizer, model)  # foreach for a LoRA; on a GPU fused for full weights
     parts = inputs.train_set.parts  # (number of prompts, share): of each file with --train_shares, else of all
-    sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.seed)
+    sampler = GroupSampler(parts, args.num_prompts, args.group_size, args.updates_per_rollout, seed=args.order_seed)
     run.print_message(f"{sampler}; {'LoRA' if model.is_lora else 'full weights'}, {len(parameters)} tensors")
     if engine:  # the first push, and a proof that it acts and that the engine samples as we do, which any weights give
         one_image = make_request(args, model, inputs.eval_set.select([0]), torch.tensor([0]), seeds=[0])

@@ -22,7 +22,7 @@ import torch.distributed as dist
 # the options of every script that a model's pairs depend on
 DECIDING = ["seed", "model", "dtype", "image_size", "max_sequence_length", "lora_path"]
 DECIDING += ["train_prompts", "reward", "reward_weights", "reward_failure"]
-DECIDING += ["negative_prompt", "base_weights", "train_shares", "family", "vae_dtype", "attention"]
+DECIDING += ["negative_prompt", "base_weights", "train_shares", "shuffle", "family", "vae_dtype", "attention"]
 
 
 def best_and_worst(totals: torch.Tensor) -> tuple[int, int] | None:

@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
         state = load_checkpoint(self.checkpoint)
         return state["sampler"]["position"] + max(0, num_steps - state["step"]) * num_per_step
 
-    def drawn_prompts(self, num_steps: int, num_prompts: int, seed: int, negative_prompt: str = "") -> list[str]:
+    def drawn_prompts(self, num_steps: int, num_prompts: int, seed: int | None, negative_prompt: str = "") -> list[str]:
         """The prompts that a run can ask for, which draws num_prompts in each training step: the drawn ones once each,
         the held-out ones, and what guidance moves away from."""
         both = (self.train_set.first_drawn(self.num_drawn(num_steps, num_prompts), seed), self.eval_set)

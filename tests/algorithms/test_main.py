@@ -7,7 +7,7 @@ from pathlib import Path
 
 import diffusion_nft
 from common.sde import image_seed
-from tests.conftest import SCRIPTS, TINY, brightness_reward, few_eval_prompts, read_metrics, run_here
+from tests.conftest import ROOT, SCRIPTS, TINY, brightness_reward, few_eval_prompts, read_metrics, run_here
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def seeds_of(rollout: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_windows_noise_and_seeds_are_those_of_the_step_and_adam_has_its_options(script, tmp_path, monkeypatch):
+def test_windows_noise_and_seeds_are_those_of_the_step_and_adam_and_order_as_asked(script, tmp_path, monkeypatch):
     module = importlib.import_module(script.removesuffix(".py"))
     steps = {name: [] for name in SEEDED[script]}
 
@@ -45,12 +45,19 @@ def test_windows_noise_and_seeds_are_those_of_the_step_and_adam_has_its_options(
         watch(name)
     options = PAIRS if script == "dpo_offline.py" else [*TINY, "--rollout", "local", "--save_rollouts", 1]
     options += ["--num_steps", 2, "--seed", 3, "--weight_decay", 0.25, "--adam_betas", 0.5, 0.75, "--adam_eps", 1e-6]
-    options += ["--reward", brightness_reward(tmp_path), *few_eval_prompts(tmp_path, 2)]
+    options += ["--reward", brightness_reward(tmp_path), *few_eval_prompts(tmp_path, 2), "--shuffle", "False"]
     assert run_here(tmp_path, script, "--name", "run", *options) is None
     assert steps == {name: [1, 2] for name in SEEDED[script]}
     run = tmp_path / "runs" / "run"
-    if script != "dpo_offline.py":
+    in_order = (ROOT / "assets" / "train_prompts.txt").read_text().splitlines()
+    if script == "dpo_offline.py":
+        pairs = (run / "pairs.jsonl").read_text().splitlines()
+        assert [json.loads(pair)["prompt"] for pair in pairs] == in_order[:4]
+    else:
         for step in (1, 2):
+            samples = (run / "rollouts" / f"{step:04d}" / "samples.jsonl").read_text().splitlines()
+            drawn = [json.loads(sample)["prompt"] for sample in samples]
+            assert drawn == [prompt for prompt in in_order[4 * step - 4 : 4 * step] for _ in range(4)]
             assert seeds_of(run / "rollouts" / f"{step:04d}") == [image_seed(3, step, index) for index in range(16)]
     state = torch.load(run / "checkpoints" / "step_000002.pt", weights_only=True)
     [group] = state["optimizer"]["param_groups"]

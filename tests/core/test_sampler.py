@@ -146,6 +146,25 @@ def test_files_take_turns_by_their_shares_each_in_epochs_of_its_own():
     assert (both[:, 0] + 20 != both[:, 1]).any()  # files of one length have orders of their own
 
 
+@pytest.mark.parametrize("parts", [20, SHARED["num_prompts"]])
+def test_without_a_seed_prompts_come_in_the_order_of_their_file_on_every_rank_and_after_a_resume(parts):
+    """--shuffle False. 60 draws have each of 20 prompts three times; of three files with shares each its own."""
+    settings = SETTINGS | {"num_prompts": parts, "seed": None, "num_mini_batches": 2}
+    alone = group_sampler(**settings)
+    stream = [row for _ in range(15) for row in alone.draw()[0].tolist()]
+    for first, count in ((0, 20),) if parts == 20 else ((0, 7), (7, 3), (10, 10)):
+        rows = [row - first for row in stream if first <= row < first + count]
+        assert rows == [place % count for place in range(len(rows))] and len(rows) >= 10
+    prompts = PromptSet([f"prompt {row}" for row in range(20)], [{}] * 20, shares=[] if parts == 20 else parts)
+    known = prompts.first_drawn(12, None).prompts
+    assert known == [f"prompt {row}" for row in dict.fromkeys(stream[:12])]
+    ranks = [group_sampler(**settings, rank=rank, world_size=2) for rank in (0, 1)]
+    for rank in ranks:
+        rank.load_state_dict({"position": 8})
+    drawn = [[rank.draw()[0].tolist() for rank in ranks] for _ in range(3)]
+    assert [sorted({*one, *two}) for one, two in drawn] == [sorted(stream[8 + 4 * k : 12 + 4 * k]) for k in range(3)]
+
+
 def test_one_file_is_drawn_as_without_shares():
     whole, one, shared = (group_sampler(**SETTINGS | {"num_prompts": n}) for n in (20, [(20, 1)], [(20, 5)]))
     for _ in range(20):
