@@ -101,6 +101,7 @@ def is_installed(package: str) -> bool:
 
 
 needs_engine = pytest.mark.skipif(not is_installed("vllm_omni"), reason="vLLM-Omni is not installed")
+needs_tensorboard = pytest.mark.skipif(not is_installed("tensorboard"), reason="tensorboard is not installed")
 needs_wandb = pytest.mark.skipif(not is_installed("wandb"), reason="wandb is not installed")
 
 

@@ -16,7 +16,7 @@ from common.plan.memory import Blueprint
 from common.run import utilisation as mfu
 from common.run.tracking import check_tracker, start_tracker
 from common.run.utilisation import Utilisation
-from tests.conftest import ROOT, lora_of, needs_wandb, new_run
+from tests.conftest import ROOT, lora_of, needs_tensorboard, needs_wandb, new_run
 
 import pytest
 import torch
@@ -162,6 +162,25 @@ def test_tensorboard_gets_scalars_and_pictures(tmp_path, monkeypatch):
     assert images["val/0"][2].shape == (2, 3, 3) and images["val/0"][2][0, 0].tolist() == [255, 0, 0]
     assert images["val/1"][2][0, 0].tolist() == [0, 0, 255] and images["val/1"][3:] == (7, "HWC")
     assert Writer.last.calls[-1] == ("close",)
+
+
+@needs_tensorboard
+@pytest.mark.fast
+def test_tensorboards_files_have_what_was_logged(tmp_path):
+    """The real package, of the pinned version: what it writes is read back by its own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    check_tracker("tensorboard")
+    tracker = start_tracker("tensorboard", tmp_path, {})
+    tracker.log(7, {"actor/loss": 0.5}, [(Image.new("RGB", (3, 2), "red"), "a mug")])
+    tracker.log(8, {"actor/loss": 0.25}, None)
+    tracker.finish()
+    assert not tracker.is_lost
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("actor/loss")] == [(7, 0.5), (8, 0.25)]
+    [picture] = found.Images("val/0")
+    assert (picture.step, picture.width, picture.height) == (7, 3, 2)
 
 
 @pytest.mark.fast
