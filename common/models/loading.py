@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import re
+import socket
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,15 +16,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.errors import RunError, error_prefix
+from common.errors import RunError, error_prefix, reason
 from common.models.family import ENCODERS, Family
 from common.models.vae import to_bfloat16
 from common.process import print_message, print_once
 from common.user_code import load_function
 
+import httpx
 import numpy as np
 import torch
-from huggingface_hub import hf_hub_download, list_repo_files, snapshot_download, try_to_load_from_cache
+from huggingface_hub import (
+    get_session,
+    hf_hub_download,
+    hf_hub_url,
+    list_repo_files,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import GatedRepoError
 from safetensors import safe_open
 
@@ -31,6 +40,7 @@ if TYPE_CHECKING:  # importing it takes seconds
     import diffusers
 
 SMALL_SIZE = (32, 96)
+PROBE_S = 2.0  # how long the hub may take to answer before its client asks
 LFS_POINTER = b"version https://git-lfs"  # how the small file begins that a clone without git-lfs has for a large one
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt")  # of tokenizers; those of sentencepiece are *.model
 NETWORKS = ("transformer", "vae", *ENCODERS)  # how the names of the components begin that have weights
@@ -121,12 +131,29 @@ def download_index(model: str) -> Path:
         raise ValueError(f"--model {model}: a single file: pass a folder in diffusers' layout")
     try:
         with error_prefix(f"--model {model}: no such folder, and no model that can be downloaded"):
+            if known_folder(model) is None:
+                check_reachable(hf_hub_url(model, "model_index.json"))
             return Path(hf_hub_download(model, "model_index.json"))
     except ValueError as error:
         if not isinstance(error.__cause__, GatedRepoError):
             raise
         how = "accept the licence on its page on the hub, and log in with `hf auth login` or HF_TOKEN"
         raise ValueError(f"--model {model}: it is gated; {how} (docs/quickstart_gpu.md)") from error
+
+
+def check_reachable(url: str) -> None:
+    """ValueError: the connection is refused, or there is no address of this name. The hub's client would ask five more
+    times, with pauses of 23 s. Whatever else happens, also silence, is left to it: a slow network may work."""
+    try:
+        get_session().head(url, timeout=PROBE_S)
+    except httpx.ConnectError as error:
+        cause: BaseException = error
+        while cause.__cause__ or cause.__context__:
+            cause = cause.__cause__ or cause.__context__ or cause
+        if isinstance(cause, socket.gaierror | ConnectionRefusedError):
+            raise ValueError(f"no connection to {httpx.URL(url).host} ({reason(cause)})") from error
+    except Exception:  # the hub's client meets it again
+        return
 
 
 def known_folder(model: str | Path) -> Path | None:

@@ -62,6 +62,7 @@ def test_a_gated_model_names_licence_and_login(monkeypatch: pytest.MonkeyPatch) 
     def download(*_: str) -> str:
         raise GatedRepoError("403 Client Error.\n\nCannot access gated repo.", response=response)
 
+    monkeypatch.setattr(loading, "check_reachable", str)
     monkeypatch.setattr(loading, "hf_hub_download", download)
     with pytest.raises(ValueError, match="^--model some/model: it is gated; accept the licence ") as error:
         family_class("some/model")

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from common.models import loading
 from tests.conftest import EMBEDDED, ROOT
 
 import pytest
@@ -104,3 +106,72 @@ def test_nothing_is_downloaded_twice(hub, tmp_path, having):
     )
     for component in weights:
         assert (f"{component} has no plain weights: loading its variant fp16" in done.stderr) == (component in having)
+
+
+# ---- without a network -----------------------------------------------------------------------------------------------
+def address_of(monkeypatch, url):
+    """Let the hub's files be at `url`. Returns the list of what its client is asked for."""
+    asked = []
+    monkeypatch.setattr(loading, "hf_hub_url", lambda model, name: f"{url}/{model}/{name}")
+    monkeypatch.setattr(loading, "hf_hub_download", lambda *given: asked.append(given) or "model_index.json")
+    return asked
+
+
+@pytest.fixture
+def port():
+    """A port of this machine, and its socket, which does not listen yet."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1], taken
+
+
+def unresolved(*given, **named):
+    raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+
+@pytest.mark.fast
+def test_a_refused_connection_ends_in_a_line_and_is_not_tried_again(monkeypatch, port):
+    asked = address_of(monkeypatch, f"http://127.0.0.1:{port[0]}")
+    with pytest.raises(ValueError) as error:
+        loading.download_index("models/typo")
+    told = "--model models/typo: no such folder, and no model that can be downloaded: "
+    assert str(error.value) == f"{told}no connection to 127.0.0.1 (Connection refused)"
+    assert asked == []
+
+
+@pytest.mark.fast
+def test_a_name_without_an_address_ends_in_a_line_and_is_not_tried_again(monkeypatch):
+    asked = address_of(monkeypatch, "http://hub.invalid")
+    monkeypatch.setattr(socket, "getaddrinfo", unresolved)
+    for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(ValueError, match=r"no connection to hub.invalid \(Temporary failure in name resolution\)$"):
+        loading.download_index("models/typo")
+    assert asked == []
+
+
+@pytest.mark.fast
+def test_a_slow_or_broken_network_is_left_to_the_hubs_client(monkeypatch, port):
+    """Nothing answers; or the answer is no HTTP."""
+    asked = address_of(monkeypatch, f"http://127.0.0.1:{port[0]}")
+    monkeypatch.setattr(loading, "PROBE_S", 0.1)
+    port[1].listen()
+    assert str(loading.download_index("an/id")) == "model_index.json"
+
+    def answer():
+        for _ in range(2):  # the first is the probe above
+            connection = port[1].accept()[0]
+            connection.sendall(b"no HTTP\r\n\r\n")
+            connection.close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    loading.download_index("an/id")
+    assert asked == [("an/id", "model_index.json")] * 2
+
+
+@pytest.mark.fast
+def test_what_is_in_the_cache_is_not_asked_for_first(monkeypatch, port, tmp_path):
+    asked = address_of(monkeypatch, f"http://127.0.0.1:{port[0]}")
+    monkeypatch.setattr(loading, "known_folder", lambda model: tmp_path)
+    loading.download_index("an/id")
+    assert asked == [("an/id", "model_index.json")]
