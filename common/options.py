@@ -190,7 +190,7 @@ class SharedArgs:
     """ocr, ocr_contains (a sign's one line), ocr_scene, ocr_scene_contains (text anywhere), jpeg_compressibility,
     jpeg_incompressibility, preservation (of edits), or your own path/to/file.py:function; file.py:judge.style takes
     the number `style` that judge returns, in the place of its score. pickscore, hpsv2, geneval, clip_score, aesthetic,
-    vlm_judge and http_scorer find models and servers by environment variables (docs/rewards.md)"""
+    vlm_judge and http_scorer, also as vlm_judge:NAME, find models and servers by variables (docs/rewards.md)"""
     reward_weights: tuple[float, ...] = (1.0,)
     """weight of each reward in their sum, the total. A resumed run with another --reward does not take the
     checkpoint's weights"""

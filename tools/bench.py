@@ -33,6 +33,7 @@ from common.run.evaluation import sample_records
 from common.run.record import find_contents, git_state, versions
 from common.scoring import Details, Reward, is_relative, offload_rewards, score_images
 from common.sde import check_step_kind, image_seed
+from common.user_code import code_file
 from tools.compare import labels_of, mean_interval
 from tools.protocol import (
     OF_SAMPLING,
@@ -244,7 +245,7 @@ def run(args: argparse.Namespace) -> str:
     for name in rewards:
         if not whole.asking(name):
             raise ValueError(f'--reward {name}: no prompt of --prompts asks for it in its "rewards"')
-    own = {name: rewards[name] for name in (given.rpartition(":")[2] for given in args.reward if ":" in given)}
+    own = {name: rewards[name] for name in (given.rpartition(":")[2] for given in args.reward if code_file(given))}
     if own:
         try_rewards(own, whole, options["image_size"], options["num_frames"])
     offload_rewards(rewards)  # networks leave the GPU to the model that loads now, if asked

@@ -44,6 +44,7 @@ from common.plan.needs import (
 from common.rewards import find_reward
 from common.run import parse_args
 from common.run.checks import check_lora_modules
+from common.user_code import code_file
 from common.weights import make_lora
 from common.weights.base_weights import check_base_weights
 
@@ -187,7 +188,7 @@ def disk_line(blueprint: Blueprint, w: PlannedRun, options: dict[str, Any], num_
 
 def print_uncounted(rewards: Iterable[str]) -> None:
     """Say which networks of rewards are not counted. A reward's own file is not imported: that may load a network."""
-    yours = [name for name in rewards if ":" in name]
+    yours = [name for name in rewards if code_file(name)]
     networks = [name for name in rewards if name not in yours and hasattr(find_reward(name), "offload")]
     if networks:
         print(f"not counted: the networks of {', '.join(networks)}, whose sizes docs/rewards.md has")

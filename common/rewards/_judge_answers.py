@@ -34,8 +34,10 @@ def read_score(text: str, least: float, highest: float) -> float:
     return (score - least) / (highest - least)
 
 
-def read_axes(text: str, least: float, highest: float) -> dict[str, float]:
+def read_axes(text: str, least: float, highest: float, variable: str = "VLM_JUDGE_RANGE") -> dict[str, float]:
     """{"alignment": ..., "coherence": ..., "style": ...}, mapped as the score is; {} where an answer has no such line.
+
+    variable: the setting that has the range, for messages.
 
     Raises:
         ValueError: one of the three is missing or twice there, or outside of the range, or is said to be of another.
@@ -47,7 +49,7 @@ def read_axes(text: str, least: float, highest: float) -> dict[str, float]:
     for axis, low, high, number in found:
         is_of_range = not low or (float(low), float(high)) == (least, highest)
         if not is_of_range or not least <= float(number) <= highest:
-            told = f"an answer whose {axis} score is not of VLM_JUDGE_RANGE, {least:g},{highest:g}"
+            told = f"an answer whose {axis} score is not of {variable}, {least:g},{highest:g}"
             raise ValueError(f"{told}: {text[-200:]!r}")
         axes[axis] = (float(number) - least) / (highest - least)
     return axes

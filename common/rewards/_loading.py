@@ -3,6 +3,7 @@
 import functools
 import importlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def load_rewards(
     if reward_weights is not None and len(reward_weights) != len(names):
         raise ValueError(f"--reward_weights: {len(reward_weights)} weights for {len(names)} rewards; give one for each")
     for name in names:
-        of_images = split_key(name)[0] in built_in_rewards() and num_frames > 1
+        of_images = split_key(name)[0].partition(":")[0] in built_in_rewards() and num_frames > 1
         if of_images and not reward_frames:
             advice = "--reward_frames 3 takes the mean over three frames"
             raise ValueError(f"{option} {name}: scores images, not the videos of --num_frames {num_frames}; {advice}")
@@ -132,12 +133,11 @@ def _mean_of_frames(returned: Sequence) -> dict | Exception:
 def find_reward(name: str, option: str = "--reward") -> Reward:
     """The function of one reward; raises load_rewards' ValueError where there is none."""
     file = split_key(name)[0]
-    if ":" in name:
-        function: Reward = load_function(file, option)
-    elif file in built_in_rewards():
-        function = getattr(
-            call_user_code(lambda: importlib.import_module(f"common.rewards.{file}"), f"{option} {name}"), file
-        )
+    built_in, colon, own_name = file.partition(":")
+    if built_in in built_in_rewards():
+        function: Reward = _built_in(built_in, own_name if colon else None, f"{option} {name}")
+    elif colon:
+        function = load_function(file, option)
     else:
         known = ", ".join(built_in_rewards())
         raise ValueError(f"{option} {name}: unknown; use one of {known}, or path/to/file.py:function")
@@ -147,6 +147,25 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
         told = "is relative, and compares images of a group, which come together with whole_group = True"
         raise ValueError(f"{option} {name}: {told}")
     return function
+
+
+@functools.cache  # one function for each, as several scores of a judge share a call
+def _built_in(name: str, own_name: str | None, subject: str) -> Reward:
+    """The function of common/rewards/NAME.py, or where `own_name` is given, such as the style of vlm_judge:style, the
+    same function with the settings of this name. ValueError, which begins with `subject`: there are none."""
+    module = call_user_code(lambda: importlib.import_module(f"common.rewards.{name}"), subject)
+    function = getattr(module, name)
+    if own_name is None:
+        return function
+    if not hasattr(module, "PREFIX"):
+        raise ValueError(f"{subject}: {name} has no settings by name, as vlm_judge and http_scorer have")
+    if not re.fullmatch("[a-z][a-z0-9_]*", own_name):
+        raise ValueError(f"{subject}: {own_name!r} must be of small letters, digits and _")
+    prefix = f"{module.PREFIX}_{own_name.upper()}"
+    named: Any = functools.update_wrapper(functools.partial(function, prefix=prefix), function)  # with its attributes
+    named.settings = module.variables(prefix)
+    named.load = functools.partial(module.load, prefix)
+    return named
 
 
 def reward_settings(rewards: dict[str, Reward]) -> dict[str, dict[str, str]]:

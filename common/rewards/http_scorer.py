@@ -34,6 +34,9 @@ The answer has one entry for each request, in the same order:
 
 An error, or a number that is not finite, is that image's failure. Anything else that is wrong ends the run. At the
 start GET URL/rewards is asked once for {"rewards": [NAME, ...]}; a server need not have it.
+
+Several scorers in one run have names, http_scorer:red and http_scorer:sharp, also those of their metrics. Each
+has settings of its own and none of the above: HTTP_SCORER_RED_URL, HTTP_SCORER_RED_REWARD and so on.
 """
 
 import functools
@@ -56,6 +59,8 @@ from common.rewards._json_http import (
 
 from PIL.Image import Image
 
+PREFIX = "HTTP_SCORER"
+
 
 class Settings(NamedTuple):
     server: Server
@@ -64,9 +69,14 @@ class Settings(NamedTuple):
     batch_size: int
 
 
-def http_scorer(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[float | Exception]:
-    """The server's score of each image, on the server's scale, or the exception that says why there is none."""
-    settings = read_settings()
+def http_scorer(
+    images: list[Image], prompts: list[str], metadata: list[dict], prefix: str = PREFIX
+) -> list[float | Exception]:
+    """The server's score of each image, on the server's scale, or the exception that says why there is none.
+
+    prefix: how the environment variables begin, HTTP_SCORER or that of a named scorer.
+    """
+    settings = read_settings(prefix)
     turns = list(zip(images, prompts, metadata, strict=True))
     size = settings.batch_size
     batches = [turns[i : i + size] for i in range(0, len(turns), size)]
@@ -116,24 +126,24 @@ def read_score(settings: Settings, result: dict[str, Any], error: dict[str, Any]
 
 
 @functools.cache
-def read_settings() -> Settings:
+def read_settings(prefix: str = PREFIX) -> Settings:
     """The Settings in the environment; raises ValueError, which names the variable that is missing or wrong."""
-    reward, _, metric = text_setting("HTTP_SCORER_REWARD", "clip").partition("/")
+    reward, _, metric = text_setting(f"{prefix}_REWARD", "clip").partition("/")
     return Settings(
-        server=read_server("HTTP_SCORER", "http://127.0.0.1:8080", concurrency=4),
+        server=read_server(prefix, "http://127.0.0.1:8080", concurrency=4),
         reward=reward,
         metric=metric,
-        batch_size=number_setting("HTTP_SCORER_BATCH_SIZE", 16, 1),
+        batch_size=number_setting(f"{prefix}_BATCH_SIZE", 16, 1),
     )
 
 
-def load() -> None:
+def load(prefix: str = PREFIX) -> None:
     """Raise ValueError for wrong settings, or if the server is not there or lacks the reward."""
     read_settings.cache_clear()
-    settings = read_settings()
+    settings = read_settings(prefix)
     names = ask_for_names(settings.server, "/rewards", lambda answer: answer["rewards"])
     if names is not None and settings.reward not in names:
-        raise ValueError(f"HTTP_SCORER_REWARD={settings.reward}: not at the server, which has {', '.join(names)}")
+        raise ValueError(f"{prefix}_REWARD={settings.reward}: not at the server, which has {', '.join(names)}")
 
 
 def sent_fields(metadata: dict) -> dict:
@@ -151,7 +161,12 @@ def check_metadata(metadata: dict) -> None:
             raise ValueError(f"{column}: http_scorer cannot send it: {error}") from None
 
 
+def variables(prefix: str) -> tuple[str, ...]:
+    """The environment variables that scores depend on."""
+    return (f"{prefix}_URL", f"{prefix}_REWARD")
+
+
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
-http_scorer.settings = ("HTTP_SCORER_URL", "HTTP_SCORER_REWARD")  # type: ignore[attr-defined]
+http_scorer.settings = variables(PREFIX)  # type: ignore[attr-defined]
 http_scorer.load = load  # type: ignore[attr-defined]
 http_scorer.check_metadata = check_metadata  # type: ignore[attr-defined]

@@ -20,6 +20,9 @@ environment variables, the same for all ranks; defaults stand at the end of the 
     VLM_JUDGE_SERVE        command that starts the server, one on each node, which ends with the run; none
 
 They are read once, before any model loads. Then the server is asked whether it has the model.
+
+Several judges in one run have names, vlm_judge:style and vlm_judge:text, which are also those of their metrics. Each
+has settings of its own and none of the above: VLM_JUDGE_STYLE_URL, VLM_JUDGE_STYLE_MODEL, VLM_JUDGE_TEXT_URL and so on.
 """
 
 import functools
@@ -46,11 +49,13 @@ from common.rewards._served import serve
 
 from PIL.Image import Image
 
+PREFIX = "VLM_JUDGE"
 QUESTION = Path(__file__).with_name("vlm_judge.txt")
 QUESTION_OF_EDITS = Path(__file__).with_name("vlm_judge_edit.txt")
 
 
 class Settings(NamedTuple):
+    prefix: str  # of the environment variables
     server: Server
     model: str
     questions: tuple[str, str]  # of an image, and of an edit; they contain {prompt}
@@ -59,7 +64,9 @@ class Settings(NamedTuple):
     max_tokens: int
 
 
-def vlm_judge(images: list[Image], prompts: list[str], metadata: list[dict]) -> list[dict | Exception]:
+def vlm_judge(
+    images: list[Image], prompts: list[str], metadata: list[dict], prefix: str = PREFIX
+) -> list[dict | Exception]:
     """(score - least) / (highest - least), in [0, 1], for the score at the end of the judge's answer.
 
     The judge is asked at temperature 0. An image fails if its answer has no score or is cut short, or if the server
@@ -70,8 +77,10 @@ def vlm_judge(images: list[Image], prompts: list[str], metadata: list[dict]) -> 
 
     Where a record has "image", the judge sees these pictures before their edit. Lines "Instruction: N" and
     "Preservation: N" of an answer become details beside the score, in [0, 1] as well.
+
+    prefix: how the environment variables begin, VLM_JUDGE or that of a named judge.
     """
-    settings = read_settings()
+    settings = read_settings(prefix)
     shown = list(zip(images, prompts, [record.get("image", []) for record in metadata], strict=True))
     return ask_for_each(lambda one: judge(settings, *one), shown, settings.server.concurrency)
 
@@ -107,8 +116,9 @@ async def judge(settings: Settings, image: Image, prompt: str, sources: list[Ima
         raise ServerError(f"{settings.server.url}: no chat completion: {str(answer)[:200]}") from None
     try:
         if is_cut:  # the last number may be half of a number
-            raise ValueError(f"an answer cut at VLM_JUDGE_MAX_TOKENS {settings.max_tokens}: {text[-200:]!r}")
-        axes = read_axes(text, settings.least, settings.highest)
+            told = f"an answer cut at {settings.prefix}_MAX_TOKENS {settings.max_tokens}"
+            raise ValueError(f"{told}: {text[-200:]!r}")
+        axes = read_axes(text, settings.least, settings.highest, f"{settings.prefix}_RANGE")
         if axes:
             return {"score": sum(axes.values()) / len(axes), **axes, "answer": text}
         score = read_score(text, settings.least, settings.highest)
@@ -119,50 +129,50 @@ async def judge(settings: Settings, image: Image, prompt: str, sources: list[Ima
 
 
 @functools.cache
-def read_settings() -> Settings:
+def read_settings(prefix: str = PREFIX) -> Settings:
     """The Settings in the environment; raises ValueError, which names the variable that is missing or wrong."""
-    given = os.environ.get("VLM_JUDGE_PROMPT", "").strip()
-    with error_prefix(f"VLM_JUDGE_PROMPT={given}"):
+    given = os.environ.get(f"{prefix}_PROMPT", "").strip()
+    with error_prefix(f"{prefix}_PROMPT={given}"):
         question = Path(given or QUESTION).read_text(encoding="utf-8")
         question_of_edits = question if given else QUESTION_OF_EDITS.read_text(encoding="utf-8")
         if "{prompt}" not in question:
             raise ValueError("the question must contain {prompt}, for which we put the image's prompt")
-    score_range = os.environ.get("VLM_JUDGE_RANGE", "").strip() or "0,10"
+    score_range = os.environ.get(f"{prefix}_RANGE", "").strip() or "0,10"
     try:
         least, highest = (float(number) for number in score_range.split(","))
     except ValueError:
         least = highest = math.nan
     if not -math.inf < least < highest < math.inf:
-        raise ValueError(f"VLM_JUDGE_RANGE={score_range}: must be two numbers, the least score and the highest: 0,10")
+        raise ValueError(f"{prefix}_RANGE={score_range}: must be two numbers, the least score and the highest: 0,10")
     return Settings(
-        server=read_server("VLM_JUDGE", "http://127.0.0.1:8000/v1", concurrency=16),
-        model=text_setting("VLM_JUDGE_MODEL", "Qwen/Qwen2.5-VL-7B-Instruct"),
+        prefix=prefix,
+        server=read_server(prefix, "http://127.0.0.1:8000/v1", concurrency=16),
+        model=text_setting(f"{prefix}_MODEL", "Qwen/Qwen2.5-VL-7B-Instruct"),
         questions=(question, question_of_edits),
         least=least,
         highest=highest,
-        max_tokens=number_setting("VLM_JUDGE_MAX_TOKENS", 512, 1),
+        max_tokens=number_setting(f"{prefix}_MAX_TOKENS", 512, 1),
     )
 
 
-def load() -> None:
+def load(prefix: str = PREFIX) -> None:
     """Start the server, if asked. Raise ValueError for wrong settings, or if it is not there or lacks the model."""
     read_settings.cache_clear()
-    settings = read_settings()
-    if command := os.environ.get("VLM_JUDGE_SERVE", "").strip():
-        serve("VLM_JUDGE_SERVE", command, settings.server.url)
+    settings = read_settings(prefix)
+    if command := os.environ.get(f"{prefix}_SERVE", "").strip():
+        serve(f"{prefix}_SERVE", command, settings.server.url)
     names = ask_for_names(settings.server, "/models", lambda answer: [model["id"] for model in answer["data"]])
     if names is None:
-        raise ValueError(f"VLM_JUDGE_URL={settings.server.url}: no /models there; is its /v1 missing?")
+        raise ValueError(f"{prefix}_URL={settings.server.url}: no /models there; is its /v1 missing?")
     if settings.model not in names:
-        raise ValueError(f"VLM_JUDGE_MODEL={settings.model}: not at the server, which has {', '.join(names)}")
+        raise ValueError(f"{prefix}_MODEL={settings.model}: not at the server, which has {', '.join(names)}")
+
+
+def variables(prefix: str) -> tuple[str, ...]:
+    """The environment variables that scores depend on."""
+    return tuple(f"{prefix}_{setting}" for setting in ("URL", "MODEL", "PROMPT", "RANGE", "MAX_TOKENS"))
 
 
 # what a reward may carry (common/scoring.py); mypy does not know that functions can have attributes
-vlm_judge.settings = (  # type: ignore[attr-defined]
-    "VLM_JUDGE_URL",
-    "VLM_JUDGE_MODEL",
-    "VLM_JUDGE_PROMPT",
-    "VLM_JUDGE_RANGE",
-    "VLM_JUDGE_MAX_TOKENS",
-)
+vlm_judge.settings = variables(PREFIX)  # type: ignore[attr-defined]
 vlm_judge.load = load  # type: ignore[attr-defined]

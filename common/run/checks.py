@@ -18,6 +18,7 @@ from common.process import print_message
 from common.rewards import try_rewards
 from common.run.inputs import Inputs
 from common.scoring import offload_rewards
+from common.user_code import code_file
 from common.weights import LoRA, check_modules
 from common.workload import Workload
 
@@ -74,7 +75,7 @@ def check_inputs(
             told = "compares the images of a prompt, and --eval_images_per_prompt is 1"
             raise ValueError(f"reward {name} {told}: make more, or set its attribute `relative`")
     check_asked(args, inputs)
-    own = {name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward) if ":" in name}
+    own = {name.rpartition(":")[2] for name in (*args.reward, *args.eval_reward) if code_file(name)}
     if own:
         tried = {name: function for name, function in inputs.all_rewards.items() if name in own}
         both = (inputs.eval_set, inputs.train_set)

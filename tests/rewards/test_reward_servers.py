@@ -26,7 +26,7 @@ from common.files.pictures import StoredImage
 from common.files.prompts import read_prompts
 from common.rewards import _json_http as json_http
 from common.rewards._judge_answers import read_axes, read_parts, read_score
-from common.rewards._loading import load_rewards
+from common.rewards._loading import load_rewards, reward_settings
 from common.rewards.vlm_judge import QUESTION, QUESTION_OF_EDITS
 from common.scoring import Scorer, score_images
 from tests.conftest import ROOT, TINY, few_eval_prompts, read_metrics, run_here, without_times
@@ -131,10 +131,10 @@ def serve(monkeypatch):
             monkeypatch.delenv(name)
     monkeypatch.setattr(json_http, "BACK_OFF_S", 0.01)
 
-    def start(kind, answer=None, load=True, **settings):
+    def start(kind, answer=None, load=True, own_name="", **settings):
         server = Server(answer or (lambda *request: good_answer(kind, *request)))
         servers.append(server)
-        prefix = kind.upper()
+        prefix = f"{kind}_{own_name}".upper().rstrip("_")
         defaults = {"URL": server.url, "MODEL": "tiny", "REWARD": "green", "TIMEOUT_S": "20", "RETRIES": "2"}
         for name, value in (defaults | settings).items():
             monkeypatch.setenv(f"{prefix}_{name}", str(value))
@@ -153,6 +153,92 @@ def fault_of(rewards, reward_failure="mask"):
     assert "\n" not in line and len(line) < 700
     print(line)
     return line
+
+
+# ---- several by name -------------------------------------------------------------------------------------------------
+def serve_three(serve):
+    """The servers of two judges and a scorer, whose settings stand under their names."""
+    style, _ = serve("vlm_judge", load=False, own_name="style", MODEL="tiny")
+    text, _ = serve("vlm_judge", load=False, own_name="text", MODEL="tiny", RANGE="0,5", API_KEY="secret")
+    red, _ = serve("http_scorer", load=False, own_name="red", REWARD="green")
+    return style, text, red
+
+
+THREE = ["vlm_judge:style", "vlm_judge:text", "http_scorer:red"]
+
+
+@fast
+def test_two_judges_and_a_scorer_have_settings_of_their_own(serve):
+    servers = serve_three(serve)
+    rewards = load_rewards(THREE, [1, 1, 1])
+    details = [{} for _ in IMAGES]
+    scores = score_images(rewards, IMAGES, PROMPTS, details=details)
+    assert scores.tolist() == [[i / 10, i / 5, i / 10] for i in range(4)]
+    assert [len(server.requests) for server in servers] == [4, 4, 1]
+    assert details[3] == {name: {"answer": "Nothing is right.\nScore: 3"} for name in ("style", "text")}
+    keys = [{headers["Authorization"] for _, _, headers in server.requests} for server in servers]
+    assert keys == [{None}, {"Bearer secret"}, {None}]  # nobody gets another's key
+    assert reward_settings(rewards) == {
+        "style": {"VLM_JUDGE_STYLE_URL": servers[0].url, "VLM_JUDGE_STYLE_MODEL": "tiny"},
+        "text": {"VLM_JUDGE_TEXT_URL": servers[1].url, "VLM_JUDGE_TEXT_MODEL": "tiny", "VLM_JUDGE_TEXT_RANGE": "0,5"},
+        "red": {"HTTP_SCORER_RED_URL": servers[2].url, "HTTP_SCORER_RED_REWARD": "green"},
+    }
+
+
+@fast
+def test_scores_of_a_named_judge_share_its_call(serve):
+    server, _ = serve("vlm_judge", lambda path, body: three_lines(path, body), load=False, own_name="a", RANGE="1,5")
+    rewards = load_rewards(["vlm_judge:a", "vlm_judge:a.style"], [1, 1])
+    assert score_images(rewards, IMAGES[:1], PROMPTS.select([0])).tolist() == [[0.5, 0.25]]
+    assert len(server.requests) == 1
+
+
+def three_lines(path, body):
+    lines = "Alignment Score (1-5): 4\nCoherence Score (1-5): 3\nStyle Score (1-5): 2"
+    return good_answer("vlm_judge", path, None) if body is None else (200, completion(lines))
+
+
+@fast
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["vlm_judge:none"], "--reward none: the environment variable VLM_JUDGE_NONE_URL is not set; for example"),
+        (
+            ["http_scorer:none"],
+            "--reward none: the environment variable HTTP_SCORER_NONE_REWARD is not set; for example",
+        ),
+        (["ocr:mine"], "--reward ocr:mine: ocr has no settings by name, as vlm_judge and http_scorer have"),
+        (["vlm_judge:My"], "--reward vlm_judge:My: 'My' must be of small letters, digits and _"),
+        (["vlm_judge:"], "--reward vlm_judge:: '' must be of small letters, digits and _"),
+        (["vlm_judge:style", "http_scorer:style"], "two rewards are named style"),
+    ],
+)
+def test_a_name_without_settings_is_refused_in_one_line(serve, names, told):
+    serve_three(serve)
+    with pytest.raises(ValueError) as error:
+        load_rewards(names, [1] * len(names))
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_run_trains_with_two_judges_and_a_scorer(serve, tmp_path):
+    """Each has a metric of its own name, and best_adapter/ may be chosen by one; none is tried on grey images first."""
+
+    def brightness(kind):
+        return lambda path, body: mean_of(kind, body) if body else good_answer(kind, path, body)
+
+    servers = [
+        serve("vlm_judge", brightness("vlm_judge"), load=False, own_name="style")[0],
+        serve("vlm_judge", brightness("vlm_judge"), load=False, own_name="text", RANGE="0,20")[0],
+        serve("http_scorer", brightness("http_scorer"), load=False, own_name="red")[0],
+    ]
+    options = ["--reward", *THREE, "--reward_weights", 1, 1, 1, *TINY, "--rollout", "local", "--num_steps", 1]
+    options += [*few_eval_prompts(tmp_path), "--best_by", "val/text/mean"]
+    assert run_here(tmp_path, "flow_grpo.py", *options, "--name", "run") is None
+    for row in read_metrics(tmp_path / "runs" / "run"):
+        assert row["val/style/mean"] == pytest.approx(2 * row["val/text/mean"])
+        assert row["val/style/mean"] == pytest.approx(row["val/red/mean"]) and row["val/red/mean"] > 0
+    images = sum(len(shown("http_scorer", body)) for _, body, _ in servers[2].requests)
+    assert [len(server.requests) for server in servers[:2]] == [images, images]
 
 
 # ---- requests and scores ---------------------------------------------------------------------------------------------
