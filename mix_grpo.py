@@ -628,11 +628,11 @@ def optimizer_step(args: Args, model: Family, optimizer: AdamW) -> float:
     return grad_norm
 
 
-def update(args: Args, model: Family, optimizer: AdamW, batch: Batch) -> dict[str, float]:
+def update(args: Args, run: Run, model: Family, optimizer: AdamW, batch: Batch) -> dict[str, float]:
     """epochs_per_rollout x updates_per_rollout optimizer steps on a rank's B images. Returns metrics over all ranks."""
     reference = None
     if args.kl_coef:  # the reference's means and velocities, once per rollout, as they do not change
-        with acting(model, "reference"):
+        with run.timed("ref"), acting(model, "reference"):
             reference = recompute_log_probs(args, model, batch.request, batch.trajectories)
     # rows in order, not shuffled, as GroupSampler dealt them: a mini-batch is the same on any number of ranks
     of_epoch = torch.arange(len(batch.advantages)).chunk(args.updates_per_rollout)
@@ -765,7 +765,7 @@ def main(args: Args, inputs: Inputs) -> None:
         with run.updating():
             local_advantages = advantages[image_index].to(device, torch.float32)  # (B,)
             batch = Batch(request, trajectories, old, local_advantages)
-            metrics |= update(args, model, optimizer, batch) | mismatch_metrics
+            metrics |= update(args, run, model, optimizer, batch) | mismatch_metrics
             mean, deviation = metrics["actor/on_policy_ratio_mean"], metrics["actor/on_policy_ratio_std"]
             run.report_ratio(mean, deviation, args.clip_range)
 

@@ -50,7 +50,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).parents[1]
-NOT_OF_A_STEP = ("startup", "testing", "save_checkpoint", "step")  # timings that are no part of it, or all of it
+# timings that are no part of a step, all of it, or a part of another phase
+NOT_OF_A_STEP = ("startup", "testing", "save_checkpoint", "step", "ref")
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------

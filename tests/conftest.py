@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -103,6 +104,9 @@ def is_installed(package: str) -> bool:
 needs_engine = pytest.mark.skipif(not is_installed("vllm_omni"), reason="vLLM-Omni is not installed")
 needs_tensorboard = pytest.mark.skipif(not is_installed("tensorboard"), reason="tensorboard is not installed")
 needs_wandb = pytest.mark.skipif(not is_installed("wandb"), reason="wandb is not installed")
+
+
+UNTIMED: Any = SimpleNamespace(timed=lambda name: contextlib.nullcontext())  # in the place of a Run
 
 
 def skip_without_engine() -> None:

@@ -116,6 +116,7 @@ class Run:
         self._rng_to_save: dict | None = None  # after a failure, as a thread that scores may still draw numbers
         self._best_step: int | None = None  # of the best evaluation; None: unknown
         self._clock = Clock(workload.num_images if workload else 0, self.folder, args.profile_steps)
+        self._phase = ""  # that is being timed
         self._updates_per_step = workload.updates_per_step if workload else 1
         self._writes = on_rank_0()
         self._stop_reason: str | None = None  # the rule that an evaluation met first
@@ -151,12 +152,16 @@ class Run:
         """Add the block's seconds to timing_s/<name>, to the end of the GPU's work. The time before the first block is
         startup.
 
-        A block is also a phase of heartbeat.json. per_image: log timing_per_image_ms/<name> as well. mfu: log
-        perf/mfu/<mfu> of a phase that common/run/utilisation.py counts.
+        A block is also a phase of heartbeat.json, and may stand in another. per_image: log timing_per_image_ms/<name>
+        as well. mfu: log perf/mfu/<mfu> of a phase that common/run/utilisation.py counts.
         """
+        outer, self._phase = self._phase, name
         self._write_heartbeat(name)
         with self._clock.timed(name, per_image=per_image, mfu=mfu):
             yield
+        self._phase = outer
+        if outer:
+            self._write_heartbeat(outer)
 
     @contextmanager
     def updating(self) -> Iterator[None]:

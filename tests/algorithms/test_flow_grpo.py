@@ -83,6 +83,7 @@ def test_a_short_run_in_this_process(tmp_path):
     run = tmp_path / "runs" / "flow_grpo"
     before, after = read_metrics(run)
     assert after["actor/grad_norm"] > 0 and after["actor/on_policy_ratio_mean"] == 1
+    assert 0 < after["timing_s/ref"] < after["timing_s/update_actor"]  # which it is a part of
     assert after["val/brightness/mean"] != before["val/brightness/mean"]
     state = torch.load(run / "checkpoints" / "step_000001.pt", weights_only=True)
     assert any(v.abs().max() > 0 for k, v in state["policies"]["default"].items() if "lora_B" in k)

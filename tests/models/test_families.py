@@ -24,6 +24,7 @@ from common.weights.policy import acting, add_policies, tensors_on_rank_0
 from tests.comfyui_names import BY_DIFFUSERS_NAME, names_in_a_file, starred
 from tests.conftest import (
     TINY,
+    UNTIMED,
     assert_one_line,
     brightness_reward,
     few_eval_prompts,
@@ -619,7 +620,7 @@ def test_compiled_in_bf16_the_first_ratio_is_exactly_1(checkpoint, one_rank):
     trajectories = flow_grpo.rollout(args, model, None, request)
     old, _ = flow_grpo.find_old_policy(args, model, None, request, trajectories)
     batch = flow_grpo.Batch(request, trajectories, old, torch.tensor([1.0, -1.0]))
-    metrics = flow_grpo.update(args, model, torch.optim.SGD(trained, lr=1.0), batch)
+    metrics = flow_grpo.update(args, UNTIMED, model, torch.optim.SGD(trained, lr=1.0), batch)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 8  # so it did compile
     assert metrics["actor/ratio_mean"] == 1 and metrics["actor/ratio_std"] == 0
     assert metrics["actor/grad_norm"] > 0

@@ -257,6 +257,10 @@ def test_a_heartbeat_names_the_phase_that_a_run_hangs_in_and_how_it_ended(num_st
     run._owns_folder = True  # as a script's run does
     run.step = 7
     before = time.time()
+    with run.timed("update_actor"):  # which goes on after a phase within it
+        with run.timed("ref"):
+            assert json.loads((tmp_path / "heartbeat.json").read_text())["phase"] == "ref"
+        assert json.loads((tmp_path / "heartbeat.json").read_text())["phase"] == "update_actor"
     with run.timed("reward"):
         beat = json.loads((tmp_path / "heartbeat.json").read_text())
     assert beat["step"] == 7 and beat["phase"] == "reward" and beat["pid"] == os.getpid() and beat["host"]

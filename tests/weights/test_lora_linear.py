@@ -10,7 +10,7 @@ from common.weights import lora_linear
 from common.weights.base_weights import FrozenLinear
 from common.weights.lora_linear import LoRAProduct, fuse_lora
 from common.weights.policy import add_policies
-from tests.conftest import embedded_model, lora_of, prompt_set
+from tests.conftest import UNTIMED, embedded_model, lora_of, prompt_set
 
 import pytest
 import torch
@@ -162,7 +162,7 @@ def test_in_bf16_the_first_ratio_is_exactly_1(train_with, one_rank, as_on_a_gpu,
     trajectories = flow_grpo.rollout(args, model, None, request)
     old, _ = flow_grpo.find_old_policy(args, model, None, request, trajectories)
     batch = flow_grpo.Batch(request, trajectories, old, torch.tensor([1.0, -1.0]))
-    metrics = flow_grpo.update(args, model, torch.optim.SGD(trained, lr=1.0), batch)
+    metrics = flow_grpo.update(args, UNTIMED, model, torch.optim.SGD(trained, lr=1.0), batch)
     assert metrics["actor/ratio_mean"] == 1 and metrics["actor/ratio_std"] == 0
     assert metrics["actor/grad_norm"] > 0
     assert calls and set(calls) == {torch.bfloat16}

@@ -8,7 +8,7 @@ from common.plan.memory import Meter, fused_rms_norms
 from common.weights import policy
 from common.weights.norms import fuse_norms
 from common.weights.policy import add_policies
-from tests.conftest import embedded_model, lora_of, prompt_set
+from tests.conftest import UNTIMED, embedded_model, lora_of, prompt_set
 from tests.tiny_models import make_checkpoint
 
 import numpy as np
@@ -146,7 +146,7 @@ def test_a_rollout_in_bf16_is_near_diffusers_and_its_first_ratio_is_1(one_rank, 
     trajectories = flow_grpo.rollout(args, model, None, request)
     old, _ = flow_grpo.find_old_policy(args, model, None, request, trajectories)
     batch = flow_grpo.Batch(request, trajectories, old, torch.tensor([1.0, -1.0]))
-    metrics = flow_grpo.update(args, model, torch.optim.SGD(trained, lr=1.0), batch)
+    metrics = flow_grpo.update(args, UNTIMED, model, torch.optim.SGD(trained, lr=1.0), batch)
     assert metrics["actor/ratio_mean"] == 1 and metrics["actor/ratio_std"] == 0
     assert metrics["actor/grad_norm"] > 0
 

@@ -31,6 +31,7 @@ from tests.conftest import (
     EMBEDDED,
     SCRIPTS,
     TINY,
+    UNTIMED,
     brightness_reward,
     checked,
     embedded_model,
@@ -389,7 +390,7 @@ def batch_of(module, request, trajectories, advantages):
 
 def one_update(args, model, optimizer, advantages):
     """An update on four images; Adam-free with an SGD optimizer of rate 1, whose change is minus the gradient."""
-    return flow_grpo.update(args, model, optimizer, batch_of(flow_grpo, *rollout_of(args, model), advantages))
+    return flow_grpo.update(args, UNTIMED, model, optimizer, batch_of(flow_grpo, *rollout_of(args, model), advantages))
 
 
 ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -2.0])
@@ -815,7 +816,7 @@ def gradient(**changes):
     batch = batch_of(flow_grpo, *rollout_of(args, model), ADVANTAGES)
     calls = []
     model.transformer.transformer_blocks[0].attn.register_forward_pre_hook(lambda *_: calls.append(1))
-    metrics = flow_grpo.update(args, model, torch.optim.SGD(trained, lr=1.0), batch)
+    metrics = flow_grpo.update(args, UNTIMED, model, torch.optim.SGD(trained, lr=1.0), batch)
     return {key: before[key] - v for key, v in tensors_on_rank_0(model)[0].items()}, metrics, len(calls)
 
 
