@@ -135,7 +135,8 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
     file = split_key(name)[0]
     built_in, colon, own_name = file.partition(":")
     if built_in in built_in_rewards():
-        function: Reward = _built_in(built_in, own_name if colon else None, f"{option} {name}")
+        with error_prefix(f"{option} {name}", ValueError):
+            function: Reward = _built_in(built_in, own_name if colon else None)
     elif colon:
         function = load_function(file, option)
     else:
@@ -150,17 +151,17 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
 
 
 @functools.cache  # one function for each, as several scores of a judge share a call
-def _built_in(name: str, own_name: str | None, subject: str) -> Reward:
+def _built_in(name: str, own_name: str | None) -> Reward:
     """The function of common/rewards/NAME.py, or where `own_name` is given, such as the style of vlm_judge:style, the
-    same function with the settings of this name. ValueError, which begins with `subject`: there are none."""
-    module = call_user_code(lambda: importlib.import_module(f"common.rewards.{name}"), subject)
+    same function with the settings of this name. ValueError: there are none."""
+    module = call_user_code(lambda: importlib.import_module(f"common.rewards.{name}"), f"importing reward {name}")
     function = getattr(module, name)
     if own_name is None:
         return function
     if not hasattr(module, "PREFIX"):
-        raise ValueError(f"{subject}: {name} has no settings by name, as vlm_judge and http_scorer have")
+        raise ValueError(f"{name} has no settings by name, as vlm_judge and http_scorer have")
     if not re.fullmatch("[a-z][a-z0-9_]*", own_name):
-        raise ValueError(f"{subject}: {own_name!r} must be of small letters, digits and _")
+        raise ValueError(f"{own_name!r} must be of small letters, digits and _")
     prefix = f"{module.PREFIX}_{own_name.upper()}"
     named: Any = functools.update_wrapper(functools.partial(function, prefix=prefix), function)  # with its attributes
     named.settings = module.variables(prefix)
