@@ -1,6 +1,7 @@
 """What a reward says beside its score, the images of a rollout, and the rewards of a field's values."""
 
 import json
+import re
 
 from common.data import PromptSet
 from common.errors import RunError
@@ -49,16 +50,16 @@ def test_a_scorer_keeps_what_a_reward_says_beside_each_score(whole_group, monkey
 @pytest.mark.parametrize(
     ("detail", "told"),
     [
-        ({"red": 3}, "its dict has no 'score'; it has red; NAME.KEY at the end of --reward names another"),
-        ({"score": "high"}, "the score must be a finite number or an exception, got 'high', a str"),
-        ({"score": NAN}, "the score must be a finite number or an exception, got nan, a float"),
-        ({"score": 1, "red": NAN}, '"red" must be a finite number or a string, got nan'),
-        ({"score": 1, "mean": 2}, '"mean" is logged of each reward; give it another name'),
-        ({"score": 1, "red": None}, '"red" must be a finite number or a string, got None'),
+        ({"red": 3}, "'score'.* red; NAME.KEY.*--reward "),
+        ({"score": "high"}, "'high', a str"),
+        ({"score": NAN}, "nan, a float"),
+        ({"score": 1, "red": NAN}, '"red".*nan'),
+        ({"score": 1, "mean": 2}, '"mean"'),
+        ({"score": 1, "red": None}, '"red".*None'),
     ],
 )
 def test_a_dict_without_a_score_or_with_something_else_is_refused(detail, told):
-    with pytest.raises(RunError, match=rf"^reward odd: image 1 \(prompt: second\): {told}$"):
+    with pytest.raises(RunError, match=rf" odd: .* 1 \(.* second\): .*{told}"):
         score_images({"odd": lambda *_: [0.5, detail, ValueError("no")]}, IMAGES, PROMPTS, "mask")
 
 
@@ -103,9 +104,7 @@ def test_two_scores_of_a_reward_come_from_one_call(tmp_path, monkeypatch):
     details = [{}, {}, {}]
     scores = score_images(rewards, IMAGES[:2], PROMPTS.select([0, 1]), "stop", details[:2])
     assert scores.tolist() == [[20, 1, 10], [40, 2, 20]] and details == [{}, {}, {}] and calls["head"] == 2
-    with pytest.raises(
-        RunError, match=r"^reward head.hue: image 0 \(prompt: first\): its dict has no 'hue'; it has score, style"
-    ):
+    with pytest.raises(RunError, match=r" head.hue: .* 0 \(.* first\): .*'hue'.*score, style"):
         score_images(load_rewards(["heads.py:head.hue"], [1.0]), IMAGES[:1], PROMPTS.select([0]))
 
 
@@ -118,7 +117,7 @@ def test_a_built_in_reward_scores_frames_of_videos(tmp_path, monkeypatch, capfd)
     of_frames.cache_clear()
     names = ["jpeg_compressibility.score", "jpeg_compressibility.red", "whole.py:whole"]
     rewards = load_rewards(names, [1.0] * 3, 7, 3)
-    assert "jpeg_compressibility.red: of a video, the mean over 3 of its 7 frames" in capfd.readouterr().err
+    assert re.search(r"jpeg_compressibility\.red:.*3 of its 7", capfd.readouterr().err)
     videos = [[Image.new("RGB", (4, 2), (level + 10 * k**2, 0, 0)) for k in range(7)] for level in (0, 1)]
     details = [{}, {}]
     scores = score_images(rewards, videos, PROMPTS.select([0, 2]), "stop", details)
@@ -131,7 +130,7 @@ def test_a_built_in_reward_scores_frames_of_videos(tmp_path, monkeypatch, capfd)
     some = of_frames(lambda images, *_: [{"score": 1, "a": 1}, {"score": 3}, {"score": 4}, {"score": 4, "a": 2}], 2)
     assert score_images({"some": some}, videos, PROMPTS.select([0, 2])).tolist() == [[2], [4]]
     for frames, told in (((7, 8), "--num_frames is 7"), ((1, 1), "--num_frames is 1")):
-        with pytest.raises(ValueError, match=rf"^--reward_frames {frames[1]}: needs videos .*{told}"):
+        with pytest.raises(ValueError, match=f"^--reward_frames {frames[1]}:.*{told}"):
             load_rewards(names[2:], [1.0], *frames)
 
 
@@ -158,7 +157,7 @@ def test_the_scores_of_a_reward_have_weights_of_their_own(tmp_path):
 @pytest.mark.parametrize("name", ["details", "advantage", "prompt"])
 def test_a_reward_is_not_named_as_another_field_of_its_records(name, tmp_path):
     (tmp_path / "mine.py").write_text(f"def {name}(images, prompts, metadata):\n    return [0.0] * len(images)\n")
-    with pytest.raises(ValueError, match=f"^--reward mine.py:{name}: .* records something else as {name}: rename"):
+    with pytest.raises(ValueError, match=f"^--reward mine.py:{name}: .*{name}:"):
         load_rewards([f"mine.py:{name}"], [1.0])
 
 
@@ -229,11 +228,9 @@ def test_rewards_of_a_fields_values_by_hand(monkeypatch):
 def test_a_field_that_no_record_has_is_named_before_anything_loads():
     for record in ({}, {"kind": None}, {"kind": 3}):
         check_field(PromptSet(["a", "b"], [{"kind": "x"}, record]), "kind")
-    with pytest.raises(
-        ValueError, match="^--eval_by kind: no record of --eval_prompts has a field of that name; --eval_"
-    ):
+    with pytest.raises(ValueError, match="^--eval_by kind:.*--eval_prompts.*--eval_"):
         check_field(PromptSet(["a", "b"], [{"kin": "x"}, {"kind": None}]), "kind")
-    with pytest.raises(ValueError, match="^--eval_by kind: the record of the prompt 'b' has no text or number there; "):
+    with pytest.raises(ValueError, match="^--eval_by kind:.*'b'"):
         check_field(PromptSet(["a", "b"], [{"kind": "x"}, {"kind": ["x"]}]), "kind")
 
 

@@ -107,14 +107,14 @@ def test_a_colour_is_that_of_the_object_alone_on_grey(monkeypatch):
 @pytest.mark.parametrize(
     ("record", "fault"),
     [
-        ({"prompt": "a bird"}, 'needs "tag" and "include"'),
+        ({"prompt": "a bird"}, '"tag".*"include"'),
         (
             {"prompt": "a", "tag": "colors", "include": [{"class": "dragon", "count": 1}]},
             "dragon",
         ),
         (
             {"prompt": "a", "tag": "counting", "include": [{"class": "bird", "count": 0}]},
-            "whole number",
+            "bird .* 0",
         ),
         (
             {"prompt": "a", "tag": "colors", "include": [{"class": "bird", "count": 1, "color": "teal"}]},
@@ -122,13 +122,13 @@ def test_a_colour_is_that_of_the_object_alone_on_grey(monkeypatch):
         ),
         (
             {"prompt": "a", "tag": "position", "include": [{"class": "bird", "count": 1, "position": ["left of", 0]}]},
-            "the number of an earlier clause",
+            "left of, right of, above, below",
         ),
         (
             {"prompt": "a", "tag": "position", "include": [{"class": "bird", "count": 1}] * 2, "exclude": "cat"},
-            'needs "tag" and "include"',
+            '"tag".*"include"',
         ),
-        ({"prompt": "a", "tag": "colors", "include": ["bird"]}, 'needs "tag" and "include"'),
+        ({"prompt": "a", "tag": "colors", "include": ["bird"]}, '"tag".*"include"'),
         *(
             (
                 {
@@ -136,7 +136,7 @@ def test_a_colour_is_that_of_the_object_alone_on_grey(monkeypatch):
                     "tag": "position",
                     "include": [{"class": "cat", "count": 1}, {"class": "bird", "count": 1, "position": place}],
                 },
-                "must be one of left of, right of, above, below",
+                "bird .* left of, right of, above, below",
             )
             for place in ("left of", ["left of"], ["left-of", 0], ["left of", "0"], ["left of", 1])
         ),

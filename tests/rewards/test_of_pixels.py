@@ -124,12 +124,12 @@ def test_an_image_is_scored_by_what_its_prompt_asks_for():
 @pytest.mark.parametrize(
     ("of_pixels", "fault"),
     [
-        (lambda pixels, prompts, metadata: 1 / 0, "its of_pixels raised .*division by zero"),
-        (lambda pixels, prompts, metadata: sys.exit(0), "its of_pixels raised SystemExit"),
-        (lambda pixels, prompts, metadata: pixels.mean(), r"its of_pixels returned \(\) in place of a tensor \(3,\)"),
-        (lambda pixels, prompts, metadata: [0.5] * 3, r"its of_pixels returned list in place of a tensor \(3,\)"),
-        (lambda pixels, prompts, metadata: pixels.detach()[:, 0, 0, 0], "has no gradient by the pixels"),
-        (lambda pixels, prompts, metadata: pixels[:, 0, 0, 0] / 0, "its of_pixels gave the scores "),
+        (lambda pixels, prompts, metadata: 1 / 0, "of_pixels .*division by zero"),
+        (lambda pixels, prompts, metadata: sys.exit(0), "of_pixels.*SystemExit"),
+        (lambda pixels, prompts, metadata: pixels.mean(), r"of_pixels.*\(\).*\(3,\)"),
+        (lambda pixels, prompts, metadata: [0.5] * 3, r"of_pixels.*list.*\(3,\)"),
+        (lambda pixels, prompts, metadata: pixels.detach()[:, 0, 0, 0], "of_pixels"),
+        (lambda pixels, prompts, metadata: pixels[:, 0, 0, 0] / 0, "of_pixels .*inf"),
     ],
 )
 def test_what_of_pixels_must_return(of_pixels, fault):
@@ -138,15 +138,15 @@ def test_what_of_pixels_must_return(of_pixels, fault):
 
     reward.of_pixels = of_pixels
     pixels = some_pixels("clip_score", (8, 8)).requires_grad_()
-    with pytest.raises(RunError, match=f"^reward mine: .*{fault}"):
+    with pytest.raises(RunError, match=f" mine: .*{fault}"):
         score_pixels({"mine": reward}, pixels, prompt_set(PROMPTS))
 
 
 def test_one_number_of_several_has_no_gradient_of_its_own():
     """of_pixels gives one tensor: head.style and head.content would both get it."""
-    with pytest.raises(ValueError, match=r"^--reward sign_colour.red: of_pixels gives one score, without a key"):
+    with pytest.raises(ValueError, match="^--reward sign_colour.red: of_pixels "):
         check_of_pixels({"sign_colour.red": sign_colour})
-    with pytest.raises(ValueError, match="^--reward ocr: has no of_pixels"):
+    with pytest.raises(ValueError, match="^--reward ocr:.*of_pixels"):
         check_of_pixels({"ocr": lambda images, prompts, metadata: [1.0]})
-    with pytest.raises(ValueError, match="^--reward clip_score: its of_pixels takes images, not the videos"):
+    with pytest.raises(ValueError, match="^--reward clip_score: .*of_pixels .*--num_frames "):
         check_of_pixels(load_rewards(["clip_score"], load=False, num_frames=33, reward_frames=3), 33)

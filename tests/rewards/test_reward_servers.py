@@ -317,17 +317,17 @@ def test_the_three_lines_of_unified_reward_2(serve):
     ("text", "fault"),
     [
         ("Score: 4", None),
-        ("Style Score (1-5): 3\nScore: 4", "without one line each"),
-        (f"{THREE_LINES}\nStyle Score: 4", "without one line each"),
-        (THREE_LINES.replace("2.5", "5.5"), "whose alignment score is not of VLM_JUDGE_RANGE, 1,5"),
-        (THREE_LINES.replace("(1-5): 3", "(1-10): 3"), "whose style score is not of VLM_JUDGE_RANGE, 1,5"),
+        ("Style Score (1-5): 3\nScore: 4", "Alignment, Coherence.* Style"),
+        (f"{THREE_LINES}\nStyle Score: 4", "Alignment, Coherence.* Style"),
+        (THREE_LINES.replace("2.5", "5.5"), "alignment.*VLM_JUDGE_RANGE, 1,5"),
+        (THREE_LINES.replace("(1-5): 3", "(1-10): 3"), "style.*VLM_JUDGE_RANGE, 1,5"),
     ],
 )
 def test_lines_of_another_kind_or_range_are_no_score(text, fault):
     if fault is None:
         assert read_axes(text, 1, 5) == {}
     else:
-        with pytest.raises(ValueError, match=f"^an answer {fault}"):
+        with pytest.raises(ValueError, match=fault):
             read_axes(text, 1, 5)
 
 
@@ -406,7 +406,7 @@ def test_a_result_is_a_number_or_one_of_several_by_name(serve, wanted, result, s
 )
 def test_the_rule_by_which_an_answer_is_read(text, score):
     if score is None:
-        with pytest.raises(ValueError, match="an answer "):
+        with pytest.raises(ValueError, match=re.escape(repr(text[-200:]))):
             read_score(text, 0, 10)
     else:
         assert read_score(text, 0, 10) == pytest.approx(score, abs=1e-15)
@@ -463,19 +463,19 @@ def flooding(status):
 
 FAULTS = {  # what a server answers, how it is told, and whether another attempt may mend it
     "busy": ((500, b"out of memory"), "HTTP 500: out of memory", True),
-    "cut short": ((cut_short, None), "no answer (peer closed connection without sending complete message body", True),
-    "silent": ((silent, None), "no answer within 0.5 s", True),
-    "dripping headers": ((dripping(b"HTTP/1.0 200 OK\r\n"), None), "no answer within 0.5 s", True),
-    "dripping body": ((dripping(b"HTTP/1.0 200 OK\r\n\r\n"), None), "no answer within 0.5 s", True),
+    "cut short": ((cut_short, None), "(peer closed connection without sending complete message body", True),
+    "silent": ((silent, None), " 0.5 s", True),
+    "dripping headers": ((dripping(b"HTTP/1.0 200 OK\r\n"), None), " 0.5 s", True),
+    "dripping body": ((dripping(b"HTTP/1.0 200 OK\r\n\r\n"), None), " 0.5 s", True),
     "no HTTP": (
         (lambda handler: handler.wfile.write(b"SSH-2.0\r\n\r\n"), None),
-        "no answer (illegal status line",
+        "(illegal status line",
         True,
     ),
-    "flooding": ((flooding(200), None), "the answer has more than 1000 bytes", False),
-    "flooding an error": ((flooding(401), None), "HTTP 401: nothing", False),
-    "in a circle": ((lambda handler: moved(handler, handler.path), None), "no answer (Exceeded maximum allowed", True),
-    "refusing a batch": ((413, b""), "HTTP 413: nothing", False),
+    "flooding": ((flooding(200), None), " 1000 ", False),
+    "flooding an error": ((flooding(401), None), "HTTP 401: ", False),
+    "in a circle": ((lambda handler: moved(handler, handler.path), None), "(Exceeded maximum allowed", True),
+    "refusing a batch": ((413, b""), "HTTP 413: ", False),
     "forbidden": ((403, b"no\nkey"), "HTTP 403: no\\nkey", False),
 }
 
@@ -485,17 +485,17 @@ FAULTS = {  # what a server answers, how it is told, and whether another attempt
 def test_a_server_that_fails_ends_the_run(serve, case, monkeypatch, capfd):
     answer, told, is_retried = FAULTS[case]
     monkeypatch.setattr(json_http, "LARGEST_ANSWER", 1000)
-    settings = {"TIMEOUT_S": 0.5 if "within" in told else 20, "RETRIES": 1, "CONCURRENCY": 1}
+    settings = {"TIMEOUT_S": 0.5 if "0.5" in told else 20, "RETRIES": 1, "CONCURRENCY": 1}
     good = functools.partial(good_answer, "http_scorer")
     server, rewards = serve("http_scorer", lambda path, body: answer if body else good(path, body), **settings)
     server.sent = 0
     line = fault_of(rewards)
-    assert f"{server.url}/score: {told}" in line and ("in each of 2 attempts" in line) == is_retried
+    assert f"{server.url}/score: " in line and told in line and (" of 2 " in line) == is_retried
     if case != "in a circle":
         assert len(server.requests) == 1 + is_retried
     assert server.sent < 50e6  # what the sockets have taken in
     reported = [line for line in capfd.readouterr().err.splitlines() if server.url in line]
-    assert len(reported) == is_retried and all(line.endswith("; asking again, up to 1 times") for line in reported)
+    assert len(reported) == is_retried and all(" 1 " in line.rpartition(";")[2] for line in reported)
 
 
 @fast
@@ -525,7 +525,7 @@ def test_the_pause_before_another_attempt_doubles_up_to_half_a_minute(serve, mon
 
     monkeypatch.setattr(json_http, "BACK_OFF_S", 1.0)
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    with pytest.raises(json_http.ServerError, match="in each of 8 attempts"):
+    with pytest.raises(json_http.ServerError, match=" of 8 "):
         ask("/score", {})
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
 
@@ -536,9 +536,9 @@ def test_a_server_that_dies_between_requests_ends_the_run(serve, kind, capfd):
     server, rewards = serve(kind)
     assert score_images(rewards, IMAGES, PROMPTS)[:, 0].tolist() == [0, 0.1, 0.2, 0.3]
     server.stop()
-    assert "no answer (All connection attempts failed), in each of 3 attempts" in fault_of(rewards)
+    assert re.search(r"\(All connection attempts failed\), .* of 3 ", fault_of(rewards))
     (line,) = [line for line in capfd.readouterr().err.splitlines() if server.url in line]  # one line for four requests
-    assert line.endswith("no answer (All connection attempts failed); asking again, up to 2 times")
+    assert re.search(r"\(All connection attempts failed\); .* 2 ", line)
 
 
 @fast
@@ -584,7 +584,7 @@ def test_the_environments_proxy_is_asked(serve, monkeypatch, variables, asked):
     if asked:
         assert ask("/score") == {"path": asked}
     else:
-        with pytest.raises(json_http.ServerError, match=r"^http://scorer.invalid:1/score: no answer "):
+        with pytest.raises(json_http.ServerError, match="^http://scorer.invalid:1/score:"):
             ask("/score")
 
 
@@ -598,29 +598,29 @@ def test_no_proxy_is_asked_for_a_server_on_this_machine(serve, monkeypatch):
 
 GARBAGE = {
     "vlm_judge": [
-        (b"<html>busy</html>", "the answer is not JSON: <html>busy</html>"),
-        (b"", "the answer is not JSON: nothing"),
-        ({}, "no chat completion"),
-        ([], "no chat completion"),
-        ({"choices": []}, "no chat completion"),
-        ({"choices": [{"text": "Score: 5"}]}, "no chat completion"),
+        (b"<html>busy</html>", "JSON: <html>busy</html>"),
+        (b"", "JSON: "),
+        ({}, None),
+        ([], None),
+        ({"choices": []}, None),
+        ({"choices": [{"text": "Score: 5"}]}, None),
         *(
-            ({"choices": [{"message": {"content": content}}]}, "no chat completion")
+            ({"choices": [{"message": {"content": content}}]}, None)
             for content in ([{"type": "text", "text": "Score: 5"}], 5, {"text": "Score: 5"}, True)
         ),
     ],
     "http_scorer": [
-        (b"<html>busy</html>", "the answer is not JSON: <html>busy</html>"),
-        (b"\xff" * 500, "the answer is not JSON"),
-        ([1, 2, 3, 4], 'no "results", a list of objects'),
-        ({"results": [0.1, 0.2, 0.3, 0.4], "errors": [{}] * 4}, 'no "results", a list of objects'),
-        ({"results": [{"green": 1}] * 4}, 'no "errors", a list of objects'),
+        (b"<html>busy</html>", "JSON: <html>busy</html>"),
+        (b"\xff" * 500, "JSON"),
+        ([1, 2, 3, 4], '"results"'),
+        ({"results": [0.1, 0.2, 0.3, 0.4], "errors": [{}] * 4}, '"results"'),
+        ({"results": [{"green": 1}] * 4}, '"errors"'),
         *(
-            ({"results": [{"green": 1}] * results, "errors": [{}] * errors}, f"has {wrong} entries for 4 requests")
+            ({"results": [{"green": 1}] * results, "errors": [{}] * errors}, f" {wrong} ")
             for results, errors, wrong in ((3, 4, 3), (4, 0, 0), (5, 5, 5))
         ),
         *(
-            ({"results": [result] * 4, "errors": [{}] * 4}, "neither a number nor an error for green")
+            ({"results": [result] * 4, "errors": [{}] * 4}, " green: ")
             for result in ({}, *({"green": odd} for odd in (None, "1", True, 10**400, {"a": 1, "b": 2}, {})))
         ),
     ],
@@ -631,7 +631,7 @@ GARBAGE = {
 @pytest.mark.parametrize(("kind", "content", "told"), [(kind, *case) for kind in KINDS for case in GARBAGE[kind]])
 def test_garbage_is_never_a_score_and_never_one_images_failure(serve, kind, content, told):
     _, rewards = serve(kind, lambda path, body: (200, content) if body else good_answer(kind, path, body))
-    assert told in fault_of(rewards)
+    assert (told or str(content)[:200]) in fault_of(rewards)
 
 
 @fast
@@ -641,22 +641,22 @@ def test_a_number_that_is_not_the_metrics_is_not_taken_for_it(serve, result):
         return (200, {"results": [result] * 4, "errors": [{}] * 4}) if body else good_answer("http_scorer", path, body)
 
     _, rewards = serve("http_scorer", answer, REWARD="green/foo")
-    assert f"neither a number nor an error for green/foo: {result}" in fault_of(rewards)
+    assert f" green/foo: {result}" in fault_of(rewards)
 
 
 # the server's answer about image 1 alone; the other images get their scores
 ONE_FAILS = {
-    "no score": ("vlm_judge", (200, completion("I cannot judge this.")), "does not end with Score: and a number"),
-    "no text": ("vlm_judge", (200, completion(None)), "does not end with Score: and a number"),
-    "out of range": ("vlm_judge", (200, completion("Score: 55")), "whose score is not in 0 to 10"),
+    "no score": ("vlm_judge", (200, completion("I cannot judge this.")), "Score: "),
+    "no text": ("vlm_judge", (200, completion(None)), "Score: "),
+    "out of range": ("vlm_judge", (200, completion("Score: 55")), " 0 to 10"),
     "cut": ("vlm_judge", (200, completion("Score: 1", "length")), "cut at VLM_JUDGE_MAX_TOKENS 512"),
     "refused": ("vlm_judge", (400, b"image too large"), "HTTP 400: image too large"),
-    "too large": ("vlm_judge", (413, b""), "HTTP 413: nothing"),
+    "too large": ("vlm_judge", (413, b""), "HTTP 413: "),
     "not processed": ("vlm_judge", (422, b"no image"), "HTTP 422: no image"),
     "an error": ("http_scorer", ({}, {"green": "ValueError('too dark')"}), "too dark"),
     "an error of no name": ("http_scorer", ({"green": 0.0}, {"error": "boom"}), "{'error': 'boom'}"),
-    "NaN": ("http_scorer", ({"green": {"green": math.nan}}, {}), "score nan"),
-    "infinite": ("http_scorer", ({"green": math.inf}, {}), "score inf"),
+    "NaN": ("http_scorer", ({"green": {"green": math.nan}}, {}), "nan"),
+    "infinite": ("http_scorer", ({"green": math.inf}, {}), "inf"),
     "both": ("http_scorer", ({"green": 0.0}, {"green": "timed out"}), "timed out"),
 }
 
@@ -678,32 +678,32 @@ def test_a_failure_of_one_image_is_masked_or_ends_the_run(serve, case):
     scores = score_images(rewards, IMAGES, PROMPTS, "mask")[:, 0]
     assert scores[[0, 2, 3]].tolist() == [0, 0.2, 0.3] and scores[1].isnan()
     line = fault_of(rewards, "stop")
-    assert line.startswith(f"reward {kind} failed on image 1 (prompt: prompt 1): ") and told in line
+    assert re.match(rf".* {kind} .* 1 \(.* prompt 1\): ", line) and told in line
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
 SETTINGS = {
     "vlm_judge": [
-        ({"URL": ""}, "VLM_JUDGE_URL is not set; for example VLM_JUDGE_URL=http://127.0.0.1:8000/v1"),
-        ({"URL": "localhost:8000"}, "VLM_JUDGE_URL=localhost:8000: must begin with http:// or https://"),
-        ({"MODEL": " "}, "VLM_JUDGE_MODEL is not set"),
-        ({"MODEL": "other"}, "VLM_JUDGE_MODEL=other: not at the server, which has tiny"),
+        ({"URL": ""}, "VLM_JUDGE_URL=http://127.0.0.1:8000/v1"),
+        ({"URL": "localhost:8000"}, "VLM_JUDGE_URL=localhost:8000: "),
+        ({"MODEL": " "}, "VLM_JUDGE_MODEL "),
+        ({"MODEL": "other"}, "VLM_JUDGE_MODEL=other: "),
         ({"PROMPT": "no/such.txt"}, "VLM_JUDGE_PROMPT=no/such.txt: No such file or directory"),
-        ({"PROMPT": str(ROOT / "requirements.txt")}, "the question must contain {prompt}"),
-        ({"RANGE": "10,0"}, "VLM_JUDGE_RANGE=10,0: must be two numbers"),
-        ({"RANGE": "0,nan"}, "VLM_JUDGE_RANGE=0,nan: must be two numbers"),
-        ({"RETRIES": "-1"}, "VLM_JUDGE_RETRIES=-1: must be a whole number, at least 0"),
-        ({"CONCURRENCY": "2.5"}, "VLM_JUDGE_CONCURRENCY=2.5: must be a whole number, at least 1"),
-        ({"TIMEOUT_S": "inf"}, "VLM_JUDGE_TIMEOUT_S=inf: must be a number, at least 0.001"),
-        ({"API_KEY": "a\u0436"}, "VLM_JUDGE_API_KEY: has a character that no header of HTTP can have"),
-        ({"API_KEY": "two\nlines"}, "VLM_JUDGE_API_KEY: has a character that no header of HTTP can have"),
+        ({"PROMPT": str(ROOT / "requirements.txt")}, "{prompt}"),
+        ({"RANGE": "10,0"}, "VLM_JUDGE_RANGE=10,0: "),
+        ({"RANGE": "0,nan"}, "VLM_JUDGE_RANGE=0,nan: "),
+        ({"RETRIES": "-1"}, "VLM_JUDGE_RETRIES=-1: "),
+        ({"CONCURRENCY": "2.5"}, "VLM_JUDGE_CONCURRENCY=2.5: "),
+        ({"TIMEOUT_S": "inf"}, "VLM_JUDGE_TIMEOUT_S=inf: "),
+        ({"API_KEY": "a\u0436"}, "VLM_JUDGE_API_KEY: "),
+        ({"API_KEY": "two\nlines"}, "VLM_JUDGE_API_KEY: "),
     ],
     "http_scorer": [
-        ({"URL": ""}, "HTTP_SCORER_URL is not set; for example HTTP_SCORER_URL=http://127.0.0.1:8080"),
-        ({"URL": "file:///etc/passwd"}, "HTTP_SCORER_URL=file:///etc/passwd: must begin with http"),
-        ({"REWARD": ""}, "HTTP_SCORER_REWARD is not set"),
-        ({"REWARD": "blue"}, "HTTP_SCORER_REWARD=blue: not at the server, which has green, other"),
-        ({"BATCH_SIZE": "x"}, "HTTP_SCORER_BATCH_SIZE=x: must be a whole number, at least 1"),
+        ({"URL": ""}, "HTTP_SCORER_URL=http://127.0.0.1:8080"),
+        ({"URL": "file:///etc/passwd"}, "HTTP_SCORER_URL=file:///etc/passwd: "),
+        ({"REWARD": ""}, "HTTP_SCORER_REWARD "),
+        ({"REWARD": "blue"}, "HTTP_SCORER_REWARD=blue: "),
+        ({"BATCH_SIZE": "x"}, "HTTP_SCORER_BATCH_SIZE=x: "),
     ],
 }
 
@@ -725,15 +725,15 @@ def test_a_wrong_setting_is_refused_in_one_line(serve, kind, settings, told):
     [
         ((401, b"no key"), "HTTP 401: no key"),
         ((500, b"starting"), "HTTP 500: starting"),
-        ((200, b"<html>"), "the answer is not JSON: <html>"),
-        ((200, {"object": "list"}), "not a list of names"),
-        ((200, []), "not a list of names"),
+        ((200, b"<html>"), "JSON: <html>"),
+        ((200, {"object": "list"}), None),
+        ((200, []), None),
     ],
 )
 def test_a_server_of_another_kind_is_refused_before_any_model_loads(serve, kind, answer, told):
     with pytest.raises(ValueError) as error:
         serve(kind, lambda path, body: answer)
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert (told or str(answer[1])) in str(error.value) and "\n" not in str(error.value)
 
 
 @fast
@@ -748,8 +748,8 @@ def test_a_server_without_a_list_is_a_scorer_and_no_judge(serve, status):
     server, _ = serve("vlm_judge", answers["vlm_judge"], load=False)
     with pytest.raises(ValueError) as error:
         load_rewards(["vlm_judge"], [1])
-    told = f"VLM_JUDGE_URL={server.url}: no /models there; is its /v1 missing?"
-    assert str(error.value) == f"--reward vlm_judge: {told}"
+    told = f"--reward vlm_judge: VLM_JUDGE_URL={server.url}: .* /models .* /v1 "
+    assert re.match(told, str(error.value))
 
 
 @fast
@@ -759,7 +759,7 @@ def test_a_server_that_is_not_there_is_refused(serve, kind, tmp_path):
     server.stop()
     line = run_here(tmp_path, "flow_grpo.py", "--reward", kind, "--rollout", "local")
     assert line.startswith(f"flow_grpo.py: error: --reward {kind}: {server.url}/")
-    assert line.endswith("no answer (All connection attempts failed)")
+    assert line.endswith("(All connection attempts failed)")
     assert not (tmp_path / "runs").exists()
 
 
@@ -774,10 +774,10 @@ def test_a_column_that_json_cannot_hold_is_refused_before_any_model_loads(serve,
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a mug", "a cup"], "tag": [1, 2]}), path)
     assert read_prompts(path, rewards).metadata == [{"tag": 1}, {"tag": 2}]
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a mug", "a cup"], "tag": [None, value]}), path)
-    told = f"{path}, row 1: tag: http_scorer cannot send it: Object of type {kind} is not JSON serializable"
+    told = f"{path}, row 1: tag: http_scorer .*: Object of type {kind} is not JSON serializable"
     with pytest.raises(ValueError) as error:
         read_prompts(path, rewards)
-    assert str(error.value) == told
+    assert re.fullmatch(told, str(error.value))
     _, others = serve("vlm_judge")
     assert read_prompts(path, others).metadata == [{"tag": None}, {"tag": value}]  # the judge does not send metadata
 
@@ -787,7 +787,7 @@ def test_a_nan_is_refused_as_json_has_none(serve, tmp_path):
     _, rewards = serve("http_scorer")
     path = tmp_path / "train.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a mug", "a cup"], "size": [1.0, math.nan]}), path)
-    with pytest.raises(ValueError, match="row 1: size: http_scorer cannot send it: Out of range float"):
+    with pytest.raises(ValueError, match="row 1: size: http_scorer .*: Out of range float"):
         read_prompts(path, rewards)
 
 
@@ -903,7 +903,7 @@ def test_published_scorers_ask_their_packages(name, package, serve, tmp_path, mo
         scores = score_images(load_rewards(["http_scorer"], [1]), images, prompts)
         assert scores[:, 0].tolist() == pytest.approx([7, 10])
         monkeypatch.setenv("HTTP_SCORER_REWARD", "clip")
-        with pytest.raises(ValueError, match=f"HTTP_SCORER_REWARD=clip: not at the server, which has {name}"):
+        with pytest.raises(ValueError, match=f"HTTP_SCORER_REWARD=clip: .*{name}"):
             load_rewards(["http_scorer"], [1])
     finally:
         server.shutdown()
@@ -952,7 +952,7 @@ def test_geneval2_is_the_geometric_mean_of_the_right_answers(serve, tmp_path):
     ]
     for bad in ({}, {"vqa_list": []}, {"vqa_list": [["Is it?"]]}, {"vqa_list": "Is it?"}):
         (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": "a", **bad}))
-        with pytest.raises(ValueError, match='bad.jsonl:1: the reward geneval2 needs "vqa_list"'):
+        with pytest.raises(ValueError, match='bad.jsonl:1: .*geneval2 .*"vqa_list"'):
             read_prompts(tmp_path / "bad.jsonl", rewards)
 
 
@@ -960,7 +960,7 @@ def test_geneval2_is_the_geometric_mean_of_the_right_answers(serve, tmp_path):
 def test_a_server_without_probabilities_is_no_judge_of_geneval2(serve):
     serve("vlm_judge", load=False)
     prompts = PromptSet(["a"], [{"vqa_list": [["Is it red?", "Yes"]]}])
-    with pytest.raises(RunError, match="an answer without top_logprobs"):
+    with pytest.raises(RunError, match="top_logprobs"):
         score_images(load_rewards([f"{JUDGED}:geneval2"], [1]), IMAGES[:1], prompts, "mask")
 
 
