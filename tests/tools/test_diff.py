@@ -33,7 +33,7 @@ def test_a_parent_is_named_or_is_flow_grpo(scripts):
     assert diff.parent_of("contrib/child.py") == ("parent.py", None)
     assert diff.parent_of("parent.py") == ("flow_grpo.py", None)
     for orphan in ("flow_grpo.py", "contrib/orphan.py"):
-        with pytest.raises(ValueError, match=f"^{orphan}: has no parent"):
+        with pytest.raises(ValueError, match=f"^{orphan}: .*Parent: "):
             diff.parent_of(orphan)
 
 
@@ -88,7 +88,7 @@ def test_a_fork_is_compared_with_its_commit_and_takes_what_the_parent_changed_si
     assert f"changes of flow_grpo.py from {old} to {new}; 0 conflicts" in capsys.readouterr().out
     before = path.read_text()
     assert diff.update("fork.py") == 0 and path.read_text() == before
-    assert "there is nothing to merge" in capsys.readouterr().out
+    assert "nothing to merge" in capsys.readouterr().out
 
 
 def test_conflicts_are_marked_and_resolved_before_another_update(fork):
@@ -97,7 +97,7 @@ def test_conflicts_are_marked_and_resolved_before_another_update(fork):
     assert diff.update("fork.py") == 1
     mine, theirs = path.read_text().partition("<<<<<<< fork.py\nmy option\n=======\n")[::2]
     assert f"Parent: flow_grpo.py@{new}" in mine and theirs.startswith(f"option\n>>>>>>> flow_grpo.py@{new}\nb\n")
-    with pytest.raises(ValueError, match="resolve its conflicts first"):
+    with pytest.raises(ValueError, match="^fork.py: .*<<<<<<< .*>>>>>>>"):
         diff.update("fork.py")
 
 

@@ -205,7 +205,7 @@ def test_kohyas_names_and_products(family, tmp_path):
         for prefix in ("lora_unet_", "diffusion_model.", "lycoris_"):
             renamed = {key.replace("lora_unet_", prefix): tensor.contiguous() for key, tensor in tensors.items()}
             save_file(renamed, tmp_path / "kohya.safetensors")
-            with pytest.raises(ValueError, match="joint_blocks.*: a name of SD3's own code"):
+            with pytest.raises(ValueError, match="joint_blocks.*: .* SD3's "):
                 read_lora(tmp_path / "kohya.safetensors", model)
         return
     # diffusers reads FLUX.1's single blocks of the published width alone; the next test has those
@@ -233,9 +233,7 @@ def test_flux1s_single_blocks_of_the_published_width_come_back_from_kohyas_names
     assert len(wanted) == 5
 
 
-@pytest.mark.parametrize(
-    ("family", "fault"), [("flux", "of FLUX's own code, .*AssertionError"), ("wan", "another model")]
-)
+@pytest.mark.parametrize(("family", "fault"), [("flux", " FLUX's .*AssertionError"), ("wan", "(?!.*FLUX)")])
 def test_names_that_diffusers_converter_does_not_take_are_told_as_such(family, fault, tmp_path):
     """Those of FLUX.1's single blocks of another width than the published one, for which its converter has an assert;
     and the same for another model, where nothing else can be said."""
@@ -265,16 +263,16 @@ def test_an_adapter_over_a_changed_base_is_neither_converted_nor_merged(tmp_path
 def test_a_family_without_comfyuis_names_is_refused(tmp_path):
     model = str(make_checkpoint("krea2", tmp_path / "krea2"))
     pairs = matrices(model, list(linear_shapes(model))[:1])
-    with pytest.raises(ValueError, match="^--to comfyui has no names for Krea2, only for StableDiffusion3, Flux, "):
+    with pytest.raises(ValueError, match="^--to comfyui .* Krea2, .*StableDiffusion3, Flux"):
         lora.convert(pairs, "comfyui", "Krea2", linear_shapes(model))
-    with pytest.raises(ValueError, match="^--to kohya has no names for Krea2, only for StableDiffusion3, Flux, "):
+    with pytest.raises(ValueError, match="^--to kohya .* Krea2, .*StableDiffusion3, Flux"):
         lora.convert(pairs, "kohya", "Krea2", linear_shapes(model))
 
 
 def test_a_family_without_kohyas_names_is_refused(tmp_path):
     model = str(make_checkpoint("flux2_klein", tmp_path / "klein"))
     pairs = matrices(model, ["transformer_blocks.0.attn.to_q"])
-    with pytest.raises(ValueError, match="^--to kohya has no names for Flux2Klein, only for StableDiffusion3, Flux, "):
+    with pytest.raises(ValueError, match="^--to kohya .* Flux2Klein, .*StableDiffusion3, Flux"):
         lora.convert(pairs, "kohya", "Flux2Klein", linear_shapes(model))
 
 
@@ -291,7 +289,7 @@ def test_rows_of_kohyas_matrix_without_a_lora_are_zero(tmp_path):
     for rows, part in ((q, "q"), (v, "v")):
         a, b = pairs[f"transformer_blocks.0.attn.to_{part}"]
         torch.testing.assert_close(rows, b @ a)
-    with pytest.raises(ValueError, match="^proj_out: kohya's scripts have no such module of StableDiffusion3$"):
+    with pytest.raises(ValueError, match="^proj_out: .*kohya's .* StableDiffusion3$"):
         lora.convert(matrices(MODEL, ["proj_out"]), "kohya", "StableDiffusion3", shapes)
 
 
@@ -303,12 +301,12 @@ def test_what_has_no_place_is_named_with_a_way_on(tmp_path):
     file = tmp_path / "lora.safetensors"
     one = torch.ones(2, 2)
     faults = {
-        "transformer.blocks.7.to_q.lora_A.weight": "the transformer of .* has no such module: is it another model's",
-        "text_encoder.layers.0.q_proj.lora_A.weight": r"is a text encoder's, .*tools\.lora convert FILE OUT --model",
-        "lora_te1_text_model_q.lora_down.weight": "is a text encoder's",
-        "transformer.blocks.0.to_q.dora_scale": "dora_scale is of another kind than LoRA",
-        "lora_unet_blocks_0_to_q.lokr_w1": "lokr_w1 is of another kind than LoRA",
-        "transformer.blocks.0.to_q.magnitude": "magnitude is of another kind than LoRA",
+        "transformer.blocks.7.to_q.lora_A.weight": f"{MODEL} ",
+        "text_encoder.layers.0.q_proj.lora_A.weight": r"tools\.lora convert FILE OUT --model",
+        "lora_te1_text_model_q.lora_down.weight": r"tools\.lora convert FILE OUT --model",
+        "transformer.blocks.0.to_q.dora_scale": "dora_scale .* LoRA",
+        "lora_unet_blocks_0_to_q.lokr_w1": "lokr_w1 .* LoRA",
+        "transformer.blocks.0.to_q.magnitude": "magnitude .* LoRA",
     }
     for key, fault in faults.items():
         save_file(good | {key: one}, file)
@@ -317,7 +315,7 @@ def test_what_has_no_place_is_named_with_a_way_on(tmp_path):
         assert "\n" not in str(error.value)
     wide = {key: torch.ones(2, 7) if "lora_A" in key else tensor for key, tensor in good.items()}
     save_file(wide, file)
-    with pytest.raises(ValueError, match="is for 7 features, where the transformer has "):
+    with pytest.raises(ValueError, match=" 7 "):
         read_lora(file, MODEL)
 
 
@@ -333,11 +331,11 @@ def test_convert_gives_one_rank_and_one_alpha_and_drops_encoders(tmp_path, capsy
         out = tmp_path / f"{loader}.safetensors"
         files = [str(tmp_path / "in.safetensors"), str(out)]
         lora.main(["convert", *files, "--model", MODEL, "--to", loader, "--scale", "0.5"])
-        assert capsys.readouterr().out == f"left out: 1 tensors of text encoders\n{out}: 2 modules of rank 4\n"
+        assert re.fullmatch(rf".*: 1 .*\n{out}: 2 .* 4\n", capsys.readouterr().out)
         found = products(out)
         assert_same({MODULES[0]: found[MODULES[0]]}, one, scale=0.25)
         assert_same({MODULES[1]: found[MODULES[1]]}, two, scale=0.5)
-    with pytest.raises(SystemExit, match="exists already"):
+    with pytest.raises(SystemExit, match=f"{out} "):
         lora.main(["convert", str(tmp_path / "in.safetensors"), str(out), "--model", MODEL])
 
 
@@ -350,22 +348,22 @@ SCALED = PAIR | {"transformer.m.lora_B.weight": torch.full((2, 2), 3e38)}
 @pytest.mark.parametrize(
     ("content", "settings", "fault"),
     [
-        (b"", "{}", "not a LoRA that can be read: "),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "{}", "not a LoRA that can be read: "),
-        (PAIR, NESTED, "not a LoRA that can be read: "),
-        (PAIR, '{"alpha_pattern": 3}', "not a LoRA that can be read: "),
-        (PAIR, '{"lora_alpha": NaN}', "m: its alpha, nan, is not one number above 0$"),
-        (PAIR, '{"lora_alpha": "8"}', "m: its alpha, 8, is not one number above 0$"),
-        (dict(list(PAIR.items())[1:]), "{}", "m: its lora_A and lora_B are not of one rank, or one is missing$"),
-        (PAIR | {"transformer.m.lora_A.weight": torch.ones(3, 2)}, "{}", "m: its lora_A and lora_B are not of one "),
-        (PAIR | {"transformer.m.lora_A.weight": torch.full((2, 2), torch.nan)}, "{}", ".* is no matrix of finite "),
+        (b"", "{}", ".* LoRA .*: "),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "{}", ".* LoRA .*: "),
+        (PAIR, NESTED, ".* LoRA .*: "),
+        (PAIR, '{"alpha_pattern": 3}', ".* LoRA .*: "),
+        (PAIR, '{"lora_alpha": NaN}', "m: .* nan, .* 0$"),
+        (PAIR, '{"lora_alpha": "8"}', "m: .* 8, .* 0$"),
+        (dict(list(PAIR.items())[1:]), "{}", "m: .* lora_A .* lora_B "),
+        (PAIR | {"transformer.m.lora_A.weight": torch.ones(3, 2)}, "{}", "m: .* lora_A .* lora_B "),
+        (PAIR | {"transformer.m.lora_A.weight": torch.full((2, 2), torch.nan)}, "{}", "transformer.m.lora_A.weight "),
         (
             PAIR | {"transformer.m.lora_A.weight": torch.ones(2, 2).double() * 1e300},
             "{}",
-            ".* is no matrix of finite ",
+            "transformer.m.lora_A.weight ",
         ),
-        (PAIR | {"transformer.m.lora_A.weight": torch.ones(2, 2).int()}, "{}", ".* is no matrix of finite "),
-        (SCALED, "{}", "--scale 2.0: gives values that are NaN or infinite$"),
+        (PAIR | {"transformer.m.lora_A.weight": torch.ones(2, 2).int()}, "{}", "transformer.m.lora_A.weight "),
+        (SCALED, "{}", "--scale 2.0: .* NaN "),
     ],
 )
 def test_a_bad_file_is_one_line_that_names_it(tmp_path, monkeypatch, content, settings, fault):
@@ -385,9 +383,9 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path, monkeypatch, content, se
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     save_file(named(matrices(MODEL, MODULES), lambda module: f"transformer.{module}"), tmp_path / "in")
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match=f"^tools.lora: error: {tmp_path}/file/out could not be written "):
+    with pytest.raises(SystemExit, match=f"^tools.lora: error: {tmp_path}/file/out "):
         lora.main(["convert", str(tmp_path / "in"), str(tmp_path / "file" / "out"), "--model", MODEL])
-    with pytest.raises(SystemExit, match="^tools.lora: error: .*--scale nan: gives values that are NaN or infinite$"):
+    with pytest.raises(SystemExit, match="^tools.lora: error: .*--scale nan: .* NaN "):
         lora.main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--model", MODEL, "--scale", "nan"])
     lora.main(["convert", str(tmp_path / "in"), str(tmp_path / "new" / "out"), "--model", MODEL])
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]

@@ -173,5 +173,5 @@ def test_a_recipe_is_planned_with_the_ranks_that_it_starts(tmp_path) -> None:
             plan.main(["h100-80", str(recipe), *options, "--name", "a"])
         assert ended.value.code == 0
         assert told.read_text().endswith(f"-m tools.plan h100-80 {ranks} flow_grpo.py --name a\n")
-    with pytest.raises(SystemExit, match=r"error: none\.sh: no such file"):
+    with pytest.raises(SystemExit, match=r"error: none\.sh: "):
         plan.main(["h100-80", "none.sh"])

