@@ -269,6 +269,6 @@ def test_a_path_that_means_two_files_is_asked_for(checkout, monkeypatch, tmp_pat
         (folder / "data" / "train-1.parquet").touch()
     monkeypatch.chdir(tmp_path)
     for words in (["--resume", run], ["--args", run / "args.json"]):
-        with pytest.raises(ValueError, match="give --train_prompts again"):
+        with pytest.raises(ValueError, match="--train_prompts"):
             parse(*words)
         assert parse(*words, "--train_prompts", "own.txt").train_prompts == ("own.txt",)

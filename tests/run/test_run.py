@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -48,7 +49,7 @@ def test_without_a_gpu_options_stay_and_a_micro_batch_of_0_is_refused():
     inputs = Inputs(Family, {}, {}, PromptSet([], []), PromptSet([], []), lora=None, checkpoint=None)
     args = SharedArgs(micro_batch_size=4)
     assert choose_sizes(args, inputs, small_workload()) == args
-    with pytest.raises(RunError, match=r"^--micro_batch_size 0: takes what fits on a GPU, and this machine has none"):
+    with pytest.raises(RunError, match="^--micro_batch_size 0: .* GPU"):
         choose_sizes(replace(args, micro_batch_size=0), inputs, small_workload())
 
 
@@ -353,9 +354,7 @@ def test_three_steps_without_a_finite_gradient_are_too_many(tmp_path):
         run.log({})  # an evaluation's, which has no gradient, does not count
     run.begin_step(9)
     run.end_step({}, has_gradient=False)
-    with pytest.raises(
-        RunError, match="^step 9: no finite gradient in 3 training steps in a row: lower --learning_rate$"
-    ):
+    with pytest.raises(RunError, match=" 9: .* 3 .*--learning_rate$"):
         run.log({})
 
 
@@ -420,7 +419,7 @@ def test_a_resumed_run_cuts_its_folder_back_only_when_it_writes(tmp_path, one_ra
     *_, second, third = saved_checkpoints(folder)
     before = (folder / "metrics.jsonl").read_bytes()
 
-    with pytest.raises(NothingBegun, match="was written to"):  # the third checkpoint must be another process's
+    with pytest.raises(NothingBegun, match=str(folder)):  # the third checkpoint must be another process's
         new_run(folder, resume="latest", script=__file__, checkpoint=second)
     third.unlink()
     resumed = new_run(folder, resume="latest", script=__file__, checkpoint=second, num_steps=3)
@@ -454,7 +453,7 @@ def test_a_best_adapter_that_a_later_step_wrote_is_chosen_again(tmp_path, one_ra
         again = new_run(folder, resume="latest", script=__file__, checkpoint=saved_checkpoints(folder)[-1], num_steps=4)
         again.load_checkpoint()
         assert again.best_score == best
-        assert ("best_adapter is of a step after 1" in capsys.readouterr().out) == (best != 0.5)
+        assert bool(re.search("best_adapter .* 1", capsys.readouterr().out)) == (best != 0.5)
         again.begin_step(2)
         again.log({"a": 1})
 
@@ -474,7 +473,7 @@ def test_the_best_adapter_is_that_of_the_highest_total_or_best_by(best_by, tmp_p
     told = json.loads((tmp_path / "best_adapter" / "best.json").read_text())
     assert told == {"step": 2, best_by or "val/weighted_total/mean": 0.5} and run.best_score == 0.5
     run.close()
-    assert capsys.readouterr().out.startswith(f"best evaluation: step 2, in {tmp_path}/best_adapter\n")
+    assert re.match(f".* 2, .*{tmp_path}/best_adapter\n", capsys.readouterr().out)
 
 
 def test_without_a_difference_no_step_is_the_best(tmp_path, monkeypatch, capsys):
@@ -487,14 +486,14 @@ def test_without_a_difference_no_step_is_the_best(tmp_path, monkeypatch, capsys)
         run.save_if_best("model", "ema", {"val/weighted_total/mean": 0.5})
     run.close()
     told = capsys.readouterr().out
-    assert "best evaluation" not in told and len(saved) == 1
-    assert f"{tmp_path}/best_adapter is of step 0: no evaluation has scored otherwise\n" in told
+    assert told.count("best_adapter") == 1 and len(saved) == 1
+    assert re.search(rf"{tmp_path}/best_adapter .* 0: ", told)
     for best_by in (None, "val/ocr/mean"):
         run = new_run(tmp_path, num_steps=4, best_by=best_by)
         run.save_if_best("model", "ema", {"val/drift_from_base": 0.5})
         run.close()
         told = capsys.readouterr().out
-        assert "best" not in told.replace("--best_by", "") and ("lacks it" in told) == bool(best_by)
+        assert "best" not in told.replace("--best_by", "") and ("--best_by val/ocr/mean: " in told) == bool(best_by)
     assert len(saved) == 1
 
 
@@ -516,7 +515,7 @@ def test_create_run_folder(tmp_path):
     assert (folder / "source.py").read_text() == "print('the source')\n"
     checkpoint_to_resume(folder, None)  # nothing was measured yet
     new_run(folder).log({"a": 1})
-    with pytest.raises(ValueError, match=f"{folder} already holds a run"):
+    with pytest.raises(ValueError, match=f"{folder} .*metrics.jsonl"):
         checkpoint_to_resume(folder, None)
     assert json.loads((folder / "args.json").read_text()) == record
     checkpoint_to_resume(tmp_path / "runs" / "another", None)

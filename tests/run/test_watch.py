@@ -240,7 +240,7 @@ def test_where_there_is_nothing_to_compare_with_a_line_says_so(one_rank, fault, 
             file.unlink()
     prompts = "xy" if fault == "prompts" else "pq"
     assert evaluation(run, 5, [grey(9, size), grey(9, size)], prompts) == {}
-    assert capfd.readouterr().err.startswith(f"no val/drift_from_base: neither {run} nor a run that it resumes has ")
+    assert re.match(f"no val/drift_from_base: .* {run} ", capfd.readouterr().err)
 
 
 # ---- rewards that only score evaluations -----------------------------------------------------------------------------
@@ -266,16 +266,16 @@ def test_rewards_of_evaluations_are_loaded_behind_the_trained_ones(tmp_path):
     assert list(load_eval_rewards([f"{tmp_path}/mine.py:mine"], trained)) == ["ocr", "mine"]
     assert load_eval_rewards([], trained) == trained
     for names, told in (
-        ([f"{tmp_path}/mine.py:ocr"], "two rewards are named ocr"),
-        (["ocr"], "two rewards are named ocr"),
+        ([f"{tmp_path}/mine.py:ocr"], f"{tmp_path}/mine.py:ocr: .* ocr$"),
+        (["ocr"], "ocr: .* ocr$"),
         (["nonsense"], "unknown"),
-        ([f"{tmp_path}/mine.py:none"], "has no function none"),
-        (["jpeg_compressibility", "jpeg_compressibility"], "two rewards are named jpeg_compressibility"),
+        ([f"{tmp_path}/mine.py:none"], ":none: "),
+        (["jpeg_compressibility", "jpeg_compressibility"], "jpeg_compressibility: .* jpeg_compressibility$"),
     ):
         with pytest.raises(ValueError, match=rf"^--eval_reward .*{told}"):
             load_eval_rewards(names, trained)
     assert list(trained) == ["ocr"]
-    with pytest.raises(ValueError, match="^--eval_reward jpeg_compressibility: scores images"):
+    with pytest.raises(ValueError, match="^--eval_reward jpeg_compressibility: .*--num_frames 5; "):
         load_eval_rewards(["jpeg_compressibility"], {}, num_frames=5)
 
 
@@ -319,10 +319,7 @@ def test_stop_rules(text, rule):
 def test_a_malformed_stop_rule_is_refused(text):
     with pytest.raises(ValueError) as error:
         read_stop_rules(["val/ocr/mean<0.5", text])
-    assert (
-        str(error.value)
-        == f"--stop_if {text}: must be like 'val/ocr/mean<0.5': a metric of val/, < or >, a number; in quotes"
-    )
+    assert re.fullmatch(rf"--stop_if {re.escape(text)}: .*'val/ocr/mean<0\.5'.*", str(error.value))
 
 
 def train(folder: Path, curve: dict[int, float], stop_if: list[str]) -> Run:
@@ -359,8 +356,7 @@ def test_an_evaluation_that_meets_a_rule_ends_the_run(one_rank, tmp_path, capfd)
     run = train(tmp_path, {0: 0.1, 2: 0.5, 3: 0.25}, rules)
     assert run.step == 3 and run.should_stop()
     last = capfd.readouterr().out.splitlines()[-1]
-    told = "stopped after step 3 of 4: val/a/mean is 0.25 (--stop_if val/a/mean<0.5)"
-    assert last == f"{told}; to continue, pass --resume latest without it"
+    assert re.search(r" 3 of 4: val/a/mean .* 0\.25 \(--stop_if val/a/mean<0\.5\); .*--resume latest", last)
     rows = read_metrics(tmp_path)
     marks = [[name for name in row if "stop_if" in name] for row in rows]
     assert marks == [[], [], [], ["training/stop_if/val/a/mean<0.5"]]
@@ -373,7 +369,7 @@ def test_several_rules_are_named_together(one_rank, tmp_path, capfd):
     assert run.should_stop()
     rules = "val/a/mean is 0.25 (--stop_if val/a/mean<0.5), val/a/mean is 0.25 (--stop_if val/a/mean<0.75)"
     last = capfd.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"finished all 4 steps, at which {rules}; to continue, pass --resume latest and a larger ")
+    assert re.search(f" 4 .* {re.escape(rules)}; .*--resume latest .*--num_steps", last)
     assert sum("stop_if" in name for name in read_metrics(tmp_path)[-1]) == 2
 
 
@@ -381,7 +377,7 @@ def test_several_rules_are_named_together(one_rank, tmp_path, capfd):
 def test_a_run_that_meets_no_rule_ends_after_its_last_step(one_rank, tmp_path, capfd):
     run = train(tmp_path, {0: 0.1, 2: 0.75, 4: 1.0}, ["val/a/mean<0.5"])
     assert run.step == 4 and not run.should_stop()
-    assert capfd.readouterr().out.splitlines()[-1].startswith("finished all 4 steps")
+    assert capfd.readouterr().out.splitlines()[-1].startswith("finished all 4 ")
 
 
 @fast
@@ -392,20 +388,20 @@ def test_a_rule_of_no_metric_is_refused():
     with pytest.raises(ValueError) as error:
         check_stop_rules(["val/a/mean<1", "val/c/mean<0.5"], rewards, 1)
     known = "val/a/mean, val/b/mean, val/weighted_total/mean, val/drift_from_base"
-    assert str(error.value) == f"--stop_if val/c/mean<0.5: no evaluation logs val/c/mean; there are {known}"
-    with pytest.raises(ValueError, match="^--best_by val/c/mean: no evaluation logs val/c/mean; there are"):
+    assert re.fullmatch(rf"--stop_if val/c/mean<0\.5: .* val/c/mean; .* {known}", str(error.value))
+    with pytest.raises(ValueError, match="^--best_by val/c/mean: .* val/c/mean; "):
         check_stop_rules([], rewards, 1, best_by="val/c/mean")
     check_stop_rules(["val/diversity<0.1"], rewards, 2, best_by="val/diversity")
     check_stop_rules(["val/signs/a/best@2>0.5", "val/my signs/weighted_total/mean@2>0.5"], rewards, 2, "kind")
     for metric in ("val/signs/a/best@1", "val/signs/c/mean@1", "val/signs/a/mean@2", "val/a/mean@1"):
-        with pytest.raises(ValueError, match="no evaluation logs val/"):
+        with pytest.raises(ValueError, match=f"^--stop_if {metric}<1: .* {metric}; "):
             check_stop_rules([f"{metric}<1"], rewards, 1, "kind")
     check_stop_rules(["val/mine/sharpness<0.1"], ["my.py:mine"], 1)  # its file may return such a sub-score
     check_stop_rules(["val/vlm_judge/coherence<0.1"], ["vlm_judge"], 1, best_by="val/vlm_judge/style/mean")
     check_stop_rules(["val/preservation/mean<0.5", "val/preservation/stderr>1"], rewards, 1)  # of edits
-    with pytest.raises(ValueError, match="no evaluation logs val/a/sharpness"):
+    with pytest.raises(ValueError, match="^--stop_if val/a/sharpness<0.1: "):
         check_stop_rules(["val/a/sharpness<0.1"], rewards, 1)
-    with pytest.raises(ValueError, match="no evaluation logs val/diversity"):
+    with pytest.raises(ValueError, match="^--stop_if val/diversity<0.1: "):
         check_stop_rules(["val/diversity<0.1"], rewards, 1)
 
 
@@ -418,11 +414,9 @@ def test_a_rule_whose_metric_could_not_be_measured_is_named_in_a_line(one_rank, 
         assert run.should_stop() == (step == 7)
     run.close()
     out = capfd.readouterr().out
-    assert (
-        "step 7: --stop_if val/drift_from_base>0.5 cannot end the run: the evaluation lacks val/drift_from_base" in out
-    )
-    assert "step 6: --stop_if" not in out
-    assert "stopped after step 7 of 8: val/a/mean is 0.1 (--stop_if val/a/mean<0.5);" in out
+    assert re.search(r" 7: --stop_if val/drift_from_base>0\.5 .* val/drift_from_base", out)
+    assert "6: --stop_if" not in out
+    assert re.search(r" 7 of 8: val/a/mean .* 0\.1 \(--stop_if val/a/mean<0\.5\)", out)
 
 
 # ---- pictures of several rewards -------------------------------------------------------------------------------------
@@ -462,7 +456,7 @@ def test_sign_colour_by_hand():
     images = [sign(196, 48, 44), sign(228, 80, 76), sign(196, 48, 108), sign(0, 255, 255), sign(48, 86, 184)]
     # off by 0; 32 in each channel; 64 in one of three; beyond 64
     assert sign_colour(images, prompts, [{}] * 5) == pytest.approx([1, 0.5, 2 / 3, 0, 1], abs=1e-12)
-    with pytest.raises(ValueError, match="names none of the colours white, grey"):
+    with pytest.raises(ValueError, match="white, grey"):
         sign_colour.check("a sign in credit")
 
 
@@ -490,8 +484,7 @@ def test_a_run_is_watched_and_ends_by_a_rule(script, tmp_path, capfd):
     assert all(row["val/weighted_total/mean"] == row["val/ocr/mean"] for row in rows)
     assert ("critic/diversity" in rows[1]) == (script != "dpo_offline.py")
     last = capfd.readouterr().out.splitlines()[-1]
-    told = r"stopped after step 1 of 3: val/drift_from_base is \S+ \(--stop_if .+\)"
-    assert re.fullmatch(told + "; to continue, pass --resume latest without it", last)
+    assert re.search(r" 1 of 3: val/drift_from_base .* \(--stop_if .+\); .*--resume latest", last)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001.pt"]
     sample = json.loads((run / "samples" / "0001" / "samples.jsonl").read_text().splitlines()[0])
     assert {"ocr", "sign_colour"} < sample.keys()
@@ -516,5 +509,5 @@ def test_rules_are_refused_where_they_are_known_to_be_wrong(tmp_path):
     line = run_here(tmp_path, "flow_grpo.py", *options, "--stop_if", "val/ocr<0.5")
     assert_one_line(line)
     known = "val/ocr/mean, val/weighted_total/mean, val/drift_from_base"
-    assert line.endswith(f"no evaluation logs val/ocr; there are {known}")
+    assert re.search(f" val/ocr; .* {known}$", line)
     assert not (tmp_path / "runs").exists()
