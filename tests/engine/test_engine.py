@@ -200,10 +200,10 @@ def test_first_push_is_verified(engine, monkeypatch):
     assert_parity(engine, model, args, request_for(model, args), lora=True)  # it leaves the real adapter
     _, replaced = replace_calls(monkeypatch, engine)
     replaced["push_lora"] = lambda operation, tensors, config: {}
-    with pytest.raises(EngineError, match=r"policy is stale: .* \(62 of 62 tensors are not\)"):
+    with pytest.raises(EngineError, match=r"\(62 of 62 "):
         engine.verify_push(adapter, config, request)
     replaced["push_lora"] = lambda operation, tensors, config: adapter_fingerprints(tensors, config)
-    with pytest.raises(EngineError, match="changes nothing"):
+    with pytest.raises(EngineError, match=r"^[^(]*\.log$"):
         engine.verify_push(adapter, config, request)
 
 
@@ -250,7 +250,7 @@ def test_a_scripts_own_sampling_ends_the_run(engine, bf16_engine, dtype, guidanc
     for name, (kind, own) in OWN_SAMPLING.items():
         if name == "guidance" and guidance_scale == 1:  # it has no negative prompt
             continue
-        told = rf"the engine's {kind} image is \S+ off .*sample_locally, .*not by this script's section 6"
+        told = f" {kind} .* sample_locally, "
         with pytest.raises(RunError, match=told) as error:
             engine.verify_policy(model, request, own)
         assert "\n" not in str(error.value)
@@ -276,7 +276,7 @@ def test_an_adapter_that_is_stale_in_one_element_is_an_error(engine, bf16_engine
 
     kept = {name: tensor.to(engine.dtype) for name, tensor in adapter.items()}
     for name in ("transformer_blocks.1.attn.to_k.lora_A.weight", "transformer_blocks.0.attn.to_out.0.lora_B.weight"):
-        with pytest.raises(EngineError, match=rf"is stale: {name} in it is not what was pushed \(1 of 62 tensors"):
+        with pytest.raises(EngineError, match=rf" {name} .*\(1 of 62 "):
             push_but_keep(name, lambda x: next_number(x.to(engine.dtype)).float())
         push_but_keep(name, lambda x: x.to(engine.dtype).float() * (1 + torch.finfo(engine.dtype).eps / 256))
 
@@ -296,10 +296,10 @@ def test_an_adapter_that_does_not_act_is_an_error(engine, monkeypatch):
     real = engine._call
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_call", lambda operation, tensors, config: real(operation, fewer, config))
-        with pytest.raises(EngineError, match=r"stale: transformer_blocks.0.attn.to_k.lora_A.weight .*54 of 62 tensor"):
+        with pytest.raises(EngineError, match=r" transformer_blocks.0.attn.to_k.lora_A.weight .*\(54 of 62 "):
             engine.push(adapter, config)
         patch.setattr(engine, "_call", lambda operation, tensors, config: real(operation, adapter, config))
-        with pytest.raises(EngineError, match=r"stale: transformer_blocks.0.attn.to_k.lora_A.weight .*54 of 62 tensor"):
+        with pytest.raises(EngineError, match=r" transformer_blocks.0.attn.to_k.lora_A.weight .*\(54 of 62 "):
             engine.push(fewer, config)
 
 
@@ -316,7 +316,7 @@ def test_modules_that_the_engine_has_no_lora_for_are_named(engine):
             engine.push(adapter, config)
             assert len(adapter) // 2 == 47
         else:
-            advice = f"no LoRA for these: add {' '.join(excluded)} to --lora_target_modules, or pass --rollout local"
+            advice = f" {' '.join(excluded)} .*--lora_target_modules, .*--rollout local"
             with pytest.raises(EngineError, match=advice):
                 engine.push(adapter, config)
         model = embedded_model()
@@ -510,10 +510,10 @@ def test_first_push_of_full_weights_is_verified(full_engine, monkeypatch):
         return held
 
     replaced["push_weights"] = lambda operation, part: weight_fingerprints(part)
-    with pytest.raises(EngineError, match="a pushed weight changes nothing"):
+    with pytest.raises(EngineError, match=r"^[^(]*\.log$"):
         full_engine.verify_push(tensors, None, request)
     replaced["push_weights"] = without_one
-    with pytest.raises(EngineError, match=rf"policy is stale: proj_out.bias in it .*\(1 of {len(tensors)} tensors"):
+    with pytest.raises(EngineError, match=rf" proj_out.bias .*\(1 of {len(tensors)} "):
         full_engine.push(tensors, None)
 
 
@@ -534,9 +534,9 @@ def test_parity_after_a_push_of_full_weights(full_engine, guidance_scale):
 
 
 def test_an_unknown_weight_is_an_error_and_the_engine_lives_on(full_engine):
-    with pytest.raises(EngineError, match="(?s)push_weights.*has no weight 'transformer_blocks.9.attn"):
+    with pytest.raises(EngineError, match="(?s) push_weights: .*'transformer_blocks.9.attn"):
         full_engine.push({"transformer_blocks.9.attn.to_q.weight": torch.zeros(4, 4)}, None)
-    with pytest.raises(EngineError, match="failed during push_weights"):
+    with pytest.raises(EngineError, match=" push_weights: "):
         full_engine.push({"proj_out.bias": torch.zeros(3)}, None)  # of another shape
     full_engine.push({"proj_out.bias": embedded_model().transformer.proj_out.bias}, None)
 
@@ -590,7 +590,7 @@ def test_a_weight_that_is_stale_in_one_element_is_an_error(full_engine, monkeypa
 
         with monkeypatch.context() as patch:
             patch.setattr(full_engine, "_ask", keeping)
-            with pytest.raises(EngineError, match=rf"stale: {name} .*\(1 of {len(tensors)} tensors"):
+            with pytest.raises(EngineError, match=rf" {name} .*\(1 of {len(tensors)} "):
                 full_engine.push(tensors, None)
     full_engine.push(tensors, None)
 
@@ -630,7 +630,7 @@ def test_an_engine_that_sleeps_is_woken_before_it_is_asked(tmp_path, capfd, monk
     """Its weights leave the GPU after each rollout and push, so that the trainer's text encoders find room there."""
     with forked_engines():
         engine = start(tmp_path, engine_with=["sleep"])
-    told = "--engine_with sleep: on a CPU the engine has no GPU memory to give back"
+    told = "--engine_with sleep: "
     assert capfd.readouterr().err.count(told) == 1
     model, args, config = policy_without_fsdp()
     request = request_for(model, args, (0,), range(5))
@@ -715,15 +715,15 @@ def test_a_dead_and_a_stuck_engine_are_errors_within_their_time(tmp_path):
     os.kill(engine.process.pid, signal.SIGSTOP)
     engine.timeout_s = 2.0
     began = time.monotonic()
-    with pytest.raises(RolloutError, match="did not answer to generate within 2 s and was stopped"):
+    with pytest.raises(RolloutError, match=" generate .* 2 s "):
         engine.generate(request_for(model, args))
     assert time.monotonic() - began < 10
-    with pytest.raises(RolloutError, match="the rollout engine died"):
+    with pytest.raises(RolloutError, match=r" generate \("):
         engine.generate(request_for(model, args))
 
     engine = start(tmp_path)
     os.kill(engine.process.pid, signal.SIGKILL)  # while it loads
-    with pytest.raises(EngineError, match="died during start .*exit code -9"):
+    with pytest.raises(EngineError, match=" start .* -9"):
         engine.wait_ready()
 
 
@@ -758,7 +758,7 @@ def test_a_vllm_that_cannot_be_imported_is_named(tmp_path, monkeypatch):
     (tmp_path / "vllm_omni.py").write_text("raise ImportError('libcuda.so.1: cannot open')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     engine = start(tmp_path)
-    with pytest.raises(EngineError, match=r"died during start \(exit code 1, ImportError: libcuda.so.1: cannot open\)"):
+    with pytest.raises(EngineError, match=r" start .* 1, ImportError: libcuda.so.1: cannot open\)"):
         engine.wait_ready()
 
 
@@ -773,7 +773,7 @@ def test_a_stop_signal_is_obeyed_while_an_engine_loads(tmp_path, own_handlers, c
     assert ended.value.code == 0 and time.monotonic() - began < 5
     assert engine.process.wait(10) == -signal.SIGKILL
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last.startswith("stopped while the rollout engine starts; to continue, give the same command again")
+    assert "--resume latest" in last
 
 
 @pytest.mark.fast
@@ -801,7 +801,7 @@ def test_an_engine_that_cannot_load_says_why(tmp_path):
         engine = VLLMEngine(
             tmp_path, "float32", max_num_seqs=4, log_file=tmp_path / "engine.log", timeout_s=120, num_threads=1
         )
-    with pytest.raises(EngineError, match="(?s)failed during start.*Traceback"):
+    with pytest.raises(EngineError, match="(?s) start.*Traceback"):
         engine.wait_ready()
     engine.close()
 
@@ -819,10 +819,10 @@ def test_gpus_of_the_engines_own(monkeypatch):
     assert environment.engine_gpus((), torch.device("cuda", 1)) == (1,)
     assert environment.engine_gpus((), torch.device("cpu")) == (None,)
     refused = {
-        (2,): "2: must be equally many GPUs for each of the 2 ranks of this machine",
-        (3, 3): "3 3: must be equally many GPUs for each of the 2 ranks",
-        (2, 6): "2 6: of the 6 GPUs seen here, from 0, the first 2 are the ranks' own; 6 is none of the others",
-        (1, 2): "1 2: of the 6 GPUs .*; 1 is none of the others",
+        (2,): "2: .* 2 ",
+        (3, 3): "3 3: .* 2 ",
+        (2, 6): "2 6: .* 6 GPUs .* 2 .*; 6 ",
+        (1, 2): "1 2: .* 6 GPUs .*; 1 ",
     }
     for devices, reason in refused.items():
         with pytest.raises(ValueError, match=f"^--engine_devices {reason}"):
