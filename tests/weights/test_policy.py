@@ -274,16 +274,16 @@ def test_exactly_those_modules_get_a_lora(target, exclude, count):
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (("q",), "--lora_target_modules q: SD3Transformer2DModel has no such module"),  # names are whole: to_q is none
-        (("to_q", "to_z"), "--lora_target_modules to_z: SD3Transformer2DModel has no such module"),
-        (("to_q", "not:to_z"), "--lora_target_modules not:to_z: SD3Transformer2DModel has no such module"),
+        (("q",), "--lora_target_modules q: SD3Transformer2DModel .*"),  # names are whole: to_q is none
+        (("to_q", "to_z"), "--lora_target_modules to_z: SD3Transformer2DModel .*"),
+        (("to_q", "not:to_z"), "--lora_target_modules not:to_z: SD3Transformer2DModel .*"),
         (
             ("to_q", "attn"),
-            "--lora_target_modules: transformer_blocks.0.attn is a Attention, not a linear layer",
+            "--lora_target_modules: transformer_blocks.0.attn .* Attention, .*",
         ),
         (
             ("pos_embed.proj",),
-            "--lora_target_modules: pos_embed.proj is a Conv2d, not a linear layer",
+            "--lora_target_modules: pos_embed.proj .* Conv2d, .*",
         ),
     ],
 )
@@ -297,7 +297,7 @@ def test_a_module_that_cannot_get_a_lora_is_named(targets, message):
 
 
 def test_modules_of_an_option_beside_a_loras_file_are_refused():
-    with pytest.raises(ValueError, match="^--lora_target_modules: the file of --lora_path says which"):
+    with pytest.raises(ValueError, match="^--lora_target_modules: .*--lora_path "):
         check_lora_modules(None, {"lora_path": "lora", "lora_target_modules": ("nosuch",)})
 
 

@@ -125,9 +125,8 @@ def test_a_prompt_whose_file_is_damaged_is_encoded_again_when_it_is_read(one_ran
     assert calls == []
     capfd.readouterr()
     assert_equal(model.encode_through_cache([PROMPTS[0], PROMPTS[1], PROMPTS[0]], LENGTH), three(expected, model))
-    why = "a prompt that was not prepared, or whose file is not whole"
-    told = f"--prompt_cache {tmp_path}: encoding {why}: {PROMPTS[0]}\n"
-    assert calls == [[PROMPTS[0]]] and capfd.readouterr().err == told
+    told = f"--prompt_cache {tmp_path}: .*: {re.escape(PROMPTS[0])}\n"
+    assert calls == [[PROMPTS[0]]] and re.fullmatch(told, capfd.readouterr().err)
     assert file.read_bytes() == whole
 
 
@@ -214,13 +213,12 @@ def test_a_prompt_that_is_not_in_the_cache_is_encoded_and_reported(one_rank, tmp
     prepare_prompts(model, PROMPTS[:1], LENGTH, tmp_path)
     loading, encoding = capfd.readouterr().err.splitlines()[:2]  # a progress bar follows
     assert loading == f"loading {EMBEDDED}"
-    assert encoding == f"--prompt_cache {tmp_path}: encoding 2 prompts that it lacks"
+    assert re.match(f"--prompt_cache {tmp_path}: .* 2 ", encoding)
     expected = embedded_model().encode_prompts([PROMPTS[1]], LENGTH)
     capfd.readouterr()
     assert_equal(model.encode_through_cache([PROMPTS[1]], LENGTH), expected)
-    why = "a prompt that was not prepared, or whose file is not whole"
-    told = f"--prompt_cache {tmp_path}: encoding {why}: {PROMPTS[1]}\n"
-    assert capfd.readouterr().err == told
+    told = f"--prompt_cache {tmp_path}: .*: {re.escape(PROMPTS[1])}\n"
+    assert re.fullmatch(told, capfd.readouterr().err)
     model.encode_through_cache([PROMPTS[1]], LENGTH)
     assert capfd.readouterr().err == ""
 
@@ -248,7 +246,7 @@ def test_a_stop_while_prompts_are_encoded_keeps_those_that_are(
         cache.add_missing(["a", "bb", "ccc", "dddd"], LENGTH)
     assert ended.value.code == 0 and encoded == ["a", "bb"]
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"stopped while encoding prompts into {tmp_path}; to continue, give the same command again ")
+    assert re.match(f".* {tmp_path}; .*--resume latest", last)
     catch_stop_signals(0)
     old, young = (cache.file_of("ccc", LENGTH).with_name(f".{name}.new") for name in ("old", "young"))
     for file in (old, young):
