@@ -59,11 +59,9 @@ def steps_of(folder, name="flow_grpo"):
 
 
 # ---- the engine does not run the trainer's policy --------------------------------------------------------------------
-MISMATCH = r"at sampling step \d the engine's velocity is \S+ off the trainer's, more than \S+: they do"
-LATENTS = (
-    r"at sampling step \d the engine's samples are \S+ off mean \+ std x the noise of their seeds, more than 1.0e-05: "
-)
-STALE = r"the engine's policy is stale: transformer_blocks\S+ in it is not what was pushed \(\d+ of 62 tensors are not"
+MISMATCH = r" \d .* \S+e[+-]\d+ .* \S+e[+-]\d+: .*--rollout local"
+LATENTS = r" \d .* std x .* 1\.0e-05: .* fp32 "
+STALE = r" transformer_blocks\S+ .*\(\d+ of 62 "
 BROKEN = {
     "sigmas": (MISMATCH, []),
     "bf16_latents": (LATENTS, []),
@@ -137,11 +135,11 @@ def test_an_engine_killed_in_a_rollout_ends_the_process_in_one_line_on_the_scree
     assert "Traceback" not in done.stderr and not any("error" in other for other in lines[:-1]), done.stderr
     assert_one_line(line, "broken_engine.py")
     for part in (
-        "the rollout engine died during generate (exit code -9, SIGKILL)",
-        "; to resume from step_000001.pt, give the same command with --resume latest",
-        "runs/flow_grpo/engine_rank0.log",
+        r" generate .* -9, SIGKILL\)",
+        r" step_000001\.pt, .*--resume latest",
+        r"runs/flow_grpo/engine_rank0\.log",
     ):
-        assert part in line
+        assert re.search(part, line)
     assert steps_of(tmp_path) == [0, 1]
     assert (tmp_path / "runs/flow_grpo/checkpoints/step_000001.pt").exists()  # as the line says
 
@@ -155,13 +153,13 @@ def test_an_engine_killed_in_a_push_of_full_weights_ends_both_ranks(tmp_path):
     command += ["--learning_rate", 1e-4, "--num_steps", 3, "--eval_every", 1, *few_eval_prompts(tmp_path, 2)]
     done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 1
-    (line,) = re.findall(r"broken_engine\.py: error: the rollout engine died during push_weights.*", done.stderr)
+    (line,) = re.findall(r"broken_engine\.py: error: .* push_weights .*", done.stderr)
     for part in (
-        "(exit code -9, SIGKILL)",
-        "engine_rank1.log",
-        "; to resume from step_000001.pt, give the same command",
+        r" -9, SIGKILL\)",
+        r"engine_rank1\.log",
+        r" step_000001\.pt, ",
     ):
-        assert part in line
+        assert re.search(part, line)
     assert steps_of(tmp_path) == [0, 1]
     assert [path.name for path in saved_checkpoints(tmp_path / "runs" / "flow_grpo")] == ["step_000001.pt"]
     here = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path) and p != psutil.Process()]
@@ -221,7 +219,7 @@ def test_three_steps_without_a_finite_gradient_end_the_run_and_change_no_weight(
         tmp_path, "flow_grpo.py", *LOCAL, "--num_steps", 5, "--eval_every", 2, *few_eval_prompts(tmp_path, 2)
     )
     assert_one_line(line)
-    assert "step 3: no finite gradient in 3 training steps in a row: lower --learning_rate" in line
+    assert re.search(" 3: .* 3 .*--learning_rate", line)
     rows = read_metrics(tmp_path / "runs" / "flow_grpo")
     assert [row.get("actor/skipped_steps") for row in rows] == [None, 1, 1] and "actor/grad_norm" not in rows[1]
     state = torch.load(tmp_path / "runs/flow_grpo/checkpoints/step_000002.pt", weights_only=True)
@@ -248,11 +246,11 @@ def mine(images, prompts, metadata):
     return {}
 """
 REWARDS = {
-    "{}['no such key']": r"reward mine raised KeyError: 'no such key' \(\S*mine.py:7\); traceback: "
-    r"runs/flow_grpo/traceback_rank0.txt; to resume from step_000001.pt, give the same command with --resume latest$",
-    "[0.5, float('nan')] * (len(images) // 2)": r"reward mine: image 1 \(prompt: .* sign that says .*got nan",
-    "[1.0]": "reward mine: it returned 1 things for 16 images: a list of float; return a list of a number",
-    "None": "reward mine: it returned a NoneType for 16 images",
+    "{}['no such key']": r" mine .*KeyError: 'no such key' \(\S*mine.py:7\); .*"
+    r"runs/flow_grpo/traceback_rank0.txt; .* step_000001.pt, .*--resume latest$",
+    "[0.5, float('nan')] * (len(images) // 2)": r" mine: .* 1 \(.* sign that says .* nan",
+    "[1.0]": " mine: .* 1 .* 16 .*list of float; ",
+    "None": " mine: .* NoneType .* 16 ",
 }
 
 
@@ -273,27 +271,27 @@ def test_a_reward_that_breaks_is_named_and_what_was_measured_is_kept(tmp_path, r
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
-CORRECTION = "--rollout_correction: needs --rollout vllm and --old_log_prob recompute"
+CORRECTION = "--rollout_correction: .*--rollout vllm .*--old_log_prob recompute"
 BAD = {  # one or two of each stage of a start; tests/core/test_options.py has all bounds
     # the options alone
-    "--adv_clip_max -1": "--adv_clip_max -1.0: must be above 0",
+    "--adv_clip_max -1": "--adv_clip_max -1.0: .* 0$",
     "--rollout_correction tis:2 --old_log_prob rollout --rollout vllm": CORRECTION,
     "--rollout_correction tis:2": CORRECTION,
     # files and folders
-    "--eval_only True --resume latest": "--eval_only writes under a new --name: let --resume name the run",
-    "--resume nothing": "--resume nothing: no checkpoint there",
-    "--resume nothing.pt": "nothing.pt is not a whole checkpoint (No such file or directory)",
+    "--eval_only True --resume latest": "--eval_only .*--name: .*--resume ",
+    "--resume nothing": "--resume nothing: ",
+    "--resume nothing.pt": r"nothing.pt .*\(No such file or directory\)",
     # the family
-    "--image_size 32 94": "--image_size 32 94: must be multiples of 8",
-    "--image_size 100000 96": "--image_size 100000 96: this model has positions for ",
-    "--rollout_correction nonsense --rollout vllm": "--rollout_correction nonsense: 'nonsense' is not KIND:",
+    "--image_size 32 94": "--image_size 32 94: .* 8$",
+    "--image_size 100000 96": "--image_size 100000 96: ",
+    "--rollout_correction nonsense --rollout vllm": "--rollout_correction nonsense: 'nonsense' .* KIND:",
     # the LoRA
-    "--lora_path no/such": "--lora_path no/such: not a LoRA that can be read: No such file or directory",
-    "--lora_path .": "--lora_path .: not a LoRA that can be read: LoRAs are in folders of it: pass one of other",
-    "--lora_path other": "--lora_path other: transformer.blocks.7.to_q.lora_A.weight: the transformer of ",
-    "--lora_target_modules to_q nowhere": "--lora_target_modules nowhere: SD3Transformer2DModel has no such module",
-    "--lora_target_modules not:nowhere": "--lora_target_modules not:nowhere: SD3Transformer2DModel has no such module",
-    "--lora_target_modules to_q not:to_q": "--lora_target_modules not:to_q: no module is left to get a LoRA",
+    "--lora_path no/such": "--lora_path no/such: .*No such file or directory",
+    "--lora_path .": "--lora_path .: .* other$",
+    "--lora_path other": "--lora_path other: transformer.blocks.7.to_q.lora_A.weight: ",
+    "--lora_target_modules to_q nowhere": "--lora_target_modules nowhere: SD3Transformer2DModel ",
+    "--lora_target_modules not:nowhere": "--lora_target_modules not:nowhere: SD3Transformer2DModel ",
+    "--lora_target_modules to_q not:to_q": "--lora_target_modules not:to_q: ",
 }
 
 
@@ -304,7 +302,7 @@ def test_a_bad_option_ends_in_one_line(tmp_path, options):
     save_file(tensors, tmp_path / "other" / "pytorch_lora_weights.safetensors")
     line = run_here(tmp_path, "flow_grpo.py", "--rollout", "local", *options.split())
     assert_one_line(line)
-    assert BAD[options] in line
+    assert re.search(BAD[options], line)
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
 
@@ -314,8 +312,8 @@ def test_another_runs_checkpoint_is_refused(tmp_path, capfd):
     assert run_here(tmp_path, "flow_grpo.py", "--name", "one", *options) is None
     saved = "runs/one/checkpoints/step_000001.pt"
     refused = {
-        "--lora_rank 4": f"--lora_rank: of rank 4, where {saved} has the rank 16 (0: full weights)",
-        "--lora_rank 0": f"--lora_rank: of rank 0, where {saved} has the rank 16 (0: full weights)",
+        "--lora_rank 4": f"--lora_rank: .* 4, .*{saved} .* 16 ",
+        "--lora_rank 0": f"--lora_rank: .* 0, .*{saved} .* 16 ",
     }
     capfd.readouterr()
     options += ["--num_steps", 2]
@@ -327,7 +325,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path, capfd):
     fewer = ["--name", "b", "--resume", "runs/one", "--lora_target_modules", "to_q"]
     line = run_here(tmp_path, "flow_grpo.py", *fewer, *options)
     assert_one_line(line)
-    assert "the checkpoint's policy default is not this run's: transformer_blocks.0.attn.add_k_proj.lora_A" in line
+    assert re.search(r" default .* transformer_blocks\.0\.attn\.add_k_proj\.lora_A", line)
     # all of two targets
     without = ["--name", "without", "--lora_target_modules", "not:to_q", "not:add_k_proj", *options]
     assert run_here(tmp_path, "flow_grpo.py", *without) is None
@@ -341,8 +339,7 @@ def test_a_stuck_engine_ends_the_run_within_its_time(engine, tmp_path, monkeypat
     line = train_with("stuck", tmp_path, monkeypatch)
     assert_one_line(line)
     assert re.search(
-        r"the rollout engine did not answer to generate within 20 s and was stopped; its log: \S+engine.log; "
-        r"to resume from step_000001.pt, give the same command with --resume latest$",
+        r" generate .* 20 s .*: \S+engine.log; .* step_000001.pt, .*--resume latest$",
         line,
     )
     assert engine.process.wait(10) == -signal.SIGKILL

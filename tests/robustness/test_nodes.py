@@ -110,10 +110,10 @@ def lose_a_node(folder, options, checkpoint):
     assert not any(process.is_running() for process in processes)  # neither ranks nor engines
     survivor = 1 - agents.index(lost)
     log = (folder / f"node{survivor}.log").read_text()
-    line = re.search(r"^flow_grpo.py: error: another rank was lost.*$", log, re.MULTILINE)
+    line = re.search(r"^flow_grpo.py: error: .*\(see \w+\).*$", log, re.MULTILINE)
     assert line, log
     assert_one_line(line[0])
-    assert f"; to resume from {checkpoint.name}, give the same command with --resume latest" in line[0]
+    assert re.search(f" {checkpoint.name}, .*--resume latest", line[0])
     assert "Traceback" not in log.split(line[0])[0]
 
 
@@ -397,9 +397,7 @@ def test_a_rank_that_joins_alone_ends_in_one_line(rank, tmp_path):
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert line.startswith(
-        f"alone.py: error: rank {rank}: 2 ranks did not meet at 127.0.0.1:{variables['MASTER_PORT']}"
-    )
+    assert re.match(f"alone.py: error: .* {rank}: 2 .* 127.0.0.1:{variables['MASTER_PORT']} ", line)
     assert "Traceback" not in done.stderr
 
 

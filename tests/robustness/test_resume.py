@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -168,7 +169,7 @@ def test_a_reward_that_fails_loses_no_step_before(tmp_path, script, call, saved,
     failed = start(NAME, f"{call} {nproc - 1}")
     run = tmp_path / "runs" / NAME
     assert failed.returncode == 1
-    assert f"step_{saved:06d}.pt, give the same command with --resume latest" in failed.stdout
+    assert re.search(rf" step_{saved:06d}\.pt, .*--resume latest", failed.stdout)
     assert f"traceback_rank{nproc - 1}.txt" in failed.stdout
     assert [checkpoint_step(path) for path in saved_checkpoints(run)] == [saved]
     start(NAME, "", "--resume", "latest")
@@ -247,8 +248,8 @@ def test_an_engine_that_dies_while_it_samples_loses_no_step_before(tmp_path):
     (tmp_path / "kill").touch()
     failed = torchrun(tmp_path, "flow_grpo.py", *given, "--name", NAME, nproc=2, check=False)
     assert failed.returncode == 1
-    told = "the rollout engine died during generate (exit code -9, SIGKILL)"
-    assert told in failed.stdout and "to resume from step_000002.pt, give the same command" in failed.stdout
+    told = r" generate .* -9, SIGKILL\)"
+    assert re.search(told, failed.stdout) and " step_000002.pt, " in failed.stdout
     run = tmp_path / "runs" / NAME
     assert [checkpoint_step(path) for path in saved_checkpoints(run)] == [2]
     torchrun(tmp_path, "flow_grpo.py", *given, "--name", NAME, "--resume", "latest", nproc=2)
@@ -267,21 +268,17 @@ def test_a_resumed_run_names_what_has_other_contents_and_chooses_the_best_again(
     assert best_step(1) == 0  # nothing is learned, and no later one is better
     capfd.readouterr()
     assert run_here(tmp_path, "flow_grpo.py", *options, "--num_steps", 2, "--resume", "latest") is None
-    assert "other contents" not in capfd.readouterr().err and best_step(2) == 0
+    assert " step_000001.pt " not in capfd.readouterr().err and best_step(2) == 0
     prompts.write_text('a red sign that says "7777"\na red sign that says "8888"\n')
     with open(tmp_path / "brightness.py", "a") as file:
         file.write("# on another scale\n")
     weights = model / "transformer" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x3f")
     assert run_here(tmp_path, "flow_grpo.py", *options, "--num_steps", 3, "--resume", "latest") is None
-    told = [line for line in capfd.readouterr().err.splitlines() if "other contents" in line]
-    when = "has other contents than when step_000002.pt was saved"
-    assert told == [
-        f"--eval_prompts p.txt {when}: best_adapter is chosen again",
-        f"--model model {when}: best_adapter is chosen again",
-        f"--train_prompts p.txt {when}",
-        f"code/brightness.py {when}: best_adapter is chosen again",
-    ]
+    told = [line for line in capfd.readouterr().err.splitlines() if " step_000002.pt " in line]
+    changed = ["--eval_prompts p.txt ", "--model model ", "--train_prompts p.txt ", "code/brightness.py "]
+    assert len(told) == 4 and all(line.startswith(name) for line, name in zip(told, changed, strict=True))
+    assert ["best_adapter" in line for line in told] == [True, True, False, True]
     assert best_step(3) == 3
     assert (tmp_path / "runs/flow_grpo/code_step_000002/brightness.py").read_text().endswith("scale\n")
 
@@ -297,7 +294,7 @@ def test_a_resumed_run_says_that_its_script_or_common_changed(tmp_path, monkeypa
 
     def told(num_steps):
         assert run_here(tmp_path, "flow_grpo.py", *options, "--num_steps", num_steps) is None
-        return [line for line in capfd.readouterr().err.splitlines() if "other code" in line]
+        return [line for line in capfd.readouterr().err.splitlines() if "source.py" in line]
 
     assert told(1) == told(2) == []
     with open(common / "sde.py", "a") as file:
@@ -662,7 +659,7 @@ def test_a_truncated_checkpoint_costs_a_step(options, uninterrupted, tmp_path):
         tmp_path, "flow_grpo.py", *options["flow_grpo.py"], "--name", "copy", "--num_steps", 4, "--resume", "latest"
     )
     path = "runs/copy/checkpoints/step_00000"
-    assert f"{path}4.pt is not a whole checkpoint (File is not a zip file): using step_000003.pt\n" in done.stdout
+    assert re.search(rf"{path}4.pt .*\(File is not a zip file\): .* step_000003.pt\n", done.stdout)
     assert f"loaded {path}3.pt\n" in done.stdout
     assert_equal_runs(run, whole)
     assert len(read_metrics(run)) == 5
@@ -693,9 +690,8 @@ def test_a_full_disk_ends_the_run_in_one_line(options, uninterrupted, small_disk
     done = torchrun(disk, "flow_grpo.py", *options["flow_grpo.py"], "--name", "full", check=False)
     assert done.returncode == 1
     path = "runs/full/checkpoints/step_000002.pt"
-    advice = "; traceback: runs/full/traceback_rank0.txt"
-    advice += "; to resume from step_000001.pt, give the same command with --resume latest\n"
-    assert f"flow_grpo.py: error: {path} could not be written (No space left on device){advice}" in done.stdout
+    advice = "; .* runs/full/traceback_rank0.txt; .* step_000001.pt, .*--resume latest\n"
+    assert re.search(rf"flow_grpo\.py: error: {path} .*\(No space left on device\){advice}", done.stdout)
     assert "Traceback" not in done.stdout.split("torch/distributed/elastic")[0]  # torchrun's own comes after it
     run = disk / "runs" / "full"
     assert [p.stem for p in saved_checkpoints(run)] == ["step_000001"]
@@ -730,7 +726,7 @@ def test_every_other_file_that_does_not_fit_is_an_error_of_one_line(small_disk, 
     for path, write in writers.items():
         with pytest.raises(RunError) as error:
             write()
-        assert str(error.value).startswith(f"{path} could not be written (") and "\n" not in str(error.value)
+        assert re.match(rf"{path} .*\(", str(error.value)) and "\n" not in str(error.value)
         assert "No space left on device" in str(error.value)
 
 
@@ -762,12 +758,12 @@ def test_what_resume_means(uninterrupted, find, tmp_path):
     for options in ([], ["--resume", whole, *more], ["--resume", whole, "--eval_only", "True"]):
         with pytest.raises(ValueError) as error:
             find(*options)
-        advice = "choose another --name" + ("" if "True" in options else ", or continue it with --resume latest")
-        assert str(error.value) == f"runs/flow_grpo already holds a run: {advice} (found metrics.jsonl)"
-    with pytest.raises(ValueError, match="^--eval_only writes under a new --name"):
+        advice = "--name" + ("" if "True" in options else ", .*--resume latest")
+        assert re.fullmatch(rf"runs/flow_grpo .*{advice} \(.* metrics\.jsonl\)", str(error.value))
+    with pytest.raises(ValueError, match="^--eval_only .*--name: "):
         find("--resume", "latest", "--eval_only", "True")
     for nothing in (tmp_path / "runs" / "flow_grpo", "no/such/run"):
-        with pytest.raises(ValueError, match=f"^--resume {nothing}: no checkpoint there$"):
+        with pytest.raises(ValueError, match=f"^--resume {nothing}: "):
             find("--name", "new", "--resume", nothing)
-    with pytest.raises(ValueError, match=r"^no checkpoint to resume from: no/such\.pt is not a whole checkpoint"):
+    with pytest.raises(ValueError, match=r": no/such\.pt "):
         find("--name", "new", "--resume", "no/such.pt")

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,10 +43,10 @@ def test_a_folder_with_anything_of_a_run_is_refused_and_stays(left, monkeypatch)
     file = Path("runs/old") / left
     file.parent.mkdir(parents=True)
     file.write_text("precious")
-    with pytest.raises(ValueError, match=r"^runs/old already holds a run: choose another --name, .* \(found \w+\)$"):
+    with pytest.raises(ValueError, match=r"^runs/old .*--name, .*\(.* \w+\)$"):
         checkpoint_to_resume(Path("runs/old"), None)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match="^runs/old .*--name"):
         flow_grpo.prepare(flow_grpo.Args(name="old", rollout="local"))
     assert file.read_text() == "precious"
 
@@ -63,7 +64,7 @@ def test_a_start_that_failed_may_be_repeated(tmp_path):
 def test_latest_without_a_checkpoint_does_not_forget_what_the_run_started_from(tmp_path, first):
     (tmp_path / "args.json").write_text(json.dumps({"args": {"resume": first}}))
     if first == "runs/other":
-        with pytest.raises(ValueError, match="has no checkpoint yet: start it with --resume runs/other again$"):
+        with pytest.raises(ValueError, match=f"^--resume latest: {tmp_path} .*--resume runs/other "):
             checkpoint_to_resume(tmp_path, "latest")
     else:
         assert checkpoint_to_resume(tmp_path, "latest") is None
@@ -83,14 +84,14 @@ def test_a_step_that_outlasts_torchruns_patience_is_told(words, is_told, tmp_pat
     run.should_stop()
     run.should_stop()
     parent.kill()
-    assert capfd.readouterr().err.count("start it with torchrun --shutdown_timeout 600\n") == is_told
+    assert capfd.readouterr().err.count("--shutdown_timeout 600\n") == is_told
 
 
 @pytest.mark.fast
 def test_latest_without_a_checkpoint_says_that_the_log_begins_anew(tmp_path, capfd):
     (tmp_path / "metrics.jsonl").touch()
     assert checkpoint_to_resume(tmp_path, "latest") is None
-    assert capfd.readouterr().err == f"{tmp_path} has no checkpoint yet: the run begins anew, and so does its log\n"
+    assert re.fullmatch(rf"{tmp_path} .*\n", capfd.readouterr().err)
 
 
 @pytest.mark.fast
@@ -100,17 +101,17 @@ def test_a_start_from_another_run_may_be_repeated_until_it_has_a_checkpoint(tmp_
     (tmp_path / "args.json").write_text(json.dumps({"args": {"resume": "runs/other"}}))
     (tmp_path / "metrics.jsonl").touch()
     assert checkpoint_to_resume(tmp_path, "runs/other") == Path("runs/other")
-    assert capfd.readouterr().err == f"{tmp_path} has no checkpoint yet: the run begins anew, and so does its log\n"
+    assert re.fullmatch(rf"{tmp_path} .*\n", capfd.readouterr().err)
     (tmp_path / "adapter").mkdir()  # so it had checkpoints, which somebody removed
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match=rf"^{tmp_path} .*--name.*\("):
         checkpoint_to_resume(tmp_path, "runs/other")
     (tmp_path / "adapter").rmdir()
     (tmp_path / "args.json").write_text(json.dumps({"args": {"resume": "runs/other", "eval_only": True}}))
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match=rf"^{tmp_path} .*--name.*\("):
         checkpoint_to_resume(tmp_path, "runs/other")
     (tmp_path / "args.json").write_text(json.dumps({"args": {"resume": "runs/other"}}))
     for resume, eval_only in ((None, False), ("runs/third", False), ("runs/other", True)):
-        with pytest.raises(ValueError, match="already holds a run"):
+        with pytest.raises(ValueError, match=rf"^{tmp_path} .*--name.*\("):
             checkpoint_to_resume(tmp_path, resume, eval_only)
     (tmp_path / "args.json").write_text('{"args": {')
     with pytest.raises(ValueError, match=r"args\.json: "):
@@ -131,14 +132,14 @@ def test_ranks_that_read_other_prompts_are_refused(monkeypatch):
     args = SimpleNamespace(micro_batch_size=1)
     assert choose_sizes(args, inputs, small_workload()) is args
     monkeypatch.setattr("common.run.inputs.gather_objects", lambda digest: [digest, b"of another order"])
-    with pytest.raises(RunError, match="^--train_prompts: ranks have read other prompts"):
+    with pytest.raises(RunError, match="^--train_prompts: "):
         choose_sizes(args, inputs, small_workload())
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("name", ["..", ".", "", "a/../../b", "/", "a/b", "x" * 300, "a\0b"])
 def test_a_name_that_is_not_absolute_does_not_lead_out_of_runs(name):
-    with pytest.raises(ValueError, match="^--name .*: must be the name of a folder, .*, or an absolute path$"):
+    with pytest.raises(ValueError, match="^--name .*: "):
         check_options(flow_grpo.Args(name=name))
 
 
@@ -150,7 +151,7 @@ def test_another_scripts_checkpoint_is_refused(tmp_path, monkeypatch):
     assert checkpoint_to_resume(Path("runs/new"), checkpoint) == checkpoint
     monkeypatch.setattr(sys, "argv", ["flow_grpo.py"])
     for run, resume in ((Path("runs/new"), checkpoint), (Path("runs/guard"), "latest")):
-        with pytest.raises(ValueError, match=r"^--resume: \S+ was written by grpo_guard.py, not by flow_grpo.py$"):
+        with pytest.raises(ValueError, match=r"^--resume: \S+ .* grpo_guard.py, .* flow_grpo.py$"):
             checkpoint_to_resume(run, resume)
 
 
@@ -161,7 +162,7 @@ def test_metrics_that_are_gone_end_the_run(tmp_path):
         run.log({"a": 1.0})
     (tmp_path / "metrics.jsonl").unlink()
     run.step = 2
-    with pytest.raises(RunError, match=r"^step 2: \S+/metrics.jsonl, which this run has written, is gone$"):
+    with pytest.raises(RunError, match=r" 2: \S+/metrics.jsonl, "):
         run.log({"a": 3.0})
 
 
@@ -169,16 +170,16 @@ def test_metrics_that_are_gone_end_the_run(tmp_path):
 def test_a_checkpoint_saved_between_the_choice_and_the_lock_is_not_removed(tmp_path):
     """A process that was asked to stop may save while the next one imports."""
     run = tmp_path / "runs" / "long"
-    with pytest.raises(NothingBegun, match="was written to while this run was starting: give the same command"):
+    with pytest.raises(NothingBegun, match=f"^{run} "):
         save_checkpoint(run, 5, good_state(), 2)
         check_unchanged(run, None)
     (fifth,) = saved_checkpoints(run)
     check_unchanged(run, fifth)
     check_unchanged(tmp_path / "runs" / "new", fifth)  # of another run, into a new folder
     save_checkpoint(run, 10, good_state(), 2)
-    with pytest.raises(NothingBegun, match="was written to while this run was starting"):
+    with pytest.raises(NothingBegun, match=f"^{run} "):
         check_unchanged(run, fifth)
-    with pytest.raises(NothingBegun, match="was written to"):
+    with pytest.raises(NothingBegun, match=f"^{run} "):
         create_run_folder(run, {}, __file__, fifth)
     assert [path.stem for path in saved_checkpoints(run)] == ["step_000005", "step_000010"]
 
@@ -193,7 +194,7 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path):
     folder = tmp_path / "run"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, ROOT, folder], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(RunError, match=rf'is being written by another process \(.*"pid": {holder.pid}, "host": '):
+    with pytest.raises(RunError, match=rf'^{folder} .*\(.*"pid": {holder.pid}, "host": '):
         lock_run(folder)
     holder.kill()  # the lock goes with the process
     holder.wait()
@@ -209,8 +210,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("fcntl.flock", refuse)
     lock_run(tmp_path / "run")
     line = capfd.readouterr().err
-    assert line.startswith(f"{tmp_path}/run cannot be locked (")
-    assert line.endswith("): make sure yourself that no other run writes to it\n") and line.count("\n") == 1
+    assert re.fullmatch(rf"{tmp_path}/run .*Function not implemented.*\n", line)
 
 
 def test_ranks_end_with_torchrun_however_it_ends(tmp_path):
@@ -268,7 +268,7 @@ def last_line(error, begun_in=None):
 @pytest.mark.parametrize("said", ["Connection closed by peer [127.0.0.1]:4242", "Broken pipe"])
 def test_a_lost_rank_is_one_line_and_a_bug_keeps_its_traceback(said):
     line = last_line(RuntimeError(f"[../third_party/gloo/gloo/transport/tcp/pair.cc:547] {said}"))
-    assert "error: another rank was lost; " in line and "\n" not in line
+    assert re.search(r"error: [^\[]*\(see \w+\)$", line) and "\n" not in line
     with pytest.raises(RuntimeError, match="a bug"), friendly_errors():
         raise RuntimeError("a bug")
 
@@ -299,10 +299,10 @@ def test_a_checkpoint_is_advised_where_there_is_one_and_the_run_had_begun(tmp_pa
     (tmp_path / "checkpoints").mkdir()
     for step in (5, 10):
         (tmp_path / "checkpoints" / f"step_{step:06d}.pt").touch()
-    advice = "; to resume from step_000010.pt, give the same command with --resume latest"
-    assert last_line(RunError("no space"), tmp_path).endswith("error: no space" + advice)
+    advice = "; .* step_000010.pt, .*--resume latest$"
+    assert re.search("error: no space" + advice, last_line(RunError("no space"), tmp_path))
     assert last_line(RunError("no space")).endswith("error: no space")
-    assert last_line(RuntimeError("Broken pipe"), tmp_path).endswith("(see dmesg)" + advice)
+    assert re.search(r"\(see \w+\)" + advice, last_line(RuntimeError("Broken pipe"), tmp_path))
     assert last_line(NothingBegun("in use"), tmp_path).endswith("error: in use")  # another process's checkpoints
     assert not list(tmp_path.glob("traceback*"))
 
@@ -316,7 +316,7 @@ def test_a_reward_that_exits_is_a_failure(code):
     def leaves(images, prompts, metadata):
         sys.exit(code)
 
-    with pytest.raises(RunError, match="^reward leaves raised SystemExit: "):
+    with pytest.raises(RunError, match=" leaves .*SystemExit: "):
         score_images({"leaves": leaves}, IMAGES, PROMPTS)
 
 
@@ -347,5 +347,5 @@ def test_a_reward_that_changes_the_directory_is_named(tmp_path):
         os.chdir("elsewhere")
         return [0.0] * len(images)
 
-    with pytest.raises(RunError, match=r"^reward wanders changed the working directory"):
+    with pytest.raises(RunError, match=" wanders "):
         score_images({"wanders": wanders}, IMAGES, PROMPTS)
