@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -105,7 +106,7 @@ def test_nothing_is_downloaded_twice(hub, tmp_path, having):
         for component, name in weights.items()
     )
     for component in weights:
-        assert (f"{component} has no plain weights: loading its variant fp16" in done.stderr) == (component in having)
+        assert bool(re.search(f": {component} .* fp16", done.stderr)) == (component in having)
 
 
 # ---- without a network -----------------------------------------------------------------------------------------------
@@ -134,8 +135,7 @@ def test_a_refused_connection_ends_in_a_line_and_is_not_tried_again(monkeypatch,
     asked = address_of(monkeypatch, f"http://127.0.0.1:{port[0]}")
     with pytest.raises(ValueError) as error:
         loading.download_index("models/typo")
-    told = "--model models/typo: no such folder, and no model that can be downloaded: "
-    assert str(error.value) == f"{told}no connection to 127.0.0.1 (Connection refused)"
+    assert re.fullmatch(r"--model models/typo: .* 127\.0\.0\.1 \(Connection refused\)", str(error.value))
     assert asked == []
 
 
@@ -145,7 +145,7 @@ def test_a_name_without_an_address_ends_in_a_line_and_is_not_tried_again(monkeyp
     monkeypatch.setattr(socket, "getaddrinfo", unresolved)
     for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(ValueError, match=r"no connection to hub.invalid \(Temporary failure in name resolution\)$"):
+    with pytest.raises(ValueError, match=r" hub.invalid \(Temporary failure in name resolution\)$"):
         loading.download_index("models/typo")
     assert asked == []
 
