@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -639,18 +640,18 @@ def test_nothing_is_learned_where_all_images_score_the_same():
 @pytest.mark.fast
 def test_groups_that_are_cut_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    cuts = ((dgpo, 4, "whole groups of 8"), (crd, 4, "whole groups of 8"), (online_dpo, 1, "whole pairs"))
+    cuts = ((dgpo, 4, " 8"), (crd, 4, " 8"), (online_dpo, 1, ""))
     for script, size, fault in cuts:
         for given in (size, 0):
-            told = f"--micro_batch_size {given}: a rank's passes have {given} images, and must hold {fault}"
+            told = f"--micro_batch_size {given}: .* {given} .*{fault}"
             with pytest.raises(ValueError, match=told):
                 script.check(script.Args(micro_batch_size=given))
         script.check(script.Args(micro_batch_size=8))
     # a multiple of 8, lowered to a rank's share
-    with pytest.raises(ValueError, match="--micro_batch_size 64: a rank's passes have 4 images"):
+    with pytest.raises(ValueError, match="--micro_batch_size 64: .* 4 "):
         dgpo.check(dgpo.Args(num_prompts=2, updates_per_rollout=4))
     for size in (0, 2):
-        with pytest.raises(ValueError, match=f"--micro_batch_size {size}: must be a multiple of --pairs_per_prompt 4"):
+        with pytest.raises(ValueError, match=f"--micro_batch_size {size}: .*--pairs_per_prompt 4"):
             v_grpo.check(v_grpo.Args(micro_batch_size=size))
 
 
@@ -860,9 +861,7 @@ def test_a_prompt_names_its_teacher_or_learns_from_all():
     args = diffusion_opd.Args(teachers=("a=x", "b=y"), teacher_weights=(3.0, 1.0))
     assert diffusion_opd.weigh_teachers(args, prompts).tolist() == [[0, 1], [3, 1]]
     records[1]["teacher"] = "c"
-    with pytest.raises(
-        ValueError, match="--train_prompts .*: the record of 'y' names the teacher 'c', who is not in --teachers"
-    ):
+    with pytest.raises(ValueError, match="--train_prompts .*: .* 'y' .* 'c', .*--teachers"):
         diffusion_opd.weigh_teachers(args, prompts)
 
 
@@ -870,19 +869,19 @@ def test_a_prompt_names_its_teacher_or_learns_from_all():
 def test_teachers_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     args = diffusion_opd.Args(rollout="local")
-    with pytest.raises(ValueError, match="--teachers: at least one NAME=PATH"):
+    with pytest.raises(ValueError, match="^--teachers: .* NAME=PATH "):
         diffusion_opd.check(args)
-    with pytest.raises(ValueError, match="--teacher_weights: 1 for 2 of --teachers"):
+    with pytest.raises(ValueError, match="--teacher_weights: 1 .* 2 .*--teachers"):
         diffusion_opd.check(replace(args, teachers=("a=x", "b=y"), teacher_weights=(1.0,)))
-    with pytest.raises(ValueError, match="--teacher_weights: at least one must be above 0"):
+    with pytest.raises(ValueError, match="--teacher_weights: .* 0$"):
         diffusion_opd.check(replace(args, teachers=("a=x", "b=y"), teacher_weights=(0.0, 0.0)))
     for given in ("a", "=x", "a=", "a b=x"):
-        with pytest.raises(ValueError, match=f"--teachers {given}: must be NAME=PATH"):
+        with pytest.raises(ValueError, match=f"--teachers {given}: .* NAME=PATH, "):
             diffusion_opd.read_teachers(replace(args, teachers=(given,)))
-    with pytest.raises(ValueError, match="--teachers a: .*No such file or directory"):
+    with pytest.raises(ValueError, match=f"--teachers a: {tmp_path}/none: "):
         diffusion_opd.read_teachers(replace(args, teachers=(f"a={tmp_path}/none",)))
     options = teachers_of(tmp_path, rank=2)
-    with pytest.raises(ValueError, match="--teachers ocr: of rank 2, where the student has the rank 16"):
+    with pytest.raises(ValueError, match="--teachers ocr: .* 2, .* 16"):
         diffusion_opd.prepare(replace(args, teachers=tuple(options[1:])))
 
 
@@ -956,9 +955,9 @@ def test_tempflow_weighs_the_loss_by_the_noise_of_the_step(branching_step):
 @pytest.mark.fast
 def test_tempflow_refuses_seeds_that_do_not_fit(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ValueError, match="--branches_per_seed 3: must divide --group_size 8"):
+    with pytest.raises(ValueError, match="--branches_per_seed 3: .*--group_size 8"):
         tempflow_grpo.check(tempflow_grpo.Args(branches_per_seed=3))
-    with pytest.raises(ValueError, match="--advantage_group seed: needs --branches_per_seed of at least 2"):
+    with pytest.raises(ValueError, match="--advantage_group seed: .*--branches_per_seed .* 2, "):
         tempflow_grpo.check(tempflow_grpo.Args(branches_per_seed=1, advantage_group="seed"))
 
 
@@ -987,10 +986,10 @@ def test_the_steps_that_draft_and_refl_train():
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"gradient_steps": 4}, "--gradient_steps 4: at most --num_inference_steps, 3"),
-        ({"method": "refl", "refl_range": (1, 4)}, "--refl_range 1 4: 0 3 is the widest range of 3 steps"),
-        ({"method": "refl", "refl_range": (2, 2)}, "--refl_range 2 2: 0 3 is the widest range"),
-        ({"method": "refl", "gradient_steps": 2}, "--gradient_steps 2: --method refl has one, within --refl_range"),
+        ({"gradient_steps": 4}, "--gradient_steps 4: .*--num_inference_steps, 3"),
+        ({"method": "refl", "refl_range": (1, 4)}, "--refl_range 1 4: 0 3 .* 3 "),
+        ({"method": "refl", "refl_range": (2, 2)}, "--refl_range 2 2: 0 3 "),
+        ({"method": "refl", "gradient_steps": 2}, "--gradient_steps 2: --method refl .*--refl_range"),
         ({"num_prompts": 6, "micro_batch_size": 4}, "--micro_batch_size 4: "),
     ],
 )
@@ -1003,7 +1002,7 @@ def test_draft_refuses_steps_that_do_not_fit(monkeypatch, options, fault):
 @pytest.mark.fast
 def test_draft_refuses_a_reward_without_a_gradient(tmp_path):
     line = run_here(tmp_path, "contrib/draft.py", "--reward", "ocr")
-    assert line == "draft.py: error: --reward ocr: has no of_pixels, a form with a gradient (docs/rewards.md)"
+    assert re.fullmatch(r"draft\.py: error: --reward ocr: .* of_pixels, .*\(docs/rewards\.md\)", line)
 
 
 def test_draft_has_no_graph_before_its_steps():
@@ -1212,7 +1211,7 @@ def test_a_teacher_of_another_shape_is_named(tmp_path):
     options = ["--teachers", f"wide={write_teacher(tmp_path / 'wide', 0, 16, width=3)}", "--rollout", "local"]
     line = run_here(tmp_path, "contrib/diffusion_opd.py", *TINY, *options)
     assert line.startswith("diffusion_opd.py: error: --teachers wide: ")
-    assert "to_q.lora_A.weight is for 131 features, where the transformer" in line
+    assert re.search(r"to_q\.lora_A\.weight .* 131 ", line)
 
 
 def test_v_grpo_does_the_same_with_an_engine(tmp_path):
@@ -1260,7 +1259,7 @@ def test_nothing_is_sampled_ahead_across_an_evaluation_or_a_checkpoint(save_ever
 @pytest.mark.fast
 def test_an_evaluation_of_rollouts_ahead_needs_no_engine():
     flow_grpo_ahead.check(flow_grpo_ahead.Args(rollout="local", eval_only=True))
-    with pytest.raises(ValueError, match="^--rollout local: .* pass --rollout vllm"):
+    with pytest.raises(ValueError, match="^--rollout local: .*--rollout vllm"):
         flow_grpo_ahead.check(flow_grpo_ahead.Args(rollout="local"))
 
 

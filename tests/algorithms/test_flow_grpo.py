@@ -278,19 +278,19 @@ def test_a_step_kind_of_the_users_own(tmp_path):
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 ERRORS = {  # beyond the bounds of single options, which tests/core/test_options.py has
-    "--reward nonsense": "--reward nonsense: unknown; use one of ",
-    "--reward no/such.py:f": "--reward no/such.py:f: no such file no/such.py",
+    "--reward nonsense": "--reward nonsense: ",
+    "--reward no/such.py:f": "--reward no/such.py:f: .*no/such.py$",
     "--reward ocr ocr_contains --reward_weights 1 1 --scale_rewards none --multi_objective_aggregation "
-    "normalize_then_sum": "--multi_objective_aggregation normalize_then_sum: needs --scale_rewards group or batch",
-    "--reward_weights 1.0 2.0": "--reward_weights: 2 weights for 1 rewards",
-    "--num_prompts 5 --group_size 5": "--num_prompts x --group_size = 25 cannot be cut into 2 mini-batches x 1 ranks",
-    "--micro_batch_size 24": "--micro_batch_size 24: a rank's share of a mini-batch, 128, cannot be cut into it "
-    "(--num_prompts x --group_size = 256, 2 mini-batches, 1 ranks)",
+    "normalize_then_sum": "--multi_objective_aggregation normalize_then_sum: .*--scale_rewards group or batch$",
+    "--reward_weights 1.0 2.0": "--reward_weights: 2 .* 1 ",
+    "--num_prompts 5 --group_size 5": "--num_prompts x --group_size = 25 .* 2 .* x 1 ",
+    "--micro_batch_size 24": "--micro_batch_size 24: .* 128, .*"
+    r"\(--num_prompts x --group_size = 256, 2 .* 1 ",
     "--num_inference_steps 6 --sde_window_size 4 --sde_window_range 7 11": "--sde_window_range 7 11: "
-    "--sde_window_size 4 does not fit in it; 0 5 is the widest range of 6 sampling steps",
+    "--sde_window_size 4 .* 0 5 .* 6 ",
     "--model no/such/model": "--model no/such/model: ",
-    "--train_prompts plain.txt": "plain.txt:2: OCR needs a prompt with text in double quotes, got: a sign",
-    "--sde_type euler": "--sde_type euler: unknown; use one of sde, dance, cps, cps_gauss, or path/to/file.py:function",
+    "--train_prompts plain.txt": "plain.txt:2: OCR .*: a sign$",
+    "--sde_type euler": "--sde_type euler: .* sde, dance, cps, cps_gauss, .*path/to/file.py:function$",
 }
 
 
@@ -304,7 +304,7 @@ def test_bad_arguments_end_in_one_clear_line(arguments, tmp_path, monkeypatch):
     with pytest.raises(ValueError) as error:
         options = ["--rollout", "local", *arguments.split()]
         flow_grpo.prepare(flow_grpo.check(parse_args(flow_grpo.Args, flow_grpo.__doc__, options)))
-    assert ERRORS[arguments] in str(error.value) and "\n" not in str(error.value)
+    assert re.match(ERRORS[arguments], str(error.value)) and "\n" not in str(error.value)
 
 
 @pytest.mark.fast
@@ -326,7 +326,7 @@ def test_help_shows_the_first_options_and_help_all_every_option(capsys):
 def test_missing_vllm_says_what_to_install(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install -r requirements.txt .*or pass --rollout local"):
+    with pytest.raises(ValueError, match="pip install -r requirements.txt .*--rollout local"):
         flow_grpo.prepare(flow_grpo.Args())
 
 
@@ -336,7 +336,7 @@ def test_an_error_is_one_line_on_the_screen(tmp_path):
     assert done.returncode == 1 and done.stdout == ""
     first, error = done.stderr.splitlines()
     assert first == "runs/flow_grpo: checking options and files"
-    assert error == "flow_grpo.py: error: --group_size 1: must be at least 2"
+    assert re.fullmatch("flow_grpo.py: error: --group_size 1: .* 2", error)
 
 
 @pytest.mark.fast
@@ -347,5 +347,5 @@ def test_a_run_is_not_overwritten(tmp_path, monkeypatch):
         flow_grpo.check(flow_grpo.Args(eval_only=True, sde_type="typo"))
     (tmp_path / "runs" / "old").mkdir(parents=True)
     (tmp_path / "runs" / "old" / "metrics.jsonl").touch()
-    with pytest.raises(ValueError, match="runs/old already holds a run: choose another --name"):
+    with pytest.raises(ValueError, match="^runs/old .*--name"):
         flow_grpo.prepare(flow_grpo.Args(name="old"))
