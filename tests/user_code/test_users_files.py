@@ -128,7 +128,7 @@ def test_what_a_users_file_changes_is_put_back_and_reported(moment, tmp_path, mo
         if moment == "trial" and any(name == setting.name for setting in TRAINERS_SETTINGS):
             continue  # the trainer itself sets it beside such a call
         if moment == "trial" and "chdir" in change:
-            with pytest.raises(RunError, match="changed the working directory"):
+            with pytest.raises(RunError, match=" mine "):
                 act(folder)
         else:
             act(folder)
@@ -147,7 +147,7 @@ def test_what_a_file_changes_is_put_back_where_its_import_fails(tmp_path):
 
 def test_a_family_is_compared_as_well(tmp_path, capfd):
     write(tmp_path, {"mine.py": "import torch\ntorch.set_grad_enabled(False)\nclass Mine:\n    pass\n"})
-    with pytest.raises(ValueError, match="is not a class that inherits from Family"):
+    with pytest.raises(ValueError, match="^--family .*:Mine: .* Family "):
         find_family("assets/embedded", 32, 96, 1, 1.0, 64, f"{tmp_path}/mine.py:Mine")
     assert torch.is_grad_enabled() and f"{tmp_path}/mine.py" in capfd.readouterr().err
 
@@ -475,7 +475,7 @@ def test_a_name_that_cleanflow_has_as_well_is_told(kind, moment, tmp_path):
         "call": f"def mine(images, prompts, metadata):\n{inside}\n    return [0.5] * len(images)\n",
     }[moment]
     write(tmp_path, {**helpers, "mine.py": source})
-    with pytest.raises((ValueError, RunError), match=rf"{name}, which CleanFlow has as well"):
+    with pytest.raises((ValueError, RunError), match=f" {name}, .* CleanFlow "):
         score_images(load_rewards([f"{tmp_path}/mine.py:mine"], [1.0]), IMAGES, PROMPTS)
 
 
