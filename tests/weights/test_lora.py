@@ -204,13 +204,13 @@ def test_what_cannot_be_read_is_refused_in_a_line(trained, tmp_path):
             read_lora(path)
         assert "\n" not in str(caught.value)
 
-    refuse(tmp_path / "nowhere", "No such file or directory")
+    refuse(tmp_path / "nowhere", f"{tmp_path}/nowhere$")
     refuse(tmp_path, f" adapter_config.json .* {FILE} ")
     (tmp_path / FILE).write_bytes(b"no safetensors")
     refuse(tmp_path, " LoRA ")
     refuse(tmp_path / FILE, " LoRA ")
     (tmp_path / "adapter_config.json").write_text("{}")
-    refuse(tmp_path, "No such file or directory: .*adapter_model.safetensors")
+    refuse(tmp_path, "/adapter_model.safetensors$")
     save_file(pair(), tmp_path / "adapter_model.safetensors")
     assert read_lora(tmp_path)[1].lora_alpha == 2
     (tmp_path / "adapter_config.json").write_text("{")
