@@ -27,10 +27,13 @@ MOST = 16  # detections of a class
 MARGIN = 0.1  # of both sizes: nearer objects are neither left nor right of each other
 
 
+Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
+
+
 class Detection(NamedTuple):
     """An object that the detector has found."""
 
-    box: tuple[float, float, float, float]  # left, top, right, bottom in pixels
+    box: Box
     score: float
     mask: Image.Image | None = None  # mode L, of the image's size: 255 where it is
 
@@ -111,3 +114,37 @@ def kept(objects: Objects, threshold: float) -> Objects:
         sure = [each for each in detections if each.score > threshold]
         found[name] = sorted(sure, key=lambda each: each.score, reverse=True)[:MOST]
     return {name: detections for name, detections in found.items() if detections}
+
+
+def fraction_right(record: dict, objects: Objects, colours: Colours) -> float:
+    """How much of "include" the objects fulfil, in [0, 1]: a mean of fractions, as Flow-GRPO trains (arXiv 2505.05470).
+
+    A clause with n objects of its class where it asks for N gives 1 - |n - N| / N. If it names a colour or a place it
+    gives a second number, which is 0 unless n = N: 1 - |m - N| / N, where m objects have the colour; 1 for a place in
+    which each object is relative to each of an earlier, fulfilled clause, else 0. All objects above the threshold
+    count, so that "exclude" has nothing to add.
+
+    Two departures from Flow-GRPO's published server: a fraction is never below 0, and a wrong place gives a 0, where
+    the server gives a 0 and a 1.
+    """
+    fractions: list[float] = []
+    fulfilled: list[list[Detection]] = []
+    for clause in record["include"]:
+        name, count = clause["class"], clause["count"]
+        found = objects.get(name, [])
+        parts = [share_of(len(found), count)]
+        if clause.get("color"):
+            right = list(colours(name, found)).count(clause["color"]) if len(found) == count else 0
+            parts.append(share_of(right, count))
+        if clause.get("position"):
+            place, number = clause["position"]
+            others = fulfilled[number]
+            is_there = all(place in places_of(one, other) for one in found for other in others)
+            parts.append(float(is_there and parts[-1] == 1 and len(others) > 0))
+        fractions += parts
+        fulfilled.append(found if all(part == 1 for part in parts) else [])
+    return sum(fractions) / len(fractions)
+
+
+def share_of(found: int, asked: int) -> float:
+    return max(1 - abs(found - asked) / asked, 0.0)

@@ -3,11 +3,19 @@
     torchrun --standalone flow_grpo.py --reward geneval --train_prompts evaluation_metadata.jsonl ...
 
 Prompts are the published .jsonl records: {"prompt", "tag", "include": [{"class", "count", "color", "position"}],
-"exclude"}. Two networks of transformers see the images, named by environment variables as hub ids or folders: a
-Mask2Former of COCO's 80 objects, GENEVAL_DETECTOR (default facebook/mask2former-swin-small-coco-instance), and a CLIP
-for colours, GENEVAL_CLIP (default openai/clip-vit-large-patch14). The published code has the same architectures from
-mmdet and open_clip. We could not compare the published weights. transformers resizes an image to a square for the
-detector and finds masks at 384 x 384, where mmdet keeps the image's shape; boxes are that coarse.
+"exclude"}. The score is 1 where all is right, else 0. `--reward geneval.soft` trains on fractions instead, as
+Flow-GRPO does (_geneval_rules.py: fraction_right).
+
+GENEVAL_DETECTOR names the detector of COCO's 80 objects, a hub id or a folder: a Mask2Former of transformers (default
+facebook/mask2former-swin-small-coco-instance), or assets/nanodet, which is in this repository and needs no GPU. A
+Mask2Former comes with a CLIP for colours, GENEVAL_CLIP (default openai/clip-vit-large-patch14). With NanoDet colours
+are judged by the pixels of a box (_box_colours.py), unless GENEVAL_CLIP is set.
+
+The published code has Mask2Former and CLIP from mmdet and open_clip. We could not compare the published weights.
+transformers resizes an image to a square for the detector and finds masks at 384 x 384, where mmdet keeps the image's
+shape; boxes are that coarse. NanoDet is another and a weaker judge, with thresholds and classes of its own
+(detector.json in its folder; docs/lab/scenes.md says what it gets wrong): a score by it is no published GenEval number.
+Call it "GenEval's rules, NanoDet at .3".
 """
 
 import functools
@@ -15,8 +23,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from common.rewards import _geneval_rules as rules
+from common.rewards._box_colours import colours_of_boxes
 from common.rewards._clip import embed_images, embed_prompts, load_processor, read_clip
-from common.rewards._geneval_rules import CLASSES, COLOURS, Detection, Objects, check_metadata, is_right, kept
+from common.rewards._geneval_rules import CLASSES, COLOURS, Detection, Objects, fraction_right, is_right, kept
+from common.rewards._nanodet import NanoDet, detect_in, read_nanodet, read_settings
 from common.rewards._networks import Source, load_network, offload, read_whole, refusing_weights, weights_of
 
 import torch
@@ -28,27 +39,64 @@ OTHER_THRESHOLD = 0.3
 
 
 # ---- the reward ------------------------------------------------------------------------------------------------------
-def geneval(images: list[Image.Image], prompts: list[str], metadata: list[dict]) -> list[float]:
-    """1 where the image is right by the published rules (_geneval_rules.py), else 0."""
+def geneval(images: list[Image.Image], prompts: list[str], metadata: list[dict]) -> list[dict[str, float]]:
+    """score: 1 where the image is right by the published rules (is_right), else 0; soft: fraction_right."""
+    rgb = [image.convert("RGB") for image in images]
     scores = []
-    for image, record in zip(images, metadata, strict=True):
-        rgb = image.convert("RGB")
-        objects = kept(detect(rgb), THRESHOLD.get(record["tag"], OTHER_THRESHOLD))
-        scores.append(float(is_right(record, objects, functools.partial(colours_of, rgb))))
+    for image, record, objects in zip(rgb, metadata, find_objects(rgb, metadata), strict=True):
+        colours = functools.partial(colours_of, image)
+        right = float(is_right(record, objects, colours))
+        scores.append({"score": right, "soft": fraction_right(record, objects, colours)})
     return scores
 
 
+def check_metadata(record: dict) -> None:
+    """Raise ValueError where a prompt's record is not GenEval's, or names a class that NanoDet is not to look for."""
+    rules.check_metadata(record)
+    source = detector_source()
+    with refusing_weights(source):
+        settings = read_settings(source[1])
+    for clause in [*record["include"], *(record.get("exclude") or [])]:
+        if settings and clause["class"] not in settings["competing"]:
+            told = ", ".join(settings["competing"])
+            raise ValueError(f"geneval: {source[0]}={source[1]} looks for no {clause['class']}, only for {told}")
+
+
+def find_objects(images: list[Image.Image], metadata: list[dict]) -> list[Objects]:
+    """The objects of each image that are surer than the threshold of its record's tag."""
+    settings = read_settings(detector_source()[1])
+    if settings:
+        found = detect_in(load()[0], images)
+        thresholds, other = settings["thresholds"], settings["other_threshold"]
+    else:
+        found = [detect(image) for image in images]
+        thresholds, other = THRESHOLD, OTHER_THRESHOLD
+    tags = [record["tag"] for record in metadata]
+    return [kept(objects, thresholds.get(tag, other)) for objects, tag in zip(found, tags, strict=True)]
+
+
 # ---- the networks ----------------------------------------------------------------------------------------------------
+def detector_source() -> Source:
+    return weights_of("GENEVAL_DETECTOR", "facebook/mask2former-swin-small-coco-instance")
+
+
 def load() -> tuple[Any, Any, Any, Any]:
-    """The detector and its image processor, the CLIP and its processor; raises load_network's ValueError."""
-    source = weights_of("GENEVAL_DETECTOR", "facebook/mask2former-swin-small-coco-instance")
+    """The detector and its image processor, the CLIP and its processor, None for what a NanoDet does without; raises
+    load_network's ValueError."""
+    source = detector_source()
     detector = load_network(source, read_detector)
+    is_nanodet = isinstance(detector, NanoDet)
+    processor = None if is_nanodet else load_image_processor(source)
+    if is_nanodet and not os.environ.get("GENEVAL_CLIP"):
+        return detector, processor, None, None
     clip = weights_of("GENEVAL_CLIP", "openai/clip-vit-large-patch14")
-    return detector, load_image_processor(source), load_network(clip, read_clip), load_processor(clip)
+    return detector, processor, load_network(clip, read_clip), load_processor(clip)
 
 
 def read_detector(name: str) -> Any:
-    """The Mask2Former of a hub id or folder."""
+    """The NanoDet of a folder that has a detector.json, or the Mask2Former of a hub id or folder."""
+    if read_settings(name):
+        return read_nanodet(name)
     from transformers import Mask2FormerForUniversalSegmentation  # slow
 
     model = read_whole(Mask2FormerForUniversalSegmentation, name, "Mask2Former")
@@ -67,7 +115,7 @@ def load_image_processor(source: Source) -> Any:  # of Mask2Former
 
 
 def detect(image: Image.Image) -> Objects:
-    """All objects that the detector sees, whatever their scores."""
+    """All objects that the Mask2Former sees, whatever their scores."""
     detector, processor, _, _ = load()
     inputs = processor(image, return_tensors="pt").to(detector.device)
     (result,) = processor.post_process_instance_segmentation(
@@ -85,8 +133,10 @@ def detect(image: Image.Image) -> Objects:
 
 
 def colours_of(image: Image.Image, name: str, detections: Sequence[Detection]) -> list[str]:
-    """The colour of each object of a class, by CLIP, which sees it alone on grey."""
+    """The colour of each object of a class: by CLIP, which sees it alone on grey, or by the pixels of its box."""
     _, _, model, processor = load()
+    if model is None:
+        return colours_of_boxes(image, detections)
     grey = Image.new("RGB", image.size, "#999")
     crops = []
     for each in detections:

@@ -76,7 +76,7 @@ def test_counting_asks_for_surer_detections_than_other_prompts(monkeypatch):
     images = [Image.new("RGB", (100, 100))] * 2
     for score, expected in ((0.2, [0, 0]), (0.5, [0, 1]), (0.95, [1, 1])):
         monkeypatch.setattr(geneval_file, "detect", lambda image, score=score: {"bird": [BIRD._replace(score=score)]})
-        assert geneval(images, ["a bird"] * 2, records) == expected
+        assert [each["score"] for each in geneval(images, ["a bird"] * 2, records)] == expected
 
 
 @pytest.mark.fast
@@ -84,7 +84,7 @@ def test_a_colour_is_that_of_the_object_alone_on_grey(monkeypatch):
     """CLIP sees boxes, without what the first one's mask leaves out. Its stub calls the first red, the next blue."""
     crops = []
     embeddings = {"red": [1.0, 0.0], "blue": [0.0, 1.0]}  # of the others: as near to both
-    monkeypatch.setattr(geneval_file, "load", lambda: (None,) * 4)
+    monkeypatch.setattr(geneval_file, "load", lambda: (None, None, "a CLIP", None))
     monkeypatch.setattr(geneval_file, "embed_images", lambda model, processor, of: crops.extend(of) or torch.eye(2))
 
     def embed_prompts(model, processor, texts):
@@ -215,8 +215,10 @@ def test_a_run_with_the_whole_reward(networks, tmp_path, monkeypatch):
                for name in CLASSES[:8]]  # fmt: skip
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
     prompts = ["--train_prompts", "train.jsonl", "--eval_prompts", "train.jsonl", "--max_prompts", 2]
-    options = ["--rollout", "local", *TINY, "--num_steps", 1, *prompts, "--reward", "geneval"]
+    rewards = ["--reward", "geneval", "geneval.soft", "--reward_weights", 1, 1]
+    options = ["--rollout", "local", *TINY, "--num_steps", 1, *prompts, *rewards]
     assert run_here(tmp_path, "flow_grpo.py", *options) is None
     row = read_metrics(tmp_path / "runs" / "flow_grpo")[1]
     assert 0 <= row["critic/rewards/geneval/mean"] <= 1
+    assert 0 <= row["critic/rewards/geneval.soft/mean"] <= 1
     assert load_rewards(["geneval"], [1.0])["geneval"] is geneval
