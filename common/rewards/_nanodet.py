@@ -112,7 +112,7 @@ def read_nanodet(folder: str) -> NanoDet:
     model = NanoDet(settings)
     weights = load_file(Path(folder) / WEIGHTS)
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
-    return model.to(memory_format=torch.channels_last)
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
 
 
 @functools.cache
