@@ -81,7 +81,7 @@ def test_a_run_that_asks_for_a_part_that_is_not_there_ends_in_one_line(copy, par
     last = done.stdout.strip().splitlines()[-1]
     assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout
     assert f"needs {copy / 'common' / part}".removesuffix(".py") in last, last
-    assert any(word in last.replace(" ", "=") or word in last for word in (*options, "an evaluation of edits")), last
+    assert any(word in last.replace(" ", "=") or word in last for word in (*options, "edits are scored")), last
 
 
 def test_a_run_trains_without_all_parts_with_one_family_and_one_reward(copy):

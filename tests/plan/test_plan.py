@@ -679,7 +679,7 @@ def test_the_disk_of_a_full_model_and_of_a_cache_by_hand(tmp_path):
     blueprint = blueprint_of(EMBEDDED, 0, torch.bfloat16)
     w = replace(SMALL, policies=("default", "ema"), prompt_cache="kept", num_prompts=4, max_sequence_length=16)
     options = {"keep_checkpoints": 3, "num_steps": 2, "train_prompts": ROOT / "assets" / "train_prompts.txt"}
-    options |= {"train_shares": (), "seed": 1}
+    options |= {"train_shares": (), "shuffle": True, "seed": 1}
     checkpoint = 4 * blueprint.num_weights * 4 / 1e6
     adapter = 2 * blueprint.num_weights / 1e6
     cached = 12 * blueprint.conditioning_bytes(16, (32, 96)) / 1e6
