@@ -150,19 +150,20 @@ def find_reward(name: str, option: str = "--reward") -> Reward:
     return function
 
 
-@functools.cache  # one function for each, as several scores of a judge share a call
 def _built_in(name: str, own_name: str | None) -> Reward:
     """The function of common/rewards/NAME.py, or where `own_name` is given, such as the style of vlm_judge:style, the
     same function with the settings of this name. ValueError: there are none."""
     module = call_user_code(lambda: importlib.import_module(f"common.rewards.{name}"), f"importing reward {name}")
-    function = getattr(module, name)
-    if own_name is None:
-        return function
+    return getattr(module, name) if own_name is None else _named(module, name, own_name)
+
+
+@functools.cache  # one function for each, as several scores of a judge share a call
+def _named(module: Any, name: str, own_name: str) -> Reward:
     if not hasattr(module, "PREFIX"):
         raise ValueError(f"{name} has no settings by name, as vlm_judge and http_scorer have")
     if not re.fullmatch("[a-z][a-z0-9_]*", own_name):
         raise ValueError(f"{own_name!r} must be of small letters, digits and _")
-    prefix = f"{module.PREFIX}_{own_name.upper()}"
+    function, prefix = getattr(module, name), f"{module.PREFIX}_{own_name.upper()}"
     named: Any = functools.update_wrapper(functools.partial(function, prefix=prefix), function)  # with its attributes
     named.settings = module.variables(prefix)
     named.load = functools.partial(module.load, prefix)
