@@ -36,7 +36,7 @@ defaults() {
         cp "runs/default-$script-seed1/curves.png" "$RECORDS/default-$script-seed1/"  # its page shows it
     done
     run default-flow_grpo 1 flow_grpo.py
-    cp runs/default-flow_grpo/{curves,grid_0000,grid_0040}.png "$RECORDS/default-flow_grpo/"
+    cp runs/default-flow_grpo/{grid_0000,grid_0040}.png "$RECORDS/default-flow_grpo/"
     python -m docs.make_front_page
 }
 

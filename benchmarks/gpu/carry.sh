@@ -6,7 +6,7 @@
 # It makes .gpu/, which git ignores: site.tar.xz (diffusers, tyro, rapidocr's reader and what they import) and COMMIT.
 # Send the checkout with it. torch, transformers, peft and accelerate must be on the GPU machine, for Python
 # $PYTHON_VERSION, by default 3.12. rapidocr's detector is left out, so that there is no --reward ocr_scene. The whole
-# must not be larger than $MOST_MIB, by default 64: the packages take 22 MiB of it; as wheels they would take 35.
+# must not be larger than $MOST_MIB, by default 64: the packages take 20 MiB of it; as wheels they would take 35.
 set -euo pipefail
 [ -f flow_grpo.py ] || { echo "carry.sh: error: run it in the root of a checkout" >&2; exit 1; }
 mkdir -p .gpu
@@ -35,7 +35,7 @@ def add(tar, name, data):
     tar.addfile(entry, io.BytesIO(data))
 
 
-with tarfile.open(sys.argv[2], "w:xz", preset=4) as tar:
+with tarfile.open(sys.argv[2], "w:xz", preset=9) as tar:
     for wheel in sorted(Path(sys.argv[1]).glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
