@@ -264,7 +264,7 @@ def test_a_reward_that_breaks_is_named_and_what_was_measured_is_kept(tmp_path, r
     assert re.search(REWARDS[returned], line)
     assert steps_of(tmp_path) == [0, 1]
     trace = tmp_path / "runs/flow_grpo/traceback_rank0.txt"
-    if "raised" in REWARDS[returned]:
+    if "traceback" in REWARDS[returned]:
         assert "line 7, in mine" in trace.read_text() or "TypeError" in trace.read_text()
     else:
         assert not trace.exists()  # no exception of the user's is behind the line
@@ -320,7 +320,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path, capfd):
     for changed, message in refused.items():
         line = run_here(tmp_path, "flow_grpo.py", "--name", "b", "--resume", "runs/one", *changed.split(), *options)
         assert_one_line(line)
-        assert message in line
+        assert re.search(message, line)
     assert "loading" not in capfd.readouterr().err
     fewer = ["--name", "b", "--resume", "runs/one", "--lora_target_modules", "to_q"]
     line = run_here(tmp_path, "flow_grpo.py", *fewer, *options)
