@@ -177,11 +177,8 @@ def disk_line(blueprint: Blueprint, w: PlannedRun, options: dict[str, Any], num_
         else:
             limit = w.drawn_prompts or options["num_steps"] * w.num_prompts
             train_set = read_prompts(options["train_prompts"], shares=options["train_shares"])
-            drawn = (
-                len(train_set.first_drawn(limit, options["seed"] if options["shuffle"] else None))
-                + num_eval_prompts
-                + 1
-            )  # and the empty one
+            seed = options["seed"] if options["shuffle"] else None
+            drawn = len(train_set.first_drawn(limit, seed)) + num_eval_prompts + 1  # and the empty one
             parts.append(f"{w.prompt_cache} at most {size(drawn * each)} for {drawn:,} prompts")
     return f"disk: {', '.join(parts)}"
 
