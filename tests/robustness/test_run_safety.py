@@ -186,7 +186,7 @@ def test_a_checkpoint_saved_between_the_choice_and_the_lock_is_not_removed(tmp_p
 
 # ---- one writer ------------------------------------------------------------------------------------------------------
 HOLDER = "import sys, time; sys.path.insert(0, sys.argv[1]); "
-HOLDER += "from common.files.checkpoints import lock_run; lock_run(sys.argv[2]); "
+HOLDER += "from common.run.lock import lock_run; lock_run(sys.argv[2]); "
 HOLDER += "print('held', flush=True); time.sleep(60)"
 
 
