@@ -1,6 +1,7 @@
 """The colour of an object by the pixels of its box, for detectors without masks in the reward geneval."""
 
 import functools
+import math
 from collections.abc import Sequence
 
 from common.rewards._geneval_rules import COLOURS, Detection
@@ -23,26 +24,29 @@ SHADES = {  # RGB of 255, some for each colour; "grey" is of none
 }
 NEUTRAL = 0.5  # what a black or white pixel counts beside one of another colour: wheels and windows are no paint
 RING = 3  # pixels around a box, by whose median the ground is known
+MOST = 2**16  # pixels of a box that are looked at; of a larger box every second row and column, or every third ...
 NEAR = 16.0  # of CIELAB: pixels so near to the ground are not the object's
 
 
 def colours_of_boxes(image: Image.Image, detections: Sequence[Detection]) -> list[str]:
-    """For each box the colour of most of its pixels, each named by the nearest shade, without those of the ground."""
-    pixels = to_lab(np.asarray(image.convert("RGB"), dtype=float))
+    """For each box the colour of most of its pixels, each named by the nearest shade, without those of the ground; of
+    pixels that are all grey "grey", which no record asks for."""
+    pixels = np.asarray(image.convert("RGB"), dtype=float)
     return [colour_of(pixels, each.box) for each in detections]
 
 
 def colour_of(pixels: np.ndarray, box: Sequence[float]) -> str:
-    """The colour of a box in an image (H, W, 3) in CIELAB."""
+    """The colour of a box in an image (H, W, 3) of 255."""
     height, width = pixels.shape[:2]
-    left, top = max(round(box[0]), 0), max(round(box[1]), 0)
+    left, top = min(max(round(box[0]), 0), width - 1), min(max(round(box[1]), 0), height - 1)
     right, bottom = min(max(round(box[2]), left + 1), width), min(max(round(box[3]), top + 1), height)
     around = np.zeros((height, width), dtype=bool)
     around[max(top - RING, 0) : bottom + RING, max(left - RING, 0) : right + RING] = True
     around[top:bottom, left:right] = False
-    inside = pixels[top:bottom, left:right].reshape(-1, 3)
+    step = math.ceil(math.sqrt((bottom - top) * (right - left) / MOST))
+    inside = to_lab(pixels[top:bottom:step, left:right:step].reshape(-1, 3))
     if around.any():
-        far = np.linalg.norm(inside - np.median(pixels[around], axis=0), axis=1) > NEAR
+        far = np.linalg.norm(inside - np.median(to_lab(pixels[around]), axis=0), axis=1) > NEAR
         inside = inside[far] if far.any() else inside
     names, shades = lab_shades()
     nearest = np.linalg.norm(inside[:, None] - shades, axis=2).argmin(1)
@@ -50,7 +54,7 @@ def colour_of(pixels: np.ndarray, box: Sequence[float]) -> str:
     for name, count in zip(names, np.bincount(nearest, minlength=len(names)), strict=True):
         if name in votes:
             votes[name] += float(count) * (NEUTRAL if name in ("black", "white") else 1.0)
-    return max(votes, key=lambda name: votes[name])
+    return max(votes, key=lambda name: votes[name]) if any(votes.values()) else "grey"
 
 
 @functools.cache

@@ -122,7 +122,8 @@ def fraction_right(record: dict, objects: Objects, colours: Colours) -> float:
     A clause with n objects of its class where it asks for N gives 1 - |n - N| / N. If it names a colour or a place it
     gives a second number, which is 0 unless n = N: 1 - |m - N| / N, where m objects have the colour; 1 for a place in
     which each object is relative to each of an earlier, fulfilled clause, else 0. All objects above the threshold
-    count, so that "exclude" has nothing to add.
+    count, so that "exclude" has nothing to add in GenEval's records, whose excluded classes are included ones as well.
+    A clause of "exclude" with another class gives a number, which is 0 if there are too many.
 
     Two departures from Flow-GRPO's published server: a fraction is never below 0, and a wrong place gives a 0, where
     the server gives a 0 and a 1.
@@ -143,6 +144,10 @@ def fraction_right(record: dict, objects: Objects, colours: Colours) -> float:
             parts.append(float(is_there and parts[-1] == 1 and len(others) > 0))
         fractions += parts
         fulfilled.append(found if all(part == 1 for part in parts) else [])
+    included = {clause["class"] for clause in record["include"]}
+    for clause in record.get("exclude") or []:
+        if clause["class"] not in included:
+            fractions.append(float(len(objects.get(clause["class"], [])) < clause["count"]))
     return sum(fractions) / len(fractions)
 
 

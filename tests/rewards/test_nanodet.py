@@ -7,8 +7,9 @@ from pathlib import Path
 
 from assets.scenes import draw_scene, kinds, random_scenes
 from common.files.prompts import read_prompts
+from common.rewards import _box_colours
 from common.rewards import geneval as geneval_file
-from common.rewards._box_colours import colours_of_boxes
+from common.rewards._box_colours import colours_of_boxes, to_lab
 from common.rewards._geneval_rules import CLASSES, COLOURS, Detection, fraction_right
 from common.rewards._nanodet import detect_in, preprocess, read_nanodet, read_outputs, read_settings, select
 from common.rewards.geneval import geneval
@@ -119,9 +120,28 @@ def test_colours_by_the_pixels_of_a_box(colour):
 
 @pytest.mark.fast
 def test_a_box_beyond_the_image_has_a_colour():
-    image = Image.new("RGB", (20, 20), RED)
-    boxes = [(-5.0, -5.0, 25.0, 25.0), (30.0, 30.0, 40.0, 40.0)]
-    assert colours_of_boxes(image, [Detection(box, 1.0) for box in boxes]) == ["red", "red"]
+    image = Image.new("RGB", (20, 20), BLUE)
+    boxes = [(-5.0, -5.0, 25.0, 25.0), (30.0, 30.0, 40.0, 40.0), (19.6, 4.0, 19.9, 9.0)]  # the last is rounded to 20
+    assert colours_of_boxes(image, [Detection(box, 1.0) for box in boxes]) == ["blue"] * 3
+
+
+@pytest.mark.fast
+def test_of_a_large_box_not_all_pixels_are_looked_at(monkeypatch):
+    """A distance to each shade of every pixel of a large image takes seconds and gigabytes."""
+    looked_at = []
+    monkeypatch.setattr(_box_colours, "to_lab", lambda rgb: looked_at.append(len(rgb)) or to_lab(rgb))
+    image = Image.new("RGB", (1024, 768), BLUE)
+    image.paste(RED, (10, 10, 900, 700))
+    assert colours_of_boxes(image, [Detection((10, 10, 900, 700), 1.0)]) == ["red"]
+    assert 2**14 < max(looked_at) <= 2**16
+
+
+@pytest.mark.fast
+def test_a_grey_object_has_no_colour_that_a_record_asks_for():
+    image = Image.new("RGB", (60, 60), BLUE)
+    image.paste((132, 132, 132), (20, 20, 40, 40))
+    (colour,) = colours_of_boxes(image, [Detection((20, 20, 40, 40), 1.0)])
+    assert colour not in COLOURS
 
 
 # ---- the reward ------------------------------------------------------------------------------------------------------
@@ -160,6 +180,10 @@ def test_fractions_by_hand():
     assert fraction_right(placed, {"cup": [at(0, 0)], "bird": [at(80, 0)]}, red) == 2 / 3
     assert fraction_right(placed, {"bird": [at(0, 0)]}, red) == 1 / 3  # nothing to be left of
     assert fraction_right(placed, {"cup": [at(80, 0)], "bird": [at(0, 0), at(0, 40)]}, red) == 1 / 3
+    counted = {"include": [clause("cup", 3)], "exclude": [clause("cup", 4)]}  # GenEval's own kind of "exclude"
+    assert fraction_right(counted, three | {"cup": [*three["cup"], at(120, 0)]}, red) == pytest.approx(2 / 3)
+    without = {"include": [clause("cup", 3)], "exclude": [clause("bird", 2)]}
+    assert [fraction_right(without, three | {"bird": [at(0, 0)] * count}, red) for count in (1, 2)] == [1, 1 / 2]
 
 
 @pytest.mark.fast
