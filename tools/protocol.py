@@ -62,7 +62,9 @@ def reward_protocol(names: Sequence[str], rewards: dict[str, Reward]) -> Protoco
     """
     settings = reward_settings(rewards)
     contents = find_contents({"reward_settings": settings}, names)
-    networks = [digest_tensors(network.state_dict().items()) for network in LOADED.values()]
+    networks = [  # a NanoDet with its thresholds and classes
+        digest_tensors(network.state_dict().items(), getattr(network, "settings", None)) for network in LOADED.values()
+    ]
     package = importlib.util.find_spec("rapidocr") if any(name.startswith("ocr") for name in names) else None
     if package and package.origin:
         networks.append(digest(sorted(Path(package.origin).parent.glob("models/*.onnx"))))

@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 from common.data import PromptSet
 from common.files.pictures import StoredImage
+from common.rewards._nanodet import read_nanodet
 from common.weights.lora import save_weights
 from common.weights.policy import tensors_on_rank_0
 from tests.conftest import (
@@ -164,6 +166,24 @@ def test_a_reward_of_the_same_name_with_other_weights_is_another_protocol(monkey
         network.weight[0, 0] += 1e-3
     with pytest.raises(ValueError, match=": reward_networks: "):
         protocol.check_match(before, protocol.reward_protocol(["jpeg_compressibility"], {}))
+
+
+@pytest.mark.fast
+def test_a_detector_with_other_thresholds_or_classes_is_another_protocol(tmp_path, monkeypatch):
+    """Which stand in detector.json, beside weights that are the same."""
+    monkeypatch.setattr(protocol, "LOADED", {})
+    found = []
+    for number, changes in enumerate([{}, {"other_threshold": 0.2}, {"competing": ["car"]}]):
+        folder = tmp_path / str(number)
+        shutil.copytree(ROOT / "assets" / "nanodet", folder)
+        settings = json.loads((folder / "detector.json").read_text())
+        (folder / "detector.json").write_text(json.dumps(settings | changes))
+        protocol.LOADED.clear()
+        protocol.LOADED[str(folder), "read_detector"] = read_nanodet(str(folder))
+        found.append(protocol.reward_protocol(["geneval"], {}))
+    for other in found[1:]:
+        with pytest.raises(ValueError, match=": reward_networks: "):
+            protocol.check_match(found[0], other)
 
 
 @pytest.mark.fast
